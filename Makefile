@@ -1,0 +1,62 @@
+# Every target sets up what it needs: a fresh machine with python3, pip and make is enough.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
+PY := .venv/bin/python
+LOCK := requirements/lock.txt
+DEMO_DIR ?= build/demo
+DEMO_ROWS ?= 64
+
+.PHONY: help env demo test check bench lock clean
+
+help:
+	@echo "make demo    draw receipts, preprocess them into shards, verify them      ($(DEMO_DIR))"
+	@echo "make test    the whole test suite (what .ci/run calls)"
+	@echo "make check   ruff, mypy strict, import boundaries"
+	@echo "make bench   benchmarks; results are written under benchmarks/results/"
+	@echo "make env     only make .venv, with .venv/bin/vlmdata in it"
+	@echo "make lock    resolve $(LOCK) anew"
+	@echo "make clean   remove build products (not .venv)"
+
+# uv, unless the machine has it. --target works with a bare pip, also where the system Python is locked (PEP 668).
+.uv/bin/uv:
+	python3 -m pip install --quiet --disable-pip-version-check --target .uv uv
+
+.venv/bin/python: | $(filter .uv/bin/uv,$(UV))
+	$(UV) venv --quiet --python 3.12 --allow-existing .venv
+
+.venv/.stamp-base: pyproject.toml $(LOCK) | .venv/bin/python
+	$(UV) pip install --quiet --python $(PY) --constraint $(LOCK) --editable .
+	@touch $@
+
+.venv/.stamp-dev: pyproject.toml $(LOCK) | .venv/bin/python
+	$(UV) pip install --quiet --python $(PY) --constraint $(LOCK) --editable '.[dev]'
+	@touch $@
+
+env: .venv/.stamp-base
+	@echo "ready: .venv/bin/vlmdata --help"
+
+demo: .venv/.stamp-base
+	.venv/bin/vlmdata preprocess demo --limit $(DEMO_ROWS) --out $(DEMO_DIR)
+	.venv/bin/vlmdata verify $(DEMO_DIR)
+
+test: .venv/.stamp-dev
+	HF_HUB_OFFLINE=1 $(PY) -m pytest -n 2 $(PYTEST_ARGS)
+
+check: .venv/.stamp-dev
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/lint-imports
+
+bench: .venv/.stamp-dev
+	$(PY) benchmarks/preprocess.py
+
+# No index URL and no host stands in the lock; wheels come from whatever index the user's uv is set to.
+lock: | $(filter .uv/bin/uv,$(UV))
+	$(UV) pip compile --quiet --upgrade --python-version 3.12 --no-emit-index-url --no-header --no-annotate \
+	  --extra dev --extra train --constraint requirements/pins.txt pyproject.toml --output-file $(LOCK)
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

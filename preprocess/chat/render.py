@@ -1,0 +1,165 @@
+"""Rendering a conversation with the tokenizer's own chat template, so that data can forge nothing.
+
+Template text and data text end up in one string. To keep them apart, any place in the data where a reserved token's
+text could begin is broken with a character the row does not contain; what reads as a reserved token in the result
+was then written by the template alone. Comparing with the unbroken text shows whether the data tried. Rows with
+nothing of the kind, nearly all, are rendered as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from preprocess.chat.tokenizer import ChatTokenizer
+from preprocess.config import SpecialText
+from preprocess.conversation import Conversation, Message, TextPart
+from preprocess.reject import RowRejected, excerpt
+from vlmdata.format.ledger import Reason
+
+_PRIVATE_USE = range(0xE000, 0xF8FF)
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """The template's output.
+
+    Attributes:
+        text: The whole conversation as text.
+        plain_spans: Character spans of ``text`` that spell a reserved token but are data; ordered.
+    """
+
+    text: str
+    plain_spans: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Renderer:
+    """Renders conversations with one tokenizer.
+
+    Attributes:
+        tokenizer: Whose template and special tokens are used.
+        special_text: What to do with data that spells a reserved token.
+    """
+
+    tokenizer: ChatTokenizer
+    special_text: SpecialText
+
+    def render(self, conversation: Conversation) -> Rendered:
+        """The conversation as the template writes it.
+
+        Raises:
+            RowRejected: TEMPLATE_ERROR if the template refuses it; SPECIAL_TOKEN_TEXT if data spells a reserved
+                token and the policy is ``reject``.
+        """
+        suspicious = any(self._opening.search(text) for text in _strings(conversation))
+        if not suspicious:
+            return Rendered(self._apply(conversation, lambda text: text))
+        marker = _unused_character(conversation)
+        broken = self._apply(conversation, lambda text: self._opening.sub(lambda m: m[0] + marker, text))
+        text = broken.replace(marker, "")
+        written = [m.start() - broken.count(marker, 0, m.start()) for m in self._reserved.finditer(broken)]
+        forged = [m.span() for m in self._reserved.finditer(text) if m.start() not in set(written)]
+        if not forged:
+            return Rendered(text)
+        if self.special_text is SpecialText.REJECT:
+            start, end = forged[0]
+            raise RowRejected(
+                Reason.SPECIAL_TOKEN_TEXT,
+                f"the data spells the special token {text[start:end]} ({len(forged)} times), near "
+                f"{excerpt(text[max(0, start - 30) : end + 30], 120)!r}; --special-text plain keeps such rows and "
+                "encodes it as ordinary text",
+            )
+        return Rendered(text, tuple(forged))
+
+    @cached_property
+    def _reserved(self) -> re.Pattern[str]:
+        longest_first = sorted(self.tokenizer.reserved, key=lambda text: (-len(text), text))
+        return re.compile("|".join(re.escape(text) for text in longest_first))
+
+    @cached_property
+    def _opening(self) -> re.Pattern[str]:
+        """Matches the first character of where a reserved token may begin.
+
+        Also at the very end of a text (before any final newline too), where the template or the next part of the
+        message could complete it. Whole markup tokens that data may hold are let through.
+        """
+        allowed = "|".join(re.escape(text) for text in sorted(self.tokenizer.specials - self.tokenizer.reserved))
+        heads = sorted({text[:2] for text in self.tokenizer.reserved})
+        openings = "|".join(rf"{re.escape(head[0])}(?={re.escape(head[1])}|\s*\Z)" for head in heads)
+        return re.compile(f"(?!{allowed})(?:{openings})" if allowed else openings)
+
+    def _apply(self, conversation: Conversation, edit: Callable[[str], str]) -> str:
+        messages = [_template_message(message, edit) for message in conversation.messages]
+        tools = [_edit(tool, edit) for tool in conversation.tools] or None
+        try:
+            text = self.tokenizer.hf.apply_chat_template(messages, tools=tools, tokenize=False)
+        except Exception as error:  # jinja2 errors, and whatever the template's filters raise on odd data
+            raise RowRejected(
+                Reason.TEMPLATE_ERROR, f"the chat template refuses it: {type(error).__name__}: {error}"
+            ) from error
+        return str(text)
+
+
+def _template_message(message: Message, edit: Callable[[str], str]) -> dict[str, Any]:
+    content: Any
+    if all(isinstance(part, TextPart) for part in message.parts):
+        content = edit(message.text)
+    else:
+        content = [
+            {"type": "text", "text": edit(part.text)} if isinstance(part, TextPart) else {"type": "image"}
+            for part in message.parts
+        ]
+    rendered: dict[str, Any] = {"role": message.role, "content": content}
+    if message.reasoning is not None:
+        rendered["reasoning_content"] = edit(message.reasoning)
+    if message.tool_calls:
+        rendered["tool_calls"] = [{"type": "function", "function": _edit(call, edit)} for call in message.tool_calls]
+    return rendered
+
+
+def _edit(value: Any, edit: Callable[[str], str]) -> Any:
+    """``value`` with every string in it, keys included, edited."""
+    if isinstance(value, str):
+        return edit(value)
+    if isinstance(value, Mapping):
+        return {edit(str(key)): _edit(item, edit) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_edit(item, edit) for item in value]
+    return value
+
+
+def _strings(conversation: Conversation) -> Iterable[str]:
+    for message in conversation.messages:
+        for part in message.parts:
+            if isinstance(part, TextPart):
+                yield part.text
+        if message.reasoning is not None:
+            yield message.reasoning
+        yield from _nested_strings(message.tool_calls)
+    yield from _nested_strings(conversation.tools)
+
+
+def _nested_strings(value: Any) -> Iterable[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield str(key)
+            yield from _nested_strings(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _nested_strings(item)
+
+
+def _unused_character(conversation: Conversation) -> str:
+    used = set().union(*map(set, _strings(conversation)))
+    free = next((chr(code) for code in _PRIVATE_USE if chr(code) not in used), None)
+    if free is None:
+        raise RowRejected(
+            Reason.SPECIAL_TOKEN_TEXT, "the data spells special tokens and uses every private-use character"
+        )
+    return free

@@ -1,0 +1,200 @@
+"""From rendered text to token ids and the exact tokens the loss is taken over.
+
+Turns are found by structure (the ``<|im_start|>`` and ``<|im_end|>`` that the template wrote), targets within them by
+character offsets. Nothing is ever searched for by its tokens, so an answer repeated in the prompt is no trap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from preprocess.chat.render import Rendered
+from preprocess.chat.tokenizer import ASSISTANT_HEADER, IM_END, IM_START, ChatTokenizer
+from preprocess.config import TrainThink, TrainTurns
+from preprocess.reject import RowRejected, excerpt
+from vlmdata.format.ledger import Reason
+
+_THINK_OPEN, _THINK_CLOSE = "<think>\n", "\n</think>\n\n"
+_THINK_CLOSE_EMPTY = "</think>\n\n"
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """Token ids and where each begins in the rendered text.
+
+    Attributes:
+        ids: int64 (L,).
+        starts: int64 (L,), first character of each token.
+        ends: int64 (L,), one past its last character.
+    """
+
+    ids: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Turn:
+    r"""One assistant turn in the rendered text, in characters.
+
+    Attributes:
+        body: Start of what follows ``<|im_start|>assistant\n``.
+        answer: Start of what follows the think block; equals ``body`` where there is none.
+        reasoning: Whether the think block holds anything.
+        stop: One past ``<|im_end|>`` and its newline.
+    """
+
+    body: int
+    answer: int
+    reasoning: bool
+    stop: int
+
+    def target_start(self, train_think: TrainThink) -> int:
+        """First character under the loss."""
+        include = train_think is TrainThink.ALWAYS or (train_think is TrainThink.AUTO and self.reasoning)
+        return self.body if include else self.answer
+
+
+@dataclass(frozen=True, eq=False)
+class TargetSpans:
+    """Token ranges under the loss.
+
+    Attributes:
+        mask: bool (L,).
+        last: Token range ``[start, stop)`` of the last target turn, its end token and newline included.
+        turns: Number of target turns.
+    """
+
+    mask: npt.NDArray[np.bool_]
+    last: tuple[int, int]
+    turns: int
+
+
+def tokenize(tokenizer: ChatTokenizer, rendered: Rendered) -> Tokens:
+    """Encodes the rendered text just as calling the tokenizer on it would.
+
+    Spans that only look like reserved tokens are encoded as ordinary text instead.
+    """
+    backend = tokenizer.hf.backend_tokenizer
+    if not rendered.plain_spans:
+        encoding = backend.encode(rendered.text, add_special_tokens=False)
+        return _tokens([(0, encoding)])
+    return _tokens(list(_encode_pieces(backend, tokenizer.specials, rendered)))
+
+
+def _encode_pieces(backend: Any, specials: frozenset[str], rendered: Rendered) -> Iterator[tuple[int, Any]]:
+    """Encodes the text around look-alikes normally, and each stretch holding them without special tokens.
+
+    A stretch runs from one true special token to the next: tokenizers split there anyway, so every other token is
+    what it would have been.
+    """
+    text, forged = rendered.text, dict(rendered.plain_spans)
+    bounds, cursor = [0], 0
+    while (found := _next_special(text, cursor, specials)) is not None:
+        start, end = found
+        if forged.get(start) != end:
+            bounds += [start, end]
+        cursor = end
+    bounds.append(len(text))
+    for start, end in pairwise(bounds):
+        plain = any(start <= span < end for span in forged)
+        backend.encode_special_tokens = plain
+        try:
+            yield start, backend.encode(text[start:end], add_special_tokens=False)
+        finally:
+            backend.encode_special_tokens = False
+
+
+def _next_special(text: str, cursor: int, specials: frozenset[str]) -> tuple[int, int] | None:
+    hits = [(at, -len(token)) for token in specials if (at := text.find(token, cursor)) >= 0]
+    if not hits:
+        return None
+    start, negative_length = min(hits)
+    return start, start - negative_length
+
+
+def _tokens(pieces: list[tuple[int, Any]]) -> Tokens:
+    ids = np.concatenate([np.asarray(encoding.ids, dtype=np.int64) for _, encoding in pieces])
+    offsets = np.concatenate(
+        [np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2) + start for start, encoding in pieces]
+    )
+    return Tokens(ids, offsets[:, 0], offsets[:, 1])
+
+
+def find_turns(text: str, tokens: Tokens, im_start: int, im_end: int) -> list[Turn]:
+    """The assistant turns of a rendered conversation.
+
+    Args:
+        text: The rendered text.
+        tokens: Its tokens.
+        im_start: Id of ``<|im_start|>``.
+        im_end: Id of ``<|im_end|>``. (Look-alikes in data were given other ids by :func:`tokenize`.)
+
+    Raises:
+        RowRejected: TEMPLATE_ERROR if the text is not a sequence of ChatML turns.
+    """
+    starts = tokens.starts[tokens.ids == im_start].tolist()
+    ends = tokens.starts[tokens.ids == im_end].tolist()
+    alternating = len(starts) == len(ends) and all(
+        start < end and (i + 1 == len(starts) or end < starts[i + 1])
+        for i, (start, end) in enumerate(zip(starts, ends, strict=True))
+    )
+    if not alternating or not starts:
+        raise RowRejected(
+            Reason.TEMPLATE_ERROR,
+            f"the chat template wrote {len(starts)} {IM_START} and {len(ends)} {IM_END}; "
+            f"turns of the form {IM_START}role … {IM_END} are needed",
+        )
+    turns = []
+    for start, end in zip(starts, ends, strict=True):
+        body = start + len(IM_START) + len(ASSISTANT_HEADER)
+        if text[start + len(IM_START) : body] == ASSISTANT_HEADER:
+            turns.append(_turn(text, body, end))
+    return turns
+
+
+def _turn(text: str, body: int, end: int) -> Turn:
+    stop = end + len(IM_END)
+    stop += text[stop : stop + 1] == "\n"
+    content = text[body:end]
+    if not content.startswith(_THINK_OPEN):
+        return Turn(body, body, False, stop)
+    for close in (_THINK_CLOSE, _THINK_CLOSE_EMPTY):
+        at = content.find(close)
+        if at >= 0:
+            reasoning = content[len(_THINK_OPEN) : max(at, len(_THINK_OPEN))].strip()
+            return Turn(body, body + at + len(close), bool(reasoning), stop)
+    return Turn(body, body, True, stop)
+
+
+def target_spans(
+    tokens: Tokens, turns: list[Turn], train_turns: TrainTurns, train_think: TrainThink, text: str
+) -> TargetSpans:
+    """Marks the tokens under the loss.
+
+    Raises:
+        RowRejected: TEMPLATE_ERROR if a target would begin inside a token (the template then lets header and answer
+            run together, and at inference the prompt would be tokenized differently).
+    """
+    chosen = turns if train_turns is TrainTurns.ALL else turns[-1:]
+    mask = np.zeros(len(tokens.ids), dtype=np.bool_)
+    last = (0, 0)
+    for turn in chosen:
+        begin = turn.target_start(train_think)
+        first = int(np.searchsorted(tokens.starts, begin, side="left"))
+        stop = int(np.searchsorted(tokens.starts, turn.stop, side="left"))
+        if tokens.ends[first - 1] > begin:
+            raise RowRejected(
+                Reason.TEMPLATE_ERROR,
+                f"the answer {excerpt(text[begin : turn.stop], 40)!r} begins inside the token "
+                f"{text[tokens.starts[first - 1] : tokens.ends[first - 1]]!r} of the turn's header",
+            )
+        mask[first:stop] = True
+        last = (first, stop)
+    return TargetSpans(mask, last, len(chosen))

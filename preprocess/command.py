@@ -1,0 +1,166 @@
+"""``vlmdata preprocess``: options, and nothing heavy until it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from preprocess.config import (
+    ImageConfig,
+    Overlong,
+    PreprocessConfig,
+    RecipeConfig,
+    SpecialText,
+    Target,
+    TrainThink,
+    TrainTurns,
+)
+
+_IMAGES, _TEXT, _DATA, _RUN = "Images", "Text and targets", "Data", "Run"
+
+
+def preprocess(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="`demo`, a hub dataset id, a parquet/arrow/JSONL file, a folder of them, or a save_to_disk folder."
+        ),
+    ] = "demo",
+    out: Annotated[Path, typer.Option("--out", "-o", help="Dataset directory to make or continue.")] = ...,  # type: ignore[assignment]
+    recipe: Annotated[
+        str, typer.Option(help="`cord_v2`, `chat`, or `module:attribute` of your own.", rich_help_panel=_DATA)
+    ] = "cord_v2",
+    split: Annotated[
+        str | None, typer.Option(help="Split to read. Default: train, or the only one.", rich_help_panel=_DATA)
+    ] = None,
+    subset: Annotated[str | None, typer.Option(help="Configuration of a hub dataset.", rich_help_panel=_DATA)] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of a hub dataset.", rich_help_panel=_DATA)
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Read only the first so many rows (demo: draw so many).", rich_help_panel=_DATA)
+    ] = None,
+    image_root: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder that image paths in the data are relative to and may not leave. Default: the source's folder.",
+            rich_help_panel=_DATA,
+        ),
+    ] = None,
+    allow_urls: Annotated[
+        bool, typer.Option("--allow-urls", help="Fetch http(s) images named in the data.", rich_help_panel=_DATA)
+    ] = False,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="Hub id or folder, e.g. Qwen/Qwen3.5-9B. Default: embedded.", rich_help_panel=_TEXT),
+    ] = None,
+    tokenizer_revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of the tokenizer.", rich_help_panel=_TEXT)
+    ] = None,
+    prompt: Annotated[
+        str, typer.Option(help="cord_v2: what the user asks of each image.", rich_help_panel=_TEXT)
+    ] = RecipeConfig.prompt,
+    target: Annotated[
+        Target, typer.Option(help="cord_v2: answer in Donut tokens or JSON.", rich_help_panel=_TEXT)
+    ] = RecipeConfig.target,
+    train_turns: Annotated[
+        TrainTurns, typer.Option(help="Learn all assistant turns or the last.", rich_help_panel=_TEXT)
+    ] = PreprocessConfig.train_turns,
+    train_think: Annotated[
+        TrainThink,
+        typer.Option(help="Learn think blocks: where they hold reasoning, always, never.", rich_help_panel=_TEXT),
+    ] = PreprocessConfig.train_think,
+    max_length: Annotated[
+        int, typer.Option(help="Most tokens in a sample.", rich_help_panel=_TEXT)
+    ] = PreprocessConfig.max_length,
+    overlong: Annotated[
+        Overlong, typer.Option(help="Over it: reject, or cut the end of the last answer.", rich_help_panel=_TEXT)
+    ] = PreprocessConfig.overlong,
+    special_text: Annotated[
+        SpecialText,
+        typer.Option(help="Data that spells a special token: reject, or encode as plain text.", rich_help_panel=_TEXT),
+    ] = PreprocessConfig.special_text,
+    pad_multiple: Annotated[
+        int,
+        typer.Option(help="Stored lengths are multiples of this (a loader can re-pad).", rich_help_panel=_TEXT),
+    ] = PreprocessConfig.pad_multiple,
+    min_pixels: Annotated[
+        int, typer.Option(help="Enlarge smaller images to this.", rich_help_panel=_IMAGES)
+    ] = ImageConfig.min_pixels,
+    max_pixels: Annotated[
+        int, typer.Option(help="Reduce larger images to this.", rich_help_panel=_IMAGES)
+    ] = ImageConfig.max_pixels,
+    max_source_pixels: Annotated[
+        int, typer.Option(help="Reject image files of more pixels, undecoded.", rich_help_panel=_IMAGES)
+    ] = ImageConfig.max_source_pixels,
+    rows_per_shard: Annotated[
+        int, typer.Option(help="Source rows per shard.", rich_help_panel=_RUN)
+    ] = PreprocessConfig.rows_per_shard,
+    workers: Annotated[
+        int | None, typer.Option("--workers", "-j", help="Processes. Default: one a core.", rich_help_panel=_RUN)
+    ] = None,
+    max_reject_rate: Annotated[
+        float, typer.Option(help="More rejected rows than this share end in exit code 1.", rich_help_panel=_RUN)
+    ] = 0.01,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Start anew if --out holds a dataset.", rich_help_panel=_RUN)
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the summary as JSON on stdout.", rich_help_panel=_RUN)
+    ] = False,
+) -> None:
+    """Turn rows of images and text into tokenized, verified, packed-ready shards.
+
+    A run that was interrupted continues where it stopped when the same command is given again. The result is
+    byte-identical for any number of workers and any interruption.
+
+    **Examples**
+
+    - `vlmdata preprocess demo --out build/demo`
+
+    - `vlmdata preprocess naver-clova-ix/cord-v2 --split train --tokenizer Qwen/Qwen3.5-9B --out data/cord`
+
+    - `vlmdata preprocess chats.jsonl --recipe chat --image-root images/ --out data/chat -j 8`
+
+    **Exit codes**: 0 done; 1 done, but more rows rejected than allowed; 2 wrong options, source or configuration;
+    3 no space or no workers left; 130 interrupted.
+    """
+    from preprocess.run_command import run_command
+
+    try:
+        config = PreprocessConfig(
+            recipe=recipe,
+            tokenizer=tokenizer,
+            tokenizer_revision=tokenizer_revision,
+            image=ImageConfig(min_pixels, max_pixels, max_source_pixels),
+            recipe_options=RecipeConfig(prompt, target, image_root, allow_urls),
+            train_turns=train_turns,
+            train_think=train_think,
+            max_length=max_length,
+            overlong=overlong,
+            special_text=special_text,
+            pad_multiple=pad_multiple,
+            rows_per_shard=rows_per_shard,
+        )
+        if not 0 <= max_reject_rate <= 1:
+            raise ValueError(f"max_reject_rate is {max_reject_rate}; it is a share between 0 and 1")
+        if workers is not None and workers < 1:
+            raise ValueError(f"workers is {workers}; it must be at least 1")
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    code = run_command(
+        source,
+        out,
+        config,
+        split=split,
+        subset=subset,
+        revision=revision,
+        limit=limit,
+        workers=workers,
+        overwrite=overwrite,
+        max_reject_rate=max_reject_rate,
+        as_json=as_json,
+    )
+    raise typer.Exit(code)

@@ -1,0 +1,130 @@
+"""Every option that can change a byte of the output, resolved and validated."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from vlmdata.format.schema import IMAGE_FACTOR
+
+
+class Target(StrEnum):
+    """How ``cord_v2`` writes the ground truth as the answer."""
+
+    DONUT = "donut"
+    JSON = "json"
+
+
+class TrainTurns(StrEnum):
+    """Which assistant turns are targets."""
+
+    ALL = "all"
+    LAST = "last"
+
+
+class TrainThink(StrEnum):
+    """Whether a think block is a target: ``auto`` only where it holds reasoning."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+class Overlong(StrEnum):
+    """What happens to a sample over ``max_length``."""
+
+    REJECT = "reject"
+    TRUNCATE = "truncate"
+
+
+class SpecialText(StrEnum):
+    """What happens to data whose text spells a special token."""
+
+    REJECT = "reject"
+    PLAIN = "plain"
+
+
+@dataclass(frozen=True)
+class ImageConfig:
+    """Image geometry and limits.
+
+    Attributes:
+        min_pixels: Smaller images are enlarged to about this many pixels.
+        max_pixels: Larger images are reduced to at most this many pixels.
+        max_source_pixels: An image file of more pixels is rejected before it is decoded. The default is the size
+            at which Pillow starts to warn of decompression bombs.
+    """
+
+    min_pixels: int = 200_704
+    max_pixels: int = 1_003_520
+    max_source_pixels: int = 89_478_485
+
+    def __post_init__(self) -> None:
+        least = IMAGE_FACTOR * IMAGE_FACTOR
+        if self.min_pixels < least:
+            raise ValueError(f"min_pixels is {self.min_pixels}; it must be at least {least} ({IMAGE_FACTOR}²)")
+        if self.max_pixels < self.min_pixels:
+            raise ValueError(f"max_pixels is {self.max_pixels}, less than min_pixels {self.min_pixels}")
+        if self.max_source_pixels < 1:
+            raise ValueError(f"max_source_pixels is {self.max_source_pixels}; it must be positive")
+
+
+@dataclass(frozen=True)
+class RecipeConfig:
+    """What recipes may be told.
+
+    Attributes:
+        prompt: ``cord_v2``: the user's text after the image.
+        target: ``cord_v2``: Donut tokens or JSON.
+        image_root: ``chat``: folder that image paths in the data are relative to and may not leave.
+        allow_urls: ``chat``: whether http(s) image URLs in the data are fetched.
+    """
+
+    prompt: str = "Describe this image."
+    target: Target = Target.DONUT
+    image_root: str | None = None
+    allow_urls: bool = False
+
+
+@dataclass(frozen=True)
+class PreprocessConfig:
+    """All of a run but its source, output folder and degree of parallelism.
+
+    Attributes:
+        recipe: Name of a registered recipe, or ``module:attribute``.
+        tokenizer: Hub id or folder; None is the embedded one.
+        tokenizer_revision: Hub revision.
+        image: Image geometry.
+        recipe_options: Recipe options.
+        train_turns: Which assistant turns are targets.
+        train_think: Whether think blocks are targets.
+        max_length: Most tokens (true length) in a sample.
+        overlong: What to do with more.
+        special_text: What to do with special-token text in data.
+        pad_multiple: Stored lengths are multiples of this.
+        rows_per_shard: Source rows per shard.
+    """
+
+    recipe: str = "cord_v2"
+    tokenizer: str | None = None
+    tokenizer_revision: str | None = None
+    image: ImageConfig = field(default_factory=ImageConfig)
+    recipe_options: RecipeConfig = field(default_factory=RecipeConfig)
+    train_turns: TrainTurns = TrainTurns.ALL
+    train_think: TrainThink = TrainThink.AUTO
+    max_length: int = 8192
+    overlong: Overlong = Overlong.REJECT
+    special_text: SpecialText = SpecialText.REJECT
+    pad_multiple: int = 16
+    rows_per_shard: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("max_length", "pad_multiple", "rows_per_shard"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+    def to_json(self) -> dict[str, Any]:
+        """Nested JSON-able form, for the manifest and its hash."""
+        return dataclasses.asdict(self)

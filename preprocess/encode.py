@@ -1,0 +1,190 @@
+"""From a conversation to the arrays of a sample. Pure: no files, no state that outlives a call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from preprocess.chat.render import Renderer
+from preprocess.chat.targets import TargetSpans, find_turns, target_spans, tokenize
+from preprocess.chat.tokenizer import ChatTokenizer
+from preprocess.config import ImageConfig, Overlong, PreprocessConfig, TrainTurns
+from preprocess.conversation import Conversation, ImagePart
+from preprocess.images.decode import DecodedImage, decode_image
+from preprocess.images.resize import resize_image, smart_resize
+from preprocess.reject import RowRejected
+from vlmdata.format.ledger import Reason
+from vlmdata.format.schema import PATCH_BYTES, PATCH_SIZE, Sample
+from vlmdata.patches import patchify
+from vlmdata.positions import image_token_counts, locate_images, mrope_position_ids
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedImage:
+    """An image as it is stored.
+
+    Attributes:
+        patches: uint8 (P, 768).
+        grid: Patches along t, h, w.
+        origin: What the file held: width, height, mode, format, normalisation steps.
+    """
+
+    patches: npt.NDArray[np.uint8]
+    grid: tuple[int, int, int]
+    origin: Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedSample:
+    """A sample ready for the shard writer.
+
+    Attributes:
+        length: True length.
+        input_ids: int32 (L,), L a multiple of ``pad_multiple``.
+        loss_mask: uint8 (L,).
+        position_ids: int32 (3, L).
+        images: Per image, its patches, grid and origin.
+        target_turns: Assistant turns that are targets.
+        truncated: Whether the last answer was cut.
+    """
+
+    length: int
+    input_ids: npt.NDArray[np.int32]
+    loss_mask: npt.NDArray[np.uint8]
+    position_ids: npt.NDArray[np.int32]
+    images: tuple[EncodedImage, ...]
+    target_turns: int
+    truncated: bool
+
+    @property
+    def image_grid_thw(self) -> npt.NDArray[np.int32]:
+        """int32 (N, 3)."""
+        return np.array([image.grid for image in self.images], dtype=np.int32).reshape(-1, 3)
+
+    def to_sample(self, key: str) -> Sample:
+        """The sample a reader will see, with the patches of all images joined."""
+        empty = np.zeros((0, PATCH_BYTES), dtype=np.uint8)
+        patches = np.concatenate([empty, *(image.patches for image in self.images)])
+        return Sample(key, self.length, self.input_ids, self.loss_mask, self.position_ids, self.image_grid_thw, patches)
+
+
+class Encoder:
+    """Turns conversations into samples under one configuration.
+
+    Attributes:
+        config: The configuration.
+        tokenizer: The tokenizer.
+    """
+
+    def __init__(self, config: PreprocessConfig, tokenizer: ChatTokenizer):
+        self.config = config
+        self.tokenizer = tokenizer
+        self._renderer = Renderer(tokenizer, config.special_text)
+
+    def encode(self, conversation: Conversation) -> EncodedSample:
+        """Encodes one conversation.
+
+        Raises:
+            RowRejected: With the reason, whatever is wrong with it.
+        """
+        _check_turns(conversation, self.config.train_turns)
+        # Text first: it is cheap, and a row it rejects needs no image decoded.
+        ids, spans = self._encode_text(conversation)
+        images = tuple(encode_image(part, self.config.image, part.field) for part in conversation.images)
+        return self._assemble(ids, spans, images)
+
+    def _encode_text(self, conversation: Conversation) -> tuple[npt.NDArray[np.int64], TargetSpans]:
+        """Token ids with one placeholder an image, and the targets among them."""
+        info, config = self.tokenizer.info, self.config
+        rendered = self._renderer.render(conversation)
+        tokens = tokenize(self.tokenizer, rendered)
+        turns = find_turns(rendered.text, tokens, info.im_start, info.im_end)
+        said = sum(message.role == "assistant" for message in conversation.messages)
+        if len(turns) != said:
+            raise RowRejected(
+                Reason.TEMPLATE_ERROR,
+                f"the chat template wrote {len(turns)} assistant turns for {said} assistant messages",
+            )
+        placeholders = int((tokens.ids == info.image).sum())
+        if placeholders != len(conversation.images):
+            raise RowRejected(
+                Reason.TEMPLATE_ERROR,
+                f"the chat template wrote {placeholders} image placeholders for {len(conversation.images)} images",
+            )
+        return tokens.ids, target_spans(tokens, turns, config.train_turns, config.train_think, rendered.text)
+
+    def _assemble(
+        self, ids: npt.NDArray[np.int64], spans: TargetSpans, images: tuple[EncodedImage, ...]
+    ) -> EncodedSample:
+        """Expands placeholders, cuts or refuses what is too long, pads, and computes positions."""
+        grids = np.array([image.grid for image in images], dtype=np.int64).reshape(-1, 3)
+        repeats = np.ones(len(ids), dtype=np.int64)
+        repeats[ids == self.tokenizer.info.image] = image_token_counts(grids)
+        full_ids, mask = np.repeat(ids, repeats), np.repeat(spans.mask, repeats)
+        length, truncated = len(full_ids), False
+        if length > self.config.max_length:
+            grown = length - len(ids)  # all images stand before the last answer, or truncation is refused
+            length = self._truncated_length(length, spans.last[0] + grown, spans.last[1] + grown, len(images))
+            full_ids, mask, truncated = full_ids[:length], mask[:length], True
+        starts = locate_images(full_ids, grids, self.tokenizer.info.image)
+        padded = -(-length // self.config.pad_multiple) * self.config.pad_multiple
+        input_ids = np.full(padded, self.tokenizer.info.pad, dtype=np.int32)
+        input_ids[:length] = full_ids
+        loss_mask = np.zeros(padded, dtype=np.uint8)
+        loss_mask[:length] = mask
+        position_ids = np.zeros((3, padded), dtype=np.int32)
+        position_ids[:, :length] = mrope_position_ids(length, starts, grids)
+        return EncodedSample(length, input_ids, loss_mask, position_ids, images, spans.turns, truncated)
+
+    def _truncated_length(self, length: int, start: int, stop: int, images: int) -> int:
+        """Where to cut: within the last answer ``[start, stop)``, which must end the sequence."""
+        most = self.config.max_length
+        what = f"{length} tokens ({images} images), over --max-length {most}"
+        if self.config.overlong is Overlong.REJECT:
+            raise RowRejected(Reason.OVERLONG, what)
+        if stop != length:
+            raise RowRejected(Reason.OVERLONG, f"{what}, and no answer ends the sample that could be cut")
+        if most <= start:
+            raise RowRejected(Reason.OVERLONG, f"{what}: the {start} tokens before the last answer alone fill it")
+        return most
+
+
+def encode_image(part: ImagePart, config: ImageConfig, what: str) -> EncodedImage:
+    """Decodes, normalises, resizes and cuts an image into patches.
+
+    Raises:
+        RowRejected: With the reason.
+    """
+    decoded = decode_image(part.data, config.max_source_pixels, what)
+    source_height, source_width = decoded.pixels.shape[:2]
+    height, width = smart_resize(source_height, source_width, config.min_pixels, config.max_pixels)
+    patches = patchify(resize_image(decoded.pixels, height, width))
+    return EncodedImage(patches, (1, height // PATCH_SIZE, width // PATCH_SIZE), _origin(decoded))
+
+
+def _origin(decoded: DecodedImage) -> dict[str, Any]:
+    width, height = decoded.file_size
+    return {
+        "format": decoded.file_format,
+        "mode": decoded.mode,
+        "width": width,
+        "height": height,
+        "normalised": list(decoded.steps),
+    }
+
+
+def _check_turns(conversation: Conversation, train_turns: TrainTurns) -> None:
+    answers = [message for message in conversation.messages if message.role == "assistant"]
+    if not answers:
+        roles = ", ".join(message.role for message in conversation.messages) or "none"
+        raise RowRejected(Reason.NO_ASSISTANT_TURN, f"no assistant turn to learn from; roles: {roles}")
+    for number, message in enumerate(answers, start=1):
+        if any(message.images):
+            raise RowRejected(Reason.UNSUPPORTED_CONTENT, f"assistant turn {number} of {len(answers)} holds an image")
+        trained = train_turns is TrainTurns.ALL or number == len(answers)
+        if trained and not message.text.strip() and not message.tool_calls:
+            raise RowRejected(Reason.EMPTY_ANSWER, f"assistant turn {number} of {len(answers)} has no text")

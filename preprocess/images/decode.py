@@ -1,0 +1,175 @@
+"""From file bytes to an upright 8-bit RGB image, with a named reason where that cannot be.
+
+What files hold is normalised before any resizing: EXIF orientation applied, alpha composited on white, 16-bit and
+float images scaled to 8 bit by a stated rule, the first frame of an animation taken. (transformers and
+qwen_vl_utils each get some of these wrong.)
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import warnings
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from preprocess.reject import RowRejected
+from vlmdata.format.ledger import Reason
+
+_EXIF_ORIENTATION = 0x0112
+_ALPHA_MODES = frozenset({"RGBA", "LA", "PA", "RGBa", "La"})
+
+
+@dataclass(frozen=True, eq=False)
+class DecodedImage:
+    """A normalised image.
+
+    Attributes:
+        pixels: uint8 (H, W, 3), RGB, upright.
+        file_format: As Pillow names it, such as ``JPEG``.
+        mode: Pillow's mode of the file's content.
+        file_size: (width, height) as stored in the file, before EXIF orientation.
+        steps: What was normalised: of ``first_frame``, ``exif``, ``alpha``, ``depth``, ``mode``.
+    """
+
+    pixels: npt.NDArray[np.uint8]
+    file_format: str
+    mode: str
+    file_size: tuple[int, int]
+    steps: tuple[str, ...]
+
+
+def decode_image(data: bytes, max_source_pixels: int, what: str = "image") -> DecodedImage:
+    """Decodes and normalises an image file.
+
+    Args:
+        data: The file's bytes.
+        max_source_pixels: Larger images are refused before their pixels are decoded.
+        what: Name of the field for messages, such as ``images[2]``.
+
+    Returns:
+        The image as RGB.
+
+    Raises:
+        RowRejected: With NOT_AN_IMAGE, TRUNCATED_IMAGE, IMAGE_TOO_LARGE, EMPTY_IMAGE or PIXEL_RANGE.
+    """
+    if not data:
+        raise RowRejected(Reason.EMPTY_IMAGE, f"{what}: the file has 0 bytes")
+    with _pillow_limit(max_source_pixels):
+        image = _open(data, max_source_pixels, what)
+        try:
+            image.load()
+        except MemoryError:
+            raise
+        except Exception as error:  # Pillow's plugins raise OSError, SyntaxError, struct.error, zlib.error, ...
+            raise RowRejected(
+                Reason.TRUNCATED_IMAGE,
+                f"{what}: {image.format} of {image.width}x{image.height} and {len(data)} bytes does not decode: "
+                f"{type(error).__name__}: {error}",
+            ) from error
+        return _normalise(image, what)
+
+
+def _open(data: bytes, max_source_pixels: int, what: str) -> Image.Image:
+    try:
+        image = Image.open(io.BytesIO(data))
+    except Image.DecompressionBombError as error:
+        raise RowRejected(Reason.IMAGE_TOO_LARGE, f"{what}: {error}") from error
+    except UnidentifiedImageError:
+        head = data[:8].hex(" ")
+        raise RowRejected(
+            Reason.NOT_AN_IMAGE,
+            f"{what}: {len(data)} bytes starting with {head} are no image format Pillow knows",
+        ) from None
+    except (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, zlib.error) as error:
+        raise RowRejected(
+            Reason.TRUNCATED_IMAGE,
+            f"{what}: the header of {len(data)} bytes does not parse: {type(error).__name__}: {error}",
+        ) from error
+    if image.width < 1 or image.height < 1:
+        raise RowRejected(Reason.EMPTY_IMAGE, f"{what}: {image.format} of {image.width}x{image.height} pixels")
+    if image.width * image.height > max_source_pixels:
+        raise RowRejected(
+            Reason.IMAGE_TOO_LARGE,
+            f"{what}: {image.width}x{image.height} = {image.width * image.height} pixels, over the limit of "
+            f"{max_source_pixels} (--max-source-pixels)",
+        )
+    return image
+
+
+@contextmanager
+def _pillow_limit(max_source_pixels: int) -> Iterator[None]:
+    """Sets Pillow's own bomb check to our limit, so it refuses what we refuse (also in frames and tiles)."""
+    previous = Image.MAX_IMAGE_PIXELS
+    Image.MAX_IMAGE_PIXELS = max_source_pixels
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # bombs between 1x and 2x the limit: we raise for those ourselves
+            yield
+    finally:
+        Image.MAX_IMAGE_PIXELS = previous
+
+
+def _normalise(image: Image.Image, what: str) -> DecodedImage:
+    file_format, mode, size = image.format or "unknown", image.mode, image.size
+    steps = []
+    if getattr(image, "n_frames", 1) > 1:
+        steps.append("first_frame")  # Image.open stands on frame 0
+    if _orientation(image) not in (None, 1):
+        image = ImageOps.exif_transpose(image)
+        steps.append("exif")
+    if image.mode.startswith(("I", "F")):
+        image = Image.fromarray(_to_8_bit(np.asarray(image), image.mode, what), mode="L")
+        steps.append("depth")
+    if image.mode in _ALPHA_MODES or "transparency" in image.info:
+        image = _composite_on_white(image)
+        steps.append("alpha")
+    if image.mode != "RGB":
+        image = image.convert("RGB")
+        steps.append("mode")
+    return DecodedImage(np.array(image), file_format, mode, size, tuple(steps))
+
+
+def _orientation(image: Image.Image) -> int | None:
+    try:
+        value = image.getexif().get(_EXIF_ORIENTATION)
+    except Exception:  # a damaged EXIF block is no reason to lose the picture
+        return None
+    return value if value in range(1, 9) else None
+
+
+def _composite_on_white(image: Image.Image) -> Image.Image:
+    rgba = image.convert("RGBA")
+    white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
+    return Image.alpha_composite(white, rgba).convert("RGB")
+
+
+def _to_8_bit(values: npt.NDArray[np.generic], mode: str, what: str) -> npt.NDArray[np.uint8]:
+    """Scales a deep gray image to 8 bit by what its numbers can mean.
+
+    16-bit (and 32-bit integers within 16 bits): ``round(v * 255 / 65535)``. Floats: 0..1, 0..255 or 0..65535,
+    the smallest of these ranges that holds every value.
+
+    Raises:
+        RowRejected: PIXEL_RANGE where no range holds the values.
+    """
+    wide = values.astype(np.float64)
+    low, high = float(wide.min()), float(wide.max())
+    if not (np.isfinite(wide).all() and low >= 0 and high <= 65535):
+        raise RowRejected(
+            Reason.PIXEL_RANGE,
+            f"{what}: mode {mode} with values from {low:g} to {high:g}; 0 to 65535 can be scaled to 8 bit",
+        )
+    if mode.startswith("F") and high <= 1.0:
+        top = 1.0
+    elif mode.startswith("F") and high <= 255.0:
+        top = 255.0
+    else:
+        top = 65535.0
+    return np.rint(wide * (255.0 / top)).astype(np.uint8)

@@ -1,0 +1,299 @@
+"""A whole run: plan the shards, make those that are missing, and close the dataset directory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+from filelock import FileLock, Timeout
+
+from preprocess.chat.tokenizer import ChatTokenizer, load_tokenizer
+from preprocess.config import PreprocessConfig
+from preprocess.engine import Counters, Run, run_jobs
+from preprocess.fingerprints import fingerprints
+from preprocess.shard_job import (
+    PROGRESS_DIR,
+    ShardJob,
+    ShardRecord,
+    finished_record,
+    progress_path,
+)
+from preprocess.sources.rows import Source
+from vlmdata import __version__
+from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError
+from vlmdata.format.atomic import TEMPORARY_SUFFIX, atomic_path, write_atomically
+from vlmdata.format.index import INDEX_SCHEMA
+from vlmdata.format.manifest import Manifest, Totals, canonical_hash, differences
+from vlmdata.format.schema import (
+    INDEX_NAME,
+    LEDGER_NAME,
+    MANIFEST_NAME,
+    SUPPORTED_FEATURES,
+    TOKENIZER_DIR,
+)
+
+_RUN_FILE = "run.json"
+_LOCK_FILE = "lock"
+
+
+@dataclass(frozen=True)
+class Watcher:
+    """Callbacks that follow a run.
+
+    Attributes:
+        started: Called once with the number of rows and shards, how many shards are already whole, and the live
+            counters.
+        shard_done: Called with the record of every shard made in this run.
+    """
+
+    started: Callable[[int, int, int, Counters], None] = lambda rows, shards, done, counters: None
+    shard_done: Callable[[ShardRecord], None] = lambda record: None
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended.
+
+    Attributes:
+        manifest: Of the finished dataset.
+        made: Shards made in this run.
+        kept: Shards that were already whole.
+    """
+
+    manifest: Manifest
+    made: int
+    kept: int
+
+
+def preprocess_dataset(
+    source: Source,
+    directory: Path,
+    config: PreprocessConfig,
+    *,
+    workers: int = 1,
+    overwrite: bool = False,
+    watcher: Watcher | None = None,
+) -> RunResult:
+    """Makes a dataset directory, or continues one that an earlier run of the same configuration began.
+
+    Args:
+        source: An opened source.
+        directory: Where the dataset goes; made if absent.
+        config: All options that can change its bytes.
+        workers: Processes to use; the result does not depend on it.
+        overwrite: Whether to remove a dataset (of any configuration) that stands there.
+        watcher: Progress callbacks.
+
+    Returns:
+        The finished dataset's manifest, and what this run did.
+
+    Raises:
+        ConfigMismatchError: If the directory holds a dataset of another configuration or source.
+        ResourceError: If the disk is full or another run is at work there.
+        SourceError: If the tokenizer or the recipe cannot be loaded.
+    """
+    watcher = watcher or Watcher()
+    tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_revision)
+    identity = {
+        "config": {"options": config.to_json(), "fingerprints": fingerprints(config, tokenizer.info)},
+        "source": dict(source.identity),
+    }
+    _make_directory(directory)
+    with _locked(directory):
+        if overwrite:
+            _clear(directory)
+        jobs = _plan(source.num_rows, config.rows_per_shard)
+        finished = _continue(directory, identity)
+        if finished is not None:
+            return RunResult(finished, made=0, kept=len(finished.shards))
+        records = {job.number: record for job in jobs if (record := finished_record(directory, job))}
+        counters = Counters(len(jobs))
+        for number, record in records.items():
+            totals = record.totals
+            counters.table()[number] = (totals.rows, totals.images, totals.tokens, totals.rejected)
+        kept = len(records)
+        watcher.started(source.num_rows, len(jobs), kept, counters)
+        missing = [job for job in jobs if job.number not in records]
+        by_start = {job.row_start: job.number for job in jobs}
+        for record in run_jobs(Run(source, config, directory, counters), missing, workers):
+            records[by_start[record.info.row_start]] = record
+            watcher.shard_done(record)
+        ordered = [records[job.number] for job in jobs]
+        return RunResult(_finish(directory, identity, ordered, tokenizer), made=len(missing), kept=kept)
+
+
+def _plan(rows: int, rows_per_shard: int) -> list[ShardJob]:
+    starts = range(0, rows, rows_per_shard)
+    return [ShardJob(n, start, min(start + rows_per_shard, rows)) for n, start in enumerate(starts)]
+
+
+def _make_directory(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        foreign = [entry.name for entry in directory.iterdir() if not _is_ours(entry)]
+        if foreign:
+            raise ConfigMismatchError(
+                f"{directory}: holds other files ({', '.join(sorted(foreign)[:5])}); give --out an empty or new folder"
+            )
+        (directory / PROGRESS_DIR).mkdir(exist_ok=True)
+    except OSError as error:
+        raise ResourceError(f"{directory}: cannot be written: {error.strerror or error}") from error
+
+
+def _is_ours(entry: Path) -> bool:
+    name = entry.name
+    fixed = (MANIFEST_NAME, INDEX_NAME, LEDGER_NAME, TOKENIZER_DIR, PROGRESS_DIR)
+    return name in fixed or (name.startswith("shard-") and name.endswith(".tar")) or _is_temporary(entry)
+
+
+def _is_temporary(entry: Path) -> bool:
+    return entry.name.startswith(".") and entry.name.endswith(TEMPORARY_SUFFIX)
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Holds the directory against a second run; the lock ends with the process, however that ends."""
+    lock = FileLock(directory / PROGRESS_DIR / _LOCK_FILE)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ResourceError(
+            f"{directory}: another `vlmdata preprocess` is at work there; wait for it or stop it"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+        if (directory / MANIFEST_NAME).exists():
+            shutil.rmtree(directory / PROGRESS_DIR, ignore_errors=True)
+
+
+def _clear(directory: Path) -> None:
+    # The manifest goes first: without it nothing takes what is left for a dataset.
+    entries = sorted(directory.iterdir(), key=lambda entry: entry.name != MANIFEST_NAME)
+    for entry in entries:
+        if entry.name == PROGRESS_DIR:
+            for file in entry.iterdir():
+                if file.name != _LOCK_FILE:
+                    file.unlink()
+        elif entry.is_dir():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+
+
+def _continue(directory: Path, identity: dict[str, Any]) -> Manifest | None:
+    """Checks that what stands in the directory is of the same run; returns its manifest if it is finished."""
+    for leftover in [*directory.iterdir(), *(directory / PROGRESS_DIR).iterdir()]:
+        if _is_temporary(leftover):
+            leftover.unlink()
+    run_file = directory / PROGRESS_DIR / _RUN_FILE
+    manifest = Manifest.read(directory) if (directory / MANIFEST_NAME).exists() else None
+    if manifest is not None:
+        before: Any = {"config": manifest.config, "source": manifest.source}
+    elif run_file.exists():
+        before = json.loads(run_file.read_bytes())
+    else:
+        write_atomically(run_file, json.dumps(identity, sort_keys=True).encode())
+        return None
+    changed = differences(before, json.loads(json.dumps(identity)))
+    if changed:
+        state = "a finished dataset" if manifest else "an unfinished run"
+        listed = "\n".join(f"  {line}" for line in changed)
+        raise ConfigMismatchError(
+            f"{directory}: holds {state} of another configuration:\n{listed}\n"
+            "Repeat the earlier options to continue it, give another --out, or --overwrite to start anew."
+        )
+    if manifest is not None:
+        _require_shards(directory, manifest)
+    return manifest
+
+
+def _require_shards(directory: Path, manifest: Manifest) -> None:
+    for shard in manifest.shards:
+        path = directory / shard.name
+        size = path.stat().st_size if path.exists() else -1
+        if size != shard.bytes:
+            found = "is missing" if size < 0 else f"has {size} bytes instead of {shard.bytes}"
+            raise DatasetFormatError(
+                f"{path}: the dataset is marked finished, but this shard {found}. Restore it, or --overwrite."
+            )
+
+
+def _finish(
+    directory: Path, identity: dict[str, Any], records: list[ShardRecord], tokenizer: ChatTokenizer
+) -> Manifest:
+    """Merges the shards' records and writes the manifest, last of all."""
+    try:
+        index_hash = _merge_index(directory, len(records))
+        ledger_hash = _merge_ledger(directory, len(records))
+        _save_tokenizer(directory, tokenizer)
+        rejects: Counter[str] = Counter()
+        for record in records:
+            rejects.update(record.rejects)
+        manifest = Manifest(
+            config=identity["config"],
+            config_hash=canonical_hash(identity["config"]),
+            source=identity["source"],
+            tokenizer=tokenizer.info,
+            totals=_sum([record.totals for record in records]),
+            rejects=dict(sorted(rejects.items())),
+            shards=tuple(record.info for record in records),
+            index_sha256=index_hash,
+            ledger_sha256=ledger_hash,
+            features=tuple(sorted(SUPPORTED_FEATURES)),
+            created_by=f"vlmdata {__version__}",
+        )
+        write_atomically(directory / MANIFEST_NAME, manifest.to_json())
+    except OSError as error:
+        raise ResourceError(
+            f"{directory}: all shards are made, but closing the dataset failed: {error.strerror or error}. "
+            "Make room and run the same command again."
+        ) from error
+    return manifest
+
+
+def _sum(totals: list[Totals]) -> Totals:
+    names = Totals.__dataclass_fields__
+    return Totals(**{name: sum(getattr(each, name) for each in totals) for name in names})
+
+
+def _merge_index(directory: Path, shards: int) -> str:
+    """One row group a shard, streamed: memory does not grow with the dataset."""
+    with atomic_path(directory / INDEX_NAME) as path:
+        with pq.ParquetWriter(path, INDEX_SCHEMA, compression="zstd") as writer:
+            for shard in range(shards):
+                table = pq.read_table(progress_path(directory, shard, "parquet"), schema=INDEX_SCHEMA)
+                if table.num_rows:
+                    writer.write_table(table, row_group_size=max(1, table.num_rows))
+        return _sha256(path)
+
+
+def _merge_ledger(directory: Path, shards: int) -> str:
+    with atomic_path(directory / LEDGER_NAME) as path:
+        with open(path, "wb") as ledger:
+            for shard in range(shards):
+                ledger.write(progress_path(directory, shard, "jsonl").read_bytes())
+        return _sha256(path)
+
+
+def _save_tokenizer(directory: Path, tokenizer: ChatTokenizer) -> None:
+    """Puts the tokenizer beside the data, so the dataset can be read and audited on its own."""
+    final, partial = directory / TOKENIZER_DIR, directory / PROGRESS_DIR / TOKENIZER_DIR
+    shutil.rmtree(partial, ignore_errors=True)
+    tokenizer.save(partial)
+    shutil.rmtree(final, ignore_errors=True)
+    partial.rename(final)
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

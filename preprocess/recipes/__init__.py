@@ -1,0 +1,1 @@
+"""Recipes: from a row to a conversation."""

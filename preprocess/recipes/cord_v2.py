@@ -1,0 +1,87 @@
+"""CORD-V2 rows: a receipt image and its parse, learned as Donut tokens or as JSON.
+
+Sources: the ``naver-clova-ix/cord-v2`` dataset card, and ``json2token`` of clovaai/donut for the token form.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import xxhash
+
+from preprocess.config import RecipeConfig, Target
+from preprocess.conversation import Conversation, ImagePart, Message, TextPart
+from preprocess.recipes.base import Row
+from preprocess.recipes.media import MediaLoader
+from preprocess.reject import RowRejected, excerpt
+from vlmdata.format.ledger import Reason
+
+
+class CordV2:
+    """``image`` and ``ground_truth`` (JSON with ``gt_parse`` or ``gt_parses``) to one question and its answer."""
+
+    def __init__(self, config: RecipeConfig):
+        self._prompt = config.prompt
+        self._target = config.target
+        self._media = MediaLoader(config.image_root, config.allow_urls)
+
+    def __call__(self, row: Row) -> Conversation:
+        """The image and the prompt as the question, the parse as the answer."""
+        parse = _choose_parse(_ground_truth(row), row.number)
+        answer = donut_tokens(parse) if self._target is Target.DONUT else json.dumps(parse, ensure_ascii=False)
+        if parse in ({}, [], "", None) or not answer.strip():
+            raise RowRejected(Reason.EMPTY_ANSWER, f"the ground truth is empty: {excerpt(parse)}")
+        user = Message(
+            "user",
+            (ImagePart(self._media.load(row.values.get("image"), "image"), "image"), TextPart(self._prompt)),
+        )
+        return Conversation((user, Message("assistant", (TextPart(answer),))))
+
+
+def donut_tokens(value: Any) -> str:
+    """A parse in Donut's token form.
+
+    Mappings become ``<s_key>…</s_key>`` with keys in reverse-sorted order, lists are joined by ``<sep/>``, and
+    everything else is its ``str``. A mapping of only ``text_sequence`` is that text.
+    """
+    if isinstance(value, Mapping):
+        if set(value) == {"text_sequence"}:
+            return str(value["text_sequence"])
+        return "".join(f"<s_{key}>{donut_tokens(value[key])}</s_{key}>" for key in sorted(value, reverse=True))
+    if isinstance(value, list):
+        return "<sep/>".join(donut_tokens(item) for item in value)
+    return str(value)
+
+
+def _ground_truth(row: Row) -> Mapping[str, Any]:
+    if "ground_truth" not in row.values:
+        columns = ", ".join(row.values)
+        raise RowRejected(Reason.MISSING_COLUMN, f"no column ground_truth; columns are {columns}")
+    value = row.values["ground_truth"]
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise RowRejected(
+                Reason.MALFORMED_GROUND_TRUTH, f"ground_truth is not JSON: {error}: {excerpt(value)}"
+            ) from error
+    if not isinstance(value, Mapping):
+        raise RowRejected(Reason.MALFORMED_GROUND_TRUTH, f"ground_truth is not a JSON object: {excerpt(value)}")
+    return value
+
+
+def _choose_parse(ground_truth: Mapping[str, Any], row: int) -> Any:
+    """``gt_parse``, or one of ``gt_parses`` chosen by the row number alone."""
+    choices = ground_truth.get("gt_parses")
+    if choices is None:
+        if ground_truth.get("gt_parse") is None:
+            keys = ", ".join(ground_truth) or "no keys"
+            raise RowRejected(
+                Reason.MALFORMED_GROUND_TRUTH, f"ground_truth has neither gt_parse nor gt_parses, but {keys}"
+            )
+        return ground_truth["gt_parse"]
+    if not isinstance(choices, list) or not choices:
+        raise RowRejected(Reason.MALFORMED_GROUND_TRUTH, f"gt_parses is no list of parses: {excerpt(choices)}")
+    return choices[xxhash.xxh3_64_intdigest(str(row)) % len(choices)]

@@ -1,0 +1,68 @@
+"""What ``vlmdata preprocess`` does once its options are read: open, run under a progress display, report."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from preprocess.config import PreprocessConfig
+from preprocess.job import Watcher, preprocess_dataset
+from preprocess.progress import progress_display
+from preprocess.report import report_of
+from preprocess.sources.open import open_source
+from vlmdata.cli.machine import available_cores
+
+
+def run_command(
+    spec: str,
+    directory: Path,
+    config: PreprocessConfig,
+    *,
+    split: str | None,
+    subset: str | None,
+    revision: str | None,
+    limit: int | None,
+    workers: int | None,
+    overwrite: bool,
+    max_reject_rate: float,
+    as_json: bool,
+) -> int:
+    """Runs the command; returns its exit code."""
+    # stdout is for the summary alone; progress, like all talk, goes to stderr.
+    talk = Console(stderr=True, highlight=False)
+    quiet_libraries()
+    begun = time.monotonic()
+    talk.print(f"opening {spec} …", markup=False)
+    source = open_source(spec, layout=config.recipe, split=split, config_name=subset, revision=revision, limit=limit)
+    with progress_display(talk) as display:
+        result = preprocess_dataset(
+            source,
+            directory,
+            config,
+            workers=workers or available_cores(),
+            overwrite=overwrite,
+            watcher=Watcher(display.start, display.shard_done),
+        )
+    report = report_of(directory, result, time.monotonic() - begun, max_reject_rate)
+    if as_json:
+        print(json.dumps(report.to_json(), indent=2))
+    else:
+        report.print(Console(highlight=False))
+    if report.too_many_rejects:
+        report.print_reject_failure(talk)
+        return 1
+    return 0
+
+
+def quiet_libraries() -> None:
+    """Keeps other libraries' bars and hints out of our output; their warnings of failures stay."""
+    import datasets
+    from transformers.utils import logging as transformers_logging
+
+    datasets.disable_progress_bars()
+    logging.getLogger("huggingface_hub.repocard").setLevel(logging.ERROR)
+    transformers_logging.set_verbosity_error()

@@ -1,0 +1,230 @@
+"""One shard as the output of a pure function: (source, row range, configuration) -> tar, index rows, rejects.
+
+The tar is renamed into place first, its records after it, the record ``.json`` last. So a shard whose ``.json``
+exists is whole, whenever the process died.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from preprocess.chat.tokenizer import load_tokenizer
+from preprocess.config import PreprocessConfig
+from preprocess.encode import EncodedSample, Encoder
+from preprocess.recipes.base import Recipe, load_recipe
+from preprocess.reject import RowRejected
+from preprocess.sources.rows import Source
+from vlmdata.format.atomic import TEMPORARY_SUFFIX, atomic_path, sync_directory, write_atomically
+from vlmdata.format.index import IndexRow, index_table
+from vlmdata.format.ledger import Reason, Rejection
+from vlmdata.format.manifest import ShardInfo, Totals
+from vlmdata.format.schema import PATCH_BYTES, sample_key, shard_name
+from vlmdata.format.shard import Placement, ShardWriter
+
+PROGRESS_DIR = ".progress"
+_NO_PATCHES = np.zeros((0, PATCH_BYTES), dtype=np.uint8)
+
+
+@dataclass(frozen=True)
+class ShardJob:
+    """Rows ``[row_start, row_stop)`` to be made into shard ``number``."""
+
+    number: int
+    row_start: int
+    row_stop: int
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """What is known of a finished shard without opening it."""
+
+    info: ShardInfo
+    totals: Totals
+    rejects: dict[str, int]
+
+    def to_json(self) -> bytes:
+        """JSON text of the record."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True).encode()
+
+    @classmethod
+    def read(cls, path: Path) -> ShardRecord:
+        """Reads a record written by :meth:`to_json`."""
+        fields = json.loads(path.read_bytes())
+        return cls(ShardInfo(**fields["info"]), Totals(**fields["totals"]), fields["rejects"])
+
+
+@dataclass(frozen=True)
+class RowOutcome:
+    """What became of one row, for progress: images and true tokens, or that it was rejected."""
+
+    images: int
+    tokens: int
+    rejected: bool
+
+
+@dataclass(frozen=True, eq=False)
+class ShardContext:
+    """What every shard of a run shares; built once per process."""
+
+    source: Source
+    recipe: Recipe
+    encoder: Encoder
+    directory: Path
+
+    @classmethod
+    def build(cls, source: Source, config: PreprocessConfig, directory: Path) -> ShardContext:
+        """Loads the tokenizer and the recipe."""
+        options = config.recipe_options
+        if options.image_root is None:
+            options = dataclasses.replace(options, image_root=source.image_root)
+        tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_revision)
+        return cls(source, load_recipe(config.recipe, options), Encoder(config, tokenizer), directory)
+
+
+def progress_path(directory: Path, shard: int, suffix: str) -> Path:
+    """Where a shard's record (``json``), index rows (``parquet``) or rejects (``jsonl``) wait for the end."""
+    return directory / PROGRESS_DIR / Path(shard_name(shard)).with_suffix(f".{suffix}").name
+
+
+def finished_record(directory: Path, job: ShardJob) -> ShardRecord | None:
+    """The record of a shard that is already whole, or None."""
+    try:
+        record = ShardRecord.read(progress_path(directory, job.number, "json"))
+        size = (directory / record.info.name).stat().st_size
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return record if size == record.info.bytes else None
+
+
+def run_shard(job: ShardJob, context: ShardContext, on_row: Callable[[RowOutcome], None] | None = None) -> ShardRecord:
+    """Makes one shard and its records.
+
+    Args:
+        job: Which rows.
+        context: Source, recipe, encoder and output folder.
+        on_row: Called after every row.
+
+    Returns:
+        The shard's record, as written.
+
+    Raises:
+        OSError: If the disk is full or not writable; no partial file is left.
+    """
+    name = shard_name(job.number)
+    # Not atomic_path: the writer has already flushed the file when it closes.
+    temporary = context.directory / f".{name}.{os.getpid()}{TEMPORARY_SUFFIX}"
+    rows: list[IndexRow] = []
+    rejections: list[Rejection] = []
+    try:
+        with ShardWriter(temporary) as writer:
+            for number in range(job.row_start, job.row_stop):
+                outcome = _process_row(number, job.number, context, writer, rows, rejections)
+                if on_row is not None:
+                    on_row(outcome)
+            size, digest = writer.close()
+        os.replace(temporary, context.directory / name)
+        sync_directory(context.directory)
+    finally:
+        temporary.unlink(missing_ok=True)
+    info = ShardInfo(name, job.row_start, job.row_stop, len(rows), len(rejections), size, digest)
+    rejects = dict(sorted(Counter(rejection.reason.value for rejection in rejections).items()))
+    record = ShardRecord(info, _totals(info, rows), rejects)
+    with atomic_path(progress_path(context.directory, job.number, "parquet")) as path:
+        pq.write_table(index_table(rows), path)
+    ledger = b"".join(rejection.to_line() for rejection in rejections)
+    write_atomically(progress_path(context.directory, job.number, "jsonl"), ledger)
+    write_atomically(progress_path(context.directory, job.number, "json"), record.to_json())
+    return record
+
+
+def _process_row(
+    number: int,
+    shard: int,
+    context: ShardContext,
+    writer: ShardWriter,
+    rows: list[IndexRow],
+    rejections: list[Rejection],
+) -> RowOutcome:
+    try:
+        encoded = _encode_row(number, context)
+    except RowRejected as error:
+        rejections.append(Rejection(number, error.reason, error.message))
+        return RowOutcome(0, 0, True)
+    rows.append(_write_sample(encoded, number, shard, writer))
+    return RowOutcome(len(encoded.images), encoded.length, False)
+
+
+def _encode_row(number: int, context: ShardContext) -> EncodedSample:
+    row = context.source.row(number)
+    try:
+        return context.encoder.encode(context.recipe(row))
+    except (RowRejected, MemoryError):
+        raise
+    except Exception as error:
+        # What nobody foresaw in one row must not lose the others; the ledger keeps it and the summary shows it.
+        raise RowRejected(Reason.UNEXPECTED_ERROR, f"{type(error).__name__}: {error}") from error
+
+
+def _write_sample(encoded: EncodedSample, row: int, shard: int, writer: ShardWriter) -> IndexRow:
+    key = sample_key(row)
+    grids = tuple(image.grid for image in encoded.images)
+    targets = int(encoded.loss_mask.sum())
+    metadata = {
+        "key": key,
+        "source_row": row,
+        "length": encoded.length,
+        "padded_length": len(encoded.input_ids),
+        "num_targets": targets,
+        "target_turns": encoded.target_turns,
+        "truncated": encoded.truncated,
+        "image_grid_thw": grids,
+        "images": [dict(image.origin) for image in encoded.images],
+    }
+    placement: Placement = writer.add(key, metadata, _pieces(encoded))
+    return IndexRow(
+        key=key,
+        source_row=row,
+        shard=shard,
+        placement=placement,
+        length=encoded.length,
+        padded_length=len(encoded.input_ids),
+        num_targets=targets,
+        target_turns=encoded.target_turns,
+        truncated=encoded.truncated,
+        image_grid_thw=grids,
+    )
+
+
+def _pieces(encoded: EncodedSample) -> dict[str, list[Any]]:
+    return {
+        "input_ids": [encoded.input_ids],
+        "loss_mask": [encoded.loss_mask],
+        "position_ids": [encoded.position_ids],
+        "image_grid_thw": [encoded.image_grid_thw],
+        "patches": [_NO_PATCHES, *(image.patches for image in encoded.images)],
+    }
+
+
+def _totals(info: ShardInfo, rows: list[IndexRow]) -> Totals:
+    return Totals(
+        rows=info.row_stop - info.row_start,
+        samples=info.samples,
+        rejected=info.rejected,
+        tokens=sum(row.length for row in rows),
+        padding=sum(row.padded_length - row.length for row in rows),
+        targets=sum(row.num_targets for row in rows),
+        images=sum(len(row.image_grid_thw) for row in rows),
+        patches=sum(row.num_patches for row in rows),
+        bytes=info.bytes,
+        truncated=sum(row.truncated for row in rows),
+    )

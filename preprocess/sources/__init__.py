@@ -1,0 +1,1 @@
+"""Sources of rows, all read through Hugging Face datasets."""

@@ -1,0 +1,84 @@
+"""The ``vlmdata`` command: sub-commands found through entry points, loaded when asked for."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from vlmdata import __version__
+from vlmdata.errors import ResourceError, VlmdataError
+
+GROUP = "vlmdata.commands"
+
+#: Exit codes, also in the README: done; done, but the data failed a check; the command could not run; no room or
+#: no worker left; interrupted.
+EXIT_OK, EXIT_FAILED_CHECK, EXIT_USAGE, EXIT_RESOURCES, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
+
+_ORDER = ("preprocess", "verify", "inspect", "plan", "convert")
+
+
+class _Commands(TyperGroup):
+    """A group whose members are entry points, so that other packages add commands and none is imported early."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        names = {point.name for point in entry_points(group=GROUP)}
+        return sorted(names, key=lambda name: (_ORDER.index(name) if name in _ORDER else len(_ORDER), name))
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        found: list[EntryPoint] = list(entry_points(group=GROUP, name=cmd_name))
+        if not found:
+            return None
+        single = typer.Typer(add_completion=False, rich_markup_mode="markdown", context_settings=_HELP)
+        single.command(cmd_name)(found[0].load())
+        return typer.main.get_command(single)
+
+
+_HELP = {"help_option_names": ["-h", "--help"]}
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    context_settings=_HELP,
+    help="Packed vision-language training data: prepared once, provably right, streamed at memory speed.",
+)
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"vlmdata {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Entry point of the console script; turns our errors into one message and an exit code."""
+    try:
+        app()
+    except VlmdataError as error:
+        _fail(str(error), EXIT_RESOURCES if isinstance(error, ResourceError) else EXIT_USAGE)
+    except KeyboardInterrupt:
+        _fail("interrupted; what was finished is kept, and the same command continues", EXIT_INTERRUPTED)
+    except BrokenPipeError:  # `vlmdata … | head` is no error of ours
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(EXIT_OK)
+
+
+def _fail(message: str, code: int) -> None:
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print("error:", style="bold red", end=" ")
+    console.print(message, markup=False)
+    sys.exit(code)

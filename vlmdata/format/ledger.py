@@ -1,0 +1,71 @@
+"""``rejected.jsonl``: one line for every source row that gave no sample, with the reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from vlmdata.errors import DatasetFormatError
+
+
+class Reason(StrEnum):
+    """Why a row was rejected. The text is what stands in the ledger."""
+
+    MALFORMED_ROW = "malformed_row"
+    MISSING_COLUMN = "missing_column"
+    MALFORMED_GROUND_TRUTH = "malformed_ground_truth"
+    MALFORMED_MESSAGES = "malformed_messages"
+    NO_ASSISTANT_TURN = "no_assistant_turn"
+    EMPTY_ANSWER = "empty_answer"
+    IMAGE_COUNT_MISMATCH = "image_count_mismatch"
+    UNSUPPORTED_CONTENT = "unsupported_content"
+    SPECIAL_TOKEN_TEXT = "special_token_text"
+    TEMPLATE_ERROR = "template_error"
+    MISSING_IMAGE = "missing_image"
+    IMAGE_PATH = "image_path"
+    IMAGE_FETCH = "image_fetch"
+    NOT_AN_IMAGE = "not_an_image"
+    TRUNCATED_IMAGE = "truncated_image"
+    IMAGE_TOO_LARGE = "image_too_large"
+    EMPTY_IMAGE = "empty_image"
+    ASPECT_RATIO = "aspect_ratio"
+    PIXEL_RANGE = "pixel_range"
+    OVERLONG = "overlong"
+    UNEXPECTED_ERROR = "unexpected_error"
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """A rejected row.
+
+    Attributes:
+        row: Source row.
+        reason: One of :class:`Reason`.
+        message: What was found, with field and value.
+    """
+
+    row: int
+    reason: Reason
+    message: str
+
+    def to_line(self) -> bytes:
+        """The ledger line, newline included."""
+        return (json.dumps(asdict(self), ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+
+
+def read_ledger(path: Path) -> Iterator[Rejection]:
+    """The rejections in a ledger file, in row order.
+
+    Raises:
+        DatasetFormatError: If a line is not a rejection.
+    """
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                fields = json.loads(line)
+                yield Rejection(int(fields["row"]), Reason(fields["reason"]), str(fields["message"]))
+            except (KeyError, TypeError, ValueError) as error:
+                raise DatasetFormatError(f"{path}:{number}: not a ledger line: {error}") from error

@@ -1,0 +1,207 @@
+"""``manifest.json``: what a dataset is, what made it, and the hashes that prove it whole.
+
+It holds no time, host, path of the output or worker count, so equal inputs give equal bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vlmdata.errors import DatasetFormatError
+from vlmdata.format.schema import FORMAT_NAME, MANIFEST_NAME, SCHEMA_VERSION, SUPPORTED_FEATURES
+
+
+@dataclass(frozen=True)
+class TokenizerInfo:
+    r"""The tokenizer facts that reading and auditing need without loading it.
+
+    Attributes:
+        name: Name or path it was loaded from.
+        fingerprint: sha256 of its vocabulary, merges, added tokens and pipeline.
+        chat_template: sha256 of the chat template.
+        vocab_size: Number of ids, added tokens included.
+        pad: Id that fills sequences.
+        im_start: Id of ``<|im_start|>``.
+        im_end: Id of ``<|im_end|>``.
+        vision_start: Id of ``<|vision_start|>``.
+        vision_end: Id of ``<|vision_end|>``.
+        image: Id of ``<|image_pad|>``.
+        video: Id of ``<|video_pad|>``.
+        assistant_header: Ids of ``assistant\n``, which follow ``<|im_start|>`` in an assistant turn.
+    """
+
+    name: str
+    fingerprint: str
+    chat_template: str
+    vocab_size: int
+    pad: int
+    im_start: int
+    im_end: int
+    vision_start: int
+    vision_end: int
+    image: int
+    video: int
+    assistant_header: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """One shard: rows ``[row_start, row_stop)`` of the source.
+
+    Attributes:
+        name: File name.
+        row_start: First source row.
+        row_stop: One past the last source row.
+        samples: Accepted rows.
+        rejected: Rejected rows; ``samples + rejected == row_stop - row_start``.
+        bytes: File size.
+        sha256: Of the file.
+    """
+
+    name: str
+    row_start: int
+    row_stop: int
+    samples: int
+    rejected: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over the dataset. Tokens are true tokens; ``padding`` is what ``pad_multiple`` added."""
+
+    rows: int
+    samples: int
+    rejected: int
+    tokens: int
+    padding: int
+    targets: int
+    images: int
+    patches: int
+    bytes: int
+    truncated: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A dataset's identity card.
+
+    Attributes:
+        config: Every resolved option that can change a byte of the output, in nested JSON form.
+        config_hash: sha256 of the canonical JSON of ``config``.
+        source: Identity of the source: kind, spec, split, rows, content hashes.
+        tokenizer: Tokenizer facts.
+        totals: Sums.
+        rejects: Rejected rows by reason.
+        shards: All shards in order.
+        index_sha256: Of ``index.parquet``.
+        ledger_sha256: Of ``rejected.jsonl``.
+        features: What a reader must understand; see :data:`SUPPORTED_FEATURES`.
+        schema_version: MAJOR.MINOR of the format.
+        created_by: Name and version of the writer.
+    """
+
+    config: Mapping[str, Any]
+    config_hash: str
+    source: Mapping[str, Any]
+    tokenizer: TokenizerInfo
+    totals: Totals
+    rejects: Mapping[str, int]
+    shards: tuple[ShardInfo, ...]
+    index_sha256: str
+    ledger_sha256: str
+    features: tuple[str, ...]
+    schema_version: str = SCHEMA_VERSION
+    created_by: str = ""
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 that stands for the whole content: manifests are equal if and only if the data is."""
+        return hashlib.sha256(self.to_json()).hexdigest()
+
+    def to_json(self) -> bytes:
+        """Canonical JSON text."""
+        fields = {"format": FORMAT_NAME, **dataclasses.asdict(self)}
+        return (json.dumps(fields, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+    @classmethod
+    def read(cls, directory: Path) -> Manifest:
+        """Reads the manifest of a dataset directory.
+
+        Raises:
+            DatasetFormatError: If there is none, it is damaged, or it needs a newer reader.
+        """
+        path = directory / MANIFEST_NAME
+        try:
+            fields = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise DatasetFormatError(_absent(directory)) from None
+        except (OSError, ValueError) as error:
+            raise DatasetFormatError(f"{path}: not a readable manifest: {error}") from error
+        if not isinstance(fields, dict) or fields.pop("format", None) != FORMAT_NAME:
+            raise DatasetFormatError(f'{path}: not a vlmdata manifest ("format" is not "{FORMAT_NAME}")')
+        _check_version(path, str(fields.get("schema_version")), fields.get("features", []))
+        known = {field.name for field in dataclasses.fields(cls)}
+        try:
+            fields["tokenizer"] = _build(TokenizerInfo, fields["tokenizer"])
+            fields["totals"] = _build(Totals, fields["totals"])
+            fields["shards"] = tuple(_build(ShardInfo, shard) for shard in fields["shards"])
+            fields["features"] = tuple(fields["features"])
+            return cls(**{name: value for name, value in fields.items() if name in known})
+        except (KeyError, TypeError) as error:
+            raise DatasetFormatError(f"{path}: a field is missing or has the wrong form: {error}") from error
+
+
+def _absent(directory: Path) -> str:
+    if not directory.is_dir():
+        return f"{directory}: no such directory"
+    if (directory / ".progress").is_dir():
+        return (
+            f"{directory}: preprocessing has not finished. Run the same `vlmdata preprocess` command again."
+        )
+    return f"{directory}: holds no {MANIFEST_NAME}, so it is not a vlmdata dataset"
+
+
+def _build[T](kind: type[T], fields: Mapping[str, Any]) -> T:
+    """A dataclass from JSON: lists become tuples, fields of later minor versions are dropped."""
+    known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    return kind(**{n: tuple(v) if isinstance(v, list) else v for n, v in fields.items() if n in known})
+
+
+def _check_version(path: Path, version: str, features: list[str]) -> None:
+    if version.split(".")[0] != SCHEMA_VERSION.split(".")[0]:
+        raise DatasetFormatError(
+            f"{path}: schema version {version}, but this vlmdata reads {SCHEMA_VERSION}. Use a matching vlmdata."
+        )
+    unknown = sorted(set(features) - SUPPORTED_FEATURES)
+    if unknown:
+        raise DatasetFormatError(
+            f"{path}: needs features this vlmdata lacks: {', '.join(unknown)}. Upgrade it."
+        )
+
+
+def canonical_hash(value: Any) -> str:
+    """sha256 of the canonical JSON (sorted keys, no spaces) of a JSON-able value."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def differences(old: Any, new: Any, path: str = "") -> list[str]:
+    """Where two JSON-able values differ, one line each: ``a.b: 1 (there) against 2 (now)``."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        lines = []
+        for key in sorted({*old, *new}):
+            inner = f"{path}.{key}" if path else str(key)
+            lines += differences(old.get(key), new.get(key), inner)
+        return lines
+    # A tuple and the list it became in JSON are the same thing.
+    if json.dumps(old, sort_keys=True) == json.dumps(new, sort_keys=True):
+        return []
+    return [f"{path}: {json.dumps(old)} there, {json.dumps(new)} now"]

@@ -1,0 +1,111 @@
+"""The on-disk contract: what a sample is, which tar members hold it, and the format's version.
+
+Prose for readers of other languages and tools: ``docs/data-format.md``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+FORMAT_NAME = "vlmdata"
+#: MAJOR.MINOR. A reader refuses another MAJOR; a higher MINOR only adds what old readers may ignore.
+SCHEMA_VERSION = "1.0"
+#: What a reader must understand to read a dataset rightly. A writer lists the ones it used in the manifest;
+#: a reader refuses any it does not know (so video items or compressed patches can come without a new MAJOR).
+SUPPORTED_FEATURES = frozenset({"images", "patches-raw"})
+
+MANIFEST_NAME = "manifest.json"
+INDEX_NAME = "index.parquet"
+LEDGER_NAME = "rejected.jsonl"
+TOKENIZER_DIR = "tokenizer"
+
+#: Side of a vision patch in pixels, patches merged per side into one token, frames per temporal patch.
+PATCH_SIZE = 16
+MERGE_SIZE = 2
+TEMPORAL_PATCH_SIZE = 2
+CHANNELS = 3
+#: Bytes of a stored patch: (C, 16, 16) uint8, without the temporal copy.
+PATCH_BYTES = CHANNELS * PATCH_SIZE * PATCH_SIZE
+#: Image sides are multiples of this many pixels.
+IMAGE_FACTOR = PATCH_SIZE * MERGE_SIZE
+#: Vision patches behind one ``<|image_pad|>`` token.
+PATCHES_PER_TOKEN = MERGE_SIZE * MERGE_SIZE
+
+METADATA_MEMBER = "json"
+
+
+@dataclass(frozen=True)
+class Member:
+    """One array of a sample: a tar member ``<key>.<name>.npy``.
+
+    Attributes:
+        name: Field name, the same in :class:`Sample` and in the tar.
+        dtype: Little-endian numpy dtype of the stored array.
+        meaning: One line for documentation and ``vlmdata inspect``.
+    """
+
+    name: str
+    dtype: np.dtype[np.generic]
+    meaning: str
+
+    @property
+    def suffix(self) -> str:
+        """Member name after ``<key>.``."""
+        return f"{self.name}.npy"
+
+
+MEMBERS: tuple[Member, ...] = (
+    Member("input_ids", np.dtype("<i4"), "(L,) token ids, padded at the end"),
+    Member("loss_mask", np.dtype("|u1"), "(L,) 1 where the token is a training target"),
+    Member("position_ids", np.dtype("<i4"), "(3, L) MRoPE positions: t, h, w; 0 on padding"),
+    Member("image_grid_thw", np.dtype("<i4"), "(N, 3) patches per image along t, h, w"),
+    Member("patches", np.dtype("|u1"), "(P, 768) pixels of all images in merge-block order"),
+)
+MEMBER_BY_NAME = {member.name: member for member in MEMBERS}
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One training sample. All arrays are read-only; from a dataset they are views of the mapped shard.
+
+    ``L`` is the padded length, ``N`` the number of images, ``P = sum(t*h*w)`` the number of vision patches.
+
+    Attributes:
+        key: Unique within the dataset; the tar members' common stem.
+        length: True length in tokens; ``input_ids[length:]`` is padding.
+        input_ids: int32 (L,).
+        loss_mask: uint8 (L,), 1 where the token itself is to be predicted (unshifted).
+        position_ids: int32 (3, L), rows t, h, w, starting from 0; padding holds 0.
+        image_grid_thw: int32 (N, 3), in patches of 16 pixels.
+        patches: uint8 (P, 768), columns (C, 16, 16), rows in 2x2 merge-block order.
+    """
+
+    key: str
+    length: int
+    input_ids: npt.NDArray[np.int32]
+    loss_mask: npt.NDArray[np.uint8]
+    position_ids: npt.NDArray[np.int32]
+    image_grid_thw: npt.NDArray[np.int32]
+    patches: npt.NDArray[np.uint8]
+
+    @property
+    def num_targets(self) -> int:
+        """How many tokens the loss is taken over."""
+        return int(self.loss_mask.sum())
+
+    def arrays(self) -> dict[str, npt.NDArray[np.generic]]:
+        """The member arrays by name, in the order they are stored."""
+        return {member.name: getattr(self, member.name) for member in MEMBERS}
+
+
+def shard_name(shard: int) -> str:
+    """File name of a shard: six digits, so that ``shard-{000000..000041}.tar`` names a whole dataset."""
+    return f"shard-{shard:06d}.tar"
+
+
+def sample_key(source_row: int) -> str:
+    """Key of the sample made from a source row; holds no dot, as WebDataset demands."""
+    return f"{source_row:09d}"

@@ -1,0 +1,163 @@
+"""Writing and reading shards: uncompressed tar files whose arrays can be memory-mapped in place.
+
+A member is a 512-byte ustar header, the data, and zeros up to the next multiple of 512. An ``.npy`` member starts
+with a header that numpy pads to a multiple of 64 bytes, so array data is 64-byte aligned in the file. Headers
+carry no time, user or host: a shard's bytes depend on its samples alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import tarfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from vlmdata.format.schema import MEMBERS, METADATA_MEMBER
+
+BLOCK = tarfile.BLOCKSIZE
+_END_OF_ARCHIVE = bytes(2 * BLOCK)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a sample lies in its shard; all numbers are bytes.
+
+    Attributes:
+        offset: Start of the sample's first tar header.
+        size: Bytes of all its members, headers and filling included.
+        checksum: xxh3-64 of those bytes.
+        json_offset: Start of the metadata JSON text.
+        json_size: Length of the metadata JSON text.
+        data_offsets: Start of each array's data, in the order of :data:`MEMBERS`.
+    """
+
+    offset: int
+    size: int
+    checksum: int
+    json_offset: int
+    json_size: int
+    data_offsets: tuple[int, ...]
+
+
+def npy_header(array: npt.NDArray[np.generic]) -> bytes:
+    """The ``.npy`` version 1.0 header of a C-contiguous array, padded to a multiple of 64 bytes."""
+    return npy_header_for(array.dtype, array.shape)
+
+
+def npy_header_for(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    """As :func:`npy_header`, from dtype and shape alone."""
+    buffer = io.BytesIO()
+    description = np.lib.format.dtype_to_descr(dtype)
+    np.lib.format.write_array_header_1_0(
+        buffer, {"descr": description, "fortran_order": False, "shape": shape}
+    )
+    return buffer.getvalue()
+
+
+def metadata_bytes(metadata: Mapping[str, Any]) -> bytes:
+    """Canonical JSON of a sample's metadata: sorted keys, no spaces, UTF-8."""
+    return json.dumps(metadata, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+class ShardWriter:
+    """Writes one tar, hashing as it goes. The caller chooses a temporary path and renames after :meth:`close`.
+
+    Use as a context manager; leaving it by an exception closes the file without finishing it.
+    """
+
+    def __init__(self, path: Path):
+        self._file = open(path, "wb", buffering=0)  # noqa: SIM115 (held over the object's life)
+        self._position = 0
+        self._sha256 = hashlib.sha256()
+        self._sample_hash = xxhash.xxh3_64()
+
+    def add(
+        self,
+        key: str,
+        metadata: Mapping[str, Any],
+        arrays: Mapping[str, Sequence[npt.NDArray[np.generic]]],
+    ) -> Placement:
+        """Appends a sample.
+
+        Args:
+            key: Stem of the member names.
+            metadata: JSON-able facts of the sample.
+            arrays: For every member of :data:`MEMBERS` the pieces that, joined along axis 0, are its array. Pieces
+                are C-contiguous, so several images are written without being copied together first.
+
+        Returns:
+            Where everything lies.
+        """
+        start = self._position
+        self._sample_hash.reset()
+        text = metadata_bytes(metadata)
+        json_offset = self._member(f"{key}.{METADATA_MEMBER}", b"", [memoryview(text)])
+        offsets = []
+        for member in MEMBERS:
+            pieces = arrays[member.name]
+            shape = (sum(piece.shape[0] for piece in pieces), *pieces[0].shape[1:])
+            for piece in pieces:
+                assert piece.dtype == member.dtype, (member.name, piece.dtype)
+                assert piece.flags.c_contiguous, member.name
+            views = [memoryview(piece).cast("B") for piece in pieces if piece.size]
+            offsets.append(self._member(f"{key}.{member.suffix}", npy_header_for(member.dtype, shape), views))
+        return Placement(
+            offset=start,
+            size=self._position - start,
+            checksum=self._sample_hash.intdigest(),
+            json_offset=json_offset,
+            json_size=len(text),
+            data_offsets=tuple(offsets),
+        )
+
+    def _member(self, name: str, header: bytes, views: Sequence[memoryview]) -> int:
+        """Writes one tar member and returns where its data (after ``header``) begins."""
+        info = tarfile.TarInfo(name)
+        info.size = len(header) + sum(view.nbytes for view in views)
+        info.mode = 0o644
+        self._write(memoryview(info.tobuf(tarfile.USTAR_FORMAT) + header))
+        data_offset = self._position
+        for view in views:
+            self._write(view)
+        if filling := -self._position % BLOCK:
+            self._write(memoryview(bytes(filling)))
+        return data_offset
+
+    def _write(self, view: memoryview) -> None:
+        self._sha256.update(view)
+        self._sample_hash.update(view)
+        self._write_through(view)
+
+    def _write_through(self, view: memoryview) -> None:
+        written = 0
+        while written < view.nbytes:  # an unbuffered write may be short, on a nearly full disk above all
+            written += self._file.write(view[written:])
+        self._position += view.nbytes
+
+    def close(self) -> tuple[int, str]:
+        """Ends the archive, flushes it to disk, and returns (bytes, sha256)."""
+        padding = -(self._position + len(_END_OF_ARCHIVE)) % tarfile.RECORDSIZE
+        tail = memoryview(_END_OF_ARCHIVE + bytes(padding))
+        self._sha256.update(tail)
+        self._write_through(tail)
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return self._position, self._sha256.hexdigest()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()

@@ -1,0 +1,93 @@
+"""3D rotary (MRoPE) positions of Qwen3.5-VL sequences.
+
+Source: ``Qwen3_5Model.get_rope_index`` of transformers. Unlike it, images are located one by one from their
+grids, so two images with no token between them stay two images.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from vlmdata.format.schema import MERGE_SIZE, PATCHES_PER_TOKEN
+
+
+def image_token_counts(image_grid_thw: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+    """Tokens each image takes in the sequence.
+
+    Args:
+        image_grid_thw: (N, 3), patches along t, h, w.
+
+    Returns:
+        int64 (N,).
+    """
+    grids = np.asarray(image_grid_thw, dtype=np.int64).reshape(-1, 3)
+    return grids.prod(axis=1) // PATCHES_PER_TOKEN
+
+
+def locate_images(
+    input_ids: npt.NDArray[np.integer], image_grid_thw: npt.NDArray[np.integer], image_token_id: int
+) -> npt.NDArray[np.int64]:
+    """Index of the first image token of every image.
+
+    Args:
+        input_ids: (L,) token ids, image placeholders expanded.
+        image_grid_thw: (N, 3), patches along t, h, w, in order of appearance.
+        image_token_id: Id of ``<|image_pad|>``.
+
+    Returns:
+        int64 (N,), ascending.
+
+    Raises:
+        ValueError: If the image tokens are not exactly N unbroken runs of the sizes the grids imply.
+    """
+    counts = image_token_counts(image_grid_thw)
+    found = np.flatnonzero(np.asarray(input_ids) == image_token_id)
+    if len(found) != counts.sum():
+        raise ValueError(
+            f"{len(found)} image tokens in the sequence, but {len(counts)} image grids ask for {counts.sum()}"
+        )
+    if len(counts) == 0:
+        return np.zeros(0, dtype=np.int64)
+    ends = np.cumsum(counts)
+    starts = ends - counts
+    broken = np.flatnonzero(found[ends - 1] - found[starts] != counts - 1)
+    if len(broken):
+        image = int(broken[0])
+        raise ValueError(f"the {counts[image]} tokens of image {image} are not contiguous in the sequence")
+    return found[starts].astype(np.int64)
+
+
+def mrope_position_ids(
+    length: int, image_starts: npt.NDArray[np.integer], image_grid_thw: npt.NDArray[np.integer]
+) -> npt.NDArray[np.int32]:
+    """Positions of a sequence with images at known places.
+
+    Text advances t, h and w together by one. An image starting at position p has t = p, h = p + row,
+    w = p + column over its merged grid, and text goes on at p + max(rows, columns). A grid with t > 1 is t
+    consecutive frames within one block (t = p + frame).
+
+    Args:
+        length: Tokens in the sequence.
+        image_starts: (N,) index of each image's first token, ascending.
+        image_grid_thw: (N, 3), patches along t, h, w; h and w are even.
+
+    Returns:
+        int32 (3, length).
+    """
+    positions = np.empty((3, length), dtype=np.int32)
+    cursor, position = 0, 0
+    grids = np.asarray(image_grid_thw, dtype=np.int64).reshape(-1, 3).tolist()
+    for start, (frames, height, width) in zip(np.asarray(image_starts).tolist(), grids, strict=True):
+        text = start - cursor
+        positions[:, cursor:start] = np.arange(position, position + text, dtype=np.int32)
+        position += text
+        rows, columns = height // MERGE_SIZE, width // MERGE_SIZE
+        cursor = start + frames * rows * columns
+        block = positions[:, start:cursor].reshape(3, frames, rows, columns)
+        block[0] = position + np.arange(frames, dtype=np.int32)[:, None, None]
+        block[1] = position + np.arange(rows, dtype=np.int32)[None, :, None]
+        block[2] = position + np.arange(columns, dtype=np.int32)[None, None, :]
+        position += max(rows, columns)
+    positions[:, cursor:] = np.arange(position, position + length - cursor, dtype=np.int32)
+    return positions

@@ -1,0 +1,165 @@
+"""The audit of a whole dataset: manifest, index and ledger against each other, then every shard."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+
+from vlmdata.errors import DatasetFormatError
+from vlmdata.format.index import DatasetIndex
+from vlmdata.format.ledger import read_ledger
+from vlmdata.format.manifest import Manifest, canonical_hash
+from vlmdata.format.schema import INDEX_NAME, LEDGER_NAME, MANIFEST_NAME
+from vlmdata.verify.fault import Fault
+from vlmdata.verify.shard import ShardAudit, audit_shard
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The result of verifying a dataset.
+
+    Attributes:
+        manifest: The dataset's manifest.
+        samples: Samples audited.
+        bytes: Shard bytes re-hashed.
+        faults: All that is wrong; empty if the dataset is sound.
+    """
+
+    manifest: Manifest
+    samples: int
+    bytes: int
+    faults: list[Fault]
+
+
+def verify_dataset(directory: Path, *, workers: int = 1, on_shard: Callable[[ShardAudit], None] | None = None) -> Audit:
+    """Audits a dataset directory.
+
+    Args:
+        directory: The dataset.
+        workers: Processes to use.
+        on_shard: Called after each shard.
+
+    Raises:
+        DatasetFormatError: If there is no readable manifest, so nothing to audit against.
+    """
+    manifest = Manifest.read(directory)
+    faults = list(_check_files(directory, manifest))
+    try:
+        index = DatasetIndex.read(directory / INDEX_NAME)
+    except DatasetFormatError as error:
+        return Audit(manifest, 0, 0, [*faults, Fault(INDEX_NAME, "unreadable", str(error))])
+    faults += _check_index(index, manifest)
+    faults += _check_ledger(directory, index, manifest)
+    samples = 0
+    for result in _audit_shards(directory, manifest, workers):
+        samples += result.samples
+        faults += result.faults
+        if on_shard is not None:
+            on_shard(result)
+    return Audit(manifest, samples, sum(shard.bytes for shard in manifest.shards), faults)
+
+
+def _audit_shards(directory: Path, manifest: Manifest, workers: int) -> Iterator[ShardAudit]:
+    shards = range(len(manifest.shards))
+    if workers <= 1 or len(shards) <= 1:
+        yield from (_audit_one(directory, shard) for shard in shards)
+        return
+    with ProcessPoolExecutor(min(workers, len(shards)), mp_context=get_context("spawn")) as pool:
+        yield from pool.map(_audit_one, [directory] * len(shards), shards)
+
+
+_opened: tuple[Path, Manifest, DatasetIndex] | None = None
+
+
+def _audit_one(directory: Path, shard: int) -> ShardAudit:
+    global _opened
+    if _opened is None or _opened[0] != directory:  # once a process, not once a shard
+        _opened = directory, Manifest.read(directory), DatasetIndex.read(directory / INDEX_NAME)
+    _, manifest, index = _opened
+    first, last = np.searchsorted(index.shard, [shard, shard + 1]).tolist()
+    rows = [index.row(i) for i in range(first, last)]
+    pad_multiple = int(manifest.config["options"]["pad_multiple"])
+    return audit_shard(directory, manifest.shards[shard], rows, manifest.tokenizer, pad_multiple)
+
+
+def _check_files(directory: Path, manifest: Manifest) -> Iterator[Fault]:
+    for name, expected in ((INDEX_NAME, manifest.index_sha256), (LEDGER_NAME, manifest.ledger_sha256)):
+        path = directory / name
+        if not path.is_file():
+            yield Fault(name, "missing", "no such file")
+            continue
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != expected:
+            yield Fault(name, "sha256", f"{digest}, the manifest says {expected}")
+    if canonical_hash(manifest.config) != manifest.config_hash:
+        yield Fault(MANIFEST_NAME, "config_hash", "the config was edited after the dataset was made")
+    named = {shard.name for shard in manifest.shards}
+    for name in sorted(os.listdir(directory)):
+        if name.startswith("shard-") and name not in named:
+            yield Fault(name, "stray", "a shard that the manifest does not name")
+    start = 0
+    for shard in manifest.shards:
+        if shard.row_start != start or shard.samples + shard.rejected != shard.row_stop - shard.row_start:
+            yield Fault(MANIFEST_NAME, "shards", f"{shard.name}: its rows and counts do not add up: {shard}")
+        start = shard.row_stop
+    if start != manifest.totals.rows:
+        yield Fault(MANIFEST_NAME, "shards", f"the shards cover {start} rows, the totals say {manifest.totals.rows}")
+
+
+def _check_index(index: DatasetIndex, manifest: Manifest) -> Iterator[Fault]:
+    rows = index.source_row
+    if len(rows) and (np.diff(index.shard) < 0).any():
+        yield Fault(INDEX_NAME, "order", "the samples are not in the order of their shards")
+    if len(rows) > 1 and (np.diff(rows) <= 0).any():
+        at = int(np.flatnonzero(np.diff(rows) <= 0)[0])
+        yield Fault(INDEX_NAME, "order", f"source row {rows[at + 1]} follows row {rows[at]}")
+    keys = index.keys.to_pylist()
+    if len(set(keys)) != len(keys):
+        key, count = Counter(keys).most_common(1)[0]
+        yield Fault(INDEX_NAME, "keys", f"the key {key} occurs {count} times")
+    # Summed in int64: a 32-bit sum of token counts overflows at two thousand million.
+    sums = {
+        "samples": len(index),
+        "tokens": int(index.lengths.sum(dtype=np.int64)),
+        "padding": int((index.padded_lengths - index.lengths).sum(dtype=np.int64)),
+        "targets": int(index.num_targets.sum(dtype=np.int64)),
+        "images": len(index.grids),
+        "patches": int(index.num_patches.sum(dtype=np.int64)),
+        "truncated": int(index.truncated.sum()),
+    }
+    totals = dataclasses.asdict(manifest.totals)
+    for name, value in sums.items():
+        if totals[name] != value:
+            yield Fault(INDEX_NAME, "totals", f"{name}: the index sums to {value}, the manifest says {totals[name]}")
+
+
+def _check_ledger(directory: Path, index: DatasetIndex, manifest: Manifest) -> Iterator[Fault]:
+    path = directory / LEDGER_NAME
+    if not path.is_file():
+        return
+    try:
+        rejections = list(read_ledger(path))
+    except DatasetFormatError as error:
+        yield Fault(LEDGER_NAME, "unreadable", str(error))
+        return
+    reasons = dict(sorted(Counter(rejection.reason.value for rejection in rejections).items()))
+    if reasons != dict(manifest.rejects):
+        yield Fault(LEDGER_NAME, "reasons", f"{reasons}, the manifest says {dict(manifest.rejects)}")
+    rows = np.concatenate([index.source_row, np.array([r.row for r in rejections], dtype=np.int64)])
+    if len(rows) != manifest.totals.rows or not np.array_equal(np.sort(rows), np.arange(manifest.totals.rows)):
+        yield Fault(
+            LEDGER_NAME,
+            "coverage",
+            f"{len(index)} samples and {len(rejections)} rejected rows are not each of the "
+            f"{manifest.totals.rows} source rows once",
+        )

@@ -1,0 +1,161 @@
+"""The audit of one sample: are its tokens, mask, positions and patches what a Qwen3.5-VL must be taught with?
+
+Pure functions of a sample and the tokenizer facts in the manifest; no tokenizer is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from vlmdata.format.index import IndexRow
+from vlmdata.format.manifest import TokenizerInfo
+from vlmdata.format.schema import MERGE_SIZE, Sample
+from vlmdata.positions import locate_images, mrope_position_ids
+
+Finding = tuple[str, str]
+"""(check, message)."""
+
+
+def audit_sample(sample: Sample, row: IndexRow, tokenizer: TokenizerInfo, pad_multiple: int) -> list[Finding]:
+    """Everything wrong with a sample; empty if nothing is.
+
+    Args:
+        sample: The sample as read from its shard.
+        row: What the index says of it.
+        tokenizer: Special ids.
+        pad_multiple: Of which the stored length must be a multiple.
+    """
+    findings = [
+        *_lengths(sample, row, tokenizer, pad_multiple),
+        *_patches(sample),
+        *_targets(sample, row, tokenizer),
+    ]
+    starts = _image_starts(sample, tokenizer)
+    if isinstance(starts, str):
+        findings.append(("image_block", starts))
+    else:
+        findings += _image_blocks(sample, starts, tokenizer)
+        findings += _positions(sample, starts)
+    return findings
+
+
+def _lengths(sample: Sample, row: IndexRow, tokenizer: TokenizerInfo, pad_multiple: int) -> Iterator[Finding]:
+    padded, length = len(sample.input_ids), sample.length
+    if not 0 < length <= padded or padded % pad_multiple or padded - length >= pad_multiple:
+        yield "length", f"{length} tokens stored as {padded}, with pad_multiple {pad_multiple}"
+    ids = sample.input_ids
+    outside = np.flatnonzero((ids < 0) | (ids >= tokenizer.vocab_size))
+    if len(outside):
+        at = int(outside[0])
+        yield "vocabulary", f"token {at} is id {ids[at]}, outside [0, {tokenizer.vocab_size})"
+    tail = slice(length, None)
+    if (ids[tail] != tokenizer.pad).any() or sample.loss_mask[tail].any() or sample.position_ids[:, tail].any():
+        yield "padding", f"tokens from {length} on must be id {tokenizer.pad} with mask 0 and positions 0"
+    if row.num_targets != sample.num_targets:
+        yield "index", f"the index says {row.num_targets} targets, the mask has {sample.num_targets}"
+
+
+def _patches(sample: Sample) -> Iterator[Finding]:
+    grids = sample.image_grid_thw
+    bad = np.flatnonzero((grids < 1).any(axis=1) | (grids[:, 1:] % MERGE_SIZE != 0).any(axis=1))
+    if len(bad):
+        yield "grid", f"image {bad[0]} has the grid {grids[bad[0]].tolist()}; sides must be even and positive"
+    expected = int(grids.astype(np.int64).prod(axis=1).sum())
+    if expected != len(sample.patches):
+        yield "patches", f"the grids ask for {expected} patches, {len(sample.patches)} are stored"
+
+
+def _targets(sample: Sample, row: IndexRow, tokenizer: TokenizerInfo) -> Iterator[Finding]:
+    ids, mask = sample.input_ids[: sample.length], sample.loss_mask[: sample.length]
+    if (mask > 1).any():
+        yield "mask", f"the mask holds {int(mask.max())}; only 0 and 1 mean something"
+    if not mask.any():
+        yield "no_target", "no token is a target, so the sample teaches nothing"
+        return
+    target = mask == 1
+    forbidden = {
+        "padding": tokenizer.pad,
+        "<|im_start|>": tokenizer.im_start,
+        "<|vision_start|>": tokenizer.vision_start,
+        "<|vision_end|>": tokenizer.vision_end,
+        "<|image_pad|>": tokenizer.image,
+        "<|video_pad|>": tokenizer.video,
+    }
+    for name, token in forbidden.items():
+        hits = np.flatnonzero(target & (ids == token))
+        if len(hits) and token != tokenizer.im_end:  # some tokenizers pad with the end token
+            yield "forbidden_target", f"token {hits[0]} is {name} and a target ({len(hits)} such)"
+    yield from _target_turns(ids, target, row, tokenizer)
+
+
+def _target_turns(
+    ids: npt.NDArray[np.int32], target: npt.NDArray[np.bool_], row: IndexRow, tokenizer: TokenizerInfo
+) -> Iterator[Finding]:
+    """Targets lie in assistant turns only, after the header, and run unbroken to the end of the turn."""
+    header = np.array(tokenizer.assistant_header, dtype=ids.dtype)
+    starts = np.flatnonzero(ids == tokenizer.im_start)
+    stops = [*starts[1:].tolist(), len(ids)]
+    if len(starts) and target[: starts[0]].any():
+        yield "outside_turn", "a target stands before the first turn"
+    for start, stop in zip(starts.tolist(), stops, strict=True):
+        inside = target[start:stop]
+        if not inside.any():
+            continue
+        body = 1 + len(header)
+        if not np.array_equal(ids[start + 1 : start + body], header):
+            yield (
+                "prompt_target",
+                f"the turn at token {start} is not the assistant's, yet {inside.sum()} tokens are targets",
+            )
+        elif inside[:body].any():
+            yield "header_target", f"the header of the assistant turn at token {start} is a target"
+        first, count = int(inside.argmax()), int(inside.sum())
+        if not inside[first : first + count].all() or first + count != stop - start:
+            yield "broken_target", f"the targets of the turn at token {start} do not run unbroken to its end"
+    supervised = int((target & (ids == tokenizer.im_end)).sum())
+    # A cut answer lacks its end token, unless the cut took only the newline after it.
+    missing = int(row.truncated and ids[-1] != tokenizer.im_end)
+    if supervised != row.target_turns - missing:
+        yield (
+            "end_token",
+            f"{supervised} <|im_end|> are targets, for {row.target_turns} target turns"
+            + (" of which the last is cut" if row.truncated else ""),
+        )
+
+
+def _image_starts(sample: Sample, tokenizer: TokenizerInfo) -> npt.NDArray[np.int64] | str:
+    try:
+        return locate_images(sample.input_ids[: sample.length], sample.image_grid_thw, tokenizer.image)
+    except ValueError as error:
+        return str(error)
+
+
+def _image_blocks(sample: Sample, starts: npt.NDArray[np.int64], tokenizer: TokenizerInfo) -> Iterator[Finding]:
+    ids = sample.input_ids[: sample.length]
+    counts = sample.image_grid_thw.astype(np.int64).prod(axis=1) // MERGE_SIZE**2
+    stops = starts + counts
+    closed = (starts > 0) & (stops < len(ids))
+    closed[closed] &= ids[starts[closed] - 1] == tokenizer.vision_start
+    closed[closed] &= ids[stops[closed]] == tokenizer.vision_end
+    if not closed.all():
+        image = int(np.flatnonzero(~closed)[0])
+        yield "image_block", f"image {image} is not enclosed in <|vision_start|> and <|vision_end|>"
+    for name, token in (("vision_start", tokenizer.vision_start), ("vision_end", tokenizer.vision_end)):
+        if (found := int((ids == token).sum())) != len(starts):
+            yield "image_block", f"{found} <|{name}|> for {len(starts)} images"
+
+
+def _positions(sample: Sample, starts: npt.NDArray[np.int64]) -> Iterator[Finding]:
+    expected = mrope_position_ids(sample.length, starts, sample.image_grid_thw)
+    actual = sample.position_ids[:, : sample.length]
+    wrong = np.flatnonzero((expected != actual).any(axis=0))
+    if len(wrong):
+        at = int(wrong[0])
+        yield (
+            "positions",
+            f"{len(wrong)} positions are not what the grids imply; the first, token {at}, is "
+            f"{actual[:, at].tolist()} and should be {expected[:, at].tolist()}",
+        )

@@ -1,0 +1,212 @@
+"""The audit of one shard file: its hash, its tar structure against the index, and each of its samples."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import mmap
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from vlmdata.format.index import IndexRow
+from vlmdata.format.manifest import ShardInfo, TokenizerInfo
+from vlmdata.format.schema import MEMBERS, METADATA_MEMBER, PATCH_BYTES, Sample
+from vlmdata.verify.fault import Fault
+from vlmdata.verify.sample import audit_sample
+
+
+@dataclass(frozen=True)
+class ShardAudit:
+    """What the audit of a shard gave.
+
+    Attributes:
+        samples: Samples audited.
+        faults: All that is wrong.
+    """
+
+    samples: int
+    faults: list[Fault] = field(default_factory=list)
+
+
+def audit_shard(
+    directory: Path, info: ShardInfo, rows: list[IndexRow], tokenizer: TokenizerInfo, pad_multiple: int
+) -> ShardAudit:
+    """Audits one shard.
+
+    Args:
+        directory: The dataset.
+        info: The shard's manifest entry.
+        rows: Its index rows.
+        tokenizer: Special ids.
+        pad_multiple: Of stored lengths.
+    """
+    path = directory / info.name
+    if not path.is_file():
+        return ShardAudit(0, [Fault(info.name, "missing", f"no such file; it holds {info.samples} samples")])
+    try:
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return ShardAudit(len(rows), list(_audit(data, info, rows, tokenizer, pad_multiple)))
+    except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+        return ShardAudit(0, [Fault(info.name, "unreadable", str(error))])
+
+
+def _audit(
+    data: mmap.mmap, info: ShardInfo, rows: list[IndexRow], tokenizer: TokenizerInfo, pad_multiple: int
+) -> Iterator[Fault]:
+    if len(data) != info.bytes:
+        yield Fault(info.name, "size", f"{len(data)} bytes, the manifest says {info.bytes}")
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != info.sha256:
+        yield Fault(info.name, "sha256", f"{digest}, the manifest says {info.sha256}")
+    if len(rows) != info.samples:
+        yield Fault(info.name, "index", f"{len(rows)} index rows, the manifest says {info.samples} samples")
+    members, problem = _tar_members(data)
+    if problem:
+        yield Fault(info.name, "tar", problem)
+    expected_members = len(rows) * (1 + len(MEMBERS))
+    if not problem and len(members) != expected_members:
+        yield Fault(info.name, "tar", f"{len(members)} members, {len(rows)} samples make {expected_members}")
+    for row in rows:
+        for check, message in _audit_row(data, members, info, row, tokenizer, pad_multiple):
+            yield Fault(info.name, check, message, row.source_row, row.key)
+
+
+def _tar_members(data: mmap.mmap) -> tuple[dict[str, tuple[int, int]], str]:
+    """Member name -> (data offset, size), as Python's own tarfile reads them; and what stopped it, if anything."""
+    members: dict[str, tuple[int, int]] = {}
+    try:
+        with tarfile.open(fileobj=_Reader(data), mode="r:") as archive:
+            for member in archive:
+                if member.name in members:
+                    return members, f"the member {member.name} occurs twice"
+                members[member.name] = (member.offset_data, member.size)
+        if any(data[-1024:]):
+            return members, "the archive does not end in two zero blocks; it was cut"
+    except (tarfile.TarError, EOFError, OSError) as error:
+        return members, f"not a readable tar after {len(members)} members: {error}"
+    return members, ""
+
+
+class _Reader(io.RawIOBase):
+    """A mapped file as a seekable stream, for tarfile."""
+
+    def __init__(self, data: mmap.mmap):
+        self._data, self._at = data, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}[whence]
+        self._at = base + offset
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        stop = len(self._data) if size is None or size < 0 else self._at + size
+        piece = self._data[self._at : stop]
+        self._at += len(piece)
+        return piece
+
+
+def _audit_row(
+    data: mmap.mmap,
+    members: dict[str, tuple[int, int]],
+    info: ShardInfo,
+    row: IndexRow,
+    tokenizer: TokenizerInfo,
+    pad_multiple: int,
+) -> Iterator[tuple[str, str]]:
+    place = row.placement
+    if not info.row_start <= row.source_row < info.row_stop:
+        yield "index", f"source row {row.source_row} is not of this shard's [{info.row_start}, {info.row_stop})"
+    if place.offset + place.size > len(data):
+        yield "cut", f"its bytes [{place.offset}, {place.offset + place.size}) lie beyond the {len(data)} of the file"
+        return
+    checksum = xxhash.xxh3_64_intdigest(memoryview(data)[place.offset : place.offset + place.size])
+    if checksum != place.checksum:
+        yield "checksum", f"xxh3 {checksum:016x}, the index says {place.checksum:016x}"
+        return
+    problem = _metadata_problem(data, members, row)
+    if problem:
+        yield "metadata", problem
+    arrays: dict[str, Any] = {}
+    for member, offset in zip(MEMBERS, place.data_offsets, strict=True):
+        loaded = _load_member(data, members.get(f"{row.key}.{member.suffix}"), offset)
+        if isinstance(loaded, str):
+            yield "member", f"{member.suffix}: {loaded}"
+            return
+        arrays[member.name] = loaded
+    problem = _shape_problem(arrays, row)
+    if problem:
+        yield "shape", problem
+        return
+    yield from audit_sample(Sample(row.key, row.length, **arrays), row, tokenizer, pad_multiple)
+
+
+def _load_member(data: mmap.mmap, found: tuple[int, int] | None, offset: int) -> Any:
+    """The member's array as numpy itself reads it from the tar, or what is wrong."""
+    if found is None:
+        return "not in the tar"
+    start, size = found
+    stream = io.BytesIO(data[start : start + size])
+    try:
+        array = np.lib.format.read_array(stream, allow_pickle=False)
+    except ValueError as error:
+        return f"not a readable .npy: {error}"
+    header = size - array.nbytes
+    if start + header != offset:
+        return f"its data begins at byte {start + header}, the index says {offset}"
+    return array
+
+
+def _metadata_problem(data: mmap.mmap, members: dict[str, tuple[int, int]], row: IndexRow) -> str:
+    place = row.placement
+    if members.get(f"{row.key}.{METADATA_MEMBER}") != (place.json_offset, place.json_size):
+        return "the JSON member is not where the index says"
+    try:
+        metadata = json.loads(data[place.json_offset : place.json_offset + place.json_size])
+    except ValueError as error:
+        return f"not JSON: {error}"
+    indexed = {
+        "key": row.key,
+        "source_row": row.source_row,
+        "length": row.length,
+        "padded_length": row.padded_length,
+        "num_targets": row.num_targets,
+        "target_turns": row.target_turns,
+        "truncated": row.truncated,
+        "image_grid_thw": [list(grid) for grid in row.image_grid_thw],
+    }
+    wrong = [name for name, value in indexed.items() if metadata.get(name) != value]
+    return f"differs from the index in {', '.join(wrong)}" if wrong else ""
+
+
+def _shape_problem(arrays: dict[str, Any], row: IndexRow) -> str:
+    padded = row.padded_length
+    shapes: dict[str, tuple[int, ...]] = {
+        "input_ids": (padded,),
+        "loss_mask": (padded,),
+        "position_ids": (3, padded),
+        "image_grid_thw": (len(row.image_grid_thw), 3),
+        "patches": (row.num_patches, PATCH_BYTES),
+    }
+    for member in MEMBERS:
+        array = arrays[member.name]
+        if array.dtype != member.dtype or array.shape != shapes[member.name]:
+            return f"{member.suffix} is {array.dtype} {array.shape}, should be {member.dtype} {shapes[member.name]}"
+    if arrays["image_grid_thw"].tolist() != [list(grid) for grid in row.image_grid_thw]:
+        return "image_grid_thw.npy differs from the index"
+    return ""
