@@ -41,8 +41,9 @@ class _Meter:
     def read(self) -> Snapshot:
         now = self._counters.table().sum(axis=0)
         seconds = max(time.monotonic() - self._begun, 1e-9)
-        rows, images, tokens, _ = ((now - self._before) / seconds).tolist()
-        return Snapshot(*now.tolist(), images_per_second=images, tokens_per_second=tokens, rows_per_second=rows)
+        row_rate, image_rate, token_rate, _ = ((now - self._before) / seconds).tolist()
+        rows, images, tokens, rejected = now.tolist()
+        return Snapshot(rows, images, tokens, rejected, image_rate, token_rate, row_rate)
 
 
 class ProgressDisplay:

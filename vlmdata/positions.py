@@ -55,7 +55,7 @@ def locate_images(
     if len(broken):
         image = int(broken[0])
         raise ValueError(f"the {counts[image]} tokens of image {image} are not contiguous in the sequence")
-    return found[starts].astype(np.int64)
+    return np.asarray(found[starts], dtype=np.int64)
 
 
 def mrope_position_ids(

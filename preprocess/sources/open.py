@@ -126,7 +126,7 @@ def _files(builder: str, files: Sequence[Path], split: str | None, root: Path) -
     if split not in (None, "train"):
         raise SourceError(f"{what}: a data file has no splits, so --split {split} names nothing; leave it out")
     # Lines are read as text and parsed one by one, so one bad line costs one row and mixed types cost nothing.
-    options = {"sample_by": "line", "encoding_errors": "backslashreplace"} if builder == "text" else {}
+    options: dict[str, Any] = {"sample_by": "line", "encoding_errors": "backslashreplace"} if builder == "text" else {}
     names = [str(file) for file in files]
     dataset = _guarded(what, "load_dataset", builder, data_files=names, split="train", **options)
     identity = {"kind": "files", **_identify(files, root)}

@@ -1,0 +1,103 @@
+"""Shared fixtures. Everything runs offline and below pytest's temporary folder."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _private_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Hugging Face's and our caches live for the session only."""
+    with pytest.MonkeyPatch.context() as patch:
+        cache = tmp_path_factory.mktemp("cache")
+        import datasets
+
+        patch.setenv("VLMDATA_CACHE", str(cache / "vlmdata"))
+        patch.setenv("HF_DATASETS_CACHE", str(cache / "datasets"))
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", cache / "datasets")
+        datasets.disable_progress_bars()
+        yield
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    """The embedded tokenizer as a ChatTokenizer."""
+    from preprocess.chat.tokenizer import load_tokenizer
+
+    return load_tokenizer()
+
+
+def encoded_image(
+    width: int = 64, height: int = 64, seed: int = 0, format: str = "PNG", mode: str = "RGB", **options: Any
+) -> bytes:
+    """A small noisy image file."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).convert(mode).save(buffer, format=format, **options)
+    return buffer.getvalue()
+
+
+def cord_row(number: int = 0, **image_options: Any) -> dict[str, Any]:
+    """A row in the CORD-V2 layout with a little image."""
+    parse = {"menu": [{"nm": f"ITEM {number}", "price": f"{number}.000"}], "total": {"total_price": f"{number}.000"}}
+    data = encoded_image(seed=number, **image_options)
+    return {"image": {"bytes": data, "path": None}, "ground_truth": json.dumps({"gt_parse": parse})}
+
+
+def write_cord_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """Rows as a parquet file with the features of CORD-V2."""
+    from datasets import Dataset, Features, Value
+    from datasets import Image as ImageFeature
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    features = Features({"image": ImageFeature(decode=False), "ground_truth": Value("string")})
+    columns = {name: [row[name] for row in rows] for name in ("image", "ground_truth")}
+    Dataset.from_dict(columns, features=features).to_parquet(str(path))
+    return path
+
+
+@pytest.fixture(scope="session")
+def cord_parquet(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """40 CORD-V2 rows with small images of several sizes."""
+    sizes = [(64, 64), (96, 64), (64, 128), (100, 70)]
+    rows = [cord_row(n, width=sizes[n % 4][0], height=sizes[n % 4][1]) for n in range(40)]
+    return write_cord_parquet(tmp_path_factory.mktemp("cord") / "train.parquet", rows)
+
+
+@pytest.fixture
+def make_dataset(tmp_path: Path) -> Callable[..., Path]:
+    """Preprocesses a source into a fresh folder and returns the folder."""
+
+    def make(spec: Path | str, name: str = "out", *, workers: int = 1, limit: int | None = None, **config: Any) -> Path:
+        from preprocess.config import ImageConfig, PreprocessConfig
+        from preprocess.job import preprocess_dataset
+        from preprocess.sources.open import open_source
+
+        config.setdefault("image", ImageConfig(min_pixels=1024, max_pixels=65536))
+        resolved = PreprocessConfig(**config)
+        source = open_source(str(spec), layout=resolved.recipe, limit=limit)
+        directory = tmp_path / name
+        preprocess_dataset(source, directory, resolved, workers=workers)
+        return directory
+
+    return make
+
+
+def tree_bytes(directory: Path) -> dict[str, bytes]:
+    """Every file below a folder, by relative name: for byte-for-byte comparison of datasets."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
