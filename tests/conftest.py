@@ -11,7 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import settings
 from PIL import Image
+
+# A first example pays for imports; slow machines are no fault of the code.
+settings.register_profile("vlmdata", deadline=None)
+settings.load_profile("vlmdata")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

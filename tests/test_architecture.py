@@ -1,0 +1,80 @@
+"""Dependencies point one way, and the data plane stays light: no training stack, no CUDA, a quick command line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run_python(code: str) -> str:
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout.strip()
+
+
+BLOCK = """
+import importlib, pkgutil, sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] in {blocked!r}:
+            raise ImportError('blocked: ' + name)
+sys.meta_path.insert(0, Block())
+count = 0
+for package in {packages!r}:
+    root = importlib.import_module(package)
+    for module in pkgutil.walk_packages(root.__path__, package + '.'):
+        importlib.import_module(module.name)
+        count += 1
+import torch
+assert not torch.cuda.is_initialized()
+print(count)
+"""
+
+
+def test_the_data_plane_imports_without_a_training_stack_and_leaves_cuda_alone() -> None:
+    blocked = {"megatron", "transformer_engine", "fla", "model", "train"}
+    # triton comes with torch and torch imports it where it likes; nothing of ours may need it.
+    count = run_python(BLOCK.format(blocked=blocked, packages=["vlmdata", "preprocess"]))
+    assert int(count) > 30
+
+
+def test_vlmdata_imports_without_preprocess() -> None:
+    count = run_python(BLOCK.format(blocked={"preprocess", "megatron", "model"}, packages=["vlmdata"]))
+    assert int(count) > 15
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = """
+import sys
+sys.argv = ['vlmdata', '--help']
+from vlmdata.cli.main import app
+try:
+    app()
+except SystemExit as end:
+    assert not end.code
+heavy = [m for m in ('torch', 'transformers', 'datasets', 'pyarrow', 'torchvision', 'PIL') if m in sys.modules]
+assert not heavy, heavy
+"""
+    assert "preprocess" in run_python(code)
+
+
+def test_commands_are_found_by_entry_point() -> None:
+    assert {"preprocess", "verify"} <= {point.name for point in entry_points(group="vlmdata.commands")}
+
+
+def test_no_file_of_ours_is_longer_than_one_idea() -> None:
+    files = [path for package in ("vlmdata", "preprocess") for path in (ROOT / package).rglob("*.py")]
+    assert len(files) > 30
+    long = {str(path.relative_to(ROOT)): lines for path in files if (lines := len(path.read_text().splitlines())) > 400}
+    assert not long
+
+
+def test_the_lock_names_no_host() -> None:
+    lock = (ROOT / "requirements" / "lock.txt").read_text()
+    assert "torch==" in lock
+    assert "://" not in lock
+    assert "--index" not in lock
