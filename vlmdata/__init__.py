@@ -5,19 +5,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vlmdata.batch import PackedBatch
     from vlmdata.format.dataset import VlmDataset, open_dataset
     from vlmdata.format.schema import Sample
+    from vlmdata.loader.loader import StreamingLoader
+    from vlmdata.packing.config import Blend
 
 __version__ = "0.1.0"
 
 # Loaded on first use: `vlmdata --help` must not pay for numpy, pyarrow or torch.
 _EXPORTS = {
+    "Blend": "vlmdata.packing.config",
+    "PackedBatch": "vlmdata.batch",
     "Sample": "vlmdata.format.schema",
+    "StreamingLoader": "vlmdata.loader.loader",
     "VlmDataset": "vlmdata.format.dataset",
     "open_dataset": "vlmdata.format.dataset",
 }
 
-__all__ = ["Sample", "VlmDataset", "open_dataset"]
+__all__ = ["Blend", "PackedBatch", "Sample", "StreamingLoader", "VlmDataset", "open_dataset"]
 
 
 def __getattr__(name: str) -> Any:

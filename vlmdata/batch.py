@@ -1,0 +1,186 @@
+"""A packed (THD) batch: what the loader hands to a training step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from vlmdata.context_parallel import partition_indices
+from vlmdata.patches import pixel_values
+from vlmdata.vision_split import image_owners
+
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True)
+class SampleOrigin:
+    """Where a sample of a batch came from.
+
+    Attributes:
+        dataset: Number of the dataset in the loader's list.
+        shard: Number of the shard in it.
+        row: Row of the source it was made from.
+        index: Position in the dataset: ``dataset[index]`` is the sample.
+    """
+
+    dataset: int
+    shard: int
+    row: int
+    index: int
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The part of a pack that one context-parallel rank holds."""
+
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True, eq=False)
+class PackedBatch:
+    """One pack: n samples one after another, each padded to the alignment, and perhaps a padded tail.
+
+    T is the pack's tokens, t the tokens held here (T, or T / size for a context-parallel slice), N the pack's images,
+    P the patches held here. Segments are the samples and, with ``pad_to_capacity`` or in an empty pack, a last one that
+    is all padding. Fields of parts that were not asked for are None. Tensors may share memory that the loader
+    reuses once the last of them is gone: keep them as long as you like, but do not write to them.
+
+    Attributes:
+        input_ids: int64 (1, t), token ids; padding holds the pad id.
+        labels: int64 (1, t), the next token where it is a target, else -100; never across samples.
+        loss_mask: float32 (1, t), 1 where ``labels`` is a target.
+        position_ids: int64 (3, 1, T), MRoPE rows t, h, w, from 0 in every sample; 0 on padding. Always whole.
+        padding_mask: bool (1, t), True on padding (as megatron-core's router takes it).
+        cu_seqlens: int32 (segments + 1,), running sum of true lengths.
+        cu_seqlens_padded: int32 (segments + 1,), where segments begin; the last entry is T. Always of the whole pack.
+        max_seqlen: Longest segment in tokens, padding included.
+        total_tokens: T.
+        true_tokens: Tokens of the whole pack that are not padding.
+        image_grid_thw: int64 (N, 3), patches per image along t, h, w. Always of the whole pack.
+        image_starts: int64 (N,), first token of each image in the pack.
+        image_indices: int64 (M,), which of the N images ``patches`` holds, ascending; all N unless sliced.
+        patches: uint8 (P, 768), pixels of those images.
+        sample_keys: Keys of the samples.
+        origins: Dataset, shard and row of the samples.
+        epoch: Epoch, from 0.
+        step: Optimizer step within the epoch.
+        micro_batch: Micro-batch within the step.
+        pack: Pack number within the epoch, -1 for an empty pack.
+        context_parallel: Which slice this is; None for a whole pack.
+    """
+
+    input_ids: torch.Tensor | None
+    labels: torch.Tensor | None
+    loss_mask: torch.Tensor | None
+    position_ids: torch.Tensor
+    padding_mask: torch.Tensor
+    cu_seqlens: torch.Tensor
+    cu_seqlens_padded: torch.Tensor
+    max_seqlen: int
+    total_tokens: int
+    true_tokens: int
+    image_grid_thw: torch.Tensor
+    image_starts: torch.Tensor
+    image_indices: torch.Tensor
+    patches: torch.Tensor | None
+    sample_keys: tuple[str, ...]
+    origins: tuple[SampleOrigin, ...]
+    epoch: int
+    step: int
+    micro_batch: int
+    pack: int
+    context_parallel: Slice | None = None
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in the pack."""
+        return len(self.sample_keys)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors that are present, by field name."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in fields.items() if isinstance(value, torch.Tensor)}
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
+        """The batch with its tensors on a device; itself if they are there."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Self:
+        """The batch with its tensors in page-locked memory, for copies that overlap with work."""
+        return self._map(lambda tensor: tensor if tensor.is_pinned() else tensor.pin_memory())
+
+    def clone(self) -> Self:
+        """The batch with tensors of its own, which may be written to."""
+        return self._map(torch.Tensor.clone)
+
+    def pixel_values(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The ``pixel_values`` of transformers' processor for the images held here, exactly.
+
+        Expanded on whatever device the patches are on, so that a quarter (bf16) or an eighth (fp32) of their bytes
+        crosses the bus.
+
+        Args:
+            dtype: Result dtype.
+
+        Returns:
+            (P, 1536), columns (C, T=2, 16, 16).
+
+        Raises:
+            ValueError: If the batch was loaded without pixels.
+        """
+        if self.patches is None:
+            raise ValueError("the batch holds no patches: it was loaded without the part 'pixels'")
+        return pixel_values(self.patches, dtype)
+
+    def context_parallel_shard(self, rank: int, size: int) -> Self:
+        """The part of a whole pack that a context-parallel rank computes.
+
+        Per-token tensors are its two chunks of every segment, in the order of Transformer Engine's
+        ``thd_get_partitioned_indices``; ``patches`` those of the images it encodes (:func:`image_owners`).
+        ``position_ids``, ``cu_seqlens`` and the grids stay whole.
+
+        Args:
+            rank: Context-parallel rank.
+            size: Context-parallel size.
+
+        Raises:
+            ValueError: If the batch is a slice already, or a segment is no multiple of ``2 * size``.
+        """
+        if self.context_parallel is not None:
+            have = self.context_parallel
+            raise ValueError(f"the batch is already slice {have.rank} of {have.size}")
+        bounds = self.cu_seqlens_padded.cpu().numpy()
+        device = self.cu_seqlens_padded.device
+        tokens = torch.from_numpy(partition_indices(bounds, self.total_tokens, size, rank)).to(device)
+        grids = self.image_grid_thw.cpu().numpy()
+        mine = np.flatnonzero(image_owners(grids, size) == rank)
+        patches = None
+        if self.patches is not None:
+            counts = grids.prod(axis=1)
+            stops = np.cumsum(counts)
+            pieces = [self.patches[stops[i] - counts[i] : stops[i]] for i in mine.tolist()]
+            patches = torch.cat(pieces) if pieces else self.patches[:0]
+
+        def take(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else tensor.index_select(1, tokens)
+
+        return dataclasses.replace(
+            self,
+            input_ids=take(self.input_ids),
+            labels=take(self.labels),
+            loss_mask=take(self.loss_mask),
+            padding_mask=self.padding_mask.index_select(1, tokens),
+            image_indices=torch.from_numpy(mine).to(device),
+            patches=patches,
+            context_parallel=Slice(rank, size),
+        )
+
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        changed: dict[str, Any] = {name: function(tensor) for name, tensor in self.tensors().items()}
+        return dataclasses.replace(self, **changed)

@@ -1,0 +1,135 @@
+"""Reused output buffers that worker processes can write to and that are never reused too early.
+
+Fresh memory for every batch would cost a page fault per 4 KiB. A buffer returns to the pool when the last tensor that
+looks into it is gone, so a consumer that keeps batches is safe and only makes the pool grow.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import threading
+import weakref
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+#: Buffer sizes are rounded up to this, so that packs of slightly different size share buffers.
+_GRAIN = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class BufferName:
+    """How a worker process finds a buffer: a path that leads to the shared memory, and its size in bytes."""
+
+    path: str
+    bytes: int
+
+
+class _Buffer:
+    """Anonymous shared memory with a name that other processes of this user can open while this process lives."""
+
+    def __init__(self, size: int):
+        self.name, self._file = _shared_file(size)
+        self.memory = mmap.mmap(self._file, size)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def _shared_file(size: int) -> tuple[BufferName, int]:
+    if hasattr(os, "memfd_create"):
+        # Nothing to clean up after a crash: the memory goes with the last process that maps it.
+        file = os.memfd_create("vlmdata-batch", os.MFD_CLOEXEC)
+        path = f"/proc/{os.getpid()}/fd/{file}"
+    else:
+        file, path = tempfile.mkstemp(prefix="vlmdata-batch-")
+    os.ftruncate(file, size)
+    return BufferName(path, size), file
+
+
+class BufferPool:
+    """Buffers in use and free ones. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._free: list[_Buffer] = []
+        # Re-entrant: a finalizer may run, by garbage collection, inside our own critical section.
+        self._lock = threading.RLock()
+        self._all: list[_Buffer] = []
+        self._closed = False
+
+    def acquire(self, size: int) -> Lease:
+        """A buffer of at least ``size`` bytes: the smallest free one, or a new one."""
+        with self._lock:
+            fitting = [buffer for buffer in self._free if buffer.name.bytes >= size]
+            if fitting:
+                buffer = min(fitting, key=lambda each: each.name.bytes)
+                self._free.remove(buffer)
+            else:
+                buffer = _Buffer(max(-(-size // _GRAIN), 1) * _GRAIN)
+                self._all.append(buffer)
+            return Lease(self, buffer)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all buffers."""
+        with self._lock:
+            return sum(buffer.name.bytes for buffer in self._all)
+
+    def _release(self, buffer: _Buffer) -> None:
+        with self._lock:
+            if not self._closed:
+                self._free.append(buffer)
+
+    def close(self) -> None:
+        """Lets go of all buffers; memory that tensors still look into stays until they are gone."""
+        with self._lock:
+            self._closed = True
+            for buffer in self._all:
+                buffer.close()
+                if not buffer.name.path.startswith("/proc/"):
+                    os.unlink(buffer.name.path)
+            self._all.clear()
+            self._free.clear()
+
+
+class Lease:
+    """A buffer in use. It is given back by :meth:`release`, or when the array of :meth:`array` is gone."""
+
+    def __init__(self, pool: BufferPool, buffer: _Buffer):
+        self._pool, self._buffer = pool, buffer
+        self.name = buffer.name
+
+    def array(self) -> npt.NDArray[np.uint8]:
+        """The buffer as uint8; every view of it keeps it in use."""
+        # A new array over the map each time: views refer to this object, and its end is the end of the lease.
+        array = np.frombuffer(self._buffer.memory, dtype=np.uint8)
+        weakref.finalize(array, self._pool._release, self._buffer).atexit = False
+        return array
+
+    def memory(self) -> npt.NDArray[np.uint8]:
+        """The buffer as uint8 without keeping it in use, for its address and size."""
+        return np.frombuffer(self._buffer.memory, dtype=np.uint8)
+
+    def release(self) -> None:
+        """Gives the buffer back unused."""
+        self._pool._release(self._buffer)
+
+
+class BufferMaps:
+    """Buffers as a worker process sees them, mapped once each."""
+
+    def __init__(self) -> None:
+        self._maps: dict[BufferName, npt.NDArray[np.uint8]] = {}
+
+    def array(self, name: BufferName) -> npt.NDArray[np.uint8]:
+        """The named buffer as uint8."""
+        if name not in self._maps:
+            file = os.open(name.path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                self._maps[name] = np.frombuffer(mmap.mmap(file, name.bytes), dtype=np.uint8)
+            finally:
+                os.close(file)
+        return self._maps[name]

@@ -1,0 +1,246 @@
+"""Making batches in order: in this process, or ahead of time in PyTorch DataLoader workers.
+
+The DataLoader iterates over requests (its sampler), each naming a buffer; a worker fills the buffer and returns only
+how much it read. It runs in a thread of its own, which also keeps PyTorch from installing its SIGCHLD handler: that
+would raise in the middle of the training step when a worker dies. Here a dead worker is noticed when its batch is
+due, and the pipeline starts again from exactly that batch.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from vlmdata.errors import ResourceError, VlmdataError
+from vlmdata.loader.assemble import assemble, layout_of
+from vlmdata.loader.buffers import BufferMaps, BufferName, BufferPool, Lease
+from vlmdata.loader.request import PackRequest
+from vlmdata.loader.shards import DatasetShards, ShardStore
+
+#: Worker deaths in a row, with no batch in between, before we give up.
+_MAX_RESTARTS = 3
+
+
+@dataclass(frozen=True, eq=False)
+class Job[T]:
+    """A request and whatever the caller needs to know of it when it is filled."""
+
+    request: PackRequest
+    tag: T
+
+
+@dataclass(frozen=True, eq=False)
+class Filled[T]:
+    """A filled buffer.
+
+    Attributes:
+        job: What was asked for.
+        lease: The buffer; whoever takes the batch out of it owns it.
+        bytes_read: Bytes read from shards.
+    """
+
+    job: Job[T]
+    lease: Lease
+    bytes_read: int
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """How batches are made.
+
+    Attributes:
+        num_workers: Worker processes; 0 makes batches when they are asked for.
+        prefetch_factor: Batches under way per worker.
+        timeout: Seconds to wait for a batch before giving up on a stuck worker.
+        verify: Whether reads are checked against their checksums.
+        multiprocessing_context: Start method of workers; None is PyTorch's default.
+    """
+
+    num_workers: int
+    prefetch_factor: int
+    timeout: float
+    verify: bool
+    multiprocessing_context: str | None
+
+
+class _Maker(torch.utils.data.Dataset[Any]):
+    """What a worker runs: a map from request to filled buffer."""
+
+    def __init__(self, datasets: Sequence[DatasetShards], verify: bool):
+        self._datasets, self._verify = datasets, verify
+        self._store: ShardStore | None = None
+        self._buffers = BufferMaps()
+
+    def __getitem__(self, item: tuple[PackRequest, BufferName]) -> int | VlmdataError:
+        if self._store is None:
+            self._store = ShardStore(self._datasets, self._verify)
+        request, name = item
+        try:
+            return assemble(request, self._store, self._buffers.array(name))
+        except VlmdataError as error:
+            return error  # as a value: DataLoader would wrap it in a traceback
+
+
+def make_here[T](
+    jobs: Iterator[Job[T]], datasets: Sequence[DatasetShards], pool: BufferPool, verify: bool
+) -> Iterator[Filled[T]]:
+    """Makes batches in this process, one at a time."""
+    store = ShardStore(datasets, verify)
+    try:
+        for job in jobs:
+            lease = pool.acquire(layout_of(job.request).bytes)
+            yield Filled(job, lease, assemble(job.request, store, lease.array()))
+    finally:
+        store.close()
+
+
+class WorkerPipeline[T]:
+    """Batches made ahead of time by worker processes, in the order of the jobs.
+
+    Args:
+        jobs: Jobs in order, without end or with one.
+        datasets: Where shards come from.
+        pool: Buffers.
+        config: How.
+        on_thread: Applied to every filled buffer in the pipeline's thread (a copy to a device, say).
+    """
+
+    def __init__(
+        self,
+        jobs: Iterator[Job[T]],
+        datasets: Sequence[DatasetShards],
+        pool: BufferPool,
+        config: PipelineConfig,
+        on_thread: Callable[[Filled[T]], Any],
+    ):
+        self._jobs, self._datasets, self._pool, self._config = jobs, datasets, pool, config
+        self._on_thread = on_thread
+        self._ready: queue.Queue[Any] = queue.Queue(maxsize=1)  # one ahead of the consumer
+        self._stopped = threading.Event()
+        self._iterator: Any = None
+        self._thread = threading.Thread(target=self._run, name="vlmdata-pipeline", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            try:
+                item = self._ready.get(timeout=self._config.timeout)
+            except queue.Empty:
+                self.close(wait=False)
+                raise ResourceError(
+                    f"no batch came for {self._config.timeout:.0f} s: a worker is stuck, or storage is so slow. Look at "
+                    "the workers and the disk, or raise `timeout`; the loader's state is intact."
+                ) from None
+            if item is None:
+                return
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+
+    def close(self, wait: bool = True) -> None:
+        """Stops the workers."""
+        self._stopped.set()
+        _kill_workers(self._iterator)  # a worker that is stuck would not listen to anything softer
+        while True:  # the thread may be waiting for room
+            try:
+                self._ready.get_nowait()
+            except queue.Empty:
+                break
+        if wait:
+            self._thread.join(timeout=30)
+
+    def _run(self) -> None:
+        pending: list[tuple[Job[T], Lease]] = []
+        restarts = 0
+        try:
+            self._iterator = self._loader(pending)
+            while not self._stopped.is_set():
+                try:
+                    outcome = next(self._iterator)
+                except StopIteration:
+                    self._put(None)
+                    return
+                except RuntimeError as error:
+                    # DataLoader's word for a worker that was killed. All it had not delivered is still pending.
+                    restarts += 1
+                    if restarts > _MAX_RESTARTS:
+                        raise ResourceError(
+                            f"loader workers died {restarts} times in a row, the last time: {error}. Out of memory? "
+                            "Use fewer num_workers or a smaller prefetch_factor; the loader's state is intact."
+                        ) from error
+                    _kill_workers(self._iterator)  # before others write to the same buffers
+                    self._iterator = self._loader(pending)
+                    continue
+                restarts = 0
+                self._deliver(pending.pop(0), outcome)
+        except BaseException as error:
+            self._put(error)
+        finally:
+            _kill_workers(self._iterator)
+            self._iterator = None
+
+    def _loader(self, pending: list[tuple[Job[T], Lease]]) -> Any:
+        """A new DataLoader over what is pending and then the jobs that follow."""
+        again = list(pending)
+
+        def requests() -> Iterator[tuple[PackRequest, BufferName]]:
+            for job, lease in again:
+                yield job.request, lease.name
+            for job in self._jobs:
+                if self._stopped.is_set():
+                    return
+                lease = self._pool.acquire(layout_of(job.request).bytes)
+                pending.append((job, lease))
+                yield job.request, lease.name
+
+        loader = DataLoader(
+            _Maker(self._datasets, self._config.verify),
+            batch_size=None,
+            sampler=_Sequence(requests),
+            num_workers=self._config.num_workers,
+            prefetch_factor=self._config.prefetch_factor,
+            collate_fn=_as_it_is,
+            multiprocessing_context=self._config.multiprocessing_context,
+        )
+        return iter(loader)
+
+    def _deliver(self, made: tuple[Job[T], Lease], outcome: int | VlmdataError) -> None:
+        if isinstance(outcome, VlmdataError):
+            raise outcome
+        self._put(self._on_thread(Filled(*made, outcome)))
+
+    def _put(self, item: Any) -> None:
+        while not self._stopped.is_set():
+            try:
+                self._ready.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+            return
+
+
+def _kill_workers(iterator: Any) -> None:
+    """Ends a DataLoader iterator's processes at once and waits until they are gone."""
+    for worker in getattr(iterator, "_workers", ()):
+        if worker.is_alive():
+            worker.kill()
+        worker.join()
+
+
+class _Sequence(torch.utils.data.Sampler[Any]):
+    """A sampler over what a function yields."""
+
+    def __init__(self, make: Callable[[], Iterator[Any]]):
+        self._make = make
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._make()
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
