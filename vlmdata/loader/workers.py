@@ -134,7 +134,7 @@ class WorkerPipeline[T]:
             except queue.Empty:
                 self.close(wait=False)
                 raise ResourceError(
-                    f"no batch came for {self._config.timeout:.0f} s: a worker is stuck, or storage is so slow. Look at "
+                    f"no batch came for {self._config.timeout:.0f} s: a worker is stuck, or storage is slow. Look at "
                     "the workers and the disk, or raise `timeout`; the loader's state is intact."
                 ) from None
             if item is None:

@@ -1,0 +1,68 @@
+"""Token alignment: the multiple to which every sample is padded inside a pack."""
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+
+def alignment(
+    context_parallel: int = 1,
+    tensor_parallel: int = 1,
+    sequence_parallel: bool = True,
+    extra: int = 1,
+) -> int:
+    """Smallest multiple to which each sample must be padded for a parallel layout.
+
+    A context-parallel rank owns 2 of a sample's ``2 * CP`` equal chunks, so a sample is a multiple of ``2 * CP``. Under
+    sequence parallelism the tokens that one context-parallel rank holds are scattered over TP ranks: a multiple of TP,
+    or of ``CP * TP`` counted before the context-parallel split.
+
+    Args:
+        context_parallel: Context-parallel size CP, at least 1.
+        tensor_parallel: Tensor-parallel size TP, at least 1.
+        sequence_parallel: Whether TP ranks scatter the sequence between layers. Without it TP asks for nothing.
+        extra: Any further multiple (16 or 32 for FP8 kernels, say), at least 1.
+
+    Returns:
+        The least common multiple of all that applies, in tokens.
+
+    Raises:
+        ValueError: If a size is below 1.
+    """
+    for name, value in (
+        ("context_parallel", context_parallel),
+        ("tensor_parallel", tensor_parallel),
+        ("extra", extra),
+    ):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
+    scattered = tensor_parallel if sequence_parallel else 1
+    if context_parallel == 1:
+        return math.lcm(scattered, extra)
+    return math.lcm(2 * context_parallel, context_parallel * scattered, extra)
+
+
+def aligned(lengths: npt.ArrayLike, multiple: int) -> npt.NDArray[np.int64]:
+    """Round token counts up to a multiple.
+
+    Args:
+        lengths: Token counts, any integer shape and dtype.
+        multiple: The alignment in tokens, at least 1 (see :func:`alignment`).
+
+    Returns:
+        int64, the shape of ``lengths``: the smallest multiples not below them.
+
+    Raises:
+        ValueError: If ``multiple`` is below 1.
+    """
+    if multiple < 1:
+        raise ValueError(f"multiple is {multiple}; it must be at least 1")
+    # int64 before the addition: int32 lengths near the maximum must not wrap.
+    wide = np.asarray(lengths).astype(np.int64)
+    if multiple == 1:
+        return wide
+    wide += multiple - 1
+    wide //= multiple
+    wide *= multiple
+    return wide

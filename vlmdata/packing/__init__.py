@@ -1,0 +1,36 @@
+"""Planning: from sample lengths to packs, steps and ranks. Pure functions over numpy arrays, no I/O, no torch.
+
+``plan_epoch(table, config, epoch)`` is the way in; ``docs/packing.md`` tells how it works and what it guarantees.
+"""
+
+from vlmdata.packing.blend import DatasetShare, passes_per_epoch, realised_shares
+from vlmdata.packing.config import Blend, PlanConfig, config_differences
+from vlmdata.packing.cost import CostModel, ModelDims, cost_model, cost_model_from_dims
+from vlmdata.packing.plan import EMPTY_PACK, EpochPlan, Pack, check_limits, plan_epoch
+from vlmdata.packing.report import Balance, PlanReport, measure_balance, report_plan
+from vlmdata.packing.table import SampleTable, concatenate_tables, table_from_columns
+
+__all__ = [
+    "EMPTY_PACK",
+    "Balance",
+    "Blend",
+    "CostModel",
+    "DatasetShare",
+    "EpochPlan",
+    "ModelDims",
+    "Pack",
+    "PlanConfig",
+    "PlanReport",
+    "SampleTable",
+    "check_limits",
+    "concatenate_tables",
+    "config_differences",
+    "cost_model",
+    "cost_model_from_dims",
+    "measure_balance",
+    "passes_per_epoch",
+    "plan_epoch",
+    "realised_shares",
+    "report_plan",
+    "table_from_columns",
+]

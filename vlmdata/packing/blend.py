@@ -1,0 +1,152 @@
+"""Which samples an epoch holds, and how often: blending datasets.
+
+Each dataset is an endless stream of passes, all in one fixed seeded order (shards permuted, samples permuted within a
+shard). An epoch takes q samples from it, q a fixed exact number, not necessarily whole: epoch e takes the stream's
+positions from floor(e q) to floor((e + 1) q). So over any run of epochs every sample is used equally often, to within
+one use; 2.5 passes give two whole ones and alternating halves. The number of the pass that a use belongs to is its
+``repeat``: how often this sample was used before in the whole training.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from vlmdata.packing.config import Blend
+from vlmdata.packing.seeding import derive_key, grouped_permutation, permutation
+from vlmdata.packing.table import SampleTable
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Pass:
+    """One pass of an epoch over (part of) a dataset.
+
+    Attributes:
+        dataset: Dataset number.
+        samples: int64 (m,), table positions, increasing.
+        repeats: int32 (m,), how often each sample was used before, in all earlier epochs and passes.
+    """
+
+    dataset: int
+    samples: IntArray
+    repeats: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetShare:
+    """What one dataset contributes to an epoch.
+
+    Attributes:
+        samples: Uses of its samples.
+        tokens: Their true tokens.
+        passes: ``samples`` over the dataset's size.
+        sample_share: Of the epoch's samples.
+        token_share: Of the epoch's tokens.
+    """
+
+    samples: int
+    tokens: int
+    passes: float
+    sample_share: float
+    token_share: float
+
+
+def passes_per_epoch(table: SampleTable, blend: Blend | None) -> tuple[Fraction, ...]:
+    """How many passes over each dataset make up one epoch.
+
+    Args:
+        table: The samples.
+        blend: None is one pass over each. By "tokens" or "samples", passes are scaled so that the epoch has as many
+            tokens (or samples) as one pass over everything; weights in proportion to the sizes give one pass each.
+
+    Returns:
+        One exact number per dataset.
+
+    Raises:
+        ValueError: If the number of weights is not that of the datasets.
+    """
+    if blend is None:
+        return (Fraction(1),) * table.num_datasets
+    weights = blend.fractions()
+    if len(weights) != table.num_datasets:
+        raise ValueError(f"blend has {len(weights)} weights for {table.num_datasets} datasets; give one each")
+    if blend.by == "epochs":
+        return weights
+    offsets = table.dataset_offsets()
+    if blend.by == "samples":
+        mass = np.diff(offsets)
+    else:
+        mass = np.array([table.lengths[a:b].sum(dtype=np.int64) for a, b in pairwise(offsets)])
+    scale = Fraction(int(mass.sum())) / sum(weights)
+    return tuple(scale * weight / int(part) for weight, part in zip(weights, mass, strict=True))
+
+
+def epoch_passes(table: SampleTable, blend: Blend | None, seed: int, epoch: int) -> list[Pass]:
+    """The uses of samples that make up one epoch.
+
+    Args:
+        table: The samples.
+        blend: See :func:`passes_per_epoch`.
+        seed: Decides the order in which fractions of a dataset take turns.
+        epoch: From 0.
+
+    Returns:
+        Passes, datasets in order; the uses of one sample are in as many passes, with consecutive repeats.
+    """
+    offsets = table.dataset_offsets()
+    result = []
+    for dataset, quota in enumerate(passes_per_epoch(table, blend)):
+        first, size = int(offsets[dataset]), int(offsets[dataset + 1] - offsets[dataset])
+        start, stop = (epoch * quota * size).__floor__(), ((epoch + 1) * quota * size).__floor__()
+        if start == stop:
+            continue
+        whole, part = divmod(stop - start, size)
+        done, at = divmod(start, size)
+        # Samples before `at` in the rotation have been used done + 1 times already.
+        used = np.full(size, done, np.int32)
+        extra = np.zeros(0, np.int64)
+        if at or part:
+            rotation = _rotation(table.shard[first : first + size], derive_key("rotation", seed, dataset))
+            used[rotation[:at]] += 1
+            extra = np.sort(rotation[np.arange(at, at + part) % size])
+        everything = np.arange(first, first + size)
+        result += [Pass(dataset, everything, used + np.int32(number)) for number in range(whole)]
+        if part:
+            result.append(Pass(dataset, first + extra, used[extra] + np.int32(whole)))
+    return result
+
+
+def realised_shares(table: SampleTable, samples: npt.NDArray[np.integer]) -> tuple[DatasetShare, ...]:
+    """What each dataset really contributes to an epoch.
+
+    Args:
+        table: The samples.
+        samples: (m,) table positions of the epoch's uses.
+
+    Returns:
+        One entry per dataset.
+    """
+    sizes = np.diff(table.dataset_offsets())
+    dataset = table.dataset[samples]
+    uses = np.bincount(dataset, minlength=len(sizes))
+    # bincount's weights are float64: exact up to 2**53 tokens.
+    tokens = np.bincount(dataset, weights=table.lengths[samples], minlength=len(sizes)).astype(np.int64)
+    all_uses, all_tokens = max(1, int(uses.sum())), max(1, int(tokens.sum()))
+    return tuple(
+        DatasetShare(u, t, u / max(1, s), u / all_uses, t / all_tokens)
+        for u, t, s in zip(uses.tolist(), tokens.tolist(), sizes.tolist(), strict=True)
+    )
+
+
+def _rotation(shard: npt.NDArray[np.int32], key: int) -> IntArray:
+    """Order in which a dataset's samples take turns: shards permuted, so that part of a pass reads few of them."""
+    distinct, index = np.unique(shard, return_inverse=True)
+    rank = np.empty(len(distinct), np.int64)
+    rank[permutation(len(distinct), derive_key("shards", key))] = np.arange(len(distinct))
+    return grouped_permutation(rank[index], len(distinct), derive_key("samples", key))

@@ -1,0 +1,139 @@
+"""Everything a plan depends on besides the samples and the epoch."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import operator
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any, Literal
+
+from vlmdata.packing.cost import CostModel, cost_model
+
+# Changes whenever the same inputs give another plan, so that a resume across versions is refused, not silently
+# different.
+ALGORITHM_VERSION = 1
+
+LastStep = Literal["drop", "pad", "keep"]
+BlendUnit = Literal["epochs", "tokens", "samples"]
+
+
+@dataclass(frozen=True, slots=True)
+class Blend:
+    """How much of each dataset one epoch holds.
+
+    Attributes:
+        by: What ``weights`` mean. "epochs": passes over each dataset (2.5 is two and a half). "tokens" or "samples":
+            shares of the epoch's tokens or samples, in any scale; the epoch is then as long as one pass over
+            everything.
+        weights: One per dataset, in the table's order, at least 0 and not all 0.
+    """
+
+    by: BlendUnit
+    weights: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if self.by not in ("epochs", "tokens", "samples"):
+            raise ValueError(f"blend by {self.by!r}: must be 'epochs', 'tokens' or 'samples'")
+        if not self.weights or min(self.weights) < 0 or not 0 < sum(self.weights) < float("inf"):
+            raise ValueError(f"blend weights {list(self.weights)}: need numbers >= 0, not all 0")
+        # 2 and 2.0 are the same weight and must have the same fingerprint.
+        object.__setattr__(self, "weights", tuple(float(weight) for weight in self.weights))
+
+    def fractions(self) -> tuple[Fraction, ...]:
+        """The weights as exact numbers, as they were written: 0.1 is 1/10."""
+        return tuple(Fraction(str(weight)) for weight in self.weights)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanConfig:
+    """Plan settings. A plan is a function of (sample table, this, epoch) and nothing else.
+
+    Attributes:
+        capacity: Tokens per pack.
+        global_batch: Packs per optimizer step, over all data-parallel ranks and micro-batches.
+        alignment: Every sample is padded to a multiple of this many tokens (see :func:`vlmdata.alignment.alignment`).
+        max_patches: Vision patches per pack, or None for no limit.
+        pad_to_capacity: Packs have exactly ``capacity`` tokens; the tail is a padded segment of its own.
+        last: The incomplete last step of an epoch. "pad": filled up with empty packs (no targets), so it has as many
+            micro-batches as any other. "keep": only as many micro-batches as its packs need, empty packs filling up the
+            last of them. "drop": left out, and its samples with it. The same on every rank.
+        shuffle_window: Shards that are packed and shuffled together, so that storage is read nearly in order; None
+            packs and shuffles globally.
+        seed: Any integer.
+        blend: How much of each dataset an epoch holds; None is one pass over each.
+        balance: Whether packs are assigned to ranks by cost; otherwise in plan order.
+        cost: The cost model for ``balance``.
+    """
+
+    capacity: int
+    global_batch: int
+    alignment: int = 1
+    max_patches: int | None = None
+    pad_to_capacity: bool = False
+    last: LastStep = "pad"
+    shuffle_window: int | None = None
+    seed: int = 0
+    blend: Blend | None = None
+    balance: bool = True
+    cost: CostModel = field(default_factory=lambda: cost_model("4b"))
+
+    def __post_init__(self) -> None:
+        for name in ("capacity", "global_batch", "alignment", "max_patches", "shuffle_window", "seed"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            # Plain ints only: numpy's are equal to them, but neither JSON nor the seeding knows them.
+            object.__setattr__(self, name, operator.index(value))
+            if name != "seed" and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+        if self.last not in ("drop", "pad", "keep"):
+            raise ValueError(f"last is {self.last!r}; it must be 'drop', 'pad' or 'keep'")
+        if self.capacity < self.alignment:
+            raise ValueError(f"capacity {self.capacity} is below the alignment {self.alignment}")
+        if self.pad_to_capacity and self.capacity % self.alignment:
+            down = self.capacity // self.alignment * self.alignment
+            raise ValueError(
+                f"pad_to_capacity needs a capacity that is a multiple of the alignment {self.alignment}, got "
+                f"{self.capacity}; use {down} or {down + self.alignment}"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Settings as JSON-ready values, the algorithm's version included."""
+        return {"algorithm": ALGORITHM_VERSION, **json.loads(json.dumps(dataclasses.asdict(self)))}
+
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of the canonical JSON of :meth:`to_dict`: equal exactly if the settings are."""
+        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def config_differences(old: PlanConfig | dict[str, Any], new: PlanConfig | dict[str, Any]) -> list[str]:
+    """List what differs between two configurations, for an error message.
+
+    Args:
+        old: A configuration, or its :meth:`PlanConfig.to_dict` as read from a checkpoint.
+        new: Likewise.
+
+    Returns:
+        One line per differing setting, "capacity: 8192 -> 4096", sorted by name; nested settings are dotted.
+    """
+    before = _flatten(old.to_dict() if isinstance(old, PlanConfig) else old)
+    after = _flatten(new.to_dict() if isinstance(new, PlanConfig) else new)
+    return [
+        f"{name}: {before.get(name, 'absent')} -> {after.get(name, 'absent')}"
+        for name in sorted(before.keys() | after.keys())
+        if name not in before or name not in after or before[name] != after[name]
+    ]
+
+
+def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat

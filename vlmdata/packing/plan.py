@@ -1,0 +1,300 @@
+"""The plan of one epoch: which samples share a pack, which packs a step, which rank runs which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from vlmdata.alignment import aligned
+from vlmdata.packing.balance import balanced, in_order
+from vlmdata.packing.blend import epoch_passes
+from vlmdata.packing.config import PlanConfig
+from vlmdata.packing.seeding import derive_key, permutation
+from vlmdata.packing.table import SampleTable
+from vlmdata.packing.two_limits import pack_samples
+from vlmdata.packing.windows import Windows, make_windows
+
+IntArray = npt.NDArray[np.int64]
+
+EMPTY_PACK = -1
+_SHOWN = 10
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Pack:
+    """The samples of one pack, in storage order.
+
+    Attributes:
+        samples: int64 (k,), table positions, increasing.
+        repeats: int32 (k,), how often each was used before in the training.
+        dataset: int32 (k,), dataset number.
+        index: int64 (k,), position within the dataset.
+        aligned_lengths: int64 (k,), tokens each sample takes up, padding included.
+        tail: Tokens of padding behind the samples, a segment of its own; 0 unless ``pad_to_capacity``.
+    """
+
+    samples: IntArray
+    repeats: npt.NDArray[np.int32]
+    dataset: npt.NDArray[np.int32]
+    index: IntArray
+    aligned_lengths: IntArray
+    tail: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class EpochPlan:
+    """An epoch's packs in order. Step k is packs ``[k * global_batch, (k + 1) * global_batch)``, whatever the ranks.
+
+    Built by :func:`plan_epoch`; a resume builds it again from (table, config, epoch) and goes to its step directly.
+
+    Attributes:
+        table: The samples.
+        config: The settings.
+        epoch: The epoch.
+        samples: int32 (m,), table positions, pack by pack.
+        repeats: int32 (m,), see :class:`Pack`.
+        offsets: int64 (packs + 1,); pack i holds ``samples[offsets[i]:offsets[i + 1]]``.
+        window_offsets: int64 (W + 1,); window w's packs are ``[window_offsets[w], window_offsets[w + 1])``.
+    """
+
+    table: SampleTable
+    config: PlanConfig
+    epoch: int
+    samples: npt.NDArray[np.int32]
+    repeats: npt.NDArray[np.int32]
+    offsets: IntArray
+    window_offsets: IntArray
+
+    @property
+    def num_packs(self) -> int:
+        """Packs of the epoch, those of a dropped last step included, empty packs not."""
+        return len(self.offsets) - 1
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the epoch. May differ by a little between epochs, as each packs anew."""
+        if self.config.last == "drop":
+            return self.num_packs // self.config.global_batch
+        return -(-self.num_packs // self.config.global_batch)
+
+    def pack(self, number: int) -> Pack:
+        """The samples of a pack.
+
+        Args:
+            number: In ``[0, num_packs)``.
+
+        Returns:
+            The pack.
+
+        Raises:
+            IndexError: If there is no such pack.
+        """
+        if not 0 <= number < self.num_packs:
+            raise IndexError(f"pack {number} of {self.num_packs}")
+        start, stop = int(self.offsets[number]), int(self.offsets[number + 1])
+        # Storage order: a reader touches each shard once and moves forward in it.
+        order = np.lexsort((self.repeats[start:stop], self.samples[start:stop]))
+        samples = self.samples[start:stop][order].astype(np.int64)
+        dataset = self.table.dataset[samples]
+        lengths = aligned(self.table.lengths[samples], self.config.alignment)
+        tail = self.config.capacity - int(lengths.sum()) if self.config.pad_to_capacity else 0
+        index = samples - self.table.dataset_offsets()[dataset]
+        return Pack(samples, self.repeats[start:stop][order], dataset, index, lengths, tail)
+
+    def step(self, number: int) -> IntArray:
+        """The packs of an optimizer step, over all ranks; independent of the number of ranks.
+
+        Args:
+            number: In ``[0, num_steps)``.
+
+        Returns:
+            int64 (k,), pack numbers: ``global_batch`` of them, fewer only in an incomplete last step.
+
+        Raises:
+            IndexError: If there is no such step.
+        """
+        if not 0 <= number < self.num_steps:
+            raise IndexError(f"step {number} of {self.num_steps}")
+        start = number * self.config.global_batch
+        return np.arange(start, min(start + self.config.global_batch, self.num_packs))
+
+    def assignment(self, number: int, dp_size: int) -> IntArray:
+        """Which pack each data-parallel rank runs in each micro-batch of a step.
+
+        Args:
+            number: The step, in ``[0, num_steps)``.
+            dp_size: Data-parallel ranks.
+
+        Returns:
+            int64 (micro-batches, dp_size): pack numbers, -1 for an empty pack. Every pack of the step once.
+
+        Raises:
+            IndexError: If there is no such step.
+            ValueError: If ``global_batch`` is not a multiple of ``dp_size``.
+        """
+        packs = self.padded_step(number, dp_size)
+        if self.config.balance:
+            costs = self.pack_costs(packs)
+            positions = balanced(costs[None], dp_size)[0]
+        else:
+            positions = in_order(1, len(packs), dp_size)[0]
+        assigned: IntArray = packs[positions]
+        return assigned
+
+    def padded_step(self, number: int, dp_size: int) -> IntArray:
+        """The packs of a step, filled up with empty ones as ``config.last`` says.
+
+        Args:
+            number: The step.
+            dp_size: Data-parallel ranks.
+
+        Returns:
+            int64 (micro-batches * dp_size,): pack numbers, then -1.
+
+        Raises:
+            IndexError: If there is no such step.
+            ValueError: If ``global_batch`` is not a multiple of ``dp_size``.
+        """
+        global_batch = self.config.global_batch
+        if dp_size < 1 or global_batch % dp_size:
+            raise ValueError(f"global_batch {global_batch} is not a multiple of dp_size {dp_size}")
+        packs = self.step(number)
+        size = global_batch if self.config.last == "pad" else -(-len(packs) // dp_size) * dp_size
+        return np.concatenate([packs, np.full(size - len(packs), EMPTY_PACK)])
+
+    def pack_costs(self, packs: IntArray) -> IntArray:
+        """Estimated cost of packs under ``config.cost``.
+
+        Args:
+            packs: int64 (k,), pack numbers; -1 costs nothing.
+
+        Returns:
+            int64 (k,), in units of 2**20 FLOP.
+        """
+        real = packs >= 0
+        starts = self.offsets[packs[real]]
+        counts = self.offsets[packs[real] + 1] - starts
+        ends = np.cumsum(counts)
+        flat = np.arange(int(counts.sum())) + np.repeat(starts - (ends - counts), counts)
+        samples = self.samples[flat]
+        lengths = aligned(self.table.lengths[samples], self.config.alignment)
+        costs = self.config.cost.sample_costs(
+            lengths, self.table.num_patches[samples], self.table.sum_patches_squared[samples]
+        )
+        result = np.zeros(len(packs), np.int64)
+        if len(ends):
+            totals = np.add.reduceat(costs, ends - counts)
+            if self.config.pad_to_capacity:
+                tails = self.config.capacity - np.add.reduceat(lengths, ends - counts)
+                nothing = np.zeros(len(tails), np.int64)
+                totals += self.config.cost.sample_costs(tails, nothing, nothing)
+            result[real] = totals
+        return result
+
+
+def plan_epoch(
+    table: SampleTable, config: PlanConfig, epoch: int, key_of: Callable[[int], str] | None = None
+) -> EpochPlan:
+    """Plan an epoch: a pure function of its arguments, equal on every machine.
+
+    Args:
+        table: The samples.
+        config: The settings.
+        epoch: From 0.
+        key_of: Gives a sample's key by table position, for error messages.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: If a sample fits no pack, if there are no samples, if the blend does not match the datasets, or if
+            dropping the last step leaves none.
+    """
+    if epoch < 0:
+        raise ValueError(f"epoch is {epoch}; epochs count from 0")
+    check_limits(table, config, key_of)
+    passes = epoch_passes(table, config.blend, config.seed, epoch)
+    if not passes:
+        raise ValueError(f"epoch {epoch} holds no samples: {len(table)} samples, blend {config.blend}")
+    windows = make_windows(table, passes, config.shuffle_window, config.seed, epoch)
+    plan = _pack_windows(table, config, epoch, windows)
+    if plan.num_steps == 0:
+        raise ValueError(
+            f"{plan.num_packs} packs make no step of global_batch {config.global_batch}; lower it or use last='pad'"
+        )
+    return plan
+
+
+def check_limits(table: SampleTable, config: PlanConfig, key_of: Callable[[int], str] | None = None) -> None:
+    """Refuse samples that fit no pack.
+
+    Args:
+        table: The samples.
+        config: The settings.
+        key_of: Gives a sample's key by table position; without it positions are shown.
+
+    Raises:
+        ValueError: Counts all such samples and shows the first ten.
+    """
+    lengths = aligned(table.lengths, config.alignment)
+    usable = config.capacity // config.alignment * config.alignment
+    _refuse(
+        np.flatnonzero(lengths > usable),
+        f"longer than capacity {config.capacity} at alignment {config.alignment} ({usable} usable tokens)",
+        lambda i: f"{table.lengths[i]} tokens, {lengths[i]} aligned",
+        f"raise capacity to at least {int(lengths.max(initial=0))}",
+        key_of,
+    )
+    if config.max_patches is not None:
+        _refuse(
+            np.flatnonzero(table.num_patches > config.max_patches),
+            f"with more than max_patches {config.max_patches} vision patches",
+            lambda i: f"{table.num_patches[i]} patches",
+            f"raise max_patches to at least {int(table.num_patches.max(initial=0))}",
+            key_of,
+        )
+
+
+def _refuse(
+    positions: IntArray,
+    what: str,
+    describe: Callable[[int], str],
+    remedy: str,
+    key_of: Callable[[int], str] | None,
+) -> None:
+    if not len(positions):
+        return
+    name = key_of if key_of is not None else (lambda i: f"sample {i}")
+    shown = "; ".join(f"{name(i)} ({describe(i)})" for i in positions[:_SHOWN].tolist())
+    more = f"; and {len(positions) - _SHOWN} more" if len(positions) > _SHOWN else ""
+    raise ValueError(
+        f"{len(positions)} sample(s) {what}: {shown}{more}. Either {remedy}, or leave them out when preprocessing "
+        "(smaller max_pixels or max_length)"
+    )
+
+
+def _pack_windows(table: SampleTable, config: PlanConfig, epoch: int, windows: Windows) -> EpochPlan:
+    """Pack each window on its own and shuffle its packs."""
+    units = config.capacity // config.alignment
+    num_uses = len(windows.samples)
+    samples = np.empty(num_uses, np.int32)
+    repeats = np.empty(num_uses, np.int32)
+    counts = []
+    bounds = windows.offsets.tolist()
+    for number, (start, stop) in enumerate(pairwise(bounds)):
+        uses = windows.samples[start:stop]
+        tokens = aligned(table.lengths[uses], config.alignment) // config.alignment
+        patches = table.num_patches[uses].astype(np.int64) if config.max_patches is not None else tokens
+        key = derive_key("window", config.seed, epoch, number)
+        bins = pack_samples(tokens, patches, units, config.max_patches, key)
+        bins = bins.reordered(permutation(bins.num_bins, derive_key("packs", key)))
+        samples[start:stop] = uses[bins.items]
+        repeats[start:stop] = windows.repeats[start:stop][bins.items]
+        counts.append(np.diff(bins.offsets))
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(counts))])
+    window_offsets = np.cumsum([0] + [len(count) for count in counts])
+    return EpochPlan(table, config, epoch, samples, repeats, offsets, window_offsets)

@@ -1,0 +1,187 @@
+"""How good a plan is: fill, waste, distance from the lower bound, and balance across ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vlmdata.alignment import aligned
+from vlmdata.packing.balance import balanced, imbalance, in_order, micro_batch_imbalance
+from vlmdata.packing.blend import DatasetShare, realised_shares
+from vlmdata.packing.plan import EpochPlan
+from vlmdata.packing.seeding import derive_key, permutation
+from vlmdata.packing.two_limits import lower_bound
+
+IntArray = npt.NDArray[np.int64]
+
+# Steps are judged in chunks of about this many packs, to bound memory.
+_PACKS_AT_ONCE = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """Maximum over mean of cost, before (plan order) and after (balanced); mean and worst over the epoch's steps.
+
+    Attributes:
+        rank_before: Mean over steps of (dearest rank / mean rank), summed over the step's micro-batches.
+        rank_after: The same, balanced.
+        rank_before_worst: Worst step.
+        rank_after_worst: Worst step, balanced.
+        micro_batch_before: Mean over steps of the same ratio where ranks meet in every micro-batch (expert
+            parallelism).
+        micro_batch_after: The same, balanced.
+    """
+
+    rank_before: float
+    rank_after: float
+    rank_before_worst: float
+    rank_after_worst: float
+    micro_batch_before: float
+    micro_batch_after: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReport:
+    """What a plan achieves. Counts cover the whole epoch, a dropped last step included.
+
+    Attributes:
+        epoch: The epoch.
+        steps: Optimizer steps.
+        packs: Packs with samples.
+        empty_packs: Empty packs that fill up the last step.
+        dropped_packs: Packs left out with a dropped last step.
+        samples: Uses of samples.
+        tokens: True tokens.
+        fill: True tokens over the room of all packs (packs times capacity).
+        alignment_waste: Share of the room that pads samples to the alignment.
+        capacity_waste: Share of the room that no sample uses. ``fill + alignment_waste + capacity_waste`` is 1. It
+            costs compute only with ``pad_to_capacity``; otherwise packs are simply shorter.
+        lower_bound: No packing without windows can have fewer packs.
+        excess: Packs over the lower bound, minus 1.
+        naive_padded_tokens: Tokens, padding included, if the same samples in random order were batched without packing,
+            with the same numbers of samples per batch as the packs have, each batch padded to its longest.
+        naive_ratio: The same over the tokens of the packs (their room with ``pad_to_capacity``, else aligned tokens).
+        dp_size: Data-parallel ranks that ``balance`` is for.
+        balance: See :class:`Balance`.
+        datasets: What each dataset contributes.
+    """
+
+    epoch: int
+    steps: int
+    packs: int
+    empty_packs: int
+    dropped_packs: int
+    samples: int
+    tokens: int
+    fill: float
+    alignment_waste: float
+    capacity_waste: float
+    lower_bound: int
+    excess: float
+    naive_padded_tokens: int
+    naive_ratio: float
+    dp_size: int
+    balance: Balance
+    datasets: tuple[DatasetShare, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON-ready values."""
+        return dataclasses.asdict(self)
+
+
+def report_plan(plan: EpochPlan, dp_size: int = 1) -> PlanReport:
+    """Judge a plan.
+
+    Args:
+        plan: The plan.
+        dp_size: Data-parallel ranks; must divide the global batch.
+
+    Returns:
+        The report.
+
+    Raises:
+        ValueError: If ``dp_size`` does not divide ``global_batch``.
+    """
+    config = plan.config
+    lengths = plan.table.lengths[plan.samples].astype(np.int64)
+    padded = aligned(lengths, config.alignment)
+    room = plan.num_packs * config.capacity
+    tokens, padded_tokens = int(lengths.sum()), int(padded.sum())
+    patches = plan.table.num_patches[plan.samples].astype(np.int64)
+    bound = lower_bound(padded // config.alignment, patches, config.capacity // config.alignment, config.max_patches)
+    naive = _naive_padded_tokens(padded, np.diff(plan.offsets), config.seed)
+    last = plan.padded_step(plan.num_steps - 1, dp_size)
+    return PlanReport(
+        epoch=plan.epoch,
+        steps=plan.num_steps,
+        packs=plan.num_packs,
+        empty_packs=int((last < 0).sum()),
+        dropped_packs=plan.num_packs % config.global_batch if config.last == "drop" else 0,
+        samples=len(plan.samples),
+        tokens=tokens,
+        fill=tokens / room,
+        alignment_waste=(padded_tokens - tokens) / room,
+        capacity_waste=(room - padded_tokens) / room,
+        lower_bound=bound,
+        excess=plan.num_packs / bound - 1,
+        naive_padded_tokens=naive,
+        naive_ratio=naive / (room if config.pad_to_capacity else padded_tokens),
+        dp_size=dp_size,
+        balance=measure_balance(plan, dp_size),
+        datasets=realised_shares(plan.table, plan.samples),
+    )
+
+
+def measure_balance(plan: EpochPlan, dp_size: int) -> Balance:
+    """Compare cost across ranks in plan order and balanced, over all steps.
+
+    Args:
+        plan: The plan.
+        dp_size: Data-parallel ranks; must divide the global batch.
+
+    Returns:
+        The comparison, under ``plan.config.cost`` whether or not the plan balances.
+
+    Raises:
+        ValueError: If ``dp_size`` does not divide ``global_batch``.
+    """
+    ratios: list[npt.NDArray[np.float64]] = []
+    at_once = max(1, _PACKS_AT_ONCE // plan.config.global_batch)
+    full_steps = plan.num_packs // plan.config.global_batch
+    chunks = [range(start, min(start + at_once, full_steps)) for start in range(0, full_steps, at_once)]
+    if plan.num_steps > full_steps:
+        chunks.append(range(full_steps, plan.num_steps))
+    for steps in chunks:
+        packs = np.concatenate([plan.padded_step(number, dp_size) for number in steps])
+        costs = plan.pack_costs(packs).reshape(len(steps), -1)
+        plain, even = in_order(*costs.shape, dp_size), balanced(costs, dp_size)
+        ratios.append(
+            np.stack(
+                [
+                    imbalance(costs, plain),
+                    imbalance(costs, even),
+                    micro_batch_imbalance(costs, plain),
+                    micro_batch_imbalance(costs, even),
+                ]
+            )
+        )
+    rank_before, rank_after, micro_before, micro_after = np.concatenate(ratios, axis=1)
+    return Balance(
+        rank_before=float(rank_before.mean()),
+        rank_after=float(rank_after.mean()),
+        rank_before_worst=float(rank_before.max()),
+        rank_after_worst=float(rank_after.max()),
+        micro_batch_before=float(micro_before.mean()),
+        micro_batch_after=float(micro_after.mean()),
+    )
+
+
+def _naive_padded_tokens(padded: IntArray, counts: IntArray, seed: int) -> int:
+    """Tokens if batches of the given sample counts, in random order, were padded to their longest sample."""
+    shuffled = padded[permutation(len(padded), derive_key("naive", seed))]
+    longest = np.maximum.reduceat(shuffled, np.cumsum(counts) - counts)
+    return int((longest * counts).sum())

@@ -1,0 +1,131 @@
+"""The planner's view of the samples: the few numbers about each that a plan depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class SampleTable:
+    """What a plan needs to know of n samples, datasets one after another, each in storage order.
+
+    Attributes:
+        lengths: int32 (n,), true token lengths (unpadded), at least 1.
+        num_patches: int32 (n,), vision patches over all images of the sample; 0 for text.
+        sum_patches_squared: int64 (n,), sum over the sample's vision attention spans of (patches in the span) squared.
+            A span is an image, or one temporal patch of a video.
+        shard: int32 (n,), shard number within its dataset, non-decreasing within a dataset.
+        dataset: int32 (n,), dataset number: 0, 1, 2, …, none left out.
+    """
+
+    lengths: npt.NDArray[np.int32]
+    num_patches: npt.NDArray[np.int32]
+    sum_patches_squared: npt.NDArray[np.int64]
+    shard: npt.NDArray[np.int32]
+    dataset: npt.NDArray[np.int32]
+
+    def __post_init__(self) -> None:
+        n = len(self.lengths)
+        for name in self.__slots__:
+            column = getattr(self, name)
+            if column.shape != (n,):
+                raise ValueError(f"column {name} has shape {column.shape}, lengths has ({n},)")
+        if n == 0:
+            return
+        if n >= 1 << 31:
+            raise ValueError(f"{n} samples; plans hold sample numbers in 31 bits")
+        if self.lengths.min() < 1:
+            at = int(np.argmin(self.lengths))
+            raise ValueError(f"sample {at} has length {self.lengths[at]}; every sample needs at least 1 token")
+        if self.num_patches.min() < 0 or self.sum_patches_squared.min() < 0:
+            raise ValueError("patch counts must not be negative")
+        step = np.diff(self.dataset)
+        if self.dataset[0] != 0 or ((step != 0) & (step != 1)).any():
+            raise ValueError("datasets must be numbered 0, 1, 2, … and stand one after another")
+        if ((np.diff(self.shard) < 0) & (step == 0)).any():
+            raise ValueError("samples must stand in shard order within each dataset")
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_datasets(self) -> int:
+        """Number of datasets."""
+        return int(self.dataset[-1]) + 1 if len(self) else 0
+
+    def dataset_offsets(self) -> npt.NDArray[np.int64]:
+        """int64 (datasets + 1,): samples of dataset d are ``[offsets[d], offsets[d + 1])``."""
+        return np.searchsorted(self.dataset, np.arange(self.num_datasets + 1)).astype(np.int64)
+
+
+def table_from_columns(
+    lengths: npt.ArrayLike, grids: npt.ArrayLike, grid_offsets: npt.ArrayLike, shard: npt.ArrayLike
+) -> SampleTable:
+    """Build the table of one dataset from index columns.
+
+    Args:
+        lengths: (n,) integers, true token lengths.
+        grids: (G, 3) integers, ``(t, h, w)`` of every image in sample order, in patches.
+        grid_offsets: (n + 1,) integers; the images of sample i are ``grids[offsets[i]:offsets[i + 1]]``.
+        shard: (n,) integers, non-decreasing shard numbers.
+
+    Returns:
+        The table, all samples in dataset 0.
+
+    Raises:
+        ValueError: If columns disagree in length or order.
+    """
+    grid = np.asarray(grids, dtype=np.int64).reshape(-1, 3)
+    offsets = np.asarray(grid_offsets, dtype=np.int64)
+    true_lengths = np.asarray(lengths, dtype=np.int32)
+    if len(offsets) != len(true_lengths) + 1 or offsets[-1] != len(grid):
+        raise ValueError(
+            f"grid_offsets has {len(offsets)} entries ending at {offsets[-1]}, expected {len(true_lengths) + 1} ending "
+            f"at {len(grid)}"
+        )
+    # Vision attention runs within one temporal patch: t spans of h * w patches each.
+    span = grid[:, 1] * grid[:, 2]
+    patches = _segment_sums(grid[:, 0] * span, offsets)
+    squares = _segment_sums(grid[:, 0] * span * span, offsets)
+    return SampleTable(
+        lengths=true_lengths,
+        num_patches=patches.astype(np.int32),
+        sum_patches_squared=squares,
+        shard=np.asarray(shard, dtype=np.int32),
+        dataset=np.zeros(len(true_lengths), np.int32),
+    )
+
+
+def concatenate_tables(tables: Sequence[SampleTable]) -> SampleTable:
+    """Put datasets behind one another; table k's datasets are numbered after those of the tables before it.
+
+    Args:
+        tables: At least one table, none of them empty (an empty dataset has no number of its own).
+
+    Returns:
+        One table; sample i of table k is at ``sum(len(t) for t in tables[:k]) + i``.
+
+    Raises:
+        ValueError: If there is no table or one is empty.
+    """
+    if not tables or not all(len(table) for table in tables):
+        raise ValueError(f"need at least one table and none empty, got lengths {[len(t) for t in tables]}")
+    first = np.cumsum([0] + [table.num_datasets for table in tables])
+    return SampleTable(
+        lengths=np.concatenate([t.lengths for t in tables]),
+        num_patches=np.concatenate([t.num_patches for t in tables]),
+        sum_patches_squared=np.concatenate([t.sum_patches_squared for t in tables]),
+        shard=np.concatenate([t.shard for t in tables]),
+        dataset=np.concatenate([t.dataset + np.int32(k) for t, k in zip(tables, first, strict=False)]),
+    )
+
+
+def _segment_sums(values: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Sum ``values`` over each ``[offsets[i], offsets[i + 1])``; empty segments give 0 (reduceat would not)."""
+    running = np.concatenate([np.zeros(1, np.int64), np.cumsum(values)])
+    sums: npt.NDArray[np.int64] = running[offsets[1:]] - running[offsets[:-1]]
+    return sums
