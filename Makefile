@@ -11,7 +11,7 @@ DEMO_ROWS ?= 64
 .PHONY: help env demo test check bench lock clean
 
 help:
-	@echo "make demo    draw receipts, preprocess them into shards, verify them      ($(DEMO_DIR))"
+	@echo "make demo    draw receipts, make shards of them, verify and plan them     ($(DEMO_DIR))"
 	@echo "make test    the whole test suite (what .ci/run calls)"
 	@echo "make check   ruff, mypy strict, import boundaries"
 	@echo "make bench   benchmarks; results are written under benchmarks/results/"
@@ -38,8 +38,10 @@ env: .venv/.stamp-base
 	@echo "ready: .venv/bin/vlmdata --help"
 
 demo: .venv/.stamp-base
-	.venv/bin/vlmdata preprocess demo --limit $(DEMO_ROWS) --out $(DEMO_DIR)
+	.venv/bin/vlmdata preprocess demo --limit $(DEMO_ROWS) --rows-per-shard 16 --out $(DEMO_DIR)
 	.venv/bin/vlmdata verify $(DEMO_DIR)
+	.venv/bin/vlmdata plan $(DEMO_DIR) --capacity 8192 --global-batch 4 --dp 2
+	@echo "the dataset is in $(DEMO_DIR); docs/data-format.md says what lies there"
 
 test: .venv/.stamp-dev
 	HF_HUB_OFFLINE=1 $(PY) -m pytest -n 2 $(PYTEST_ARGS)
@@ -52,6 +54,8 @@ check: .venv/.stamp-dev
 
 bench: .venv/.stamp-dev
 	$(PY) benchmarks/preprocess.py
+	$(PY) benchmarks/packing.py
+	$(PY) benchmarks/loader.py
 
 # No index URL and no host stands in the lock; wheels come from whatever index the user's uv is set to.
 lock: | $(filter .uv/bin/uv,$(UV))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -12,9 +14,13 @@ from rich.console import Console
 from preprocess.config import PreprocessConfig
 from preprocess.job import Watcher, preprocess_dataset
 from preprocess.progress import progress_display
+from preprocess.recipes.base import load_recipe
 from preprocess.report import report_of
 from preprocess.sources.open import open_source
 from vlmdata.cli.machine import available_cores
+
+#: Off a terminal, one line for so many drawn receipts.
+_DRAWN_PER_LINE = 64
 
 
 def run_command(
@@ -36,8 +42,18 @@ def run_command(
     talk = Console(stderr=True, highlight=False)
     quiet_libraries()
     begun = time.monotonic()
+    load_recipe(config.recipe, config.recipe_options)  # a wrong name is told at once
     talk.print(f"opening {spec} …", markup=False)
-    source = open_source(spec, layout=config.recipe, split=split, config_name=subset, revision=revision, limit=limit)
+    with _drawing(talk) as drawn:
+        source = open_source(
+            spec,
+            layout=config.recipe,
+            split=split,
+            config_name=subset,
+            revision=revision,
+            limit=limit,
+            drawn=drawn,
+        )
     with progress_display(talk) as display:
         result = preprocess_dataset(
             source,
@@ -66,3 +82,18 @@ def quiet_libraries() -> None:
     datasets.disable_progress_bars()
     logging.getLogger("huggingface_hub.repocard").setLevel(logging.ERROR)
     transformers_logging.set_verbosity_error()
+
+
+@contextmanager
+def _drawing(talk: Console) -> Iterator[Callable[[int], None]]:
+    """Says how far the demo's receipts are drawn; silent where they are drawn already, and for other sources."""
+    with talk.status("") as status:
+        if not talk.is_terminal:
+            status.stop()
+
+        def drawn(rows: int) -> None:
+            status.update(f"drawing receipts: {rows}")
+            if not talk.is_terminal and rows % _DRAWN_PER_LINE == 0:
+                talk.print(f"drawing receipts: {rows}")
+
+        yield drawn

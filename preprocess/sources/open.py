@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ _BUILDERS: Mapping[str, str] = {
     ".json": "json",
 }
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+#: How ``datasets`` says that there is nothing in a file.
+_NO_ROWS = ("SchemaInferenceError", "corresponds to no data")
 _CHUNK = 1 << 22
 #: More files than this are identified by one hash over their listing.
 _LISTED_FILES = 256
@@ -37,6 +39,7 @@ def open_source(
     config_name: str | None = None,
     revision: str | None = None,
     limit: int | None = None,
+    drawn: Callable[[int], None] | None = None,
 ) -> Source:
     """Opens a source of rows.
 
@@ -47,6 +50,7 @@ def open_source(
         config_name: Hub configuration (subset).
         revision: Hub branch, tag or commit.
         limit: Read only the first so many rows. For the demo: how many to draw.
+        drawn: Called with the number of demo rows drawn so far.
 
     Raises:
         SourceError: If it cannot be opened; the message says what to do.
@@ -54,7 +58,7 @@ def open_source(
     if limit is not None and limit < 1:
         raise SourceError(f"--limit {limit}: it must be at least 1")
     if spec == DEMO:
-        source = _demo(layout, limit or DEMO_ROWS)
+        source = _demo(layout, limit or DEMO_ROWS, drawn)
     elif (path := Path(spec)).exists() or glob.has_magic(spec):
         source = _local(path, split, config_name)
     elif _HUB_ID.fullmatch(spec) and path.suffix not in _BUILDERS:
@@ -72,12 +76,12 @@ def _limited(source: Source, limit: int | None) -> Source:
     return Source(dataset, source.json_lines, {**source.identity, "rows": rows}, source.image_root)
 
 
-def _demo(layout: str, rows: int) -> Source:
+def _demo(layout: str, rows: int, on_row: Callable[[int], None] | None) -> Source:
     from preprocess.sources.demo import DEMO_VERSION, ensure_demo_dataset
 
     if layout not in ("cord_v2", "chat"):
         raise SourceError(f"SOURCE demo: it has rows for the recipes cord_v2 and chat, not for {layout}")
-    directory = ensure_demo_dataset(layout, rows)  # type: ignore[arg-type]
+    directory = ensure_demo_dataset(layout, rows, progress=on_row)  # type: ignore[arg-type]
     drawn = _local(directory, "train")
     # What was drawn is known by its version; where it is cached says nothing.
     identity = {"kind": "demo", "layout": layout, "version": DEMO_VERSION, "files": drawn.identity["files"]}
@@ -89,7 +93,8 @@ def _local(path: Path, split: str | None, config_name: str | None = None) -> Sou
         return _saved(path, split)
     if path.is_dir():
         return _folder(path, split, config_name)
-    matched = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(str(path)) else [str(path)]
+    # A name that exists is meant literally, brackets and all.
+    matched = [str(path)] if path.exists() else sorted(glob.glob(str(path), recursive=True))
     files = [Path(name) for name in matched if Path(name).is_file()]
     builder = _one_builder(path, files)
     return _files(builder, files, split, files[0].parent)
@@ -110,14 +115,19 @@ def _one_builder(shown: Path, files: Sequence[Path]) -> str:
 def _folder(folder: Path, split: str | None, config_name: str | None) -> Source:
     """A folder laid out as on the hub: splits by file or folder name, or an image folder with ``metadata.jsonl``."""
     what = f"SOURCE {folder}"
+    if glob.has_magic(str(folder.resolve())):
+        raise SourceError(
+            f"{what}: `datasets` takes a folder whose path holds *, ? or [ for a pattern; "
+            "rename it, link to it by another name, or give its files"
+        )
     builder = _guarded(what, "load_dataset_builder", str(folder), config_name)
     data_files = builder.config.data_files or {}
     name = _choose_split(what, data_files, split)
     files = [Path(file) for file in data_files[name]]
     if all(_BUILDERS.get(file.suffix) == "text" for file in files):
         return _files("text", files, None, folder)
-    dataset = _guarded(what, "load_dataset", str(folder), config_name, split=name)
     identity = {"kind": "files", "split": name, **_identify(files, folder)}
+    dataset = _guarded(what, "load_dataset", str(folder), config_name, split=name, cache_dir=_cache_for(identity))
     return Source(dataset.with_format("arrow"), False, identity, str(folder))
 
 
@@ -126,10 +136,17 @@ def _files(builder: str, files: Sequence[Path], split: str | None, root: Path) -
     if split not in (None, "train"):
         raise SourceError(f"{what}: a data file has no splits, so --split {split} names nothing; leave it out")
     # Lines are read as text and parsed one by one, so one bad line costs one row and mixed types cost nothing.
-    options: dict[str, Any] = {"sample_by": "line", "encoding_errors": "backslashreplace"} if builder == "text" else {}
-    names = [str(file) for file in files]
-    dataset = _guarded(what, "load_dataset", builder, data_files=names, split="train", **options)
+    options: dict[str, Any] = {"sample_by": "line", "encoding": "utf-8-sig", "encoding_errors": "backslashreplace"}
     identity = {"kind": "files", **_identify(files, root)}
+    dataset = _guarded(
+        what,
+        "load_dataset",
+        builder,
+        data_files=[glob.escape(str(file)) for file in files],
+        split="train",
+        cache_dir=_cache_for(identity),
+        **(options if builder == "text" else {}),
+    )
     return Source(dataset.with_format("arrow"), builder == "text", identity, str(root))
 
 
@@ -140,8 +157,8 @@ def _saved(path: Path, split: str | None) -> Source:
         loaded = load_from_disk(str(path))
     except Exception as error:
         raise SourceError(f"SOURCE {path}: a save_to_disk folder that does not load: {_reason(error)}") from error
-    splits = loaded if isinstance(loaded, DatasetDict) else {"train": loaded}
-    name = _choose_split(f"SOURCE {path}", splits, split if isinstance(loaded, DatasetDict) else None)
+    splits = loaded if isinstance(loaded, DatasetDict) else {str(loaded.split or "train"): loaded}
+    name = _choose_split(f"SOURCE {path}", splits, split)
     files = [Path(entry["filename"]) for entry in splits[name].cache_files]
     identity = {"kind": "save_to_disk", "split": name, **_identify(files, path)}
     return Source(splits[name].with_format("arrow"), False, identity, str(path))
@@ -168,6 +185,8 @@ def _guarded(what: str, function: str, *arguments: Any, hub: bool = False, **opt
     except Exception as error:
         if hub:
             raise SourceError(f"{what}: {_hub_problem(error)}") from error
+        if any(sign in repr(_root(error)) for sign in _NO_ROWS):
+            raise SourceError(f"{what}: it has no rows") from error
         raise SourceError(f"{what}: cannot be read through `datasets`: {_reason(error)}") from error
 
 
@@ -221,9 +240,20 @@ def _identify(files: Sequence[Path], root: Path) -> dict[str, Any]:
     }
 
 
+def _cache_for(identity: Mapping[str, Any]) -> str:
+    """Where ``datasets`` keeps its Arrow copy. It knows a file by path and time alone; we promise its content."""
+    import datasets
+
+    return str(Path(datasets.config.HF_DATASETS_CACHE) / "vlmdata" / canonical_hash(identity)[:32])
+
+
+def _root(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
 def _reason(error: BaseException) -> str:
-    root = error
-    while root.__cause__ is not None:
-        root = root.__cause__
+    root = _root(error)
     lines = str(root).strip().splitlines()
     return f"{type(root).__name__}: {lines[0] if lines else 'no details'}"
