@@ -48,6 +48,7 @@ class EncodedSample:
         loss_mask: uint8 (L,).
         position_ids: int32 (3, L).
         images: Per image, its patches, grid and origin.
+        image_starts: First token of every image.
         target_turns: Assistant turns that are targets.
         truncated: Whether the last answer was cut.
     """
@@ -57,6 +58,7 @@ class EncodedSample:
     loss_mask: npt.NDArray[np.uint8]
     position_ids: npt.NDArray[np.int32]
     images: tuple[EncodedImage, ...]
+    image_starts: tuple[int, ...]
     target_turns: int
     truncated: bool
 
@@ -138,7 +140,9 @@ class Encoder:
         loss_mask[:length] = mask
         position_ids = np.zeros((3, padded), dtype=np.int32)
         position_ids[:, :length] = mrope_position_ids(length, starts, grids)
-        return EncodedSample(length, input_ids, loss_mask, position_ids, images, spans.turns, truncated)
+        return EncodedSample(
+            length, input_ids, loss_mask, position_ids, images, tuple(starts.tolist()), spans.turns, truncated
+        )
 
     def _truncated_length(self, length: int, start: int, stop: int, images: int) -> int:
         """Where to cut: within the last answer ``[start, stop)``, which must end the sequence."""

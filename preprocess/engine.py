@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import cache
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ from preprocess.sources.rows import Source
 from vlmdata.errors import ResourceError
 from vlmdata.format.schema import shard_name
 
+#: What workers import, once, in the server they are forked from.
+_PRELOADED = ["preprocess.engine", "torchvision.transforms.v2", "transformers", "datasets"]
 #: Pools that may break one after the other without a single shard finished, before we give up.
 _MAX_FRUITLESS_POOLS = 3
 _FIELDS = ("rows", "images", "tokens", "rejected")
@@ -94,12 +98,21 @@ def _run_counted(job: ShardJob, context: ShardContext, counters: Counters) -> Sh
     counters.start(job.number)
     try:
         return run_shard(job, context, lambda outcome: counters.add(job.number, outcome))
-    except OSError as error:
+    except (OSError, MemoryError) as error:
         rows = f"rows {job.row_start} to {job.row_stop - 1}"
+        if isinstance(error, MemoryError):
+            what, remedy = "out of memory", "use fewer --workers or a lower --max-source-pixels"
+        else:
+            what, remedy = describe(error), "make room (or permission)"
         raise ResourceError(
-            f"{context.directory}: shard {job.number} ({rows}) failed: {error.strerror or error}. "
-            "Finished shards are kept; make room (or permission) and run the same command again to continue."
+            f"{context.directory}: shard {job.number} ({rows}) failed: {what}. "
+            f"Finished shards are kept; {remedy} and run the same command again to continue."
         ) from error
+
+
+def describe(error: OSError) -> str:
+    """What the system says of an error, without the additions of libraries."""
+    return str(error) if error.errno is None else os.strerror(error.errno)
 
 
 def _run_pool(run: Run, jobs: Sequence[ShardJob], workers: int) -> Iterator[ShardRecord]:
@@ -123,34 +136,56 @@ def _run_pool(run: Run, jobs: Sequence[ShardJob], workers: int) -> Iterator[Shar
                 ) from None
 
 
+def start_worker_server() -> None:
+    """Starts the process that workers are forked from, and returns while it still imports their libraries.
+
+    It imports everything once and starts no thread, so forking it is quick and safe. Ctrl-C reaches every process of
+    a terminal; this one and its workers leave it to the parent.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
+    resource_tracker.ensure_running()  # first, as it unblocks SIGINT when it starts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _one_pool(run: Run, jobs: Sequence[ShardJob], workers: int) -> Iterator[ShardRecord]:
-    # Forked from a server that has imported everything once and started no thread.
+    start_worker_server()
+    others = set(multiprocessing.active_children())
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["preprocess.engine", "torchvision.transforms.v2", "transformers", "datasets"])
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(run,))
     try:
-        futures: list[Future[ShardRecord]] = [pool.submit(_run_in_worker, job) for job in jobs]
-        for future in as_completed(futures):
+        for future in as_completed(_submit(pool, jobs)):
             yield future.result()
-    except (KeyboardInterrupt, GeneratorExit):
-        for process in multiprocessing.active_children():  # not worth waiting for: a shard is made anew from its rows
+    except BaseException:
+        # What is under way is not worth waiting for: a shard is made anew from its rows.
+        for process in set(multiprocessing.active_children()) - others:
             process.terminate()
         raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-_worker: tuple[ShardContext, Counters] | None = None
+def _submit(pool: ProcessPoolExecutor, jobs: Sequence[ShardJob]) -> list[Future[ShardRecord]]:
+    try:
+        return [pool.submit(_run_in_worker, job) for job in jobs]
+    except (EOFError, ConnectionError) as error:
+        raise BrokenProcessPool("the server of workers died while it was asked for one") from error
+
+
+_run: Run | None = None
 
 
 def _start_worker(run: Run) -> None:
-    global _worker
+    global _run
     import torch
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_die_with_parent, daemon=True).start()
     torch.set_num_threads(1)
-    _worker = ShardContext.build(run.source, run.config, run.directory), run.counters
+    _run = run
 
 
 def _die_with_parent() -> None:
@@ -159,6 +194,13 @@ def _die_with_parent() -> None:
     os._exit(1)
 
 
+@cache
+def _worker_context() -> ShardContext:
+    # Built by the first job and not by the initializer: what fails here is then told to the parent as it is.
+    assert _run is not None
+    return ShardContext.build(_run.source, _run.config, _run.directory)
+
+
 def _run_in_worker(job: ShardJob) -> ShardRecord:
-    assert _worker is not None
-    return _run_counted(job, *_worker)
+    assert _run is not None
+    return _run_counted(job, _worker_context(), _run.counters)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from filelock import FileLock, Timeout
 
 from preprocess.chat.tokenizer import ChatTokenizer, load_tokenizer
 from preprocess.config import PreprocessConfig
-from preprocess.engine import Counters, Run, run_jobs
+from preprocess.engine import Counters, Run, describe, run_jobs, start_worker_server
 from preprocess.fingerprints import fingerprints
 from preprocess.shard_job import (
     PROGRESS_DIR,
@@ -29,7 +30,7 @@ from preprocess.shard_job import (
 from preprocess.sources.rows import Source
 from vlmdata import __version__
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError
-from vlmdata.format.atomic import TEMPORARY_SUFFIX, atomic_path, write_atomically
+from vlmdata.format.atomic import atomic_path, sync, temporary_target, write_atomically
 from vlmdata.format.index import INDEX_SCHEMA
 from vlmdata.format.manifest import Manifest, Totals, canonical_hash, differences
 from vlmdata.format.schema import (
@@ -42,6 +43,7 @@ from vlmdata.format.schema import (
 
 _RUN_FILE = "run.json"
 _LOCK_FILE = "lock"
+_SHARD = re.compile(r"shard-\d{6,}\.tar")
 
 
 @dataclass(frozen=True)
@@ -96,18 +98,21 @@ def preprocess_dataset(
         The finished dataset's manifest, and what this run did.
 
     Raises:
-        ConfigMismatchError: If the directory holds a dataset of another configuration or source.
+        ConfigMismatchError: If the directory holds a dataset of another configuration or source, or other files.
         ResourceError: If the disk is full or another run is at work there.
         SourceError: If the tokenizer or the recipe cannot be loaded.
     """
     watcher = watcher or Watcher()
+    if workers > 1 and (overwrite or not (directory / MANIFEST_NAME).exists()):
+        start_worker_server()  # it imports while this process does
     tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_revision)
     identity = {
         "config": {"options": config.to_json(), "fingerprints": fingerprints(config, tokenizer.info)},
         "source": dict(source.identity),
     }
-    _make_directory(directory)
-    with _locked(directory):
+    with _resource_errors(directory, "cannot be written"):
+        _make_directory(directory)
+    with _locked(directory), _resource_errors(directory, "the run failed"):
         if overwrite:
             _clear(directory)
         jobs = _plan(source.num_rows, config.rows_per_shard)
@@ -135,27 +140,36 @@ def _plan(rows: int, rows_per_shard: int) -> list[ShardJob]:
     return [ShardJob(n, start, min(start + rows_per_shard, rows)) for n, start in enumerate(starts)]
 
 
-def _make_directory(directory: Path) -> None:
+@contextmanager
+def _resource_errors(directory: Path, what: str) -> Iterator[None]:
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        foreign = [entry.name for entry in directory.iterdir() if not _is_ours(entry)]
-        if foreign:
-            raise ConfigMismatchError(
-                f"{directory}: holds other files ({', '.join(sorted(foreign)[:5])}); give --out an empty or new folder"
-            )
-        (directory / PROGRESS_DIR).mkdir(exist_ok=True)
+        yield
     except OSError as error:
-        raise ResourceError(f"{directory}: cannot be written: {error.strerror or error}") from error
+        raise ResourceError(
+            f"{directory}: {what}: {describe(error)}. What is finished is kept; make room (or permission) and run the "
+            "same command again."
+        ) from error
 
 
-def _is_ours(entry: Path) -> bool:
-    name = entry.name
+def _make_directory(directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    foreign = [entry.name for entry in directory.iterdir() if not _is_ours(entry.name)]
+    if foreign:
+        raise ConfigMismatchError(
+            f"{directory}: holds other files ({_some(foreign)}); give --out an empty or new folder"
+        )
+    (directory / PROGRESS_DIR).mkdir(exist_ok=True)
+
+
+def _some(names: list[str]) -> str:
+    shown = sorted(names)[:5]
+    return ", ".join(shown) + (f", … {len(names)} in all" if len(names) > len(shown) else "")
+
+
+def _is_ours(name: str) -> bool:
+    final = temporary_target(name) or name
     fixed = (MANIFEST_NAME, INDEX_NAME, LEDGER_NAME, TOKENIZER_DIR, PROGRESS_DIR)
-    return name in fixed or (name.startswith("shard-") and name.endswith(".tar")) or _is_temporary(entry)
-
-
-def _is_temporary(entry: Path) -> bool:
-    return entry.name.startswith(".") and entry.name.endswith(TEMPORARY_SUFFIX)
+    return final in fixed or _SHARD.fullmatch(final) is not None
 
 
 @contextmanager
@@ -171,30 +185,37 @@ def _locked(directory: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        lock.release()
-        if (directory / MANIFEST_NAME).exists():
+        with suppress(OSError):
+            _remove_leftovers(directory)
+        # Removed while it is locked, so that no other run can have begun to use it.
+        if (directory / MANIFEST_NAME).exists() or not (directory / PROGRESS_DIR / _RUN_FILE).exists():
             shutil.rmtree(directory / PROGRESS_DIR, ignore_errors=True)
+        lock.release()
+
+
+def _remove_leftovers(directory: Path) -> None:
+    """Removes the temporary files of processes that were killed."""
+    for entry in [*directory.iterdir(), *(directory / PROGRESS_DIR).iterdir()]:
+        if temporary_target(entry.name) is not None:
+            entry.unlink()
 
 
 def _clear(directory: Path) -> None:
-    # The manifest goes first: without it nothing takes what is left for a dataset.
-    entries = sorted(directory.iterdir(), key=lambda entry: entry.name != MANIFEST_NAME)
-    for entry in entries:
-        if entry.name == PROGRESS_DIR:
-            for file in entry.iterdir():
-                if file.name != _LOCK_FILE:
-                    file.unlink()
-        elif entry.is_dir():
+    # The manifest goes first: without it nothing takes what is left for a dataset. The record of the run goes last:
+    # as long as anything is left of an unfinished run, no run of another configuration can mistake it for its own.
+    kept = directory / PROGRESS_DIR
+    (directory / MANIFEST_NAME).unlink(missing_ok=True)
+    for entry in [*directory.iterdir(), *kept.iterdir()]:
+        if entry.is_dir() and entry != kept:
             shutil.rmtree(entry)
-        else:
+        elif not entry.is_dir() and entry.name not in (_LOCK_FILE, _RUN_FILE):
             entry.unlink()
+    (kept / _RUN_FILE).unlink(missing_ok=True)
 
 
 def _continue(directory: Path, identity: dict[str, Any]) -> Manifest | None:
     """Checks that what stands in the directory is of the same run; returns its manifest if it is finished."""
-    for leftover in [*directory.iterdir(), *(directory / PROGRESS_DIR).iterdir()]:
-        if _is_temporary(leftover):
-            leftover.unlink()
+    _remove_leftovers(directory)
     run_file = directory / PROGRESS_DIR / _RUN_FILE
     manifest = Manifest.read(directory) if (directory / MANIFEST_NAME).exists() else None
     if manifest is not None:
@@ -202,6 +223,12 @@ def _continue(directory: Path, identity: dict[str, Any]) -> Manifest | None:
     elif run_file.exists():
         before = json.loads(run_file.read_bytes())
     else:
+        stray = [entry.name for entry in directory.iterdir() if entry.name != PROGRESS_DIR]
+        if stray:
+            raise ConfigMismatchError(
+                f"{directory}: holds {_some(stray)}, but no manifest and no record of a run that made them. "
+                "Give --out an empty or new folder, or --overwrite to remove them."
+            )
         write_atomically(run_file, json.dumps(identity, sort_keys=True).encode())
         return None
     changed = differences(before, json.loads(json.dumps(identity)))
@@ -255,7 +282,7 @@ def _finish(
         write_atomically(directory / MANIFEST_NAME, manifest.to_json())
     except OSError as error:
         raise ResourceError(
-            f"{directory}: all shards are made, but closing the dataset failed: {error.strerror or error}. "
+            f"{directory}: all {len(records)} shards are made, but closing the dataset failed: {describe(error)}. "
             "Make room and run the same command again."
         ) from error
     return manifest
@@ -289,7 +316,15 @@ def _save_tokenizer(directory: Path, tokenizer: ChatTokenizer) -> None:
     """Puts the tokenizer beside the data, so the dataset can be read and audited on its own."""
     final, partial = directory / TOKENIZER_DIR, directory / PROGRESS_DIR / TOKENIZER_DIR
     shutil.rmtree(partial, ignore_errors=True)
-    tokenizer.save(partial)
+    try:
+        tokenizer.save(partial)
+    except OSError:
+        raise
+    except Exception as error:  # its Rust half says so when the disk is full
+        raise OSError(f"the tokenizer cannot be saved: {error}") from error
+    for file in partial.iterdir():
+        sync(file)
+    sync(partial)
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
 

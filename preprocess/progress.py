@@ -31,7 +31,7 @@ class Snapshot:
 
 
 class _Meter:
-    """Turns live counters into rates since the run began."""
+    """Turns live counters into rates since rows began to come: starting workers up is no work on rows."""
 
     def __init__(self, counters: Counters):
         self._counters = counters
@@ -40,6 +40,8 @@ class _Meter:
 
     def read(self) -> Snapshot:
         now = self._counters.table().sum(axis=0)
+        if (now == self._before).all():
+            self._begun = time.monotonic()
         seconds = max(time.monotonic() - self._begun, 1e-9)
         row_rate, image_rate, token_rate, _ = ((now - self._before) / seconds).tolist()
         rows, images, tokens, rejected = now.tolist()
@@ -69,7 +71,8 @@ class ProgressDisplay:
         if not self._console.is_terminal:
             info = record.info
             self._console.print(
-                f"{info.name}: {info.samples} samples, {info.rejected} rejected, {info.bytes / 1e6:.1f} MB"
+                f"{info.name}: {info.samples} samples, {info.rejected} rejected, {info.bytes / 1e6:.1f} MB",
+                soft_wrap=True,
             )
 
     def stop(self) -> None:
@@ -97,10 +100,13 @@ class ProgressDisplay:
     def _lines(self, meter: _Meter) -> None:
         while not self._stop.wait(_LINE_INTERVAL):
             snapshot = meter.read()
-            left = (self._total - snapshot.rows) / snapshot.rows_per_second if snapshot.rows_per_second else 0
+            if snapshot.rows_per_second > 0:
+                left = f"{(self._total - snapshot.rows) / snapshot.rows_per_second:.0f} s left"
+            else:
+                left = "starting"
             share = 100 * snapshot.rows / self._total
             self._console.print(
-                f"{snapshot.rows:,}/{self._total:,} rows ({share:.0f} %), {_rates(snapshot)}, {left:.0f} s left"
+                f"{snapshot.rows:,}/{self._total:,} rows ({share:.0f} %), {_rates(snapshot)}, {left}", soft_wrap=True
             )
 
 

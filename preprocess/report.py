@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from preprocess.job import RunResult
@@ -94,8 +95,8 @@ class Report:
             console.print(_histogram(self.lengths))
         ledger = self.directory / LEDGER_NAME
         if self.manifest.totals.rejected:
-            console.print(f"rejected rows, with reasons: {ledger}", soft_wrap=True)
-        console.print(f"next: vlmdata verify {self.directory}", soft_wrap=True)
+            console.print(f"rejected rows, with reasons: {ledger}", soft_wrap=True, markup=False)
+        console.print(f"next: vlmdata verify {self.directory}", soft_wrap=True, markup=False)
 
     def print_reject_failure(self, console: Console) -> None:
         """Says that too many rows were rejected."""
@@ -104,13 +105,13 @@ class Report:
             f"[bold red]failed:[/] {totals.rejected} of {totals.rows} rows rejected "
             f"({100 * self.reject_rate:.1f} %), more than --max-reject-rate {self.max_reject_rate} allows. "
             f"The dataset of the other {totals.samples} is complete; the reasons stand in "
-            f"{self.directory / LEDGER_NAME}.",
+            f"{escape(str(self.directory / LEDGER_NAME))}.",
             soft_wrap=True,
         )
 
     def _table(self) -> Table:
         totals = self.manifest.totals
-        table = Table(title=str(self.directory), title_justify="left", show_header=False)
+        table = Table(title=escape(str(self.directory)), title_justify="left", show_header=False)
         table.add_column(style="bold")
         table.add_column(justify="right")
         table.add_column()

@@ -24,7 +24,7 @@ from preprocess.encode import EncodedSample, Encoder
 from preprocess.recipes.base import Recipe, load_recipe
 from preprocess.reject import RowRejected
 from preprocess.sources.rows import Source
-from vlmdata.format.atomic import TEMPORARY_SUFFIX, atomic_path, sync_directory, write_atomically
+from vlmdata.format.atomic import atomic_path, sync, temporary_path, write_atomically
 from vlmdata.format.index import IndexRow, index_table
 from vlmdata.format.ledger import Reason, Rejection
 from vlmdata.format.manifest import ShardInfo, Totals
@@ -122,7 +122,7 @@ def run_shard(job: ShardJob, context: ShardContext, on_row: Callable[[RowOutcome
     """
     name = shard_name(job.number)
     # Not atomic_path: the writer has already flushed the file when it closes.
-    temporary = context.directory / f".{name}.{os.getpid()}{TEMPORARY_SUFFIX}"
+    temporary = temporary_path(context.directory / name)
     rows: list[IndexRow] = []
     rejections: list[Rejection] = []
     try:
@@ -133,7 +133,7 @@ def run_shard(job: ShardJob, context: ShardContext, on_row: Callable[[RowOutcome
                     on_row(outcome)
             size, digest = writer.close()
         os.replace(temporary, context.directory / name)
-        sync_directory(context.directory)
+        sync(context.directory)
     finally:
         temporary.unlink(missing_ok=True)
     info = ShardInfo(name, job.row_start, job.row_stop, len(rows), len(rejections), size, digest)
@@ -202,6 +202,7 @@ def _write_sample(encoded: EncodedSample, row: int, shard: int, writer: ShardWri
         target_turns=encoded.target_turns,
         truncated=encoded.truncated,
         image_grid_thw=grids,
+        image_starts=encoded.image_starts,
     )
 
 
@@ -211,7 +212,7 @@ def _pieces(encoded: EncodedSample) -> dict[str, list[Any]]:
         "loss_mask": [encoded.loss_mask],
         "position_ids": [encoded.position_ids],
         "image_grid_thw": [encoded.image_grid_thw],
-        "patches": [_NO_PATCHES, *(image.patches for image in encoded.images)],
+        "patches": [image.patches for image in encoded.images] or [_NO_PATCHES],
     }
 
 

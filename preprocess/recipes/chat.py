@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from preprocess.config import RecipeConfig
@@ -42,13 +42,13 @@ class Chat:
     def __call__(self, row: Row) -> Conversation:
         """The row's turns, each image loaded into its place."""
         values = {name: value for name, value in row.values.items() if value is not None}
-        images = _ImageColumn(values, self._media)
-        messages = tuple(self._message(entry, i, images) for i, entry in enumerate(_entries(values)))
+        column, entries = _turns(values)
+        images = _ImageColumn(values, entries, self._media)
+        messages = tuple(self._message(entry, f"{column}[{i}]", images) for i, entry in enumerate(entries))
         images.require_all_used()
         return Conversation(messages, _tools(values))
 
-    def _message(self, entry: Mapping[str, Any], number: int, images: _ImageColumn) -> Message:
-        where = f"messages[{number}]"
+    def _message(self, entry: Mapping[str, Any], where: str, images: _ImageColumn) -> Message:
         role = entry["role"]
         marks_in_text = images.marks_in_text and role == "user"
         parts = tuple(self._parts(entry.get("content"), where, images, marks_in_text))
@@ -85,7 +85,9 @@ class Chat:
         # Arrow gives every struct every key; the absent ones are null.
         item = {key: value for key, value in item.items() if value is not None}
         kind = item.get("type") or next((key for key in ("text", *_VISION_KEYS, "video") if key in item), None)
-        if kind == "text" and isinstance(item.get("text"), str):
+        if kind == "text":
+            if not isinstance(item.get("text"), str):
+                raise RowRejected(Reason.MALFORMED_MESSAGES, f"{where}.text is not text: {excerpt(item.get('text'))}")
             yield from _split_marks(item["text"], images) if marks else [TextPart(item["text"])]
         elif kind in _VISION_KEYS:
             source = next((item[key] for key in _VISION_KEYS if key in item), None)
@@ -101,7 +103,7 @@ class Chat:
 class _ImageColumn:
     """The row's ``images`` or ``image`` column, from which placeholders take their images in order."""
 
-    def __init__(self, values: Mapping[str, Any], media: MediaLoader):
+    def __init__(self, values: Mapping[str, Any], entries: Sequence[Mapping[str, Any]], media: MediaLoader):
         self._name = "images" if "images" in values else "image"
         column = values.get(self._name)
         self._images = column if isinstance(column, list) else [] if column is None else [column]
@@ -109,9 +111,7 @@ class _ImageColumn:
         self._used = 0
         # In LLaVA's form the mark is the only placeholder; in message lists it is one if there is something to
         # take and no explicit item takes it. Elsewhere "<image>" is a word like any other.
-        self.marks_in_text = "conversations" in values or (
-            bool(self._images) and not _has_placeholder_items(values.get("messages"))
-        )
+        self.marks_in_text = "conversations" in values or (bool(self._images) and not _has_placeholder_items(entries))
 
     def take(self, where: str) -> ImagePart:
         """The next image."""
@@ -134,8 +134,8 @@ class _ImageColumn:
             )
 
 
-def _entries(values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The row's turns as ``role``/``content`` mappings without null values."""
+def _turns(values: Mapping[str, Any]) -> tuple[str, list[Mapping[str, Any]]]:
+    """The column that holds the row's turns, and these as ``role``/``content`` mappings without null values."""
     name = next((name for name in ("messages", "conversations") if name in values), None)
     if name is None:
         columns = ", ".join(values) or "none"
@@ -145,18 +145,21 @@ def _entries(values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         turns = _parse_json(turns, name)
     if not isinstance(turns, list) or not turns:
         raise RowRejected(Reason.MALFORMED_MESSAGES, f"{name} is not a list of turns: {excerpt(turns)}")
-    for i, turn in enumerate(turns):
-        if not isinstance(turn, Mapping):
-            raise RowRejected(Reason.MALFORMED_MESSAGES, f"{name}[{i}] is no object: {excerpt(turn)}")
-        turn = {key: value for key, value in turn.items() if value is not None}
-        yield (_from_sharegpt(turn, f"{name}[{i}]") if "from" in turn else _with_known_role(turn, f"{name}[{i}]"))
+    return name, [_turn(turn, f"{name}[{i}]") for i, turn in enumerate(turns)]
+
+
+def _turn(turn: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(turn, Mapping):
+        raise RowRejected(Reason.MALFORMED_MESSAGES, f"{where} is no object: {excerpt(turn)}")
+    turn = {key: value for key, value in turn.items() if value is not None}
+    return _from_sharegpt(turn, where) if "from" in turn else _with_known_role(turn, where)
 
 
 def _with_known_role(turn: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     role = turn.get("role")
     if role == "developer":  # OpenAI's later name for it
         role = "system"
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise RowRejected(
             Reason.MALFORMED_MESSAGES, f"{where}.role is {excerpt(role)}; known: {', '.join(sorted(ROLES))}"
         )
@@ -185,30 +188,31 @@ def _tool_calls(entry: Mapping[str, Any], where: str) -> Iterator[Mapping[str, A
         raise RowRejected(Reason.MALFORMED_MESSAGES, f"{where}.tool_calls is no list: {excerpt(calls)}")
     for i, call in enumerate(calls):
         field = f"{where}.tool_calls[{i}]"
-        function = call.get("function", call) if isinstance(call, Mapping) else None
+        function = (call.get("function") or call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise RowRejected(Reason.MALFORMED_MESSAGES, f"{field} names no function: {excerpt(call)}")
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
-            arguments = _parse_json(arguments, f"{field}.arguments")
+            arguments = _parse_json(arguments, f"{field}.arguments")  # a null in JSON text was meant
+        else:
+            arguments = _without_nulls(arguments)
         if not isinstance(arguments, Mapping):
             raise RowRejected(Reason.MALFORMED_MESSAGES, f"{field}.arguments is no object: {excerpt(arguments)}")
-        given = {key: value for key, value in arguments.items() if value is not None}
-        yield {"name": function["name"], "arguments": given}
+        yield {"name": function["name"], "arguments": arguments}
 
 
 def _tools(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     tools = values.get("tools")
     if not tools:
         return ()
-    if isinstance(tools, str):
-        tools = _parse_json(tools, "tools")
+    tools = _parse_json(tools, "tools") if isinstance(tools, str) else _without_nulls(tools)
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise RowRejected(Reason.MALFORMED_MESSAGES, f"tools is not a list of objects: {excerpt(tools)}")
-    return tuple(_without_nulls(tool) for tool in tools)
+    return tuple(tools)
 
 
 def _without_nulls(value: Any) -> Any:
+    """Arrow gives every struct every key; the absent ones are null."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -219,7 +223,7 @@ def _without_nulls(value: Any) -> Any:
 def _parse_json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RowRejected(Reason.MALFORMED_MESSAGES, f"{where} is not JSON: {error}: {excerpt(text)}") from error
 
 
@@ -231,10 +235,8 @@ def _split_marks(text: str, images: _ImageColumn) -> Iterator[Part]:
             yield TextPart(piece)
 
 
-def _has_placeholder_items(messages: Any) -> bool:
-    if not isinstance(messages, list):
-        return False
-    contents = [turn.get("content") for turn in messages if isinstance(turn, Mapping)]
+def _has_placeholder_items(entries: Sequence[Mapping[str, Any]]) -> bool:
+    contents = [entry.get("content") for entry in entries]
     items = [item for content in contents if isinstance(content, list) for item in content]
     return any(
         isinstance(item, Mapping)

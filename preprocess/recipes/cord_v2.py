@@ -63,7 +63,7 @@ def _ground_truth(row: Row) -> Mapping[str, Any]:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RowRejected(
                 Reason.MALFORMED_GROUND_TRUTH, f"ground_truth is not JSON: {error}: {excerpt(value)}"
             ) from error

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from preprocess.reject import RowRejected, excerpt
 from vlmdata.format.ledger import Reason
@@ -56,7 +56,7 @@ class MediaLoader:
         if value.startswith(("http://", "https://")):
             return self._fetch(value, field)
         if value.startswith("file://"):
-            value = unquote(urlsplit(value).path)
+            value = unquote(value.removeprefix("file://"))
         return self._read(value, field)
 
     def _read(self, path: str, field: str) -> bytes:

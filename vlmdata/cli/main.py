@@ -22,8 +22,18 @@ EXIT_OK, EXIT_FAILED_CHECK, EXIT_USAGE, EXIT_RESOURCES, EXIT_INTERRUPTED = 0, 1,
 _ORDER = ("preprocess", "verify", "inspect", "plan", "convert")
 
 
+class _Interrupted(Exception):
+    """Ctrl-C; typer would end without a word."""
+
+
 class _Commands(TyperGroup):
     """A group whose members are entry points, so that other packages add commands and none is imported early."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise _Interrupted from None
 
     def list_commands(self, ctx: Any) -> list[str]:
         names = {point.name for point in entry_points(group=GROUP)}
@@ -68,7 +78,7 @@ def main() -> None:
         app()
     except VlmdataError as error:
         _fail(str(error), EXIT_RESOURCES if isinstance(error, ResourceError) else EXIT_USAGE)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, _Interrupted):
         _fail("interrupted; what was finished is kept, and the same command continues", EXIT_INTERRUPTED)
     except BrokenPipeError:  # `vlmdata … | head` is no error of ours
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

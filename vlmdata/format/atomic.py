@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-TEMPORARY_SUFFIX = ".tmp"
+_TEMPORARY = re.compile(r"\.(?P<target>.+)\.\d+\.tmp")
+
+
+def temporary_path(path: Path) -> Path:
+    """The name under which this process makes ``path``; it holds the process id, so two processes do not meet."""
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
+def temporary_target(name: str) -> str | None:
+    """The final name of a file with a temporary name, None for any other file."""
+    match = _TEMPORARY.fullmatch(name)
+    return match["target"] if match else None
 
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yields a temporary path beside ``path``; renames it into place when the block ends well.
 
-    The temporary name holds the process id, so two processes making the same file do not meet. The file is
-    flushed to disk before the rename and the folder after it: after a power cut the name leads to whole content.
+    The file is flushed to disk before the rename and the folder after it: after a power cut the name leads to whole
+    content.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
+    temporary = temporary_path(path)
     try:
         yield temporary
-        descriptor = os.open(temporary, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(temporary)
         os.replace(temporary, path)
-        sync_directory(path.parent)
+        sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -37,9 +45,9 @@ def write_atomically(path: Path, content: bytes) -> None:
         temporary.write_bytes(content)
 
 
-def sync_directory(directory: Path) -> None:
-    """Makes renames in ``directory`` durable."""
-    descriptor = os.open(directory, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Makes a file's content, or the renames in a folder, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

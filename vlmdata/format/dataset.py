@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import operator
 import threading
 from collections.abc import Iterator
 from os import PathLike
@@ -95,7 +96,7 @@ class VlmDataset:
         return self.directory / self.manifest.shards[shard].name
 
     def _resolve(self, i: int) -> int:
-        i = int(i)
+        i = operator.index(i)  # int() would take the key "000000003" and 1.5 for positions
         if not -len(self) <= i < len(self):
             raise IndexError(f"sample {i} of a dataset of {len(self)}")
         return i % len(self)

@@ -17,7 +17,11 @@ from vlmdata.errors import DatasetFormatError
 from vlmdata.format.schema import MEMBERS
 from vlmdata.format.shard import Placement
 
+_PATCHES = next(i for i, member in enumerate(MEMBERS) if member.name == "patches")
 _GRID = pa.list_(pa.list_(pa.int32(), 3))
+
+#: Members hashed as one array; ``patches`` is hashed image by image.
+TOKEN_MEMBERS = tuple(member for member in MEMBERS if member.name != "patches")
 
 #: Column name -> arrow type. Documented in docs/data-format.md.
 INDEX_SCHEMA = pa.schema(
@@ -35,9 +39,12 @@ INDEX_SCHEMA = pa.schema(
         pa.field("truncated", pa.bool_(), nullable=False),
         pa.field("num_patches", pa.int32(), nullable=False),
         pa.field("image_grid_thw", _GRID, nullable=False),
+        pa.field("image_starts", pa.list_(pa.int32()), nullable=False),
         pa.field("json_offset", pa.int64(), nullable=False),
         pa.field("json_size", pa.int32(), nullable=False),
         *(pa.field(f"{member.name}_offset", pa.int64(), nullable=False) for member in MEMBERS),
+        *(pa.field(f"{member.name}_checksum", pa.uint64(), nullable=False) for member in TOKEN_MEMBERS),
+        pa.field("image_checksums", pa.list_(pa.uint64()), nullable=False),
     ]
 )
 
@@ -57,6 +64,7 @@ class IndexRow:
         target_turns: Assistant turns that are targets.
         truncated: Whether the last answer was cut (so that turn has no ``<|im_end|>``).
         image_grid_thw: Patches along t, h, w for every image.
+        image_starts: First token of every image.
     """
 
     key: str
@@ -69,6 +77,7 @@ class IndexRow:
     target_turns: int
     truncated: bool
     image_grid_thw: tuple[tuple[int, int, int], ...]
+    image_starts: tuple[int, ...]
 
     @property
     def num_patches(self) -> int:
@@ -96,9 +105,12 @@ def index_table(rows: Iterable[IndexRow]) -> pa.Table:
                 "truncated": row.truncated,
                 "num_patches": row.num_patches,
                 "image_grid_thw": [list(grid) for grid in row.image_grid_thw],
+                "image_starts": list(row.image_starts),
                 "json_offset": place.json_offset,
                 "json_size": place.json_size,
                 **{f"{m.name}_offset": o for m, o in zip(MEMBERS, place.data_offsets, strict=True)},
+                **{f"{m.name}_checksum": place.data_checksums[MEMBERS.index(m)][0] for m in TOKEN_MEMBERS},
+                "image_checksums": place.data_checksums[_PATCHES][: len(row.image_grid_thw)],
             }
         )
     return pa.Table.from_pylist(records, schema=INDEX_SCHEMA)
@@ -125,15 +137,23 @@ class DatasetIndex:
         """
         try:
             table = pq.read_table(path, memory_map=False)
-        except (OSError, pa.ArrowInvalid) as error:
+        except (OSError, pa.ArrowException) as error:
             raise DatasetFormatError(
                 f"{path}: cannot read the index: {error}. Run the same `vlmdata preprocess` command again."
             ) from error
         missing = [name for name in INDEX_SCHEMA.names if name not in table.column_names]
         if missing:
             raise DatasetFormatError(f"{path}: the index lacks the columns {', '.join(missing)}")
-        # Columns a later minor version added are of no concern here.
-        return cls(table.select(INDEX_SCHEMA.names).cast(INDEX_SCHEMA))
+        try:
+            # Columns a later minor version added are of no concern here.
+            index = cls(table.select(INDEX_SCHEMA.names).cast(INDEX_SCHEMA))
+        except (pa.ArrowException, ValueError) as error:
+            raise DatasetFormatError(f"{path}: a column of the index has the wrong type or nulls: {error}") from error
+        for name in ("image_starts", "image_checksums"):
+            # All samples share one flat array of each, found through the grids alone.
+            if not np.array_equal(index._list_lengths(name), index.image_counts):
+                raise DatasetFormatError(f"{path}: {name} has not one entry an image")
+        return index
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
@@ -150,6 +170,9 @@ class DatasetIndex:
             return pa.array([], type=column.type)
         assert column.num_chunks == 1
         return column.chunk(0)
+
+    def _list_lengths(self, name: str) -> npt.NDArray[np.int32]:
+        return np.asarray(self._chunk(name).value_lengths().to_numpy(zero_copy_only=False), dtype=np.int32)
 
     @cached_property
     def lengths(self) -> npt.NDArray[np.int32]:
@@ -212,6 +235,17 @@ class DatasetIndex:
         return {member.name: self.column(f"{member.name}_offset") for member in MEMBERS}
 
     @cached_property
+    def token_checksums(self) -> dict[str, npt.NDArray[np.uint64]]:
+        """For each member but ``patches``, the xxh3-64 of its array data: uint64 (n,)."""
+        return {member.name: self.column(f"{member.name}_checksum") for member in TOKEN_MEMBERS}
+
+    @cached_property
+    def image_checksums(self) -> npt.NDArray[np.uint64]:
+        """xxh3-64 of the patches of every image, uint64 (G,), in the order of :attr:`grids`."""
+        flat = self._chunk("image_checksums").flatten()
+        return np.asarray(flat.to_numpy(zero_copy_only=False), dtype=np.uint64)
+
+    @cached_property
     def json_offset(self) -> npt.NDArray[np.int64]:
         """First byte of each sample's metadata JSON, int64 (n,)."""
         return self.column("json_offset")
@@ -224,9 +258,8 @@ class DatasetIndex:
     @cached_property
     def grid_offsets(self) -> npt.NDArray[np.int64]:
         """int64 (n + 1,): images of sample i are ``grids[grid_offsets[i] : grid_offsets[i + 1]]``."""
-        lists = self._chunk("image_grid_thw")
         counts = np.zeros(len(self) + 1, dtype=np.int64)
-        np.cumsum(lists.value_lengths().to_numpy(zero_copy_only=False), out=counts[1:])
+        np.cumsum(self._list_lengths("image_grid_thw"), out=counts[1:])
         return counts
 
     @cached_property
@@ -236,6 +269,12 @@ class DatasetIndex:
         grids = np.asarray(flat.to_numpy(zero_copy_only=False), dtype=np.int32).reshape(-1, 3)
         grids.flags.writeable = False
         return grids
+
+    @cached_property
+    def image_starts(self) -> npt.NDArray[np.int32]:
+        """First token of every image within its sample, int32 (G,), in the order of :attr:`grids`."""
+        flat = self._chunk("image_starts").flatten()
+        return np.asarray(flat.to_numpy(zero_copy_only=False), dtype=np.int32)
 
     @cached_property
     def image_counts(self) -> npt.NDArray[np.int64]:
@@ -276,6 +315,10 @@ class DatasetIndex:
             json_offset=int(self.json_offset[i]),
             json_size=int(self.json_size[i]),
             data_offsets=tuple(int(self.data_offsets[m.name][i]) for m in MEMBERS),
+            data_checksums=(
+                *((int(self.token_checksums[m.name][i]),) for m in TOKEN_MEMBERS),
+                tuple(self.image_checksums[self.grid_offsets[i] : self.grid_offsets[i + 1]].tolist()),
+            ),
         )
         grids = self.grids[self.grid_offsets[i] : self.grid_offsets[i + 1]].tolist()
         return IndexRow(
@@ -289,4 +332,5 @@ class DatasetIndex:
             target_turns=int(self.target_turns[i]),
             truncated=bool(self.truncated[i]),
             image_grid_thw=tuple((t, h, w) for t, h, w in grids),
+            image_starts=tuple(self.image_starts[self.grid_offsets[i] : self.grid_offsets[i + 1]].tolist()),
         )

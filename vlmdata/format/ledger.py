@@ -62,10 +62,13 @@ def read_ledger(path: Path) -> Iterator[Rejection]:
     Raises:
         DatasetFormatError: If a line is not a rejection.
     """
-    with open(path, encoding="utf-8") as file:
+    with open(path, "rb") as file:  # as bytes: a line that is not UTF-8 is a fault of that line
         for number, line in enumerate(file, start=1):
             try:
                 fields = json.loads(line)
-                yield Rejection(int(fields["row"]), Reason(fields["reason"]), str(fields["message"]))
+                row = fields["row"]
+                if type(row) is not int or not 0 <= row < 1 << 63:
+                    raise ValueError(f"row is {row!r}")
+                yield Rejection(row, Reason(fields["reason"]), str(fields["message"]))
             except (KeyError, TypeError, ValueError) as error:
                 raise DatasetFormatError(f"{path}:{number}: not a ledger line: {error}") from error

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from vlmdata.errors import DatasetFormatError
 from vlmdata.format.schema import FORMAT_NAME, MANIFEST_NAME, SCHEMA_VERSION, SUPPORTED_FEATURES
@@ -147,14 +147,12 @@ class Manifest:
             raise DatasetFormatError(f"{path}: not a readable manifest: {error}") from error
         if not isinstance(fields, dict) or fields.pop("format", None) != FORMAT_NAME:
             raise DatasetFormatError(f'{path}: not a vlmdata manifest ("format" is not "{FORMAT_NAME}")')
-        _check_version(path, str(fields.get("schema_version")), fields.get("features", []))
-        known = {field.name for field in dataclasses.fields(cls)}
         try:
+            _check_version(path, str(fields.get("schema_version")), fields.get("features", []))
             fields["tokenizer"] = _build(TokenizerInfo, fields["tokenizer"])
             fields["totals"] = _build(Totals, fields["totals"])
-            fields["shards"] = tuple(_build(ShardInfo, shard) for shard in fields["shards"])
-            fields["features"] = tuple(fields["features"])
-            return cls(**{name: value for name, value in fields.items() if name in known})
+            fields["shards"] = [_build(ShardInfo, shard) for shard in fields["shards"]]
+            return _build(cls, fields)
         except (KeyError, TypeError) as error:
             raise DatasetFormatError(f"{path}: a field is missing or has the wrong form: {error}") from error
 
@@ -163,28 +161,39 @@ def _absent(directory: Path) -> str:
     if not directory.is_dir():
         return f"{directory}: no such directory"
     if (directory / ".progress").is_dir():
-        return (
-            f"{directory}: preprocessing has not finished. Run the same `vlmdata preprocess` command again."
-        )
+        return f"{directory}: preprocessing has not finished. Run the same `vlmdata preprocess` command again."
     return f"{directory}: holds no {MANIFEST_NAME}, so it is not a vlmdata dataset"
 
 
 def _build[T](kind: type[T], fields: Mapping[str, Any]) -> T:
-    """A dataclass from JSON: lists become tuples, fields of later minor versions are dropped."""
-    known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    return kind(**{n: tuple(v) if isinstance(v, list) else v for n, v in fields.items() if n in known})
+    """A dataclass from JSON: types checked, lists become tuples, fields of later minor versions are dropped."""
+    if not isinstance(fields, Mapping):
+        raise TypeError(f"{kind.__name__} is {fields!r}, not an object")
+    values: dict[str, Any] = {}
+    for name, annotation in get_type_hints(kind).items():
+        if name not in fields:
+            continue  # left to the dataclass: a default, or its TypeError
+        value, expected = fields[name], get_origin(annotation) or annotation
+        value = tuple(value) if isinstance(value, list) else value
+        right = isinstance(value, expected)
+        if right and expected is tuple:
+            right = all(isinstance(each, get_args(annotation)[0]) for each in value)
+        if not right:
+            raise TypeError(f"{kind.__name__}.{name} is {value!r}")
+        values[name] = value
+    return kind(**values)
 
 
-def _check_version(path: Path, version: str, features: list[str]) -> None:
+def _check_version(path: Path, version: str, features: Any) -> None:
     if version.split(".")[0] != SCHEMA_VERSION.split(".")[0]:
         raise DatasetFormatError(
             f"{path}: schema version {version}, but this vlmdata reads {SCHEMA_VERSION}. Use a matching vlmdata."
         )
-    unknown = sorted(set(features) - SUPPORTED_FEATURES)
+    if not isinstance(features, list):
+        raise TypeError(f"features is {features!r}, not a list")
+    unknown = [str(feature) for feature in features if feature not in SUPPORTED_FEATURES]
     if unknown:
-        raise DatasetFormatError(
-            f"{path}: needs features this vlmdata lacks: {', '.join(unknown)}. Upgrade it."
-        )
+        raise DatasetFormatError(f"{path}: needs features this vlmdata lacks: {', '.join(unknown)}. Upgrade it.")
 
 
 def canonical_hash(value: Any) -> str:

@@ -39,6 +39,8 @@ class Placement:
         json_offset: Start of the metadata JSON text.
         json_size: Length of the metadata JSON text.
         data_offsets: Start of each array's data, in the order of :data:`MEMBERS`.
+        data_checksums: For each member, the xxh3-64 of each of the pieces it was written in: of the whole array, for
+            ``patches`` of every image's own part. So whatever a reader reads alone, it can check alone.
     """
 
     offset: int
@@ -47,6 +49,7 @@ class Placement:
     json_offset: int
     json_size: int
     data_offsets: tuple[int, ...]
+    data_checksums: tuple[tuple[int, ...], ...]
 
 
 def npy_header(array: npt.NDArray[np.generic]) -> bytes:
@@ -58,9 +61,7 @@ def npy_header_for(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     """As :func:`npy_header`, from dtype and shape alone."""
     buffer = io.BytesIO()
     description = np.lib.format.dtype_to_descr(dtype)
-    np.lib.format.write_array_header_1_0(
-        buffer, {"descr": description, "fortran_order": False, "shape": shape}
-    )
+    np.lib.format.write_array_header_1_0(buffer, {"descr": description, "fortran_order": False, "shape": shape})
     return buffer.getvalue()
 
 
@@ -93,7 +94,8 @@ class ShardWriter:
             key: Stem of the member names.
             metadata: JSON-able facts of the sample.
             arrays: For every member of :data:`MEMBERS` the pieces that, joined along axis 0, are its array. Pieces
-                are C-contiguous, so several images are written without being copied together first.
+                are C-contiguous, so several images are written without being copied together first. ``patches`` has
+                one piece an image; a sample without images has one empty piece.
 
         Returns:
             Where everything lies.
@@ -102,7 +104,8 @@ class ShardWriter:
         self._sample_hash.reset()
         text = metadata_bytes(metadata)
         json_offset = self._member(f"{key}.{METADATA_MEMBER}", b"", [memoryview(text)])
-        offsets = []
+        offsets: list[int] = []
+        checksums: list[tuple[int, ...]] = []
         for member in MEMBERS:
             pieces = arrays[member.name]
             shape = (sum(piece.shape[0] for piece in pieces), *pieces[0].shape[1:])
@@ -111,6 +114,7 @@ class ShardWriter:
                 assert piece.flags.c_contiguous, member.name
             views = [memoryview(piece).cast("B") for piece in pieces if piece.size]
             offsets.append(self._member(f"{key}.{member.suffix}", npy_header_for(member.dtype, shape), views))
+            checksums.append(tuple(xxhash.xxh3_64_intdigest(piece) for piece in pieces))
         return Placement(
             offset=start,
             size=self._position - start,
@@ -118,6 +122,7 @@ class ShardWriter:
             json_offset=json_offset,
             json_size=len(text),
             data_offsets=tuple(offsets),
+            data_checksums=tuple(checksums),
         )
 
     def _member(self, name: str, header: bytes, views: Sequence[memoryview]) -> int:

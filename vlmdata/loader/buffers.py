@@ -16,16 +16,25 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from vlmdata.errors import ResourceError
+
 #: Buffer sizes are rounded up to this, so that packs of slightly different size share buffers.
 _GRAIN = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True)
 class BufferName:
-    """How a worker process finds a buffer: a path that leads to the shared memory, and its size in bytes."""
+    """How a worker process finds a buffer.
+
+    Attributes:
+        path: Leads to the shared memory.
+        bytes: Its size.
+        inode: Its identity: once the buffer is closed, the path may lead to another one.
+    """
 
     path: str
     bytes: int
+    inode: int
 
 
 class _Buffer:
@@ -47,7 +56,7 @@ def _shared_file(size: int) -> tuple[BufferName, int]:
     else:
         file, path = tempfile.mkstemp(prefix="vlmdata-batch-")
     os.ftruncate(file, size)
-    return BufferName(path, size), file
+    return BufferName(path, size, os.fstat(file).st_ino), file
 
 
 class BufferPool:
@@ -63,6 +72,7 @@ class BufferPool:
     def acquire(self, size: int) -> Lease:
         """A buffer of at least ``size`` bytes: the smallest free one, or a new one."""
         with self._lock:
+            assert not self._closed
             fitting = [buffer for buffer in self._free if buffer.name.bytes >= size]
             if fitting:
                 buffer = min(fitting, key=lambda each: each.name.bytes)
@@ -96,26 +106,39 @@ class BufferPool:
 
 
 class Lease:
-    """A buffer in use. It is given back by :meth:`release`, or when the array of :meth:`array` is gone."""
+    """A buffer in use: filled through :meth:`memory`, then taken once by :meth:`array` or given back by :meth:`release`.
+
+    Args:
+        pool: Where the buffer belongs.
+        buffer: The buffer.
+    """
 
     def __init__(self, pool: BufferPool, buffer: _Buffer):
         self._pool, self._buffer = pool, buffer
+        self._over = False
         self.name = buffer.name
 
+    def memory(self) -> npt.NDArray[np.uint8]:
+        """The buffer as uint8, to be filled; does not prolong the lease."""
+        return np.frombuffer(self._buffer.memory, dtype=np.uint8)
+
     def array(self) -> npt.NDArray[np.uint8]:
-        """The buffer as uint8; every view of it keeps it in use."""
-        # A new array over the map each time: views refer to this object, and its end is the end of the lease.
-        array = np.frombuffer(self._buffer.memory, dtype=np.uint8)
+        """The buffer as uint8. The lease ends when this array and all views of it are gone."""
+        array = self.memory()
+        self._end()
+        # Views refer to this very array, so its end is the end of the last of them.
         weakref.finalize(array, self._pool._release, self._buffer).atexit = False
         return array
 
-    def memory(self) -> npt.NDArray[np.uint8]:
-        """The buffer as uint8 without keeping it in use, for its address and size."""
-        return np.frombuffer(self._buffer.memory, dtype=np.uint8)
-
     def release(self) -> None:
         """Gives the buffer back unused."""
+        self._end()
         self._pool._release(self._buffer)
+
+    def _end(self) -> None:
+        # A second array would give the buffer back while the first is still in use.
+        assert not self._over
+        self._over = True
 
 
 class BufferMaps:
@@ -129,6 +152,8 @@ class BufferMaps:
         if name not in self._maps:
             file = os.open(name.path, os.O_RDWR | os.O_CLOEXEC)
             try:
+                if os.fstat(file).st_ino != name.inode:
+                    raise ResourceError(f"{name.path}: the loader that this batch was made for is closed")
                 self._maps[name] = np.frombuffer(mmap.mmap(file, name.bytes), dtype=np.uint8)
             finally:
                 os.close(file)

@@ -16,6 +16,7 @@ from vlmdata.alignment import alignment
 from vlmdata.batch import PackedBatch, Slice
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.loader.open import DEFAULT_CACHE_BYTES, open_for_loading, require_one_tokenizer, sample_table
+from vlmdata.loader.plans import EpochPlans
 from vlmdata.loader.request import Part
 from vlmdata.loader.session import Session
 from vlmdata.loader.state import LoaderState, Position, restore
@@ -23,7 +24,7 @@ from vlmdata.loader.stream import RankStream
 from vlmdata.loader.workers import PipelineConfig
 from vlmdata.packing.config import Blend, PlanConfig
 from vlmdata.packing.cost import CostModel, cost_model
-from vlmdata.packing.plan import EpochPlan, plan_epoch
+from vlmdata.packing.plan import EpochPlan
 
 Location = str | PathLike[str]
 
@@ -141,8 +142,11 @@ class StreamingLoader:
             cost=cost_model(cost) if isinstance(cost, str) else cost,
         )
         self.dp_rank, self.dp_size = dp_rank, dp_size
+        names = [shards.name for shards in self._shards]
+        self._plans = EpochPlans(sample_table(self.datasets), self.config, self.datasets, names)
+        # Nothing that the workers' thread holds may hold this loader: a forgotten one must be garbage, and stop them.
         self._stream = RankStream(
-            self.plan,
+            self._plans,
             self.datasets,
             self.config,
             dp_rank,
@@ -152,8 +156,6 @@ class StreamingLoader:
         )
         self._pipeline_config = PipelineConfig(num_workers, prefetch_factor, timeout, verify, multiprocessing_context)
         self._device = torch.device(device) if device is not None else None
-        self._table = sample_table(self.datasets)
-        self._plans: dict[int, EpochPlan] = {}
         self._position = Position()
         self._session: Session | None = None
         self.stats = LoaderStats()
@@ -161,10 +163,6 @@ class StreamingLoader:
 
     def plan(self, epoch: int) -> EpochPlan:
         """The plan of an epoch. The two last used are kept."""
-        if epoch not in self._plans:
-            self._plans[epoch] = plan_epoch(self._table, self.config, epoch, key_of=self._key_of)
-            while len(self._plans) > 2:
-                del self._plans[min(self._plans)]
         return self._plans[epoch]
 
     def steps(self, epoch: int) -> int:
@@ -240,12 +238,6 @@ class StreamingLoader:
             (shards.name, dataset.manifest.fingerprint)
             for dataset, shards in zip(self.datasets, self._shards, strict=True)
         )
-
-    def _key_of(self, sample: int) -> str:
-        offsets = self._table.dataset_offsets()
-        dataset = int(self._table.dataset[sample])
-        key = self.datasets[dataset].index.key(sample - int(offsets[dataset]))
-        return key if len(self.datasets) == 1 else f"{self._shards[dataset].name}:{key}"
 
 
 def parts_of(names: Sequence[str]) -> Part:

@@ -53,7 +53,7 @@ class Session:
         device: torch.device | None,
         start: Position,
     ):
-        self.next_position = start
+        self.next_position: Position | None = start
         self._rank_stream, self._device = stream, device
         self._pool = BufferPool()
         self._mover = DeviceMover(device) if device is not None and device.type == "cuda" else None
@@ -66,8 +66,15 @@ class Session:
             self._items = iter(self._pipeline)
 
     def take(self) -> Ready:
-        """The next batch, on the device and safe to use on its current stream."""
-        item = next(self._items)
+        """The next batch, on the device and safe to use on its current stream.
+
+        After an error there is no next one (:attr:`next_position` is None): only :meth:`close` is left.
+        """
+        try:
+            item = next(self._items)
+        except BaseException:
+            self.next_position = None
+            raise
         self.next_position = item.tag.following
         if isinstance(item, _Flying):
             assert self._mover is not None

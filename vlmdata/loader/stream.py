@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from vlmdata.batch import PackedBatch, SampleOrigin, Slice
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.loader.assemble import layout_of
+from vlmdata.loader.plans import EpochPlans
 from vlmdata.loader.request import Part, build_request
 from vlmdata.loader.state import Position
 from vlmdata.loader.workers import Filled, Job
@@ -31,7 +32,7 @@ class RankStream:
     """What one rank loads.
 
     Attributes:
-        plan_of: The plan of an epoch.
+        plans: The plans by epoch.
         datasets: The datasets by number.
         config: The plan's configuration.
         dp_rank: Data-parallel rank.
@@ -40,7 +41,7 @@ class RankStream:
         parts: What is read.
     """
 
-    plan_of: Callable[[int], EpochPlan]
+    plans: EpochPlans
     datasets: Sequence[VlmDataset]
     config: PlanConfig
     dp_rank: int
@@ -52,7 +53,7 @@ class RankStream:
         """This rank's batches from a position on, epoch after epoch, without end."""
         epoch, step, micro_batch = start.epoch, start.step, start.micro_batch
         while True:
-            plan = self.plan_of(epoch)
+            plan = self.plans[epoch]
             while step < plan.num_steps:
                 packs = plan.assignment(step, self.dp_size)[:, self.dp_rank].tolist()
                 for number in range(micro_batch, len(packs)):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,8 @@ from vlmdata.loader.shards import DatasetShards, ShardStore
 
 #: Worker deaths in a row, with no batch in between, before we give up.
 _MAX_RESTARTS = 3
+#: Seconds that a killed process may take to be gone; one that waits for a dead network file system never is.
+_DEATH_SECONDS = 10.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +60,8 @@ class PipelineConfig:
     Attributes:
         num_workers: Worker processes; 0 makes batches when they are asked for.
         prefetch_factor: Batches under way per worker.
-        timeout: Seconds to wait for a batch before giving up on a stuck worker.
+        timeout: Seconds to wait for a batch before giving up on a stuck worker. A killed worker is noticed after 5 s
+            and replaced, unless this is less.
         verify: Whether reads are checked against their checksums.
         multiprocessing_context: Start method of workers; None is PyTorch's default.
     """
@@ -67,6 +71,14 @@ class PipelineConfig:
     timeout: float
     verify: bool
     multiprocessing_context: str | None
+
+    def __post_init__(self) -> None:
+        if self.num_workers < 0:
+            raise ValueError(f"num_workers is {self.num_workers}; it must be at least 0")
+        if self.prefetch_factor < 1:
+            raise ValueError(f"prefetch_factor is {self.prefetch_factor}; it must be at least 1")
+        if not self.timeout > 0:
+            raise ValueError(f"timeout is {self.timeout}; it must be more than 0 seconds")
 
 
 class _Maker(torch.utils.data.Dataset[Any]):
@@ -95,7 +107,7 @@ def make_here[T](
     try:
         for job in jobs:
             lease = pool.acquire(layout_of(job.request).bytes)
-            yield Filled(job, lease, assemble(job.request, store, lease.array()))
+            yield Filled(job, lease, assemble(job.request, store, lease.memory()))
     finally:
         store.close()
 
@@ -144,15 +156,15 @@ class WorkerPipeline[T]:
             yield item
 
     def close(self, wait: bool = True) -> None:
-        """Stops the workers."""
+        """Stops the workers, and waits until they and the thread are gone."""
         self._stopped.set()
-        _kill_workers(self._iterator)  # a worker that is stuck would not listen to anything softer
+        _kill_workers(self._iterator, wait)  # a worker that is stuck would not listen to anything softer
         while True:  # the thread may be waiting for room
             try:
                 self._ready.get_nowait()
             except queue.Empty:
                 break
-        if wait:
+        if wait and self._thread is not threading.current_thread():  # garbage is collected in any thread
             self._thread.join(timeout=30)
 
     def _run(self) -> None:
@@ -167,6 +179,8 @@ class WorkerPipeline[T]:
                     self._put(None)
                     return
                 except RuntimeError as error:
+                    if self._stopped.is_set():
+                        return
                     # DataLoader's word for a worker that was killed. All it had not delivered is still pending.
                     restarts += 1
                     if restarts > _MAX_RESTARTS:
@@ -174,7 +188,11 @@ class WorkerPipeline[T]:
                             f"loader workers died {restarts} times in a row, the last time: {error}. Out of memory? "
                             "Use fewer num_workers or a smaller prefetch_factor; the loader's state is intact."
                         ) from error
-                    _kill_workers(self._iterator)  # before others write to the same buffers
+                    if not _kill_workers(self._iterator):  # before others write to the same buffers
+                        raise ResourceError(
+                            "a loader worker died and another one cannot be stopped: storage hangs. Look at the disk "
+                            "or the network; the loader's state is intact."
+                        ) from error
                     self._iterator = self._loader(pending)
                     continue
                 restarts = 0
@@ -206,6 +224,7 @@ class WorkerPipeline[T]:
             num_workers=self._config.num_workers,
             prefetch_factor=self._config.prefetch_factor,
             collate_fn=_as_it_is,
+            generator=torch.Generator(),  # else every start draws from the training's own random numbers
             multiprocessing_context=self._config.multiprocessing_context,
         )
         return iter(loader)
@@ -224,12 +243,15 @@ class WorkerPipeline[T]:
             return
 
 
-def _kill_workers(iterator: Any) -> None:
-    """Ends a DataLoader iterator's processes at once and waits until they are gone."""
-    for worker in getattr(iterator, "_workers", ()):
-        if worker.is_alive():
-            worker.kill()
-        worker.join()
+def _kill_workers(iterator: Any, wait: bool = True) -> bool:
+    """Ends a DataLoader iterator's processes at once; False if they are not gone after a while."""
+    workers = getattr(iterator, "_workers", ())
+    for worker in workers:
+        worker.kill()
+    deadline = time.monotonic() + (_DEATH_SECONDS if wait else 0)
+    for worker in workers:
+        worker.join(timeout=max(0.0, deadline - time.monotonic()))
+    return not any(worker.is_alive() for worker in workers)
 
 
 class _Sequence(torch.utils.data.Sampler[Any]):

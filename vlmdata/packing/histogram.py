@@ -124,7 +124,7 @@ class _Packer:
             self.placed.append((index, first, whole, copies))
             self._put(room - copies * size, first, whole)
         rest = count - done
-        if whole < bins and 0 < rest < copies:
+        if whole < bins and rest:
             self.placed.append((index, first + whole, 1, rest))
             self._put(room - rest * size, first + whole, 1)
             whole += 1

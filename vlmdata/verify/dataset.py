@@ -20,6 +20,7 @@ from vlmdata.format.ledger import read_ledger
 from vlmdata.format.manifest import Manifest, canonical_hash
 from vlmdata.format.schema import INDEX_NAME, LEDGER_NAME, MANIFEST_NAME
 from vlmdata.verify.fault import Fault
+from vlmdata.verify.sample import SampleRules
 from vlmdata.verify.shard import ShardAudit, audit_shard
 
 
@@ -59,8 +60,12 @@ def verify_dataset(directory: Path, *, workers: int = 1, on_shard: Callable[[Sha
         return Audit(manifest, 0, 0, [*faults, Fault(INDEX_NAME, "unreadable", str(error))])
     faults += _check_index(index, manifest)
     faults += _check_ledger(directory, index, manifest)
+    try:
+        opened = _Opened(directory, manifest, index, SampleRules.of(manifest))
+    except DatasetFormatError as error:
+        return Audit(manifest, 0, 0, [*faults, Fault(MANIFEST_NAME, "config", str(error))])
     samples = 0
-    for result in _audit_shards(directory, manifest, workers):
+    for result in _audit_shards(opened, workers):
         samples += result.samples
         faults += result.faults
         if on_shard is not None:
@@ -68,27 +73,44 @@ def verify_dataset(directory: Path, *, workers: int = 1, on_shard: Callable[[Sha
     return Audit(manifest, samples, sum(shard.bytes for shard in manifest.shards), faults)
 
 
-def _audit_shards(directory: Path, manifest: Manifest, workers: int) -> Iterator[ShardAudit]:
-    shards = range(len(manifest.shards))
+@dataclass(frozen=True, eq=False)
+class _Opened:
+    """What the audit of any shard needs."""
+
+    directory: Path
+    manifest: Manifest
+    index: DatasetIndex
+    rules: SampleRules
+
+    def audit(self, shard: int) -> ShardAudit:
+        first, last = np.searchsorted(self.index.shard, [shard, shard + 1]).tolist()
+        rows = [self.index.row(i) for i in range(first, last)]
+        return audit_shard(self.directory, self.manifest.shards[shard], rows, self.rules)
+
+
+def _audit_shards(opened: _Opened, workers: int) -> Iterator[ShardAudit]:
+    shards = range(len(opened.manifest.shards))
     if workers <= 1 or len(shards) <= 1:
-        yield from (_audit_one(directory, shard) for shard in shards)
+        yield from (opened.audit(shard) for shard in shards)
         return
-    with ProcessPoolExecutor(min(workers, len(shards)), mp_context=get_context("spawn")) as pool:
-        yield from pool.map(_audit_one, [directory] * len(shards), shards)
+    with ProcessPoolExecutor(
+        min(workers, len(shards)), get_context("spawn"), initializer=_start_worker, initargs=(opened.directory,)
+    ) as pool:
+        yield from pool.map(_audit_in_worker, shards)
 
 
-_opened: tuple[Path, Manifest, DatasetIndex] | None = None
+_worker: _Opened | None = None
 
 
-def _audit_one(directory: Path, shard: int) -> ShardAudit:
-    global _opened
-    if _opened is None or _opened[0] != directory:  # once a process, not once a shard
-        _opened = directory, Manifest.read(directory), DatasetIndex.read(directory / INDEX_NAME)
-    _, manifest, index = _opened
-    first, last = np.searchsorted(index.shard, [shard, shard + 1]).tolist()
-    rows = [index.row(i) for i in range(first, last)]
-    pad_multiple = int(manifest.config["options"]["pad_multiple"])
-    return audit_shard(directory, manifest.shards[shard], rows, manifest.tokenizer, pad_multiple)
+def _start_worker(directory: Path) -> None:
+    global _worker
+    manifest = Manifest.read(directory)
+    _worker = _Opened(directory, manifest, DatasetIndex.read(directory / INDEX_NAME), SampleRules.of(manifest))
+
+
+def _audit_in_worker(shard: int) -> ShardAudit:
+    assert _worker is not None
+    return _worker.audit(shard)
 
 
 def _check_files(directory: Path, manifest: Manifest) -> Iterator[Fault]:
@@ -112,8 +134,12 @@ def _check_files(directory: Path, manifest: Manifest) -> Iterator[Fault]:
         if shard.row_start != start or shard.samples + shard.rejected != shard.row_stop - shard.row_start:
             yield Fault(MANIFEST_NAME, "shards", f"{shard.name}: its rows and counts do not add up: {shard}")
         start = shard.row_stop
-    if start != manifest.totals.rows:
-        yield Fault(MANIFEST_NAME, "shards", f"the shards cover {start} rows, the totals say {manifest.totals.rows}")
+    sums = {
+        "rows": start,
+        "rejected": sum(shard.rejected for shard in manifest.shards),
+        "bytes": sum(shard.bytes for shard in manifest.shards),
+    }
+    yield from _check_totals(MANIFEST_NAME, "shards", sums, manifest)
 
 
 def _check_index(index: DatasetIndex, manifest: Manifest) -> Iterator[Fault]:
@@ -127,6 +153,12 @@ def _check_index(index: DatasetIndex, manifest: Manifest) -> Iterator[Fault]:
     if len(set(keys)) != len(keys):
         key, count = Counter(keys).most_common(1)[0]
         yield Fault(INDEX_NAME, "keys", f"the key {key} occurs {count} times")
+    ends = np.concatenate([[0], np.cumsum(index.grids.astype(np.int64).prod(axis=1))])
+    implied = np.diff(ends[index.grid_offsets])
+    if (wrong := np.flatnonzero(implied != index.num_patches)).size:
+        i = int(wrong[0])
+        message = f"{index.num_patches[i]} patches for grids of {implied[i]}"
+        yield Fault(INDEX_NAME, "patches", message, int(rows[i]), index.key(i))
     # Summed in int64: a 32-bit sum of token counts overflows at two thousand million.
     sums = {
         "samples": len(index),
@@ -137,10 +169,14 @@ def _check_index(index: DatasetIndex, manifest: Manifest) -> Iterator[Fault]:
         "patches": int(index.num_patches.sum(dtype=np.int64)),
         "truncated": int(index.truncated.sum()),
     }
+    yield from _check_totals(INDEX_NAME, "totals", sums, manifest)
+
+
+def _check_totals(file: str, check: str, sums: dict[str, int], manifest: Manifest) -> Iterator[Fault]:
     totals = dataclasses.asdict(manifest.totals)
     for name, value in sums.items():
         if totals[name] != value:
-            yield Fault(INDEX_NAME, "totals", f"{name}: the index sums to {value}, the manifest says {totals[name]}")
+            yield Fault(file, check, f"{name} sum to {value}, the totals say {totals[name]}")
 
 
 def _check_ledger(directory: Path, index: DatasetIndex, manifest: Manifest) -> Iterator[Fault]:

@@ -6,12 +6,14 @@ Pure functions of a sample and the tokenizer facts in the manifest; no tokenizer
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from vlmdata.errors import DatasetFormatError
 from vlmdata.format.index import IndexRow
-from vlmdata.format.manifest import TokenizerInfo
+from vlmdata.format.manifest import Manifest, TokenizerInfo
 from vlmdata.format.schema import MERGE_SIZE, Sample
 from vlmdata.positions import locate_images, mrope_position_ids
 
@@ -19,24 +21,62 @@ Finding = tuple[str, str]
 """(check, message)."""
 
 
-def audit_sample(sample: Sample, row: IndexRow, tokenizer: TokenizerInfo, pad_multiple: int) -> list[Finding]:
+@dataclass(frozen=True)
+class SampleRules:
+    """What every sample of a dataset must obey.
+
+    Attributes:
+        tokenizer: Special ids.
+        pad_multiple: Of which stored lengths are multiples.
+        all_turns: Whether every assistant turn is a target, or the last alone.
+    """
+
+    tokenizer: TokenizerInfo
+    pad_multiple: int
+    all_turns: bool
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> SampleRules:
+        """The rules of a dataset.
+
+        Raises:
+            DatasetFormatError: If the manifest's options do not tell them.
+        """
+        options = manifest.config.get("options")
+        pad_multiple, train_turns = (
+            (options.get("pad_multiple"), options.get("train_turns")) if isinstance(options, dict) else (None, None)
+        )
+        if not isinstance(pad_multiple, int) or pad_multiple < 1 or train_turns not in ("all", "last"):
+            raise DatasetFormatError(
+                f"options.pad_multiple is {pad_multiple!r} and options.train_turns is {train_turns!r}; "
+                "without these two samples cannot be audited"
+            )
+        return cls(manifest.tokenizer, pad_multiple, train_turns == "all")
+
+
+def audit_sample(sample: Sample, row: IndexRow, rules: SampleRules) -> list[Finding]:
     """Everything wrong with a sample; empty if nothing is.
 
     Args:
         sample: The sample as read from its shard.
         row: What the index says of it.
-        tokenizer: Special ids.
-        pad_multiple: Of which the stored length must be a multiple.
+        rules: What it must obey.
     """
-    findings = [
-        *_lengths(sample, row, tokenizer, pad_multiple),
-        *_patches(sample),
-        *_targets(sample, row, tokenizer),
-    ]
+    tokenizer, padded = rules.tokenizer, len(sample.input_ids)
+    if not 0 < sample.length <= padded:
+        return [("length", f"{sample.length} tokens stored as {padded}")]  # no part of it can be told from another
+    findings = [*_lengths(sample, row, tokenizer, rules.pad_multiple), *_targets(sample, row, rules)]
+    bad_grid = _bad_grid(sample)
+    if bad_grid is not None:
+        return [*findings, ("grid", bad_grid)]  # nothing can be said of images whose size is unknown
+    findings += _patches(sample)
     starts = _image_starts(sample, tokenizer)
     if isinstance(starts, str):
         findings.append(("image_block", starts))
     else:
+        if row.image_starts != tuple(starts.tolist()):
+            message = f"the index says images start at {row.image_starts}, they do at {starts.tolist()}"
+            findings.append(("index", message))
         findings += _image_blocks(sample, starts, tokenizer)
         findings += _positions(sample, starts)
     return findings
@@ -44,7 +84,7 @@ def audit_sample(sample: Sample, row: IndexRow, tokenizer: TokenizerInfo, pad_mu
 
 def _lengths(sample: Sample, row: IndexRow, tokenizer: TokenizerInfo, pad_multiple: int) -> Iterator[Finding]:
     padded, length = len(sample.input_ids), sample.length
-    if not 0 < length <= padded or padded % pad_multiple or padded - length >= pad_multiple:
+    if padded % pad_multiple or padded - length >= pad_multiple:
         yield "length", f"{length} tokens stored as {padded}, with pad_multiple {pad_multiple}"
     ids = sample.input_ids
     outside = np.flatnonzero((ids < 0) | (ids >= tokenizer.vocab_size))
@@ -58,17 +98,22 @@ def _lengths(sample: Sample, row: IndexRow, tokenizer: TokenizerInfo, pad_multip
         yield "index", f"the index says {row.num_targets} targets, the mask has {sample.num_targets}"
 
 
-def _patches(sample: Sample) -> Iterator[Finding]:
+def _bad_grid(sample: Sample) -> str | None:
     grids = sample.image_grid_thw
     bad = np.flatnonzero((grids < 1).any(axis=1) | (grids[:, 1:] % MERGE_SIZE != 0).any(axis=1))
-    if len(bad):
-        yield "grid", f"image {bad[0]} has the grid {grids[bad[0]].tolist()}; sides must be even and positive"
-    expected = int(grids.astype(np.int64).prod(axis=1).sum())
+    if len(bad) == 0:
+        return None
+    return f"image {bad[0]} has the grid {grids[bad[0]].tolist()}; sides must be even and positive"
+
+
+def _patches(sample: Sample) -> Iterator[Finding]:
+    expected = int(sample.image_grid_thw.astype(np.int64).prod(axis=1).sum())
     if expected != len(sample.patches):
         yield "patches", f"the grids ask for {expected} patches, {len(sample.patches)} are stored"
 
 
-def _targets(sample: Sample, row: IndexRow, tokenizer: TokenizerInfo) -> Iterator[Finding]:
+def _targets(sample: Sample, row: IndexRow, rules: SampleRules) -> Iterator[Finding]:
+    tokenizer = rules.tokenizer
     ids, mask = sample.input_ids[: sample.length], sample.loss_mask[: sample.length]
     if (mask > 1).any():
         yield "mask", f"the mask holds {int(mask.max())}; only 0 and 1 mean something"
@@ -88,28 +133,35 @@ def _targets(sample: Sample, row: IndexRow, tokenizer: TokenizerInfo) -> Iterato
         hits = np.flatnonzero(target & (ids == token))
         if len(hits) and token != tokenizer.im_end:  # some tokenizers pad with the end token
             yield "forbidden_target", f"token {hits[0]} is {name} and a target ({len(hits)} such)"
-    yield from _target_turns(ids, target, row, tokenizer)
+    yield from _target_turns(ids, target, row, rules)
 
 
 def _target_turns(
-    ids: npt.NDArray[np.int32], target: npt.NDArray[np.bool_], row: IndexRow, tokenizer: TokenizerInfo
+    ids: npt.NDArray[np.int32], target: npt.NDArray[np.bool_], row: IndexRow, rules: SampleRules
 ) -> Iterator[Finding]:
     """Targets lie in assistant turns only, after the header, and run unbroken to the end of the turn."""
+    tokenizer = rules.tokenizer
     header = np.array(tokenizer.assistant_header, dtype=ids.dtype)
     starts = np.flatnonzero(ids == tokenizer.im_start)
     stops = [*starts[1:].tolist(), len(ids)]
     if len(starts) and target[: starts[0]].any():
         yield "outside_turn", "a target stands before the first turn"
+    body = 1 + len(header)
+    answers = [start for start in starts.tolist() if np.array_equal(ids[start + 1 : start + body], header)]
+    taught = answers if rules.all_turns else answers[-1:]
     for start, stop in zip(starts.tolist(), stops, strict=True):
         inside = target[start:stop]
+        if start in taught and not inside.any():
+            yield "untaught_turn", f"the assistant turn at token {start} is to be learned, but none of it is a target"
         if not inside.any():
             continue
-        body = 1 + len(header)
-        if not np.array_equal(ids[start + 1 : start + body], header):
+        if start not in answers:
             yield (
                 "prompt_target",
                 f"the turn at token {start} is not the assistant's, yet {inside.sum()} tokens are targets",
             )
+        elif start not in taught:
+            yield "prompt_target", f"the turn at token {start} is not the last answer, yet it has targets"
         elif inside[:body].any():
             yield "header_target", f"the header of the assistant turn at token {start} is a target"
         first, count = int(inside.argmax()), int(inside.sum())

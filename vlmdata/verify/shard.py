@@ -16,10 +16,10 @@ import numpy as np
 import xxhash
 
 from vlmdata.format.index import IndexRow
-from vlmdata.format.manifest import ShardInfo, TokenizerInfo
+from vlmdata.format.manifest import ShardInfo
 from vlmdata.format.schema import MEMBERS, METADATA_MEMBER, PATCH_BYTES, Sample
 from vlmdata.verify.fault import Fault
-from vlmdata.verify.sample import audit_sample
+from vlmdata.verify.sample import SampleRules, audit_sample
 
 
 @dataclass(frozen=True)
@@ -35,31 +35,26 @@ class ShardAudit:
     faults: list[Fault] = field(default_factory=list)
 
 
-def audit_shard(
-    directory: Path, info: ShardInfo, rows: list[IndexRow], tokenizer: TokenizerInfo, pad_multiple: int
-) -> ShardAudit:
+def audit_shard(directory: Path, info: ShardInfo, rows: list[IndexRow], rules: SampleRules) -> ShardAudit:
     """Audits one shard.
 
     Args:
         directory: The dataset.
         info: The shard's manifest entry.
         rows: Its index rows.
-        tokenizer: Special ids.
-        pad_multiple: Of stored lengths.
+        rules: What its samples must obey.
     """
     path = directory / info.name
     if not path.is_file():
         return ShardAudit(0, [Fault(info.name, "missing", f"no such file; it holds {info.samples} samples")])
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return ShardAudit(len(rows), list(_audit(data, info, rows, tokenizer, pad_multiple)))
+            return ShardAudit(len(rows), list(_audit(data, info, rows, rules)))
     except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
         return ShardAudit(0, [Fault(info.name, "unreadable", str(error))])
 
 
-def _audit(
-    data: mmap.mmap, info: ShardInfo, rows: list[IndexRow], tokenizer: TokenizerInfo, pad_multiple: int
-) -> Iterator[Fault]:
+def _audit(data: mmap.mmap, info: ShardInfo, rows: list[IndexRow], rules: SampleRules) -> Iterator[Fault]:
     if len(data) != info.bytes:
         yield Fault(info.name, "size", f"{len(data)} bytes, the manifest says {info.bytes}")
     digest = hashlib.sha256(data).hexdigest()
@@ -68,17 +63,20 @@ def _audit(
     if len(rows) != info.samples:
         yield Fault(info.name, "index", f"{len(rows)} index rows, the manifest says {info.samples} samples")
     members, problem = _tar_members(data)
+    expected_members = len(rows) * (1 + len(MEMBERS))
+    if not problem and any(data[-1024:]):
+        problem = "the archive does not end in two zero blocks; it was cut"
+    if not problem and len(members) != expected_members:
+        problem = f"{len(members)} members, {len(rows)} samples make {expected_members}"
     if problem:
         yield Fault(info.name, "tar", problem)
-    expected_members = len(rows) * (1 + len(MEMBERS))
-    if not problem and len(members) != expected_members:
-        yield Fault(info.name, "tar", f"{len(members)} members, {len(rows)} samples make {expected_members}")
     for row in rows:
-        for check, message in _audit_row(data, members, info, row, tokenizer, pad_multiple):
+        # Of a damaged archive every sample is read on its own, so that those behind the damage are not blamed for it.
+        for check, message in _audit_row(data, None if problem else members, info, row, rules):
             yield Fault(info.name, check, message, row.source_row, row.key)
 
 
-def _tar_members(data: mmap.mmap) -> tuple[dict[str, tuple[int, int]], str]:
+def _tar_members(data: mmap.mmap | bytes) -> tuple[dict[str, tuple[int, int]], str]:
     """Member name -> (data offset, size), as Python's own tarfile reads them; and what stopped it, if anything."""
     members: dict[str, tuple[int, int]] = {}
     try:
@@ -87,8 +85,6 @@ def _tar_members(data: mmap.mmap) -> tuple[dict[str, tuple[int, int]], str]:
                 if member.name in members:
                     return members, f"the member {member.name} occurs twice"
                 members[member.name] = (member.offset_data, member.size)
-        if any(data[-1024:]):
-            return members, "the archive does not end in two zero blocks; it was cut"
     except (tarfile.TarError, EOFError, OSError) as error:
         return members, f"not a readable tar after {len(members)} members: {error}"
     return members, ""
@@ -97,7 +93,7 @@ def _tar_members(data: mmap.mmap) -> tuple[dict[str, tuple[int, int]], str]:
 class _Reader(io.RawIOBase):
     """A mapped file as a seekable stream, for tarfile."""
 
-    def __init__(self, data: mmap.mmap):
+    def __init__(self, data: mmap.mmap | bytes):
         self._data, self._at = data, 0
 
     def readable(self) -> bool:
@@ -123,11 +119,10 @@ class _Reader(io.RawIOBase):
 
 def _audit_row(
     data: mmap.mmap,
-    members: dict[str, tuple[int, int]],
+    members: dict[str, tuple[int, int]] | None,
     info: ShardInfo,
     row: IndexRow,
-    tokenizer: TokenizerInfo,
-    pad_multiple: int,
+    rules: SampleRules,
 ) -> Iterator[tuple[str, str]]:
     place = row.placement
     if not info.row_start <= row.source_row < info.row_stop:
@@ -139,6 +134,9 @@ def _audit_row(
     if checksum != place.checksum:
         yield "checksum", f"xxh3 {checksum:016x}, the index says {place.checksum:016x}"
         return
+    if members is None:
+        own, _ = _tar_members(data[place.offset : place.offset + place.size])
+        members = {name: (place.offset + start, size) for name, (start, size) in own.items()}
     problem = _metadata_problem(data, members, row)
     if problem:
         yield "metadata", problem
@@ -153,7 +151,10 @@ def _audit_row(
     if problem:
         yield "shape", problem
         return
-    yield from audit_sample(Sample(row.key, row.length, **arrays), row, tokenizer, pad_multiple)
+    problem = _checksum_problem(arrays, row)
+    if problem:
+        yield "index", problem
+    yield from audit_sample(Sample(row.key, row.length, **arrays), row, rules)
 
 
 def _load_member(data: mmap.mmap, found: tuple[int, int] | None, offset: int) -> Any:
@@ -170,6 +171,18 @@ def _load_member(data: mmap.mmap, found: tuple[int, int] | None, offset: int) ->
     if start + header != offset:
         return f"its data begins at byte {start + header}, the index says {offset}"
     return array
+
+
+def _checksum_problem(arrays: dict[str, Any], row: IndexRow) -> str:
+    """Whether the index's hashes of single arrays and images are those of the data."""
+    sizes = [t * h * w for t, h, w in row.image_grid_thw]
+    for member, expected in zip(MEMBERS, row.placement.data_checksums, strict=True):
+        array = arrays[member.name]
+        pieces = np.split(array, np.cumsum(sizes))[:-1] if member.name == "patches" else [array]
+        actual = tuple(xxhash.xxh3_64_intdigest(piece) for piece in pieces)
+        if actual != expected:
+            return f"{member.suffix}: the index's checksums {expected} are not those of the data, {actual}"
+    return ""
 
 
 def _metadata_problem(data: mmap.mmap, members: dict[str, tuple[int, int]], row: IndexRow) -> str:
