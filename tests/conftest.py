@@ -6,6 +6,7 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,13 @@ def _private_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Hugging Face's and our caches live for the session only."""
     with pytest.MonkeyPatch.context() as patch:
         cache = tmp_path_factory.mktemp("cache")
-        import datasets
-
         patch.setenv("VLMDATA_CACHE", str(cache / "vlmdata"))
         patch.setenv("HF_DATASETS_CACHE", str(cache / "datasets"))
-        patch.setattr(datasets.config, "HF_DATASETS_CACHE", cache / "datasets")
-        datasets.disable_progress_bars()
+        if find_spec("datasets"):  # GPU machines, where only loading is tested, may lack it
+            import datasets
+
+            patch.setattr(datasets.config, "HF_DATASETS_CACHE", cache / "datasets")
+            datasets.disable_progress_bars()
         yield
 
 
@@ -83,21 +85,27 @@ def cord_parquet(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_cord_parquet(tmp_path_factory.mktemp("cord") / "train.parquet", rows)
 
 
+def build_dataset(
+    spec: Path | str, directory: Path, *, workers: int = 1, limit: int | None = None, **config: Any
+) -> Path:
+    """Preprocesses a source into a folder and returns the folder."""
+    from preprocess.config import ImageConfig, PreprocessConfig
+    from preprocess.job import preprocess_dataset
+    from preprocess.sources.open import open_source
+
+    config.setdefault("image", ImageConfig(min_pixels=1024, max_pixels=65536))
+    resolved = PreprocessConfig(**config)
+    source = open_source(str(spec), layout=resolved.recipe, limit=limit)
+    preprocess_dataset(source, directory, resolved, workers=workers)
+    return directory
+
+
 @pytest.fixture
 def make_dataset(tmp_path: Path) -> Callable[..., Path]:
     """Preprocesses a source into a fresh folder and returns the folder."""
 
-    def make(spec: Path | str, name: str = "out", *, workers: int = 1, limit: int | None = None, **config: Any) -> Path:
-        from preprocess.config import ImageConfig, PreprocessConfig
-        from preprocess.job import preprocess_dataset
-        from preprocess.sources.open import open_source
-
-        config.setdefault("image", ImageConfig(min_pixels=1024, max_pixels=65536))
-        resolved = PreprocessConfig(**config)
-        source = open_source(str(spec), layout=resolved.recipe, limit=limit)
-        directory = tmp_path / name
-        preprocess_dataset(source, directory, resolved, workers=workers)
-        return directory
+    def make(spec: Path | str, name: str = "out", **options: Any) -> Path:
+        return build_dataset(spec, tmp_path / name, **options)
 
     return make
 

@@ -82,7 +82,10 @@ def pixel_values(patches: torch.Tensor, dtype: torch.dtype | None = None) -> tor
     import torch
 
     dtype = torch.float32 if dtype is None else dtype
-    values = patches.view(-1, CHANNELS, 1, PATCH_SIZE * PATCH_SIZE).to(torch.float32).sub_(127.5).div_(127.5)
+    # A divisor on the device: CUDA turns division by a Python number into multiplication by its reciprocal, which
+    # is off by one bit for some of the 256 values.
+    half = torch.full((), 127.5, device=patches.device)
+    values = patches.view(-1, CHANNELS, 1, PATCH_SIZE * PATCH_SIZE).to(torch.float32).sub_(half).div_(half)
     # Rounded to the target type before the temporal copy: half the work.
     copies = values.to(dtype).expand(-1, -1, TEMPORAL_PATCH_SIZE, -1)
     return copies.reshape(patches.shape[0], PATCH_BYTES * TEMPORAL_PATCH_SIZE)

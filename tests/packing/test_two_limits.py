@@ -1,0 +1,86 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.packing.helpers import receipts
+from vlmdata.packing import cells
+from vlmdata.packing.cells import pack_pairs
+from vlmdata.packing.one_limit import pack_sizes
+from vlmdata.packing.two_limits import lower_bound, pack_samples
+
+
+@st.composite
+def samples(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int, int]:
+    capacity, max_patches = draw(st.integers(1, 40)), draw(st.integers(1, 40))
+    count = draw(st.integers(1, 80))
+    tokens = draw(st.lists(st.integers(1, capacity), min_size=count, max_size=count))
+    patch = st.one_of(st.just(0), st.integers(0, max_patches))
+    patches = draw(st.lists(patch, min_size=count, max_size=count))
+    return np.array(tokens, np.int64), np.array(patches, np.int64), capacity, max_patches
+
+
+@given(samples(), st.integers(0, 2**63))
+def test_both_limits_hold_and_every_sample_once(case: tuple[np.ndarray, np.ndarray, int, int], key: int) -> None:
+    tokens, patches, capacity, max_patches = case
+    bins = pack_samples(tokens, patches, capacity, max_patches, key)
+    assert sorted(bins.items.tolist()) == list(range(len(tokens)))
+    assert (np.diff(bins.offsets) > 0).all()
+    assert bins.sums(tokens).max() <= capacity
+    assert bins.sums(patches).max() <= max_patches
+    assert bins.num_bins >= lower_bound(tokens, patches, capacity, max_patches)
+
+
+@given(samples(), st.integers(1, 9))
+def test_cells_hold_both_limits(case: tuple[np.ndarray, np.ndarray, int, int], cell: int) -> None:
+    tokens, patches, capacity, max_patches = case
+    with pytest.MonkeyPatch.context() as patch:
+        # Cells of a few items, so that small cases meet several cells, a part-filled one, and several rounds.
+        patch.setattr(cells, "_MIN_CELL_ITEMS", cell)
+        patch.setattr(cells, "_MAX_CELL_ITEMS", cell)
+        patch.setattr(cells, "_CELLS_IN_STEP", 2)
+        labels, num_bins = pack_pairs(tokens, patches, capacity, max_patches, 3)
+    assert sorted(set(labels.tolist())) == list(range(num_bins))
+    assert np.bincount(labels, weights=tokens).max() <= capacity
+    assert np.bincount(labels, weights=patches).max() <= max_patches
+
+
+@pytest.mark.parametrize(
+    ("max_patches", "tolerance"),
+    [(40_000, 0.002), (24_000, 0.012), (22_000, 0.011), (16_384, 0.005), (8192, 0.06)],
+)
+def test_degrades_gracefully_as_patches_bind(max_patches: int, tolerance: float) -> None:
+    # 20 % of the tokens in text-only samples; from "never binds" through "both bind" to two images a pack.
+    table = receipts(8000)
+    tokens, patches = table.lengths.astype(np.int64), table.num_patches.astype(np.int64)
+    bins = pack_samples(tokens, patches, 8192, max_patches, 0)
+    assert bins.sums(tokens).max() <= 8192
+    assert bins.sums(patches).max() <= max_patches
+    bound = lower_bound(tokens, patches, 8192, max_patches)
+    assert bins.num_bins <= bound * (1 + tolerance) + 1
+
+
+def test_cells_pack_their_worst_bins_again() -> None:
+    table = receipts(8000)
+    tokens, patches = table.lengths.astype(np.int64), table.num_patches.astype(np.int64)
+    num_bins = pack_pairs(tokens, patches, 8192, 22_000, 0)[1]
+    assert num_bins <= 1.03 * lower_bound(tokens, patches, 8192, 22_000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cells, "_good_bins", lambda first, second, bins, used, *limits: np.ones(used, np.bool_))
+        assert num_bins < pack_pairs(tokens, patches, 8192, 22_000, 0)[1]
+
+
+def test_a_limit_that_never_binds_changes_nothing() -> None:
+    table = receipts(2000)
+    tokens, patches = table.lengths.astype(np.int64), table.num_patches.astype(np.int64)
+    free = pack_sizes(tokens, 8192, 9)
+    limited = pack_samples(tokens, patches, 8192, 4 * 8192, 9)
+    assert limited.items.tolist() == free.items.tolist()
+
+
+def test_text_fills_the_tokens_that_image_packs_leave() -> None:
+    # Two images of 3,000 patches fill a pack's patches and half its tokens; text of the same volume fits in the rest.
+    tokens = np.array([1000] * 40 + [100] * 400, np.int64)
+    patches = np.array([3000] * 40 + [0] * 400, np.int64)
+    bins = pack_samples(tokens, patches, 4000, 6000, 0)
+    assert bins.num_bins == 20
