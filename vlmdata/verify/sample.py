@@ -164,8 +164,7 @@ def _target_turns(
             yield "prompt_target", f"the turn at token {start} is not the last answer, yet it has targets"
         elif inside[:body].any():
             yield "header_target", f"the header of the assistant turn at token {start} is a target"
-        first, count = int(inside.argmax()), int(inside.sum())
-        if not inside[first : first + count].all() or first + count != stop - start:
+        if not _runs_to_the_end(inside, ids[start:stop], tokenizer):
             yield "broken_target", f"the targets of the turn at token {start} do not run unbroken to its end"
     supervised = int((target & (ids == tokenizer.im_end)).sum())
     # A cut answer lacks its end token, unless the cut took only the newline after it.
@@ -176,6 +175,19 @@ def _target_turns(
             f"{supervised} <|im_end|> are targets, for {row.target_turns} target turns"
             + (" of which the last is cut" if row.truncated else ""),
         )
+
+
+def _runs_to_the_end(inside: npt.NDArray[np.bool_], turn: npt.NDArray[np.int32], tokenizer: TokenizerInfo) -> bool:
+    """Whether a turn's targets are one run through its end token and the newline the template may put after it."""
+    first, stop = int(inside.argmax()), int(inside.argmax() + inside.sum())
+    if not inside[first:stop].all():
+        return False
+    ends = np.flatnonzero(turn == tokenizer.im_end)
+    if not len(ends):  # a cut answer
+        return stop == len(turn)
+    after = int(ends[0]) + 1
+    newline = tokenizer.assistant_header[-1]
+    return stop == after + int(after < len(turn) and turn[after] == newline)
 
 
 def _image_starts(sample: Sample, tokenizer: TokenizerInfo) -> npt.NDArray[np.int64] | str:

@@ -1,0 +1,112 @@
+"""Running the real ``vlmdata`` command in processes of its own, and watching what becomes of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+SCRIPT = Path(sys.executable).with_name("vlmdata")
+COMMAND = [str(SCRIPT)] if SCRIPT.exists() else [sys.executable, "-c", "from vlmdata.cli.main import main; main()"]
+
+#: Fewer pixels than the command's defaults: tests want many rows, not large ones.
+SMALL_IMAGES = ("--min-pixels", "1024", "--max-pixels", "65536")
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The environment of a command: offline, and with compiled imports kept from one process to the next."""
+    found = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "120", **more}
+    if found.pop("PYTHONDONTWRITEBYTECODE", None):
+        # Where nothing may be compiled beside the libraries, every start would compile half of torch anew (15 s).
+        found["PYTHONPYCACHEPREFIX"] = str(Path(__file__).resolve().parents[2] / ".pytest_cache" / "pycache")
+    return found
+
+
+def start(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
+    """Starts the command in a process group of its own, its outputs in pipes unless told otherwise."""
+    options = {
+        "stdin": subprocess.DEVNULL,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "start_new_session": True,
+        "env": environment(),
+        **options,
+    }
+    return subprocess.Popen([*COMMAND, *map(str, arguments)], text=True, **options)
+
+
+def run(*arguments: Any, timeout: float = 240, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs the command to its end."""
+    process = start(*arguments, **options)
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    except BaseException:
+        process.kill()
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+def alive(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Those that still run; a zombie nobody has reaped does not."""
+    return [process for process in processes if _runs(process)]
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def descendants(process: subprocess.Popen[Any]) -> list[psutil.Process]:
+    """All processes below one, the resource tracker of multiprocessing left out."""
+    try:
+        found = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    return [child for child in found if "resource_tracker" not in " ".join(_arguments(child))]
+
+
+def workers_of(process: subprocess.Popen[Any]) -> list[psutil.Process]:
+    """The worker processes below one: children of the fork server."""
+    return [child for child in descendants(process) if _parent(child) not in (None, process.pid)]
+
+
+def server_of(process: subprocess.Popen[Any]) -> list[psutil.Process]:
+    """The fork server below one."""
+    return [child for child in descendants(process) if _parent(child) == process.pid]
+
+
+def _parent(process: psutil.Process) -> int | None:
+    try:
+        return int(process.ppid())
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _arguments(process: psutil.Process) -> list[str]:
+    try:
+        return list(process.cmdline())
+    except psutil.Error:
+        return []
+
+
+def wait_until(condition: Callable[[], Any], seconds: float, interval: float = 0.02) -> bool:
+    """Waits for a condition; says whether it came true in time."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(interval)
+    return bool(condition())
+
+
+def finished_shards(directory: Path) -> int:
+    """Shards of an unfinished run that are whole."""
+    return len(list((directory / ".progress").glob("shard-*.json")))

@@ -1,0 +1,101 @@
+"""Kills a run at every step it takes on disk. A program of its own, started by ``test_crash_safety.py``.
+
+It loads the libraries once and forks a process for every run, so that hundreds of runs take seconds. In a run that is
+to die, the audit hook of the interpreter counts opens for writing, renames, removals and new folders below the output
+folder, and the process kills itself just before the step of the given number.
+
+Usage: ``python -m tests.preprocess.crash_driver FOLDER SOURCE``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import preprocess.job
+import preprocess.shard_job
+from preprocess.config import ImageConfig, PreprocessConfig
+from preprocess.sources.open import open_source
+from tests.conftest import tree_bytes
+
+_EVENTS = {"os.rename", "os.remove", "os.mkdir", "os.rmdir"}
+
+
+def in_child(work: Callable[[], Any]) -> int:
+    """Runs ``work`` in a forked process; gives its exit status, negative for a signal."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def die_at(step: int, folder: Path) -> None:
+    """Arms this process: it kills itself before its ``step``-th step (from 0) below ``folder``."""
+    left, below = step, str(folder)
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal left
+        changes = event in _EVENTS or (event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR))
+        if changes and str(arguments[0]).startswith(below):
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left -= 1
+
+    sys.addaudithook(hook)
+
+
+def main(out: Path, spec: str) -> None:
+    """Makes the dataset once undisturbed, then once for every step at which it can die."""
+    config = PreprocessConfig(image=ImageConfig(1024, 65_536), rows_per_shard=2)
+    source = open_source(spec)
+    # Loaded once, for all the runs to come.
+    load = cache(preprocess.job.load_tokenizer)
+    preprocess.job.load_tokenizer = preprocess.shard_job.load_tokenizer = load
+
+    def run() -> None:
+        preprocess.job.preprocess_dataset(source, out, config)
+
+    def doomed(step: int) -> Callable[[], None]:
+        def work() -> None:
+            die_at(step, out)
+            run()
+
+        return work
+
+    run()
+    whole = tree_bytes(out)
+    deaths = step = 0
+    while True:
+        shutil.rmtree(out)
+        code = in_child(doomed(step))
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL, code
+        deaths += 1
+        if step % 6 == 0:  # the run that continues dies as well, soon
+            deaths += in_child(doomed(step % 11)) == -signal.SIGKILL
+        assert in_child(run) == 0, f"killed at step {step}, it does not continue"
+        found = tree_bytes(out)
+        different = sorted(name for name in {*found, *whole} if found.get(name) != whole.get(name))
+        assert not different, f"killed at step {step}, the result differs in {different}"
+        step += 1
+    print(f"{step} {deaths}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) / "out", sys.argv[2])

@@ -1,0 +1,144 @@
+"""Rewrites one sample of a dataset with every hash, offset and total made consistent: only an audit can object."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from vlmdata.format.dataset import open_dataset
+from vlmdata.format.index import DatasetIndex, IndexRow, index_table
+from vlmdata.format.manifest import Manifest
+from vlmdata.format.schema import INDEX_NAME, MANIFEST_NAME
+from vlmdata.format.shard import ShardWriter
+
+
+@dataclass
+class Draft:
+    """A sample whose every part can be changed; the number of targets follows from the mask."""
+
+    key: str
+    source_row: int
+    length: int
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+    position_ids: np.ndarray
+    image_grid_thw: np.ndarray
+    patches: np.ndarray
+    target_turns: int
+    truncated: bool
+    image_starts: tuple[int, ...]
+    rest: dict[str, Any]
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The metadata that goes with the arrays as they are now."""
+        return {
+            **self.rest,
+            "length": self.length,
+            "padded_length": len(self.input_ids),
+            "num_targets": int(self.loss_mask.sum()),
+            "target_turns": self.target_turns,
+            "truncated": self.truncated,
+            "image_grid_thw": self.image_grid_thw.tolist(),
+        }
+
+    @property
+    def pieces(self) -> dict[str, list[np.ndarray]]:
+        """The arrays as the writer takes them: patches image by image."""
+        per_image = np.split(self.patches, np.cumsum(self.image_grid_thw.prod(axis=1))[:-1])
+        names = ("input_ids", "loss_mask", "position_ids", "image_grid_thw")
+        return {**{name: [getattr(self, name)] for name in names}, "patches": per_image}
+
+
+def rewrite_sample(directory: Path, key: str, change: Callable[[Draft], None]) -> None:
+    """Applies ``change`` to the sample ``key`` and writes its shard, the index and the manifest anew."""
+    manifest, index = Manifest.read(directory), DatasetIndex.read(directory / INDEX_NAME)
+    shard = int(index.shard[index.position_of(key)])
+    drafts = _drafts(directory, shard)
+    change(next(draft for draft in drafts if draft.key == key))
+    with ShardWriter(directory / manifest.shards[shard].name) as writer:
+        changed = [_write(writer, draft, shard) for draft in drafts]
+        size, digest = writer.close()
+    rows = [index.row(i) for i in range(len(index)) if index.shard[i] != shard]
+    rows = sorted([*rows, *changed], key=lambda row: row.source_row)
+    pq.write_table(index_table(rows), directory / INDEX_NAME)
+    shards = list(manifest.shards)
+    shards[shard] = dataclasses.replace(shards[shard], bytes=size, sha256=digest)
+    totals = dataclasses.replace(
+        manifest.totals,
+        tokens=sum(row.length for row in rows),
+        padding=sum(row.padded_length - row.length for row in rows),
+        targets=sum(row.num_targets for row in rows),
+        images=sum(len(row.image_grid_thw) for row in rows),
+        patches=sum(row.num_patches for row in rows),
+        truncated=sum(row.truncated for row in rows),
+        bytes=sum(info.bytes for info in shards),
+    )
+    rewrite_manifest(directory, shards=tuple(shards), totals=totals, index_sha256=sha256(directory / INDEX_NAME))
+
+
+def rewrite_manifest(directory: Path, **fields: Any) -> None:
+    """Writes the manifest anew with other values of some fields."""
+    manifest = dataclasses.replace(Manifest.read(directory), **fields)
+    (directory / MANIFEST_NAME).write_bytes(manifest.to_json())
+
+
+def edit_manifest_json(directory: Path, path: str, value: Any) -> None:
+    """Sets one value deep in the manifest's JSON, named like ``shards.0.bytes``."""
+    fields = json.loads((directory / MANIFEST_NAME).read_text())
+    *parents, last = path.split(".")
+    target = fields
+    for name in parents:
+        target = target[int(name)] if isinstance(target, list) else target[name]
+    target[last] = value
+    (directory / MANIFEST_NAME).write_text(json.dumps(fields))
+
+
+def sha256(path: Path) -> str:
+    """Of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _drafts(directory: Path, shard: int) -> list[Draft]:
+    dataset = open_dataset(directory)
+    drafts = []
+    for i in np.flatnonzero(dataset.index.shard == shard).tolist():
+        row, sample = dataset.index.row(i), dataset[i]
+        arrays = {name: np.array(array) for name, array in sample.arrays().items()}
+        drafts.append(
+            Draft(
+                key=row.key,
+                source_row=row.source_row,
+                length=row.length,
+                **arrays,
+                target_turns=row.target_turns,
+                truncated=row.truncated,
+                image_starts=row.image_starts,
+                rest=dataset.metadata(i),
+            )
+        )
+    return drafts
+
+
+def _write(writer: ShardWriter, draft: Draft, shard: int) -> IndexRow:
+    return IndexRow(
+        key=draft.key,
+        source_row=draft.source_row,
+        shard=shard,
+        placement=writer.add(draft.key, draft.metadata, draft.pieces),
+        length=draft.length,
+        padded_length=len(draft.input_ids),
+        num_targets=int(draft.loss_mask.sum()),
+        target_turns=draft.target_turns,
+        truncated=draft.truncated,
+        image_grid_thw=tuple(tuple(grid) for grid in draft.image_grid_thw.tolist()),
+        image_starts=draft.image_starts,
+    )

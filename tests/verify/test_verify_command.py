@@ -1,0 +1,93 @@
+"""``vlmdata verify``: exit codes, lines for people, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vlmdata.cli.main import main
+
+
+@pytest.fixture
+def verify(monkeypatch, capsys):
+    """Runs the command in this process; gives exit code, stdout and stderr."""
+
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["vlmdata", "verify", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_of:
+            main()
+        captured = capsys.readouterr()
+        return int(exit_of.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+def damage(directory: Path) -> None:
+    path = directory / "shard-000000.tar"
+    data = bytearray(path.read_bytes())
+    data[data.index(b"000000001.patches")] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_sound_dataset_ends_with_0_and_one_line(verify, sound_dataset):
+    code, out, _ = verify(sound_dataset, "-j", "1")
+    assert code == 0
+    assert out.startswith("sound: 6 samples, 4 shards, ")
+    assert out.count("\n") == 1
+
+
+def test_faults_end_with_1_and_a_line_each(verify, damaged):
+    damage(damaged)
+    code, out, _ = verify(damaged, "-j", "1")
+    *faults, verdict = out.splitlines()
+    assert code == 1
+    assert len(faults) == 3
+    assert verdict.startswith("3 faults: ")
+    assert any(line.startswith("shard-000000.tar row 1 key 000000001: checksum: ") for line in faults)
+
+
+def test_json_tells_every_fault(verify, damaged):
+    damage(damaged)
+    code, out, _ = verify(damaged, "--json", "-j", "1")
+    result = json.loads(out)
+    assert code == 1
+    assert (result["sound"], result["samples"], result["shards"]) == (False, 6, 4)
+    fault = next(fault for fault in result["faults"] if fault["check"] == "checksum")
+    assert (fault["file"], fault["row"], fault["key"]) == ("shard-000000.tar", 1, "000000001")
+
+
+def test_json_of_a_sound_dataset(verify, sound_dataset):
+    code, out, _ = verify(sound_dataset, "--json", "-j", "1")
+    assert code == 0
+    assert json.loads(out)["faults"] == []
+    assert json.loads(out)["sound"] is True
+
+
+def test_many_faults_are_cut_short_for_people_and_not_for_programs(verify, damaged):
+    for number in range(100, 200):
+        (damaged / f"shard-{number:06d}.tar").touch()
+    _, out, _ = verify(damaged, "-j", "1")
+    assert out.count(": stray: ") == 50
+    assert "… and 50 more; --json lists them all" in out
+    _, out, _ = verify(damaged, "--json", "-j", "1")
+    assert len(json.loads(out)["faults"]) == 100
+
+
+def test_what_is_no_dataset_ends_with_2_and_one_message(verify, tmp_path):
+    code, out, err = verify(tmp_path)
+    assert code == 2
+    assert out == ""
+    assert "holds no manifest.json, so it is not a vlmdata dataset" in err
+
+
+def test_the_command_in_a_process_of_its_own(damaged):
+    damage(damaged)
+    run = "from vlmdata.cli.main import main; main()"
+    command = [sys.executable, "-c", run, "verify", str(damaged), "--json"]
+    done = subprocess.run([*command, "-j", "1"], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1, done.stderr
+    assert {fault["check"] for fault in json.loads(done.stdout)["faults"]} == {"sha256", "tar", "checksum"}
