@@ -39,6 +39,7 @@ from vlmdata.format.schema import (
     MANIFEST_NAME,
     SUPPORTED_FEATURES,
     TOKENIZER_DIR,
+    shard_name,
 )
 
 _RUN_FILE = "run.json"
@@ -127,6 +128,8 @@ def preprocess_dataset(
         kept = len(records)
         watcher.started(source.num_rows, len(jobs), kept, counters)
         missing = [job for job in jobs if job.number not in records]
+        for job in missing:  # a shard without its record is as good as none; on a small disk it is in the way
+            (directory / shard_name(job.number)).unlink(missing_ok=True)
         by_start = {job.row_start: job.number for job in jobs}
         for record in run_jobs(Run(source, config, directory, counters), missing, workers):
             records[by_start[record.info.row_start]] = record
@@ -194,7 +197,8 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """Removes the temporary files of processes that were killed."""
+    """Removes what processes that failed or were killed had begun to write."""
+    shutil.rmtree(directory / PROGRESS_DIR / TOKENIZER_DIR, ignore_errors=True)
     for entry in [*directory.iterdir(), *(directory / PROGRESS_DIR).iterdir()]:
         if temporary_target(entry.name) is not None:
             entry.unlink()

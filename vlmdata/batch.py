@@ -108,7 +108,7 @@ class PackedBatch:
         return {name: value for name, value in fields.items() if isinstance(value, torch.Tensor)}
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """The batch with its tensors on a device; itself if they are there."""
+        """The batch with its tensors on a device; those that are there already are shared, not copied."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:

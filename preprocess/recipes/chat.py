@@ -31,6 +31,8 @@ _SHAREGPT_ROLES: Mapping[str, Role] = {
     "function_call": "assistant",
 }
 _VISION_KEYS = ("image", "image_url")
+#: Where an image item may name its file: Qwen's and OpenAI's keys, then those of transformers' chat templates.
+_SOURCE_KEYS = (*_VISION_KEYS, "url", "path", "base64")
 
 
 class Chat:
@@ -90,9 +92,12 @@ class Chat:
                 raise RowRejected(Reason.MALFORMED_MESSAGES, f"{where}.text is not text: {excerpt(item.get('text'))}")
             yield from _split_marks(item["text"], images) if marks else [TextPart(item["text"])]
         elif kind in _VISION_KEYS:
-            source = next((item[key] for key in _VISION_KEYS if key in item), None)
+            key = next((key for key in _SOURCE_KEYS if key in item), None)
+            source = item[key] if key else None
             if isinstance(source, Mapping) and "url" in source:
                 source = source["url"]
+            if key == "base64" and isinstance(source, str) and not source.startswith("data:"):
+                source = f"data:image;base64,{source}"
             yield (ImagePart(self._media.load(source, where), where) if source is not None else images.take(where))
         else:
             raise RowRejected(
@@ -111,7 +116,7 @@ class _ImageColumn:
         self._used = 0
         # In LLaVA's form the mark is the only placeholder; in message lists it is one if there is something to
         # take and no explicit item takes it. Elsewhere "<image>" is a word like any other.
-        self.marks_in_text = "conversations" in values or (bool(self._images) and not _has_placeholder_items(entries))
+        self.marks_in_text = ("conversations" in values or bool(self._images)) and not _has_placeholder_items(entries)
 
     def take(self, where: str) -> ImagePart:
         """The next image."""
@@ -236,10 +241,9 @@ def _split_marks(text: str, images: _ImageColumn) -> Iterator[Part]:
 
 
 def _has_placeholder_items(entries: Sequence[Mapping[str, Any]]) -> bool:
-    contents = [entry.get("content") for entry in entries]
-    items = [item for content in contents if isinstance(content, list) for item in content]
-    return any(
-        isinstance(item, Mapping)
-        and (item.get("type") in _VISION_KEYS or any(item.get(key) is not None for key in _VISION_KEYS))
-        for item in items
-    )
+    """Whether any content item is an image or video, by the judgement of qwen_vl_utils."""
+    from qwen_vl_utils.vision_process import extract_vision_info
+
+    contents = [entry["content"] for entry in entries if isinstance(entry.get("content"), list)]
+    cleaned = [[_without_nulls(item) for item in content if isinstance(item, Mapping)] for content in contents]
+    return bool(extract_vision_info([[{"content": items} for items in cleaned]]))

@@ -1,6 +1,7 @@
 import subprocess
 import sys
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.packing.helpers import blended, make_table, pack_sets, receipts, tables, uses
 from vlmdata.alignment import aligned
-from vlmdata.packing import Blend, EpochPlan, PlanConfig, SampleTable, plan_epoch
+from vlmdata.packing import Blend, EpochPlan, PlanConfig, SampleTable, concatenate_tables, plan_epoch
 from vlmdata.packing.blend import epoch_passes
 from vlmdata.packing.seeding import hash64
 
@@ -243,15 +244,24 @@ def test_plans_that_cannot_be_are_refused() -> None:
         plan_epoch(make_table([4]), PlanConfig(64, 4), 0).assignment(0, 3)
 
 
-def test_a_plan_is_pinned() -> None:
+@pytest.mark.parametrize(
+    ("settings", "epoch", "expected"),
+    [
+        ({}, 0, (183276603, 1313322)),
+        ({"max_patches": 20_000, "shuffle_window": 3}, 2, (181069032, 1700737)),
+        ({"max_patches": 9_000, "alignment": 16, "blend": Blend("tokens", (3.0, 1.0))}, 1, (165940009, 7515012)),
+    ],
+)
+def test_plans_are_pinned(settings: dict[str, Any], epoch: int, expected: tuple[int, int]) -> None:
     # Other ranks, other machines and later versions must come to the same plan. If this changes on purpose, raise
     # ALGORITHM_VERSION, so that resumes are refused and not silently different.
-    noise = hash64(600, 0)  # not from numpy's generators, which promise no stable distributions
-    table = make_table(noise % 1000 + 100, (noise >> 20) % 4000 * (noise >> 60 > 3), shard_size=50)
-    plan = plan_epoch(table, PlanConfig(8192, 8, max_patches=20_000, shuffle_window=3), 2)
+    noise = hash64(900, 0)  # not from numpy's generators, which promise no stable distributions
+    lengths, patches = noise % 1000 + 100, (noise >> 20) % 4000 * (noise >> 60 > 3)
+    parts = [make_table(lengths[:600], patches[:600], 50), make_table(lengths[600:], patches[600:], 50)]
+    plan = plan_epoch(concatenate_tables(parts), PlanConfig(8192, 8, **settings), epoch)
     weights = np.arange(1, len(plan.samples) + 1)
     checksum = int((plan.samples * weights).sum()), int((plan.offsets * np.arange(len(plan.offsets))).sum())
-    assert checksum == (57052279, 495464)
+    assert checksum == expected
 
 
 def test_planning_needs_no_torch() -> None:

@@ -1,3 +1,5 @@
+from random import Random
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -6,8 +8,12 @@ from hypothesis import strategies as st
 from tests.packing.helpers import receipts
 from vlmdata.packing import cells
 from vlmdata.packing.cells import pack_pairs
-from vlmdata.packing.one_limit import pack_sizes
-from vlmdata.packing.two_limits import lower_bound, pack_samples
+from vlmdata.packing.one_limit import Bins, pack_sizes
+from vlmdata.packing.two_limits import Limits, Window, lower_bound, pack_windows
+
+
+def pack_samples(tokens: np.ndarray, patches: np.ndarray, capacity: int, max_patches: int, key: int) -> Bins:
+    return pack_windows([Window(tokens, patches, key)], Limits(capacity, max_patches), key)[0]
 
 
 @st.composite
@@ -28,19 +34,23 @@ def test_both_limits_hold_and_every_sample_once(case: tuple[np.ndarray, np.ndarr
     assert (np.diff(bins.offsets) > 0).all()
     assert bins.sums(tokens).max() <= capacity
     assert bins.sums(patches).max() <= max_patches
-    assert bins.num_bins >= lower_bound(tokens, patches, capacity, max_patches)
+    assert bins.num_bins >= lower_bound(tokens, patches, Limits(capacity, max_patches))
 
 
-@given(samples(), st.integers(1, 9))
-def test_cells_hold_both_limits(case: tuple[np.ndarray, np.ndarray, int, int], cell: int) -> None:
+@given(samples(), st.integers(1, 9), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_cells_hold_both_limits(
+    case: tuple[np.ndarray, np.ndarray, int, int], cell: int, num_groups: int, random: Random
+) -> None:
     tokens, patches, capacity, max_patches = case
+    groups = np.array([random.randrange(num_groups) for _ in tokens])
     with pytest.MonkeyPatch.context() as patch:
         # Cells of a few items, so that small cases meet several cells, a part-filled one, and several rounds.
         patch.setattr(cells, "_MIN_CELL_ITEMS", cell)
         patch.setattr(cells, "_MAX_CELL_ITEMS", cell)
         patch.setattr(cells, "_CELLS_IN_STEP", 2)
-        labels, num_bins = pack_pairs(tokens, patches, capacity, max_patches, 3)
-    assert sorted(set(labels.tolist())) == list(range(num_bins))
+        labels = pack_pairs(tokens, patches, capacity, max_patches, 3, groups)
+    assert sorted(set(labels.tolist())) == list(range(labels.max() + 1))
+    assert len(set(zip(labels.tolist(), groups.tolist(), strict=True))) == labels.max() + 1, "groups do not mix"
     assert np.bincount(labels, weights=tokens).max() <= capacity
     assert np.bincount(labels, weights=patches).max() <= max_patches
 
@@ -56,18 +66,18 @@ def test_degrades_gracefully_as_patches_bind(max_patches: int, tolerance: float)
     bins = pack_samples(tokens, patches, 8192, max_patches, 0)
     assert bins.sums(tokens).max() <= 8192
     assert bins.sums(patches).max() <= max_patches
-    bound = lower_bound(tokens, patches, 8192, max_patches)
+    bound = lower_bound(tokens, patches, Limits(8192, max_patches))
     assert bins.num_bins <= bound * (1 + tolerance) + 1
 
 
 def test_cells_pack_their_worst_bins_again() -> None:
     table = receipts(8000)
     tokens, patches = table.lengths.astype(np.int64), table.num_patches.astype(np.int64)
-    num_bins = pack_pairs(tokens, patches, 8192, 22_000, 0)[1]
-    assert num_bins <= 1.03 * lower_bound(tokens, patches, 8192, 22_000)
+    num_bins = pack_pairs(tokens, patches, 8192, 22_000, 0).max() + 1
+    assert num_bins <= 1.03 * lower_bound(tokens, patches, Limits(8192, 22_000))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cells, "_good_bins", lambda first, second, bins, used, *limits: np.ones(used, np.bool_))
-        assert num_bins < pack_pairs(tokens, patches, 8192, 22_000, 0)[1]
+        assert num_bins < pack_pairs(tokens, patches, 8192, 22_000, 0).max() + 1
 
 
 def test_a_limit_that_never_binds_changes_nothing() -> None:
@@ -84,3 +94,18 @@ def test_text_fills_the_tokens_that_image_packs_leave() -> None:
     patches = np.array([3000] * 40 + [0] * 400, np.int64)
     bins = pack_samples(tokens, patches, 4000, 6000, 0)
     assert bins.num_bins == 20
+
+
+def test_windows_do_not_mix_and_come_out_like_single_ones() -> None:
+    table = receipts(6000)
+    tokens, patches = table.lengths.astype(np.int64), table.num_patches.astype(np.int64)
+    cuts = [slice(0, 1000), slice(1000, 1010), slice(1010, 6000)]
+    for max_patches in (24_000, 20_000, 12_000):
+        limits = Limits(8192, max_patches)
+        packed = pack_windows([Window(tokens[c], patches[c], k) for k, c in enumerate(cuts)], limits, 0)
+        for cut, bins in zip(cuts, packed, strict=True):
+            assert sorted(bins.items.tolist()) == list(range(cut.stop - cut.start))
+            assert bins.sums(tokens[cut]).max() <= 8192
+            assert bins.sums(patches[cut]).max() <= max_patches
+            bound = lower_bound(tokens[cut], patches[cut], limits)
+            assert bins.num_bins <= 1.05 * bound + 1

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,30 +65,22 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
-def descendants(process: subprocess.Popen[Any]) -> list[psutil.Process]:
-    """All processes below one, the resource tracker of multiprocessing left out."""
+def server_of(process: subprocess.Popen[Any]) -> list[psutil.Process]:
+    """The process below one that workers are forked from: none, or one."""
     try:
-        found = psutil.Process(process.pid).children(recursive=True)
+        children = psutil.Process(process.pid).children()
     except psutil.NoSuchProcess:
         return []
-    return [child for child in found if "resource_tracker" not in " ".join(_arguments(child))]
+    return [child for child in children if any("forkserver" in word for word in _arguments(child))]
 
 
 def workers_of(process: subprocess.Popen[Any]) -> list[psutil.Process]:
-    """The worker processes below one: children of the fork server."""
-    return [child for child in descendants(process) if _parent(child) not in (None, process.pid)]
-
-
-def server_of(process: subprocess.Popen[Any]) -> list[psutil.Process]:
-    """The fork server below one."""
-    return [child for child in descendants(process) if _parent(child) == process.pid]
-
-
-def _parent(process: psutil.Process) -> int | None:
-    try:
-        return int(process.ppid())
-    except psutil.NoSuchProcess:
-        return None
+    """The worker processes below one."""
+    found: list[psutil.Process] = []
+    for server in server_of(process):
+        with suppress(psutil.NoSuchProcess):
+            found += server.children()
+    return found
 
 
 def _arguments(process: psutil.Process) -> list[str]:

@@ -146,6 +146,10 @@ class TestImagesInItems:
             {"type": "image_url", "image_url": {"url": uri(b"a"), "detail": "high"}},
             {"type": "image_url", "image_url": uri(b"a")},
             {"image_url": {"url": "a.png"}},
+            {"type": "image", "url": "a.png"},
+            {"type": "image", "path": "a.png"},
+            {"type": "image", "base64": base64.b64encode(b"a").decode()},
+            {"type": "image", "base64": uri(b"a")},
             {"type": "image", "image": "a.png", "min_pixels": 3136, "text": None, "video": None},
         ],
     )
@@ -223,6 +227,11 @@ class TestImagesFromAColumn:
     )
     def test_forms_of_the_column(self, root, column):
         assert seen(convert({"conversations": human("<image>?"), **column}, root))[0] == ("user", ["[a]", "?"])
+
+    def test_conversations_with_image_items_may_repeat_them_in_a_column(self, root):
+        turns = [{"role": "user", "content": [{"type": "image", "image": "a.png"}, text("<image>?")]}, *human("x")[1:]]
+        conversation = convert({"conversations": turns, "images": ["a.png"]}, root)
+        assert seen(conversation)[0] == ("user", ["[a]", "<image>?"])
 
     def test_a_null_images_column_gives_way_to_image(self, root):
         values = {"conversations": human("<image>"), "images": None, "image": "a.png"}

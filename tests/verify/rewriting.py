@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pyarrow.parquet as pq
 
 from vlmdata.format.dataset import open_dataset
 from vlmdata.format.index import DatasetIndex, IndexRow, index_table
-from vlmdata.format.manifest import Manifest
+from vlmdata.format.manifest import Manifest, TokenizerInfo
 from vlmdata.format.schema import INDEX_NAME, MANIFEST_NAME
 from vlmdata.format.shard import ShardWriter
 
@@ -83,6 +84,12 @@ def rewrite_sample(directory: Path, key: str, change: Callable[[Draft], None]) -
         bytes=sum(info.bytes for info in shards),
     )
     rewrite_manifest(directory, shards=tuple(shards), totals=totals, index_sha256=sha256(directory / INDEX_NAME))
+
+
+def turns(draft: Draft, t: TokenizerInfo) -> list[slice]:
+    """The turns of a sample, each from its start token on."""
+    starts = [*np.flatnonzero(draft.input_ids == t.im_start).tolist(), draft.length]
+    return [slice(a, b) for a, b in pairwise(starts)]
 
 
 def rewrite_manifest(directory: Path, **fields: Any) -> None:

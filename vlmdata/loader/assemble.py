@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from vlmdata.batch import IGNORE_INDEX
 from vlmdata.format.schema import PATCH_BYTES
-from vlmdata.loader.request import PackRequest, Part, SampleRead
+from vlmdata.loader.request import TOKEN_MEMBERS, IntArray, PackRequest, Part, SampleReads
 from vlmdata.loader.shards import ShardStore
 
 _ALIGN = 64
+_BYTES_PER_TOKEN = {"input_ids": 4, "loss_mask": 1, "position_ids": 12}
+#: Bytes between two arrays that are read along rather than skipped with a read of their own: a page of the cache.
+_READ_THROUGH = 4096
 
 
 @dataclass(frozen=True)
@@ -27,7 +33,7 @@ class Field:
     @property
     def bytes(self) -> int:
         """Size in bytes."""
-        return int(np.prod(self.shape)) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -93,78 +99,112 @@ def _fill_tokens(request: PackRequest, store: ShardStore, views: dict[str, npt.N
     sliced = request.local_tokens != total
     positions = views["position_ids"].reshape(3, total)
     positions.fill(0)
-    fills: dict[str, object] = {
-        "padding_mask": True,
-        "input_ids": request.pad_id,
-        "labels": IGNORE_INDEX,
-        "loss_mask": 0,
-    }
-    whole = {}
-    for name, fill in fills.items():
-        if name in views:
-            whole[name] = np.empty(total, views[name].dtype) if sliced else views[name].reshape(total)
-            whole[name].fill(fill)
-    for sample in request.samples:
-        _fill_sample(sample, store, request.parts, positions, whole)
+    fills: dict[str, tuple[object, str]] = {"padding_mask": (True, "|b1")}
+    if request.parts & (Part.TOKENS | Part.LABELS):
+        fills["input_ids"] = (request.pad_id, "<i8")
+    if Part.LABELS in request.parts:
+        fills |= {"labels": (IGNORE_INDEX, "<i8"), "loss_mask": (0, "<f4")}
+    whole: dict[str, npt.NDArray[Any]] = {}
+    for name, (fill, dtype) in fills.items():
+        in_place = name in views and not sliced
+        whole[name] = views[name].reshape(total) if in_place else np.empty(total, dtype)
+        whole[name].fill(fill)
+    _fill_samples(request, store, positions, whole)
     if sliced:  # tokens are few bytes: they are read whole and cut; pixels are never read in vain
-        for name, values in whole.items():
-            np.concatenate([values[a:b] for a, b in request.ranges.tolist()], out=views[name][0])
+        for name in whole.keys() & views.keys():
+            np.concatenate([whole[name][a:b] for a, b in request.ranges.tolist()], out=views[name][0])
 
 
-def _fill_sample(
-    sample: SampleRead,
-    store: ShardStore,
-    parts: Part,
-    positions: npt.NDArray[np.generic],
-    whole: dict[str, npt.NDArray[np.generic]],
+def _fill_samples(
+    request: PackRequest, store: ShardStore, positions: npt.NDArray[Any], whole: dict[str, npt.NDArray[Any]]
 ) -> None:
-    span = slice(sample.begin, sample.begin + sample.length)
-    stored = _token_array(sample, store, 2, "position_ids", np.dtype("<i4"), (3, sample.padded))
-    positions[:, span] = stored[:, : sample.length]
-    whole["padding_mask"][span] = False
-    if not parts & (Part.TOKENS | Part.LABELS):
-        return
-    ids = _token_array(sample, store, 0, "input_ids", np.dtype("<i4"), (sample.padded,))[: sample.length]
-    if Part.TOKENS in parts:
-        whole["input_ids"][span] = ids
-    if Part.LABELS in parts:
-        mask = _token_array(sample, store, 1, "loss_mask", np.dtype("|u1"), (sample.padded,))
+    """Fills the columns (T,) of a whole pack, and the positions (3, T), where samples are."""
+    samples = request.samples
+    needed = {"input_ids": "input_ids" in whole, "loss_mask": "loss_mask" in whole, "position_ids": True}
+    stored = _read_members(samples, [name for name in TOKEN_MEMBERS if needed[name]], store)
+    targets = np.zeros(request.total_tokens, np.uint8) if needed["loss_mask"] else None
+    spans = zip(samples.begins.tolist(), samples.lengths.tolist(), samples.padded.tolist(), strict=True)
+    for i, (begin, length, padded) in enumerate(spans):
+        span = slice(begin, begin + length)
+        whole["padding_mask"][span] = False
+        positions[:, span] = stored["position_ids"][i].view("<i4").reshape(3, padded)[:, :length]
+        if needed["input_ids"]:
+            whole["input_ids"][span] = stored["input_ids"][i].view("<i4")[:length]
+        if targets is not None:
+            targets[span] = stored["loss_mask"][i][:length]
+    if targets is not None:
         # Token i predicts token i + 1; the last token of a sample predicts nothing.
-        targets = mask[1 : sample.length]
-        shifted = slice(sample.begin, sample.begin + sample.length - 1)
-        whole["labels"][shifted] = np.where(targets, ids[1:], IGNORE_INDEX)
-        whole["loss_mask"][shifted] = targets
+        targets[samples.begins] = 0
+        np.copyto(whole["labels"][:-1], whole["input_ids"][1:], where=targets[1:] != 0)
+        whole["loss_mask"][:-1] = targets[1:]
 
 
-def _token_array(
-    sample: SampleRead, store: ShardStore, which: int, name: str, dtype: np.dtype[np.generic], shape: tuple[int, ...]
-) -> npt.NDArray[np.generic]:
-    array = np.empty(shape, dtype)
-    store.read(
-        sample.dataset,
-        sample.shard,
-        sample.offsets[which],
-        memoryview(array).cast("B"),
-        sample.checksums[which],
-        f"row {sample.row} key {sample.key} {name}",
-    )
-    return array
+def _read_members(
+    samples: SampleReads, members: Sequence[str], store: ShardStore
+) -> dict[str, list[npt.NDArray[np.uint8]]]:
+    """Reads some stored arrays of all samples, those close to one another in one go.
+
+    Args:
+        samples: The samples.
+        members: What to read, in the order in which it is stored.
+        store: Where from.
+
+    Returns:
+        For each member, the bytes of each sample's array.
+    """
+    which = [TOKEN_MEMBERS.index(member) for member in members]
+    # Flat, sample by sample and member by member: that is file order within a shard.
+    starts = samples.offsets[which].T.ravel()
+    sizes = np.outer(samples.padded, [_BYTES_PER_TOKEN[member] for member in members]).ravel()
+    dataset, shard = np.repeat(samples.dataset, len(members)), np.repeat(samples.shard, len(members))
+
+    def what(number: int) -> str:
+        i, j = divmod(number, len(members))
+        return f"row {samples.row[i]} key {samples.keys[i]} {members[j]}"
+
+    first, run_sizes = _runs(starts, starts + sizes, dataset, shard)
+    room = -(-run_sizes // _ALIGN) * _ALIGN
+    at = np.cumsum(room) - room
+    scratch = np.empty(int(room.sum()), np.uint8)
+    memory = memoryview(scratch)
+    reads = (first, dataset[first], shard[first], starts[first], at, at + run_sizes)
+    for number, of, file, begin, a, b in zip(*(column.tolist() for column in reads), strict=True):
+        store.read(of, file, begin, memory[a:b], None, what(number))
+    inside = starts + np.repeat(at - starts[first], np.diff(first, append=len(starts)))
+    arrays = [scratch[a:b] for a, b in zip(inside.tolist(), (inside + sizes).tolist(), strict=True)]
+    for number, (array, checksum) in enumerate(zip(arrays, samples.checksums[which].T.ravel().tolist(), strict=True)):
+        if not store.is_sound(array, checksum):
+            raise store.changed(int(dataset[number]), int(shard[number]), array, checksum, what(number))
+    return {member: arrays[j :: len(members)] for j, member in enumerate(members)}
+
+
+def _runs(starts: IntArray, stops: IntArray, dataset: IntArray, shard: IntArray) -> tuple[IntArray, IntArray]:
+    """Groups byte ranges that follow closely on one another in a file; (r,) the first of each run, and its bytes."""
+    apart = starts[1:] - stops[:-1]
+    joined = (apart >= 0) & (apart <= _READ_THROUGH) & (dataset[1:] == dataset[:-1]) & (shard[1:] == shard[:-1])
+    first = np.flatnonzero(np.concatenate([np.ones(min(len(starts), 1), np.bool_), ~joined]))
+    last = first + np.diff(first, append=len(starts)) - 1
+    return first, stops[last] - starts[first]
 
 
 def _fill_patches(request: PackRequest, store: ShardStore, patches: npt.NDArray[np.generic]) -> None:
     """Reads the images held here, one after another, straight into their place."""
     if not patches.size:
         return
-    into = memoryview(patches.reshape(-1)).cast("B")
-    held, image, at = set(request.images.tolist()), 0, 0
-    for sample in request.samples:
-        offset = sample.offsets[3]
-        for number, (t, h, w) in enumerate(sample.grids):
-            size = t * h * w * PATCH_BYTES
-            if image in held:
-                what = f"row {sample.row} key {sample.key} patches of image {number}"
-                checksum = sample.image_checksums[number]
-                store.read(sample.dataset, sample.shard, offset, into[at : at + size], checksum, what)
-                at += size
-            offset += size
-            image += 1
+    into, at = memoryview(patches.reshape(-1)).cast("B"), 0
+    samples, images, held = request.samples, request.images, request.held
+    owner = images.sample[held]
+    columns = (
+        samples.dataset[owner],
+        samples.shard[owner],
+        images.offsets[held],
+        images.grids[held].prod(axis=1) * PATCH_BYTES,
+        images.checksums[held],
+        samples.row[owner],
+        owner,
+        held - np.searchsorted(images.sample, owner),
+    )
+    for dataset, shard, offset, size, checksum, row, sample, number in zip(*(c.tolist() for c in columns), strict=True):
+        what = f"row {row} key {samples.keys[sample]} patches of image {number}"
+        store.read(dataset, shard, offset, into[at : at + size], checksum, what)
+        at += size

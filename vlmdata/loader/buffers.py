@@ -42,10 +42,17 @@ class _Buffer:
 
     def __init__(self, size: int):
         self.name, self._file = _shared_file(size)
-        self.memory = mmap.mmap(self._file, size)
+        try:
+            self.memory = mmap.mmap(self._file, size)
+        except OSError:
+            self.close()
+            raise
 
     def close(self) -> None:
+        """Gives up the name; the memory stays as long as it is looked into."""
         os.close(self._file)
+        if not self.name.path.startswith("/proc/"):
+            os.unlink(self.name.path)
 
 
 def _shared_file(size: int) -> tuple[BufferName, int]:
@@ -70,7 +77,11 @@ class BufferPool:
         self._closed = False
 
     def acquire(self, size: int) -> Lease:
-        """A buffer of at least ``size`` bytes: the smallest free one, or a new one."""
+        """A buffer of at least ``size`` bytes: the smallest free one, or a new one.
+
+        Raises:
+            ResourceError: If there is no memory for it, or too many files are open.
+        """
         with self._lock:
             assert not self._closed
             fitting = [buffer for buffer in self._free if buffer.name.bytes >= size]
@@ -78,9 +89,19 @@ class BufferPool:
                 buffer = min(fitting, key=lambda each: each.name.bytes)
                 self._free.remove(buffer)
             else:
-                buffer = _Buffer(max(-(-size // _GRAIN), 1) * _GRAIN)
-                self._all.append(buffer)
+                buffer = self._another(max(-(-size // _GRAIN), 1) * _GRAIN)
             return Lease(self, buffer)
+
+    def _another(self, size: int) -> _Buffer:
+        try:
+            buffer = _Buffer(size)
+        except OSError as error:
+            raise ResourceError(
+                f"{len(self._all)} batches of this loader are in memory, and there is no room for another of {size} "
+                f"bytes: {error}. Keep clones of batches instead, or fewer of them; or raise the limit (`ulimit -n`)."
+            ) from error
+        self._all.append(buffer)
+        return buffer
 
     @property
     def total_bytes(self) -> int:
@@ -99,14 +120,12 @@ class BufferPool:
             self._closed = True
             for buffer in self._all:
                 buffer.close()
-                if not buffer.name.path.startswith("/proc/"):
-                    os.unlink(buffer.name.path)
             self._all.clear()
             self._free.clear()
 
 
 class Lease:
-    """A buffer in use: filled through :meth:`memory`, then taken once by :meth:`array` or given back by :meth:`release`.
+    """A buffer in use: filled through :meth:`memory`, then taken by :meth:`array` or given back by :meth:`release`.
 
     Args:
         pool: Where the buffer belongs.

@@ -1,27 +1,24 @@
 """A bounded local cache of remote shards, shared by all processes of a node and safe against being killed.
 
-A download goes to a temporary name under a lock of its own, is checked for size and sha256, and is renamed. Eviction,
-least recently used first, happens under one lock for the folder. A file that is evicted while a process has it open
-stays readable for that process, as POSIX promises.
+A download goes to a temporary name under a lock of its own, is checked, and is renamed. Eviction, least recently used
+first, happens under one lock for the folder. Locks are the kernel's: a killed process holds none, so a temporary file
+whose lock is free is an orphan. A reader gets an open file, which stays readable when its name is evicted.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
 from vlmdata.errors import DatasetFormatError, ResourceError
 from vlmdata.format.atomic import temporary_path, temporary_target
+from vlmdata.loader.remote import download
 from vlmdata.loader.shards import ShardFile
 
-_CHUNK = 8 * 1024 * 1024
-_ATTEMPTS = 4
 _LOCKS = "locks"
 
 
@@ -32,7 +29,7 @@ class RemoteShards:
     Attributes:
         url: The dataset's URL, such as ``s3://bucket/cord``.
         cache_dir: Folder of the cache.
-        cache_bytes: Most bytes the cache holds; one shard more while it comes in.
+        cache_bytes: Most bytes the cache holds, but always room for one shard; those coming in are on top.
         lock_timeout: Seconds to wait for another process's download of the same shard.
     """
 
@@ -42,24 +39,28 @@ class RemoteShards:
     lock_timeout: float = 1800.0
 
     def local_path(self, shard: ShardFile) -> Path:
-        """The cached file, downloaded first if need be.
+        """Where the shard is cached."""
+        # Named by content: a dataset made anew under the same URL is never mistaken for the old one.
+        return self.cache_dir / f"{shard.sha256[:32]}.tar"
+
+    def open(self, shard: ShardFile) -> int:
+        """Opens the cached file, downloaded first if need be.
 
         Raises:
             DatasetFormatError: If the remote file is missing or is not the one the manifest describes.
             ResourceError: If the cache cannot be written or another process holds its lock too long.
         """
-        # Named by content: a dataset made anew under the same URL is never mistaken for the old one.
-        path = self.cache_dir / f"{shard.sha256[:32]}.tar"
+        path = self.local_path(shard)
         try:
-            if self._touch(path, shard):
-                return path
-            locks = self.cache_dir / _LOCKS
-            locks.mkdir(parents=True, exist_ok=True)
-            with FileLock(locks / path.name, timeout=self.lock_timeout):
-                if not self._touch(path, shard):
-                    self._make_room(shard.bytes)
-                    self._download(shard, path)
-            return path
+            file = _open_cached(path, shard)
+            if file is None:
+                locks = self.cache_dir / _LOCKS
+                locks.mkdir(parents=True, exist_ok=True)
+                with FileLock(locks / path.name, timeout=self.lock_timeout):
+                    file = _open_cached(path, shard)
+                    if file is None:
+                        file = self._fetch(shard, path)
+            return file
         except Timeout as error:
             raise ResourceError(
                 f"{path}: another process has been fetching this shard for {self.lock_timeout:.0f} s; "
@@ -71,80 +72,63 @@ class RemoteShards:
                 "Make room, or give another cache_dir or a smaller cache_bytes."
             ) from error
 
-    def _touch(self, path: Path, shard: ShardFile) -> bool:
-        """Marks a cached file as just used; False if there is none."""
+    def _fetch(self, shard: ShardFile, path: Path) -> int:
+        self._make_room(shard.bytes, path)
+        temporary = temporary_path(path)
         try:
-            if path.stat().st_size != shard.bytes:
-                return False
-            os.utime(path)
-        except FileNotFoundError:
-            return False
-        return True
-
-    def _download(self, shard: ShardFile, path: Path) -> None:
-        problem: Exception | None = None
-        for attempt in range(_ATTEMPTS):
-            temporary = temporary_path(path)
             try:
-                digest = self._copy(shard, temporary)
-                if digest == shard.sha256:
-                    os.replace(temporary, path)
-                    return
-                problem = DatasetFormatError(f"sha256 is {digest}, the manifest says {shard.sha256}")
+                download(f"{self.url}/{shard.name}", temporary, shard.sha256)
             except FileNotFoundError as error:
                 raise DatasetFormatError(f"{self.url}/{shard.name}: no such remote file") from error
-            except OSError as error:
-                if error.errno is not None and not isinstance(error, ConnectionError | TimeoutError):
-                    raise  # a full or read-only disk does not get better by trying again
-                problem = error
-            except Exception as error:  # each fsspec back end has its own
-                problem = error
-            finally:
-                temporary.unlink(missing_ok=True)
-            time.sleep(min(2**attempt, 8) * 0.25)
-        raise DatasetFormatError(
-            f"{self.url}/{shard.name}: {_ATTEMPTS} downloads failed, the last with {type(problem).__name__}: {problem}"
-        )
+            file = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)  # before it has a name that others may evict
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        self._make_room(0, path)  # others may have come in meanwhile
+        return file
 
-    def _copy(self, shard: ShardFile, to: Path) -> str:
-        import fsspec
+    def _make_room(self, incoming: int, path: Path) -> None:
+        """Evicts files until ``incoming`` more bytes fit, and removes orphans.
 
-        digest = hashlib.sha256()
-        remote: Any = fsspec.open(f"{self.url}/{shard.name}", "rb")
-        with remote as source, open(to, "wb") as target:
-            while chunk := source.read(_CHUNK):
-                digest.update(chunk)
-                target.write(chunk)
-        return digest.hexdigest()
-
-    def _make_room(self, incoming: int) -> None:
-        """Removes the least recently used files until ``incoming`` more bytes fit, and dead processes' leftovers."""
+        Args:
+            incoming: Bytes to come.
+            path: The file whose lock this process holds; it is not evicted.
+        """
         with FileLock(self.cache_dir / _LOCKS / "evict", timeout=self.lock_timeout):
-            files = []
+            files, total = [], 0
             for entry in os.scandir(self.cache_dir):
-                if temporary_target(entry.name) is not None:
-                    _remove_if_orphaned(Path(entry.path))
-                elif entry.name.endswith(".tar"):
-                    try:
-                        stat = entry.stat()
-                    except FileNotFoundError:
-                        continue
-                    files.append((stat.st_mtime, stat.st_size, entry.path))
-            total = sum(size for _, size, _ in files)
-            for _, size, path in sorted(files):
+                target = temporary_target(entry.name)
+                if target is not None and (target == path.name or self._is_orphan(target)):
+                    Path(entry.path).unlink(missing_ok=True)
+                elif target is None and entry.name.endswith(".tar"):
+                    stat = entry.stat()
+                    total += stat.st_size
+                    if entry.name != path.name:
+                        files.append((stat.st_mtime_ns, stat.st_size, entry.path))
+            for _, size, name in sorted(files):
                 if total + incoming <= self.cache_bytes:
                     break
-                Path(path).unlink(missing_ok=True)
+                Path(name).unlink(missing_ok=True)
                 total -= size
 
-
-def _remove_if_orphaned(temporary: Path) -> None:
-    """Removes what a killed download left. The process id stands in the name: ``.<name>.<pid>.tmp``."""
-    pid = temporary.name.split(".")[-2]
-    if pid.isdigit() and int(pid) != os.getpid():
+    def _is_orphan(self, target: str) -> bool:
+        """Whether nobody is fetching this file any more."""
         try:
-            os.kill(int(pid), 0)
-        except ProcessLookupError:
-            temporary.unlink(missing_ok=True)
-        except PermissionError:  # alive, somebody else's
-            return
+            with FileLock(self.cache_dir / _LOCKS / target, timeout=0):
+                return True
+        except Timeout:
+            return False
+
+
+def _open_cached(path: Path, shard: ShardFile) -> int | None:
+    """Opens a cached file and marks it as just used; None if there is none."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    if os.fstat(file).st_size != shard.bytes:
+        os.close(file)
+        return None
+    with suppress(OSError):  # another user's cache serves as well
+        os.utime(file)
+    return file

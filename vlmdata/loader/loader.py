@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -18,7 +19,7 @@ from vlmdata.format.dataset import VlmDataset
 from vlmdata.loader.open import DEFAULT_CACHE_BYTES, open_for_loading, require_one_tokenizer, sample_table
 from vlmdata.loader.plans import EpochPlans
 from vlmdata.loader.request import Part
-from vlmdata.loader.session import Session
+from vlmdata.loader.session import CurrentSession, Session
 from vlmdata.loader.state import LoaderState, Position, restore
 from vlmdata.loader.stream import RankStream
 from vlmdata.loader.workers import PipelineConfig
@@ -157,7 +158,9 @@ class StreamingLoader:
         self._pipeline_config = PipelineConfig(num_workers, prefetch_factor, timeout, verify, multiprocessing_context)
         self._device = torch.device(device) if device is not None else None
         self._position = Position()
-        self._session: Session | None = None
+        self._session = CurrentSession()
+        # Not __del__: at the interpreter's exit this runs while there still is an interpreter to run it.
+        weakref.finalize(self, self._session.end)
         self.stats = LoaderStats()
         self.plan(0)  # refuse what cannot be packed now, not at the first batch
 
@@ -177,11 +180,9 @@ class StreamingLoader:
     def __iter__(self) -> Iterator[PackedBatch]:
         epoch = self._position.epoch
         while self._position.epoch == epoch:
-            if self._session is None or self._session.next_position != self._position:
-                self._end_session()
-                self._session = Session(self._stream, self._shards, self._pipeline_config, self._device, self._position)
+            session = self._session.at(self._position, self._begin_session)
             begun = time.perf_counter()
-            ready = self._session.take()
+            ready = session.take()
             waited = time.perf_counter() - begun
             self._position = ready.tag.following
             self.stats = LoaderStats(
@@ -209,12 +210,12 @@ class StreamingLoader:
             ConfigMismatchError: If data or plan changed since; every difference is listed.
         """
         position = restore(state, self.dp_size, self._fingerprints(), self.config)
-        self._end_session()
+        self._session.end()
         self._position = position
 
     def close(self) -> None:
         """Stops workers and lets go of buffers. Batches that were handed out stay valid."""
-        self._end_session()
+        self._session.end()
 
     def __enter__(self) -> Self:
         return self
@@ -224,14 +225,8 @@ class StreamingLoader:
     ) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        if getattr(self, "_session", None) is not None:
-            self.close()
-
-    def _end_session(self) -> None:
-        if self._session is not None:
-            self._session.close()
-            self._session = None
+    def _begin_session(self) -> Session:
+        return Session(self._stream, self._shards, self._pipeline_config, self._device, self._position)
 
     def _fingerprints(self) -> tuple[tuple[str, str], ...]:
         return tuple(

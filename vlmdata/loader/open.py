@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Sequence
 from os import PathLike, fspath
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from vlmdata.errors import ConfigMismatchError, DatasetFormatError
+from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError
+from vlmdata.format.atomic import atomic_path
 from vlmdata.format.dataset import VlmDataset
+from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import INDEX_NAME, MANIFEST_NAME
 from vlmdata.loader.cache import RemoteShards
+from vlmdata.loader.remote import download
 from vlmdata.loader.shards import DatasetShards, LocalShards, ShardFile
 from vlmdata.packing.table import SampleTable, concatenate_tables, table_from_columns
 
@@ -19,10 +25,10 @@ DEFAULT_CACHE_BYTES = 100 * 1024**3
 
 
 def default_cache_dir() -> Path:
-    """Where remote shards are cached unless told otherwise."""
+    """Where remote shards are cached unless told otherwise: in ``$VLMDATA_CACHE``, else the user's cache folder."""
     from platformdirs import user_cache_path
 
-    return user_cache_path("vlmdata") / "shards"
+    return Path(os.environ.get("VLMDATA_CACHE") or user_cache_path("vlmdata")) / "shards"
 
 
 def open_for_loading(
@@ -37,6 +43,7 @@ def open_for_loading(
 
     Raises:
         DatasetFormatError: If there is no finished dataset.
+        ResourceError: If the cache cannot be written.
     """
     name = fspath(location).rstrip("/")
     remote = "://" in name
@@ -48,23 +55,38 @@ def open_for_loading(
 
 
 def _fetch_tables(url: str, cache: Path) -> Path:
-    """Brings manifest and index here; they are small, and always fetched anew so that a changed dataset is seen."""
-    import fsspec
-
-    from vlmdata.format.atomic import write_atomically
-    from vlmdata.format.manifest import canonical_hash
-
-    directory = cache / "datasets" / canonical_hash(url)[:32]
-    directory.mkdir(parents=True, exist_ok=True)
-    for name in (INDEX_NAME, MANIFEST_NAME):
-        try:
-            with fsspec.open(f"{url}/{name}", "rb") as file:
-                write_atomically(directory / name, file.read())
-        except FileNotFoundError:
-            raise DatasetFormatError(f"{url}: holds no {name}, so it is not a finished vlmdata dataset") from None
-        except Exception as error:  # each fsspec back end has its own
-            raise DatasetFormatError(f"{url}/{name}: cannot be fetched: {type(error).__name__}: {error}") from error
+    """Brings manifest and index here. The manifest is always fetched anew, so that a changed dataset is seen."""
+    datasets = cache / "datasets"
+    name = MANIFEST_NAME
+    try:
+        datasets.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=datasets) as folder:
+            download(f"{url}/{name}", Path(folder) / name, None)
+            try:
+                manifest = Manifest.read(Path(folder))
+            except DatasetFormatError as error:
+                raise DatasetFormatError(f"{url}: {error}") from error
+            # By content: whoever meets a dataset while it is being replaced has one whole state of it, or an error.
+            directory = datasets / manifest.fingerprint[:32]
+            directory.mkdir(exist_ok=True)
+            os.replace(Path(folder) / name, directory / name)
+        name = INDEX_NAME
+        if not _has_sha256(directory / name, manifest.index_sha256):
+            with atomic_path(directory / name) as temporary:
+                download(f"{url}/{name}", temporary, manifest.index_sha256)
+    except FileNotFoundError:
+        raise DatasetFormatError(f"{url}: holds no {name}, so it is not a finished vlmdata dataset") from None
+    except OSError as error:
+        raise ResourceError(f"{cache}: cannot cache the index of {url}: {error}. Give another cache_dir.") from error
     return directory
+
+
+def _has_sha256(path: Path, sha256: str) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest() == sha256
+    except FileNotFoundError:
+        return False
 
 
 def require_one_tokenizer(datasets: Sequence[VlmDataset]) -> None:

@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Flag, auto
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from vlmdata.context_parallel import chunk_ranges
 from vlmdata.format.dataset import VlmDataset
+from vlmdata.format.schema import PATCH_BYTES
 from vlmdata.packing.plan import Pack
 from vlmdata.vision_split import image_owners
 
 IntArray = npt.NDArray[np.int64]
+
+#: Members with an entry a token, in the order in which they are stored.
+TOKEN_MEMBERS = ("input_ids", "loss_mask", "position_ids")
 
 
 class Part(Flag):
@@ -25,39 +30,52 @@ class Part(Flag):
     PIXELS = auto()
 
 
-@dataclass(frozen=True)
-class SampleRead:
-    """One sample's bytes.
+@dataclass(frozen=True, eq=False)
+class SampleReads:
+    """The k samples of a pack, in pack order, as columns: a pack may hold hundreds of short ones.
 
     Attributes:
-        dataset: Dataset number.
-        shard: Shard number.
-        row: Source row, for messages and provenance.
-        index: Position in the dataset.
-        key: Sample key.
-        length: True length.
-        padded: Stored length.
-        begin: First token of its segment in the pack.
-        grids: (t, h, w) of its images.
-        image_starts: First token of each image within the sample.
-        offsets: First bytes of input_ids, loss_mask, position_ids and patches in the shard.
-        checksums: xxh3-64 of input_ids, loss_mask and position_ids.
-        image_checksums: xxh3-64 of each image's patches.
+        keys: Sample keys, k of them.
+        dataset: int64 (k,), dataset numbers.
+        shard: int64 (k,), shard numbers.
+        row: int64 (k,), source rows, for messages and provenance.
+        index: int64 (k,), positions in the dataset.
+        lengths: int64 (k,), true lengths.
+        padded: int64 (k,), stored lengths.
+        begins: int64 (k,), first token of each sample's segment in the pack.
+        offsets: int64 (3, k), first bytes of input_ids, loss_mask and position_ids in the shard.
+        checksums: uint64 (3, k), their xxh3-64.
     """
 
-    dataset: int
-    shard: int
-    row: int
-    index: int
-    key: str
-    length: int
-    padded: int
-    begin: int
-    grids: tuple[tuple[int, int, int], ...]
-    image_starts: tuple[int, ...]
-    offsets: tuple[int, int, int, int]
-    checksums: tuple[int, int, int]
-    image_checksums: tuple[int, ...]
+    keys: tuple[str, ...]
+    dataset: IntArray
+    shard: IntArray
+    row: IntArray
+    index: IntArray
+    lengths: IntArray
+    padded: IntArray
+    begins: IntArray
+    offsets: IntArray
+    checksums: npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, eq=False)
+class ImageReads:
+    """The N images of a pack, in pack order.
+
+    Attributes:
+        sample: int64 (N,), number in the pack of the sample each belongs to.
+        grids: int64 (N, 3), (t, h, w) in patches.
+        starts: int64 (N,), first token of each in the pack.
+        offsets: int64 (N,), first byte of each image's patches in the shard.
+        checksums: uint64 (N,), their xxh3-64.
+    """
+
+    sample: IntArray
+    grids: IntArray
+    starts: IntArray
+    offsets: IntArray
+    checksums: npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,21 +83,21 @@ class PackRequest:
     """A batch to be made.
 
     Attributes:
-        samples: The samples in pack order.
+        samples: The samples.
+        images: All images of the pack.
+        held: int64 (M,): which images are read here, ascending.
         cu_seqlens: int64 (segments + 1,).
         cu_seqlens_padded: int64 (segments + 1,).
-        grids: int64 (N, 3), all images of the pack.
-        images: int64 (M,), which of them are read here.
         ranges: int64 (r, 2): token ranges of the pack held here, ascending.
         parts: What is read.
         pad_id: Token id of padding.
     """
 
-    samples: tuple[SampleRead, ...]
+    samples: SampleReads
+    images: ImageReads
+    held: IntArray
     cu_seqlens: IntArray
     cu_seqlens_padded: IntArray
-    grids: IntArray
-    images: IntArray
     ranges: IntArray
     parts: Part
     pad_id: int
@@ -97,16 +115,7 @@ class PackRequest:
     @property
     def local_patches(self) -> int:
         """Patches held here."""
-        return int(self.grids[self.images].prod(axis=1).sum()) if Part.PIXELS in self.parts else 0
-
-    @property
-    def image_starts(self) -> IntArray:
-        """First token of each image in the pack, int64 (N,)."""
-        starts = [sample.begin + start for sample in self.samples for start in sample.image_starts]
-        return np.array(starts, dtype=np.int64)
-
-
-_READ = ("input_ids", "loss_mask", "position_ids", "patches")
+        return int(self.images.grids[self.held].prod(axis=1).sum()) if Part.PIXELS in self.parts else 0
 
 
 def build_request(
@@ -130,52 +139,99 @@ def build_request(
         cp_rank: Context-parallel rank whose slice is wanted; None for whole packs.
         cp_size: Context-parallel size.
     """
-    samples: list[SampleRead] = []
-    lengths: list[int] = []
-    padded: list[int] = []
-    begin = 0
-    if pack is not None:
-        for dataset, index, aligned in zip(
-            pack.dataset.tolist(), pack.index.tolist(), pack.aligned_lengths.tolist(), strict=True
-        ):
-            read = _sample_read(datasets[dataset], dataset, index, begin)
-            samples.append(read)
-            lengths.append(read.length)
-            padded.append(aligned)
-            begin += aligned
+    aligned = np.zeros(0, np.int64) if pack is None else pack.aligned_lengths
+    samples, images = _reads(pack, datasets, np.cumsum(aligned) - aligned)
     tail = empty_tokens if pack is None else pack.tail
-    if tail:
-        lengths.append(0)
-        padded.append(tail)
-    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    cu_seqlens_padded = np.concatenate([[0], np.cumsum(padded)]).astype(np.int64)
-    grids = np.array([grid for sample in samples for grid in sample.grids], dtype=np.int64).reshape(-1, 3)
+    cu_seqlens = _running_sum(samples.lengths, 0 if tail else None)
+    cu_seqlens_padded = _running_sum(aligned, tail or None)
     if cp_rank is None:
-        ranges = np.array([[0, cu_seqlens_padded[-1]]], dtype=np.int64)
-        images = np.arange(len(grids))
+        ranges = cu_seqlens_padded[[[0, -1]]]
+        held = np.arange(len(images.grids))
     else:
         ranges = chunk_ranges(cu_seqlens_padded, cp_size, cp_rank).reshape(-1, 2)
-        images = np.flatnonzero(image_owners(grids, cp_size) == cp_rank)
-    return PackRequest(tuple(samples), cu_seqlens, cu_seqlens_padded, grids, images, ranges, parts, pad_id)
+        held = np.flatnonzero(image_owners(images.grids, cp_size) == cp_rank)
+    return PackRequest(samples, images, held, cu_seqlens, cu_seqlens_padded, ranges, parts, pad_id)
 
 
-def _sample_read(dataset: VlmDataset, number: int, i: int, begin: int) -> SampleRead:
-    index = dataset.index
-    images = slice(int(index.grid_offsets[i]), int(index.grid_offsets[i + 1]))
-    a, b, c, d = (int(index.data_offsets[name][i]) for name in _READ)
-    x, y, z = (int(index.token_checksums[name][i]) for name in _READ[:3])
-    return SampleRead(
-        dataset=number,
-        shard=int(index.shard[i]),
-        row=int(index.source_row[i]),
-        index=i,
-        key=index.key(i),
-        length=int(index.lengths[i]),
-        padded=int(index.padded_lengths[i]),
-        begin=begin,
-        grids=tuple((t, h, w) for t, h, w in index.grids[images].tolist()),
-        image_starts=tuple(index.image_starts[images].tolist()),
-        offsets=(a, b, c, d),
-        checksums=(x, y, z),
-        image_checksums=tuple(index.image_checksums[images].tolist()),
+def _reads(pack: Pack | None, datasets: Sequence[VlmDataset], begins: IntArray) -> tuple[SampleReads, ImageReads]:
+    """Looks the samples up in the indices, a dataset at a time."""
+    empty = np.zeros(0, np.int64)
+    dataset = empty if pack is None else pack.dataset.astype(np.int64)
+    index = empty if pack is None else pack.index
+    # Packs are in storage order, so each dataset's samples stand together.
+    bounds = np.searchsorted(dataset, np.arange(len(datasets) + 1))
+    keys: list[str] = []
+    found: list[dict[str, npt.NDArray[Any]]] = []
+    for number in np.flatnonzero(np.diff(bounds)).tolist():
+        group = slice(int(bounds[number]), int(bounds[number + 1]))
+        keys += datasets[number].index.keys.take(index[group]).to_pylist()
+        found.append(_look_up(datasets[number], index[group], begins[group], group.start))
+
+    def column(name: str, dtype: type[np.generic] = np.int64, shape: tuple[int, ...] = (0,)) -> npt.NDArray[Any]:
+        columns = [group[name] for group in found] or [np.zeros(shape)]
+        joined = columns[0] if len(columns) == 1 else np.concatenate(columns, axis=-1)
+        return joined.astype(dtype, copy=False)
+
+    samples = SampleReads(
+        keys=tuple(keys),
+        dataset=dataset,
+        shard=column("shard"),
+        row=column("row"),
+        index=index,
+        lengths=column("lengths"),
+        padded=column("padded"),
+        begins=begins,
+        offsets=column("offsets", shape=(3, 0)),
+        checksums=column("checksums", np.uint64, (3, 0)),
     )
+    images = ImageReads(
+        sample=column("image_sample"),
+        grids=np.ascontiguousarray(column("image_grids", shape=(3, 0)).T),
+        starts=column("image_starts"),
+        offsets=column("image_offsets"),
+        checksums=column("image_checksums", np.uint64),
+    )
+    return samples, images
+
+
+def _look_up(dataset: VlmDataset, chosen: IntArray, begins: IntArray, first: int) -> dict[str, npt.NDArray[Any]]:
+    """The columns of some samples of one dataset; the last axis counts samples, or images."""
+    index = dataset.index
+    image_begins = index.grid_offsets[chosen]
+    counts = index.grid_offsets[chosen + 1] - image_begins
+    owner = np.repeat(np.arange(len(chosen)), counts)
+    images = _concatenated_ranges(image_begins, counts)
+    grids = index.grids[images].astype(np.int64)
+    # A sample's images lie one behind the other in its patches.
+    ends = np.cumsum(grids.prod(axis=1) * PATCH_BYTES)
+    before = np.concatenate([np.zeros(1, np.int64), ends])
+    first_byte = index.data_offsets["patches"][chosen] - before[np.cumsum(counts) - counts]
+    return {
+        "shard": index.shard[chosen],
+        "row": index.source_row[chosen],
+        "lengths": index.lengths[chosen],
+        "padded": index.padded_lengths[chosen],
+        "offsets": np.array([index.data_offsets[name][chosen] for name in TOKEN_MEMBERS]),
+        "checksums": np.array([index.token_checksums[name][chosen] for name in TOKEN_MEMBERS]),
+        "image_sample": owner + first,
+        "image_grids": grids.T,
+        "image_starts": index.image_starts[images] + begins[owner],
+        "image_offsets": before[:-1] + first_byte[owner],
+        "image_checksums": index.image_checksums[images],
+    }
+
+
+def _running_sum(lengths: IntArray, tail: int | None) -> IntArray:
+    """Segment boundaries, from 0; a tail is one more segment."""
+    bounds = np.zeros(len(lengths) + (1 if tail is None else 2), np.int64)
+    np.cumsum(lengths, out=bounds[1 : len(lengths) + 1])
+    if tail is not None:
+        bounds[-1] = bounds[-2] + tail
+    return bounds
+
+
+def _concatenated_ranges(starts: IntArray, lengths: IntArray) -> IntArray:
+    """Concatenates ``arange(start, start + length)`` over all pairs."""
+    before = np.cumsum(lengths) - lengths
+    ranges: IntArray = np.arange(int(lengths.sum())) + np.repeat(starts - before, lengths)
+    return ranges

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,7 +54,8 @@ class Session:
         device: torch.device | None,
         start: Position,
     ):
-        self.next_position: Position | None = start
+        self._next: Position | None = start
+        self._process = os.getpid()
         self._rank_stream, self._device = stream, device
         self._pool = BufferPool()
         self._mover = DeviceMover(device) if device is not None and device.type == "cuda" else None
@@ -65,17 +67,15 @@ class Session:
             self._pipeline = WorkerPipeline(stream.jobs(start), shards, self._pool, config, self._prepare)
             self._items = iter(self._pipeline)
 
-    def take(self) -> Ready:
-        """The next batch, on the device and safe to use on its current stream.
+    def continues_at(self, position: Position) -> bool:
+        """Whether the next batch is the one at this position. Not in a fork, which has neither thread nor workers."""
+        return self._next == position and self._process == os.getpid()
 
-        After an error there is no next one (:attr:`next_position` is None): only :meth:`close` is left.
-        """
-        try:
-            item = next(self._items)
-        except BaseException:
-            self.next_position = None
-            raise
-        self.next_position = item.tag.following
+    def take(self) -> Ready:
+        """The next batch, on the device and safe to use on its current stream. After an error there is none."""
+        self._next = None
+        item = next(self._items)
+        self._next = item.tag.following
         if isinstance(item, _Flying):
             assert self._mover is not None
             return Ready(item.tag, self._mover.receive(item.flight), item.bytes_read)
@@ -83,11 +83,15 @@ class Session:
 
     def close(self) -> None:
         """Stops everything; batches that were taken stay valid."""
+        if self._process != os.getpid():
+            return  # the workers and buffers are the parent's
         if self._pipeline is not None:
             self._pipeline.close()
         if self._mover is not None:
             self._mover.close()
         self._pool.close()
+        # These hold this object as well: without the knot, what they hold is given back now, not at some collection.
+        self._pipeline, self._items = None, iter(())
 
     def _prepare(self, filled: Filled[Tag]) -> Ready | _Flying:
         """Runs in the pipeline's thread, one batch ahead of the consumer."""
@@ -98,3 +102,23 @@ class Session:
         if self._device is not None:
             batch = batch.to(self._device)
         return Ready(filled.job.tag, batch, filled.bytes_read)
+
+
+class CurrentSession:
+    """The session a loader is in, if any. Apart from the loader, so that it can be ended when the loader is gone."""
+
+    def __init__(self) -> None:
+        self._session: Session | None = None
+
+    def at(self, position: Position, begin: Callable[[], Session]) -> Session:
+        """The current session if it goes on at this position, else a new one."""
+        if self._session is None or not self._session.continues_at(position):
+            self.end()
+            self._session = begin()
+        return self._session
+
+    def end(self) -> None:
+        """Ends the session, if there is one."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()

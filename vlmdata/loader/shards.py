@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Buffer, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import xxhash
 
-from vlmdata.errors import DatasetFormatError
+from vlmdata.errors import DatasetFormatError, ResourceError
 
 #: Files kept open per process; far below the usual limit of 1,024.
 _OPEN_FILES = 128
@@ -76,7 +77,7 @@ class ShardStore:
         self._open: OrderedDict[tuple[int, int], int] = OrderedDict()
         self.bytes_read = 0
 
-    def read(self, dataset: int, shard: int, offset: int, into: memoryview, checksum: int, what: str) -> None:
+    def read(self, dataset: int, shard: int, offset: int, into: memoryview, checksum: int | None, what: str) -> None:
         """Fills ``into`` from a shard.
 
         Args:
@@ -84,7 +85,7 @@ class ShardStore:
             shard: Shard number.
             offset: First byte.
             into: Writable bytes; all of them are filled.
-            checksum: xxh3-64 the bytes must have.
+            checksum: xxh3-64 the bytes must have; None leaves the check to the caller (:meth:`is_sound`).
             what: Row, key and field, for messages.
 
         Raises:
@@ -101,11 +102,20 @@ class ShardStore:
                 )
             done += got
         self.bytes_read += done
-        if self._verify and (found := xxhash.xxh3_64_intdigest(into)) != checksum:
-            raise DatasetFormatError(
-                f"{self._path(dataset, shard)}: {what}: the data changed after preprocessing: xxh3 is {found:016x}, "
-                f"expected {checksum:016x}. Run `vlmdata verify` and restore the shard, or preprocess it again."
-            )
+        if checksum is not None and not self.is_sound(into, checksum):
+            raise self.changed(dataset, shard, into, checksum, what)
+
+    def is_sound(self, data: Buffer, checksum: int) -> bool:
+        """Whether bytes have their checksum; always, if reads are not verified."""
+        return not self._verify or xxhash.xxh3_64_intdigest(data) == checksum
+
+    def changed(self, dataset: int, shard: int, data: Buffer, checksum: int, what: str) -> DatasetFormatError:
+        """The error for bytes that are not :meth:`is_sound`."""
+        return DatasetFormatError(
+            f"{self._path(dataset, shard)}: {what}: the data changed after preprocessing: xxh3 is "
+            f"{xxhash.xxh3_64_intdigest(data):016x}, expected {checksum:016x}. Run `vlmdata verify` and restore the "
+            "shard, or preprocess it again."
+        )
 
     def _file(self, dataset: int, shard: int) -> int:
         key = (dataset, shard)
@@ -117,6 +127,8 @@ class ShardStore:
         try:
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise ResourceError(f"{path}: {error.strerror}; raise the limit (`ulimit -n`)") from error
             raise DatasetFormatError(f"{path}: cannot open the shard: {error.strerror}") from error
         size = os.fstat(file).st_size
         if size != info.bytes:

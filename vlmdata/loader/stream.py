@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from vlmdata.batch import PackedBatch, SampleOrigin, Slice
@@ -80,23 +81,25 @@ class RankStream:
         base = filled.lease.array()
         fields = {name: torch.from_numpy(view) for name, view in layout_of(request).views(base).items()}
         bounds = request.cu_seqlens_padded
+        samples, images = request.samples, request.images
+        origins = (column.tolist() for column in (samples.dataset, samples.shard, samples.row, samples.index))
         return PackedBatch(
             input_ids=fields.get("input_ids"),
             labels=fields.get("labels"),
             loss_mask=fields.get("loss_mask"),
             position_ids=fields["position_ids"],
             padding_mask=fields["padding_mask"],
-            cu_seqlens=torch.from_numpy(request.cu_seqlens).int(),
-            cu_seqlens_padded=torch.from_numpy(bounds).int(),
+            cu_seqlens=torch.from_numpy(request.cu_seqlens.astype(np.int32)),
+            cu_seqlens_padded=torch.from_numpy(bounds.astype(np.int32)),
             max_seqlen=int((bounds[1:] - bounds[:-1]).max(initial=0)),
             total_tokens=request.total_tokens,
             true_tokens=int(request.cu_seqlens[-1]),
-            image_grid_thw=torch.from_numpy(request.grids),
-            image_starts=torch.from_numpy(request.image_starts),
-            image_indices=torch.from_numpy(request.images),
+            image_grid_thw=torch.from_numpy(images.grids),
+            image_starts=torch.from_numpy(images.starts),
+            image_indices=torch.from_numpy(request.held),
             patches=fields.get("patches"),
-            sample_keys=tuple(sample.key for sample in request.samples),
-            origins=tuple(SampleOrigin(s.dataset, s.shard, s.row, s.index) for s in request.samples),
+            sample_keys=samples.keys,
+            origins=tuple(map(SampleOrigin, *origins)),
             epoch=tag.position.epoch,
             step=tag.position.step,
             micro_batch=tag.position.micro_batch,

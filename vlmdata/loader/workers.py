@@ -28,6 +28,9 @@ from vlmdata.loader.shards import DatasetShards, ShardStore
 _MAX_RESTARTS = 3
 #: Seconds that a killed process may take to be gone; one that waits for a dead network file system never is.
 _DEATH_SECONDS = 10.0
+#: Seconds in which a worker that works gives its batch, which ends the thread's waiting and the thread. Once workers
+#: are killed it takes PyTorch 5 s to notice.
+_GRACE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,16 +159,18 @@ class WorkerPipeline[T]:
             yield item
 
     def close(self, wait: bool = True) -> None:
-        """Stops the workers, and waits until they and the thread are gone."""
+        """Stops the workers.
+
+        Args:
+            wait: Whether they and the thread are gone afterwards; else they are only told to go.
+        """
         self._stopped.set()
+        wait = wait and self._thread is not threading.current_thread()  # garbage is collected in any thread
+        if wait:
+            self._thread.join(timeout=_GRACE_SECONDS)
         _kill_workers(self._iterator, wait)  # a worker that is stuck would not listen to anything softer
-        while True:  # the thread may be waiting for room
-            try:
-                self._ready.get_nowait()
-            except queue.Empty:
-                break
-        if wait and self._thread is not threading.current_thread():  # garbage is collected in any thread
-            self._thread.join(timeout=30)
+        if wait:
+            self._thread.join(timeout=_DEATH_SECONDS)
 
     def _run(self) -> None:
         pending: list[tuple[Job[T], Lease]] = []
@@ -230,6 +235,8 @@ class WorkerPipeline[T]:
         return iter(loader)
 
     def _deliver(self, made: tuple[Job[T], Lease], outcome: int | VlmdataError) -> None:
+        if self._stopped.is_set():
+            return
         if isinstance(outcome, VlmdataError):
             raise outcome
         self._put(self._on_thread(Filled(*made, outcome)))

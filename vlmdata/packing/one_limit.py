@@ -24,6 +24,22 @@ _TOLERANCE = 1000
 _MAX_TOLERATED_BINS = 16
 
 
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """Which strategies to try, and what to be content with.
+
+    Attributes:
+        strategies: In the order in which they are tried.
+        excess: Share of the lower bound by which the number of bins may exceed it without another try.
+    """
+
+    strategies: tuple[Strategy, ...] = STRATEGIES
+    excess: float = 0.0
+
+
+TRY_ALL = Preference()
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Bins:
     """Items grouped in bins, as CSR.
@@ -108,13 +124,36 @@ class SizeClasses:
         return order, _slot_bins(packing)
 
 
-def pack_sizes(sizes: IntArray, capacity: int, key: int) -> Bins:
+def learn_preference(sizes: IntArray, capacity: int, key: int) -> Preference:
+    """Find what works for all items together, to save the tries when they are packed in many parts.
+
+    Args:
+        sizes: int64 (n,), each in ``[1, capacity]``.
+        capacity: Bin size.
+        key: Stream key.
+
+    Returns:
+        The strategies, the one with the fewest bins first, and a little more than the excess it leaves.
+    """
+    if not len(sizes):
+        return TRY_ALL
+    grouped = SizeClasses(sizes, capacity)
+    bound = bin_lower_bound(grouped.sizes, grouped.counts, capacity)
+    hashes = hash64(len(sizes), key)
+    bins = [_try(strategy, grouped, capacity, bound, hashes).num_bins for strategy in STRATEGIES]
+    order = np.argsort(bins, kind="stable")
+    excess = min(bins) / bound - 1 + 1 / _TOLERANCE
+    return Preference(tuple(STRATEGIES[index] for index in order), excess)
+
+
+def pack_sizes(sizes: IntArray, capacity: int, key: int, preference: Preference = TRY_ALL) -> Bins:
     """Pack items under one limit, within a fraction of a percent of the lower bound where sizes allow it.
 
     Args:
         sizes: int64 (n,), each in ``[1, capacity]``.
         capacity: Bin size.
         key: Stream key: decides which of several items of one size goes where, and the opening items.
+        preference: From :func:`learn_preference`; the default tries all strategies until one is very good.
 
     Returns:
         The bins, none empty, none over capacity, every position once. A function of the arguments only.
@@ -122,7 +161,7 @@ def pack_sizes(sizes: IntArray, capacity: int, key: int) -> Bins:
     if not len(sizes):
         return Bins(np.zeros(0, np.int64), np.zeros(1, np.int64))
     grouped = SizeClasses(sizes, capacity)
-    packing = _best_packing(grouped, capacity, derive_key("openers", key))
+    packing = _best_packing(grouped, capacity, derive_key("openers", key), preference)
     return group_items(*grouped.place(packing, key), packing.num_bins)
 
 
@@ -172,22 +211,29 @@ def group_items(items: IntArray, bins: IntArray, num_bins: int) -> Bins:
     return Bins(items[keys], offsets)
 
 
-def _best_packing(grouped: SizeClasses, capacity: int, key: int) -> HistogramPacking:
+def _best_packing(grouped: SizeClasses, capacity: int, key: int, preference: Preference) -> HistogramPacking:
     """Try the strategies in order; the histogram makes each try cheap, however many items there are."""
-    sizes, counts, classes = grouped.sizes, grouped.counts, grouped.classes
-    bound = bin_lower_bound(sizes, counts, capacity)
-    good_enough = bound + min(bound // _TOLERANCE, _MAX_TOLERATED_BINS)
-    hashes = hash64(len(classes), key)
+    bound = bin_lower_bound(grouped.sizes, grouped.counts, capacity)
+    tolerated = min(bound // _TOLERANCE, _MAX_TOLERATED_BINS)
+    if preference.excess:
+        tolerated = 1 + int(bound * preference.excess)  # the last bin of a part is rarely full
+    hashes = hash64(len(grouped.classes), key)
     best: HistogramPacking | None = None
-    for strategy in STRATEGIES:
-        openers = _draw_openers(strategy, classes, len(sizes), bound, hashes)
-        packing = pack_histogram(sizes, counts, capacity, strategy, openers=openers)
+    for strategy in preference.strategies:
+        packing = _try(strategy, grouped, capacity, bound, hashes)
         if best is None or packing.num_bins < best.num_bins:
             best = packing
-        if best.num_bins <= good_enough:
+        if best.num_bins <= bound + tolerated:
             break
     assert best is not None
     return best
+
+
+def _try(
+    strategy: Strategy, grouped: SizeClasses, capacity: int, bound: int, hashes: npt.NDArray[np.uint64]
+) -> HistogramPacking:
+    openers = _draw_openers(strategy, grouped.classes, len(grouped.sizes), bound, hashes)
+    return pack_histogram(grouped.sizes, grouped.counts, capacity, strategy, openers=openers)
 
 
 def _draw_openers(

@@ -15,7 +15,7 @@ from vlmdata.packing.blend import epoch_passes
 from vlmdata.packing.config import PlanConfig
 from vlmdata.packing.seeding import derive_key, permutation
 from vlmdata.packing.table import SampleTable
-from vlmdata.packing.two_limits import pack_samples
+from vlmdata.packing.two_limits import Limits, Window, pack_windows
 from vlmdata.packing.windows import Windows, make_windows
 
 IntArray = npt.NDArray[np.int64]
@@ -280,21 +280,22 @@ def _refuse(
 def _pack_windows(table: SampleTable, config: PlanConfig, epoch: int, windows: Windows) -> EpochPlan:
     """Pack each window on its own and shuffle its packs."""
     units = config.capacity // config.alignment
-    num_uses = len(windows.samples)
-    samples = np.empty(num_uses, np.int32)
-    repeats = np.empty(num_uses, np.int32)
-    counts = []
-    bounds = windows.offsets.tolist()
-    for number, (start, stop) in enumerate(pairwise(bounds)):
+    tokens = aligned(table.lengths, config.alignment) // config.alignment
+    patches = tokens if config.max_patches is None else table.num_patches.astype(np.int64)
+    bounds = list(pairwise(windows.offsets.tolist()))
+    parts = []
+    for number, (start, stop) in enumerate(bounds):
         uses = windows.samples[start:stop]
-        tokens = aligned(table.lengths[uses], config.alignment) // config.alignment
-        patches = table.num_patches[uses].astype(np.int64) if config.max_patches is not None else tokens
-        key = derive_key("window", config.seed, epoch, number)
-        bins = pack_samples(tokens, patches, units, config.max_patches, key)
-        bins = bins.reordered(permutation(bins.num_bins, derive_key("packs", key)))
-        samples[start:stop] = uses[bins.items]
-        repeats[start:stop] = windows.repeats[start:stop][bins.items]
-        counts.append(np.diff(bins.offsets))
+        parts.append(Window(tokens[uses], patches[uses], derive_key("window", config.seed, epoch, number)))
+    packed = pack_windows(parts, Limits(units, config.max_patches), derive_key("epoch", config.seed, epoch))
+    samples = np.empty(len(windows.samples), np.int32)
+    repeats = np.empty(len(windows.samples), np.int32)
+    counts = []
+    for (start, stop), part, bins in zip(bounds, parts, packed, strict=True):
+        shuffled = bins.reordered(permutation(bins.num_bins, derive_key("packs", part.key)))
+        samples[start:stop] = windows.samples[start:stop][shuffled.items]
+        repeats[start:stop] = windows.repeats[start:stop][shuffled.items]
+        counts.append(np.diff(shuffled.offsets))
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(counts))])
     window_offsets = np.cumsum([0] + [len(count) for count in counts])
     return EpochPlan(table, config, epoch, samples, repeats, offsets, window_offsets)

@@ -14,7 +14,7 @@ from vlmdata.packing.balance import balanced, imbalance, in_order, micro_batch_i
 from vlmdata.packing.blend import DatasetShare, realised_shares
 from vlmdata.packing.plan import EpochPlan
 from vlmdata.packing.seeding import derive_key, permutation
-from vlmdata.packing.two_limits import lower_bound
+from vlmdata.packing.two_limits import Limits, lower_bound
 
 IntArray = npt.NDArray[np.int64]
 
@@ -112,7 +112,8 @@ def report_plan(plan: EpochPlan, dp_size: int = 1) -> PlanReport:
     room = plan.num_packs * config.capacity
     tokens, padded_tokens = int(lengths.sum()), int(padded.sum())
     patches = plan.table.num_patches[plan.samples].astype(np.int64)
-    bound = lower_bound(padded // config.alignment, patches, config.capacity // config.alignment, config.max_patches)
+    limits = Limits(config.capacity // config.alignment, config.max_patches)
+    bound = lower_bound(padded // config.alignment, patches, limits)
     naive = _naive_padded_tokens(padded, np.diff(plan.offsets), config.seed)
     last = plan.padded_step(plan.num_steps - 1, dp_size)
     return PlanReport(

@@ -2,17 +2,21 @@
 
 Patches are nearly a function of tokens, so as a rule one limit decides and the other is rarely touched. The deciding
 one (with the greater lower bound) is packed alone, which is fast and tight; packs that break the other limit are
-emptied, together with enough packs that have room to spare in it, and their samples packed again under both limits.
+emptied, together with enough packs that have room to spare in it, and their samples packed again under both limits. The
+last part runs for all windows at once, since its cost is in the number of numpy operations.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from vlmdata.packing.cells import pack_pairs
 from vlmdata.packing.lower_bound import bin_lower_bound
-from vlmdata.packing.one_limit import Bins, fill_up, group_items, pack_sizes
+from vlmdata.packing.one_limit import TRY_ALL, Bins, Preference, fill_up, group_items, learn_preference, pack_sizes
 from vlmdata.packing.seeding import derive_key
 
 IntArray = npt.NDArray[np.int64]
@@ -23,89 +27,185 @@ _REPACK_LOAD = 0.96
 _CLEARLY_LESS = 0.9
 
 
-def pack_samples(tokens: IntArray, patches: IntArray, capacity: int, max_patches: int | None, key: int) -> Bins:
-    """Pack samples under a token limit and, if given, a patch limit.
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a pack may hold.
+
+    Attributes:
+        tokens: In alignment units.
+        patches: Or None for no limit.
+    """
+
+    tokens: int
+    patches: int | None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Window:
+    """Samples that are packed together.
+
+    Attributes:
+        tokens: int64 (n,), aligned token lengths in alignment units, each in ``[1, limits.tokens]``.
+        patches: int64 (n,), each in ``[0, limits.patches]``; not looked at without that limit.
+        key: Stream key.
+    """
+
+    tokens: IntArray
+    patches: IntArray
+    key: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Draft:
+    """A window packed by one limit, before what breaks the other is put right.
+
+    Attributes:
+        window: The window.
+        items: int64 (m,), the samples packed so far, by position in the window.
+        packed: int64 (m,), their use of the packed limit.
+        other: int64 (m,), their use of the other limit.
+        bins: Bins of positions in ``items``.
+        emptied: bool (bins,), to be packed again.
+    """
+
+    window: Window
+    items: IntArray
+    packed: IntArray
+    other: IntArray
+    bins: Bins
+    emptied: npt.NDArray[np.bool_]
+
+    def pool(self) -> IntArray:
+        """int64 (k,): positions in ``items`` to be packed again."""
+        return np.flatnonzero(self.emptied[self.bins.bin_of_item()])
+
+
+def pack_windows(windows: Sequence[Window], limits: Limits, key: int) -> list[Bins]:
+    """Pack the samples of each window, under a token limit and, if given, a patch limit.
 
     Args:
-        tokens: int64 (n,), aligned token lengths in alignment units, each in ``[1, capacity]``.
-        patches: int64 (n,), each in ``[0, max_patches]``.
-        capacity: Alignment units per pack.
-        max_patches: Patches per pack, or None for no limit.
-        key: Stream key.
+        windows: The windows, none empty.
+        limits: What a pack may hold.
+        key: Stream key for what is done for all windows at once.
 
     Returns:
-        The packs; every sample once, no limit broken. A function of the arguments only.
+        The packs of each window; every sample once, no limit broken. A function of the arguments only.
     """
-    if max_patches is None or not len(tokens):
-        return pack_sizes(tokens, capacity, key)
-    token_bound = bin_lower_bound(*np.unique(tokens, return_counts=True), capacity)
-    patch_bound = bin_lower_bound(*np.unique(patches, return_counts=True), max_patches)
-    ways: list[Bins] = []
-    if token_bound >= patch_bound * _CLEARLY_LESS:
-        bins = pack_sizes(tokens, capacity, key)
-        ways.append(_repack_broken(bins, tokens, patches, capacity, max_patches, key))
-    if patch_bound >= token_bound * _CLEARLY_LESS:
-        ways.append(_pack_by_patches(tokens, patches, capacity, max_patches, key))
-    return min(ways, key=lambda way: way.num_bins)
+    max_patches = limits.patches
+    if max_patches is None:
+        preference = _learn([window.tokens for window in windows], limits.tokens, key)
+        return [pack_sizes(window.tokens, limits.tokens, window.key, preference) for window in windows]
+    bounds = [(_bound(window.tokens, limits.tokens), _bound(window.patches, max_patches)) for window in windows]
+    by_tokens = [at for at, (tokens, patches) in enumerate(bounds) if tokens >= patches * _CLEARLY_LESS]
+    by_patches = [at for at, (tokens, patches) in enumerate(bounds) if patches >= tokens * _CLEARLY_LESS]
+    found: list[list[Bins]] = [[] for _ in windows]
+    for way, chosen in ((_by_tokens, by_tokens), (_by_patches, by_patches)):
+        packed = way([windows[at] for at in chosen], limits.tokens, max_patches, key)
+        for at, bins in zip(chosen, packed, strict=True):
+            found[at].append(bins)
+    return [min(ways, key=lambda way: way.num_bins) for ways in found]
 
 
-def lower_bound(tokens: IntArray, patches: IntArray, capacity: int, max_patches: int | None) -> int:
+def lower_bound(tokens: IntArray, patches: IntArray, limits: Limits) -> int:
     """Lower bound on the packs: the greater of the bounds of the two limits taken alone.
 
     Args:
-        tokens: As for :func:`pack_samples`.
-        patches: As for :func:`pack_samples`.
-        capacity: As for :func:`pack_samples`.
-        max_patches: As for :func:`pack_samples`.
+        tokens: As in :class:`Window`.
+        patches: As in :class:`Window`.
+        limits: What a pack may hold.
 
     Returns:
         The bound; 0 without samples.
     """
-    bound = bin_lower_bound(*np.unique(tokens, return_counts=True), capacity)
-    if max_patches is not None:
-        bound = max(bound, bin_lower_bound(*np.unique(patches, return_counts=True), max_patches))
-    return bound
+    bound = _bound(tokens, limits.tokens)
+    return bound if limits.patches is None else max(bound, _bound(patches, limits.patches))
 
 
-def _pack_by_patches(tokens: IntArray, patches: IntArray, capacity: int, max_patches: int, key: int) -> Bins:
-    """Pack the samples that have patches by patches; text then fills the tokens left over."""
-    with_patches = np.flatnonzero(patches)
-    text = np.flatnonzero(patches == 0)
-    image_tokens, image_patches = tokens[with_patches], patches[with_patches]
-    unit = int(np.gcd.reduce(image_patches))  # merged images: a multiple of 4; fewer distinct sizes
-    bins = pack_sizes(image_patches // unit, max_patches // unit, key)
-    bins = _repack_broken(bins, image_patches, image_tokens, max_patches, capacity, key)
-    room = capacity - bins.sums(image_tokens)
-    labels, num_bins = fill_up(room, tokens[text], capacity, derive_key("text", key))
-    items = np.concatenate([with_patches, text])
-    return group_items(items, np.concatenate([bins.bin_of_item(), labels]), num_bins)
+def _bound(sizes: IntArray, capacity: int) -> int:
+    return bin_lower_bound(*np.unique(sizes, return_counts=True), capacity)
 
 
-def _repack_broken(
-    bins: Bins, packed: IntArray, other: IntArray, packed_limit: int, other_limit: int, key: int
-) -> Bins:
-    """Empty the bins that break the other limit, and some that have room in it, and pack those under both."""
-    use = bins.sums(other)
-    broken = use > other_limit
+def _learn(parts: Sequence[IntArray], capacity: int, key: int) -> Preference:
+    """Many windows need not all try everything."""
+    return learn_preference(np.concatenate(parts), capacity, key) if len(parts) > 1 else TRY_ALL
+
+
+def _by_tokens(windows: Sequence[Window], capacity: int, max_patches: int, key: int) -> list[Bins]:
+    """Pack by tokens, then put right what breaks the patch limit."""
+    preference = _learn([window.tokens for window in windows], capacity, derive_key("tokens", key))
+    drafts = []
+    for window in windows:
+        bins = pack_sizes(window.tokens, capacity, window.key, preference)
+        everything = np.arange(len(window.tokens))
+        emptied = _to_empty(bins.sums(window.patches), max_patches)
+        drafts.append(_Draft(window, everything, window.tokens, window.patches, bins, emptied))
+    repacked = _repack(drafts, capacity, max_patches, derive_key("tokens", key))
+    return [
+        group_items(draft.items, labels, count) if draft.emptied.any() else draft.bins
+        for draft, (labels, count) in zip(drafts, repacked, strict=True)
+    ]
+
+
+def _by_patches(windows: Sequence[Window], capacity: int, max_patches: int, key: int) -> list[Bins]:
+    """Pack samples with patches by patches, put right what breaks the token limit; text fills the tokens left over."""
+    images = [np.flatnonzero(window.patches) for window in windows]
+    # Merged images have a multiple of 4 patches: in that unit there are fewer distinct sizes.
+    unit = int(np.gcd.reduce(np.concatenate([w.patches for w in windows]))) if windows else 1
+    limit = max_patches // unit
+    sizes = [window.patches[some] // unit for window, some in zip(windows, images, strict=True)]
+    preference = _learn(sizes, limit, derive_key("patches", key))
+    drafts = []
+    for window, some, size in zip(windows, images, sizes, strict=True):
+        bins = pack_sizes(size, limit, window.key, preference)
+        other = window.tokens[some]
+        drafts.append(_Draft(window, some, size, other, bins, _to_empty(bins.sums(other), capacity)))
+    result = []
+    for draft, (label, count) in zip(drafts, _repack(drafts, limit, capacity, derive_key("patches", key)), strict=True):
+        text = np.flatnonzero(draft.window.patches == 0)
+        used = np.zeros(count, np.int64)
+        np.add.at(used, label, draft.other)
+        text_label, total = fill_up(
+            capacity - used, draft.window.tokens[text], capacity, derive_key("text", draft.window.key)
+        )
+        items, labels = np.concatenate([draft.items, text]), np.concatenate([label, text_label])
+        result.append(group_items(items, labels, total))
+    return result
+
+
+def _repack(drafts: Sequence[_Draft], packed_limit: int, other_limit: int, key: int) -> list[tuple[IntArray, int]]:
+    """Pack what was emptied under both limits; per draft int64 (m,) the bin of each of its items, and how many bins."""
+    pools = [draft.pool() for draft in drafts]
+    if not sum(len(pool) for pool in pools):
+        return [(draft.bins.bin_of_item(), draft.bins.num_bins) for draft in drafts]
+    again = pack_pairs(
+        np.concatenate([draft.packed[pool] for draft, pool in zip(drafts, pools, strict=True)]),
+        np.concatenate([draft.other[pool] for draft, pool in zip(drafts, pools, strict=True)]),
+        packed_limit,
+        other_limit,
+        key,
+        np.repeat(np.arange(len(drafts)), [len(pool) for pool in pools]),
+    )
+    result = []
+    start = 0
+    for draft, pool in zip(drafts, pools, strict=True):
+        used, local = np.unique(again[start : start + len(pool)], return_inverse=True)
+        start += len(pool)
+        kept = ~draft.emptied
+        label = (np.cumsum(kept) - 1)[draft.bins.bin_of_item()]
+        label[pool] = local + int(kept.sum())
+        result.append((label, int(kept.sum()) + len(used)))
+    return result
+
+
+def _to_empty(use: IntArray, limit: int) -> npt.NDArray[np.bool_]:
+    """Choose bins to empty: those over the limit, and those that use least, as many as bring the average down."""
+    broken = use > limit
     if not broken.any():
-        return bins
-    emptied = broken | _partners(use, broken, int(other_limit * _REPACK_LOAD))
-    label = bins.bin_of_item()
-    pool = np.flatnonzero(emptied[label])
-    again, used = pack_pairs(packed[pool], other[pool], packed_limit, other_limit, derive_key("repack", key))
-    label = (np.cumsum(~emptied) - 1)[label]
-    kept = int((~emptied).sum())
-    label[pool] = again + kept
-    return group_items(np.arange(len(packed)), label, kept + used)
-
-
-def _partners(use: IntArray, broken: npt.NDArray[np.bool_], target: int) -> npt.NDArray[np.bool_]:
-    """Choose the bins that use least, as many as bring the average of all emptied bins down to ``target``."""
+        return broken
+    target = int(limit * _REPACK_LOAD)
     excess = int((use[broken] - target).sum())
     spare = np.where(broken, 0, np.maximum(target - use, 0))
     order = np.argsort(-spare, kind="stable")
-    given = np.cumsum(spare[order])
-    count = min(int(np.searchsorted(given, excess)) + 1, int((spare > 0).sum()))
-    chosen = np.zeros(len(use), np.bool_)
-    chosen[order[:count]] = True
-    return chosen
+    count = min(int(np.searchsorted(np.cumsum(spare[order]), excess)) + 1, int((spare > 0).sum()))
+    broken[order[:count]] = True
+    return broken

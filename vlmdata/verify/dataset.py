@@ -8,13 +8,14 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 
-from vlmdata.errors import DatasetFormatError
+from vlmdata.errors import DatasetFormatError, ResourceError
 from vlmdata.format.index import DatasetIndex
 from vlmdata.format.ledger import read_ledger
 from vlmdata.format.manifest import Manifest, canonical_hash
@@ -96,7 +97,13 @@ def _audit_shards(opened: _Opened, workers: int) -> Iterator[ShardAudit]:
     with ProcessPoolExecutor(
         min(workers, len(shards)), get_context("spawn"), initializer=_start_worker, initargs=(opened.directory,)
     ) as pool:
-        yield from pool.map(_audit_in_worker, shards)
+        try:
+            yield from pool.map(_audit_in_worker, shards)
+        except BrokenProcessPool as error:
+            raise ResourceError(
+                f"{opened.directory}: a process of the audit was killed (out of memory?); nothing was changed. "
+                "Run it again, with fewer --workers."
+            ) from error
 
 
 _worker: _Opened | None = None

@@ -1,0 +1,189 @@
+"""Buffers are reused, never too early, and nothing outlives its loader."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import resource
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.loader.helpers import assert_same, buffer_files, epoch_of, packs_of, stream, worker_pids
+from vlmdata.errors import ResourceError
+from vlmdata.loader.buffers import BufferMaps, BufferPool
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_kept_batches_stay_as_they_were_while_the_loader_goes_on(chat: Path, num_workers: int) -> None:
+    kept, copies = [], []
+    with stream(chat, num_workers=num_workers) as loader:
+        for _ in range(2):
+            for batch in loader:
+                kept.append(batch)
+                copies.append(batch.clone())
+    assert_same(kept, copies)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_view_of_one_field_keeps_its_batch(chat: Path, num_workers: int) -> None:
+    with stream(chat, num_workers=num_workers) as loader:
+        pieces = [(batch.position_ids[1:, 0, 3:], batch.position_ids[1:, 0, 3:].clone()) for batch in loader]
+        list(loader)
+    for piece, copy in pieces:
+        assert torch.equal(piece, copy)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_that_are_dropped_make_room_for_the_next(chat: Path, num_workers: int) -> None:
+    assert buffer_files() == 0
+    with stream(chat, num_workers=num_workers) as loader:
+        for batch in loader:
+            assert batch.total_tokens
+        settled = buffer_files()
+        # What can be under way at once: prefetched, on their way, the consumer's last two.
+        assert 0 < settled <= 2 * num_workers + 5
+        for _ in range(8):
+            for batch in loader:
+                assert batch.total_tokens
+        assert buffer_files() <= settled + 1
+    del batch
+    assert buffer_files() == 0
+
+
+def test_a_consumer_that_keeps_batches_makes_the_pool_grow(chat: Path) -> None:
+    with stream(chat) as loader:
+        kept = list(loader)
+        assert buffer_files() >= len(kept)
+
+
+def test_keeping_more_than_the_system_allows_is_explained(chat: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            used = len(os.listdir("/proc/self/fd"))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (used + 16, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+            try:
+                list(stream(chat))
+            except ResourceError as error:
+                os._exit(0 if re.match(r"[2-8] batches .*ulimit", str(error)) else 3)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_outlive_their_loader(chat: Path, num_workers: int) -> None:
+    loader = stream(chat, num_workers=num_workers)
+    batches = list(islice(loader, 3))
+    copies = [batch.clone() for batch in batches]
+    del loader
+    gc.collect()
+    epoch_of(chat)  # takes what memory was given back
+    assert_same(batches, copies)
+
+
+def test_a_forgotten_loader_stops_its_workers(chat: Path) -> None:
+    loader = stream(chat, num_workers=2)
+    iterator = iter(loader)
+    next(iterator)
+    assert len(worker_pids()) == 2
+    del loader, iterator
+    gc.collect()
+    assert worker_pids() == []
+    assert buffer_files() == 0
+
+
+def test_a_closed_loader_goes_on_when_it_is_asked_to(chat: Path) -> None:
+    whole = packs_of(epoch_of(chat))
+    loader = stream(chat, num_workers=1)
+    before = packs_of(islice(loader, 5))
+    loader.close()
+    assert worker_pids() == []
+    after = packs_of(loader)
+    loader.close()
+    loader.close()
+    assert before + after == whole
+
+
+def test_a_forked_copy_leaves_the_parents_workers_and_batches_alone(chat: Path) -> None:
+    whole = epoch_of(chat)
+    loader = stream(chat, num_workers=1)
+    iterator = iter(loader)
+    batches = [next(iterator)]
+    child = os.fork()
+    if child == 0:  # goes on by itself where the parent stood, and ends
+        try:
+            loader._pipeline_config = stream(chat)._pipeline_config
+            same = packs_of(loader) == packs_of(whole[1:])
+            loader.close()
+            os._exit(0 if same else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert len(worker_pids()) == 1
+    assert_same([*batches, *iterator], whole)
+    loader.close()
+
+
+def test_loading_draws_nothing_from_the_trainings_random_numbers(chat: Path) -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    epoch_of(chat, num_workers=2)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class TestPool:
+    def test_a_buffer_in_use_is_not_given_out_again(self) -> None:
+        pool = BufferPool()
+        lease = pool.acquire(100)
+        lease.memory()[:] = 1  # filling it does not end the lease
+        array = lease.array()
+        other = pool.acquire(100)
+        assert other.name != lease.name
+        view = array[10:20]
+        del array
+        assert pool.acquire(100).name not in (lease.name, other.name)
+        del view
+        assert pool.acquire(100).name == lease.name
+        pool.close()
+
+    def test_the_smallest_that_fits_is_taken(self) -> None:
+        pool = BufferPool()
+        small, large = pool.acquire(1), pool.acquire(9_000_000)
+        assert large.name.bytes >= 9_000_000
+        small.release()
+        large.release()
+        assert pool.acquire(2).name == small.name
+        assert pool.acquire(5_000_000).name == large.name
+        assert pool.total_bytes == small.name.bytes + large.name.bytes
+        pool.close()
+
+    def test_a_lease_ends_once(self) -> None:
+        pool = BufferPool()
+        lease = pool.acquire(1)
+        lease.release()
+        with pytest.raises(AssertionError):
+            lease.array()
+        pool.close()
+
+    def test_a_workers_view_is_the_same_memory(self) -> None:
+        pool, maps = BufferPool(), BufferMaps()
+        lease = pool.acquire(8)
+        maps.array(lease.name)[:8] = np.arange(8, dtype=np.uint8)
+        assert lease.array()[:8].tolist() == list(range(8))
+        pool.close()
+
+    def test_a_late_worker_does_not_write_to_a_later_buffer(self) -> None:
+        first, second = BufferPool(), BufferPool()
+        name = first.acquire(1).name
+        first.close()
+        again = second.acquire(1).name
+        assert again.path == name.path  # the same number of an open file, another file
+        with pytest.raises(ResourceError, match="closed"):
+            BufferMaps().array(name)
+        second.close()

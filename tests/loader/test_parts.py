@@ -1,0 +1,180 @@
+"""Each rank reads only its part: of the fields, of the tokens, of the images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.loader.helpers import assert_same, differences, epoch_of, stream
+from vlmdata.batch import PackedBatch, Slice
+from vlmdata.format.dataset import VlmDataset
+from vlmdata.vision_split import BREAK_EVEN_PATCHES, image_owners
+
+PARTS: list[tuple[str, ...]] = [
+    (),
+    ("tokens",),
+    ("labels",),
+    ("pixels",),
+    ("tokens", "labels"),
+    ("tokens", "pixels"),
+    ("labels", "pixels"),
+    ("tokens", "labels", "pixels"),
+]
+#: Bytes of a stored token: positions, ids, and the mask.
+POSITION_BYTES, ID_BYTES, MASK_BYTES = 12, 4, 1
+
+
+@pytest.mark.parametrize("parts", PARTS, ids="+".join)
+def test_what_is_asked_for_is_there_and_equal_and_nothing_else(chat: Path, parts: tuple[str, ...]) -> None:
+    fields = {"tokens": ["input_ids"], "labels": ["labels", "loss_mask"], "pixels": ["patches"]}
+    present = {field for part in parts for field in fields[part]}
+    absent = {field for names in fields.values() for field in names} - present
+    for batch, whole in zip(epoch_of(chat, parts=parts), epoch_of(chat), strict=True):
+        assert {name for name in fields_of(batch) if getattr(batch, name) is None} == absent
+        assert set(differences(batch, whole)) == absent
+
+
+def fields_of(batch: PackedBatch) -> list[str]:
+    return list(batch.__dataclass_fields__.keys() - {"context_parallel"})
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("parts", PARTS, ids="+".join)
+def test_bytes_read_are_those_of_the_parts(
+    chat: Path, chats: VlmDataset, parts: tuple[str, ...], num_workers: int
+) -> None:
+    if num_workers and parts != ("labels",):
+        pytest.skip("once is enough: the same code counts")
+    stored = int(chats.index.padded_lengths.sum())
+    expected = POSITION_BYTES * stored
+    expected += ID_BYTES * stored * bool({"tokens", "labels"} & set(parts))
+    expected += MASK_BYTES * stored * ("labels" in parts)
+    expected += int(chats.index.num_patches.sum()) * 768 * ("pixels" in parts)
+    with stream(chat, parts=parts, num_workers=num_workers) as loader:
+        batches = list(loader)
+        stats = loader.stats
+    assert stats.bytes_read == expected
+    assert stats.batches == len(batches)
+    assert stats.tokens == int(chats.index.lengths.sum()) == sum(batch.true_tokens for batch in batches)
+
+
+def test_without_pixels_there_are_no_pixel_values(chat: Path) -> None:
+    batch = epoch_of(chat, parts=("tokens",))[0]
+    with pytest.raises(ValueError, match="without the part 'pixels'"):
+        batch.pixel_values()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_ranks_slice_is_the_slice_of_the_whole(chat: Path, size: int, num_workers: int) -> None:
+    wholes = epoch_of(chat, context_parallel=size)
+    for rank in range(size):
+        slices = epoch_of(chat, context_parallel=size, context_parallel_rank=rank, num_workers=num_workers)
+        assert_same(slices, [whole.context_parallel_shard(rank, size) for whole in wholes])
+        assert {batch.context_parallel for batch in slices} == {Slice(rank, size)}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("options", [{}, {"pad_to_capacity": True}, {"tensor_parallel": 3, "capacity": 840}])
+def test_the_slices_are_the_zigzag_and_cover_the_pack_once(chat: Path, size: int, options: dict[str, int]) -> None:
+    wholes = epoch_of(chat, context_parallel=size, **options)
+    for rank in range(size):
+        mine = epoch_of(chat, context_parallel=size, context_parallel_rank=rank, **options)
+        for batch, whole in zip(mine, wholes, strict=True):
+            owned = zigzag(whole.cu_seqlens_padded.tolist(), size, rank)
+            assert len(owned) == whole.total_tokens // size
+            for name in ("input_ids", "labels", "loss_mask", "padding_mask"):
+                assert torch.equal(getattr(batch, name), getattr(whole, name)[:, owned])
+            for name in ("position_ids", "cu_seqlens", "cu_seqlens_padded", "image_grid_thw", "image_starts"):
+                assert torch.equal(getattr(batch, name), getattr(whole, name))
+    everything = sorted(t for rank in range(size) for t in zigzag(wholes[0].cu_seqlens_padded.tolist(), size, rank))
+    assert everything == list(range(wholes[0].total_tokens))
+
+
+def zigzag(bounds: list[int], size: int, rank: int) -> list[int]:
+    """Token by token: each sample in 2 * size chunks, of which a rank has the rank-th from either end."""
+    owned = []
+    for begin, end in pairwise(bounds):
+        chunk = (end - begin) // (2 * size)
+        owned += [t for t in range(begin, end) if (t - begin) // chunk in (rank, 2 * size - 1 - rank)]
+    return owned
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_image_is_read_and_encoded_by_one_rank(chat: Path, chats: VlmDataset, size: int) -> None:
+    wholes = epoch_of(chat, context_parallel=size)
+    seen = [torch.zeros(len(whole.image_grid_thw), dtype=torch.int64) for whole in wholes]
+    patch_bytes = 0
+    for rank in range(size):
+        with stream(chat, context_parallel=size, context_parallel_rank=rank, parts=("pixels",)) as loader:
+            for number, (batch, whole) in enumerate(zip(loader, wholes, strict=True)):
+                assert batch.patches is not None
+                assert whole.patches is not None
+                seen[number][batch.image_indices] += 1
+                assert torch.equal(batch.patches, patches_of(whole, batch.image_indices.tolist()))
+                assert batch.pixel_values().shape == (len(batch.patches), 1536)
+                patch_bytes += batch.patches.nbytes
+            assert loader.stats.bytes_read == POSITION_BYTES * int(chats.index.padded_lengths.sum()) + sum(
+                batch_bytes(whole, rank, size) for whole in wholes
+            )
+    assert all((counts == 1).all() for counts in seen)
+    assert patch_bytes == int(chats.index.num_patches.sum()) * 768
+
+
+def batch_bytes(whole: PackedBatch, rank: int, size: int) -> int:
+    patches = whole.context_parallel_shard(rank, size).patches
+    assert patches is not None
+    return patches.nbytes
+
+
+def patches_of(whole: PackedBatch, images: list[int]) -> torch.Tensor:
+    assert whole.patches is not None
+    pieces = whole.patches.split(whole.image_grid_thw.prod(1).tolist())
+    return torch.cat([whole.patches[:0], *[pieces[image] for image in images]])
+
+
+def test_a_slice_is_not_sliced_again_and_uneven_samples_are_refused(chat: Path) -> None:
+    whole = epoch_of(chat, context_parallel=2)[0]
+    with pytest.raises(ValueError, match="already slice 0 of 2"):
+        whole.context_parallel_shard(0, 2).context_parallel_shard(1, 2)
+    uneven = next(batch for batch in epoch_of(chat) if (batch.cu_seqlens_padded % 4).any())
+    with pytest.raises(ValueError, match="plan with alignment 4"):
+        uneven.context_parallel_shard(0, 2)
+
+
+class TestImageOwners:
+    grids = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 40), st.integers(1, 40)), max_size=12)
+
+    @given(grids, st.integers(1, 5))
+    def test_no_rank_has_more_than_one_image_too_many(self, grids: list[tuple[int, int, int]], size: int) -> None:
+        owners = image_owners(grids, size).tolist()
+        costs = [t * h * w * (BREAK_EVEN_PATCHES + h * w) for t, h, w in grids]
+        loads = [sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == rank) for rank in range(size)]
+        assert len(owners) == len(grids)
+        assert all(0 <= owner < size for owner in owners)
+        # Greedy: when the busiest rank got its last image, no other was less busy.
+        assert max(loads) <= min(loads) + max(costs, default=0)
+
+    def test_the_largest_are_dealt_out_first(self) -> None:
+        small, large = (1, 4, 4), (1, 40, 40)
+        assert image_owners([small, large, large, small, small], 2).tolist() == [0, 0, 1, 1, 0]
+
+    def test_torch_and_numpy_and_no_images(self) -> None:
+        tensor = torch.tensor([[1, 4, 4], [1, 8, 8]])
+        assert image_owners(tensor, 2).tolist() == image_owners(tensor.numpy(), 2).tolist() == [1, 0]
+        assert image_owners(torch.zeros(0, 3, dtype=torch.int64), 2).tolist() == []
+
+
+def test_a_middle_stage_takes_no_part_and_still_knows_the_layout(chat: Path) -> None:
+    check: Callable[[PackedBatch], bool] = lambda batch: bool((batch.position_ids > 0).any())  # noqa: E731
+    batches = epoch_of(chat, parts=())
+    assert any(check(batch) for batch in batches)
+    for batch in batches:
+        assert batch.input_ids is batch.labels is batch.loss_mask is batch.patches is None
+        assert batch.total_tokens == batch.position_ids.shape[-1] == batch.padding_mask.shape[-1]
