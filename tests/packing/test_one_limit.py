@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tests.packing.helpers import best_fit_decreasing
 from vlmdata.packing.histogram import STRATEGIES, Strategy, pack_histogram
 from vlmdata.packing.lower_bound import bin_lower_bound
-from vlmdata.packing.one_limit import Bins, fill_up, group_items, pack_sizes
+from vlmdata.packing.one_limit import Bins, Preference, fill_up, group_items, learn_preference, pack_sizes
 
 PLAIN = Strategy(None, 0.0)
 
@@ -117,6 +117,25 @@ def test_same_key_same_bins(case: tuple[np.ndarray, int], key: int) -> None:
     one, two = pack_sizes(sizes, capacity, key), pack_sizes(sizes.copy(), capacity, key)
     assert one.items.tolist() == two.items.tolist()
     assert one.offsets.tolist() == two.offsets.tolist()
+
+
+def test_a_preference_is_tried_in_order_until_one_is_good_enough() -> None:
+    sizes = np.random.default_rng(0).integers(600, 1200, 20_000)
+    good = pack_sizes(sizes, 8192, 0).num_bins
+    bound = bin_lower_bound(*np.unique(sizes, return_counts=True), 8192)
+    content = Preference((PLAIN, *STRATEGIES), 1.0)
+    assert pack_sizes(sizes, 8192, 0, content).num_bins == best_fit_decreasing(sizes.tolist(), 8192) > good
+    strict = Preference((PLAIN, *STRATEGIES), good / bound - 1 + 1e-4)
+    assert pack_sizes(sizes, 8192, 0, strict).num_bins <= good + 2
+
+
+def test_the_learned_preference_is_what_was_best() -> None:
+    sizes = np.random.default_rng(0).integers(600, 1200, 20_000)
+    preference = learn_preference(sizes, 8192, 0)
+    assert sorted(map(repr, preference.strategies)) == sorted(map(repr, STRATEGIES))
+    assert preference.strategies[0].lookahead is not None, "plain best fit is worse on these"
+    assert preference.strategies[-1].lookahead is None
+    assert 0.001 <= preference.excess < 0.01
 
 
 def test_unique_sizes_still_meet_new_neighbours() -> None:

@@ -31,7 +31,14 @@ class ShardSource(Protocol):
     """Where a dataset's shards come from."""
 
     def local_path(self, shard: ShardFile) -> Path:
-        """A path on this machine that holds the shard's bytes; it may be removed once it has been opened."""
+        """Where the shard's bytes lie on this machine, once it was opened."""
+
+    def open(self, shard: ShardFile) -> int:
+        """A file descriptor to read the shard from; the caller closes it.
+
+        Raises:
+            VlmdataError: If it cannot be had.
+        """
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,21 @@ class LocalShards:
     def local_path(self, shard: ShardFile) -> Path:
         """The file itself."""
         return self.directory / shard.name
+
+    def open(self, shard: ShardFile) -> int:
+        """Opens the file.
+
+        Raises:
+            DatasetFormatError: If it is missing or may not be read.
+            ResourceError: If too many files are open.
+        """
+        path = self.local_path(shard)
+        try:
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise ResourceError(f"{path}: {error.strerror}; raise the limit (`ulimit -n`)") from error
+            raise DatasetFormatError(f"{path}: cannot open the shard: {error.strerror}") from error
 
 
 @dataclass(frozen=True)
@@ -90,11 +112,16 @@ class ShardStore:
 
         Raises:
             DatasetFormatError: If the file is missing, short, or the bytes are not those that were written.
+            ResourceError: If the disk cannot read it.
         """
         file = self._file(dataset, shard)
         done = 0
         while done < into.nbytes:
-            got = os.preadv(file, [into[done:]], offset + done)
+            try:
+                got = os.preadv(file, [into[done:]], offset + done)
+            except OSError as error:
+                path = self._path(dataset, shard)
+                raise ResourceError(f"{path}: {what}: cannot be read at byte {offset + done}: {error}") from error
             if got == 0:
                 raise DatasetFormatError(
                     f"{self._path(dataset, shard)}: {what}: the file ends at byte {offset + done}, "
@@ -123,19 +150,13 @@ class ShardStore:
             self._open.move_to_end(key)
             return self._open[key]
         info = self._datasets[dataset].files[shard]
-        path = self._datasets[dataset].source.local_path(info)
-        try:
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                raise ResourceError(f"{path}: {error.strerror}; raise the limit (`ulimit -n`)") from error
-            raise DatasetFormatError(f"{path}: cannot open the shard: {error.strerror}") from error
+        file = self._datasets[dataset].source.open(info)
         size = os.fstat(file).st_size
         if size != info.bytes:
             os.close(file)
             raise DatasetFormatError(
-                f"{path}: {size} bytes, but the manifest says {info.bytes} (sha256 {info.sha256}); "
-                "the shard was cut or replaced. Restore it, or preprocess again."
+                f"{self._path(dataset, shard)}: {size} bytes, but the manifest says {info.bytes} (sha256 "
+                f"{info.sha256}); the shard was cut or replaced. Restore it, or preprocess again."
             )
         self._open[key] = file
         if len(self._open) > _OPEN_FILES:
@@ -143,8 +164,10 @@ class ShardStore:
         return file
 
     def _path(self, dataset: int, shard: int) -> str:
+        """For messages: the shard by the name the user gave, and its copy here if it is one."""
         found = self._datasets[dataset]
-        return f"{found.name}/{found.files[shard].name}"
+        name, path = f"{found.name}/{found.files[shard].name}", found.source.local_path(found.files[shard])
+        return name if name == str(path) else f"{name} (read from {path})"
 
     def close(self) -> None:
         """Closes all files."""

@@ -1,0 +1,466 @@
+"""The loader: bytes per second, against what else one could do; time to the first batch; bytes a rank reads.
+
+    python benchmarks/loader.py                 # everything; some minutes
+    python benchmarks/loader.py --quick         # few repeats, to see that it runs
+
+Data: the real receipts (../shared/data/receipts_real; the drawn demo where they are absent) through the real
+`vlmdata preprocess`, four copies of them, more than any cache holds; and short chats, listed over and over to a million
+samples. All shards are in the page cache: storage is not measured.
+
+Ways that are compared run in turn, in every repeat; numbers are medians over repeats, ratios medians of the ratios
+within a repeat, so that a machine that is busy with something else slows both sides. PyTorch runs with one thread. Writes
+benchmarks/results/loader-<date>.json and .md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import io
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from hardware import hardware
+from loader_data import copies, preprocess, repeated, short_chats, source_named
+
+from vlmdata import StreamingLoader
+from vlmdata.batch import PackedBatch
+
+RESULTS = Path(__file__).resolve().parent / "results"
+COPIES = 4
+CAPACITY = 8192
+GLOBAL_BATCH = 4
+BUFFERS = 4
+
+Row = dict[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="few repeats and a small index")
+    parser.add_argument("--work", type=Path, help="where data is made, and found again; default: a temporary folder")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where results are written")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="vlmdata-bench-") as temporary:
+        work = options.work or Path(temporary)
+        work.mkdir(parents=True, exist_ok=True)
+        results = measure(work, options.quick)
+    text = report(results)
+    print(text)
+    options.out.mkdir(parents=True, exist_ok=True)
+    stem = options.out / f"loader-{datetime.date.today().isoformat()}"
+    stem.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+    stem.with_suffix(".md").write_text(text)
+
+
+def measure(work: Path, quick: bool) -> Row:
+    note("making data")
+    name = source_named("receipts_real") or "demo"
+    receipts = preprocess(name, work / "receipts", *(("--limit", "53") if name == "demo" else ()))
+    data = copies(receipts, COPIES)
+    chats = short_chats(work)
+    million = repeated(chats, 25 if quick else 500, work / "million")
+    versions = ("torch", "torchvision", "numpy", "transformers", "webdataset", "xxhash")
+    results: Row = {
+        "date": datetime.date.today().isoformat(),
+        "hardware": hardware(*versions),
+        "source": Path(name).name,
+    }
+    repeats = 2 if quick else 9
+    results["throughput"] = throughput(data, repeats, 1 if quick else 3)
+    results["webdataset"] = against_webdataset(data, 2 if quick else 5)
+    results["on_the_fly"] = [against_on_the_fly(name, data, 1 if quick else 3)]
+    if cord := source_named("cord_v2_real"):
+        results["on_the_fly"].append(against_on_the_fly(cord, [preprocess(cord, work / "cord")], 2 if quick else 7))
+    results["short_samples"] = short_samples(million, 1 if quick else 5, 50 if quick else 300)
+    results["first_batch"] = first_batch({"receipts": data, "chats": [million]}, 2 if quick else 7)
+    results["bytes_read"] = bytes_read(data)
+    results["load_average_at_end"] = round(os.getloadavg()[0], 2)
+    return results
+
+
+# --- 1: bytes per second ---------------------------------------------------------------------------------------
+
+
+def throughput(data: list[Path], repeats: int, epochs: int) -> Row:
+    """Assembled bytes per second, and those of a copy of equally many bytes in equally large pieces."""
+    sizes, packs = epoch_sizes(data)
+    source = np.ones(sum(sizes), np.uint8)  # memory to memory: more than the cache on both sides
+    buffers = [np.ones(max(sizes), np.uint8) for _ in range(BUFFERS)]
+
+    def copy() -> tuple[float, float]:
+        begun, cpu = time.perf_counter(), time.process_time()
+        for _ in range(epochs):
+            at = 0
+            for number, size in enumerate(sizes):
+                np.copyto(buffers[number % BUFFERS][:size], source[at : at + size])
+                at += size
+        return epochs * sum(sizes) / (time.perf_counter() - begun), epochs * sum(sizes) / (time.process_time() - cpu)
+
+    cases = [(workers, verify) for workers in (0, 1, 2) for verify in (True, False)]
+    loaders = {case: open_loader(data, num_workers=case[0], verify=case[1]) for case in cases}
+    found: dict[Any, list[tuple[float, float]]] = {case: [] for case in [*cases, "copy"]}
+    for repeat in range(repeats):
+        note(f"throughput {repeat + 1}/{repeats}")
+        found["copy"].append(copy())
+        for case in cases:
+            found[case].append(stream_epochs(loaders[case], epochs))
+            loaders[case].close()  # its workers must not run on while others are timed
+    copied = found.pop("copy")
+    rows = []
+    for (workers, verify), speeds in found.items():
+        ratios = [wall / base for (wall, _), (base, _) in zip(speeds, copied, strict=True)]
+        row = {"num_workers": workers, "verify": verify, "bytes_per_s": median(wall for wall, _ in speeds)}
+        row |= {"ratio": median(ratios), "ratio_least": min(ratios), "ratio_most": max(ratios)}
+        if workers == 0:
+            row["cpu_ratio"] = median(cpu / base for (_, cpu), (_, base) in zip(speeds, copied, strict=True))
+        rows.append(row)
+    return {
+        "epoch_bytes": sum(sizes),
+        "packs": packs,
+        "copy_bytes_per_s": median(wall for wall, _ in copied),
+        "copy_bytes_per_cpu_s": median(cpu for _, cpu in copied),
+        "rows": rows,
+    }
+
+
+def stream_epochs(loader: StreamingLoader, epochs: int) -> tuple[float, float]:
+    """Bytes of batches per second, and per second of this process's CPU time, over some epochs after a first one.
+
+    The clock starts without a pause after the first: workers are then exactly as far ahead as at the end.
+    """
+    for _ in loader:
+        pass
+    total, begun, cpu = 0, time.perf_counter(), time.process_time()
+    for _ in range(epochs):
+        for batch in loader:
+            total += batch_bytes(batch)
+    return total / (time.perf_counter() - begun), total / (time.process_time() - cpu)
+
+
+def epoch_sizes(data: list[Path]) -> tuple[list[int], int]:
+    with open_loader(data) as loader:
+        sizes = [batch_bytes(batch) for batch in loader]
+    return sizes, len(sizes)
+
+
+def batch_bytes(batch: PackedBatch) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in batch.tensors().values())
+
+
+def open_loader(data: list[Path], **options: Any) -> StreamingLoader:
+    return StreamingLoader(data, **{"capacity": CAPACITY, "global_batch": GLOBAL_BATCH, **options})
+
+
+# --- 2: plain webdataset ---------------------------------------------------------------------------------------
+
+
+def against_webdataset(data: list[Path], repeats: int) -> Row:
+    """Samples per second of the loader and of `WebDataset(shards).decode()`, one process each."""
+    import webdataset
+
+    shards = [str(shard) for folder in data for shard in sorted(folder.glob("*.tar"))]
+    ours, theirs = [], []
+    for repeat in range(repeats):
+        note(f"webdataset {repeat + 1}/{repeats}")
+        begun, count = time.perf_counter(), 0
+        for _ in webdataset.WebDataset(shards, shardshuffle=False).decode():
+            count += 1
+        theirs.append(count / (time.perf_counter() - begun))
+        with open_loader(data) as loader:
+            ours.append(samples_per_s(loader, 1))
+    return {
+        "samples": count,
+        "webdataset_samples_per_s": median(theirs),
+        "loader_samples_per_s": median(ours),
+        "ratio": median(a / b for a, b in zip(ours, theirs, strict=True)),
+    }
+
+
+def samples_per_s(
+    loader: StreamingLoader, epochs: int, use: Callable[[PackedBatch], Any] = lambda batch: None
+) -> float:
+    for batch in loader:
+        use(batch)
+    begun, count = time.perf_counter(), 0
+    for _ in range(epochs):
+        for batch in loader:
+            count += batch.num_samples
+            use(batch)
+    return count / (time.perf_counter() - begun)
+
+
+# --- 3: work on the fly ----------------------------------------------------------------------------------------
+
+
+def against_on_the_fly(source: str, data: list[Path], repeats: int) -> Row:
+    """Samples per second of the loader and of decode + transformers' processor per sample, one thread each."""
+    prepare, formats = on_the_fly(source, data[0])
+    ways: dict[str, Callable[[], float]] = {
+        "loader": lambda: load_rate(data),
+        # What a training step needs is float pixels: here expanded on the CPU, though a GPU does it in no time.
+        "loader_and_pixel_values": lambda: load_rate(data, lambda batch: batch.pixel_values(torch.bfloat16)),
+    }
+    found: dict[str, list[float]] = {name: [] for name in [*ways, "on_the_fly"]}
+    for repeat in range(repeats):
+        note(f"on the fly, {Path(source).name} {repeat + 1}/{repeats}")
+        begun = time.perf_counter()
+        count = sum(1 for _ in prepare())
+        found["on_the_fly"].append(count / (time.perf_counter() - begun))
+        for name, way in ways.items():
+            found[name].append(way())
+    row: Row = {"source": Path(source).name, "rows": count, "formats": formats}
+    row |= {f"{name}_samples_per_s": median(rates) for name, rates in found.items()}
+    for name in ways:
+        row[f"{name}_ratio"] = median(a / b for a, b in zip(found[name], found["on_the_fly"], strict=True))
+    return row
+
+
+def load_rate(data: list[Path], use: Callable[[PackedBatch], Any] = lambda batch: None) -> float:
+    with open_loader(data, global_batch=1) as loader:
+        return samples_per_s(loader, max(1, 20 // loader.steps(0)), use)
+
+
+def on_the_fly(source: str, dataset: Path) -> tuple[Callable[[], Iterator[Any]], str]:
+    """What a training script without preprocessing does to each row; rows are in memory, as stored bytes."""
+    from PIL import Image
+    from transformers import AutoTokenizer, Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
+
+    from preprocess.config import ImageConfig, RecipeConfig
+    from preprocess.conversation import ImagePart
+    from preprocess.recipes.base import load_recipe
+    from preprocess.sources.open import open_source
+
+    limits = ImageConfig()
+    images = Qwen2VLImageProcessor(
+        patch_size=16,
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
+        size={"shortest_edge": limits.min_pixels, "longest_edge": limits.max_pixels},
+    )
+    assert images.backend == "torchvision"
+    tokenizer = AutoTokenizer.from_pretrained(dataset / "tokenizer")
+    processor = Qwen3VLProcessor(images, tokenizer, Qwen3VLVideoProcessor(), chat_template=tokenizer.chat_template)
+    opened, recipe = open_source(source, limit=53), load_recipe("cord_v2", RecipeConfig())
+    conversations = [recipe(opened.row(i)) for i in range(opened.num_rows)]
+    files = [part.data for talk in conversations for part in talk.images()]
+    formats = sorted({str(Image.open(io.BytesIO(data)).format) for data in files})
+
+    def content(part: Any) -> Row:
+        if isinstance(part, ImagePart):
+            return {"type": "image", "image": Image.open(io.BytesIO(part.data)).convert("RGB")}
+        return {"type": "text", "text": part.text}
+
+    def prepare() -> Iterator[Any]:
+        for talk in conversations:
+            messages = [{"role": m.role, "content": [content(part) for part in m.parts]} for m in talk.messages]
+            yield processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt")
+
+    next(prepare())
+    return prepare, ", ".join(formats)
+
+
+# --- short samples ---------------------------------------------------------------------------------------------
+
+
+def short_samples(dataset: Path, repeats: int, batches: int) -> list[Row]:
+    """Text in short samples: few bytes, so the cost is that of the samples."""
+    rows = []
+    for workers in (0, 1):
+        speeds = []
+        with open_loader([dataset], num_workers=workers, global_batch=32) as loader:
+            batch_of = iter(loader)
+            for repeat in range(repeats):
+                note(f"short samples, {workers} workers, {repeat + 1}/{repeats}")
+                for _ in range(20):
+                    next(batch_of)
+                begun, samples, tokens = time.perf_counter(), 0, 0
+                for _ in range(batches):
+                    batch = next(batch_of)
+                    samples, tokens = samples + batch.num_samples, tokens + batch.true_tokens
+                seconds = time.perf_counter() - begun
+                speeds.append((samples / seconds, tokens / seconds))
+        row = {"num_workers": workers, "samples_per_pack": samples / batches}
+        row |= {"samples_per_s": median(s for s, _ in speeds), "tokens_per_s": median(t for _, t in speeds)}
+        rows.append(row)
+    return rows
+
+
+# --- 4: time to the first batch --------------------------------------------------------------------------------
+
+
+def first_batch(datasets: dict[str, list[Path]], repeats: int) -> list[Row]:
+    """Seconds from nothing to a batch in hand, in a process that has all imports."""
+    rows = []
+    for name, data in datasets.items():
+        for workers in (0, 1):
+            times: dict[str, list[float]] = {"open": [], "fresh": [], "resumed": []}
+            for repeat in range(repeats):
+                note(f"first batch, {name}, {workers} workers, {repeat + 1}/{repeats}")
+                gc.collect()
+                begun = time.perf_counter()
+                with open_loader(data, num_workers=workers) as loader:
+                    times["open"].append(time.perf_counter() - begun)
+                    next(iter(loader))
+                    times["fresh"].append(time.perf_counter() - begun)
+                    state = loader.state_dict()
+                    state["step"], samples = loader.steps(0) // 2, sum(map(len, loader.datasets))
+                gc.collect()
+                begun = time.perf_counter()
+                with open_loader(data, num_workers=workers) as loader:
+                    loader.load_state_dict(state)
+                    assert next(iter(loader)).step == state["step"]
+                    times["resumed"].append(time.perf_counter() - begun)
+            row: Row = {"data": name, "samples": samples, "num_workers": workers}
+            rows.append(row | {way: median(seconds) for way, seconds in times.items()})
+    return rows
+
+
+# --- 5: bytes per rank -----------------------------------------------------------------------------------------
+
+
+def bytes_read(data: list[Path]) -> list[Row]:
+    """Bytes read from shards per rank and epoch: exact counts, no timing."""
+    note("bytes read")
+    everything = ("tokens", "labels", "pixels")
+    rows = []
+    for parallel in (1, 2, 4):
+        for parts in (everything, ("tokens", "labels"), ()):
+            read = []
+            for rank in range(parallel):
+                options = {"context_parallel": parallel, "context_parallel_rank": rank if parallel > 1 else None}
+                with open_loader(data, parts=parts, verify=False, **options) as loader:
+                    for _ in loader:
+                        pass
+                    read.append(loader.stats.bytes_read)
+            row = {"context_parallel": parallel, "parts": list(parts), "mean": sum(read) / parallel, "most": max(read)}
+            rows.append(row)
+    for row in rows:
+        row["share"] = row["most"] / rows[0]["most"]
+    return rows
+
+
+# --- report ----------------------------------------------------------------------------------------------------
+
+
+def note(text: str) -> None:
+    print(f"  {text}", file=sys.stderr, flush=True)
+
+
+def table(header: list[str], lines: list[list[Any]]) -> str:
+    rows = [header, ["---"] * len(header), *([str(cell) for cell in line] for line in lines)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+
+
+def giga(rate: float) -> str:
+    return f"{rate / 1e9:.2f}"
+
+
+def report(results: Row) -> str:
+    machine = ", ".join(f"{name} {value}" for name, value in results["hardware"].items())
+    through, plain = results["throughput"], results["webdataset"]
+    sections = [f"# Loader, {results['date']}\n\n{machine}; load average at the end {results['load_average_at_end']}\n"]
+    sections.append(
+        f"## Bytes per second ({results['source']}, {through['epoch_bytes'] / 1e6:,.0f} MB an epoch in "
+        f"{through['packs']} packs, page cache)\n\n"
+        f"memcpy: {giga(through['copy_bytes_per_s'])} GB/s, {giga(through['copy_bytes_per_cpu_s'])} GB per CPU second. "
+        "Aim: 0.5 of it with one worker.\n\n"
+        + table(
+            ["workers", "checksums", "GB/s", "of memcpy", "least, most", "of memcpy, in CPU time"],
+            [
+                [
+                    row["num_workers"],
+                    "on" if row["verify"] else "off",
+                    giga(row["bytes_per_s"]),
+                    f"**{row['ratio']:.2f}**",
+                    f"{row['ratio_least']:.2f}, {row['ratio_most']:.2f}",
+                    f"{row['cpu_ratio']:.2f}" if "cpu_ratio" in row else "",
+                ]
+                for row in through["rows"]
+            ],
+        )
+    )
+    sections.append(
+        f"## Against plain webdataset ({plain['samples']} samples, one process)\n\n"
+        f"webdataset {plain['webdataset_samples_per_s']:,.0f} samples/s, loader {plain['loader_samples_per_s']:,.0f} "
+        f"samples/s packed: **{plain['ratio']:.1f}** times.\n"
+    )
+    header = [
+        "source",
+        "rows",
+        "on the fly, samples/s",
+        "loader",
+        "times",
+        "loader + bf16 pixel_values on the CPU",
+        "times",
+    ]
+    lines = []
+    for row in results["on_the_fly"]:
+        line = [f"{row['source']} ({row['formats']})", row["rows"], f"{row['on_the_fly_samples_per_s']:.1f}"]
+        for name in ("loader", "loader_and_pixel_values"):
+            line += [f"{row[f'{name}_samples_per_s']:,.0f}", f"**{row[f'{name}_ratio']:.0f}**"]
+        lines.append(line)
+    aim = "Decode, transformers' processor and tokenizer per sample, one thread each; no workers. Aim: 20 times.\n\n"
+    sections.append("## Against work on the fly\n\n" + aim + table(header, lines))
+    sections.append(
+        "## Short samples (text)\n\n"
+        + table(
+            ["workers", "samples a pack", "samples/s", "tokens/s"],
+            [
+                [
+                    row["num_workers"],
+                    f"{row['samples_per_pack']:.0f}",
+                    f"{row['samples_per_s']:,.0f}",
+                    f"{row['tokens_per_s']:,.0f}",
+                ]
+                for row in results["short_samples"]
+            ],
+        )
+    )
+    sections.append(
+        "## Seconds to the first batch\n\n"
+        + table(
+            ["data", "samples", "workers", "opened and planned", "first batch", "first batch of a resume in mid-epoch"],
+            [
+                [
+                    row["data"],
+                    f"{row['samples']:,}",
+                    row["num_workers"],
+                    *(f"{row[name]:.2f}" for name in ("open", "fresh", "resumed")),
+                ]
+                for row in results["first_batch"]
+            ],
+        )
+    )
+    sections.append(
+        "## Bytes a rank reads in an epoch\n\n"
+        + table(
+            ["context parallel", "parts", "mean MB", "most MB", "most, of a whole rank"],
+            [
+                [
+                    row["context_parallel"],
+                    ", ".join(row["parts"]) or "none (middle stage)",
+                    f"{row['mean'] / 1e6:,.2f}",
+                    f"{row['most'] / 1e6:,.2f}",
+                    f"{row['share']:.4f}",
+                ]
+                for row in results["bytes_read"]
+            ],
+        )
+    )
+    return "\n".join(sections)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""Killed and stuck workers, killed processes: the order stays, and nothing waits for ever."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import psutil
+import pytest
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from tests.loader.helpers import assert_same, epoch_of, packs_of, stream, wait_until, worker_pids
+from vlmdata.errors import ResourceError
+from vlmdata.loader.loader import StreamingLoader
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch looks every 0.2 s, not every 5 s, whether its workers live."""
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.2,))
+
+
+def kill(pids: list[int]) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+class TestKilledWorkers:
+    def test_the_epoch_is_completed_with_the_same_batches(self, chat: Path) -> None:
+        whole = epoch_of(chat)
+        with stream(chat, num_workers=2) as loader:
+            iterator = iter(loader)
+            found = [next(iterator)]
+            first = worker_pids()
+            kill(first[:1])
+            found += iterator  # with PyTorch's own interval
+            assert len(first) == 2
+            assert not set(first) & set(worker_pids())  # both were replaced: they shared a queue
+        assert_same(found, whole)
+
+    @pytest.mark.usefixtures("quick")
+    def test_after_every_few_batches_is_not_too_often(self, chat: Path) -> None:
+        found = []
+        with stream(chat, num_workers=2) as loader:
+            for number, batch in enumerate(loader):
+                found.append(batch)
+                if number % 3 == 0:
+                    kill(worker_pids())
+        assert_same(found, epoch_of(chat))
+
+    @pytest.mark.usefixtures("quick")
+    def test_again_and_again_is_an_error_that_says_so(self, chat: Path) -> None:
+        over = threading.Event()
+
+        def reap() -> None:
+            while not over.wait(0.01):
+                for pid in worker_pids():
+                    try:
+                        os.kill(pid, signal.SIGKILL)
+                    except ProcessLookupError:
+                        continue
+
+        reaper = threading.Thread(target=reap)
+        with stream(chat, num_workers=2) as loader:
+            reaper.start()
+            try:
+                with pytest.raises(ResourceError, match="died 4 times in a row.*Out of memory"):
+                    list(loader)
+            finally:
+                over.set()
+                reaper.join()
+            at = loader.position
+            assert packs_of(loader) == packs_of(epoch_of(chat))[at.step * 4 + at.micro_batch :]
+
+
+class TestStuckWorkers:
+    @pytest.fixture
+    def stuck(self, chat: Path) -> Iterator[tuple[StreamingLoader, int]]:
+        """A loader that ran out of batches since its workers are stopped, and how many it gave."""
+        with stream(chat, num_workers=2, timeout=3) as loader:
+            iterator = iter(loader)
+            next(iterator)
+            for pid in worker_pids():
+                os.kill(pid, signal.SIGSTOP)
+            given, begun = 1, time.monotonic()
+            with pytest.raises(ResourceError, match="no batch came for 3 s.*state is intact"):
+                for _ in iterator:
+                    given, begun = given + 1, time.monotonic()
+            assert time.monotonic() - begun < 4.5
+            assert given < 12
+            yield loader, given
+
+    def test_it_goes_on_where_it_stood(self, chat: Path, stuck: tuple[StreamingLoader, int]) -> None:
+        loader, given = stuck
+        assert packs_of(loader) == packs_of(epoch_of(chat))[given:]
+
+    def test_it_goes_on_from_a_state(self, chat: Path, stuck: tuple[StreamingLoader, int]) -> None:
+        loader, given = stuck
+        state = json.loads(json.dumps(loader.state_dict()))
+        loader.load_state_dict(state)
+        assert packs_of(loader) == packs_of(epoch_of(chat))[given:]
+        with stream(chat) as another:
+            another.load_state_dict(state)
+            assert packs_of(another) == packs_of(epoch_of(chat))[given:]
+
+
+def test_an_interrupted_wait_loses_nothing(chat: Path) -> None:
+    def interrupt() -> None:
+        time.sleep(1)
+        signal.raise_signal(signal.SIGINT)
+
+    with stream(chat, num_workers=1, timeout=20) as loader:
+        found = packs_of(islice(loader, 2))
+        for pid in worker_pids():
+            os.kill(pid, signal.SIGSTOP)
+        threading.Thread(target=interrupt).start()
+        with pytest.raises(KeyboardInterrupt):
+            for batch in loader:
+                found += packs_of([batch])
+        found += packs_of(loader)
+    assert found == packs_of(epoch_of(chat))
+
+
+class TestKilledProcess:
+    """A training process of its own, which saves its state after every batch."""
+
+    def start(self, data: Path, journal: Path, *arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "tests.loader.consumer", str(data), str(journal), *arguments]
+        return subprocess.Popen(command, cwd=ROOT, text=True, stderr=subprocess.PIPE)
+
+    def test_another_one_goes_on_from_the_saved_state(self, chat: Path, tmp_path: Path) -> None:
+        journal = tmp_path / "journal.json"
+        first = self.start(chat, journal, "slowly")
+        seen: list[list[str]] = []
+        workers: list[int] = []
+
+        def halfway() -> bool:
+            assert first.poll() is None, first.stderr
+            if journal.exists():
+                entry = json.loads(journal.read_text())
+                seen[:], workers[:] = entry["seen"], entry["workers"]
+            return len(seen) >= 6
+
+        assert wait_until(halfway, 90)
+        first.kill()
+        first.communicate()
+        assert len(workers) == 2
+        assert wait_until(lambda: not any(psutil.pid_exists(pid) for pid in workers), 15)  # nobody told them
+        entry = json.loads(journal.read_text())
+        assert 6 <= len(entry["seen"]) < 12
+
+        with stream(chat, num_workers=1) as loader:
+            loader.load_state_dict(entry["state"])
+            rest = [list(batch.sample_keys) for batch in loader]
+        assert entry["seen"] + rest == [list(batch.sample_keys) for batch in epoch_of(chat)]
+
+    def test_one_that_just_ends_leaves_no_worker_and_no_noise(self, chat: Path, tmp_path: Path) -> None:
+        journal = tmp_path / "journal.json"
+        process = self.start(chat, journal, "leaves")
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0
+        assert errors == ""
+        entry = json.loads(journal.read_text())
+        assert len(entry["workers"]) == 2
+        assert not any(psutil.pid_exists(pid) for pid in entry["workers"])
+        assert time.time() - entry["ended"] < 10
