@@ -30,7 +30,9 @@ def source_named(name: str) -> str | None:
 def preprocess(source: str, out: Path, *options: str) -> Path:
     """Runs ``vlmdata preprocess``; does nothing if the dataset is there."""
     command = [str(Path(sys.executable).parent / "vlmdata"), "preprocess", source, "--out", str(out), "-j", "1"]
-    subprocess.run([*command, *options], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    done = subprocess.run([*command, *options], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join([*command, *options])}: exit code {done.returncode}\n{done.stderr}")
     return out
 
 
@@ -46,7 +48,8 @@ def copies(dataset: Path, count: int) -> list[Path]:
 
 def short_chats(work: Path, rows: int = 2000) -> Path:
     """A text-only dataset of short chats, in one shard."""
-    drawn, words = random.Random(0), ["total", "amount", "tax", "cash", "change", "price", "item", "number", "date", "shop", "street", "city", "paid"]
+    drawn = random.Random(0)
+    words = [f"word{i}" for i in range(20)]
 
     def text(typical: float) -> str:
         return " ".join(drawn.choices(words, k=min(int(drawn.lognormvariate(typical, 0.8)) + 1, 300)))

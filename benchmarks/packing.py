@@ -5,8 +5,7 @@
 
 One core (the process pins itself). Lengths are drawn, not read: the distributions are below. Writes
 benchmarks/results/packing-<date>.json and .md, and prints the tables. Times are the least of three runs, each in a
-fresh process; memory is the peak of what planning allocates (tracemalloc, in a run of its own), the sample table not
-counted.
+fresh process; memory is how far planning drives up the process's resident memory, the sample table not counted (Linux).
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import platform
 import subprocess
 import sys
 import time
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -170,13 +168,21 @@ def measure_balance(count: int) -> list[dict[str, Any]]:
     return rows
 
 
-def child(name: str, scale: int, memory: bool) -> None:
-    """One timed (or traced) plan in a fresh process; prints JSON."""
+def resident(field: str) -> int:
+    """Bytes of this process in memory now (VmRSS), or at most so far (VmHWM)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"no {field} in /proc/self/status")
+
+
+def child(name: str, scale: int) -> None:
+    """One plan in a fresh process; prints JSON."""
     count, window, max_patches = TIMED[name]
     table = draw("receipts", count // scale)
     config = PlanConfig(CAPACITY, GLOBAL_BATCH, shuffle_window=window, max_patches=max_patches)
-    if memory:
-        tracemalloc.start()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts over
+    before = resident("VmRSS")
     start, cpu_start = time.perf_counter(), time.process_time()
     plan = plan_epoch(table, config, 0)
     result: dict[str, Any] = {
@@ -184,11 +190,9 @@ def child(name: str, scale: int, memory: bool) -> None:
         "cpu_seconds": time.process_time() - cpu_start,
         "packs": plan.num_packs,
         "steps": plan.num_steps,
+        "peak_bytes": resident("VmHWM") - before,
+        "plan_bytes": plan.samples.nbytes + plan.repeats.nbytes + plan.offsets.nbytes,
     }
-    if memory:
-        result["peak_bytes"] = tracemalloc.get_traced_memory()[1]
-        result["plan_bytes"] = plan.samples.nbytes + plan.repeats.nbytes + plan.offsets.nbytes
-        tracemalloc.stop()
     start = time.perf_counter()
     for step in range(100):
         plan.assignment(step % plan.num_steps, DP_SIZE)
@@ -200,14 +204,9 @@ def measure_time(scale: int) -> list[dict[str, Any]]:
     """Plan time (least of three) and memory of every case, each run in a process of its own."""
     rows = []
     for name, (count, _, _) in TIMED.items():
-
-        def run(memory: bool, name: str = name) -> dict[str, Any]:
-            command = [sys.executable, __file__, "--child", name, "--scale", str(scale)]
-            output = subprocess.run(command + ["--memory"] * memory, check=True, capture_output=True, text=True)
-            return dict(json.loads(output.stdout))
-
-        runs = [run(memory=False) for _ in range(RUNS)]
-        traced = run(memory=True)
+        command = [sys.executable, __file__, "--child", name, "--scale", str(scale)]
+        outputs = [subprocess.run(command, check=True, capture_output=True, text=True).stdout for _ in range(RUNS)]
+        runs = [json.loads(output) for output in outputs]
         rows.append(
             {
                 "case": name,
@@ -215,8 +214,8 @@ def measure_time(scale: int) -> list[dict[str, Any]]:
                 "seconds": min(r["seconds"] for r in runs),
                 "cpu_seconds": min(r["cpu_seconds"] for r in runs),
                 "all_seconds": [r["seconds"] for r in runs],
-                "peak_bytes": traced["peak_bytes"],
-                "plan_bytes": traced["plan_bytes"],
+                "peak_bytes": max(r["peak_bytes"] for r in runs),
+                "plan_bytes": runs[0]["plan_bytes"],
                 "assignment_seconds": min(r["assignment_seconds"] for r in runs),
                 "packs": runs[0]["packs"],
             }
@@ -319,10 +318,9 @@ def main() -> None:
     parser.add_argument("--core", type=int, default=0, help="the core to run on")
     parser.add_argument("--child", choices=list(TIMED), help=argparse.SUPPRESS)
     parser.add_argument("--scale", type=int, default=1, help=argparse.SUPPRESS)
-    parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        child(arguments.child, arguments.scale, arguments.memory)
+        child(arguments.child, arguments.scale)
         return
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {arguments.core})  # children inherit it

@@ -8,7 +8,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 
 from preprocess.chat.tokenizer import ChatTokenizer, load_tokenizer
 from preprocess.config import PreprocessConfig
-from preprocess.engine import Counters, Run, describe, run_jobs, start_worker_server
+from preprocess.engine import Counters, Run, describe, run_jobs, start_workers_early
 from preprocess.fingerprints import fingerprints
 from preprocess.shard_job import (
     PROGRESS_DIR,
@@ -105,7 +105,7 @@ def preprocess_dataset(
     """
     watcher = watcher or Watcher()
     if workers > 1 and (overwrite or not (directory / MANIFEST_NAME).exists()):
-        start_worker_server()  # it imports while this process does
+        start_workers_early()
     tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_revision)
     identity = {
         "config": {"options": config.to_json(), "fingerprints": fingerprints(config, tokenizer.info)},
@@ -131,9 +131,10 @@ def preprocess_dataset(
         for job in missing:  # a shard without its record is as good as none; on a small disk it is in the way
             (directory / shard_name(job.number)).unlink(missing_ok=True)
         by_start = {job.row_start: job.number for job in jobs}
-        for record in run_jobs(Run(source, config, directory, counters), missing, workers):
-            records[by_start[record.info.row_start]] = record
-            watcher.shard_done(record)
+        with closing(run_jobs(Run(source, config, directory, counters), missing, workers)) as made:
+            for record in made:
+                records[by_start[record.info.row_start]] = record
+                watcher.shard_done(record)
         ordered = [records[job.number] for job in jobs]
         return RunResult(_finish(directory, identity, ordered, tokenizer), made=len(missing), kept=kept)
 

@@ -2,7 +2,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vlmdata.alignment import aligned, alignment
@@ -29,7 +29,6 @@ def test_known_layouts(context: int, tensor: int, sequence: bool, extra: int, ex
     assert alignment(context, tensor, sequence, extra) == expected
 
 
-@settings(deadline=None)
 @given(sizes, sizes, st.booleans(), sizes)
 def test_every_rank_gets_whole_pieces(context: int, tensor: int, sequence: bool, extra: int) -> None:
     multiple = alignment(context, tensor, sequence, extra)
@@ -51,7 +50,6 @@ def test_sizes_below_one_are_refused(bad: dict[str, int]) -> None:
         alignment(**bad)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 2**31 - 1), max_size=20), st.integers(1, 300))
 def test_aligned_is_the_least_multiple(lengths: list[int], multiple: int) -> None:
     column = np.array(lengths, dtype=np.int32)

@@ -2,7 +2,7 @@ from itertools import chain, pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vlmdata.context_parallel import chunk_ranges, images_in_slice, local_ranges, partition_indices
@@ -30,7 +30,6 @@ def test_the_example_of_the_design() -> None:
     assert got.tolist() == [*range(4), *range(12, 16), *range(16, 24), *range(40, 48)]
 
 
-@settings(deadline=None)
 @given(packs())
 def test_equals_brute_force_and_covers_the_pack_once(case: tuple[list[int], int]) -> None:
     cu_seqlens, size = case
@@ -41,7 +40,6 @@ def test_equals_brute_force_and_covers_the_pack_once(case: tuple[list[int], int]
     assert {len(part) for part in slices} == {total // size}
 
 
-@settings(deadline=None)
 @given(packs())
 def test_chunks_name_the_same_tokens(case: tuple[list[int], int]) -> None:
     cu_seqlens, size = case
@@ -52,7 +50,6 @@ def test_chunks_name_the_same_tokens(case: tuple[list[int], int]) -> None:
         assert tokens == partition_indices(cu_seqlens, cu_seqlens[-1], size, rank).tolist()
 
 
-@settings(deadline=None)
 @given(packs(), st.data())
 def test_images_land_where_their_tokens_land(case: tuple[list[int], int], data: st.DataObject) -> None:
     cu_seqlens, size = case

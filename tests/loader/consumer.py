@@ -1,9 +1,9 @@
-"""A training process that may be killed at any moment. Run by ``test_faults.py``.
+"""A training process that may be killed at any moment, or that just ends. Used by ``test_faults.py``.
 
 After every batch it replaces its journal: the loader's state, and the keys of all batches so far.
 
-Usage: ``python -m tests.loader.consumer DATA JOURNAL [slowly | leaves]``. "leaves": ends after two batches, with neither
-a call of ``close`` nor a good-bye.
+Usage: ``python -m tests.loader.consumer DATA JOURNAL``: ends after two batches, with neither a call of ``close`` nor a
+good-bye.
 """
 
 from __future__ import annotations
@@ -12,24 +12,23 @@ import json
 import os
 import sys
 import time
+from itertools import islice
 from pathlib import Path
 
 from tests.loader.helpers import stream, worker_pids
 
 
-def main(data: str, journal: Path, how: str) -> None:
+def consume(data: str, journal: Path, batches: int | None, pause: float) -> None:
+    """Takes so many batches, with a pause after each."""
     loader = stream(data, num_workers=2)
     seen: list[list[str]] = []
-    for batch in loader:
+    for batch in islice(loader, batches):
         seen.append(list(batch.sample_keys))
         entry = {"state": loader.state_dict(), "seen": seen, "workers": worker_pids(), "ended": time.time()}
         journal.with_suffix(".new").write_text(json.dumps(entry))
         os.replace(journal.with_suffix(".new"), journal)
-        if how == "slowly":
-            time.sleep(0.3)
-        if how == "leaves" and len(seen) == 2:
-            return
+        time.sleep(pause)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else "")
+    consume(sys.argv[1], Path(sys.argv[2]), 2, 0)

@@ -12,11 +12,13 @@ import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from tests.loader.consumer import consume
 from tests.loader.helpers import assert_same, epoch_of, packs_of, stream, wait_until, worker_pids
 from vlmdata.errors import ResourceError
 from vlmdata.loader.loader import StreamingLoader
@@ -74,7 +76,7 @@ class TestKilledWorkers:
         with stream(chat, num_workers=2) as loader:
             reaper.start()
             try:
-                with pytest.raises(ResourceError, match="died 4 times in a row.*Out of memory"):
+                with pytest.raises(ResourceError, match=r"died 4 times in a row.*Out of memory"):
                     list(loader)
             finally:
                 over.set()
@@ -93,7 +95,7 @@ class TestStuckWorkers:
             for pid in worker_pids():
                 os.kill(pid, signal.SIGSTOP)
             given, begun = 1, time.monotonic()
-            with pytest.raises(ResourceError, match="no batch came for 3 s.*state is intact"):
+            with pytest.raises(ResourceError, match=r"no batch came for 3 s.*state is intact"):  # noqa: PT012
                 for _ in iterator:
                     given, begun = given + 1, time.monotonic()
             assert time.monotonic() - begun < 4.5
@@ -117,60 +119,52 @@ class TestStuckWorkers:
 def test_an_interrupted_wait_loses_nothing(chat: Path) -> None:
     def interrupt() -> None:
         time.sleep(1)
-        signal.raise_signal(signal.SIGINT)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     with stream(chat, num_workers=1, timeout=20) as loader:
         found = packs_of(islice(loader, 2))
         for pid in worker_pids():
             os.kill(pid, signal.SIGSTOP)
         threading.Thread(target=interrupt).start()
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
             for batch in loader:
                 found += packs_of([batch])
         found += packs_of(loader)
     assert found == packs_of(epoch_of(chat))
 
 
-class TestKilledProcess:
-    """A training process of its own, which saves its state after every batch."""
+def test_a_killed_process_is_continued_by_another_from_its_saved_state(chat: Path, tmp_path: Path) -> None:
+    journal = tmp_path / "journal.json"
+    process = os.fork()
+    if process == 0:
+        try:
+            consume(str(chat), journal, None, 0.2)
+        finally:
+            os._exit(1)
+    assert wait_until(lambda: len(entry_of(journal)["seen"]) >= 6, 60)
+    os.kill(process, signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
+    entry = entry_of(journal)
+    assert 6 <= len(entry["seen"]) < 12
+    assert len(entry["workers"]) == 2
+    assert wait_until(lambda: not any(psutil.pid_exists(pid) for pid in entry["workers"]), 15)  # nobody told them
 
-    def start(self, data: Path, journal: Path, *arguments: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "tests.loader.consumer", str(data), str(journal), *arguments]
-        return subprocess.Popen(command, cwd=ROOT, text=True, stderr=subprocess.PIPE)
+    with stream(chat, num_workers=1) as loader:
+        loader.load_state_dict(entry["state"])
+        rest = [list(batch.sample_keys) for batch in loader]
+    assert entry["seen"] + rest == [list(batch.sample_keys) for batch in epoch_of(chat)]
 
-    def test_another_one_goes_on_from_the_saved_state(self, chat: Path, tmp_path: Path) -> None:
-        journal = tmp_path / "journal.json"
-        first = self.start(chat, journal, "slowly")
-        seen: list[list[str]] = []
-        workers: list[int] = []
 
-        def halfway() -> bool:
-            assert first.poll() is None, first.stderr
-            if journal.exists():
-                entry = json.loads(journal.read_text())
-                seen[:], workers[:] = entry["seen"], entry["workers"]
-            return len(seen) >= 6
+def test_a_process_that_just_ends_leaves_no_worker_and_makes_no_noise(chat: Path, tmp_path: Path) -> None:
+    journal = tmp_path / "journal.json"
+    command = [sys.executable, "-m", "tests.loader.consumer", str(chat), str(journal)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+    entry = entry_of(journal)
+    assert len(entry["workers"]) == 2
+    assert not any(psutil.pid_exists(pid) for pid in entry["workers"])
+    assert time.time() - entry["ended"] < 10
 
-        assert wait_until(halfway, 90)
-        first.kill()
-        first.communicate()
-        assert len(workers) == 2
-        assert wait_until(lambda: not any(psutil.pid_exists(pid) for pid in workers), 15)  # nobody told them
-        entry = json.loads(journal.read_text())
-        assert 6 <= len(entry["seen"]) < 12
 
-        with stream(chat, num_workers=1) as loader:
-            loader.load_state_dict(entry["state"])
-            rest = [list(batch.sample_keys) for batch in loader]
-        assert entry["seen"] + rest == [list(batch.sample_keys) for batch in epoch_of(chat)]
-
-    def test_one_that_just_ends_leaves_no_worker_and_no_noise(self, chat: Path, tmp_path: Path) -> None:
-        journal = tmp_path / "journal.json"
-        process = self.start(chat, journal, "leaves")
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0
-        assert errors == ""
-        entry = json.loads(journal.read_text())
-        assert len(entry["workers"]) == 2
-        assert not any(psutil.pid_exists(pid) for pid in entry["workers"])
-        assert time.time() - entry["ended"] < 10
+def entry_of(journal: Path) -> dict[str, Any]:
+    return json.loads(journal.read_text()) if journal.exists() else {"seen": []}

@@ -1,4 +1,5 @@
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -6,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.packing.helpers import receipts
-from vlmdata.packing import cells
+from vlmdata.packing import cells, two_limits
 from vlmdata.packing.cells import pack_pairs
 from vlmdata.packing.one_limit import Bins, pack_sizes
 from vlmdata.packing.two_limits import Limits, Window, lower_bound, pack_windows
@@ -109,3 +110,25 @@ def test_windows_do_not_mix_and_come_out_like_single_ones() -> None:
             assert bins.sums(patches[cut]).max() <= max_patches
             bound = lower_bound(tokens[cut], patches[cut], limits)
             assert bins.num_bins <= 1.05 * bound + 1
+
+
+def test_a_trial_spares_the_worse_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = receipts(6000)
+    tokens, patches = table.lengths.astype(np.int64), table.num_patches.astype(np.int64)
+    limits = Limits(8192, 23_500)
+    both = pack_windows([Window(tokens, patches, 0)], limits, 0)[0].num_bins
+    monkeypatch.setattr(two_limits, "_TRIAL_SAMPLES", 1000)
+    sizes: list[int] = []
+    ways = {name: getattr(two_limits, name) for name in ("_by_tokens", "_by_patches")}
+    for name, way in ways.items():
+
+        def spy(windows: list[Window], *rest: int, way: Any = way) -> list[Bins]:
+            sizes.extend(len(window.tokens) for window in windows)
+            return way(windows, *rest)
+
+        monkeypatch.setattr(two_limits, name, spy)
+    bins = pack_windows([Window(tokens, patches, 0)], limits, 0)[0]
+    assert sorted(sizes) == [1000, 1000, 6000]
+    assert bins.num_bins <= 1.02 * both
+    assert bins.sums(tokens).max() <= 8192
+    assert bins.sums(patches).max() <= 23_500

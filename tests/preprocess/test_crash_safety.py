@@ -165,7 +165,7 @@ class Mayhem:
         process = self._job.start()
         self._kill_workers(process, until=SHARDS)
         while process.wait(timeout=240) != 0:
-            # Three pools in a row died before they made a shard: told as it should be, and continued as ever.
+            # Three workers died over the same shard: told as it should be, and continued as ever.
             assert process.returncode == 3, process.communicate()
             process = self._job.start()
 

@@ -215,7 +215,7 @@ class TestRunningAgain:
         stamps = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
         calls: list[Any] = []
         monkeypatch.setattr("preprocess.job.run_jobs", lambda *given: calls.append(given))
-        monkeypatch.setattr("preprocess.job.start_worker_server", lambda: calls.append("server"))
+        monkeypatch.setattr("preprocess.job.start_workers_early", lambda: calls.append("server"))
         begun = time.process_time()
         result = preprocess(cord_parquet, out, workers=2)
         assert time.process_time() - begun < 2

@@ -25,12 +25,13 @@ class DeviceMover:
     """Copies batches on a stream of its own: the next one crosses the bus while the current one is trained on.
 
     Args:
-        device: The CUDA device.
+        device: The CUDA device; without a number it is the current one of the thread that calls this.
     """
 
     def __init__(self, device: torch.device):
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
+        # Another thread will send: its current device is 0, whatever the training's is.
+        self._device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+        self._stream = torch.cuda.Stream(self._device)
         self._registered: set[int] = set()
 
     def pin(self, buffer: npt.NDArray[np.uint8]) -> None:
@@ -38,8 +39,9 @@ class DeviceMover:
         address = buffer.ctypes.data
         if address not in self._registered:
             runtime: Any = torch.cuda.cudart()
-            if int(runtime.cudaHostRegister(address, buffer.nbytes, 0)) == 0:
-                self._registered.add(address)
+            with torch.cuda.device(self._device):  # else this makes a context on device 0
+                if int(runtime.cudaHostRegister(address, buffer.nbytes, 0)) == 0:
+                    self._registered.add(address)
 
     def send(self, batch: PackedBatch) -> InFlight:
         """Starts the copy of a batch."""
@@ -62,6 +64,7 @@ class DeviceMover:
     def close(self) -> None:
         """Waits for copies under way and unlocks the buffers."""
         self._stream.synchronize()
-        for address in self._registered:
-            torch.cuda.cudart().cudaHostUnregister(address)
+        with torch.cuda.device(self._device):
+            for address in self._registered:
+                torch.cuda.cudart().cudaHostUnregister(address)
         self._registered.clear()

@@ -1,0 +1,269 @@
+"""Preprocessing: images per second against its floor and against transformers' processor; memory over size.
+
+    python benchmarks/preprocess.py              # a few minutes
+    python benchmarks/preprocess.py --quick      # fewer images and repeats, to see that it runs
+
+The floor is what cannot be left out: decoding the same files with Pillow and resizing them with torchvision, in one
+thread. The worker does all of the job on real rows and writes real shards to disk, flushed. The processor is
+Qwen3VLProcessor (torchvision back end) called row by row on decoded images, with chat template and tokenizer, and keeps
+nothing. Ways run in turn within every repeat; numbers are medians over repeats, ratios medians of ratios within a
+repeat. One and two workers are compared by the whole command, start-up subtracted as measured on a tenth of the rows.
+Writes benchmarks/results/preprocess-<date>.json and .md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import io
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from hardware import hardware
+
+sys.path.pop(0)  # this file has the name of the package it measures
+
+import datasets
+import torch
+from PIL import Image
+
+from preprocess.config import ImageConfig, PreprocessConfig
+from preprocess.conversation import Conversation, TextPart
+from preprocess.images.resize import resize_image, smart_resize
+from preprocess.recipes.base import load_recipe
+from preprocess.shard_job import PROGRESS_DIR, ShardContext, ShardJob, run_shard
+from preprocess.sources.open import open_source
+from preprocess.sources.rows import Source
+
+RESULTS = Path(__file__).resolve().parent / "results"
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+COMMAND = str(Path(sys.executable).parent / "vlmdata")
+BOUNDS = ImageConfig()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer images and repeats")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where results are written")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    datasets.disable_progress_bars()
+    repeats, images = (2, 12) if options.quick else (7, 48)
+    with tempfile.TemporaryDirectory(prefix="vlmdata-bench-") as temporary:
+        work = Path(temporary)
+        sources = make_sources(work, images)
+        results = {
+            "date": datetime.date.today().isoformat(),
+            "command": "python benchmarks/preprocess.py" + (" --quick" if options.quick else ""),
+            "hardware": hardware("torch", "torchvision", "pillow", "transformers", "tokenizers", "vlmdata"),
+            "bounds": [BOUNDS.min_pixels, BOUNDS.max_pixels],
+            "repeats": repeats,
+            "one_worker": {name: one_worker(source, work, repeats) for name, source in sources.items()},
+            "workers": scaling(work, sources, repeats=2 if options.quick else 3),
+            "memory": memory(work, sources, options.quick),
+        }
+    text = report(results)
+    print(text)
+    options.out.mkdir(parents=True, exist_ok=True)
+    stem = options.out / f"preprocess-{results['date']}"
+    stem.with_suffix(".json").write_text(json.dumps(results, indent=2) + "\n")
+    stem.with_suffix(".md").write_text(text)
+
+
+def make_sources(work: Path, images: int) -> dict[str, Path]:
+    """The same receipts as PNG and as JPEG files in CORD-V2 rows; real ones where there are some."""
+    real = SHARED / "receipts_real"
+    drawn = open_source(str(real)) if real.exists() else open_source("demo", limit=images)
+    files = [drawn.row(n).values for n in range(min(images, drawn.num_rows))]
+    made = {}
+    for name, options in {"JPEG": {"quality": 90}, "PNG": {"compress_level": 6}}.items():
+        rows = []
+        for row in files:
+            buffer = io.BytesIO()
+            Image.open(io.BytesIO(row["image"]["bytes"])).convert("RGB").save(buffer, format=name, **options)
+            image = {"bytes": buffer.getvalue(), "path": None}
+            rows.append({"image": image, "ground_truth": row["ground_truth"]})
+        made[name] = work / f"{name}.parquet"
+        write_rows(rows, made[name])
+    return made
+
+
+def write_rows(rows: list[dict[str, Any]], path: Path) -> None:
+    features = datasets.Features({"image": datasets.Image(decode=False), "ground_truth": datasets.Value("string")})
+    columns = {name: [row[name] for row in rows] for name in features}
+    datasets.Dataset.from_dict(columns, features=features).to_parquet(str(path))
+
+
+def one_worker(path: Path, work: Path, repeats: int) -> dict[str, Any]:
+    """Seconds per image of the floor, the processor and the worker, each on all rows, in turn."""
+    source = open_source(str(path))
+    floor, processor, worker = floor_of(source), processor_of(source), worker_of(source, work / path.stem)
+    ways: dict[str, Callable[[], None]] = {"floor": floor, "processor": processor, "worker": worker}
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for repeat in range(repeats + 1):
+        for name, way in ways.items():
+            begun = time.perf_counter()
+            way()
+            if repeat:  # the first round warms caches
+                times[name].append(time.perf_counter() - begun)
+    rows = source.num_rows
+    return {
+        "images": rows,
+        "images_per_second": {name: rows / median(seconds) for name, seconds in times.items()},
+        "worker_over_floor": median(f / w for f, w in zip(times["floor"], times["worker"], strict=True)),
+        "worker_over_processor": median(p / w for p, w in zip(times["processor"], times["worker"], strict=True)),
+    }
+
+
+def floor_of(source: Source) -> Callable[[], None]:
+    files = [source.row(n).values["image"]["bytes"] for n in range(source.num_rows)]
+
+    def run() -> None:
+        import numpy as np
+
+        for data in files:
+            pixels = np.array(Image.open(io.BytesIO(data)).convert("RGB"))
+            resize_image(pixels, *smart_resize(*pixels.shape[:2], BOUNDS.min_pixels, BOUNDS.max_pixels))
+
+    return run
+
+
+def processor_of(source: Source) -> Callable[[], None]:
+    from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
+
+    from preprocess.chat.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer().hf
+    pixels = {"shortest_edge": BOUNDS.min_pixels, "longest_edge": BOUNDS.max_pixels}
+    images = Qwen2VLImageProcessor(patch_size=16, image_mean=[0.5] * 3, image_std=[0.5] * 3, size=pixels)
+    processor = Qwen3VLProcessor(images, tokenizer, Qwen3VLVideoProcessor(), chat_template=tokenizer.chat_template)
+    recipe = load_recipe("cord_v2", PreprocessConfig().recipe_options)
+
+    def messages(conversation: Conversation) -> list[dict[str, Any]]:
+        return [
+            {
+                "role": message.role,
+                "content": [
+                    {"type": "text", "text": part.text}
+                    if isinstance(part, TextPart)
+                    else {"type": "image", "image": Image.open(io.BytesIO(part.data)).convert("RGB")}
+                    for part in message.parts
+                ],
+            }
+            for message in conversation.messages
+        ]
+
+    def run() -> None:
+        for number in range(source.num_rows):
+            chat = messages(recipe(source.row(number)))
+            processor.apply_chat_template(chat, tokenize=True, return_dict=True, return_tensors="pt")
+
+    return run
+
+
+def worker_of(source: Source, directory: Path) -> Callable[[], None]:
+    (directory / PROGRESS_DIR).mkdir(parents=True)
+    context = ShardContext.build(source, PreprocessConfig(), directory)
+    return lambda: void(run_shard(ShardJob(0, 0, source.num_rows), context))
+
+
+def void(_: object) -> None:
+    """Drops a result."""
+
+
+def scaling(work: Path, sources: dict[str, Path], repeats: int) -> dict[str, Any]:
+    """The whole command on many copies of the JPEG rows, with one and two workers."""
+    rows = [row.values for row in all_rows(open_source(str(sources["JPEG"])))]
+    many, few = work / "many.parquet", work / "few.parquet"
+    write_rows([dict(rows[n % len(rows)]) for n in range(10 * len(rows))], many)
+    write_rows([dict(row) for row in rows], few)
+    seconds: dict[int, list[float]] = {1: [], 2: []}
+    startup: dict[int, list[float]] = {1: [], 2: []}
+    for _ in range(repeats):
+        for workers in (1, 2):
+            startup[workers].append(timed_command(few, work / "out", workers)[0])
+            seconds[workers].append(timed_command(many, work / "out", workers)[0])
+    # Nine tenths of the rows: what the larger run does beyond the smaller one, start-up being in both.
+    rates = {w: 9 * len(rows) / median(s - t for s, t in zip(seconds[w], startup[w], strict=True)) for w in (1, 2)}
+    return {
+        "rows": 10 * len(rows),
+        "images_per_second": {str(workers): rate for workers, rate in rates.items()},
+        "two_over_one": rates[2] / rates[1],
+        "command_seconds": {str(workers): median(values) for workers, values in seconds.items()},
+    }
+
+
+def all_rows(source: Source) -> list[Any]:
+    return [source.row(number) for number in range(source.num_rows)]
+
+
+def timed_command(source: Path, out: Path, workers: int) -> tuple[float, int]:
+    """Seconds and peak resident KiB (of the largest process) of a run of the command."""
+    shutil.rmtree(out, ignore_errors=True)
+    arguments = ["preprocess", str(source), "--out", str(out), "-j", str(workers), "--rows-per-shard", "16"]
+    code = (
+        "import resource, subprocess, sys; done = subprocess.run(sys.argv[1:], capture_output=True);"
+        "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss); sys.exit(done.returncode)"
+    )
+    begun = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code, COMMAND, *arguments], capture_output=True, text=True, check=True)
+    return time.perf_counter() - begun, int(done.stdout)
+
+
+def memory(work: Path, sources: dict[str, Path], quick: bool) -> dict[str, Any]:
+    """Peak resident memory of a one-worker run over ever more rows."""
+    rows = [row.values for row in all_rows(open_source(str(sources["JPEG"])))]
+    peaks = {}
+    for times in (1, 4) if quick else (1, 4, 16):
+        path = work / f"times{times}.parquet"
+        write_rows([dict(rows[n % len(rows)]) for n in range(times * len(rows))], path)
+        peaks[str(times * len(rows))] = round(timed_command(path, work / "out", 1)[1] / 1024)
+    return {"peak_mib_by_rows": peaks, "this_process_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024}
+
+
+def report(results: dict[str, Any]) -> str:
+    machine = results["hardware"]
+    lines = [
+        f"# Preprocessing, {results['date']}",
+        "",
+        f"`{results['command']}` on {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; "
+        f"load {machine['load_average']} at the start; torch {machine['torch']}, Pillow {machine['pillow']}, "
+        f"transformers {machine['transformers']}. Bounds {results['bounds'][0]:,} to {results['bounds'][1]:,} pixels. "
+        f"Medians over {results['repeats']} repeats.",
+        "",
+        "| files | floor | one worker | processor | worker / floor | worker / processor |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, found in results["one_worker"].items():
+        rate = found["images_per_second"]
+        rates = " | ".join(f"{rate[way]:.1f} /s" for way in ("floor", "worker", "processor"))
+        ratios = f"{found['worker_over_floor']:.2f} (aim 0.8) | {found['worker_over_processor']:.2f} (aim 2)"
+        lines.append(f"| {found['images']} {name} | {rates} | {ratios} |")
+    workers, peaks = results["workers"], results["memory"]["peak_mib_by_rows"]
+    scaled = workers["images_per_second"]
+    lines += [
+        "",
+        f"Whole command over {workers['rows']} JPEG rows, start-up subtracted: {scaled['1']:.1f} images/s with one "
+        f"worker, {scaled['2']:.1f} with two: {workers['two_over_one']:.2f} times (aim 1.8).",
+        "",
+        "Peak resident memory of the command, one worker: "
+        + ", ".join(f"{mib} MiB for {rows} rows" for rows, mib in peaks.items())
+        + ".",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    main()

@@ -1,0 +1,97 @@
+"""A dataset written straight through the format, from random numbers: needs neither preprocess nor its packages."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from vlmdata.format.index import IndexRow, index_table
+from vlmdata.format.manifest import Manifest, ShardInfo, TokenizerInfo, Totals
+from vlmdata.format.schema import sample_key, shard_name
+from vlmdata.format.shard import ShardWriter
+from vlmdata.positions import mrope_position_ids
+
+IMAGE_TOKEN, PAD = 1000, 1001
+
+
+def write_dataset(folder: Path, shards: int = 4, samples_per_shard: int = 8, seed: int = 0) -> Path:
+    """Writes a dataset of samples with no to three images and up to a few hundred tokens."""
+    random = np.random.default_rng(seed)
+    folder.mkdir(parents=True)
+    rows: list[IndexRow] = []
+    infos: list[ShardInfo] = []
+    for shard in range(shards):
+        first = len(rows)
+        with ShardWriter(folder / shard_name(shard)) as writer:
+            rows += [_add_sample(writer, random, first + i, shard) for i in range(samples_per_shard)]
+            size, sha256 = writer.close()
+        infos.append(ShardInfo(shard_name(shard), first, len(rows), samples_per_shard, 0, size, sha256))
+    pq.write_table(index_table(rows), folder / "index.parquet")
+    manifest = Manifest(
+        config={},
+        config_hash="",
+        source={},
+        tokenizer=TokenizerInfo("synthetic", "0" * 64, "0" * 64, 1002, PAD, 1, 2, 3, 4, IMAGE_TOKEN, 5, (6,)),
+        totals=Totals(
+            rows=len(rows),
+            samples=len(rows),
+            rejected=0,
+            tokens=sum(row.length for row in rows),
+            padding=sum(row.padded_length - row.length for row in rows),
+            targets=sum(row.num_targets for row in rows),
+            images=sum(len(row.image_grid_thw) for row in rows),
+            patches=sum(row.num_patches for row in rows),
+            bytes=sum(info.bytes for info in infos),
+            truncated=0,
+        ),
+        rejects={},
+        shards=tuple(infos),
+        index_sha256=hashlib.sha256((folder / "index.parquet").read_bytes()).hexdigest(),
+        ledger_sha256="",
+        features=("images", "patches-raw"),
+    )
+    (folder / "manifest.json").write_bytes(manifest.to_json())
+    return folder
+
+
+def _add_sample(writer: ShardWriter, random: np.random.Generator, row: int, shard: int) -> IndexRow:
+    grids = 2 * random.integers(1, 9, (row % 4, 3))
+    grids[:, 0] = 1
+    pieces, starts = [random.integers(7, 999, random.integers(1, 30))], []
+    for grid in grids:
+        starts.append(sum(map(len, pieces)))
+        pieces += [np.full(grid.prod() // 4, IMAGE_TOKEN), random.integers(7, 999, random.integers(1, 200))]
+    ids = np.concatenate(pieces)
+    length, padded = len(ids), -(-len(ids) // 16) * 16
+    mask = np.zeros(padded, np.uint8)
+    mask[1:length] = (ids[1:] != IMAGE_TOKEN) & (random.random(length - 1) < 0.5)
+    patches = [random.integers(0, 256, (grid.prod(), 768), dtype=np.uint8) for grid in grids]
+    positions = np.zeros((3, padded), np.int32)
+    positions[:, :length] = mrope_position_ids(length, np.array(starts, np.int64), grids)
+    placement = writer.add(
+        sample_key(row),
+        {},
+        {
+            "input_ids": [np.pad(ids, (0, padded - length), constant_values=PAD).astype(np.int32)],
+            "loss_mask": [mask],
+            "position_ids": [positions],
+            "image_grid_thw": [grids.astype(np.int32)],
+            "patches": patches or [np.zeros((0, 768), np.uint8)],
+        },
+    )
+    return IndexRow(
+        key=sample_key(row),
+        source_row=row,
+        shard=shard,
+        placement=placement,
+        length=length,
+        padded_length=padded,
+        num_targets=int(mask.sum()),
+        target_turns=1,
+        truncated=False,
+        image_grid_thw=tuple((1, int(h), int(w)) for _, h, w in grids),
+        image_starts=tuple(starts),
+    )
