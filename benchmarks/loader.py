@@ -4,8 +4,8 @@
     python benchmarks/loader.py --quick         # few repeats, to see that it runs
 
 Data: the real receipts (../shared/data/receipts_real; the drawn demo where they are absent) through the real
-`vlmdata preprocess`, four copies of them, more than any cache holds; and short chats, listed over and over to a million
-samples. All shards are in the page cache: storage is not measured.
+`vlmdata preprocess`: four copies of the shard, more than any cache holds, each listed eight times; and short chats,
+listed over and over to a million samples. All shards are in the page cache: storage is not measured.
 
 Ways that are compared run in turn, in every repeat; numbers are medians over repeats, ratios medians of the ratios
 within a repeat, so that a machine that is busy with something else slows both sides. Beside the clock stands CPU time,
@@ -20,6 +20,7 @@ import argparse
 import datetime
 import gc
 import io
+import itertools
 import json
 import os
 import sys
@@ -44,6 +45,9 @@ from vlmdata.batch import PackedBatch
 
 RESULTS = Path(__file__).resolve().parent / "results"
 COPIES = 4
+#: Times that every copy is listed, so that an epoch is long enough to time, and its plan does not count much.
+LISTED = 8
+SOURCE_BYTES = 600_000_000
 CAPACITY = 8192
 GLOBAL_BATCH = 4
 BUFFERS = 4
@@ -74,7 +78,8 @@ def measure(work: Path, quick: bool) -> Row:
     note("making data")
     name = source_named("receipts_real") or "demo"
     receipts = preprocess(name, work / "receipts", *(("--limit", "53") if name == "demo" else ()))
-    data = copies(receipts, COPIES)
+    shards = copies(receipts, COPIES)
+    data = [repeated(receipts, COPIES * (1 if quick else LISTED), work / "listed", shards)]
     chats = short_chats(work)
     million = repeated(chats, 25 if quick else 500, work / "million")
     versions = ("torch", "torchvision", "numpy", "transformers", "webdataset", "xxhash")
@@ -83,9 +88,9 @@ def measure(work: Path, quick: bool) -> Row:
         "hardware": hardware(*versions),
         "source": Path(name).name,
     }
-    repeats = 2 if quick else 7
-    results["throughput"] = throughput(data, repeats, 1 if quick else 3)
-    results["webdataset"] = against_webdataset(data, 2 if quick else 5)
+    repeats = 2 if quick else 5
+    results["throughput"] = throughput(data, repeats)
+    results["webdataset"] = against_webdataset(data, shards, 2 if quick else 5)
     results["on_the_fly"] = [against_on_the_fly(name, data, 1 if quick else 3)]
     if cord := source_named("cord_v2_real"):
         results["on_the_fly"].append(against_on_the_fly(cord, [preprocess(cord, work / "cord")], 2 if quick else 7))
@@ -99,20 +104,21 @@ def measure(work: Path, quick: bool) -> Row:
 # --- 1: bytes per second ---------------------------------------------------------------------------------------
 
 
-def throughput(data: list[Path], repeats: int, epochs: int) -> Row:
+def throughput(data: list[Path], repeats: int) -> Row:
     """Assembled bytes per second, and those of a copy of equally many bytes in equally large pieces."""
-    sizes, packs = epoch_sizes(data)
-    source = np.ones(sum(sizes), np.uint8)  # memory to memory: more than the cache on both sides
+    with open_loader(data) as loader:
+        sizes = [batch_bytes(batch) for batch in loader]
+    source = np.ones(SOURCE_BYTES, np.uint8)  # memory to memory: more than the cache on both sides
     buffers = [np.ones(max(sizes), np.uint8) for _ in range(BUFFERS)]
 
     def copy() -> tuple[float, float]:
         clock = Clock()
-        for _ in range(epochs):
-            at = 0
-            for number, size in enumerate(sizes):
-                np.copyto(buffers[number % BUFFERS][:size], source[at : at + size])
-                at += size
-        return clock.rates(epochs * sum(sizes))
+        at = 0
+        for number, size in enumerate(sizes):
+            at = at if at + size <= SOURCE_BYTES else 0
+            np.copyto(buffers[number % BUFFERS][:size], source[at : at + size])
+            at += size
+        return clock.rates(sum(sizes))
 
     cases = [(workers, verify) for workers in (0, 1, 2) for verify in (True, False)]
     loaders = {case: open_loader(data, num_workers=case[0], verify=case[1]) for case in cases}
@@ -121,7 +127,7 @@ def throughput(data: list[Path], repeats: int, epochs: int) -> Row:
         note(f"throughput {repeat + 1}/{repeats}")
         found["copy"].append(copy())
         for case in cases:
-            found[case].append(stream_epochs(loaders[case], epochs))
+            found[case].append(stream_epoch(loaders[case]))
             loaders[case].close()  # its workers must not run on while others are timed
     copied = found.pop("copy")
     rows = []
@@ -133,24 +139,23 @@ def throughput(data: list[Path], repeats: int, epochs: int) -> Row:
         rows.append(row)
     return {
         "epoch_bytes": sum(sizes),
-        "packs": packs,
+        "packs": len(sizes),
         "copy_bytes_per_s": median(wall for wall, _ in copied),
         "copy_bytes_per_cpu_s": median(cpu for _, cpu in copied),
         "rows": rows,
     }
 
 
-def stream_epochs(loader: StreamingLoader, epochs: int) -> tuple[float, float]:
-    """Bytes of batches per second, and per second of CPU time, over some epochs after a first one.
+def stream_epoch(loader: StreamingLoader) -> tuple[float, float]:
+    """Bytes of batches per second, and per second of CPU time, over the epoch after the current one.
 
     The clock starts without a pause after the first: workers are then exactly as far ahead as at the end.
     """
     for _ in loader:
         pass
     total, clock = 0, Clock()
-    for _ in range(epochs):
-        for batch in loader:
-            total += batch_bytes(batch)
+    for batch in loader:
+        total += batch_bytes(batch)
     return clock.rates(total)
 
 
@@ -170,12 +175,6 @@ class Clock:
         return count / (time.perf_counter() - self._begun), count / (self._cpu_seconds() - self._cpu)
 
 
-def epoch_sizes(data: list[Path]) -> tuple[list[int], int]:
-    with open_loader(data) as loader:
-        sizes = [batch_bytes(batch) for batch in loader]
-    return sizes, len(sizes)
-
-
 def batch_bytes(batch: PackedBatch) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in batch.tensors().values())
 
@@ -187,11 +186,11 @@ def open_loader(data: list[Path], **options: Any) -> StreamingLoader:
 # --- 2: plain webdataset ---------------------------------------------------------------------------------------
 
 
-def against_webdataset(data: list[Path], repeats: int) -> Row:
+def against_webdataset(data: list[Path], files: list[Path], repeats: int) -> Row:
     """Samples per second of the loader and of `WebDataset(shards).decode()`, one process each."""
     import webdataset
 
-    shards = [str(shard) for folder in data for shard in sorted(folder.glob("*.tar"))]
+    shards = [str(file) for file in files]
     ours, theirs = [], []
     for repeat in range(repeats):
         note(f"webdataset {repeat + 1}/{repeats}")
@@ -200,7 +199,7 @@ def against_webdataset(data: list[Path], repeats: int) -> Row:
             count += 1
         theirs.append(clock.rates(count))
         with open_loader(data) as loader:
-            ours.append(samples_per_s(loader, 1))
+            ours.append(samples_per_s(loader, 100))
     return {
         "samples": count,
         "webdataset_samples_per_s": median(wall for wall, _ in theirs),
@@ -211,15 +210,16 @@ def against_webdataset(data: list[Path], repeats: int) -> Row:
 
 
 def samples_per_s(
-    loader: StreamingLoader, epochs: int, use: Callable[[PackedBatch], Any] = lambda batch: None
+    loader: StreamingLoader, batches: int, use: Callable[[PackedBatch], Any] = lambda batch: None
 ) -> tuple[float, float]:
-    for batch in loader:
+    """Samples per second, and per second of CPU time, over some batches after a few first ones."""
+    endless = itertools.chain.from_iterable(itertools.repeat(loader))
+    for batch in itertools.islice(endless, 4):
         use(batch)
     clock, count = Clock(), 0
-    for _ in range(epochs):
-        for batch in loader:
-            count += batch.num_samples
-            use(batch)
+    for batch in itertools.islice(endless, batches):
+        count += batch.num_samples
+        use(batch)
     return clock.rates(count)
 
 
@@ -253,7 +253,7 @@ def against_on_the_fly(source: str, data: list[Path], repeats: int) -> Row:
 
 def load_rate(data: list[Path], use: Callable[[PackedBatch], Any] = lambda batch: None) -> tuple[float, float]:
     with open_loader(data, global_batch=1) as loader:
-        return samples_per_s(loader, max(1, 20 // loader.steps(0)), use)
+        return samples_per_s(loader, 20, use)
 
 
 def on_the_fly(source: str, dataset: Path) -> tuple[Callable[[], Iterator[Any]], str]:

@@ -9,6 +9,7 @@ import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -37,12 +38,11 @@ def preprocess(source: str, out: Path, *options: str) -> Path:
 
 
 def copies(dataset: Path, count: int) -> list[Path]:
-    """Copies of a dataset: bytes of their own in the page cache."""
+    """Copies of a dataset's only shard: bytes of their own in the page cache."""
     made = []
     for i in range(count):
-        made.append(dataset.with_name(f"{dataset.name}-{i}"))
-        if not (made[-1] / MANIFEST_NAME).exists():
-            shutil.copytree(dataset, made[-1], dirs_exist_ok=True)
+        made.append(dataset.with_name(f"{dataset.name}-{i}.tar"))
+        shutil.copyfile(dataset / shard_name(0), made[-1])
     return made
 
 
@@ -63,8 +63,11 @@ def short_chats(work: Path, rows: int = 2000) -> Path:
     return preprocess(str(source), work / "chats", "--recipe", "chat", "--rows-per-shard", str(rows))
 
 
-def repeated(dataset: Path, times: int, out: Path) -> Path:
-    """A dataset that lists another's only shard many times under many names (links), with all the index rows."""
+def repeated(dataset: Path, times: int, out: Path, files: Sequence[Path] = ()) -> Path:
+    """A dataset that lists another's only shard many times under many names, with all the index rows.
+
+    The names are links to that shard, or to copies of it in turn.
+    """
     if (out / MANIFEST_NAME).exists():
         return out
     out.mkdir(parents=True, exist_ok=True)
@@ -82,7 +85,7 @@ def repeated(dataset: Path, times: int, out: Path) -> Path:
         one = manifest.shards[0]
         shards.append(dataclasses.replace(one, name=shard_name(i), row_start=i * n, row_stop=(i + 1) * n))
         (out / shard_name(i)).unlink(missing_ok=True)
-        (out / shard_name(i)).symlink_to((dataset / one.name).resolve())
+        (out / shard_name(i)).symlink_to((files[i % len(files)] if files else dataset / one.name).resolve())
     totals = {field.name: getattr(manifest.totals, field.name) * times for field in dataclasses.fields(manifest.totals)}
     shutil.copytree(dataset / TOKENIZER_DIR, out / TOKENIZER_DIR, dirs_exist_ok=True)
     manifest = dataclasses.replace(

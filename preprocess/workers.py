@@ -20,7 +20,7 @@ from typing import Any
 from vlmdata.errors import VlmdataError
 
 #: Workers that may die over the same job before we give up.
-_MAX_DEATHS = 3
+_MAX_DEATHS = 5
 #: A worker that is told to end does so at once, unless the system holds it in a read or write.
 _SECONDS_TO_END = 30.0
 

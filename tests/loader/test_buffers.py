@@ -6,7 +6,7 @@ import gc
 import os
 import re
 import resource
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 
 import numpy as np
@@ -65,10 +65,13 @@ def test_keeping_more_than_the_system_allows_is_explained(chat: Path) -> None:
     child = os.fork()
     if child == 0:
         try:
-            used = len(os.listdir("/proc/self/fd"))
-            resource.setrlimit(resource.RLIMIT_NOFILE, (used + 16, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+            loader = stream(chat)
+            assert sum(batch.num_samples for batch in loader) == 48  # now all shards are open
+            used = {int(file) for file in os.listdir("/proc/self/fd")}
+            limit = next(n for n in count() if n - sum(file < n for file in used) == 8)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
             try:
-                list(stream(chat))
+                list(loader)
             except ResourceError as error:
                 os._exit(0 if re.match(r"[2-8] batches .*ulimit", str(error)) else 3)
         finally:

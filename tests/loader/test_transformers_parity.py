@@ -222,12 +222,13 @@ def test_gradients_of_a_packed_batch_are_those_of_its_samples(
     assert compared > 40
 
 
-def test_the_loop_of_the_guide_learns(chat: Path, guide: dict[str, Callable[..., Any]], model: Any) -> None:
+def test_the_loop_of_the_guide_learns(receipts: Path, guide: dict[str, Callable[..., Any]], model: Any) -> None:
     learner = copy.deepcopy(model).train()
     optimizer = torch.optim.AdamW(learner.parameters(), lr=3e-3)
-    with stream(chat, global_batch=2, capacity=820) as loader:
+    with stream(receipts, global_batch=2, capacity=600, last="keep") as loader:
+        start = loader.state_dict()
         first = next(iter(loader)).clone()
-        loader.load_state_dict(stream(chat, global_batch=2, capacity=820).state_dict())
+        loader.load_state_dict(start)
         guide["train"](learner, optimizer, loader, 1)
         assert loader.position.epoch == 1
     with torch.no_grad():

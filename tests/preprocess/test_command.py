@@ -359,7 +359,7 @@ class TestExitCodes:
         options = ("--recipe", "deadly_recipe:Deadly", "--rows-per-shard", 20, "-j", 2, *SMALL_IMAGES)
         ended = vlmdata("preprocess", source, "--out", tmp_path / "out", *options)
         assert ended.code == 3
-        assert "3 worker processes died, one after the other, over shard " in ended.stderr
+        assert "5 worker processes died, one after the other, over shard " in ended.stderr
         assert re.search(r"shard (0 \(rows 0 to 19\)|1 \(rows 20 to 39\))\. Out of memory\?", ended.stderr)
         assert "fewer --workers" in ended.stderr
         assert "Traceback" not in ended.stderr

@@ -125,6 +125,7 @@ def test_sigkills_at_25_random_moments_leave_no_trace_in_the_result(job: Job, un
         assert _differences(tree_bytes(job.out), undisturbed) == [], (seed, mayhem.kills)
     assert mayhem.kills["worker"] >= 10, (seed, mayhem.kills)
     assert mayhem.kills["server"] >= 1, (seed, mayhem.kills)
+    print(mayhem.kills, mayhem.moments)
     assert min(mayhem.moments) == 0
     assert max(mayhem.moments) > 0.8
     assert wait_until(lambda: not alive(mayhem.servers), SERVER_SECONDS), "a server of workers outlived its parent"
@@ -152,7 +153,9 @@ class Mayhem:
         if while_starting:
             time.sleep(self._chance.uniform(0.2, 4.0))
         else:
-            self._kill_workers(process, until=(after + self._chance.uniform(0, 0.05)) * SHARDS)
+            until = (after + self._chance.uniform(0, 0.05)) * SHARDS
+            while not self._kill_workers(process, until):
+                process = self._job.start()
         workers = workers_of(process)
         self.servers += server_of(process)
         self._kill("parent", psutil.Process(process.pid))
@@ -163,24 +166,34 @@ class Mayhem:
     def finish(self) -> None:
         """Lets the command end, its workers killed on the way."""
         process = self._job.start()
-        self._kill_workers(process, until=SHARDS)
-        while process.wait(timeout=240) != 0:
-            # Three workers died over the same shard: told as it should be, and continued as ever.
-            assert process.returncode == 3, process.communicate()
+        while not self._kill_workers(process, until=SHARDS):
             process = self._job.start()
+        _, stderr = process.communicate(timeout=240)
+        assert process.returncode == 0, stderr
 
-    def _kill_workers(self, process: subprocess.Popen[str], until: float) -> None:
-        assert wait_until(lambda: workers_of(process) or process.poll() is not None, 60)
-        before, fruitless = self._job.finished_shards, 0
+    def _kill_workers(self, process: subprocess.Popen[str], until: float) -> bool:
+        """Kills a worker, once the server they come from, until enough shards are made.
+
+        Returns:
+            False if the command gave up first, as it should when one worker after the other dies over one shard.
+        """
         while process.poll() is None and (now := self._job.finished_shards) < until:
-            fruitless = 0 if now > before else fruitless
-            before = now
             kind = "server" if self.kills["server"] == 0 and self.kills["worker"] > 5 else "worker"
             victims = server_of(process) if kind == "server" else workers_of(process)
-            if victims and fruitless < 2:
+            if victims:
                 self._kill(kind, self._chance.choice(victims))
-                fruitless += 1
-            time.sleep(self._chance.uniform(0.02, 0.5))
+                if self._chance.random() < 0.8:  # else the next one may die before anything is made
+                    self._wait_for_progress(process, now)
+            time.sleep(self._chance.uniform(0.02, 0.3))
+        if process.poll() in (None, 0):
+            return True
+        _, stderr = process.communicate()
+        assert process.returncode == 3, stderr
+        assert "5 worker processes died, one after the other, over shard" in stderr
+        return False
+
+    def _wait_for_progress(self, process: subprocess.Popen[str], before: int) -> None:
+        wait_until(lambda: self._job.finished_shards > before or process.poll() is not None, 60)
 
     def _kill(self, kind: str, victim: psutil.Process) -> None:
         self.moments.append(self._job.finished_shards / SHARDS)

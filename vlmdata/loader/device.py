@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,15 +34,25 @@ class DeviceMover:
         self._device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.Stream(self._device)
         self._registered: set[int] = set()
+        self._refused: set[int] = set()
 
     def pin(self, buffer: npt.NDArray[np.uint8]) -> None:
-        """Page-locks a reused buffer in place, once: no batch is then copied on the host only to be pinned."""
+        """Page-locks a reused buffer in place, once: no batch is then copied on the host only to be pinned.
+
+        Where that is refused (a limit on locked memory, say), batches are copied to be pinned.
+        """
         address = buffer.ctypes.data
-        if address not in self._registered:
-            runtime: Any = torch.cuda.cudart()
-            with torch.cuda.device(self._device):  # else this makes a context on device 0
-                if int(runtime.cudaHostRegister(address, buffer.nbytes, 0)) == 0:
-                    self._registered.add(address)
+        if address in self._registered or address in self._refused:
+            return
+        runtime: Any = torch.cuda.cudart()
+        with torch.cuda.device(self._device):  # else this makes a context on device 0
+            if int(runtime.cudaHostRegister(address, buffer.nbytes, 0)) == 0:
+                self._registered.add(address)
+                return
+            self._refused.add(address)
+            # CUDA keeps the error and PyTorch would raise it at this thread's next kernel: let that be this one.
+            with suppress(RuntimeError):
+                torch.zeros(1, device=self._device)
 
     def send(self, batch: PackedBatch) -> InFlight:
         """Starts the copy of a batch."""
