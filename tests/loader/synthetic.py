@@ -17,7 +17,9 @@ from vlmdata.positions import mrope_position_ids
 IMAGE_TOKEN, PAD = 1000, 1001
 
 
-def write_dataset(folder: Path, shards: int = 4, samples_per_shard: int = 8, seed: int = 0) -> Path:
+def write_dataset(
+    folder: Path, shards: int = 4, samples_per_shard: int = 8, seed: int = 0, first_token_is_target: bool = False
+) -> Path:
     """Writes a dataset of samples with no to three images and up to a few hundred tokens."""
     random = np.random.default_rng(seed)
     folder.mkdir(parents=True)
@@ -26,7 +28,10 @@ def write_dataset(folder: Path, shards: int = 4, samples_per_shard: int = 8, see
     for shard in range(shards):
         first = len(rows)
         with ShardWriter(folder / shard_name(shard)) as writer:
-            rows += [_add_sample(writer, random, first + i, shard) for i in range(samples_per_shard)]
+            rows += [
+                _add_sample(writer, random, row, shard, first_token_is_target)
+                for row in range(first, first + samples_per_shard)
+            ]
             size, sha256 = writer.close()
         infos.append(ShardInfo(shard_name(shard), first, len(rows), samples_per_shard, 0, size, sha256))
     pq.write_table(index_table(rows), folder / "index.parquet")
@@ -57,7 +62,9 @@ def write_dataset(folder: Path, shards: int = 4, samples_per_shard: int = 8, see
     return folder
 
 
-def _add_sample(writer: ShardWriter, random: np.random.Generator, row: int, shard: int) -> IndexRow:
+def _add_sample(
+    writer: ShardWriter, random: np.random.Generator, row: int, shard: int, first_token_is_target: bool
+) -> IndexRow:
     grids = 2 * random.integers(1, 9, (row % 4, 3))
     grids[:, 0] = 1
     pieces, starts = [random.integers(7, 999, random.integers(1, 30))], []
@@ -67,6 +74,7 @@ def _add_sample(writer: ShardWriter, random: np.random.Generator, row: int, shar
     ids = np.concatenate(pieces)
     length, padded = len(ids), -(-len(ids) // 16) * 16
     mask = np.zeros(padded, np.uint8)
+    mask[0] = first_token_is_target
     mask[1:length] = (ids[1:] != IMAGE_TOKEN) & (random.random(length - 1) < 0.5)
     patches = [random.integers(0, 256, (grid.prod(), 768), dtype=np.uint8) for grid in grids]
     positions = np.zeros((3, padded), np.int32)

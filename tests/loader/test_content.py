@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.loader.helpers import epoch_of, stream
+from tests.loader.synthetic import write_dataset
 from vlmdata.alignment import alignment
 from vlmdata.batch import IGNORE_INDEX, PackedBatch
 from vlmdata.format.dataset import VlmDataset
@@ -79,6 +80,14 @@ def test_an_epoch_holds_every_target_once(chat: Path, chats: VlmDataset) -> None
     assert not any(first_tokens)  # a target there would have nothing to be predicted from
     targets = sum(int(batch.loss_mask.sum()) for batch in epoch_of(chat) if batch.loss_mask is not None)
     assert targets == chats.index.num_targets.sum() == chats.manifest.totals.targets
+
+
+def test_a_first_token_is_no_target_of_the_sample_before(tmp_path: Path) -> None:
+    data = write_dataset(tmp_path / "data", first_token_is_target=True)  # preprocess makes no such thing
+    dataset = VlmDataset(data)
+    assert all(sample.loss_mask[0] for sample in dataset)
+    for batch in epoch_of(data, capacity=1024, max_patches=None):
+        assert_holds_its_samples(batch, dataset)
 
 
 def test_images_start_at_their_first_token(chat: Path, chats: VlmDataset) -> None:

@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from tests.loader.gpu_checks import CHECKS
+from tests.loader.helpers import stream
 from tests.loader.synthetic import write_dataset
+from tests.loader.test_content import assert_holds_its_samples
+from vlmdata.format.dataset import VlmDataset
 
 
 @pytest.fixture(scope="module")
@@ -25,10 +28,6 @@ def test_on_the_device(synthetic: Path, check: Callable[[Path], None]) -> None:
 
 
 def test_the_synthetic_dataset_is_sound(synthetic: Path) -> None:
-    from tests.loader.helpers import stream
-    from tests.loader.test_content import assert_holds_its_samples
-    from vlmdata.format.dataset import VlmDataset
-
     dataset = VlmDataset(synthetic)
     assert set(dataset.index.image_counts.tolist()) == {0, 1, 2, 3}
     with stream(synthetic, capacity=1024, max_patches=None) as loader:
