@@ -125,7 +125,6 @@ def test_sigkills_at_25_random_moments_leave_no_trace_in_the_result(job: Job, un
         assert _differences(tree_bytes(job.out), undisturbed) == [], (seed, mayhem.kills)
     assert mayhem.kills["worker"] >= 10, (seed, mayhem.kills)
     assert mayhem.kills["server"] >= 1, (seed, mayhem.kills)
-    print(mayhem.kills, mayhem.moments)
     assert min(mayhem.moments) == 0
     assert max(mayhem.moments) > 0.8
     assert wait_until(lambda: not alive(mayhem.servers), SERVER_SECONDS), "a server of workers outlived its parent"
