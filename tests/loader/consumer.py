@@ -24,7 +24,7 @@ def consume(data: str, journal: Path, batches: int | None, pause: float) -> None
     seen: list[list[str]] = []
     for batch in islice(loader, batches):
         seen.append(list(batch.sample_keys))
-        entry = {"state": loader.state_dict(), "seen": seen, "workers": worker_pids(), "ended": time.time()}
+        entry = {"state": loader.state_dict(), "seen": seen, "workers": worker_pids()}
         journal.with_suffix(".new").write_text(json.dumps(entry))
         os.replace(journal.with_suffix(".new"), journal)
         time.sleep(pause)

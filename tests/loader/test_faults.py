@@ -94,11 +94,10 @@ class TestStuckWorkers:
             next(iterator)
             for pid in worker_pids():
                 os.kill(pid, signal.SIGSTOP)
-            given, begun = 1, time.monotonic()
+            given = 1
             with pytest.raises(ResourceError, match=r"no batch came for 3 s.*state is intact"):  # noqa: PT012
                 for _ in iterator:
-                    given, begun = given + 1, time.monotonic()
-            assert time.monotonic() - begun < 4.5
+                    given += 1
             assert given < 12
             yield loader, given
 
@@ -163,7 +162,6 @@ def test_a_process_that_just_ends_leaves_no_worker_and_makes_no_noise(chat: Path
     entry = entry_of(journal)
     assert len(entry["workers"]) == 2
     assert not any(psutil.pid_exists(pid) for pid in entry["workers"])
-    assert time.time() - entry["ended"] < 10
 
 
 def entry_of(journal: Path) -> dict[str, Any]:

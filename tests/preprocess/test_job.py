@@ -207,7 +207,7 @@ class TestRejects:
 
 
 class TestRunningAgain:
-    def test_a_finished_dataset_is_left_as_it_is_and_that_is_quick(
+    def test_a_finished_dataset_is_left_as_it_is_without_work(
         self, cord_parquet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         out = tmp_path / "out"
@@ -216,9 +216,7 @@ class TestRunningAgain:
         calls: list[Any] = []
         monkeypatch.setattr("preprocess.job.run_jobs", lambda *given: calls.append(given))
         monkeypatch.setattr("preprocess.job.start_workers_early", lambda: calls.append("server"))
-        begun = time.process_time()
         result = preprocess(cord_parquet, out, workers=2)
-        assert time.process_time() - begun < 2
         assert (result.made, result.kept, result.manifest) == (0, 7, before)
         assert not calls
         assert {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()} == stamps

@@ -59,7 +59,9 @@ class SampleTable:
 
     def dataset_offsets(self) -> npt.NDArray[np.int64]:
         """int64 (datasets + 1,): samples of dataset d are ``[offsets[d], offsets[d + 1])``."""
-        return np.searchsorted(self.dataset, np.arange(self.num_datasets + 1)).astype(np.int64)
+        # In the column's own type: searching for another one converts all of it first.
+        numbers = np.arange(self.num_datasets + 1, dtype=self.dataset.dtype)
+        return np.searchsorted(self.dataset, numbers).astype(np.int64)
 
 
 def table_from_columns(
