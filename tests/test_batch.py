@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from vlmdata.batch import PackedBatch, SampleOrigin, Slice
+from vlmdata.batch import HostLayout, PackedBatch, SampleOrigin, Slice
 from vlmdata.vision_split import image_owners
 
 
@@ -67,8 +68,19 @@ def test_what_is_no_tensor_is_carried_along(method: str) -> None:
     other = getattr(batch, method)(*arguments[method])
     assert other.labels is None
     for field in dataclasses.fields(PackedBatch):
-        if field.name != "context_parallel" and not isinstance(getattr(batch, field.name), torch.Tensor):
+        if field.name not in ("context_parallel", "host") and not isinstance(getattr(batch, field.name), torch.Tensor):
             assert getattr(other, field.name) == getattr(batch, field.name)
+
+
+@pytest.mark.parametrize("method", ["clone", "to", "context_parallel_shard"])
+def test_the_host_layout_is_that_of_the_tensors(method: str) -> None:
+    arguments: dict[str, tuple[Any, ...]] = {"clone": (), "to": ("cpu",), "context_parallel_shard": (1, 2)}
+    batch = make_batch()
+    for made in (batch, getattr(batch, method)(*arguments[method])):
+        for field in dataclasses.fields(HostLayout):
+            array = getattr(made.host, field.name)
+            assert array.dtype == np.int64
+            assert array.tolist() == getattr(made, field.name).tolist(), field.name
 
 
 def test_clones_share_nothing_and_moves_to_the_same_device_share_all() -> None:

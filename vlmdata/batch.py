@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from vlmdata.context_parallel import partition_indices
@@ -43,6 +44,25 @@ class Slice:
 
 
 @dataclass(frozen=True, eq=False)
+class HostLayout:
+    """The layout of a pack as host arrays, wherever the batch's tensors are: reading it never waits for a device.
+
+    Attributes:
+        cu_seqlens: int64 (segments + 1,), running sum of true lengths.
+        cu_seqlens_padded: int64 (segments + 1,), where segments begin.
+        image_grid_thw: int64 (N, 3), patches per image along t, h, w.
+        image_starts: int64 (N,), first token of each image in the pack.
+        image_indices: int64 (M,), which of the images ``patches`` holds.
+    """
+
+    cu_seqlens: npt.NDArray[np.int64]
+    cu_seqlens_padded: npt.NDArray[np.int64]
+    image_grid_thw: npt.NDArray[np.int64]
+    image_starts: npt.NDArray[np.int64]
+    image_indices: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
 class PackedBatch:
     """One pack: n samples one after another, each padded to the alignment, and perhaps a padded tail.
 
@@ -73,6 +93,7 @@ class PackedBatch:
         micro_batch: Micro-batch within the step.
         pack: Pack number within the epoch, -1 for an empty pack.
         context_parallel: Which slice this is; None for a whole pack.
+        host: The layout as host arrays; made from the tensors if it is not given.
     """
 
     input_ids: torch.Tensor | None
@@ -96,6 +117,13 @@ class PackedBatch:
     micro_batch: int
     pack: int
     context_parallel: Slice | None = None
+    host: HostLayout = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if cast(HostLayout | None, self.host) is None:
+            names = [field.name for field in dataclasses.fields(HostLayout)]
+            arrays = [getattr(self, name).cpu().numpy().astype(np.int64) for name in names]
+            object.__setattr__(self, "host", HostLayout(*arrays))
 
     @property
     def num_samples(self) -> int:
@@ -155,10 +183,11 @@ class PackedBatch:
         if self.context_parallel is not None:
             have = self.context_parallel
             raise ValueError(f"the batch is already slice {have.rank} of {have.size}")
-        bounds = self.cu_seqlens_padded.cpu().numpy()
         device = self.cu_seqlens_padded.device
-        tokens = torch.from_numpy(partition_indices(bounds, self.total_tokens, size, rank)).to(device)
-        grids = self.image_grid_thw.cpu().numpy()
+        tokens = torch.from_numpy(partition_indices(self.host.cu_seqlens_padded, self.total_tokens, size, rank)).to(
+            device
+        )
+        grids = self.host.image_grid_thw
         mine = np.flatnonzero(image_owners(grids, size) == rank)
         patches = None
         if self.patches is not None:
@@ -179,6 +208,7 @@ class PackedBatch:
             image_indices=torch.from_numpy(mine).to(device),
             patches=patches,
             context_parallel=Slice(rank, size),
+            host=dataclasses.replace(self.host, image_indices=mine),
         )
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Self:

@@ -31,7 +31,7 @@ class DecodedImage:
     """A normalised image.
 
     Attributes:
-        pixels: uint8 (H, W, 3), RGB, upright.
+        pixels: uint8 (H, W, 3), RGB, upright; read-only.
         file_format: As Pillow names it, such as ``JPEG``.
         mode: Pillow's mode of the file's content.
         file_size: (width, height) as stored in the file, before EXIF orientation.
@@ -133,7 +133,7 @@ def _normalise(image: Image.Image, what: str) -> DecodedImage:
     if image.mode != "RGB":
         image = image.convert("RGB")
         steps.append("mode")
-    return DecodedImage(np.array(image), file_format, mode, size, tuple(steps))
+    return DecodedImage(np.asarray(image), file_format, mode, size, tuple(steps))
 
 
 def _orientation(image: Image.Image) -> int | None:

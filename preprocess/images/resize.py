@@ -8,6 +8,7 @@ bytes with plain, AVX2 and AVX-512 code, so shards do not depend on the machine 
 from __future__ import annotations
 
 import math
+import warnings
 
 import numpy as np
 import numpy.typing as npt
@@ -56,7 +57,7 @@ def resize_image(pixels: npt.NDArray[np.uint8], height: int, width: int) -> npt.
     """Resizes with torchvision's antialiased bicubic on uint8.
 
     Args:
-        pixels: uint8 (H, W, 3).
+        pixels: uint8 (H, W, 3), C-contiguous; only read.
         height: New height.
         width: New width.
 
@@ -67,7 +68,9 @@ def resize_image(pixels: npt.NDArray[np.uint8], height: int, width: int) -> npt.
     from torchvision.transforms.v2 import functional as transforms
 
     # A view: (H, W, 3) memory seen as (3, H, W) is torch's channels-last, which the kernel reads without a copy.
-    image = torch.from_numpy(pixels).permute(2, 0, 1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nor is it written to
+        image = torch.from_numpy(pixels).permute(2, 0, 1)
     if (height, width) != pixels.shape[:2]:
         image = transforms.resize(
             image, [height, width], interpolation=transforms.InterpolationMode.BICUBIC, antialias=True

@@ -13,6 +13,7 @@ import json
 import os
 import tarfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +27,8 @@ from vlmdata.format.schema import MEMBERS, METADATA_MEMBER
 
 BLOCK = tarfile.BLOCKSIZE
 _END_OF_ARCHIVE = bytes(2 * BLOCK)
+#: Bytes written between two flushes to the disk.
+_FLUSH_BYTES = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,8 @@ def metadata_bytes(metadata: Mapping[str, Any]) -> bytes:
 class ShardWriter:
     """Writes one tar, hashing as it goes. The caller chooses a temporary path and renames after :meth:`close`.
 
-    Use as a context manager; leaving it by an exception closes the file without finishing it.
+    A thread flushes what is written while more is being made, so that the end does not wait for a whole shard. Use as
+    a context manager; leaving it by an exception closes the file without finishing it.
     """
 
     def __init__(self, path: Path):
@@ -81,6 +85,9 @@ class ShardWriter:
         self._position = 0
         self._sha256 = hashlib.sha256()
         self._sample_hash = xxhash.xxh3_64()
+        self._flusher = ThreadPoolExecutor(1, thread_name_prefix="vlmdata-flush")
+        self._flush: Future[None] | None = None
+        self._next_flush = _FLUSH_BYTES
 
     def add(
         self,
@@ -148,6 +155,16 @@ class ShardWriter:
         while written < view.nbytes:  # an unbuffered write may be short, on a nearly full disk above all
             written += self._file.write(view[written:])
         self._position += view.nbytes
+        if self._position >= self._next_flush and (self._flush is None or self._flush.done()):
+            self._flushed()
+            self._flush = self._flusher.submit(os.fsync, self._file.fileno())
+            self._next_flush = self._position + _FLUSH_BYTES
+
+    def _flushed(self) -> None:
+        """Waits for the flush under way. The system tells of a failed write once, and perhaps to that flush."""
+        flush, self._flush = self._flush, None
+        if flush is not None:
+            flush.result()
 
     def close(self) -> tuple[int, str]:
         """Ends the archive, flushes it to disk, and returns (bytes, sha256)."""
@@ -155,8 +172,9 @@ class ShardWriter:
         tail = memoryview(_END_OF_ARCHIVE + bytes(padding))
         self._sha256.update(tail)
         self._write_through(tail)
+        self._flushed()
         os.fsync(self._file.fileno())
-        self._file.close()
+        self._close_file()
         return self._position, self._sha256.hexdigest()
 
     def __enter__(self) -> Self:
@@ -165,4 +183,8 @@ class ShardWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._close_file()
+
+    def _close_file(self) -> None:
+        self._flusher.shutdown(wait=True)  # else the number of the closed file may be another one's
         self._file.close()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vlmdata.batch import PackedBatch, SampleOrigin, Slice
+from vlmdata.batch import HostLayout, PackedBatch, SampleOrigin, Slice
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.loader.assemble import layout_of
 from vlmdata.loader.plans import EpochPlans
@@ -105,6 +105,7 @@ class RankStream:
             micro_batch=tag.position.micro_batch,
             pack=tag.pack,
             context_parallel=self.context_parallel,
+            host=HostLayout(request.cu_seqlens, bounds, images.grids, images.starts, request.held),
         )
 
 
