@@ -1,0 +1,1 @@
+"""Qwen3.5-VL on megatron-core: the bundled model and trainer."""

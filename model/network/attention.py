@@ -1,0 +1,182 @@
+"""Gated full attention with interleaved 3D rotary positions.
+
+Mirrors transformers' ``Qwen3_5Attention``, ``Qwen3_5TextRotaryEmbedding`` and ``apply_rotary_pos_emb``.
+Projections, q/k norms and the output gate are megatron-core's ``SelfAttention``.
+
+Shapes: tokens of this rank t, batch 1, heads n, key-value heads g, head width d, rotated width r.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from model.parallel.exchange import all_gather_rows
+from model.parallel.packed import PackedLayout
+
+
+class InterleavedMRoPE(nn.Module):
+    """Rotation angles of tokens with three positions: ``Qwen3_5TextRotaryEmbedding``.
+
+    Frequency i belongs to the axis t, h, w, t, h, w, … in turn, as far as the sections of h and w reach; the rest belongs to t.
+    megatron-core's own class gives each axis a consecutive block instead, which is another model.
+    """
+
+    def __init__(self, rotary_dim: int, base: float) -> None:
+        super().__init__()
+        self.rotary_dim, self.base = rotary_dim, base
+
+    def forward(self, position_ids: Tensor, mrope_section: list[int], cp_group: Any = None) -> Tensor:
+        """Computes the angles.
+
+        Args:
+            position_ids: int64 (3, 1, t), of the tokens held here.
+            mrope_section: Frequencies of t, h, w.
+            cp_group: Ignored: the positions are local already. megatron-core passes it.
+
+        Returns:
+            float32 (t, 1, 1, r), in radians; both halves equal.
+        """
+        exponents = torch.arange(0, self.rotary_dim, 2, dtype=torch.float32, device=position_ids.device)
+        inv_freq = 1.0 / (self.base ** (exponents / self.rotary_dim))
+        angles_3btf = position_ids[..., None].float() * inv_freq
+        angles_btf = angles_3btf[0].clone()
+        for axis in (1, 2):
+            mine = slice(axis, mrope_section[axis] * 3, 3)
+            angles_btf[..., mine] = angles_3btf[axis, ..., mine]
+        return torch.cat([angles_btf, angles_btf], -1).transpose(0, 1).unsqueeze(2).contiguous()
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotates the first columns of heads: ``apply_rotary_pos_emb``.
+
+    Args:
+        x: (t, 1, n, d).
+        angles: float32 (t, 1, 1, r), r <= d.
+
+    Returns:
+        (t, 1, n, d), computed in x's dtype.
+    """
+    width = angles.shape[-1]
+    turned, passed = x[..., :width], x[..., width:]
+    first, second = turned.chunk(2, -1)
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    turned = turned * cos + torch.cat([-second, first], -1) * sin
+    return torch.cat([turned, passed], -1)
+
+
+class Qwen35SelfAttention(SelfAttention):
+    """``Qwen3_5Attention``: megatron-core's self-attention that rotates with angles per token.
+
+    megatron-core's rotary code for packed batches copies boundaries to the host in every layer, and its fused kernel knows
+    positions along one axis only. So the angles come ready, one row per token held here, and are applied here.
+    """
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """See megatron-core's ``Attention.forward``; ``rotary_pos_emb`` are angles as :class:`InterleavedMRoPE` makes them."""
+        self._angles = kwargs.pop("rotary_pos_emb", None)
+        try:
+            output: tuple[Tensor, Tensor] = super().forward(
+                hidden_states, attention_mask, rotary_pos_emb=None, **kwargs
+            )
+        finally:
+            self._angles = None
+        return output
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
+        """Queries and keys normalised and rotated, values, gate."""
+        query, key, *rest = super().get_query_key_value_tensors(*args, **kwargs)
+        if self._angles is not None:
+            query, key = rotate(query, self._angles), rotate(key, self._angles)
+        return query, key, *rest
+
+
+class SegmentAttention(MegatronModule):
+    """Causal attention within the segments of a pack, by torch's scaled dot product: the core attention of the torch back end.
+
+    With context parallelism keys and values are gathered from all ranks; every rank computes the rows of its two chunks
+    of each segment.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.softmax_scale = softmax_scale
+        self.cp_group = pg_collection.cp
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedLayout | None = None,
+    ) -> Tensor:
+        """Attends.
+
+        Args:
+            query: (t, n, d).
+            key: (t, g, d).
+            value: (t, g, d).
+            attention_mask: Ignored; the segments say it.
+            attn_mask_type: Ignored.
+            attention_bias: Must be None.
+            packed_seq_params: The pack.
+
+        Returns:
+            (t, n * d).
+        """
+        layout = packed_seq_params
+        assert isinstance(layout, PackedLayout)
+        assert attention_bias is None
+        size, rank = layout.context_size, layout.context_rank
+        if size > 1:
+            counts = [query.shape[0]] * size
+            both = all_gather_rows(torch.cat([key, value], -1), counts, self.cp_group)
+            key, value = both.index_select(0, layout.gathered_order).split(key.shape[-1], -1)
+        pieces = []
+        for start, stop, local in zip(layout.bounds, layout.bounds[1:], layout.local_bounds, strict=False):
+            if size == 1:
+                pieces.append(self._attend(query[start:stop], key[start:stop], value[start:stop]))
+                continue
+            chunk = (stop - start) // (2 * size)
+            for half, number in enumerate((rank, 2 * size - 1 - rank)):
+                mine = query[local + half * chunk : local + (half + 1) * chunk]
+                seen = start + (number + 1) * chunk
+                pieces.append(self._attend(mine, key[start:seen], value[start:seen]))
+        return torch.cat(pieces).flatten(1)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Rows of queries that end where the keys end."""
+        if not query.shape[0]:
+            return query
+        rows, columns = query.shape[0], key.shape[0]
+        mask = None
+        if rows != columns:
+            mask = torch.ones(rows, columns, dtype=torch.bool, device=query.device).tril(columns - rows)
+        out_1ntd = F.scaled_dot_product_attention(
+            *(x.transpose(0, 1).unsqueeze(0) for x in (query, key, value)),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self.softmax_scale,
+            enable_gqa=True,
+        )
+        return out_1ntd[0].transpose(0, 1)

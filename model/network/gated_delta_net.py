@@ -1,0 +1,338 @@
+"""The gated delta net: linear attention with a decaying, error-correcting state.
+
+Mirrors transformers' ``Qwen3_5GatedDeltaNet``, ``Qwen3_5RMSNormGated`` and ``torch_chunk_gated_delta_rule``.
+The split tables, the context-parallel exchange of heads for tokens and the sharded checkpoint are megatron-core's ``GatedDeltaNet``.
+
+Shapes: batch 1, tokens T, value heads h (keys are repeated to them), key width k, value width v, channels c,
+chunks m of 64 tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.ssm.gated_delta_net.common import (
+    _build_head_perm_for_split_sections,
+    _build_thd_cp_a2a_perm,
+    get_parameter_local_cp,
+    tensor_a2a_cp2hp,
+)
+from megatron.core.ssm.gated_delta_net.gdn import GatedDeltaNet
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from torch import Tensor, nn
+
+from model.parallel.packed import PackedLayout
+
+CHUNK = 64
+
+
+class Qwen35GatedDeltaNet(GatedDeltaNet):
+    """``Qwen3_5GatedDeltaNet`` by flash-linear-attention's kernels (CUDA), with three corrections to megatron-core's.
+
+    The decay is exponentiated in float32, as transformers does, whatever the parameters' dtype. The boundaries of a pack, checked
+    once a forward, are not copied to the host in every layer. And without sequence parallelism the gradient of the output
+    norm, of which each tensor-parallel rank sees its own heads only, is summed over the ranks (megatron-core
+    leaves it 46 to 92 % wrong).
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._reduce_out_norm_gradient()
+
+    def _reduce_out_norm_gradient(self) -> None:
+        if self.tp_size == 1 or self.config.sequence_parallel:
+            return
+        group = self.pg_collection.tp
+
+        def total(gradient: Tensor) -> Tensor:
+            gradient = gradient.contiguous().clone()
+            dist.all_reduce(gradient, group=group)
+            return gradient
+
+        self.out_norm.weight.register_hook(total)
+
+    def _compute_g_and_beta(
+        self, A_log_local_cp: Tensor, dt_bias_local_cp: Tensor, alpha: Tensor, beta: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        decay = -A_log_local_cp.float().exp() * F.softplus(alpha.float() + dt_bias_local_cp.float())
+        return decay, beta.sigmoid()
+
+    def _resolve_cu_seqlens(
+        self, cu_seqlens_padded: Tensor, cu_seqlens_actual: Tensor, total_seq_len: int, name: str, cp_size: int = 1
+    ) -> Tensor:
+        return cu_seqlens_padded
+
+
+class TorchGatedDeltaNet(Qwen35GatedDeltaNet):
+    """``Qwen3_5GatedDeltaNet`` in plain torch: the torch back end, on any device.
+
+    Parameters, layouts and exchanges are megatron-core's; its constructor wants CUDA and flash-linear-attention.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        submodules: Any,
+        layer_number: int | None = None,
+        pg_collection: Any = None,
+        name: str | None = None,
+        cp_comm_type: str | None = None,
+    ) -> None:
+        MegatronModule.__init__(self, config)
+        self.layer_number, self.pg_collection, self.tp_group = layer_number, pg_collection, pg_collection.tp
+        self.bias = self.conv_bias = False
+        self.cp_size, self.tp_size = pg_collection.cp.size(), pg_collection.tp.size()
+        self.sp_size = self.tp_size if config.sequence_parallel else 1
+        self.hidden_size, self.act_fn, self.activation = config.hidden_size, config.activation_func, "silu"
+        self.conv_kernel_dim = config.linear_conv_kernel_dim
+        self.key_head_dim, self.value_head_dim = config.linear_key_head_dim, config.linear_value_head_dim
+        self.num_key_heads, self.num_value_heads = config.linear_num_key_heads, config.linear_num_value_heads
+        self.qk_dim = self.key_head_dim * self.num_key_heads
+        self.v_dim = self.value_head_dim * self.num_value_heads
+        self.qk_dim_local_tp, self.v_dim_local_tp = self.qk_dim // self.tp_size, self.v_dim // self.tp_size
+        self.num_k_heads_local_tp = self.num_key_heads // self.tp_size
+        self.num_v_heads_local_tp = self.num_value_heads // self.tp_size
+        self._setup_variant_attrs()
+        self.in_proj_qkvg_dim = self.qk_dim * 2 + self.v_dim * 2
+        self.in_proj_dim = self.in_proj_qkvg_dim + self.in_proj_extra_dim
+        self.conv_dim = self.qk_dim * 2 + self.v_dim
+        self.conv_dim_local_tp = self.conv_dim // self.tp_size
+        self.recompute_norm_out, self.norm_out_checkpoint = False, None
+        self._build_projections(submodules)
+        self._build_local_parameters()
+        self._reduce_out_norm_gradient()
+
+    def _build_projections(self, submodules: Any) -> None:
+        config = self.config
+        common = {"config": config, "bias": False, "is_expert": False, "tp_group": self.tp_group}
+        self.in_proj = build_module(
+            submodules.in_proj,
+            self.hidden_size,
+            self.in_proj_dim,
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            tp_comm_buffer_name="fc1",
+            **common,
+        )
+        self.out_norm = build_module(
+            submodules.out_norm, config=config, hidden_size=self.value_head_dim, eps=config.layernorm_epsilon
+        )
+        self.out_proj = build_module(
+            submodules.out_proj,
+            self.v_dim,
+            self.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_comm_buffer_name="fc2",
+            **common,
+        )
+
+    def _build_local_parameters(self) -> None:
+        dtype, device = self.config.params_dtype, self.in_proj.weight.device
+        channels = self.conv_dim_local_tp
+        self.conv1d = nn.Conv1d(
+            channels,
+            channels,
+            self.conv_kernel_dim,
+            bias=False,
+            groups=channels,
+            padding=self.conv_kernel_dim - 1,
+            device=device,
+            dtype=dtype,
+        )
+        self.dt_bias = nn.Parameter(torch.ones(self.dt_bias_dim, dtype=dtype, device=device))
+        rates = torch.empty(self.a_log_dim, dtype=torch.float32, device=device).uniform_(1, 16)
+        self.A_log = nn.Parameter(rates.log().to(dtype))
+        for parameter in (self.conv1d.weight, self.dt_bias, self.A_log):
+            parameter.tensor_model_parallel = True
+            parameter.partition_dim = 0
+            parameter.partition_stride = 1
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        inference_context: Any = None,
+        packed_seq_params: PackedLayout | None = None,
+        sequence_len_offset: int | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Runs the layer over the segments of a pack.
+
+        Args:
+            hidden_states: (tokens held here, 1, hidden).
+            attention_mask: Ignored.
+            inference_context: Must be None.
+            packed_seq_params: The pack.
+            sequence_len_offset: Ignored.
+
+        Returns:
+            (tokens held here, 1, hidden), and no bias.
+        """
+        layout = packed_seq_params
+        assert isinstance(layout, PackedLayout)
+        assert inference_context is None
+        cp = self.pg_collection.cp
+        x_tbc, _ = self.in_proj(hidden_states)
+        x_tbc, back = self._tokens_for_heads(x_tbc, layout)
+        qkv, gate, beta, alpha = torch.split(x_tbc.transpose(0, 1), self.feat_dim_split, dim=-1)
+        tokens = qkv.shape[1]
+        sections = [self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp]
+        taps = get_parameter_local_cp(self.conv1d.weight, 0, cp, split_sections=sections)
+        qkv = F.silu(causal_convolution(qkv[0], taps.squeeze(1), layout.bounds))
+        query, key, value = qkv.split([width // self.cp_size for width in sections], -1)
+        repeats = self.num_value_heads // self.num_key_heads
+        query, key = (
+            l2_normalised(x.reshape(tokens, -1, self.key_head_dim)).repeat_interleave(repeats, 1) for x in (query, key)
+        )
+        decay, beta = self._compute_g_and_beta(
+            get_parameter_local_cp(self.A_log, 0, cp), get_parameter_local_cp(self.dt_bias, 0, cp), alpha, beta
+        )
+        value = value.reshape(tokens, -1, self.value_head_dim)
+        out = gated_delta_rule(query, key, value, decay[0], beta[0], layout.bounds)
+        gate = gate.reshape(1, tokens, -1, self.value_head_dim)
+        out = self._gated_norm_and_a2a(out.unsqueeze(0), gate, back, 1, tokens, layout)
+        output: tuple[Tensor, Tensor | None] = self.out_proj(out)
+        return output
+
+    def _tokens_for_heads(self, x: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor | None]:
+        """Context parallelism: all tokens of some heads instead of some tokens of all heads, in pack order."""
+        if self.cp_size == 1:
+            return x, None
+        x = x.index_select(
+            -1, _build_head_perm_for_split_sections(self.in_proj_split_sections, self.cp_size, x.device)
+        )
+        x = tensor_a2a_cp2hp(
+            x, seq_dim=0, head_dim=-1, cp_group=self.pg_collection.cp, undo_attention_load_balancing=False
+        )
+        forth, back = _build_thd_cp_a2a_perm(layout.cu_seqlens_q, self.cp_size, layout.bounds[-1])
+        return x.index_select(0, forth), back
+
+    def _apply_gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
+        """``Qwen3_5RMSNormGated``: norm first, then the gate, in float32."""
+        normed = self.out_norm(x.reshape(-1, x.shape[-1]))
+        return (normed * F.silu(gate.reshape(-1, gate.shape[-1]).float())).to(x.dtype)
+
+
+def l2_normalised(x: Tensor) -> Tensor:
+    """Scales the last axis to length one, in float32 at least: transformers' ``l2norm``."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def causal_convolution(x: Tensor, taps: Tensor, bounds: Sequence[int]) -> Tensor:
+    """Depthwise causal convolution within segments: ``causal_conv1d_fn`` of every segment by itself.
+
+    Args:
+        x: (T, c).
+        taps: (c, K), the last tap on the token itself.
+        bounds: Segment boundaries, from 0 to T.
+
+    Returns:
+        (T, c), without activation.
+    """
+    offset = _offsets(bounds, x.device)
+    width = taps.shape[1]
+    out = x * taps[:, -1]
+    for back in range(1, width):
+        earlier = F.pad(x[:-back], (0, 0, min(back, x.shape[0]), 0)) * (offset >= back)[:, None]
+        out = out + earlier * taps[:, width - 1 - back]
+    return out
+
+
+def gated_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, bounds: Sequence[int]
+) -> Tensor:
+    """The gated delta rule over the segments of a pack, chunk by chunk: ``torch_chunk_gated_delta_rule``.
+
+    Per head the state S (k x v) starts at zero in every segment and goes ``S <- exp(decay) S``, then
+    ``S <- S + beta key (value - key' S)'``; the output is ``query' S / sqrt(k)``. Within a chunk the updates are
+    solved together as a triangular system (Yang et al. 2024, "Parallelizing linear transformers with the delta
+    rule"; with decay: "Gated delta networks", 2025); only states cross chunks. Segments run side by side, so the
+    sequential part is as long as the longest segment, not the pack.
+
+    Args:
+        query: (T, h, k), of length one.
+        key: (T, h, k), of length one.
+        value: (T, h, v).
+        decay: (T, h), logarithm of the decay, not above 0.
+        beta: (T, h), in 0..1.
+        bounds: Segment boundaries, from 0 to T.
+
+    Returns:
+        (T, h, v) in value's dtype; computed in float32 at least.
+    """
+    slots, chunk_counts = _chunk_slots(bounds, query.device)
+    wide = torch.promote_types(value.dtype, torch.float32)
+
+    def chunked(x: Tensor) -> Tensor:
+        """(T, h, …) to (m, h, 64, …), zeros where a segment does not fill its last chunk."""
+        padded = x.new_zeros((sum(chunk_counts) * CHUNK, *x.shape[1:]), dtype=wide).index_copy(0, slots, x.to(wide))
+        return padded.unflatten(0, (-1, CHUNK)).transpose(1, 2)
+
+    q, k, v = chunked(query) * query.shape[-1] ** -0.5, chunked(key), chunked(value)
+    b, g = chunked(beta).unsqueeze(-1), chunked(decay).cumsum(-1)
+    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
+    pairwise = (g.unsqueeze(-1) - g.unsqueeze(-2)).masked_fill(later, float("-inf")).exp()
+    g = g.unsqueeze(-1)
+    system = ((k * b) @ k.transpose(-1, -2)) * pairwise
+    right = torch.cat([v * b, k * b * g.exp()], -1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    new_values, reads = solved.split([v.shape[-1], k.shape[-1]], -1)
+    within = (q @ k.transpose(-1, -2)) * pairwise
+    last = g[..., -1:, :]
+    out = _scan(q * g.exp(), k * (last - g).exp(), last.exp(), new_values, reads, within, chunk_counts)
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, slots).to(value.dtype)
+
+
+def _scan(
+    queries: Tensor,
+    keys: Tensor,
+    decays: Tensor,
+    new_values: Tensor,
+    reads: Tensor,
+    within: Tensor,
+    chunk_counts: Sequence[int],
+) -> Tensor:
+    """Carries the states over the chunks of every segment; all arguments (m, h, …), the result (m, h, 64, v)."""
+    counts = torch.tensor(chunk_counts, device=queries.device)
+    first = counts.cumsum(0) - counts
+    longest_first = torch.argsort(counts, descending=True, stable=True)
+    first, counts = first[longest_first], counts[longest_first]
+    state = queries.new_zeros(len(chunk_counts), queries.shape[1], queries.shape[-1], new_values.shape[-1])
+    outs, places = [], []
+    for step in range(max(chunk_counts)):
+        active = sum(count > step for count in chunk_counts)
+        state = state[:active]
+        at = first[:active] + step
+        updates = new_values[at] - reads[at] @ state
+        outs.append(queries[at] @ state + within[at] @ updates)
+        places.append(at)
+        state = state * decays[at] + keys[at].transpose(-1, -2) @ updates
+    order = torch.argsort(torch.cat(places))
+    return torch.cat(outs).index_select(0, order)
+
+
+def _offsets(bounds: Sequence[int], device: torch.device) -> Tensor:
+    """Place of every token in its segment, int64 (T,)."""
+    edges = torch.tensor(bounds, device=device)
+    lengths = edges.diff()
+    return torch.arange(bounds[-1], device=device) - torch.repeat_interleave(edges[:-1], lengths)
+
+
+def _chunk_slots(bounds: Sequence[int], device: torch.device) -> tuple[Tensor, list[int]]:
+    """Where every token lies when each segment is filled up to whole chunks, and the chunks of each segment."""
+    edges = torch.tensor(bounds, device=device)
+    lengths = edges.diff()
+    chunks = (lengths + CHUNK - 1) // CHUNK
+    first = (chunks.cumsum(0) - chunks) * CHUNK
+    slots = _offsets(bounds, device) + torch.repeat_interleave(first, lengths)
+    counts = [(stop - start + CHUNK - 1) // CHUNK for start, stop in zip(bounds, bounds[1:], strict=False)]
+    return slots, counts

@@ -1,0 +1,328 @@
+"""The vision tower: patches of images in, one embedding per 2 x 2 patches out.
+
+Mirrors transformers' ``Qwen3_5VisionModel``, ``Qwen3_5VisionBlock``, ``Qwen3_5VisionAttention``, ``Qwen3_5VisionMLP``,
+``Qwen3_5VisionPatchMerger`` and ``Qwen3_5VisionRotaryEmbedding``.
+
+Tensor-parallel ranks hold some heads and some feed-forward columns each, and the whole residual stream (no sequence
+parallelism: patches are fewer than the decoder's work by far, and their number is any).
+
+Shapes: patches P, hidden c, heads of this rank n, head width d, image tokens M = P / 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from model.architecture import VisionArchitecture
+from model.network.patch_embed import PatchEmbed
+from model.parallel.packed import to_device
+
+Grid = tuple[int, int, int]
+
+
+class VisionTower(MegatronModule):
+    """``Qwen3_5VisionModel``.
+
+    Args:
+        config: Of the tower, without sequence and context parallelism.
+        architecture: Its sizes.
+        tp_group: Tensor-parallel ranks.
+        recompute: Whether blocks are computed again in the backward pass instead of kept.
+        use_transformer_engine: Attention by Transformer Engine, else by torch.
+        pg_collection: Process groups, for Transformer Engine.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        architecture: VisionArchitecture,
+        tp_group: Any,
+        *,
+        recompute: bool = False,
+        use_transformer_engine: bool = False,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__(config=config)
+        self.architecture, self.recompute = architecture, recompute
+        device = torch.device("cpu" if config.use_cpu_initialization else "cuda")
+        dtype = config.params_dtype
+        self.patch_embed = PatchEmbed(architecture, dtype, device)
+        self.pos_embed = nn.Embedding(
+            architecture.num_position_embeddings, architecture.hidden_size, device=device, dtype=dtype
+        )
+        nn.init.trunc_normal_(self.pos_embed.weight, std=architecture.initializer_range)
+        attend = _engine_attention(config, pg_collection) if use_transformer_engine else None
+        self.blocks = nn.ModuleList(
+            VisionBlock(config, architecture, tp_group, attend() if attend else None, device)
+            for _ in range(architecture.depth)
+        )
+        self.merger = PatchMerger(config, architecture, tp_group, device)
+
+    def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """Encodes images.
+
+        Without images one black token is encoded in their place and left out of the result, so that all parameters take part in the
+        backward pass on every rank and get the gradient zero.
+
+        Args:
+            patches: uint8 (P, 768) or floating point (P, 1536), images one after another in merge order.
+            grids: Patches along t, h, w of every image, on the host.
+
+        Returns:
+            (M, out_hidden).
+        """
+        if not grids:
+            return self._nothing(patches)
+        images = PatchGeometry.of(self.architecture, grids, patches.device)
+        x_pc = self.patch_embed(patches)
+        table = self.pos_embed(images.table_rows) * images.table_weights[:, :, None]
+        x_pc = x_pc + table.sum(1).to(x_pc.dtype)
+        for block in self.blocks:
+            if self.recompute and self.training and torch.is_grad_enabled():
+                x_pc = checkpoint(block, x_pc, images, use_reentrant=False)
+            else:
+                x_pc = block(x_pc, images)
+        merged: Tensor = self.merger(x_pc)
+        return merged
+
+    def _nothing(self, patches: Tensor) -> Tensor:
+        side = self.architecture.spatial_merge_size
+        black = patches.new_zeros(side * side, patches.shape[1])
+        token = self.forward(black, [(1, side, side)])
+        return token[:0] + 0.0 * token.sum()
+
+
+class PatchGeometry:
+    """What follows from the grids of some images, on the device.
+
+    Attributes:
+        bounds: Attention segments, on the host: every frame of every image by itself.
+        cu_seqlens: The same, int32, on the device.
+        longest: Longest segment.
+        angles: float32 (P, 1, d), rotation angles of every patch, both halves equal.
+        table_rows: int64 (P, 4), rows of the position table around every patch.
+        table_weights: float32 (P, 4), their bilinear weights.
+    """
+
+    bounds: list[int]
+    cu_seqlens: Tensor
+    longest: int
+    angles: Tensor
+    table_rows: Tensor
+    table_weights: Tensor
+
+    @classmethod
+    def of(cls, architecture: VisionArchitecture, grids: Sequence[Grid], device: torch.device) -> PatchGeometry:
+        """Works it out."""
+        self = cls()
+        lengths = [h * w for t, h, w in grids for _ in range(t)]
+        self.bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+        self.longest = max(lengths)
+        places, sizes = patch_places(grids, architecture.spatial_merge_size)
+        rows, weights = position_table_rows(places, sizes, round(architecture.num_position_embeddings**0.5))
+        self.angles = rotary_angles(places, architecture.head_dim, architecture.rope_theta).unsqueeze(1).to(device)
+        self.table_rows = to_device(rows.numpy(), device)
+        self.table_weights = weights.to(device)
+        self.cu_seqlens = torch.tensor(self.bounds, dtype=torch.int32).to(device)
+        return self
+
+
+def patch_places(grids: Sequence[Grid], merge: int) -> tuple[Tensor, Tensor]:
+    """Row and column of every patch, in merge order: ``get_vision_position_ids``.
+
+    Args:
+        grids: Patches along t, h, w.
+        merge: Side of a merge block.
+
+    Returns:
+        int64 (P, 2) rows and columns, and int64 (P, 2) the heights and widths of their images.
+    """
+    places, sizes = [], []
+    for t, h, w in grids:
+        rows = torch.arange(h).view(h // merge, 1, merge, 1)
+        columns = torch.arange(w).view(1, w // merge, 1, merge)
+        frame = torch.stack([x.expand(h // merge, w // merge, merge, merge).flatten() for x in (rows, columns)], 1)
+        places.append(frame.repeat(t, 1))
+        sizes.append(torch.tensor([[h, w]]).expand(t * h * w, 2))
+    return torch.cat(places), torch.cat(sizes)
+
+
+def position_table_rows(places: Tensor, sizes: Tensor, side: int) -> tuple[Tensor, Tensor]:
+    """Bilinear interpolation of the learned table: ``get_vision_interpolation_indices_and_weights``, corners aligned.
+
+    Args:
+        places: int64 (P, 2), row and column of every patch.
+        sizes: int64 (P, 2), height and width of its image.
+        side: Side of the table.
+
+    Returns:
+        int64 (P, 4) table rows, and float32 (P, 4) weights.
+    """
+    source = places.float() * (side - 1) / (sizes - 1).clamp(min=1)
+    floor = source.floor()
+    taps = (floor.long().unsqueeze(-1) + torch.arange(2)).clamp(0, side - 1)
+    weights = (1 - (source.unsqueeze(-1) - floor.unsqueeze(-1) - torch.arange(2)).abs()).clamp(min=0)
+    rows = taps[:, 0, :, None] * side + taps[:, 1, None, :]
+    products = weights[:, 0, :, None] * weights[:, 1, None, :]
+    return rows.flatten(1), products.flatten(1)
+
+
+def rotary_angles(places: Tensor, head_dim: int, base: float) -> Tensor:
+    """``Qwen3_5VisionRotaryEmbedding``: a quarter of the head turns with the row, a quarter with the column, twice.
+
+    Args:
+        places: int64 (P, 2), row and column.
+        head_dim: Width of a head.
+        base: Base of the frequencies.
+
+    Returns:
+        float32 (P, head_dim), in radians.
+    """
+    half = head_dim // 2
+    inv_freq = 1.0 / (base ** (torch.arange(0, half, 2, dtype=torch.float32) / half))
+    angles = (places.float().unsqueeze(-1) * inv_freq).flatten(1)
+    return torch.cat([angles, angles], -1)
+
+
+class VisionBlock(MegatronModule):
+    """``Qwen3_5VisionBlock``."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        architecture: VisionArchitecture,
+        tp_group: Any,
+        attention: nn.Module | None,
+        device: torch.device,
+    ) -> None:
+        super().__init__(config=config)
+        width = architecture.hidden_size
+        self.head_dim = architecture.head_dim
+        self.norm1 = _layer_norm(architecture, config, device)
+        self.norm2 = _layer_norm(architecture, config, device)
+        self.qkv = _column(config, width, 3 * width, tp_group)
+        self.proj = _row(config, width, width, tp_group)
+        self.linear_fc1 = _column(config, width, architecture.intermediate_size, tp_group)
+        self.linear_fc2 = _row(config, architecture.intermediate_size, width, tp_group)
+        self.core_attention = attention
+
+    def forward(self, x_pc: Tensor, images: PatchGeometry) -> Tensor:
+        """Attends within images, then transforms every patch; (P, c) to (P, c)."""
+        x_pc = x_pc + self._attention(self.norm1(x_pc), images)
+        hidden, _ = self.linear_fc1(self.norm2(x_pc))
+        out, _ = self.linear_fc2(F.gelu(hidden, approximate="tanh"))
+        return x_pc + out
+
+    def _attention(self, x_pc: Tensor, images: PatchGeometry) -> Tensor:
+        mixed, _ = self.qkv(x_pc)
+        # Per head [query, key, value], so that a tensor-parallel rank's rows are whole heads.
+        query, key, value = mixed.unflatten(-1, (-1, 3, self.head_dim)).unbind(-2)
+        query, key = _rotate(query, images.angles), _rotate(key, images.angles)
+        if self.core_attention is None:
+            out = _attend(query, key, value, images.bounds)
+        else:
+            out = self.core_attention(query, key, value, images)
+        projected, _ = self.proj(out)
+        return projected
+
+
+class PatchMerger(MegatronModule):
+    """``Qwen3_5VisionPatchMerger``: norm, join 2 x 2 patches, two layers with exact GELU."""
+
+    def __init__(
+        self, config: TransformerConfig, architecture: VisionArchitecture, tp_group: Any, device: torch.device
+    ) -> None:
+        super().__init__(config=config)
+        self.width = architecture.hidden_size * architecture.merge_unit
+        self.norm = _layer_norm(architecture, config, device)
+        self.linear_fc1 = _column(config, self.width, self.width, tp_group)
+        self.linear_fc2 = _row(config, self.width, architecture.out_hidden_size, tp_group)
+
+    def forward(self, x_pc: Tensor) -> Tensor:
+        """(P, c) to (M, out_hidden)."""
+        hidden, _ = self.linear_fc1(self.norm(x_pc).view(-1, self.width))
+        out, _ = self.linear_fc2(F.gelu(hidden))
+        return out
+
+
+def _rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """``apply_rotary_pos_emb_vision``: (P, n, d), in float32."""
+    wide = x.float()
+    first, second = wide.chunk(2, -1)
+    return (wide * angles.cos() + torch.cat([-second, first], -1) * angles.sin()).to(x.dtype)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, bounds: Sequence[int]) -> Tensor:
+    """Full attention within segments; (P, n, d) to (P, n * d)."""
+    pieces = []
+    for start, stop in zip(bounds, bounds[1:], strict=False):
+        mine = (x[start:stop].transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+        pieces.append(F.scaled_dot_product_attention(*mine)[0].transpose(0, 1))
+    return torch.cat(pieces).flatten(1)
+
+
+def _engine_attention(config: TransformerConfig, pg_collection: Any) -> Any:
+    """A maker of Transformer Engine attention over images."""
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    class EngineAttention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = TEDotProductAttention(
+                config=config,
+                layer_number=1,
+                attn_mask_type=AttnMaskType.no_mask,
+                attention_type="self",
+                pg_collection=pg_collection,
+            )
+
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, images: PatchGeometry) -> Tensor:
+            packed = PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=images.cu_seqlens,
+                cu_seqlens_kv=images.cu_seqlens,
+                max_seqlen_q=images.longest,
+                max_seqlen_kv=images.longest,
+                pad_between_seqs=False,
+            )
+            parts = (x.contiguous() for x in (query, key, value))
+            out: Tensor = self.inner(*parts, None, AttnMaskType.no_mask, packed_seq_params=packed)
+            return out.flatten(1) if out.dim() > 2 else out
+
+    return EngineAttention
+
+
+def _layer_norm(architecture: VisionArchitecture, config: TransformerConfig, device: torch.device) -> nn.LayerNorm:
+    return nn.LayerNorm(
+        architecture.hidden_size, eps=architecture.layer_norm_eps, device=device, dtype=config.params_dtype
+    )
+
+
+def _column(config: TransformerConfig, width: int, out: int, tp_group: Any) -> ColumnParallelLinear:
+    return ColumnParallelLinear(
+        width, out, config=config, init_method=config.init_method, bias=True, gather_output=False, tp_group=tp_group
+    )
+
+
+def _row(config: TransformerConfig, width: int, out: int, tp_group: Any) -> RowParallelLinear:
+    return RowParallelLinear(
+        width,
+        out,
+        config=config,
+        init_method=config.init_method,
+        bias=True,
+        input_is_parallel=True,
+        skip_bias_add=False,
+        tp_group=tp_group,
+    )

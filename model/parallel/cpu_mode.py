@@ -1,0 +1,122 @@
+"""The CPU mode: megatron-core's training code on machines without CUDA.
+
+megatron-core's process groups, tensor-parallel layers and attention run on CPU as they are. Sequence parallelism, expert
+dispatch, pipeline schedules, gradient buffers, optimizers and recompute do too, but for asking ``torch.cuda`` for "the current device",
+streams and random states, and for allocating with ``device="cuda"``. Within :func:`cpu_as_cuda` those requests
+are answered for the CPU. It changes ``torch.cuda`` and the dispatch of torch functions in this process, for as long as it is
+entered; it changes no attribute of megatron-core. Enter it once, around building and training, and only where
+there is no CUDA.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+
+
+def needed() -> bool:
+    """Whether this machine has to use the CPU mode."""
+    return not torch.cuda.is_available()
+
+
+@contextlib.contextmanager
+def cpu_as_cuda() -> Iterator[None]:
+    """Makes requests for CUDA land on the CPU; see the module's text.
+
+    Raises:
+        RuntimeError: If the machine has CUDA: there the real thing must run.
+    """
+    if not needed():
+        raise RuntimeError("cpu_as_cuda is for machines without CUDA, this one has it; use nccl and the real device")
+    stream = _Stream()
+    answers: dict[str, Callable[..., Any]] = {
+        "current_device": lambda: _CPU,
+        "current_stream": lambda *_: stream,
+        "default_stream": lambda *_: stream,
+        "synchronize": lambda *_: None,
+        "set_device": lambda *_: None,
+        "Stream": lambda *_, **__: stream,
+        "Event": lambda *_, **__: stream,
+        "stream": lambda *_: contextlib.nullcontext(),
+        "get_rng_state": lambda *_: torch.get_rng_state(),
+        "set_rng_state": lambda state, *_: torch.set_rng_state(state),
+        "empty_cache": lambda: None,
+    }
+    saved = {name: getattr(torch.cuda, name) for name in answers}
+    saved_random = torch.cuda.random.get_rng_state
+    try:
+        for name, answer in answers.items():
+            setattr(torch.cuda, name, answer)
+        # megatron-core's recompute reads the state through this second name.
+        torch.cuda.random.get_rng_state = answers["get_rng_state"]
+        with _CudaToCpu():
+            yield
+    finally:
+        for name, original in saved.items():
+            setattr(torch.cuda, name, original)
+        torch.cuda.random.get_rng_state = saved_random
+
+
+def cpu_mode_if_needed() -> contextlib.AbstractContextManager[None]:
+    """:func:`cpu_as_cuda` without CUDA, nothing with it."""
+    return cpu_as_cuda() if needed() else contextlib.nullcontext()
+
+
+def _on_cpu(device: Any) -> Any:
+    if isinstance(device, str) and device.startswith("cuda"):
+        return _CPU
+    if isinstance(device, torch.device) and device.type == "cuda":
+        return _CPU
+    return device
+
+
+class _CudaToCpu(TorchFunctionMode):
+    """Rewrites the device of torch calls, and answers questions about tensor types as CUDA would."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if "device" in kwargs:
+            kwargs["device"] = _on_cpu(kwargs["device"])
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        name = getattr(func, "__name__", "")
+        if name == "cuda":
+            return args[0]
+        if name == "type" and len(args) == 1 and not kwargs:
+            # The optimizers sort parameters by the type's name and know the CUDA names only.
+            kind: str = func(*args)
+            return kind if "cuda" in kind else kind.replace("torch.", "torch.cuda.", 1)
+        if name == "to":
+            args = (args[0], *(_on_cpu(arg) for arg in args[1:]))
+        return func(*args, **kwargs)
+
+
+class _Stream:
+    """A stream and an event of a device that does everything at once."""
+
+    def wait_stream(self, *_: Any) -> None: ...
+
+    def wait_event(self, *_: Any) -> None: ...
+
+    def wait(self, *_: Any) -> None: ...
+
+    def record(self, *_: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self, *_: Any) -> _Stream:
+        return self
+
+    def query(self) -> bool:
+        return True
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream)
+
+    __hash__ = object.__hash__

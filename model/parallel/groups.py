@@ -1,0 +1,163 @@
+"""Process groups and random seeds of a parallel layout."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where this process stands.
+
+    Attributes:
+        tensor: Tensor-parallel size; ``tensor_rank`` the rank.
+        context: Context-parallel size.
+        pipeline: Pipeline stages.
+        expert: Expert-parallel size.
+        data: Data-parallel size (context parallelism not counted).
+        tensor_rank: Rank in the tensor-parallel group.
+        context_rank: Rank in the context-parallel group.
+        pipeline_rank: Stage.
+        expert_rank: Rank in the expert-parallel group.
+        data_rank: Rank in the data-parallel group.
+    """
+
+    tensor: int
+    context: int
+    pipeline: int
+    expert: int
+    data: int
+    tensor_rank: int
+    context_rank: int
+    pipeline_rank: int
+    expert_rank: int
+    data_rank: int
+
+
+def initialize(
+    *,
+    tensor: int = 1,
+    context: int = 1,
+    pipeline: int = 1,
+    expert: int = 1,
+    virtual_pipeline: int | None = None,
+    backend: str | None = None,
+    seed: int = 1234,
+    timeout_minutes: float = 10.0,
+) -> Layout:
+    """Joins the process group (as torchrun describes it, or alone), makes megatron-core's groups, and seeds.
+
+    Args:
+        tensor: Tensor-parallel size.
+        context: Context-parallel size.
+        pipeline: Pipeline stages.
+        expert: Expert-parallel size; divides data x context x tensor.
+        virtual_pipeline: Model chunks per stage, None for one.
+        backend: ``"gloo"`` or ``"nccl"``; nccl where there is CUDA if None.
+        seed: Seed of fresh weights; see :func:`seed_all`.
+        timeout_minutes: How long a collective waits for a missing rank before the job fails.
+
+    Returns:
+        The layout.
+
+    Raises:
+        ValueError: If the number of processes is no multiple of the layout's.
+        RuntimeError: If groups exist already; call :func:`destroy` first.
+    """
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        raise RuntimeError("the parallel groups exist already: call model.parallel.groups.destroy first")
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    need = tensor * context * pipeline
+    if world % need:
+        raise ValueError(
+            f"{world} processes are no multiple of tensor {tensor} x context {context} x pipeline {pipeline} = {need}; "
+            "start a multiple of that, or choose smaller sizes"
+        )
+    if (world // pipeline) % expert:
+        raise ValueError(
+            f"expert-parallel size {expert} does not divide the {world // pipeline} processes of a pipeline stage"
+        )
+    if not dist.is_initialized():
+        _join(backend or ("nccl" if torch.cuda.is_available() else "gloo"), world, timeout_minutes)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        virtual_pipeline_model_parallel_size=virtual_pipeline,
+        context_parallel_size=context,
+        expert_model_parallel_size=expert,
+        expert_tensor_parallel_size=1,
+        distributed_timeout_minutes=max(1, round(timeout_minutes)),
+    )
+    seed_all(seed)
+    return current()
+
+
+def current() -> Layout:
+    """The layout of the groups that exist."""
+    from megatron.core import parallel_state as state
+
+    return Layout(
+        tensor=state.get_tensor_model_parallel_world_size(),
+        context=state.get_context_parallel_world_size(),
+        pipeline=state.get_pipeline_model_parallel_world_size(),
+        expert=state.get_expert_model_parallel_world_size(),
+        data=state.get_data_parallel_world_size(),
+        tensor_rank=state.get_tensor_model_parallel_rank(),
+        context_rank=state.get_context_parallel_rank(),
+        pipeline_rank=state.get_pipeline_model_parallel_rank(),
+        expert_rank=state.get_expert_model_parallel_rank(),
+        data_rank=state.get_data_parallel_rank(),
+    )
+
+
+def seed_all(seed: int) -> None:
+    """Seeds torch and megatron-core's tracker.
+
+    Replicas (data- and context-parallel ranks) get equal streams, pipeline stages different ones. Tensor-parallel ranks share
+    torch's default stream, which fills replicated parameters, and differ in the tracker's, which fills sharded ones.
+
+    Args:
+        seed: At least 0.
+    """
+    import random
+
+    import numpy as np
+    from megatron.core import parallel_state, tensor_parallel
+
+    stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(stage_seed)
+    np.random.seed(stage_seed % 2**32)  # noqa: NPY002  (libraries draw from the global state)
+    torch.manual_seed(stage_seed)
+    options: dict[str, Any] = {} if torch.cuda.is_available() else {"inference_rng_tracker": True}
+    tensor_parallel.model_parallel_cuda_manual_seed(stage_seed, force_reset_rng=True, **options)
+
+
+def destroy() -> None:
+    """Leaves all groups; safe to call twice."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _join(backend: str, world: int, timeout_minutes: float) -> None:
+    timeout = timedelta(minutes=timeout_minutes)
+    if backend == "nccl":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if "MASTER_ADDR" in os.environ:
+        rank = int(os.environ.get("RANK", "0"))
+        dist.init_process_group(backend, rank=rank, world_size=world, timeout=timeout)
+        return
+    if world != 1:
+        raise ValueError(f"WORLD_SIZE is {world}, but MASTER_ADDR is not set: start the processes with torchrun")
+    # A process alone needs no port: two of them on one machine must not meet.
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
