@@ -1,0 +1,315 @@
+"""One packed batch: its segments, padding and cost, and what each context-parallel rank gets of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vlmdata.batch import IGNORE_INDEX, PackedBatch
+from vlmdata.context_parallel import chunk_ranges
+from vlmdata.format.schema import PATCHES_PER_TOKEN
+from vlmdata.loader.loader import StreamingLoader
+from vlmdata.packing.cost import CostModel
+from vlmdata.packing.plan import EMPTY_PACK
+from vlmdata.vision_split import image_owners
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A sample in a pack, or the padded tail.
+
+    Attributes:
+        key: The sample's key; "" for the tail.
+        dataset: Number of its dataset; -1 for the tail, like the next two.
+        index: Position in the dataset.
+        source_row: The source row it was made from.
+        start: First token in the pack.
+        stop: One past its last token, padding included.
+        length: True tokens.
+        padding: Tokens of padding behind them.
+        targets: Tokens of the pack that have a label here.
+        images: Images.
+        patches: Vision patches.
+        cost: Estimated training cost, in units of 2**20 FLOP.
+        cost_share: Of the pack's cost.
+    """
+
+    key: str
+    dataset: int
+    index: int
+    source_row: int
+    start: int
+    stop: int
+    length: int
+    padding: int
+    targets: int
+    images: int
+    patches: int
+    cost: int
+    cost_share: float
+
+
+@dataclass(frozen=True)
+class BatchImage:
+    """An image of a pack.
+
+    Attributes:
+        segment: Number of the segment it belongs to.
+        start: First of its tokens in the pack.
+        tokens: Tokens.
+        grid: Patches along t, h, w.
+        patches: Vision patches.
+        rank: Context-parallel rank that encodes it.
+    """
+
+    segment: int
+    start: int
+    tokens: int
+    grid: tuple[int, int, int]
+    patches: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """What one context-parallel rank gets of a pack.
+
+    Attributes:
+        rank: The rank.
+        ranges: Token ranges ``[start, stop)`` of the pack that it owns, ascending.
+        tokens: Tokens in them.
+        true_tokens: Those that are no padding.
+        targets: Those that have a label.
+        images: Images it encodes.
+        patches: Their patches.
+    """
+
+    rank: int
+    ranges: tuple[tuple[int, int], ...]
+    tokens: int
+    true_tokens: int
+    targets: int
+    images: int
+    patches: int
+
+
+@dataclass(frozen=True)
+class BatchDescription:
+    """A packed batch. Units: tokens, patches.
+
+    Attributes:
+        number: Which of the batches that this rank gets in the epoch, from 0; None if that was not asked.
+        epoch: Epoch.
+        step: Optimizer step within it.
+        micro_batch: Micro-batch within the step.
+        pack: Pack number within the epoch; -1 for an empty pack.
+        capacity: Most tokens a pack may have; None if not known.
+        total_tokens: Tokens, padding included.
+        true_tokens: Tokens that are no padding.
+        padding: The others.
+        targets: Tokens that have a label.
+        max_seqlen: Longest segment, padding included.
+        cu_seqlens: Running sum of true lengths.
+        cu_seqlens_padded: Where segments begin.
+        cost: Estimated cost, in units of 2**20 FLOP.
+        segments: The samples, and perhaps a padded tail.
+        images: The images.
+        context_parallel: Ranks that share the pack.
+        ranks: What each of them gets.
+    """
+
+    number: int | None
+    epoch: int
+    step: int
+    micro_batch: int
+    pack: int
+    capacity: int | None
+    total_tokens: int
+    true_tokens: int
+    padding: int
+    targets: int
+    max_seqlen: int
+    cu_seqlens: tuple[int, ...]
+    cu_seqlens_padded: tuple[int, ...]
+    cost: int
+    segments: tuple[Segment, ...]
+    images: tuple[BatchImage, ...]
+    context_parallel: int
+    ranks: tuple[RankShare, ...]
+
+
+def describe_batch(
+    batch: PackedBatch,
+    *,
+    cost: CostModel,
+    context_parallel: int = 1,
+    capacity: int | None = None,
+    number: int | None = None,
+) -> BatchDescription:
+    """Describes a packed batch, as a loader yields it.
+
+    Args:
+        batch: A whole pack (no context-parallel slice), with labels; pixels are not needed.
+        cost: Cost model for the samples' shares.
+        context_parallel: Ranks to split it over.
+        capacity: The loader's, to be told along.
+        number: Likewise.
+
+    Returns:
+        The description.
+
+    Raises:
+        ValueError: If the batch is a slice or has no labels, or a segment does not divide over the ranks.
+    """
+    if batch.context_parallel is not None or batch.labels is None:
+        raise ValueError("describe_batch needs a whole pack with labels: load it without context_parallel_rank")
+    bounds = _numpy(batch.cu_seqlens_padded)
+    lengths = np.diff(_numpy(batch.cu_seqlens))
+    targets = batch.labels[0].cpu().numpy() != IGNORE_INDEX
+    real = ~batch.padding_mask[0].cpu().numpy()
+    images = _images(batch, bounds, context_parallel)
+    segments = _segments(batch, bounds, lengths, targets, images, cost)
+    return BatchDescription(
+        number=number,
+        epoch=batch.epoch,
+        step=batch.step,
+        micro_batch=batch.micro_batch,
+        pack=batch.pack,
+        capacity=capacity,
+        total_tokens=batch.total_tokens,
+        true_tokens=batch.true_tokens,
+        padding=batch.total_tokens - batch.true_tokens,
+        targets=int(targets.sum()),
+        max_seqlen=batch.max_seqlen,
+        cu_seqlens=tuple(batch.cu_seqlens.tolist()),
+        cu_seqlens_padded=tuple(bounds.tolist()),
+        cost=sum(segment.cost for segment in segments),
+        segments=segments,
+        images=images,
+        context_parallel=context_parallel,
+        ranks=tuple(
+            _rank_share(rank, context_parallel, bounds, targets, real, images) for rank in range(context_parallel)
+        ),
+    )
+
+
+def batch_at(loader: StreamingLoader, number: int, epoch: int = 0) -> PackedBatch:
+    """The ``number``-th batch that a loader's rank yields in an epoch, made by the loader itself.
+
+    Args:
+        loader: The loader; it stands behind that batch afterwards.
+        number: In ``[0, num_batches(loader, epoch))``.
+        epoch: The epoch.
+
+    Raises:
+        IndexError: If the epoch has no such batch for this rank.
+    """
+    total = num_batches(loader, epoch)
+    if not 0 <= number < total:
+        raise IndexError(f"no batch {number}: rank {loader.dp_rank} gets {total}, from 0, in epoch {epoch}")
+    step, micro_batch = divmod(number, loader.config.global_batch // loader.dp_size)
+    loader.load_state_dict({**loader.state_dict(), "epoch": epoch, "step": step, "micro_batch": micro_batch})
+    return next(iter(loader))
+
+
+def num_batches(loader: StreamingLoader, epoch: int = 0) -> int:
+    """Batches that each rank of a loader gets in an epoch; empty ones that fill up the last step are counted."""
+    plan = loader.plan(epoch)
+    if plan.num_steps == 0:
+        return 0
+    last = len(plan.assignment(plan.num_steps - 1, loader.dp_size))
+    return (plan.num_steps - 1) * (loader.config.global_batch // loader.dp_size) + last
+
+
+def _segments(
+    batch: PackedBatch,
+    bounds: IntArray,
+    lengths: IntArray,
+    targets: npt.NDArray[np.bool_],
+    images: tuple[BatchImage, ...],
+    cost: CostModel,
+) -> tuple[Segment, ...]:
+    count = len(lengths)
+    patches, squared, counts = np.zeros(count, np.int64), np.zeros(count, np.int64), np.zeros(count, np.int64)
+    for image in images:
+        frame = image.grid[1] * image.grid[2]
+        counts[image.segment] += 1
+        patches[image.segment] += image.patches
+        squared[image.segment] += image.grid[0] * frame * frame  # attention stays within a frame
+    costs = np.zeros(count, np.int64)
+    if batch.pack != EMPTY_PACK:
+        costs = cost.sample_costs(np.diff(bounds), patches, squared)
+    total = max(int(costs.sum()), 1)
+    segments = []
+    for i, (start, stop) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)):
+        origin = batch.origins[i] if i < batch.num_samples else None
+        segments.append(
+            Segment(
+                key=batch.sample_keys[i] if origin else "",
+                dataset=origin.dataset if origin else -1,
+                index=origin.index if origin else -1,
+                source_row=origin.row if origin else -1,
+                start=start,
+                stop=stop,
+                length=int(lengths[i]),
+                padding=stop - start - int(lengths[i]),
+                targets=int(targets[start:stop].sum()),
+                images=int(counts[i]),
+                patches=int(patches[i]),
+                cost=int(costs[i]),
+                cost_share=int(costs[i]) / total,
+            )
+        )
+    return tuple(segments)
+
+
+def _images(batch: PackedBatch, bounds: IntArray, context_parallel: int) -> tuple[BatchImage, ...]:
+    grids, starts = _numpy(batch.image_grid_thw), _numpy(batch.image_starts)
+    owners = image_owners(grids, context_parallel).tolist()
+    segments = (np.searchsorted(bounds, starts, side="right") - 1).tolist()
+    found = []
+    for (t, h, w), start, segment, owner in zip(grids.tolist(), starts.tolist(), segments, owners, strict=True):
+        patches = t * h * w
+        found.append(BatchImage(segment, start, patches // PATCHES_PER_TOKEN, (t, h, w), patches, owner))
+    return tuple(found)
+
+
+def _rank_share(
+    rank: int,
+    size: int,
+    bounds: IntArray,
+    targets: npt.NDArray[np.bool_],
+    real: npt.NDArray[np.bool_],
+    images: tuple[BatchImage, ...],
+) -> RankShare:
+    ranges = _joined(chunk_ranges(bounds, size, rank).reshape(-1, 2).tolist())
+    mine = [image for image in images if image.rank == rank]
+    return RankShare(
+        rank=rank,
+        ranges=ranges,
+        tokens=sum(stop - start for start, stop in ranges),
+        true_tokens=sum(int(real[start:stop].sum()) for start, stop in ranges),
+        targets=sum(int(targets[start:stop].sum()) for start, stop in ranges),
+        images=len(mine),
+        patches=sum(image.patches for image in mine),
+    )
+
+
+def _joined(ranges: list[list[int]]) -> tuple[tuple[int, int], ...]:
+    """Ranges that touch as one."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        elif stop > start:
+            joined.append((start, stop))
+    return tuple(joined)
+
+
+def _numpy(tensor: torch.Tensor) -> IntArray:
+    return tensor.cpu().numpy().astype(np.int64)

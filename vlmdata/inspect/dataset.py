@@ -1,0 +1,284 @@
+"""The dataset card: identity, totals, distributions, extremes, and what deserves a look."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vlmdata.format.dataset import VlmDataset
+from vlmdata.format.ledger import read_ledger
+from vlmdata.format.manifest import Totals
+from vlmdata.format.schema import LEDGER_NAME
+from vlmdata.inspect.findings import KINDS, ContentCheck, Finding, IndexFindings, Severity
+from vlmdata.inspect.histogram import Histogram, histogram
+from vlmdata.inspect.tokens import TokenTexts
+
+#: Samples whose tokens the card looks at unless told otherwise; a second or two.
+DEFAULT_CHECK = 1000
+EXAMPLES = 5
+
+
+@dataclass(frozen=True)
+class TokenizerCard:
+    """The tokenizer: its name, sha256 of vocabulary and template, and number of ids."""
+
+    name: str
+    fingerprint: str
+    chat_template: str
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class Extreme:
+    """A sample at the end of a distribution.
+
+    Attributes:
+        key: Its key.
+        index: Its position in the dataset.
+        source_row: The source row it was made from.
+        value: The quantity: tokens, patches, or a share.
+    """
+
+    key: str
+    index: int
+    source_row: int
+    value: float
+
+
+@dataclass(frozen=True)
+class Extremes:
+    """The samples at one end of one distribution, the most extreme first."""
+
+    name: str
+    title: str
+    kind: str
+    samples: tuple[Extreme, ...]
+
+
+@dataclass(frozen=True)
+class RejectGroup:
+    """Rejected rows of one reason.
+
+    Attributes:
+        reason: As in the ledger.
+        count: Rows.
+        examples: (source row, message) of the first of them.
+    """
+
+    reason: str
+    count: int
+    examples: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True)
+class FindingExample:
+    """A sample with a finding."""
+
+    key: str
+    index: int
+    source_row: int
+    message: str
+
+
+@dataclass(frozen=True)
+class FindingGroup:
+    """All findings of one kind.
+
+    Attributes:
+        kind: Short name.
+        severity: How bad.
+        meaning: What it means.
+        count: Samples that have it.
+        examples: The worst of them, or the first.
+    """
+
+    kind: str
+    severity: Severity
+    meaning: str
+    count: int
+    examples: tuple[FindingExample, ...]
+
+
+@dataclass(frozen=True)
+class DatasetCard:
+    """What a dataset is and holds. Units: tokens, patches, images, bytes.
+
+    Attributes:
+        directory: Its folder.
+        fingerprint: sha256 that stands for its whole content.
+        config_hash: sha256 of its configuration.
+        created_by: Writer and version.
+        schema_version: Version of the format.
+        features: What a reader must understand.
+        source: Identity of the source.
+        options: The options it was made with.
+        tokenizer: Its tokenizer.
+        shards: Shard files.
+        totals: Sums.
+        histograms: Distributions of length, target share, images and patches per sample, and aspect ratio per image.
+        rejects: Rejected rows by reason, the most frequent first.
+        extremes: The samples at the ends of the distributions.
+        findings: What deserves a look, the worst first.
+        checked: Samples whose tokens were looked at for findings; the index was, for all.
+    """
+
+    directory: str
+    fingerprint: str
+    config_hash: str
+    created_by: str
+    schema_version: str
+    features: tuple[str, ...]
+    source: Mapping[str, Any]
+    options: Mapping[str, Any]
+    tokenizer: TokenizerCard
+    shards: int
+    totals: Totals
+    histograms: tuple[Histogram, ...]
+    rejects: tuple[RejectGroup, ...]
+    extremes: tuple[Extremes, ...]
+    findings: tuple[FindingGroup, ...]
+    checked: int
+
+
+def describe_dataset(dataset: VlmDataset, *, check: int | None = DEFAULT_CHECK, seed: int = 0) -> DatasetCard:
+    """Describes a dataset from its manifest, index and ledger, and the tokens of some samples.
+
+    Args:
+        dataset: The dataset.
+        check: Samples whose tokens are looked at for faults: the extremes, then others by chance; None is all.
+        seed: Of that chance.
+
+    Returns:
+        The card.
+
+    Raises:
+        DatasetFormatError: If the ledger, the tokenizer or a shard that is looked at cannot be read.
+    """
+    manifest = dataset.manifest
+    facts = IndexFindings(dataset.index)
+    extremes = _extremes(dataset, facts)
+    chosen = _chosen(facts, extremes, check, seed)
+    options = manifest.config.get("options")
+    return DatasetCard(
+        directory=str(dataset.directory),
+        fingerprint=manifest.fingerprint,
+        config_hash=manifest.config_hash,
+        created_by=manifest.created_by,
+        schema_version=manifest.schema_version,
+        features=manifest.features,
+        source=manifest.source,
+        options=options if isinstance(options, Mapping) else {},
+        tokenizer=TokenizerCard(
+            manifest.tokenizer.name,
+            manifest.tokenizer.fingerprint,
+            manifest.tokenizer.chat_template,
+            manifest.tokenizer.vocab_size,
+        ),
+        shards=len(manifest.shards),
+        totals=manifest.totals,
+        histograms=_histograms(dataset, facts),
+        rejects=_rejects(dataset),
+        extremes=extremes,
+        findings=_findings(dataset, facts, chosen),
+        checked=len(chosen),
+    )
+
+
+def _histograms(dataset: VlmDataset, facts: IndexFindings) -> tuple[Histogram, ...]:
+    index = dataset.index
+    grids = index.grids.astype(np.int64)
+    found = (
+        histogram("length", "length (tokens per sample)", "integer", index.lengths),
+        histogram("target_share", "target share (targets of a sample's tokens)", "share", facts.target_shares),
+        histogram("images", "images (per sample)", "integer", index.image_counts),
+        histogram("patches", "patches (per sample)", "integer", index.num_patches),
+        histogram("aspect_ratio", "aspect ratio (width / height per image)", "ratio", grids[:, 2] / grids[:, 1]),
+    )
+    return tuple(each for each in found if each is not None)
+
+
+def _extremes(dataset: VlmDataset, facts: IndexFindings) -> tuple[Extremes, ...]:
+    index = dataset.index
+    wanted: tuple[tuple[str, str, str, npt.NDArray[np.number], bool], ...] = (
+        ("longest", "longest", "integer", index.lengths, True),
+        ("most_patches", "most patches", "integer", index.num_patches, True),
+        ("smallest_target_share", "smallest target share", "share", facts.target_shares, False),
+        ("shortest", "shortest", "integer", index.lengths, False),
+    )
+    found = []
+    for name, title, kind, values, largest in wanted:
+        order = _first(-values.astype(np.float64) if largest else values.astype(np.float64), EXAMPLES)
+        number = int if kind == "integer" else float
+        samples = tuple(Extreme(index.key(i), i, int(index.source_row[i]), number(values[i])) for i in order)
+        found.append(Extremes(name, title, kind, samples))
+    return tuple(found)
+
+
+def _first(values: npt.NDArray[np.float64], count: int) -> list[int]:
+    """Positions of the smallest values, ties in storage order, without sorting all."""
+    if not len(values):
+        return []
+    bound = np.partition(values, min(count, len(values)) - 1)[min(count, len(values)) - 1]
+    candidates = np.flatnonzero(values <= bound)
+    smaller = np.flatnonzero(values < bound)
+    kept = np.concatenate([smaller, candidates[values[candidates] == bound][: count - len(smaller)]])
+    order: list[int] = kept[np.lexsort((kept, values[kept]))].tolist()
+    return order
+
+
+def _rejects(dataset: VlmDataset) -> tuple[RejectGroup, ...]:
+    examples: dict[str, list[tuple[int, str]]] = {reason: [] for reason in dataset.manifest.rejects}
+    wanting = {reason for reason, count in dataset.manifest.rejects.items() if count}
+    if wanting:
+        for rejection in read_ledger(dataset.directory / LEDGER_NAME):
+            found = examples.setdefault(rejection.reason, [])
+            if len(found) < EXAMPLES:
+                found.append((rejection.row, rejection.message))
+            if len(found) == min(EXAMPLES, dataset.manifest.rejects.get(rejection.reason, 0)):
+                wanting.discard(rejection.reason)
+            if not wanting:
+                break  # a long ledger is not read to its end for a few examples
+    groups = (RejectGroup(reason, count, tuple(examples[reason])) for reason, count in dataset.manifest.rejects.items())
+    return tuple(sorted(groups, key=lambda group: (-group.count, group.reason)))
+
+
+def _chosen(facts: IndexFindings, extremes: tuple[Extremes, ...], check: int | None, seed: int) -> list[int]:
+    """The samples to look into: extremes and what the index found first, then some by chance."""
+    total = len(facts.index)
+    if check is None or check >= total:
+        return list(range(total))
+    first = [sample.index for group in extremes for sample in group.samples]
+    first += [i for where in facts.groups.values() for i in where[:EXAMPLES].tolist()]
+    chosen = dict.fromkeys(first)
+    rest = np.random.default_rng(seed).permutation(total)[:check].tolist()
+    return sorted(list(dict.fromkeys([*chosen, *rest]))[:check])
+
+
+def _findings(dataset: VlmDataset, facts: IndexFindings, chosen: list[int]) -> tuple[FindingGroup, ...]:
+    index = dataset.index
+
+    def example(i: int, found: Finding) -> FindingExample:
+        return FindingExample(index.key(i), i, int(index.source_row[i]), found.message)
+
+    groups = []
+    for kind, where in facts.groups.items():
+        if len(where):
+            severity, meaning = KINDS[kind]
+            first = [(i, next(each for each in facts.of(i) if each.kind == kind)) for i in where[:EXAMPLES].tolist()]
+            groups.append(FindingGroup(kind, severity, meaning, len(where), tuple(example(*each) for each in first)))
+    content: dict[str, list[tuple[int, Finding]]] = {}
+    if chosen:
+        check = ContentCheck(dataset, TokenTexts(dataset.directory))
+        for i in chosen:
+            for kind, found in {found.kind: found for found in reversed(check.of(i))}.items():
+                content.setdefault(kind, []).append((i, found))
+    for kind, all_found in content.items():
+        severity, meaning = KINDS.get(kind, (Severity.FAULT, f"`vlmdata verify`'s check {kind}"))
+        shown = tuple(example(i, found) for i, found in all_found[:EXAMPLES])
+        groups.append(FindingGroup(kind, severity, meaning, len(all_found), shown))
+    order = list(Severity)
+    return tuple(sorted(groups, key=lambda group: (order.index(group.severity), group.kind)))

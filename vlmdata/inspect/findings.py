@@ -1,0 +1,202 @@
+"""What deserves a look: faults, and whatever a fault could hide in.
+
+Two sources. The index tells for every sample, however many there are, in a few column operations. The tokens tell
+more, but a sample at a time: those are the audit of ``vlmdata verify`` and a few looks of our own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from vlmdata.errors import DatasetFormatError
+from vlmdata.format.dataset import VlmDataset
+from vlmdata.format.index import DatasetIndex
+from vlmdata.format.schema import PATCHES_PER_TOKEN, Sample
+from vlmdata.inspect.text import one_line
+from vlmdata.inspect.tokens import TokenTexts, Turn, find_turns
+from vlmdata.verify.sample import SampleRules, audit_sample
+
+#: Below this share of targets a sample costs a hundred tokens of compute for one of learning.
+MIN_TARGET_SHARE = 0.01
+#: Tukey's "far out": so many interquartile ranges below the first quartile, on a log scale.
+_FAR_OUT = 3.0
+#: Fewer samples have no quartiles to speak of.
+_ENOUGH = 20
+_QUOTED = 40
+
+
+class Severity(StrEnum):
+    """How a finding is to be taken."""
+
+    FAULT = "fault"
+    WARNING = "warning"
+    NOTE = "note"
+
+
+#: Kind -> (severity, meaning). Kinds not listed are checks of ``vlmdata verify``: faults.
+KINDS: dict[str, tuple[Severity, str]] = {
+    "no_targets": (Severity.FAULT, "no token is a target: the sample teaches nothing"),
+    "late_target": (Severity.FAULT, "the targets of an answer begin after its first words"),
+    "low_target_share": (Severity.WARNING, "unusually few of the tokens are targets"),
+    "only_end_token": (Severity.WARNING, "an answer whose only target is its end: empty, or masked"),
+    "truncated_answer": (Severity.WARNING, "the last answer is cut, so its end is never learned"),
+    "flat_image": (Severity.WARNING, "an image of nearly one colour"),
+    "image_larger_than_text": (Severity.NOTE, "the images take more tokens than the text"),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing about a sample that deserves a look.
+
+    Attributes:
+        kind: Short name.
+        severity: How bad it is.
+        message: What was found, with its numbers.
+        tokens: Tokens ``[start, stop)`` it is about, or None.
+    """
+
+    kind: str
+    severity: Severity
+    message: str
+    tokens: tuple[int, int] | None = None
+
+
+def finding(kind: str, message: str, tokens: tuple[int, int] | None = None) -> Finding:
+    """A finding with the severity of its kind."""
+    severity = KINDS[kind][0] if kind in KINDS else Severity.FAULT
+    return Finding(kind, severity, message, tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class IndexFindings:
+    """What the index alone tells of all n samples.
+
+    Attributes:
+        index: The index.
+    """
+
+    index: DatasetIndex
+
+    @cached_property
+    def target_shares(self) -> npt.NDArray[np.float64]:
+        """Targets over true tokens, float64 (n,)."""
+        return self.index.num_targets / np.maximum(self.index.lengths, 1)
+
+    @cached_property
+    def image_tokens(self) -> npt.NDArray[np.int64]:
+        """Tokens that stand for images, int64 (n,)."""
+        return self.index.num_patches.astype(np.int64) // PATCHES_PER_TOKEN
+
+    @cached_property
+    def low_target_share(self) -> float:
+        """Share below which a sample is unusual: far below the quartiles of this dataset, or under 1 %."""
+        shares = self.target_shares[self.target_shares > 0]
+        if len(shares) < _ENOUGH:
+            return MIN_TARGET_SHARE
+        low, high = np.percentile(np.log(shares), (25, 75))
+        return max(MIN_TARGET_SHARE, float(np.exp(low - _FAR_OUT * (high - low))))
+
+    @cached_property
+    def groups(self) -> dict[str, npt.NDArray[np.int64]]:
+        """Positions of the samples of each kind, the most extreme first."""
+        shares, lengths = self.target_shares, self.index.lengths
+        low = (shares > 0) & (shares < self.low_target_share)
+        text = lengths - self.image_tokens
+        return {
+            "no_targets": np.flatnonzero(shares == 0),
+            "low_target_share": _ordered(low, shares),
+            "truncated_answer": np.flatnonzero(self.index.truncated),
+            "image_larger_than_text": _ordered(self.image_tokens > text, -self.image_tokens / np.maximum(text, 1)),
+        }
+
+    def of(self, i: int) -> list[Finding]:
+        """The findings of sample ``i``."""
+        share, images, length = float(self.target_shares[i]), int(self.image_tokens[i]), int(self.index.lengths[i])
+        found = []
+        if share == 0:
+            found.append(finding("no_targets", f"none of {length:,} tokens is a target"))
+        elif share < self.low_target_share:
+            message = f"{int(self.index.num_targets[i]):,} of {length:,} tokens are targets: {share:.2%}"
+            found.append(finding("low_target_share", f"{message}, unusual below {self.low_target_share:.2%} here"))
+        if self.index.truncated[i]:
+            found.append(finding("truncated_answer", f"the last answer was cut at {length:,} tokens"))
+        if images > length - images:
+            found.append(
+                finding("image_larger_than_text", f"{images:,} image tokens against {length - images:,} of text")
+            )
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class ContentCheck:
+    """What the tokens of single samples tell. Reads token arrays only, never pixels.
+
+    Attributes:
+        dataset: The dataset.
+        texts: Spells its tokens.
+    """
+
+    dataset: VlmDataset
+    texts: TokenTexts
+
+    @cached_property
+    def _rules(self) -> SampleRules | None:
+        try:
+            return SampleRules.of(self.dataset.manifest)
+        except DatasetFormatError:
+            return None  # made by another writer: what needs its options is left out
+
+    def of(self, i: int) -> list[Finding]:
+        """The findings of sample ``i``: the audit of ``vlmdata verify``, and where its answers begin."""
+        sample = self.dataset[i]
+        audited = [] if self._rules is None else audit_sample(sample, self.dataset.index.row(i), self._rules)
+        # "no_target" is told from the index, for every sample.
+        found = [finding(check, message) for check, message in audited if check != "no_target"]
+        if 0 < sample.length <= len(sample.input_ids):
+            found += self._answers(sample)
+        return found
+
+    def _answers(self, sample: Sample) -> Iterator[Finding]:
+        """Answers that begin to be learned too late, or of which nothing but the end is learned."""
+        info = self.dataset.manifest.tokenizer
+        ids, mask = sample.input_ids[: sample.length], sample.loss_mask[: sample.length]
+        for turn in find_turns(ids, mask, info, self.texts):
+            if turn.role != "assistant" or not turn.targets:
+                continue
+            first = turn.start + int(np.argmax(mask[turn.start : turn.stop] != 0))
+            if (skipped := self._skipped(ids, turn, first)) is not None:
+                count = first - turn.body
+                message = f"the answer at token {turn.body} has no loss on its first {count} tokens: {skipped!r}"
+                yield finding("late_target", message, (turn.body, first))
+            elif ids[first] == info.im_end:
+                yield finding("only_end_token", f"of the answer at token {turn.body} only its end is a target")
+
+    def _skipped(self, ids: npt.NDArray[np.int32], turn: Turn, first: int) -> str | None:
+        """What stands before the first target of an answer, unless that is nothing or a whole think block."""
+        if first <= turn.body:
+            return None
+        text = self.texts.decode(ids[turn.body : first].tolist())
+        if text.startswith("<think>") and text.rstrip("\n").endswith("</think>"):
+            return None
+        return one_line(text, _QUOTED)
+
+
+def flat_images(sample: Sample) -> Iterator[Finding]:
+    """Images of nearly one colour: a page that was not scanned, or a failed decode. Reads the pixels."""
+    stops = np.cumsum(sample.image_grid_thw.astype(np.int64).prod(axis=1)).tolist()
+    for number, (start, stop) in enumerate(zip([0, *stops], stops, strict=False)):
+        spread = float(sample.patches[start:stop].std()) if stop > start else 0.0
+        if spread < 2.0:
+            yield finding("flat_image", f"image {number}: grey levels spread by only {spread:.1f} of 255")
+
+
+def _ordered(chosen: npt.NDArray[np.bool_], by: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+    where = np.flatnonzero(chosen)
+    return where[np.argsort(by[where], kind="stable")]

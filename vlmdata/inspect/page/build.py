@@ -1,0 +1,114 @@
+"""The HTML: template, stylesheet and script joined into one document that needs nothing from elsewhere."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from vlmdata import __version__
+from vlmdata.inspect.serialise import to_json
+
+_HERE = Path(__file__).parent
+#: The parts of the script, in order; one function scope holds them all.
+_SCRIPTS = ("dom", "store", "overview", "list", "tokens", "picture", "sample", "packs", "main")
+
+
+@dataclass(frozen=True)
+class Document:
+    """A page and the policy that goes with it.
+
+    Attributes:
+        html: The document.
+        policy: Content-Security-Policy: nothing but the page's own script and style, by hash, and what it shows.
+    """
+
+    html: str
+    policy: str
+
+
+def build_page(boot: Mapping[str, Any], samples: Mapping[int, Mapping[str, Any]], *, served: bool) -> Document:
+    """Builds the page.
+
+    Args:
+        boot: What the script needs at once: card, sample list, packs.
+        samples: Position -> sample, parsed only when looked at.
+        served: Whether a server answers for more.
+
+    Returns:
+        The document.
+    """
+    style, script = _read("style.css"), _script()
+    # frame-ancestors has no effect in a meta element; the server's header has it.
+    images, connect = ("'self'", "'self'") if served else ("data:", "'none'")
+    policy = (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src {images}; "
+        f"connect-src {connect}; base-uri 'none'; form-action 'none'"
+    )
+    html = (
+        _environment()
+        .from_string(_read("templates/page.html.j2"))
+        .render(
+            title=boot["card"]["name"],
+            version=__version__,
+            policy=policy,
+            style=Markup(style),
+            script=Markup(script),
+            boot=json_block(boot),
+            samples=[(index, json_block(sample)) for index, sample in samples.items()],
+        )
+    )
+    return Document(html, policy)
+
+
+def json_block(value: Any) -> Markup:
+    """JSON for a ``<script type="application/json">``: ASCII, and with no character that HTML gives a meaning."""
+    text = to_json(value)
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(text)
+
+
+def write_page(path: Path, document: Document) -> None:
+    """Writes a document, whole or not at all.
+
+    Raises:
+        ResourceError: If it cannot be written.
+    """
+    from vlmdata.errors import ResourceError
+
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(document.html, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ResourceError(f"--html {path}: cannot write the page: {error}") from error
+
+
+@cache
+def _script() -> str:
+    parts: Sequence[str] = [_read(f"script/{name}.js") for name in _SCRIPTS]
+    return '"use strict";\n(() => {\n' + "\n".join(parts) + "})();\n"
+
+
+@cache
+def _environment() -> Environment:
+    return Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+
+
+@cache
+def _read(name: str) -> str:
+    return (_HERE / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

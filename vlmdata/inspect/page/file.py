@@ -1,0 +1,61 @@
+"""The one-file page: card, some samples with their images, and the first packs, all inside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vlmdata.format.dataset import VlmDataset
+from vlmdata.inspect.dataset import DatasetCard
+from vlmdata.inspect.page.build import Document, build_page
+from vlmdata.inspect.page.payload import dataset_payload, safe, sample_payload, summary_payload
+from vlmdata.inspect.pixels import PAGE_SIDE, data_uri, encode_image, rebuild_image
+from vlmdata.inspect.sample import SampleDescriber
+from vlmdata.inspect.serialise import to_jsonable
+
+
+def page_document(
+    dataset: VlmDataset,
+    card: DatasetCard,
+    chosen: Mapping[int, str],
+    packs: Mapping[str, Any],
+) -> Document:
+    """Builds the page of some samples.
+
+    Args:
+        dataset: The dataset.
+        card: Its card.
+        chosen: Position -> why, of the samples to show.
+        packs: What :func:`packs_payload` gave.
+
+    Returns:
+        The document.
+    """
+    describe = SampleDescriber(dataset)
+    boot = {
+        "mode": "file",
+        "card": dataset_payload(dataset, card),
+        "samples": [summary_payload(describe, i, why) for i, why in chosen.items()],
+        "packs": packs,
+    }
+    return build_page(boot, {i: _with_images(describe, i) for i in chosen}, served=False)
+
+
+def packs_payload(batches: list[Any], total: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Packs for the page.
+
+    Args:
+        batches: Descriptions of the first batches.
+        total: Batches there are.
+        options: Loader options worth telling.
+    """
+    return {"batches": safe(to_jsonable(batches)), "total": total, "options": to_jsonable(options)}
+
+
+def _with_images(describe: SampleDescriber, i: int) -> dict[str, Any]:
+    payload = sample_payload(describe(i))
+    sample = describe.dataset[i]
+    for image in payload["images"]:
+        pixels = rebuild_image(sample, image["number"])
+        image["src"] = data_uri(encode_image(pixels, "webp", PAGE_SIDE), "webp")
+    return payload

@@ -1,0 +1,102 @@
+"""Descriptions in the compact form that the page's script reads. Text is made safe to look at here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vlmdata.format.dataset import VlmDataset
+from vlmdata.inspect.findings import Finding
+from vlmdata.inspect.sample import SampleDescriber, SampleDescription, Span, SpanKind
+from vlmdata.inspect.serialise import to_jsonable
+from vlmdata.inspect.text import one_line, visible
+
+
+def summary_payload(describe: SampleDescriber, i: int, why: str = "") -> dict[str, Any]:
+    """A sample's line in the list.
+
+    Args:
+        describe: Describes the dataset's samples.
+        i: The sample's position.
+        why: Why it was chosen, if it was.
+    """
+    index = describe.dataset.index
+    return {
+        "key": one_line(index.key(i)),
+        "index": i,
+        "row": int(index.source_row[i]),
+        "length": int(index.lengths[i]),
+        "targets": int(index.num_targets[i]),
+        "share": float(describe.facts.target_shares[i]),
+        "images": int(index.image_counts[i]),
+        "patches": int(index.num_patches[i]),
+        "turns": int(index.target_turns[i]),
+        "truncated": bool(index.truncated[i]),
+        "findings": [_finding(found) for found in describe.findings(i)],
+        "why": why,
+    }
+
+
+def sample_payload(sample: SampleDescription) -> dict[str, Any]:
+    """Everything about a sample but its pixels."""
+    tokens = sample.tokens
+    kinds = [sample.spans[number].kind for number in tokens.spans.tolist()]
+    return {
+        "key": one_line(sample.key),
+        "index": sample.index,
+        "row": sample.source_row,
+        "source": safe(to_jsonable(sample.source)),
+        "shard": sample.shard,
+        "offset": sample.offset,
+        "size": sample.size,
+        "length": sample.length,
+        "padded": sample.padded_length,
+        "targets": sample.num_targets,
+        "share": sample.target_share,
+        "truncated": sample.truncated,
+        "findings": [_finding(found) for found in sample.findings],
+        "images": [safe(to_jsonable(image)) for image in sample.images],
+        "spans": [_span(sample, span) for span in sample.spans],
+        "tokens": {
+            # An image's tokens all read alike: their span has the text.
+            "text": [
+                None if kind is SpanKind.IMAGE else visible(text)
+                for kind, text in zip(kinds, tokens.texts, strict=True)
+            ],
+            "id": tokens.ids.tolist(),
+            "label": tokens.labels.tolist(),
+            "mask": tokens.mask.tolist(),
+            "t": tokens.t.tolist(),
+            "h": tokens.h.tolist(),
+            "w": tokens.w.tolist(),
+        },
+    }
+
+
+def dataset_payload(dataset: VlmDataset, card: Any) -> dict[str, Any]:
+    """The card."""
+    fields: dict[str, Any] = safe(to_jsonable(card))
+    return {**fields, "name": one_line(dataset.directory.resolve().name or str(dataset.directory))}
+
+
+def safe(value: Any) -> Any:
+    """A JSON value with control and direction characters in its texts written out."""
+    if isinstance(value, str):
+        return visible(value)
+    if isinstance(value, dict):
+        return {visible(name): safe(each) for name, each in value.items()}
+    return [safe(each) for each in value] if isinstance(value, list) else value
+
+
+def _span(sample: SampleDescription, span: Span) -> dict[str, Any]:
+    turn = next(number for number, each in enumerate(sample.turns) if span.start < each.stop)
+    fields: dict[str, Any] = to_jsonable(span)
+    return {**fields, "turn": turn, "role": one_line(span.role), "text": visible(span.text)}
+
+
+def _finding(found: Finding) -> dict[str, Any]:
+    return {
+        "kind": one_line(found.kind),
+        "severity": found.severity.value,
+        "message": one_line(found.message),
+        "tokens": list(found.tokens) if found.tokens else None,
+    }

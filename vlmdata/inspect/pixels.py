@@ -1,0 +1,63 @@
+"""Images rebuilt from stored patches, as files a browser shows."""
+
+from __future__ import annotations
+
+import base64
+import io
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from vlmdata.format.schema import Sample
+from vlmdata.patches import unpatchify
+
+#: Longest side of an image in the one-file page, in pixels; the served page shows every pixel.
+PAGE_SIDE = 1024
+_WEBP_QUALITY = 78
+
+
+def rebuild_image(sample: Sample, number: int) -> npt.NDArray[np.uint8]:
+    """An image as the model sees it; of a video, its first frame.
+
+    Args:
+        sample: The sample.
+        number: Of the image in it.
+
+    Returns:
+        uint8 (H, W, 3).
+
+    Raises:
+        IndexError: If the sample has no such image.
+    """
+    grids = sample.image_grid_thw.astype(np.int64)
+    if not 0 <= number < len(grids):
+        raise IndexError(f"no image {number}: sample {sample.key} has {len(grids)}, from 0")
+    start = int(grids[:number].prod(axis=1).sum())
+    _, height, width = grids[number].tolist()
+    return unpatchify(sample.patches[start : start + height * width], height, width).transpose(1, 2, 0)
+
+
+def encode_image(pixels: npt.NDArray[np.uint8], format: Literal["png", "webp"], longest: int | None = None) -> bytes:
+    """Pixels as an image file: PNG without loss, or small WebP.
+
+    Args:
+        pixels: uint8 (H, W, 3).
+        format: "png" or "webp".
+        longest: Longest side in pixels; larger images are shrunk.
+    """
+    image = Image.fromarray(np.ascontiguousarray(pixels))
+    if longest is not None and max(image.size) > longest:
+        image.thumbnail((longest, longest), Image.Resampling.LANCZOS)
+    buffer = io.BytesIO()
+    if format == "png":
+        image.save(buffer, "PNG", compress_level=1)
+    else:
+        image.save(buffer, "WEBP", quality=_WEBP_QUALITY, method=2)
+    return buffer.getvalue()
+
+
+def data_uri(data: bytes, format: Literal["png", "webp"]) -> str:
+    """An image file as a ``data:`` address."""
+    return f"data:image/{format};base64,{base64.b64encode(data).decode()}"

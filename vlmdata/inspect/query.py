@@ -1,0 +1,194 @@
+"""Finding samples: conditions over the index, all samples at once, and text, a few samples at a time.
+
+A query is what one types into the search box: ``target<5% patches>4000 is:truncated invoice``. Words of the form
+field, comparison, number are conditions; the rest, together, is text to be found in the key or the decoded sample.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vlmdata.format.dataset import VlmDataset
+from vlmdata.inspect.findings import KINDS, IndexFindings, Severity
+from vlmdata.inspect.tokens import TokenTexts
+
+IntArray = npt.NDArray[np.int64]
+
+#: What conditions may be about. "target" is a share; the rest are whole numbers.
+FIELDS = ("target", "targets", "length", "patches", "images", "row", "turns")
+FLAGS = ("is:truncated", "is:suspicious")
+SORTS = ("stored", "longest", "shortest", "patches", "target")
+_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "=": operator.eq,
+}
+_TERM = re.compile(rf"({'|'.join(FIELDS)})(<=|>=|<|>|=)([0-9][0-9,_]*\.?[0-9]*)(%?)")
+
+
+@dataclass(frozen=True)
+class Condition:
+    """``field operator value``; shares are parts of 1."""
+
+    field: str
+    operator: str
+    value: float
+
+
+@dataclass(frozen=True)
+class Query:
+    """What to look for: all of it must hold.
+
+    Attributes:
+        conditions: Conditions on index columns.
+        flags: Of :data:`FLAGS`.
+        text: Text to be found, in any case; "" is none.
+        sort: One of :data:`SORTS`.
+    """
+
+    conditions: tuple[Condition, ...] = ()
+    flags: tuple[str, ...] = ()
+    text: str = ""
+    sort: str = "stored"
+
+
+@dataclass(frozen=True)
+class Hits:
+    """Part of the answer.
+
+    Attributes:
+        samples: Positions found.
+        searched: Candidates looked at, from the beginning of the order.
+        candidates: Samples that meet the conditions.
+        done: Whether all were looked at.
+    """
+
+    samples: tuple[int, ...]
+    searched: int
+    candidates: int
+    done: bool
+
+
+def parse_query(text: str, sort: str = "stored") -> Query:
+    """A query from what somebody typed.
+
+    Args:
+        text: Conditions and words.
+        sort: Order of the answers.
+
+    Raises:
+        ValueError: If there is no such order, or a word looks like a condition on an unknown field.
+    """
+    if sort not in SORTS:
+        raise ValueError(f"sort {sort!r}: there are {', '.join(SORTS)}")
+    conditions, flags, words = [], [], []
+    for word in text.split():
+        match = _TERM.fullmatch(word)
+        if match:
+            field, comparison, value, percent = match.groups()
+            number = float(value.replace(",", "").replace("_", ""))
+            conditions.append(Condition(field, comparison, number / 100 if percent else number))
+        elif word in FLAGS:
+            flags.append(word)
+        elif re.fullmatch(r"[a-z]+(<=|>=|<|>|=)[0-9].*|is:.*", word):
+            raise ValueError(
+                f"{word!r}: conditions are FIELD<NUMBER with <, <=, >, >= or =, for the fields {', '.join(FIELDS)} "
+                f"(target also as 5%), and {', '.join(FLAGS)}"
+            )
+        else:
+            words.append(word)
+    return Query(tuple(conditions), tuple(flags), " ".join(words), sort)
+
+
+def candidates(facts: IndexFindings, query: Query) -> IntArray:
+    """Positions of the samples that meet the conditions, in the query's order; the text is not looked at."""
+    index = facts.index
+    chosen = np.ones(len(index), np.bool_)
+    for condition in query.conditions:
+        chosen &= _OPERATORS[condition.operator](_column(facts, condition.field), condition.value)
+    if "is:truncated" in query.flags:
+        chosen &= index.truncated
+    if "is:suspicious" in query.flags:
+        suspicious = np.zeros(len(index), np.bool_)
+        for kind, where in facts.groups.items():
+            if KINDS[kind][0] is not Severity.NOTE:
+                suspicious[where] = True
+        chosen &= suspicious
+    found = np.flatnonzero(chosen)
+    if query.sort == "stored":
+        return found
+    values = {
+        "longest": -index.lengths.astype(np.int64),
+        "shortest": index.lengths,
+        "patches": -index.num_patches.astype(np.int64),
+        "target": facts.target_shares,
+    }[query.sort]
+    return found[np.argsort(values[found], kind="stable")]
+
+
+def search(
+    dataset: VlmDataset,
+    texts: TokenTexts,
+    order: IntArray,
+    text: str,
+    *,
+    start: int = 0,
+    limit: int = 50,
+    seconds: float | None = None,
+) -> Hits:
+    """Looks through samples in order, from where the last search stopped.
+
+    Args:
+        dataset: The dataset.
+        texts: Spells its tokens.
+        order: int64 (m,), positions to look at, as :func:`candidates` gives them.
+        text: What to find in key or decoded text, in any case; "" is found everywhere.
+        start: How many were looked at already.
+        limit: Most hits.
+        seconds: Most time to take, checked after each sample; None is no limit.
+
+    Returns:
+        The hits and how far the search got.
+    """
+    wanted, found, at = text.casefold(), [], start
+    deadline = None if seconds is None else time.monotonic() + seconds
+    while at < len(order) and len(found) < limit:
+        i = int(order[at])
+        at += 1
+        if not wanted or wanted in dataset.index.key(i) or wanted in sample_text(dataset, texts, i).casefold():
+            found.append(i)
+        if deadline is not None and time.monotonic() > deadline:
+            break
+    return Hits(tuple(found), at, len(order), at >= len(order))
+
+
+def sample_text(dataset: VlmDataset, texts: TokenTexts, i: int) -> str:
+    """The decoded text of a sample, each run of image tokens as one."""
+    sample = dataset[i]
+    ids = sample.input_ids[: sample.length]
+    repeated = np.zeros(len(ids), np.bool_)
+    repeated[1:] = (ids[1:] == ids[:-1]) & (ids[1:] == dataset.manifest.tokenizer.image)
+    return texts.decode(ids[~repeated].tolist())
+
+
+def _column(facts: IndexFindings, field: str) -> npt.NDArray[Any]:
+    index = facts.index
+    return {
+        "target": lambda: facts.target_shares,
+        "targets": lambda: index.num_targets,
+        "length": lambda: index.lengths,
+        "patches": lambda: index.num_patches,
+        "images": lambda: index.image_counts,
+        "row": lambda: index.source_row,
+        "turns": lambda: index.target_turns,
+    }[field]()

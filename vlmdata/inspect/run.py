@@ -1,0 +1,224 @@
+"""What each form of ``vlmdata inspect`` does: describe, then print, write or serve."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from vlmdata.errors import ResourceError
+from vlmdata.format.dataset import VlmDataset, open_dataset
+from vlmdata.inspect.options import PackOptions, default_capacity
+from vlmdata.inspect.serialise import to_json
+
+if TYPE_CHECKING:
+    from vlmdata.loader.loader import StreamingLoader
+
+#: Samples that ``--find`` lists in the terminal; ``--json`` gives all.
+_LISTED = 50
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One call of the command.
+
+    Attributes:
+        data: Dataset directories.
+        options: The loader's options.
+        epoch: The epoch for packs.
+        as_json: Whether to print JSON.
+    """
+
+    data: Sequence[str]
+    options: PackOptions
+    epoch: int
+    as_json: bool
+
+    def card(self, check: int | None) -> None:
+        """Prints the dataset card."""
+        from vlmdata.inspect.dataset import describe_dataset
+        from vlmdata.inspect.terminal.card import print_card
+
+        card = describe_dataset(self._dataset("a card"), check=check, seed=self.options.seed)
+        self._show(card, lambda console: print_card(console, card))
+
+    def sample(self, which: str, tokens: bool) -> None:
+        """Prints one sample."""
+        from vlmdata.inspect.sample import describe_sample
+        from vlmdata.inspect.terminal.sample import print_sample
+
+        found = describe_sample(self._dataset("--sample"), which)
+        self._show(found, lambda console: print_sample(console, found, tokens))
+
+    def row(self, source_row: int, tokens: bool) -> None:
+        """Prints what became of a source row: its sample and where that is used, or why it was rejected."""
+        from vlmdata.inspect.sample import describe_sample
+        from vlmdata.inspect.terminal.sample import print_sample
+        from vlmdata.inspect.terminal.trace import print_row
+        from vlmdata.inspect.trace import describe_row
+
+        dataset = self._dataset("--row")
+        # Planning costs torch and seconds: only those who name the loader's capacity are told its steps.
+        loader = self._loader([dataset]) if self.options.capacity is not None else None
+        trace = describe_row(dataset, source_row, loader, self.epoch)
+        found = None if trace.index is None else describe_sample(dataset, trace.index)
+
+        def draw(console: Console) -> None:
+            if found is not None:
+                print_sample(console, found, tokens)
+            print_row(console, trace)
+
+        self._show({"trace": trace, "sample": found}, draw)
+
+    def find(self, text: str) -> None:
+        """Lists the samples that fit a query."""
+        from vlmdata.inspect.findings import IndexFindings
+        from vlmdata.inspect.query import candidates, parse_query, search
+        from vlmdata.inspect.terminal.found import print_found
+        from vlmdata.inspect.tokens import TokenTexts
+        from vlmdata.inspect.trace import found_samples
+
+        dataset = self._dataset("--find")
+        query = parse_query(text)
+        order = candidates(IndexFindings(dataset.index), query)
+        hits = search(dataset, TokenTexts(dataset.directory), order, query.text, limit=len(dataset))
+        samples = found_samples(dataset, hits.samples)
+        self._show(
+            {"query": query, "samples": samples}, lambda console: print_found(console, samples, len(dataset), _LISTED)
+        )
+
+    def pack(self, number: int) -> None:
+        """Prints a packed batch."""
+        from vlmdata.inspect.batch import batch_at
+        from vlmdata.inspect.terminal.batch import print_batch
+
+        loader = self._loader(self._datasets())
+        found = self._described(loader, number, batch_at(loader, number, self.epoch))
+        self._show(found, lambda console: print_batch(console, found))
+
+    def step(self, epoch: int, step: int, dp_rank: int | None) -> None:
+        """Prints the samples of an optimizer step."""
+        from vlmdata.inspect.terminal.trace import print_step
+        from vlmdata.inspect.trace import describe_step
+
+        found = describe_step(self._loader(self._datasets()), epoch, step, dp_rank)
+        self._show(found, lambda console: print_step(console, found))
+
+    def html(self, path: Path, count: int, keys: list[str] | None, packs: int, check: int | None) -> None:
+        """Writes the one-file page."""
+        from vlmdata.inspect.batch import batch_at, num_batches
+        from vlmdata.inspect.dataset import describe_dataset
+        from vlmdata.inspect.page.build import write_page
+        from vlmdata.inspect.page.file import packs_payload, page_document
+        from vlmdata.inspect.page.select import choose_samples, given_samples
+        from vlmdata.inspect.sample import position_of
+
+        dataset = self._dataset("--html")
+        card = describe_dataset(dataset, check=check, seed=self.options.seed)
+        if keys is None:
+            chosen = choose_samples(card, len(dataset), count, self.options.seed)
+        else:
+            chosen = given_samples([position_of(dataset, key.strip()) for key in keys])
+        loader = self._loader([dataset])
+        total = num_batches(loader, self.epoch)
+        numbers = range(min(packs, total))
+        batches = [self._described(loader, number, batch_at(loader, number, self.epoch)) for number in numbers]
+        payload = packs_payload(batches, total, self._told(loader))
+        document = page_document(dataset, card, chosen, payload)
+        write_page(path, document)
+        written = {"file": str(path), "samples": len(chosen), "packs": len(batches), "bytes": path.stat().st_size}
+        self._show(
+            written,
+            lambda console: console.print(
+                f"{path}: {len(chosen)} samples, {len(batches)} packs, {written['bytes'] / 1e6:,.1f} MB",
+                markup=False,
+                soft_wrap=True,
+            ),
+        )
+
+    def serve(self, host: str, port: int, names: Sequence[str], check: int | None) -> None:
+        """Serves the page until interrupted."""
+        import uvicorn
+
+        from vlmdata.inspect.dataset import describe_dataset
+        from vlmdata.inspect.server import PackSource, build_app
+
+        dataset = self._dataset("--serve")
+        card = describe_dataset(dataset, check=check, seed=self.options.seed)
+        loader = self._loader([dataset])
+        with _listen(host, port) as listening:
+            port = listening.getsockname()[1]
+            app = build_app(
+                dataset, card, PackSource(loader, self.epoch, self._told(loader)), host=host, port=port, names=names
+            )
+            shown = f"[{host}]" if ":" in host else host
+            url = f"http://{shown}:{port}/"
+            self._show(
+                {"url": url},
+                lambda console: console.print(
+                    f"{dataset.directory}: {url}  (Ctrl-C ends it)", markup=False, soft_wrap=True
+                ),
+            )
+            config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, ws="none")
+            uvicorn.Server(config).run(sockets=[listening])
+
+    def _described(self, loader: StreamingLoader, number: int, batch: Any) -> Any:
+        from vlmdata.inspect.batch import describe_batch
+
+        return describe_batch(
+            batch,
+            cost=loader.config.cost,
+            context_parallel=self.options.context_parallel,
+            capacity=loader.config.capacity,
+            number=number,
+        )
+
+    def _told(self, loader: StreamingLoader) -> dict[str, Any]:
+        """The options that say which packs these are."""
+        options = self.options
+        return {
+            "capacity": loader.config.capacity,
+            "alignment": loader.config.alignment,
+            "context_parallel": options.context_parallel,
+            "global_batch": options.global_batch,
+            "data_parallel": f"rank {options.dp_rank} of {options.dp_size}",
+            "seed": options.seed,
+            "epoch": self.epoch,
+        }
+
+    def _dataset(self, what: str) -> VlmDataset:
+        if len(self.data) > 1:
+            raise ValueError(f"{what} looks into one dataset, {len(self.data)} were given; only --pack and --step mix")
+        return open_dataset(self.data[0])
+
+    def _datasets(self) -> list[VlmDataset]:
+        return [open_dataset(directory) for directory in self.data]
+
+    def _loader(self, datasets: Sequence[VlmDataset]) -> StreamingLoader:
+        capacity = self.options.capacity if self.options.capacity is not None else default_capacity(datasets)
+        return self.options.loader(self.data, capacity)
+
+    def _show(self, found: Any, draw: Callable[[Console], None]) -> None:
+        if self.as_json:
+            print(to_json(found, indent=2), flush=True)
+        else:
+            draw(Console(highlight=False))
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket, so that the port is known and held before anything is said.
+
+    Raises:
+        ResourceError: If the address cannot be had.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family)
+    except (OSError, OverflowError) as error:
+        raise ResourceError(
+            f"--host {host} --port {port}: cannot listen there: {error}. Choose another --port; 0 takes any free one."
+        ) from error

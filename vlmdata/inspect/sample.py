@@ -1,0 +1,314 @@
+"""One sample: its text by role and target, its tokens, its images, and where it came from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vlmdata.errors import DatasetFormatError
+from vlmdata.format.dataset import VlmDataset
+from vlmdata.format.manifest import TokenizerInfo
+from vlmdata.format.schema import PATCH_SIZE, PATCHES_PER_TOKEN, Sample
+from vlmdata.inspect.findings import ContentCheck, Finding, IndexFindings, flat_images
+from vlmdata.inspect.tokens import TokenTexts, Turn, find_turns
+
+#: :data:`vlmdata.batch.IGNORE_INDEX`, without the seconds that importing torch takes.
+IGNORE_INDEX = -100
+
+
+class SpanKind(StrEnum):
+    """What a stretch of tokens is."""
+
+    TEXT = "text"
+    HEADER = "header"
+    SPECIAL = "special"
+    IMAGE = "image"
+
+
+_KINDS = tuple(SpanKind)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens ``[start, stop)`` of one role and kind, all targets or none.
+
+    Attributes:
+        start: First token.
+        stop: One past the last.
+        role: Of the turn: "user", "assistant", …; "" outside of turns.
+        kind: What they are.
+        target: Whether they are targets.
+        text: What they spell; of an image one placeholder, however many tokens there are.
+        image: Number of the image, if they are one's.
+    """
+
+    start: int
+    stop: int
+    role: str
+    kind: SpanKind
+    target: bool
+    text: str
+    image: int | None = None
+
+
+@dataclass(frozen=True)
+class ImageDescription:
+    """One image as the model sees it.
+
+    Attributes:
+        number: Within the sample.
+        grid: Patches along t, h, w.
+        width: Pixels, after resizing.
+        height: Likewise.
+        patches: Vision patches.
+        tokens: Tokens in the sequence.
+        start: First of them.
+        source: What the file held: format, mode, width, height, what was normalised; empty if not recorded.
+        scale: Width now over width of the file; None if not recorded.
+    """
+
+    number: int
+    grid: tuple[int, int, int]
+    width: int
+    height: int
+    patches: int
+    tokens: int
+    start: int
+    source: Mapping[str, Any]
+    scale: float | None
+
+
+@dataclass(frozen=True, eq=False)
+class TokenTable:
+    """The true tokens as columns, each of ``length`` entries.
+
+    Attributes:
+        ids: int32, token ids.
+        texts: What each spells; they join to the sample's text.
+        labels: int64, the next token where it is a target, else -100: what the loader hands to the loss.
+        mask: uint8, 1 where the token itself is a target.
+        t: int32, temporal position.
+        h: int32, vertical position.
+        w: int32, horizontal position.
+        spans: int32, number of the span each token belongs to.
+    """
+
+    ids: npt.NDArray[np.int32]
+    texts: tuple[str, ...]
+    labels: npt.NDArray[np.int64]
+    mask: npt.NDArray[np.uint8]
+    t: npt.NDArray[np.int32]
+    h: npt.NDArray[np.int32]
+    w: npt.NDArray[np.int32]
+    spans: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class SampleDescription:
+    """Everything about one sample. Units: tokens, patches, bytes.
+
+    Attributes:
+        key: Its key.
+        index: Its position in the dataset.
+        source_row: The source row it was made from.
+        source: Where that row is: the manifest's identity of the source.
+        shard: File name.
+        offset: First byte in it.
+        size: Bytes.
+        length: True length.
+        padded_length: Stored length.
+        num_targets: Tokens under the loss, counted in the mask.
+        target_share: Of the true length.
+        target_turns: Assistant turns that are targets, by the index.
+        truncated: Whether the last answer was cut.
+        turns: The turns.
+        spans: The text, piece by piece.
+        images: Its images.
+        tokens: Token by token.
+        findings: What deserves a look.
+    """
+
+    key: str
+    index: int
+    source_row: int
+    source: Mapping[str, Any]
+    shard: str
+    offset: int
+    size: int
+    length: int
+    padded_length: int
+    num_targets: int
+    target_share: float
+    target_turns: int
+    truncated: bool
+    turns: tuple[Turn, ...]
+    spans: tuple[Span, ...]
+    images: tuple[ImageDescription, ...]
+    tokens: TokenTable
+    findings: tuple[Finding, ...]
+
+
+class SampleDescriber:
+    """Describes samples of one dataset; holds what they share (tokenizer, quartiles). Safe to use from threads.
+
+    Args:
+        dataset: The dataset.
+
+    Raises:
+        DatasetFormatError: If its tokenizer cannot be read.
+    """
+
+    def __init__(self, dataset: VlmDataset):
+        self.dataset = dataset
+        self.texts = TokenTexts(dataset.directory)
+        self.facts = IndexFindings(dataset.index)
+        self._check = ContentCheck(dataset, self.texts)
+
+    def __call__(self, i: int) -> SampleDescription:
+        """Describes the sample at position ``i``."""
+        dataset = self.dataset
+        row, sample = dataset.index.row(i), dataset[i]
+        if not 0 < sample.length <= len(sample.input_ids):
+            raise DatasetFormatError(
+                f"{dataset.shard_path(row.shard)}: sample {row.key} has {sample.length} tokens stored as "
+                f"{len(sample.input_ids)}. Run `vlmdata verify` on the dataset."
+            )
+        info = dataset.manifest.tokenizer
+        ids, mask = sample.input_ids[: sample.length], sample.loss_mask[: sample.length]
+        turns = find_turns(ids, mask, info, self.texts)
+        numbers, spans = _spans(sample, turns, row.image_starts, info, self.texts)
+        targets = int(np.count_nonzero(mask))
+        return SampleDescription(
+            key=row.key,
+            index=i,
+            source_row=row.source_row,
+            source=dataset.manifest.source,
+            shard=dataset.shard_path(row.shard).name,
+            offset=row.placement.offset,
+            size=row.placement.size,
+            length=sample.length,
+            padded_length=row.padded_length,
+            num_targets=targets,
+            target_share=targets / sample.length,
+            target_turns=row.target_turns,
+            truncated=row.truncated,
+            turns=turns,
+            spans=spans,
+            images=_images(sample, row.image_starts, dataset.metadata(i)),
+            tokens=_table(sample, self.texts, numbers),
+            findings=(*self.findings(i), *flat_images(sample)),
+        )
+
+    def findings(self, i: int) -> tuple[Finding, ...]:
+        """What deserves a look about the sample at position ``i``, without reading its pixels."""
+        return (*self.facts.of(i), *self._check.of(i))
+
+
+def describe_sample(dataset: VlmDataset, which: int | str) -> SampleDescription:
+    """Describes one sample.
+
+    Args:
+        dataset: The dataset.
+        which: A key, or a position (negative counts from the end), as number or text: see :func:`position_of`.
+
+    Returns:
+        The description.
+
+    Raises:
+        KeyError: If there is no sample with this key.
+        IndexError: If there is no such position.
+        DatasetFormatError: If its shard or the tokenizer cannot be read.
+    """
+    return SampleDescriber(dataset)(position_of(dataset, which))
+
+
+def position_of(dataset: VlmDataset, which: int | str) -> int:
+    """The position of a sample named by key or by position.
+
+    A text that is a key means that key. Otherwise a whole number without a leading zero is a position: "17" is the
+    eighteenth sample, "000000017" the sample of source row 17 or an error, never something else.
+
+    Raises:
+        KeyError: If there is no sample with this key.
+        IndexError: If there is no such position.
+    """
+    total = len(dataset)
+    if isinstance(which, str):
+        if not re.fullmatch(r"0|-?[1-9][0-9]{0,17}", which):
+            return dataset.index.position_of(which)
+        try:
+            return dataset.index.position_of(which)
+        except KeyError:
+            which = int(which)
+    if not -total <= which < total:
+        raise IndexError(f"no sample {which}: the dataset has {total:,}, numbered 0 to {total - 1}")
+    return which % total
+
+
+def _table(sample: Sample, texts: TokenTexts, spans: npt.NDArray[np.int32]) -> TokenTable:
+    length = sample.length
+    ids, mask = sample.input_ids[:length], sample.loss_mask[:length]
+    labels = np.full(length, IGNORE_INDEX, np.int64)
+    labels[:-1] = np.where(mask[1:] != 0, ids[1:], IGNORE_INDEX)
+    t, h, w = sample.position_ids[:, :length]
+    return TokenTable(ids, tuple(texts.decode_each(ids.tolist())), labels, mask, t, h, w, spans)
+
+
+def _spans(
+    sample: Sample, turns: tuple[Turn, ...], image_starts: tuple[int, ...], info: TokenizerInfo, texts: TokenTexts
+) -> tuple[npt.NDArray[np.int32], tuple[Span, ...]]:
+    """Cuts the tokens where turn, kind, target or image changes; also gives each token's span number."""
+    ids, mask = sample.input_ids[: sample.length], sample.loss_mask[: sample.length] != 0
+    turn_of = np.repeat(np.arange(len(turns)), [turn.stop - turn.start for turn in turns])
+    kind = np.full(sample.length, _KINDS.index(SpanKind.TEXT))
+    for turn in turns:
+        kind[turn.start : turn.body] = _KINDS.index(SpanKind.HEADER)
+    distinct, inverse = np.unique(ids, return_inverse=True)
+    special = np.array([texts.is_special(token) for token in distinct.tolist()])[inverse]
+    kind[special & (kind == 0)] = _KINDS.index(SpanKind.SPECIAL)
+    kind[ids == info.image] = _KINDS.index(SpanKind.IMAGE)
+    image_of = np.full(sample.length, -1)
+    for number, (start, grid) in enumerate(zip(image_starts, sample.image_grid_thw.tolist(), strict=True)):
+        image_of[start : start + int(np.prod(grid)) // PATCHES_PER_TOKEN] = number
+    image_of[ids != info.image] = -1
+    marks = np.stack([turn_of, kind, mask, image_of])
+    cuts = np.flatnonzero((marks[:, 1:] != marks[:, :-1]).any(axis=0)) + 1
+    spans = []
+    for start, stop in pairwise([0, *cuts.tolist(), sample.length]):
+        what, image = _KINDS[kind[start]], int(image_of[start])
+        text = texts.decode(ids[start : start + 1 if what is SpanKind.IMAGE else stop].tolist())
+        role = turns[turn_of[start]].role
+        spans.append(Span(start, stop, role, what, bool(mask[start]), text, image if image >= 0 else None))
+    numbers = np.zeros(sample.length, np.int32)
+    numbers[cuts] = 1
+    return np.cumsum(numbers, dtype=np.int32), tuple(spans)
+
+
+def _images(sample: Sample, starts: tuple[int, ...], metadata: Mapping[str, Any]) -> tuple[ImageDescription, ...]:
+    recorded = metadata.get("images")
+    recorded = recorded if isinstance(recorded, list) else []
+    found = []
+    for number, ((t, h, w), start) in enumerate(zip(sample.image_grid_thw.tolist(), starts, strict=True)):
+        source = recorded[number] if number < len(recorded) and isinstance(recorded[number], dict) else {}
+        width = source.get("width")
+        found.append(
+            ImageDescription(
+                number=number,
+                grid=(t, h, w),
+                width=w * PATCH_SIZE,
+                height=h * PATCH_SIZE,
+                patches=t * h * w,
+                tokens=t * h * w // PATCHES_PER_TOKEN,
+                start=start,
+                source=source,
+                scale=w * PATCH_SIZE / width if isinstance(width, int) and width > 0 else None,
+            )
+        )
+    return tuple(found)

@@ -1,0 +1,46 @@
+"""Descriptions as JSON: one serialiser for ``--json``, the page and the server."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def to_jsonable(value: Any) -> Any:
+    """A description as dicts, lists and plain values.
+
+    Dataclasses become objects of their fields, arrays lists, and numbers that JSON does not know (NaN) null.
+
+    Raises:
+        TypeError: If a value of another kind is met.
+    """
+    if value is None or isinstance(value, str | bool | int):
+        return value.value if isinstance(value, Enum) else value
+    if isinstance(value, float | np.floating):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, np.integer | np.bool_):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return to_jsonable(value.tolist()) if value.dtype.kind == "f" else value.tolist()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: to_jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(name): to_jsonable(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_jsonable(each) for each in value]
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} has no JSON form")
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """A description as ASCII JSON text: other characters are escaped, so it is safe in any terminal."""
+    separators = None if indent else (",", ":")
+    return json.dumps(to_jsonable(value), indent=indent, separators=separators, allow_nan=False)

@@ -1,0 +1,259 @@
+"""The served page: a small read-only web application over one dataset.
+
+It answers GET only, to requests that name one of its own hosts (so a page elsewhere whose name is made to resolve to this
+machine gets nothing), and reads nothing but the dataset: no part of a request ever becomes a file name.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vlmdata.errors import VlmdataError
+from vlmdata.format.dataset import VlmDataset
+from vlmdata.inspect.dataset import DatasetCard
+from vlmdata.inspect.page.build import Document, build_page
+from vlmdata.inspect.page.payload import dataset_payload, safe, sample_payload, summary_payload
+from vlmdata.inspect.pixels import encode_image, rebuild_image
+from vlmdata.inspect.query import candidates, parse_query, search
+from vlmdata.inspect.sample import SampleDescriber
+from vlmdata.inspect.serialise import to_json, to_jsonable
+
+_SAMPLES_A_PAGE, _PACKS_A_PAGE = 40, 8
+#: A text search answers after so long with what it has, and is asked again.
+_SEARCH_SECONDS = 0.4
+_HEADERS = {
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class PackSource:
+    """Where the packs come from: a loader, used by one request at a time.
+
+    Attributes:
+        loader: The loader.
+        epoch: The epoch shown.
+        options: Loader options worth telling.
+    """
+
+    loader: Any
+    epoch: int
+    options: dict[str, Any]
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def page(self, start: int, count: int) -> dict[str, Any]:
+        """Descriptions of some batches."""
+        from vlmdata.inspect.batch import batch_at, describe_batch, num_batches
+
+        loader = self.loader
+        with self._lock:
+            total = num_batches(loader, self.epoch)
+            found = [
+                describe_batch(
+                    batch_at(loader, number, self.epoch),
+                    cost=loader.config.cost,
+                    context_parallel=self.options["context_parallel"],
+                    capacity=loader.config.capacity,
+                    number=number,
+                )
+                for number in range(start, min(start + count, total))
+            ]
+        return {"batches": safe(to_jsonable(found)), "total": total, "options": self.options}
+
+
+class InspectApp:
+    """The application over one dataset.
+
+    Args:
+        dataset: The dataset.
+        card: Its card.
+        packs: Where packs come from.
+    """
+
+    def __init__(self, dataset: VlmDataset, card: DatasetCard, packs: PackSource):
+        self._dataset, self._packs = dataset, packs
+        self._describe = SampleDescriber(dataset)
+        boot = {"mode": "served", "card": dataset_payload(dataset, card), "samples": [], "packs": None}
+        self._document: Document = build_page(boot, {}, served=True)
+        # The candidates of the last few queries: scrolling asks for the same again and again.
+        self._candidates = lru_cache(maxsize=8)(lambda query: candidates(self._describe.facts, query))
+
+    def routes(self) -> list[Route]:
+        """All there is to ask for. Sync functions: Starlette runs them in threads, so a slow one blocks nobody."""
+        return [
+            Route("/", self._page, methods=["GET"]),
+            Route("/api/samples", self._list, methods=["GET"]),
+            Route("/api/samples/{index:int}", self._sample, methods=["GET"]),
+            Route("/api/samples/{index:int}/images/{number:int}", self._image, methods=["GET"]),
+            Route("/api/packs", self._pack_list, methods=["GET"]),
+        ]
+
+    def _page(self, request: Request) -> Response:
+        policy = self._document.policy + "; frame-ancestors 'none'"
+        headers = {"content-security-policy": policy}
+        return Response(self._document.html, media_type="text/html; charset=utf-8", headers=headers)
+
+    def _list(self, request: Request) -> Response:
+        try:
+            query = parse_query(request.query_params.get("query", ""), request.query_params.get("sort", "stored"))
+        except ValueError as error:
+            raise HTTPException(400, str(error)) from error
+        order = self._candidates(query.__class__(query.conditions, query.flags, "", query.sort))
+        hits = search(
+            self._dataset,
+            self._describe.texts,
+            order,
+            query.text,
+            start=_number(request, "start"),
+            limit=_SAMPLES_A_PAGE,
+            seconds=_SEARCH_SECONDS,
+        )
+        rows = [summary_payload(self._describe, i) for i in hits.samples]
+        return _json({"rows": rows, "searched": hits.searched, "candidates": hits.candidates, "done": hits.done})
+
+    def _sample(self, request: Request) -> Response:
+        return _json(sample_payload(self._describe(self._index(request))))
+
+    def _image(self, request: Request) -> Response:
+        sample, number = self._dataset[self._index(request)], int(request.path_params["number"])
+        try:
+            pixels = rebuild_image(sample, number)
+        except IndexError as error:
+            raise HTTPException(404, str(error)) from error
+        return Response(encode_image(pixels, "png"), media_type="image/png")
+
+    def _pack_list(self, request: Request) -> Response:
+        return _json(self._packs.page(_number(request, "start"), _PACKS_A_PAGE))
+
+    def _index(self, request: Request) -> int:
+        index = int(request.path_params["index"])
+        if index >= len(self._dataset):
+            raise HTTPException(404, f"no sample {index}: the dataset has {len(self._dataset)}, from 0")
+        return index
+
+
+class Guard:
+    """Lets through what is a GET for one of our own hosts and comes from no other site; adds safe headers.
+
+    Args:
+        app: What it guards.
+        hosts: Host headers that are ours, lower case, with port.
+        any_address: Whether any IP address is ours too, with ``port``: a server on all interfaces does not know its
+            names, but a site that rebinds its name sends that name.
+        port: The port.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: frozenset[str], any_address: bool, port: int):
+        self._app, self._hosts, self._any_address, self._port = app, hosts, any_address, port
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers or refuses a request."""
+        if scope["type"] != "http":
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008})
+            else:
+                await self._app(scope, receive, send)
+            return
+        refusal = self._refusal(scope["method"], Headers(scope=scope))
+
+        async def send_safely(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                extra = [(name.encode(), value.encode()) for name, value in _HEADERS.items()]
+                message = {**message, "headers": [*message["headers"], *extra]}
+            await send(message)
+
+        await (refusal or self._app)(scope, receive, send_safely)
+
+    def _refusal(self, method: str, headers: Headers) -> Response | None:
+        if not self._is_ours(headers.getlist("host")):
+            return _refuse(421, "this server does not answer for that host")
+        origin = headers.get("origin")
+        if origin is not None and not self._is_ours([origin.removeprefix("http://")]):
+            return _refuse(403, "requests from other sites are refused")
+        if headers.get("sec-fetch-site") == "cross-site" and headers.get("sec-fetch-mode") != "navigate":
+            return _refuse(403, "requests from other sites are refused")
+        return None if method == "GET" else _refuse(405, "only GET is answered", {"allow": "GET"})
+
+    def _is_ours(self, hosts: Sequence[str]) -> bool:
+        if len(hosts) != 1:
+            return False
+        host = hosts[0].lower()
+        if host in self._hosts:
+            return True
+        name, _, port = host.rpartition(":")
+        return self._any_address and port == str(self._port) and _is_address(name)
+
+
+def build_app(
+    dataset: VlmDataset, card: DatasetCard, packs: PackSource, *, host: str, port: int, names: Sequence[str] = ()
+) -> Starlette:
+    """The guarded application.
+
+    Args:
+        dataset: The dataset.
+        card: Its card.
+        packs: Where packs come from.
+        host: Address it will listen on.
+        port: Port it will listen on.
+        names: Further names it may be reached by.
+    """
+    ours = frozenset(f"{_bracketed(name)}:{port}".lower() for name in ("127.0.0.1", "localhost", "::1", host, *names))
+    everywhere = _is_address(_bracketed(host)) and ipaddress.ip_address(host.strip("[]")).is_unspecified
+    guard = Middleware(Guard, hosts=ours, any_address=everywhere, port=port)
+    handlers: Any = {HTTPException: _http_error, VlmdataError: _data_error}
+    return Starlette(routes=InspectApp(dataset, card, packs).routes(), middleware=[guard], exception_handlers=handlers)
+
+
+def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _json({"error": error.detail}, error.status_code)
+
+
+def _data_error(request: Request, error: Exception) -> Response:
+    """A damaged shard: the page shows the message in place of the sample."""
+    return _json({"error": safe(str(error))}, 500)
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(to_json(value), status, media_type="application/json")
+
+
+def _refuse(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
+    return Response(message + "\n", status, media_type="text/plain", headers=headers)
+
+
+def _number(request: Request, name: str) -> int:
+    text = request.query_params.get(name, "0")
+    if not text.isascii() or not text.isdigit() or len(text) > 15:
+        raise HTTPException(400, f"{name} is {text[:40]!r}; it must be a whole number, at least 0")
+    return int(text)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host

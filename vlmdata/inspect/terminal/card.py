@@ -1,0 +1,118 @@
+"""The dataset card in the terminal."""
+
+from __future__ import annotations
+
+from rich.columns import Columns
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from vlmdata.inspect.dataset import DatasetCard, Extremes, FindingGroup, RejectGroup
+from vlmdata.inspect.findings import Severity
+from vlmdata.inspect.terminal.draw import SEVERITY, columns, data, facts, histogram_table, number
+
+_HASH_DIGITS = 16
+_MESSAGE = 90
+
+
+def print_card(console: Console, card: DatasetCard) -> None:
+    """Prints a dataset card."""
+    console.print(data(card.directory, "bold"), soft_wrap=True)
+    console.print(_identity(card))
+    console.print()
+    console.print(_totals(card))
+    console.print()
+    console.print(Columns([Padding(histogram_table(each), (0, 4, 1, 0)) for each in card.histograms]))
+    if card.rejects:
+        console.print(_rejects(card.rejects))
+        console.print()
+    console.print(Columns([Padding(_extremes(each), (0, 4, 1, 0)) for each in card.extremes]))
+    _print_findings(console, card)
+
+
+def _identity(card: DatasetCard) -> Table:
+    source = card.source
+    name = source.get("spec", source.get("kind", "unknown"))
+    remark = ", ".join(f"{key} {source[key]}" for key in ("kind", "split") if source.get(key))
+    options = card.options
+    image = options.get("image") if isinstance(options.get("image"), dict) else {}
+    recipe = f"recipe {options.get('recipe', '?')}, targets {options.get('train_turns', '?')} turns"
+    pixels = f"{image.get('min_pixels', 0):,}–{image.get('max_pixels', 0):,} pixels an image" if image else ""
+    return facts(
+        ("fingerprint", card.fingerprint[:_HASH_DIGITS], "of the whole content"),
+        ("configuration", card.config_hash[:_HASH_DIGITS], data(f"{recipe}, {pixels}" if pixels else recipe)),
+        ("source", data(name), data(remark)),
+        (
+            "tokenizer",
+            data(card.tokenizer.name),
+            f"{card.tokenizer.fingerprint[:_HASH_DIGITS]}, {card.tokenizer.vocab_size:,} ids",
+        ),
+        ("written by", data(card.created_by or "unknown"), f"format {card.schema_version}"),
+    )
+
+
+def _totals(card: DatasetCard) -> Table:
+    totals = card.totals
+    share = totals.targets / max(totals.tokens, 1)
+    rejected = totals.rejected / max(totals.rows, 1)
+    truncated = f"{totals.truncated:,} with a cut answer" if totals.truncated else ""
+    each = f"{totals.patches / totals.images:,.0f} per image" if totals.images else ""
+    table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    table.add_column(style="dim")
+    for name, value, remark in (
+        ("samples", totals.samples, truncated),
+        ("source rows", totals.rows, f"{totals.rejected:,} rejected: {100 * rejected:.2f} %"),
+        ("tokens", totals.tokens, f"+ {totals.padding:,} padding"),
+        ("target tokens", totals.targets, f"{number(share, 'share')} of tokens"),
+        ("images", totals.images, ""),
+        ("patches", totals.patches, each),
+        ("bytes", totals.bytes, f"{totals.bytes / 1e6:,.1f} MB in {card.shards:,} shards"),
+    ):
+        table.add_row(name, f"{value:,}", remark)
+    return table
+
+
+def _rejects(groups: tuple[RejectGroup, ...]) -> Table:
+    table = columns("rejected rows", "rows", "reason", "first of them", left=("reason", "first of them"))
+    for group in groups:
+        row, message = group.examples[0] if group.examples else (None, "")
+        first = f"row {row}: {message}" if row is not None else ""
+        table.add_row(f"{group.count:,}", data(group.reason, "yellow"), data(first, limit=_MESSAGE))
+    return table
+
+
+def _extremes(extremes: Extremes) -> Table:
+    table = columns(extremes.title, "", "key", "row", left=("key",))
+    for sample in extremes.samples:
+        table.add_row(number(sample.value, extremes.kind), data(sample.key), f"{sample.source_row:,}")
+    return table
+
+
+def _print_findings(console: Console, card: DatasetCard) -> None:
+    samples = card.totals.samples
+    looked = f"index of all {samples:,} samples, tokens of {card.checked:,}"
+    more = "" if card.checked >= samples else "; --check all looks at every one"
+    serious = [group for group in card.findings if group.severity is not Severity.NOTE]
+    if not serious:
+        console.print(Text("nothing suspicious", "bold green"), Text(f"({looked}{more})", "dim"), soft_wrap=True)
+    else:
+        console.print(Text("deserves a look", "bold"), Text(f"({looked}{more})", "dim"), soft_wrap=True)
+    for group in card.findings:
+        _print_group(console, group, samples)
+    if serious:
+        key = data(serious[0].examples[0].key).plain
+        line = f"next: vlmdata inspect {data(card.directory).plain} --sample {key}"
+        console.print(Text(line), soft_wrap=True)
+
+
+def _print_group(console: Console, group: FindingGroup, samples: int) -> None:
+    mark, style = SEVERITY[group.severity]
+    share = f"{group.count:,} of {samples:,}" if group.count > 1 else f"{group.count:,} sample"
+    console.print(Text(f"{mark} {group.kind}", style), Text(f"{share}: {group.meaning}"), soft_wrap=True)
+    shown = group.examples[: 1 if group.severity is Severity.NOTE else None]
+    for example in shown:
+        where = Text(f"    {data(example.key).plain}  row {example.source_row:,}  ", "dim")
+        console.print(where + data(example.message), soft_wrap=True)

@@ -1,0 +1,36 @@
+"""Search results in the terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from vlmdata.inspect.terminal.draw import columns, data, number
+from vlmdata.inspect.trace import FoundSample
+
+
+def print_found(console: Console, samples: tuple[FoundSample, ...], total: int, most: int) -> None:
+    """Prints the samples that a query found, ``most`` of them."""
+    table = columns(
+        f"{len(samples):,} of {total:,} samples",
+        "key",
+        "row",
+        "tokens",
+        "targets",
+        "",
+        "images",
+        "patches",
+        left=("key",),
+    )
+    for sample in samples[:most]:
+        table.add_row(
+            data(sample.key),
+            f"{sample.source_row:,}",
+            f"{sample.length:,}",
+            f"{sample.targets:,}",
+            number(sample.targets / max(sample.length, 1), "share"),
+            f"{sample.images:,}",
+            f"{sample.patches:,}",
+        )
+    console.print(table)
+    if len(samples) > most:
+        console.print(f"… and {len(samples) - most:,} more; --json lists them all")

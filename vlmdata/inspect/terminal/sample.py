@@ -1,0 +1,148 @@
+"""One sample in the terminal: its text with targets marked, and its tokens as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from vlmdata.inspect.findings import Finding
+from vlmdata.inspect.sample import ImageDescription, SampleDescription, Span, SpanKind
+from vlmdata.inspect.terminal.draw import SEVERITY, columns, data, facts
+from vlmdata.inspect.text import visible
+
+#: Of a run of image tokens, so many are shown at both ends of the table.
+_ENDS = 2
+_ROLE_STYLES = {"system": "magenta", "user": "cyan", "tool": "yellow"}
+_TARGET = "bold green"
+
+
+def print_sample(console: Console, sample: SampleDescription, tokens: bool = False) -> None:
+    """Prints a sample.
+
+    Args:
+        console: Where to.
+        sample: The sample.
+        tokens: Whether to print the token table.
+    """
+    console.print(_identity(sample))
+    console.print()
+    for found in sample.findings:
+        console.print(finding_line(found), soft_wrap=True)
+    if sample.findings:
+        console.print()
+    legend = Text("⟦targets⟧", _TARGET) + Text(" are what the loss is taken over; ↵ is a newline", "dim")
+    console.print(legend)
+    console.print(_text(sample), soft_wrap=False)
+    if sample.images:
+        console.print()
+        console.print(_images(sample.images))
+    if tokens:
+        console.print()
+        console.print(_tokens(sample))
+
+
+def finding_line(found: Finding) -> Text:
+    """A finding on one line."""
+    mark, style = SEVERITY[found.severity]
+    return Text(f"{mark} {found.kind}: ", style) + data(found.message)
+
+
+def _identity(sample: SampleDescription) -> Table:
+    padding = sample.padded_length - sample.length
+    turns = ", ".join(turn.role or "?" for turn in sample.turns)
+    return facts(
+        ("sample", data(sample.key, "bold"), f"number {sample.index:,} of the dataset"),
+        ("source row", f"{sample.source_row:,}", data(_source(sample.source))),
+        ("stored", data(sample.shard), f"bytes {sample.offset:,} to {sample.offset + sample.size:,}"),
+        ("tokens", f"{sample.length:,}", f"+ {padding:,} padding" + (", answer cut" if sample.truncated else "")),
+        ("targets", f"{sample.num_targets:,}", f"{100 * sample.target_share:.1f} % of tokens"),
+        ("turns", data(turns, limit=80), f"{sample.target_turns} with targets"),
+    )
+
+
+def _source(source: Mapping[str, Any]) -> str:
+    name = str(source.get("spec", source.get("kind", "")))
+    split = source.get("split")
+    return f"of {Path(name).name or name}" + (f", split {split}" if split else "")
+
+
+def _text(sample: SampleDescription) -> Text:
+    """The whole text, targets between brackets, image tokens folded."""
+    text = Text()
+    open_target = False
+    for span in sample.spans:
+        if span.target != open_target:
+            text.append("⟦" if span.target else "⟧", _TARGET)
+            open_target = span.target
+        text.append(_shown(span), _style(span))
+    if open_target:
+        text.append("⟧", _TARGET)
+    return text
+
+
+def _shown(span: Span) -> str:
+    if span.kind is SpanKind.IMAGE:
+        count = span.stop - span.start
+        return f"{visible(span.text)} × {count:,}" if count > 1 else visible(span.text)
+    return visible(span.text).replace("\n", "↵\n")
+
+
+def _style(span: Span) -> str:
+    if span.target:
+        return _TARGET + (" underline" if span.kind is not SpanKind.TEXT else "")
+    if span.kind in (SpanKind.HEADER, SpanKind.SPECIAL):
+        return "dim"
+    return "blue" if span.kind is SpanKind.IMAGE else _ROLE_STYLES.get(span.role, "")
+
+
+def _images(images: tuple[ImageDescription, ...]) -> Table:
+    text = ("file", "normalised")
+    names = ("image", "pixels", "patches", "tokens", "first token", "file", "scale", "normalised")
+    table = columns("images", *names, left=text)
+    for image in images:
+        source = image.source
+        file = f"{source.get('format')} {source.get('mode')} {source.get('width')} × {source.get('height')}"
+        steps = source.get("normalised") or []
+        t, h, w = image.grid
+        table.add_row(
+            str(image.number),
+            f"{image.width} × {image.height}",
+            f"{h} × {w}" + (f" × {t} frames" if t > 1 else "") + f" = {image.patches:,}",
+            f"{image.tokens:,}",
+            f"{image.start:,}",
+            data(file if source else "not recorded"),
+            f"{image.scale:.2f}" if image.scale else "",
+            data(", ".join(map(str, steps)) if isinstance(steps, list) else steps),
+        )
+    return table
+
+
+def _tokens(sample: SampleDescription) -> Table:
+    table = columns("tokens", "index", "id", "text", "label", "mask", "t", "h", "w", left=("text",))
+    tokens = sample.tokens
+    for span in sample.spans:
+        numbers = list(range(span.start, span.stop))
+        folded = len(numbers) - 2 * _ENDS if span.kind is SpanKind.IMAGE else 0
+        if folded > 1:
+            numbers[_ENDS:-_ENDS] = [-1]
+        for i in numbers:
+            if i < 0:
+                table.add_row("…", "", Text(f"{folded:,} more image tokens (--json has them)", "dim"))
+                continue
+            label = int(tokens.labels[i])
+            table.add_row(
+                f"{i}",
+                f"{tokens.ids[i]}",
+                data(tokens.texts[i], _TARGET if tokens.mask[i] else ""),
+                f"{label}" if label >= 0 else Text(f"{label}", "dim"),
+                Text("1", _TARGET) if tokens.mask[i] else Text(f"{tokens.mask[i]}", "dim"),
+                f"{tokens.t[i]}",
+                f"{tokens.h[i]}",
+                f"{tokens.w[i]}",
+            )
+    return table

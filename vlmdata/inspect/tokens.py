@@ -1,0 +1,157 @@
+"""What single token ids spell, and which turn each token of a sample belongs to. Needs no transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from vlmdata.errors import DatasetFormatError
+from vlmdata.format.manifest import TokenizerInfo
+from vlmdata.format.schema import TOKENIZER_DIR
+
+_TOKENIZER_FILE = "tokenizer.json"
+#: What Python's surrogateescape adds to a byte that is not UTF-8.
+_STRAY_BYTE = 0xDC00
+
+
+class TokenTexts:
+    """Spells token ids with the tokenizer that is stored in a dataset.
+
+    Args:
+        directory: The dataset's folder.
+
+    Raises:
+        DatasetFormatError: If it holds no readable tokenizer.
+    """
+
+    def __init__(self, directory: Path):
+        path = directory / TOKENIZER_DIR / _TOKENIZER_FILE
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise DatasetFormatError(
+                f"{path}: cannot read the tokenizer: {error}. It is written by `vlmdata preprocess`; restore it."
+            ) from error
+        self._byte_level = '"ByteLevel"' in json.dumps(json.loads(self._tokenizer.to_str()).get("decoder"))
+        self._added = {id: token.content for id, token in self._tokenizer.get_added_tokens_decoder().items()}
+        self._special = frozenset(
+            id for id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
+        )
+        self._bytes: dict[int, bytes] = {}
+
+    def is_special(self, token: int) -> bool:
+        """Whether an id is flagged special in the tokenizer (turn marks, vision marks, pads)."""
+        return token in self._special
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes a token stands for; of an id the tokenizer does not know, ``<unknown id N>``."""
+        found = self._bytes.get(token)
+        if found is None:
+            found = self._bytes[token] = self._spell(token)
+        return found
+
+    def decode(self, ids: Sequence[int]) -> str:
+        r"""The text of some tokens, special tokens included; bytes that are not UTF-8 are written ``\xff``."""
+        return b"".join(map(self.bytes_of, ids)).decode("utf-8", "backslashreplace")
+
+    def decode_each(self, ids: Sequence[int]) -> list[str]:
+        """The text of each of some tokens, so that they join to :meth:`decode` of all.
+
+        A character whose bytes are spread over several tokens belongs to the first of them; the others get "".
+        """
+        parts = [self.bytes_of(token) for token in ids]
+        # Bytes that are not UTF-8 become one surrogate each, so every character's bytes can be counted.
+        text = b"".join(parts).decode("utf-8", "surrogateescape")
+        pieces = [""] * len(parts)
+        ends = list(accumulate(map(len, parts)))
+        position = number = 0
+        for character in text:
+            while position >= ends[number]:
+                number += 1
+            stray = ord(character) - _STRAY_BYTE
+            if 0x80 <= stray <= 0xFF:
+                pieces[number] += f"\\x{stray:02x}"
+                position += 1
+            else:
+                pieces[number] += character
+                position += len(character.encode())
+        return pieces
+
+    def _spell(self, token: int) -> bytes:
+        if token in self._added:
+            return self._added[token].encode()
+        text = self._tokenizer.id_to_token(token)
+        if text is None:
+            return f"<unknown id {token}>".encode()
+        if not self._byte_level:
+            return str(self._tokenizer.decode([token], skip_special_tokens=False)).encode()
+        table = _byte_of_character()
+        return bytes(table[c] for c in text) if all(c in table for c in text) else text.encode()
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of a conversation, in tokens.
+
+    Attributes:
+        role: As the header names it; "" before the first turn.
+        start: Its ``<|im_start|>``.
+        body: First token after the header.
+        stop: One past its last token.
+        targets: Tokens under the loss.
+    """
+
+    role: str
+    start: int
+    body: int
+    stop: int
+    targets: int
+
+
+def find_turns(
+    ids: npt.NDArray[np.integer], mask: npt.NDArray[np.integer], info: TokenizerInfo, texts: TokenTexts
+) -> tuple[Turn, ...]:
+    """The turns of a sample by its ``<|im_start|>`` tokens; they cover it without a gap.
+
+    Args:
+        ids: (length,) token ids, without padding.
+        mask: (length,) 1 where a token is a target.
+        info: The tokenizer's special ids.
+        texts: Spells tokens.
+    """
+    starts = np.flatnonzero(ids == info.im_start).tolist()
+    bounds = [*starts, len(ids)]
+    turns = [] if not starts or starts[0] == 0 else [Turn("", 0, 0, starts[0], int(mask[: starts[0]].sum()))]
+    for start, stop in zip(bounds, bounds[1:], strict=False):
+        role, body = _header(ids[start:stop].tolist(), info, texts)
+        turns.append(Turn(role, start, start + body, stop, int(mask[start:stop].sum())))
+    return tuple(turns) or (Turn("", 0, 0, len(ids), int(mask.sum())),)
+
+
+def _header(turn: list[int], info: TokenizerInfo, texts: TokenTexts) -> tuple[str, int]:
+    """Role and length of a turn's header: its start token and what follows through the first newline."""
+    for count, token in enumerate(turn[1:12], start=2):
+        if token == info.im_end:
+            break
+        if b"\n" in texts.bytes_of(token):
+            return texts.decode(turn[1:count]).split("\n")[0], count
+    return "", 1
+
+
+@cache
+def _byte_of_character() -> dict[str, int]:
+    """Byte-level BPE's alphabet: printable bytes stand for themselves, the others for characters from 256 on.
+
+    Source: ``bytes_to_unicode`` of GPT-2's encoder.
+    """
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    moved = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(moved)}

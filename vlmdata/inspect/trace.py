@@ -1,0 +1,292 @@
+"""The way back: from an optimizer step to source rows, and from a source row to its sample and its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vlmdata.errors import DatasetFormatError
+from vlmdata.format.dataset import VlmDataset
+from vlmdata.format.ledger import read_ledger
+from vlmdata.format.schema import LEDGER_NAME
+from vlmdata.packing.plan import EMPTY_PACK
+
+if TYPE_CHECKING:
+    from vlmdata.loader.loader import StreamingLoader
+
+
+@dataclass(frozen=True)
+class FoundSample:
+    """A sample as a search lists it. Units: tokens, patches."""
+
+    key: str
+    index: int
+    source_row: int
+    length: int
+    targets: int
+    images: int
+    patches: int
+    truncated: bool
+
+
+@dataclass(frozen=True)
+class StepSample:
+    """A sample of a step. Units: tokens, patches.
+
+    Attributes:
+        dataset: Number of its dataset.
+        key: Its key.
+        index: Position in the dataset.
+        source_row: The source row it was made from.
+        length: True length.
+        aligned_length: Tokens it takes up in the pack.
+        targets: Tokens under the loss.
+        images: Images.
+        patches: Vision patches.
+        truncated: Whether its last answer was cut.
+        repeat: How often it was used before in the whole training.
+    """
+
+    dataset: int
+    key: str
+    index: int
+    source_row: int
+    length: int
+    aligned_length: int
+    targets: int
+    images: int
+    patches: int
+    truncated: bool
+    repeat: int
+
+
+@dataclass(frozen=True)
+class StepPack:
+    """One pack of a step, run by one data-parallel rank in one micro-batch.
+
+    Attributes:
+        dp_rank: The rank.
+        micro_batch: The micro-batch.
+        pack: Pack number within the epoch; -1 for an empty pack.
+        tokens: Tokens, padding included.
+        patches: Vision patches.
+        cost: Estimated cost, in units of 2**20 FLOP.
+        samples: Its samples, in pack order.
+    """
+
+    dp_rank: int
+    micro_batch: int
+    pack: int
+    tokens: int
+    patches: int
+    cost: int
+    samples: tuple[StepSample, ...]
+
+
+@dataclass(frozen=True)
+class StepDescription:
+    """An optimizer step.
+
+    Attributes:
+        epoch: Epoch.
+        step: Step within it.
+        steps: Steps of the epoch.
+        dp_size: Data-parallel ranks.
+        datasets: Folders or addresses of the datasets, by number.
+        packs: Its packs, by rank and micro-batch.
+    """
+
+    epoch: int
+    step: int
+    steps: int
+    dp_size: int
+    datasets: tuple[str, ...]
+    packs: tuple[StepPack, ...]
+
+
+@dataclass(frozen=True)
+class RowUse:
+    """Where a loader uses a sample.
+
+    Attributes:
+        epoch: Epoch.
+        step: Optimizer step; None if it falls into a dropped last step.
+        dp_rank: Data-parallel rank.
+        micro_batch: Micro-batch within the step.
+        pack: Pack number within the epoch.
+    """
+
+    epoch: int
+    step: int | None
+    dp_rank: int | None
+    micro_batch: int | None
+    pack: int
+
+
+@dataclass(frozen=True)
+class RowTrace:
+    """What became of a source row.
+
+    Attributes:
+        source_row: The row.
+        rows: Rows of the source.
+        status: "sample" or "rejected".
+        key: Key of its sample.
+        index: Position of its sample.
+        shard: File name of the shard it lies in.
+        offset: First byte there.
+        size: Bytes there.
+        reason: Why it was rejected.
+        message: What was found.
+        uses: Where the loader uses it, if a loader was given.
+    """
+
+    source_row: int
+    rows: int
+    status: str
+    key: str | None = None
+    index: int | None = None
+    shard: str | None = None
+    offset: int | None = None
+    size: int | None = None
+    reason: str | None = None
+    message: str | None = None
+    uses: tuple[RowUse, ...] = ()
+
+
+def describe_step(loader: StreamingLoader, epoch: int, step: int, dp_rank: int | None = None) -> StepDescription:
+    """What a loader's ranks get in an optimizer step. Reads plan and indexes only.
+
+    Args:
+        loader: The loader; its own ``dp_rank`` does not matter.
+        epoch: The epoch.
+        step: The step within it.
+        dp_rank: One data-parallel rank; None is all.
+
+    Returns:
+        The packs by rank and micro-batch.
+
+    Raises:
+        IndexError: If the epoch has no such step, or the loader no such rank.
+    """
+    if epoch < 0:
+        raise IndexError(f"epoch {epoch}: epochs count from 0")
+    plan = loader.plan(epoch)
+    if not 0 <= step < plan.num_steps:
+        raise IndexError(f"no step {step}: epoch {epoch} has {plan.num_steps:,}, from 0")
+    if dp_rank is not None and not 0 <= dp_rank < loader.dp_size:
+        raise IndexError(f"no data-parallel rank {dp_rank}: there are {loader.dp_size}, from 0")
+    assignment = plan.assignment(step, loader.dp_size)
+    packs = []
+    for rank in range(loader.dp_size) if dp_rank is None else [dp_rank]:
+        for micro_batch, number in enumerate(assignment[:, rank].tolist()):
+            packs.append(_pack(loader, epoch, rank, micro_batch, number))
+    names = tuple(str(dataset.directory) for dataset in loader.datasets)
+    return StepDescription(epoch, step, plan.num_steps, loader.dp_size, names, tuple(packs))
+
+
+def describe_row(
+    dataset: VlmDataset, source_row: int, loader: StreamingLoader | None = None, epoch: int = 0
+) -> RowTrace:
+    """What became of a source row: its sample, or why there is none.
+
+    Args:
+        dataset: The dataset.
+        source_row: The row.
+        loader: A loader of this dataset alone, to tell where it uses the sample.
+        epoch: The epoch to tell that for.
+
+    Returns:
+        The trace.
+
+    Raises:
+        IndexError: If the source has no such row.
+        DatasetFormatError: If the row is neither in the index nor in the ledger.
+    """
+    rows = dataset.manifest.totals.rows
+    if not 0 <= source_row < rows:
+        raise IndexError(f"no source row {source_row}: the source has {rows:,}, from 0")
+    index = dataset.index
+    i = int(np.searchsorted(index.source_row, source_row))
+    if i < len(index) and int(index.source_row[i]) == source_row:
+        shard = dataset.shard_path(int(index.shard[i])).name
+        uses = () if loader is None else _uses(loader, epoch, i)
+        place = (index.key(i), i, shard, int(index.offset[i]), int(index.size[i]))
+        return RowTrace(source_row, rows, "sample", *place, uses=uses)
+    for rejection in read_ledger(dataset.directory / LEDGER_NAME):
+        if rejection.row == source_row:
+            return RowTrace(source_row, rows, "rejected", reason=rejection.reason.value, message=rejection.message)
+    raise DatasetFormatError(
+        f"{dataset.directory}: source row {source_row} is neither a sample nor rejected. Run `vlmdata verify` on it."
+    )
+
+
+def found_samples(dataset: VlmDataset, positions: Iterable[int]) -> tuple[FoundSample, ...]:
+    """The samples at some positions, as the index tells them."""
+    index = dataset.index
+    return tuple(
+        FoundSample(
+            key=index.key(i),
+            index=i,
+            source_row=int(index.source_row[i]),
+            length=int(index.lengths[i]),
+            targets=int(index.num_targets[i]),
+            images=int(index.image_counts[i]),
+            patches=int(index.num_patches[i]),
+            truncated=bool(index.truncated[i]),
+        )
+        for i in positions
+    )
+
+
+def _pack(loader: StreamingLoader, epoch: int, rank: int, micro_batch: int, number: int) -> StepPack:
+    plan, config = loader.plan(epoch), loader.config
+    if number == EMPTY_PACK:
+        tokens = config.capacity if config.pad_to_capacity else config.alignment
+        return StepPack(rank, micro_batch, EMPTY_PACK, tokens, 0, 0, ())
+    pack = plan.pack(number)
+    columns = (pack.dataset, pack.index, pack.aligned_lengths, pack.repeats)
+    samples = []
+    for number_of, i, aligned_length, repeat in zip(*(column.tolist() for column in columns), strict=True):
+        index = loader.datasets[number_of].index
+        samples.append(
+            StepSample(
+                dataset=number_of,
+                key=index.key(i),
+                index=i,
+                source_row=int(index.source_row[i]),
+                length=int(index.lengths[i]),
+                aligned_length=aligned_length,
+                targets=int(index.num_targets[i]),
+                images=int(index.image_counts[i]),
+                patches=int(index.num_patches[i]),
+                truncated=bool(index.truncated[i]),
+                repeat=repeat,
+            )
+        )
+    return StepPack(
+        dp_rank=rank,
+        micro_batch=micro_batch,
+        pack=number,
+        tokens=int(pack.aligned_lengths.sum()) + pack.tail,
+        patches=sum(sample.patches for sample in samples),
+        cost=int(plan.pack_costs(np.array([number]))[0]),
+        samples=tuple(samples),
+    )
+
+
+def _uses(loader: StreamingLoader, epoch: int, i: int) -> tuple[RowUse, ...]:
+    plan = loader.plan(epoch)
+    packs = np.searchsorted(plan.offsets, np.flatnonzero(plan.samples == i), side="right") - 1
+    uses = []
+    for pack in packs.tolist():
+        step = pack // loader.config.global_batch
+        if step >= plan.num_steps:
+            uses.append(RowUse(epoch, None, None, None, pack))
+            continue
+        micro_batch, rank = np.argwhere(plan.assignment(step, loader.dp_size) == pack)[0].tolist()
+        uses.append(RowUse(epoch, step, rank, micro_batch, pack))
+    return tuple(uses)
