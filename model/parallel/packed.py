@@ -67,7 +67,7 @@ class PackIndex:
 
     @classmethod
     def of(cls, batch: PackedBatch, context_size: int, context_rank: int) -> PackIndex:
-        """Reads the boundaries of a batch; one copy to the host where it is on a GPU.
+        """Reads the boundaries of a batch.
 
         Raises:
             ValueError: If the batch is another slice than this rank's.
@@ -80,8 +80,7 @@ class PackIndex:
                 f"{have[1]}: give the loader context_parallel={context_size} and context_parallel_rank={context_rank}, "
                 "or slice with batch.context_parallel_shard"
             )
-        both = torch.stack([batch.cu_seqlens_padded, batch.cu_seqlens]).cpu().numpy().astype(np.int64)
-        bounds, true_lengths = both[0], np.diff(both[1])
+        bounds, true_lengths = batch.host.cu_seqlens_padded, np.diff(batch.host.cu_seqlens)
         local = partition_indices(bounds, batch.total_tokens, context_size, context_rank)
         true_ends = bounds[:-1] + true_lengths
         segment = np.searchsorted(bounds, local, side="right") - 1
@@ -140,8 +139,7 @@ class ImageRows:
         Raises:
             ValueError: If an image leaves the pack, or the patches held do not match the grids.
         """
-        grids = batch.image_grid_thw.cpu().numpy().astype(np.int64).reshape(-1, 3)
-        starts = batch.image_starts.cpu().numpy().astype(np.int64)
+        grids, starts = batch.host.image_grid_thw.reshape(-1, 3), batch.host.image_starts
         owners = image_owners(grids, context_size)
         rows = grids.prod(1) // merge_unit
         _check_images(batch, grids, starts, rows, owners == context_rank)
