@@ -41,8 +41,8 @@ def cpu_as_cuda() -> Iterator[None]:
         "default_stream": lambda *_: stream,
         "synchronize": lambda *_: None,
         "set_device": lambda *_: None,
-        "Stream": lambda *_, **__: stream,
-        "Event": lambda *_, **__: stream,
+        "Stream": _Stream,  # classes, since annotations of libraries imported later mention them
+        "Event": _Stream,
         "stream": lambda *_: contextlib.nullcontext(),
         "get_rng_state": lambda *_: torch.get_rng_state(),
         "set_rng_state": lambda state, *_: torch.set_rng_state(state),
@@ -55,7 +55,8 @@ def cpu_as_cuda() -> Iterator[None]:
             setattr(torch.cuda, name, answer)
         # megatron-core's recompute reads the state through this second name.
         torch.cuda.random.get_rng_state = answers["get_rng_state"]
-        with _CudaToCpu():
+        # megatron-core compiles small functions; on a CPU that costs more than it ever gains.
+        with _CudaToCpu(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
         for name, original in saved.items():
@@ -99,6 +100,8 @@ class _CudaToCpu(TorchFunctionMode):
 
 class _Stream:
     """A stream and an event of a device that does everything at once."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def wait_stream(self, *_: Any) -> None: ...
 

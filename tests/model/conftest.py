@@ -1,0 +1,65 @@
+"""Parallel groups of one process, and models whose weights transformers' model shares."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from tests.model.helpers import random_weights, small_architecture, transformers_model
+
+# Nothing here is long enough to be worth compiling, and one thread a worker is what the machine has.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def one_process() -> Iterator[None]:
+    """megatron-core's groups for this process alone, in the CPU mode."""
+    pytest.importorskip("megatron.core")
+    from model.parallel import cpu_mode, groups
+
+    torch.set_num_threads(1)
+    groups.initialize(backend="gloo")
+    with cpu_mode.cpu_mode_if_needed():
+        yield
+    groups.destroy()
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Our model and transformers', with equal weights.
+
+    Attributes:
+        architecture: Of both.
+        ours: In training mode.
+        theirs: In evaluation mode (it has no dropout).
+        weights: Hugging Face tensors, ``mtp.*`` included.
+        maps: Names.
+    """
+
+    architecture: Any
+    ours: Any
+    theirs: Any
+    weights: dict[str, torch.Tensor]
+    maps: Any
+
+
+@pytest.fixture(scope="session")
+def make_pair(one_process: None) -> Callable[..., Pair]:
+    """Makes pairs; settings are those of :class:`ModelSettings`."""
+    from model.network.build import ModelSettings, build_model
+    from model.weights.names import hf_names, load_from_hf, parameter_maps
+
+    def make(*, moe: bool = False, tied: bool = False, mtp: int = 0, **settings: Any) -> Pair:
+        architecture = small_architecture(moe=moe, tied=tied, mtp=mtp)
+        maps = parameter_maps(architecture)
+        weights = random_weights(hf_names(maps))
+        ours = build_model(architecture, ModelSettings(**settings))
+        load_from_hf(ours, maps, weights.__getitem__)
+        return Pair(architecture, ours.train(), transformers_model(architecture, weights), weights, maps)
+
+    return make

@@ -1,0 +1,194 @@
+"""What the model's tests share: small models, random weights that keep numbers tame, packs, and how closeness is measured."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+
+from model.architecture import Architecture, LanguageArchitecture, MoeArchitecture, VisionArchitecture
+from model.presets import pattern
+from vlmdata.batch import IGNORE_INDEX, PackedBatch, SampleOrigin
+from vlmdata.patches import pixel_values
+from vlmdata.positions import mrope_position_ids
+
+IMAGE, VIDEO, VISION_START, VISION_END = 250, 251, 248, 249
+
+
+def small_architecture(*, moe: bool = False, tied: bool = False, mtp: int = 1, layers: int = 4) -> Architecture:
+    """Every kind of layer; all widths differ, so that a mix-up of axes cannot go unseen."""
+    language = LanguageArchitecture(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=0 if moe else 96,
+        layer_types=pattern(layers),
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=16,
+        linear_value_head_dim=24,
+        mrope_section=(2, 1, 1),
+        moe=MoeArchitecture(4, 2, 40, 48, 0.01) if moe else None,
+    )
+    vision = VisionArchitecture(
+        depth=2, hidden_size=48, intermediate_size=80, num_heads=4, out_hidden_size=64, num_position_embeddings=36
+    )
+    return Architecture(vision, language, IMAGE, VIDEO, VISION_START, VISION_END, tie_embeddings=tied, mtp_layers=mtp)
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Relative error: Euclidean norm of the difference over that of what is wanted."""
+    return float((found.detach().double() - wanted.detach().double()).norm() / wanted.detach().double().norm())
+
+
+def random_weights(shapes: dict[str, torch.Size | tuple[int, ...]], seed: int = 0) -> dict[str, torch.Tensor]:
+    """Hugging Face tensors whose every entry matters, and small enough that float32 rounding stays small.
+
+    With matrices of twice this scale transformers' own gradients change by 4e-5 when every weight changes by half a unit
+    in its last place: then no two orders of summation agree to 1e-5.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, shape in shapes.items():
+        noise = torch.randn(tuple(shape), generator=generator)
+        if name.endswith(("linear_attn.norm.weight", "norm1.weight", "norm2.weight", "merger.norm.weight")):
+            weights[name] = 1 + 0.1 * noise
+        elif name.endswith("A_log"):
+            weights[name] = noise.abs()
+        elif len(shape) == 1:
+            weights[name] = 0.1 * noise
+        elif "embed" in name and "patch" not in name:
+            weights[name] = 0.5 * noise
+        else:
+            fan_in = int(np.prod(shape[1:])) if "experts" not in name else shape[-1]
+            weights[name] = 0.4 * noise * fan_in**-0.5
+    return weights
+
+
+def transformers_model(architecture: Architecture, weights: dict[str, torch.Tensor]) -> Any:
+    """Transformers' model with these weights, in evaluation mode."""
+    from transformers.models.qwen3_5 import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+    from transformers.models.qwen3_5_moe import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
+
+    config = {name: value for name, value in architecture.to_hf().items() if name != "architectures"}
+    if architecture.language.moe is None:
+        model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(**config))
+    else:
+        model = Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeConfig(**config))
+    missing, unexpected = model.load_state_dict(
+        {name: value for name, value in weights.items() if not name.startswith("mtp.")}, strict=False
+    )
+    assert not unexpected
+    assert not [name for name in missing if not (architecture.tie_embeddings and name == "lm_head.weight")]
+    model.tie_weights()
+    return model.eval()
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One sample, not packed.
+
+    Attributes:
+        ids: int64 (L,).
+        labels: int64 (L,), the next token or -100.
+        positions: int64 (3, L).
+        grids: int64 (N, 3).
+        starts: int64 (N,), first token of every image.
+        patches: uint8 (P, 768).
+    """
+
+    ids: torch.Tensor
+    labels: torch.Tensor
+    positions: torch.Tensor
+    grids: torch.Tensor
+    starts: torch.Tensor
+    patches: torch.Tensor
+
+    def transformers_inputs(self) -> dict[str, Any]:
+        """Arguments for transformers' model."""
+        inputs: dict[str, Any] = {"input_ids": self.ids[None], "position_ids": self.positions[:, None]}
+        if len(self.grids):
+            inputs |= {"pixel_values": pixel_values(self.patches, torch.float32), "image_grid_thw": self.grids}
+        return inputs
+
+
+def make_sample(seed: int, grids: list[tuple[int, int]], text: int) -> Sample:
+    """A sample of images and random text; the second half of the text is the answer."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def words(count: int) -> list[int]:
+        return torch.randint(0, 240, (count,), generator=generator).tolist()
+
+    ids, starts = words(3), []
+    for h, w in grids:
+        starts.append(len(ids) + 1)
+        ids += [VISION_START, *[IMAGE] * (h * w // 4), VISION_END]
+    answer = len(ids) + text // 2
+    ids += words(text)
+    labels = torch.tensor([*ids[1:], IGNORE_INDEX])
+    labels[: answer - 1] = IGNORE_INDEX
+    grid_thw = np.array([(1, h, w) for h, w in grids], dtype=np.int64).reshape(-1, 3)
+    positions = mrope_position_ids(len(ids), np.array(starts, dtype=np.int64), grid_thw).astype(np.int64)
+    rows = int(grid_thw.prod(1).sum())
+    return Sample(
+        ids=torch.tensor(ids),
+        labels=labels,
+        positions=torch.as_tensor(positions),
+        grids=torch.from_numpy(grid_thw),
+        starts=torch.tensor(starts, dtype=torch.int64),
+        patches=torch.randint(0, 256, (rows, 768), dtype=torch.uint8, generator=generator),
+    )
+
+
+def pack(samples: list[Sample], alignment: int = 8, tail: int = 0, padding_id: int = 0) -> PackedBatch:
+    """Packs samples as the loader does; the padding's ids are as given, for tests that they do not matter."""
+    padded = [-(-len(sample.ids) // alignment) * alignment for sample in samples]
+    lengths = [len(sample.ids) for sample in samples]
+    if tail:
+        padded, lengths = [*padded, tail], [*lengths, 0]
+    total = sum(padded)
+    bounds, true = np.cumsum([0, *padded]), np.cumsum([0, *lengths])
+    ids = torch.full((1, total), padding_id)
+    labels, positions = torch.full((1, total), IGNORE_INDEX), torch.zeros(3, 1, total, dtype=torch.int64)
+    padding = torch.ones(1, total, dtype=torch.bool)
+    for sample, start in zip(samples, bounds.tolist(), strict=False):
+        stop = start + len(sample.ids)
+        ids[0, start:stop], labels[0, start:stop] = sample.ids, sample.labels
+        positions[:, 0, start:stop], padding[0, start:stop] = sample.positions, False
+    grids = torch.cat([sample.grids for sample in samples])
+    return PackedBatch(
+        input_ids=ids,
+        labels=labels,
+        loss_mask=(labels != IGNORE_INDEX).float(),
+        position_ids=positions,
+        padding_mask=padding,
+        cu_seqlens=torch.from_numpy(true.astype(np.int32)),
+        cu_seqlens_padded=torch.from_numpy(bounds.astype(np.int32)),
+        max_seqlen=max(padded),
+        total_tokens=total,
+        true_tokens=int(true[-1]),
+        image_grid_thw=grids,
+        image_starts=torch.cat([s.starts + b for s, b in zip(samples, bounds.tolist(), strict=False)]),
+        image_indices=torch.arange(len(grids)),
+        patches=torch.cat([sample.patches for sample in samples]),
+        sample_keys=tuple(str(number) for number in range(len(samples))),
+        origins=tuple(SampleOrigin(0, 0, number, number) for number in range(len(samples))),
+        epoch=0,
+        step=0,
+        micro_batch=0,
+        pack=0,
+    )
+
+
+def mixed_samples() -> list[Sample]:
+    """One image, none, two side by side, and one of one token; lengths below and above a chunk of the delta net."""
+    return [
+        make_sample(1, [(4, 6)], 70),
+        make_sample(2, [], 30),
+        make_sample(3, [(6, 4), (2, 8)], 130),
+        make_sample(4, [(2, 2)], 9),
+    ]
