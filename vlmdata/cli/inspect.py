@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    from vlmdata.inspect.options import PackOptions
 
 _LOOK, _PAGE, _PACKS = "What to look at", "In the browser", "Packs and steps: the loader's options"
 
@@ -116,8 +113,8 @@ def inspect(
     from vlmdata.inspect.options import PackOptions
     from vlmdata.inspect.run import Run
 
-    chosen = [name for name, value in (("--sample", sample), ("--row", row), ("--find", find), ("--pack", pack), ("--step", step), ("--html", html)) if value is not None]  # fmt: skip
-    chosen += ["--serve"] if serve else []
+    looks = {"--sample": sample, "--row": row, "--find": find, "--pack": pack, "--step": step, "--html": html}
+    chosen = [name for name, value in looks.items() if value is not None] + ["--serve"] * serve
     if len(chosen) > 1:
         raise typer.BadParameter(f"{' and '.join(chosen)}: choose one thing to look at")
     if tokens and chosen not in (["--sample"], ["--row"]):

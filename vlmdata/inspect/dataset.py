@@ -115,6 +115,7 @@ class DatasetCard:
         schema_version: Version of the format.
         features: What a reader must understand.
         source: Identity of the source.
+        source_name: The same in a few words.
         options: The options it was made with.
         tokenizer: Its tokenizer.
         shards: Shard files.
@@ -133,6 +134,7 @@ class DatasetCard:
     schema_version: str
     features: tuple[str, ...]
     source: Mapping[str, Any]
+    source_name: str
     options: Mapping[str, Any]
     tokenizer: TokenizerCard
     shards: int
@@ -171,6 +173,7 @@ def describe_dataset(dataset: VlmDataset, *, check: int | None = DEFAULT_CHECK, 
         schema_version=manifest.schema_version,
         features=manifest.features,
         source=manifest.source,
+        source_name=source_name(manifest.source),
         options=options if isinstance(options, Mapping) else {},
         tokenizer=TokenizerCard(
             manifest.tokenizer.name,
@@ -186,6 +189,18 @@ def describe_dataset(dataset: VlmDataset, *, check: int | None = DEFAULT_CHECK, 
         findings=_findings(dataset, facts, chosen),
         checked=len(chosen),
     )
+
+
+def source_name(source: Mapping[str, Any]) -> str:
+    """The source in a few words: hub id, or kind and files, and the split."""
+    listed = source.get("files")
+    files = [str(each.get("name")) for each in listed if isinstance(each, Mapping)] if isinstance(listed, list) else []
+    name = str(source.get("id") or source.get("kind", "unknown"))
+    if not source.get("id") and files:
+        name += f": {files[0]}" + (f" and {len(files) - 1:,} more" if len(files) > 1 else "")
+    for part in ("config", "split"):
+        name += f", {part} {source[part]}" if source.get(part) else ""
+    return name
 
 
 def _histograms(dataset: VlmDataset, facts: IndexFindings) -> tuple[Histogram, ...]:

@@ -79,7 +79,8 @@ def _even_edges(values: npt.NDArray[np.number]) -> npt.NDArray[np.float64]:
     step = next(m * magnitude for m in (1, 2, 5, 10, 20) if (high - low) / (m * magnitude) <= BINS)
     first, last = int(np.floor(low / step)), int(np.floor(high / step)) + 1
     # From whole numbers, so that the edges are the decimals one reads.
-    return np.round(np.arange(first, last + 1) * step, 12)
+    edges: npt.NDArray[np.float64] = np.round(np.arange(first, last + 1) * step, 12)
+    return edges
 
 
 def _round_step(span: int) -> int:

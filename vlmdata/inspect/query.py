@@ -22,10 +22,6 @@ from vlmdata.inspect.tokens import TokenTexts
 
 IntArray = npt.NDArray[np.int64]
 
-#: What conditions may be about. "target" is a share; the rest are whole numbers.
-FIELDS = ("target", "targets", "length", "patches", "images", "row", "turns")
-FLAGS = ("is:truncated", "is:suspicious")
-SORTS = ("stored", "longest", "shortest", "patches", "target")
 _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "<": operator.lt,
     "<=": operator.le,
@@ -33,6 +29,26 @@ _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     ">=": operator.ge,
     "=": operator.eq,
 }
+_Column = Callable[[IndexFindings], npt.NDArray[Any]]
+_COLUMNS: dict[str, _Column] = {
+    "target": lambda facts: facts.target_shares,
+    "targets": lambda facts: facts.index.num_targets,
+    "length": lambda facts: facts.index.lengths,
+    "patches": lambda facts: facts.index.num_patches,
+    "images": lambda facts: facts.index.image_counts,
+    "row": lambda facts: facts.index.source_row,
+    "turns": lambda facts: facts.index.target_turns,
+}
+_ORDERS: dict[str, _Column] = {
+    "longest": lambda facts: -facts.index.lengths.astype(np.int64),
+    "shortest": lambda facts: facts.index.lengths,
+    "patches": lambda facts: -facts.index.num_patches.astype(np.int64),
+    "target": lambda facts: facts.target_shares,
+}
+#: What conditions may be about. "target" is a share; the rest are whole numbers.
+FIELDS = tuple(_COLUMNS)
+FLAGS = ("is:truncated", "is:suspicious")
+SORTS = ("stored", *_ORDERS)
 _TERM = re.compile(rf"({'|'.join(FIELDS)})(<=|>=|<|>|=)([0-9][0-9,_]*\.?[0-9]*)(%?)")
 
 
@@ -115,7 +131,7 @@ def candidates(facts: IndexFindings, query: Query) -> IntArray:
     index = facts.index
     chosen = np.ones(len(index), np.bool_)
     for condition in query.conditions:
-        chosen &= _OPERATORS[condition.operator](_column(facts, condition.field), condition.value)
+        chosen &= _OPERATORS[condition.operator](_COLUMNS[condition.field](facts), condition.value)
     if "is:truncated" in query.flags:
         chosen &= index.truncated
     if "is:suspicious" in query.flags:
@@ -127,12 +143,7 @@ def candidates(facts: IndexFindings, query: Query) -> IntArray:
     found = np.flatnonzero(chosen)
     if query.sort == "stored":
         return found
-    values = {
-        "longest": -index.lengths.astype(np.int64),
-        "shortest": index.lengths,
-        "patches": -index.num_patches.astype(np.int64),
-        "target": facts.target_shares,
-    }[query.sort]
+    values = _ORDERS[query.sort](facts)
     return found[np.argsort(values[found], kind="stable")]
 
 
@@ -160,7 +171,8 @@ def search(
     Returns:
         The hits and how far the search got.
     """
-    wanted, found, at = text.casefold(), [], start
+    found: list[int] = []
+    wanted, at = text.casefold(), start
     deadline = None if seconds is None else time.monotonic() + seconds
     while at < len(order) and len(found) < limit:
         i = int(order[at])
@@ -179,16 +191,3 @@ def sample_text(dataset: VlmDataset, texts: TokenTexts, i: int) -> str:
     repeated = np.zeros(len(ids), np.bool_)
     repeated[1:] = (ids[1:] == ids[:-1]) & (ids[1:] == dataset.manifest.tokenizer.image)
     return texts.decode(ids[~repeated].tolist())
-
-
-def _column(facts: IndexFindings, field: str) -> npt.NDArray[Any]:
-    index = facts.index
-    return {
-        "target": lambda: facts.target_shares,
-        "targets": lambda: index.num_targets,
-        "length": lambda: index.lengths,
-        "patches": lambda: index.num_patches,
-        "images": lambda: index.image_counts,
-        "row": lambda: index.source_row,
-        "turns": lambda: index.target_turns,
-    }[field]()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import socket
 from collections.abc import Callable, Sequence
@@ -130,11 +131,12 @@ class Run:
         payload = packs_payload(batches, total, self._told(loader))
         document = page_document(dataset, card, chosen, payload)
         write_page(path, document)
-        written = {"file": str(path), "samples": len(chosen), "packs": len(batches), "bytes": path.stat().st_size}
+        size = path.stat().st_size
+        written = {"file": str(path), "samples": len(chosen), "packs": len(batches), "bytes": size}
         self._show(
             written,
             lambda console: console.print(
-                f"{path}: {len(chosen)} samples, {len(batches)} packs, {written['bytes'] / 1e6:,.1f} MB",
+                f"{path}: {len(chosen)} samples, {len(batches)} packs, {size / 1e6:,.1f} MB",
                 markup=False,
                 soft_wrap=True,
             ),
@@ -164,7 +166,8 @@ class Run:
                 ),
             )
             config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, ws="none")
-            uvicorn.Server(config).run(sockets=[listening])
+            with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is how it ends
+                uvicorn.Server(config).run(sockets=[listening])
 
     def _described(self, loader: StreamingLoader, number: int, batch: Any) -> Any:
         from vlmdata.inspect.batch import describe_batch

@@ -16,6 +16,7 @@ from vlmdata.errors import DatasetFormatError
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.manifest import TokenizerInfo
 from vlmdata.format.schema import PATCH_SIZE, PATCHES_PER_TOKEN, Sample
+from vlmdata.inspect.dataset import source_name
 from vlmdata.inspect.findings import ContentCheck, Finding, IndexFindings, flat_images
 from vlmdata.inspect.tokens import TokenTexts, Turn, find_turns
 
@@ -118,7 +119,7 @@ class SampleDescription:
         key: Its key.
         index: Its position in the dataset.
         source_row: The source row it was made from.
-        source: Where that row is: the manifest's identity of the source.
+        source: Where that row is, in a few words.
         shard: File name.
         offset: First byte in it.
         size: Bytes.
@@ -138,7 +139,7 @@ class SampleDescription:
     key: str
     index: int
     source_row: int
-    source: Mapping[str, Any]
+    source: str
     shard: str
     offset: int
     size: int
@@ -189,7 +190,7 @@ class SampleDescriber:
             key=row.key,
             index=i,
             source_row=row.source_row,
-            source=dataset.manifest.source,
+            source=source_name(dataset.manifest.source),
             shard=dataset.shard_path(row.shard).name,
             offset=row.placement.offset,
             size=row.placement.size,

@@ -1,7 +1,7 @@
 """The served page: a small read-only web application over one dataset.
 
-It answers GET only, to requests that name one of its own hosts (so a page elsewhere whose name is made to resolve to this
-machine gets nothing), and reads nothing but the dataset: no part of a request ever becomes a file name.
+It answers GET only, to requests that name one of its own hosts (so a page elsewhere whose name is made to resolve to
+this machine gets nothing), and reads nothing but the dataset: no part of a request ever becomes a file name.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class InspectApp:
     def __init__(self, dataset: VlmDataset, card: DatasetCard, packs: PackSource):
         self._dataset, self._packs = dataset, packs
         self._describe = SampleDescriber(dataset)
-        boot = {"mode": "served", "card": dataset_payload(dataset, card), "samples": [], "packs": None}
+        boot: dict[str, Any] = {"mode": "served", "card": dataset_payload(dataset, card), "samples": [], "packs": None}
         self._document: Document = build_page(boot, {}, served=True)
         # The candidates of the last few queries: scrolling asks for the same again and again.
         self._candidates = lru_cache(maxsize=8)(lambda query: candidates(self._describe.facts, query))

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -130,7 +130,7 @@ def find_turns(
     starts = np.flatnonzero(ids == info.im_start).tolist()
     bounds = [*starts, len(ids)]
     turns = [] if not starts or starts[0] == 0 else [Turn("", 0, 0, starts[0], int(mask[: starts[0]].sum()))]
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in pairwise(bounds):
         role, body = _header(ids[start:stop].tolist(), info, texts)
         turns.append(Turn(role, start, start + body, stop, int(mask[start:stop].sum())))
     return tuple(turns) or (Turn("", 0, 0, len(ids), int(mask.sum())),)

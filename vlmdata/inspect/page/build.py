@@ -48,7 +48,7 @@ def build_page(boot: Mapping[str, Any], samples: Mapping[int, Mapping[str, Any]]
     """
     style, script = _read("style.css"), _script()
     # frame-ancestors has no effect in a meta element; the server's header has it.
-    images, connect = ("'self'", "'self'") if served else ("data:", "'none'")
+    images, connect = ("'self' data:", "'self'") if served else ("data:", "'none'")
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src {images}; "
         f"connect-src {connect}; base-uri 'none'; form-action 'none'"

@@ -39,12 +39,12 @@ def summary_payload(describe: SampleDescriber, i: int, why: str = "") -> dict[st
 def sample_payload(sample: SampleDescription) -> dict[str, Any]:
     """Everything about a sample but its pixels."""
     tokens = sample.tokens
-    kinds = [sample.spans[number].kind for number in tokens.spans.tolist()]
+    texts = zip((sample.spans[number].kind for number in tokens.spans.tolist()), tokens.texts, strict=True)
     return {
         "key": one_line(sample.key),
         "index": sample.index,
         "row": sample.source_row,
-        "source": safe(to_jsonable(sample.source)),
+        "source": visible(sample.source),
         "shard": sample.shard,
         "offset": sample.offset,
         "size": sample.size,
@@ -58,10 +58,7 @@ def sample_payload(sample: SampleDescription) -> dict[str, Any]:
         "spans": [_span(sample, span) for span in sample.spans],
         "tokens": {
             # An image's tokens all read alike: their span has the text.
-            "text": [
-                None if kind is SpanKind.IMAGE else visible(text)
-                for kind, text in zip(kinds, tokens.texts, strict=True)
-            ],
+            "text": [None if kind is SpanKind.IMAGE else visible(text) for kind, text in texts],
             "id": tokens.ids.tolist(),
             "label": tokens.labels.tolist(),
             "mask": tokens.mask.tolist(),

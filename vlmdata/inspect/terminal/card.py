@@ -32,9 +32,6 @@ def print_card(console: Console, card: DatasetCard) -> None:
 
 
 def _identity(card: DatasetCard) -> Table:
-    source = card.source
-    name = source.get("spec", source.get("kind", "unknown"))
-    remark = ", ".join(f"{key} {source[key]}" for key in ("kind", "split") if source.get(key))
     options = card.options
     image = options.get("image") if isinstance(options.get("image"), dict) else {}
     recipe = f"recipe {options.get('recipe', '?')}, targets {options.get('train_turns', '?')} turns"
@@ -42,7 +39,7 @@ def _identity(card: DatasetCard) -> Table:
     return facts(
         ("fingerprint", card.fingerprint[:_HASH_DIGITS], "of the whole content"),
         ("configuration", card.config_hash[:_HASH_DIGITS], data(f"{recipe}, {pixels}" if pixels else recipe)),
-        ("source", data(name), data(remark)),
+        ("source", data(card.source_name), ""),
         (
             "tokenizer",
             data(card.tokenizer.name),

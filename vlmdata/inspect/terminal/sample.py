@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -57,18 +53,12 @@ def _identity(sample: SampleDescription) -> Table:
     turns = ", ".join(turn.role or "?" for turn in sample.turns)
     return facts(
         ("sample", data(sample.key, "bold"), f"number {sample.index:,} of the dataset"),
-        ("source row", f"{sample.source_row:,}", data(_source(sample.source))),
+        ("source row", f"{sample.source_row:,}", data(f"of {sample.source}")),
         ("stored", data(sample.shard), f"bytes {sample.offset:,} to {sample.offset + sample.size:,}"),
         ("tokens", f"{sample.length:,}", f"+ {padding:,} padding" + (", answer cut" if sample.truncated else "")),
         ("targets", f"{sample.num_targets:,}", f"{100 * sample.target_share:.1f} % of tokens"),
         ("turns", data(turns, limit=80), f"{sample.target_turns} with targets"),
     )
-
-
-def _source(source: Mapping[str, Any]) -> str:
-    name = str(source.get("spec", source.get("kind", "")))
-    split = source.get("split")
-    return f"of {Path(name).name or name}" + (f", split {split}" if split else "")
 
 
 def _text(sample: SampleDescription) -> Text:

@@ -62,7 +62,7 @@ function buildOverview(root) {
         el("td", { class: "text" }, group.examples.length ? `row ${group.examples[0][0]}: ${group.examples[0][1]}` : ""))))))) : null,
     el("div", { class: "panel wide" }, el("h2", {}, "Identity"), facts(
       ["fingerprint", card.fingerprint], ["configuration", card.config_hash], ["directory", card.directory],
-      ["source", Object.entries(card.source).filter(([, v]) => typeof v !== "object").map(([k, v]) => `${k} ${v}`).join(", ")],
+      ["source", card.source_name],
       ["tokenizer", `${card.tokenizer.name}, ${count(card.tokenizer.vocab_size)} ids, ${card.tokenizer.fingerprint.slice(0, 16)}`],
       ["written by", `${card.created_by}, format ${card.schema_version}`]))]);
 }

@@ -28,9 +28,9 @@ function pictureOf(sample, image) {
     spot.setAttribute("y", 2 * Math.floor(number / across));
   });
   const source = image.source, steps = source.normalised || [];
-  const from = source.width ? `from a ${source.format} of ${source.width} × ${source.height}, ${source.mode}${steps.length ? `, normalised: ${steps.join(", ")}` : ""}` : "";
+  const from = source.width ? ` From a ${source.format} of ${source.width} × ${source.height}, ${source.mode}${steps.length ? `, normalised: ${steps.join(", ")}` : ""}` : "";
   return el("figure", {}, box, el("figcaption", { class: "small soft" },
-    `image ${image.number}: ${image.width} × ${image.height} pixels, ${high} × ${wide} patches, ${count(image.tokens)} tokens from ${count(image.start)} on. ${from}`));
+    `image ${image.number}: ${image.width} × ${image.height} pixels, ${high} × ${wide} patches, ${count(image.tokens)} tokens from ${count(image.start)} on.${from}`));
 }
 
 function plotOf(sample) {

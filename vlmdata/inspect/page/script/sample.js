@@ -44,7 +44,7 @@ function drawSample(sample) {
   shown.place = el("div", { class: "panel", hidden: true });
   detail.replaceChildren(
     el("header", {}, backButton(), el("h2", { class: "mono" }, sample.key),
-      el("span", { class: "soft" }, `sample ${count(sample.index)} · source row ${count(sample.row)} · ${sample.shard}, bytes ${count(sample.offset)}–${count(sample.offset + sample.size)}`)),
+      el("span", { class: "soft" }, `sample ${count(sample.index)} · source row ${count(sample.row)} of ${sample.source} · ${sample.shard}, bytes ${count(sample.offset)}–${count(sample.offset + sample.size)}`)),
     el("div", { class: "soft" }, `${count(sample.length)} tokens + ${count(sample.padded - sample.length)} padding · ${count(sample.targets)} targets (${percent(sample.share)})${sample.truncated ? " · answer cut" : ""}`),
     ...sample.findings.map((found) => findingBox(found)), buttons,
     el("div", { class: `split${images ? "" : " plain"}` }, ...[images, reading].filter(Boolean)), plotOf(sample), shown.place);

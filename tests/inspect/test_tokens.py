@@ -1,0 +1,73 @@
+"""What tokens spell, against the tokenizer itself, and what may reach a terminal."""
+
+from __future__ import annotations
+
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from vlmdata.errors import DatasetFormatError
+from vlmdata.inspect.text import one_line, visible
+from vlmdata.inspect.tokens import TokenTexts
+
+
+@pytest.fixture(scope="module")
+def texts(demo: Path) -> TokenTexts:
+    return TokenTexts(demo)
+
+
+@given(text=st.text())
+@example("漢字 e\u0301 👩\u200d👧 \x00\x1b")
+def test_texts_of_tokens_join_to_what_was_encoded(texts: TokenTexts, tokenizer: Any, text: str) -> None:
+    ids = tokenizer.hf.encode(text, add_special_tokens=False)
+    whole = tokenizer.hf.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    assert texts.decode(ids) == whole
+    assert "".join(texts.decode_each(ids)) == whole
+
+
+@given(ids=st.lists(st.integers(0, 6200), max_size=40))
+def test_any_ids_have_texts_that_join(texts: TokenTexts, ids: list[int]) -> None:
+    each = texts.decode_each(ids)
+    assert len(each) == len(ids)
+    assert "".join(each) == texts.decode(ids)
+
+
+def test_a_character_spread_over_tokens_belongs_to_the_first(texts: TokenTexts, tokenizer: Any) -> None:
+    ids = tokenizer.hf.encode("𝕳", add_special_tokens=False)
+    assert len(ids) > 1
+    assert texts.decode_each(ids) == ["𝕳"] + [""] * (len(ids) - 1)
+    assert "\\x" in texts.decode(ids[:1])
+
+
+def test_ids_beyond_the_vocabulary_are_named(texts: TokenTexts) -> None:
+    assert texts.decode([999_999]) == "<unknown id 999999>"
+
+
+def test_special_tokens_are_what_the_tokenizer_says(texts: TokenTexts, tokenizer: Any) -> None:
+    ids = set(range(len(tokenizer.hf)))
+    assert {i for i in ids if texts.is_special(i)} == set(tokenizer.hf.all_special_ids) | {
+        i for i, token in tokenizer.hf.added_tokens_decoder.items() if token.special
+    }
+
+
+def test_a_dataset_without_tokenizer_is_refused_with_the_path(tmp_path: Path) -> None:
+    with pytest.raises(DatasetFormatError, match=r"tokenizer/tokenizer\.json"):
+        TokenTexts(tmp_path)
+
+
+@given(text=st.text(st.characters()))
+@example("\x1b[31m\x9b\x07\u202e\u2066\ufeff\u2028\ud800\U000e0001")
+def test_nothing_visible_steers_a_terminal_or_reorders_text(text: str) -> None:
+    shown = visible(text)
+    allowed = "\n\t\u200c\u200d"
+    assert not [c for c in shown if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp") and c not in allowed]
+    assert not set(one_line(text)) & {"\n", "\t", "\r"}
+
+
+@given(text=st.text(st.characters(categories=["L", "N", "P", "S", "Zs", "M"])))
+def test_ordinary_text_is_left_as_it_is(text: str) -> None:
+    assert visible(text) == text
