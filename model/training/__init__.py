@@ -1,0 +1,1 @@
+"""The training loop around the model: configuration, data, step, optimizer, checkpoints, logs."""

@@ -1,0 +1,334 @@
+"""What a training run is told: five groups of settings, from defaults, a TOML file and overrides, in that order."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import tomllib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Union
+
+from vlmdata.errors import VlmdataError
+
+
+class ConfigError(VlmdataError):
+    """A setting is unknown, of the wrong type, or out of range."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which data, and how it is packed (see :class:`vlmdata.StreamingLoader`).
+
+    Attributes:
+        paths: Dataset directories or URLs.
+        capacity: Most tokens in a pack.
+        global_batch: Packs per optimizer step, over all data-parallel ranks.
+        max_patches: Most vision patches in a pack; none is no limit.
+        pad_to_capacity: Packs of equal length.
+        shuffle_window: Shards packed and shuffled together; none is all.
+        balance: Whether packs are spread over ranks by cost.
+        seed: Of packing and order.
+        workers: Loader processes per rank.
+        verify: Whether everything read is checked against its checksum.
+        timeout: Seconds to wait for a batch.
+        cache_dir: Where remote shards are kept.
+    """
+
+    paths: tuple[str, ...] = ()
+    capacity: int = 8192
+    global_batch: int = 8
+    max_patches: int | None = None
+    pad_to_capacity: bool = False
+    shuffle_window: int | None = None
+    balance: bool = True
+    seed: int = 0
+    workers: int = 2
+    verify: bool = True
+    timeout: float = 120.0
+    cache_dir: str | None = None
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model.
+
+    Attributes:
+        preset: Name of a size in :data:`model.presets.PRESETS`; ignored with ``hf``.
+        hf: Folder, ``config.json`` or hub id of a Hugging Face checkpoint whose architecture is built.
+        weights: Checkpoint that ``vlmdata convert`` made, to start from; none starts from random weights.
+        backend: "transformer_engine", "torch", or "auto": Transformer Engine where there is CUDA.
+        mtp: Whether multi-token prediction is trained; none means as the architecture has it.
+        mtp_loss_scale: Weight of its loss.
+        moe_aux_loss: Weight of the load-balancing loss; none means the architecture's.
+        freeze: Parts that are not trained: of "vision", "merger", "language".
+        recompute: Activations of the language model made again in the backward pass: "none", "selective", "full".
+        vision_recompute: The same for all vision blocks.
+    """
+
+    preset: str = "tiny"
+    hf: str | None = None
+    weights: str | None = None
+    backend: Literal["auto", "torch", "transformer_engine"] = "auto"
+    mtp: bool | None = None
+    mtp_loss_scale: float = 0.1
+    moe_aux_loss: float | None = None
+    freeze: tuple[str, ...] = ()
+    recompute: Literal["none", "selective", "full"] = "none"
+    vision_recompute: bool = False
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the model is spread; what is left of the world size is data parallel.
+
+    Attributes:
+        tp: Tensor parallel size.
+        sp: Sequence parallelism; tensor parallelism needs it.
+        cp: Context parallel size.
+        pp: Pipeline stages.
+        ep: Expert parallel size.
+        cp_comm: How context-parallel attention talks (Transformer Engine).
+    """
+
+    tp: int = 1
+    sp: bool = False
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+    cp_comm: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] = "p2p"
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with linear warm-up.
+
+    Attributes:
+        lr: Peak learning rate.
+        min_lr: Learning rate at the end of the decay.
+        warmup_steps: Steps of linear warm-up.
+        decay_steps: Steps until ``min_lr``, warm-up included; none means all steps of the run.
+        schedule: Shape of the decay.
+        weight_decay: Decoupled weight decay, of matrices only.
+        beta1: Adam's first decay.
+        beta2: Adam's second decay.
+        eps: Adam's epsilon.
+        clip_grad: Largest gradient norm; 0 clips nothing.
+        distributed: Optimizer state spread over data-parallel ranks; none means where there is CUDA.
+        overlap: Gradient reduction while the backward pass runs; none means where there is CUDA.
+    """
+
+    lr: float = 1e-4
+    min_lr: float = 1e-5
+    warmup_steps: int = 10
+    decay_steps: int | None = None
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    clip_grad: float = 1.0
+    distributed: bool | None = None
+    overlap: bool | None = None
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The run itself.
+
+    Attributes:
+        out: Folder of logs and checkpoints.
+        steps: Optimizer steps in all, over every resume.
+        seed: Of the initial weights.
+        precision: "fp32", "bf16", or "auto": bf16 where there is CUDA.
+        fp8: Matrix products in FP8 (Transformer Engine only).
+        save_every: Steps between checkpoints; 0 saves at the end only.
+        keep: Newest checkpoints that are kept; 0 keeps all.
+        async_save: Checkpoints written in the background; none means where there is CUDA.
+        tensorboard: Whether TensorBoard files are written.
+        wandb: Weights & Biases project to log to.
+        profile: First and last step of a profile, such as [10, 12]; empty is none.
+        timeout_minutes: After so long without an answer from a rank the job ends.
+    """
+
+    out: str = "runs/default"
+    steps: int = 100
+    seed: int = 1234
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    fp8: bool = False
+    save_every: int = 0
+    keep: int = 2
+    async_save: bool | None = None
+    tensorboard: bool = True
+    wandb: str | None = None
+    profile: tuple[int, ...] = ()
+    timeout_minutes: float = 10.0
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything a run depends on."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """JSON-able groups; tuples are lists."""
+        return json.loads(json.dumps(dataclasses.asdict(self)))  # type: ignore[no-any-return]
+
+    def hash(self) -> str:
+        """First 16 hex digits of the SHA-256 of the canonical JSON."""
+        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def to_toml(self) -> str:
+        """The configuration as a file that :func:`load_config` reads back to an equal one."""
+        import tomli_w
+
+        groups = {name: {k: v for k, v in group.items() if v is not None} for name, group in self.to_dict().items()}
+        return f"# configuration {self.hash()}\n" + tomli_w.dumps(groups)
+
+
+def load_config(file: Path | None = None, overrides: Sequence[str | tuple[str, Any]] = ()) -> TrainConfig:
+    """Defaults, then a TOML file, then overrides.
+
+    Args:
+        file: TOML with the groups as tables.
+        overrides: ``"group.name=value"`` texts, the value in TOML or a bare word; or ``("group.name", value)``.
+
+    Raises:
+        ConfigError: Naming the setting, and the nearest one where the name is unknown.
+    """
+    config = TrainConfig()
+    if file is not None:
+        config = _merge(config, dict(_settings_of(file)), where=str(file))
+    for override in overrides:
+        name, value = _parse_override(override) if isinstance(override, str) else override
+        config = _merge(config, {name: value}, where="--set" if isinstance(override, str) else "the command line")
+    _check(config)
+    return config
+
+
+def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Lines ``data.capacity: 8192 -> 4096`` for what differs between two :meth:`TrainConfig.to_dict`."""
+    before, after = dict(_flatten(old)), dict(_flatten(new))
+    absent = object()
+    return [
+        f"{name}: {before.get(name)} -> {after.get(name)}"
+        for name in sorted(before.keys() | after.keys())
+        if before.get(name, absent) != after.get(name, absent)
+    ]
+
+
+def _flatten(groups: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for group, settings in groups.items():
+        for name, value in settings.items():
+            yield f"{group}.{name}", value
+
+
+def _settings_of(file: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        groups = tomllib.loads(file.read_text())
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: not TOML: {error}") from error
+    for group, settings in groups.items():
+        if not isinstance(settings, dict):
+            names = ", ".join(f"[{name}]" for name in _group_names())
+            raise ConfigError(f"{file}: {group!r} stands outside a table; settings belong into one of {names}")
+        yield from ((f"{group}.{name}", value) for name, value in settings.items())
+
+
+def _parse_override(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"--set {text!r}: write it as group.name=value, such as optimizer.lr=1e-4")
+    if value.strip().lower() in ("none", ""):
+        return name.strip(), None
+    try:
+        return name.strip(), tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return name.strip(), value  # a bare word is a string
+
+
+def _group_names() -> list[str]:
+    return [each.name for each in dataclasses.fields(TrainConfig)]
+
+
+def _merge(config: TrainConfig, settings: Mapping[str, Any], where: str) -> TrainConfig:
+    for name, value in settings.items():
+        group_name, _, key = name.partition(".")
+        known = {f"{g}.{each.name}" for g in _group_names() for each in dataclasses.fields(getattr(config, g))}
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1, 0.0)
+            raise ConfigError(f"{where}: there is no setting {name!r}; the nearest is {near[0]!r}")
+        group = getattr(config, group_name)
+        kind = typing.get_type_hints(type(group))[key]
+        changed = dataclasses.replace(group, **{key: _as_type(kind, value, f"{where}: {name}")})
+        config = dataclasses.replace(config, **{group_name: changed})
+    return config
+
+
+def _as_type(kind: Any, value: Any, what: str) -> Any:
+    """The value as the field's type; whole floats may stand for ints and ints for floats, nothing else is bent."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (Union, types.UnionType):
+        if value is None:
+            return None
+        (kind,) = (each for each in arguments if each is not type(None))
+        return _as_type(kind, value, what)
+    if origin is Literal:
+        if value not in arguments:
+            raise ConfigError(f"{what} is {value!r}; it must be one of {', '.join(map(str, arguments))}")
+        return value
+    if origin is tuple:
+        items = [value] if isinstance(value, str | int) else value
+        if not isinstance(items, list | tuple):
+            raise ConfigError(f"{what} is {value!r}; it must be a list")
+        return tuple(_as_type(arguments[0], item, what) for item in items)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ConfigError(f"{what} is {value!r} ({type(value).__name__}); it must be {kind.__name__}")
+    return value
+
+
+def _check(config: TrainConfig) -> None:
+    least = {
+        "data.capacity": 1,
+        "data.global_batch": 1,
+        "data.workers": 0,
+        "parallel.tp": 1,
+        "parallel.cp": 1,
+        "parallel.pp": 1,
+        "parallel.ep": 1,
+        "run.steps": 1,
+        "run.save_every": 0,
+        "run.keep": 0,
+        "optimizer.warmup_steps": 0,
+        "optimizer.lr": 0,
+        "optimizer.min_lr": 0,
+        "optimizer.clip_grad": 0,
+        "optimizer.weight_decay": 0,
+        "run.timeout_minutes": 0,
+    }
+    values = dict(_flatten({name: vars(getattr(config, name)) for name in _group_names()}))
+    for name, bound in least.items():
+        if values[name] < bound:
+            raise ConfigError(f"{name} is {values[name]}; it must be at least {bound}")
+    if config.optimizer.min_lr > config.optimizer.lr:
+        raise ConfigError(f"optimizer.min_lr {config.optimizer.min_lr} is over optimizer.lr {config.optimizer.lr}")
+    unknown = set(config.model.freeze) - {"vision", "merger", "language"}
+    if unknown:
+        raise ConfigError(f"model.freeze names {sorted(unknown)}; it knows vision, merger, language")
+    if config.run.profile and (len(config.run.profile) != 2 or config.run.profile[0] > config.run.profile[1]):
+        raise ConfigError(f"run.profile is {list(config.run.profile)}; give the first and the last step")

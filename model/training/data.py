@@ -1,0 +1,123 @@
+"""The loader of one rank: which packs, which slice of them, which of their parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from model.training.config import ConfigError, TrainConfig
+from vlmdata import PackedBatch, StreamingLoader, open_dataset
+from vlmdata.format.manifest import TokenizerInfo
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where a process stands in the parallel layout.
+
+    Attributes:
+        rank: Global rank.
+        world: Processes in all.
+        dp_rank: Data-parallel rank (context parallelism not counted).
+        dp_size: Data-parallel ranks.
+        cp_rank: Context-parallel rank.
+        cp_size: Context-parallel ranks.
+        tp_rank: Tensor-parallel rank.
+        first_stage: Whether it holds the embeddings.
+        last_stage: Whether it holds the loss.
+    """
+
+    rank: int
+    world: int
+    dp_rank: int
+    dp_size: int
+    cp_rank: int
+    cp_size: int
+    tp_rank: int
+    first_stage: bool
+    last_stage: bool
+
+    @classmethod
+    def here(cls) -> RankPlace:
+        """The place of this process, once the process groups exist."""
+        from megatron.core import parallel_state as groups
+
+        return cls(
+            rank=torch.distributed.get_rank(),
+            world=torch.distributed.get_world_size(),
+            dp_rank=groups.get_data_parallel_rank(),
+            dp_size=groups.get_data_parallel_world_size(),
+            cp_rank=groups.get_context_parallel_rank(),
+            cp_size=groups.get_context_parallel_world_size(),
+            tp_rank=groups.get_tensor_model_parallel_rank(),
+            first_stage=groups.is_pipeline_first_stage(),
+            last_stage=groups.is_pipeline_last_stage(),
+        )
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this process speaks for its part of the data: one a data-parallel and context-parallel rank does."""
+        return self.last_stage and self.tp_rank == 0
+
+
+def parts_needed(first_stage: bool, last_stage: bool, every_stage_weighs: bool) -> tuple[str, ...]:
+    """What a pipeline stage reads.
+
+    Args:
+        first_stage: It embeds tokens and images.
+        last_stage: It compares with labels.
+        every_stage_weighs: Whether a load-balancing loss is trained: routers on all stages weigh it by the targets.
+    """
+    parts = ["tokens", "pixels"] if first_stage else []
+    return (*parts, "labels") if last_stage or every_stage_weighs else tuple(parts)
+
+
+def open_loader(config: TrainConfig, place: RankPlace, moe: bool, device: torch.device) -> StreamingLoader:
+    """The loader of this rank.
+
+    Raises:
+        ConfigError: If no data is named, or sizes do not fit together.
+    """
+    data, parallel = config.data, config.parallel
+    if not data.paths:
+        raise ConfigError("no data: name a dataset directory with --data, made by `vlmdata preprocess`")
+    try:
+        return StreamingLoader(
+            data.paths,
+            capacity=data.capacity,
+            global_batch=data.global_batch,
+            dp_rank=place.dp_rank,
+            dp_size=place.dp_size,
+            seed=data.seed,
+            context_parallel=parallel.cp,
+            context_parallel_rank=place.cp_rank if parallel.cp > 1 else None,
+            tensor_parallel=parallel.tp,
+            sequence_parallel=parallel.sp,
+            pad_multiple=16 if config.run.fp8 else 1,
+            max_patches=data.max_patches,
+            pad_to_capacity=data.pad_to_capacity,
+            shuffle_window=data.shuffle_window,
+            balance=data.balance,
+            parts=parts_needed(place.first_stage, place.last_stage, moe and config.model.moe_aux_loss != 0),
+            num_workers=data.workers,
+            timeout=data.timeout,
+            verify=data.verify,
+            device=device if device.type == "cuda" else None,
+            cache_dir=data.cache_dir,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def tokenizer_of(config: TrainConfig) -> TokenizerInfo:
+    """Special ids and vocabulary size of the tokenizer that the data was made with."""
+    if not config.data.paths:
+        raise ConfigError("no data: name a dataset directory with --data, made by `vlmdata preprocess`")
+    return open_dataset(config.data.paths[0]).manifest.tokenizer
+
+
+def endless(loader: StreamingLoader) -> Iterator[PackedBatch]:
+    """Batches epoch after epoch."""
+    while True:
+        yield from loader

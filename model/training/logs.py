@@ -1,0 +1,222 @@
+"""What a run says: a line a step, a bar on a terminal, metrics.jsonl always, TensorBoard and W&B if wanted."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from model.training.config import ConfigError, TrainConfig
+from model.training.step import StepResult
+
+
+@dataclasses.dataclass(frozen=True)
+class StepReport:
+    """What is logged of a step.
+
+    Attributes:
+        step: Steps done, from 1.
+        epoch: Epoch of the data.
+        result: What the step did.
+        lr: Learning rate it was made with.
+        mfu: Model FLOP/s over the devices' peak; None where the peak is not known.
+        memory: Peak bytes of device memory since the start, the most of any rank; 0 on a CPU.
+        samples: Digest of the samples of this rank, to compare runs by.
+    """
+
+    step: int
+    epoch: int
+    result: StepResult
+    lr: float
+    mfu: float | None
+    memory: int
+    samples: str
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Numbers by name."""
+        result = self.result
+        values: dict[str, float | None] = {
+            "loss": result.loss,
+            **result.extra_losses,
+            "grad_norm": result.grad_norm,
+            "lr": self.lr,
+            "tokens_per_second": result.tokens / result.seconds,
+            "fill": result.tokens / result.slots if result.slots else 0.0,
+            "targets": result.targets,
+            "tokens": result.tokens,
+            "images": result.images,
+            "patches": result.patches,
+            "tflops": result.flops / result.seconds / 1e12,
+            "mfu": self.mfu,
+            "data_wait": result.data_wait,
+            "data_wait_share": result.data_wait / result.seconds,
+            "seconds": result.seconds,
+            "memory_gib": self.memory / 2**30 if self.memory else None,
+        }
+        return {name: float(value) for name, value in values.items() if value is not None}
+
+    def line(self, steps: int) -> str:
+        """One line for people."""
+        m = self.metrics
+        parts = [f"step {self.step:>{len(str(steps))}}/{steps}", f"loss {m['loss']:.4f}"]
+        if "mtp_loss" in m:
+            parts.append(f"mtp {m['mtp_loss']:.4f}")
+        parts += [
+            f"grad {m['grad_norm']:.3f}",
+            f"lr {self.lr:.2e}",
+            f"{m['tokens_per_second']:,.0f} tok/s",
+            f"fill {m['fill']:.1%}",
+            f"wait {m['data_wait_share']:.1%}",
+        ]
+        if self.mfu is not None:
+            parts.append(f"mfu {self.mfu:.1%}")
+        if self.memory:
+            parts.append(f"mem {m['memory_gib']:.1f} GiB")
+        parts.append(f"{self.result.seconds:.2f} s")
+        return "  ".join(parts)
+
+
+class Sink(Protocol):
+    """Somewhere metrics go."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Takes the numbers of a step."""
+
+    def close(self) -> None:
+        """Flushes and ends."""
+
+
+class JsonLines:
+    """``metrics.jsonl``: a line a step; a resumed run goes on in the same file."""
+
+    def __init__(self, path: Path, resumed_at: int | None):
+        self._file = path.open("a")
+        if resumed_at is not None:
+            self._line({"event": "resumed", "step": resumed_at})
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Appends a line."""
+        self._line({"step": step, **metrics})
+
+    def _line(self, values: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+class TensorBoard:
+    """TensorBoard event files under ``OUT/tensorboard``."""
+
+    def __init__(self, folder: Path, resumed_at: int | None):
+        from torch.utils.tensorboard import SummaryWriter
+
+        # Events of steps that a resume makes again are hidden.
+        self._writer = SummaryWriter(str(folder), purge_step=None if resumed_at is None else resumed_at + 1)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds scalars."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(f"train/{name}", value, step)
+
+    def close(self) -> None:
+        """Flushes the files."""
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A Weights & Biases run."""
+
+    def __init__(self, config: TrainConfig):
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError("run.wandb is set, but wandb is not installed: pip install wandb") from error
+        self._run = wandb.init(
+            project=config.run.wandb, dir=config.run.out, config=config.to_dict(), id=config.hash(), resume="allow"
+        )
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Logs scalars."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Ends the run."""
+        self._run.finish()
+
+
+class RunLog:
+    """Everything rank 0 says; on other ranks nothing.
+
+    Args:
+        config: The run.
+        speaks: Whether this is rank 0.
+        resumed_at: Step that was resumed from; None for a fresh run.
+    """
+
+    def __init__(self, config: TrainConfig, speaks: bool, resumed_at: int | None):
+        self._steps, self._speaks = config.run.steps, speaks
+        self._sinks: list[Sink] = []
+        self._console = Console(highlight=False, soft_wrap=True, quiet=not speaks)
+        self._bar: Progress | None = None
+        if not speaks:
+            return
+        out = Path(config.run.out)
+        out.mkdir(parents=True, exist_ok=True)
+        self._sinks.append(JsonLines(out / "metrics.jsonl", resumed_at))
+        if config.run.tensorboard:
+            self._sinks.append(TensorBoard(out / "tensorboard", resumed_at))
+        if config.run.wandb:
+            self._sinks.append(WeightsAndBiases(config))
+        if sys.stdout.isatty():
+            self._bar = Progress(
+                TextColumn("training"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                console=self._console,
+            )
+            self._task = self._bar.add_task("steps", total=self._steps, completed=resumed_at or 0)
+            self._bar.start()
+
+    def say(self, text: str) -> None:
+        """A line for people."""
+        self._console.print(text, markup=False)
+
+    def step(self, report: StepReport) -> None:
+        """Logs a step."""
+        if not self._speaks:
+            return
+        self.say(report.line(self._steps))
+        if self._bar is not None:
+            self._bar.update(self._task, completed=report.step)
+        self._sinks[0].write(report.step, {**report.metrics, "epoch": report.epoch, "samples": report.samples})  # type: ignore[dict-item]
+        for sink in self._sinks[1:]:
+            sink.write(report.step, report.metrics)
+
+    def close(self) -> None:
+        """Ends bar and files."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        while self._sinks:
+            self._sinks.pop().close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,146 @@
+"""Gradients and weights: megatron-core's data-parallel wrapper, AdamW and learning-rate schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from model.training.config import ConfigError, TrainConfig
+
+
+@dataclass(frozen=True)
+class Learner:
+    """What changes the weights.
+
+    Attributes:
+        model: The model behind its gradient buffers; one chunk, as a list because megatron-core's schedules take lists.
+        optimizer: AdamW, on each rank's share of the state if it is distributed.
+        schedule: Learning rate by step.
+    """
+
+    model: list[DistributedDataParallel]
+    optimizer: MegatronOptimizer
+    schedule: OptimizerParamScheduler
+
+
+def freeze(model: torch.nn.Module, parts: tuple[str, ...]) -> int:
+    """Stops the training of parts of the model.
+
+    Args:
+        model: A :class:`model.network.qwen35_vl.Qwen35VL`.
+        parts: Of "vision" (the encoder without its merger), "merger" and "language".
+
+    Returns:
+        Parameters (elements) of this rank that are still trained.
+    """
+    for name, parameter in model.named_parameters():
+        if part_of(name) in parts:
+            parameter.requires_grad_(False)
+    return sum(each.numel() for each in model.parameters() if each.requires_grad)
+
+
+def part_of(name: str) -> str:
+    """The part a parameter belongs to, by its name in the model."""
+    if not name.startswith("vision."):
+        return "language"
+    return "merger" if name.startswith("vision.merger.") else "vision"
+
+
+def build_learner(model: torch.nn.Module, config: TrainConfig, device: torch.device, dtype: torch.dtype) -> Learner:
+    """Wraps a model for training.
+
+    Args:
+        model: This rank's model, on its device.
+        config: The run.
+        device: Its device.
+        dtype: Of the parameters. Gradients and optimizer state are fp32 always.
+    """
+    if not any(each.requires_grad for each in model.parameters()):
+        raise ConfigError(f"model.freeze {list(config.model.freeze)} leaves nothing to train on this pipeline stage")
+    settings = config.optimizer
+    on_gpu = device.type == "cuda"
+    distributed = on_gpu if settings.distributed is None else settings.distributed
+    overlap = on_gpu if settings.overlap is None else settings.overlap
+    if distributed and not on_gpu:
+        raise ConfigError(
+            "optimizer.distributed needs CUDA: megatron-core restores its state through fused Adam only. Leave it out."
+        )
+    wrapped = DistributedDataParallel(
+        model.config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=overlap,
+            overlap_param_gather=overlap and distributed,
+            use_distributed_optimizer=distributed,
+        ),
+        model,
+    )
+    wrapped.broadcast_params()
+    optimizer = get_megatron_optimizer(
+        _optimizer_config(config, distributed, overlap and distributed, dtype), [wrapped]
+    )
+    steps = settings.decay_steps or config.run.steps
+    if settings.warmup_steps >= steps:
+        raise ConfigError(
+            f"optimizer.warmup_steps {settings.warmup_steps} leaves nothing of {steps} steps to decay in; "
+            f"set it below {steps}"
+        )
+    schedule = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=settings.warmup_steps,
+        lr_decay_steps=steps,
+        lr_decay_style=settings.schedule,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=steps,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+    )
+    _connect(model.config, wrapped, optimizer, overlap, overlap and distributed)
+    return Learner([wrapped], optimizer, schedule)
+
+
+def _optimizer_config(
+    config: TrainConfig, distributed: bool, overlap_gather: bool, dtype: torch.dtype
+) -> MegatronOptimizerConfig:
+    settings = config.optimizer
+    return MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        adam_eps=settings.eps,
+        # Infinity clips nothing and has the norm computed all the same.
+        clip_grad=settings.clip_grad or float("inf"),
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=distributed,
+        overlap_param_gather=overlap_gather,
+    )
+
+
+def _connect(
+    model_config: Any,
+    wrapped: DistributedDataParallel,
+    optimizer: MegatronOptimizer,
+    overlap_reduce: bool,
+    overlap_gather: bool,
+) -> None:
+    """Tells megatron-core's schedules how gradients are reduced."""
+    model_config.finalize_model_grads_func = finalize_model_grads
+    model_config.grad_scale_func = optimizer.scale_loss
+    if overlap_reduce:
+        model_config.no_sync_func = wrapped.no_sync
+    if overlap_gather:
+        model_config.param_sync_func = wrapped.start_param_sync

@@ -1,0 +1,187 @@
+"""One optimizer step over packed batches, whose loss does not depend on packing or layout.
+
+The loss is the sum over all targets of the step divided by their number, over every micro-batch, data-parallel and
+context-parallel rank: each micro-batch gives its sum, megatron-core adds gradients up and divides once by the global
+number of targets (``calculate_per_token_loss``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from model.training.data import RankPlace
+from model.training.flops import StepFlops
+from model.training.optimizer import Learner
+from vlmdata import PackedBatch
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did, over all ranks.
+
+    Attributes:
+        loss: Mean cross-entropy over targets, in nats.
+        extra_losses: Means of the losses beside it: ``mtp_loss``, ``moe_aux_loss``.
+        grad_norm: Norm of the gradient before clipping.
+        targets: Targets trained on.
+        tokens: True tokens.
+        slots: Tokens there was room for: packs x capacity.
+        images: Images.
+        patches: Vision patches.
+        flops: Model FLOP, forward and backward (:mod:`model.training.flops`).
+        seconds: Wall time.
+        data_wait: Longest wait of a rank for its batches, in seconds.
+        interrupted: Whether any rank was asked to stop.
+    """
+
+    loss: float
+    extra_losses: dict[str, float]
+    grad_norm: float
+    targets: int
+    tokens: int
+    slots: int
+    images: int
+    patches: int
+    flops: float
+    seconds: float
+    data_wait: float
+    interrupted: bool
+
+
+class _Counted:
+    """Batches of one step, counted as they pass."""
+
+    def __init__(self, batches: Iterator[PackedBatch], flops: StepFlops):
+        self._batches, self._flops = batches, flops
+        self.tokens = self.images = self.patches = 0
+        self.flops = self.wait = 0.0
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        return self
+
+    def __next__(self) -> PackedBatch:
+        begun = time.perf_counter()
+        batch = next(self._batches)
+        self.wait += time.perf_counter() - begun
+        lengths = np.diff(batch.host.cu_seqlens)
+        patches = batch.host.image_grid_thw.prod(axis=1)
+        self.tokens += batch.true_tokens
+        self.images += len(patches)
+        self.patches += int(patches.sum())
+        self.flops += self._flops.of(lengths, patches)
+        return batch
+
+
+class Stepper:
+    """Runs optimizer steps.
+
+    Args:
+        learner: Model, optimizer and schedule.
+        place: This process.
+        micro_batches: Packs of this rank in a step.
+        capacity: Tokens of a pack, as pipeline stages exchange them.
+        flops: The FLOP formula of the model.
+        device: Where sums over ranks are made.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        place: RankPlace,
+        micro_batches: int,
+        capacity: int,
+        flops: StepFlops,
+        device: torch.device,
+    ):
+        self._learner, self._place, self._flops, self._device = learner, place, flops, device
+        self._micro_batches, self._capacity = micro_batches, capacity
+        self._forward_backward = get_forward_backward_func()
+
+    def __call__(self, batches: Iterator[PackedBatch], interrupted: bool = False) -> StepResult:
+        """Trains on the next packs.
+
+        Args:
+            batches: At least as many as this rank has in a step.
+            interrupted: Whether this process was asked to stop; every rank learns of it.
+        """
+        begun = time.perf_counter()
+        learner, counted = self._learner, _Counted(batches, self._flops)
+        for chunk in learner.model:
+            chunk.zero_grad_buffer()
+        learner.optimizer.zero_grad()
+        found = self._forward_backward(
+            forward_step_func=_forward,
+            data_iterator=counted,
+            model=learner.model,
+            num_microbatches=self._micro_batches,
+            seq_length=self._capacity,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        _, grad_norm, _ = learner.optimizer.step()
+        learner.schedule.step(increment=1)
+        return self._result(found, counted, float(grad_norm), begun, interrupted)
+
+    def _result(
+        self, found: list[dict[str, Any]], counted: _Counted, grad_norm: float, begun: float, interrupted: bool
+    ) -> StepResult:
+        """Sums over ranks in one message; maxima in another."""
+        speaks = self._place.speaks
+        whole = speaks and self._place.cp_rank == 0
+        losses = torch.stack([each["loss"] for each in found]).sum(0) if speaks else torch.zeros(2)
+        sums = losses.tolist()
+        slots = self._micro_batches * self._capacity
+        counts = (counted.tokens, slots, counted.images, counted.patches, counted.flops)
+        total = torch.tensor([*sums, *(counts if whole else [0.0] * 5)], dtype=torch.float64, device=self._device)
+        most = torch.tensor([counted.wait, float(interrupted)], dtype=torch.float64, device=self._device)
+        torch.distributed.all_reduce(total)
+        torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
+        loss, targets, tokens, slots, images, patches, flops = total.tolist()
+        wait, stop = most.tolist()
+        model = unwrapped(self._learner.model[0])
+        return StepResult(
+            loss=loss / max(targets, 1),
+            extra_losses=model.metrics.pop(model.metric_names, device=self._device),
+            grad_norm=grad_norm,
+            targets=int(targets),
+            tokens=int(tokens),
+            slots=int(slots),
+            images=int(images),
+            patches=int(patches),
+            flops=flops,
+            seconds=time.perf_counter() - begun,
+            data_wait=wait,
+            interrupted=bool(stop),
+        )
+
+
+def _forward(batches: Iterator[PackedBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    batch = next(batches)
+    return model(batch), partial(_loss, batch)
+
+
+def _loss(batch: PackedBatch, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """The sum over this rank's targets, their number, and both for the log.
+
+    Args:
+        batch: The batch, with ``loss_mask`` (1, t).
+        losses: float32 (1, t), cross-entropy of every token, 0 off target.
+    """
+    assert batch.loss_mask is not None
+    total, targets = losses.sum(), batch.loss_mask.sum()
+    return total, targets.to(torch.int), {"loss": torch.stack([total.detach(), targets])}
+
+
+def unwrapped(model: torch.nn.Module) -> Any:
+    """The model inside its gradient wrapper."""
+    while hasattr(model, "module"):
+        model = model.module
+    return model

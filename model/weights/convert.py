@@ -1,0 +1,331 @@
+"""Weights between Hugging Face's files and megatron-core's distributed checkpoint, one tensor in memory at a time.
+
+A distributed checkpoint knows nothing of the layout that wrote it, so one conversion serves every TP, PP and EP. The
+model is built without memory (on the ``meta`` device) to learn which keys, shapes and cuts megatron-core has; values
+move through the table of :mod:`model.weights.names`. Both directions are exact: values only change places.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
+from torch import Tensor
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import WriteItem
+
+from model.architecture import Architecture
+from model.network.build import ModelSettings, build_model, vocabulary_rows
+from model.weights.hf_files import HfTensors, PlannedTensor, WeightsError, differences, write_tensors
+from model.weights.names import ParameterMap, canonical_names, hf_names, parameter_maps
+
+#: Beside the weights: the architecture they belong to, as a Hugging Face config.
+CONFIG = "config.json"
+_IGNORED = ("rotary_emb.inv_freq",)
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What a conversion did.
+
+    Attributes:
+        tensors: Hugging Face tensors read or written.
+        bytes: Their bytes.
+        mtp: Whether multi-token prediction is among them.
+    """
+
+    tensors: int
+    bytes: int
+    mtp: bool
+
+
+def to_megatron(source: Path, out: Path, progress: Progress = lambda count: None) -> Converted:
+    """Writes a distributed checkpoint from a Hugging Face folder.
+
+    The process groups of one process must exist (:func:`model.parallel.groups.initialize`), in CPU mode without CUDA.
+
+    Args:
+        source: Folder with ``config.json`` and ``*.safetensors``.
+        out: An empty or absent folder.
+        progress: Called with bytes as they are written.
+
+    Raises:
+        WeightsError: If tensors are missing, unexpected or mis-shaped, all of them listed.
+    """
+    architecture = Architecture.from_hf(read_config(source))
+    files = HfTensors(source)
+    mtp = any(name.startswith("mtp.") for name in files.tensors)
+    maps = _table(architecture, mtp, files.tensors)
+    wanted = hf_names(maps)
+    have = {
+        name: tensor.shape
+        for name, tensor in files.tensors.items()
+        # A tied output layer is written by some tools all the same; it is the embedding.
+        if not name.endswith(_IGNORED) and not (architecture.tie_embeddings and name == "lm_head.weight")
+    }
+    _require_no(differences(wanted, have), source)
+    pieces = _pieces(_meta_model(architecture, mtp))
+
+    @lru_cache(maxsize=1)  # the pieces of a parameter follow one another
+    def parameter(name: str) -> Tensor:
+        entry = maps[name]
+        return entry.to_mcore([each.take(files.read(each.name)) for each in entry.sources])
+
+    def resolve(index: MetadataIndex) -> Tensor:
+        name, number = pieces.where[(index.fqn, tuple(index.offset or ()))]
+        data = pieces.cut(name, parameter(pieces.canonical[name]))[number].data
+        assert data is not None
+        progress(data.nbytes)
+        return data
+
+    out.mkdir(parents=True, exist_ok=True)
+    pieces.set_dtypes({ours: _dtype(files, maps[canonical]) for ours, canonical in pieces.canonical.items()})
+    dist_checkpointing.save(pieces.state, str(out), sharded_strategy=_StreamingSave(resolve))
+    (out / CONFIG).write_text(json.dumps(architecture.to_hf(), indent=2) + "\n")
+    return Converted(len(wanted), sum(files.bytes(name) for name in wanted), mtp)
+
+
+def to_hf(
+    source: Path,
+    out: Path,
+    like: Path | None = None,
+    dtype: torch.dtype | None = None,
+    file_bytes: int = 5_000_000_000,
+    progress: Progress = lambda count: None,
+) -> Converted:
+    """Writes a Hugging Face folder from a distributed checkpoint: one of ``to_megatron``'s, or one of a training run.
+
+    Args:
+        source: The checkpoint.
+        out: An empty or absent folder.
+        like: A Hugging Face folder whose other files (tokenizer, processor) are copied.
+        dtype: Of the weights; None for the dtypes of the checkpoint.
+        file_bytes: Most bytes in a file, unless one tensor is larger.
+        progress: Called with bytes as they are written.
+
+    Raises:
+        WeightsError: If the checkpoint is not of the architecture it names.
+    """
+    architecture = Architecture.from_hf(read_config(source))
+    reader = torch_strategies._get_filesystem_reader(str(source))
+    stored = reader.read_metadata().state_dict_metadata
+    mtp = any(key.startswith("language.predictor.") for key in stored)
+    pieces = _pieces(_meta_model(architecture, mtp))
+    maps = _table(architecture, mtp, ())
+    shapes = {key: tuple(each.size) for key, each in stored.items() if isinstance(each, TensorStorageMetadata)}
+    dtypes = {key: each.properties.dtype for key, each in stored.items() if isinstance(each, TensorStorageMetadata)}
+    _require_no(_key_differences(pieces, shapes), source)
+    by_canonical = {canonical: ours for ours, canonical in pieces.canonical.items()}
+
+    @lru_cache(maxsize=1)  # q, k and v are one parameter and follow one another
+    def parameter(canonical: str) -> list[Tensor]:
+        return maps[canonical].to_hf(pieces.load(by_canonical[canonical], reader, dtypes))
+
+    owners = _owners(maps)
+    planned = {
+        name: PlannedTensor(shape, dtype or dtypes[pieces.first_key(by_canonical[owners[name][0][0]])])
+        for name, shape in hf_names(maps).items()
+    }
+
+    def tensor(name: str) -> Tensor:
+        parts = [parameter(canonical)[position] for canonical, position, _ in owners[name]]
+        whole = owners[name][0][2] is None
+        return parts[0] if whole else torch.stack(parts)
+
+    out.mkdir(parents=True, exist_ok=True)
+    for file in like.iterdir() if like is not None else ():
+        if file.is_file() and file.suffix not in (".safetensors", ".bin", ".pt") and "safetensors" not in file.name:
+            shutil.copy(file, out / file.name)
+    write_tensors(out, planned, tensor, file_bytes, progress)
+    (out / CONFIG).write_text(json.dumps(architecture.to_hf(), indent=2) + "\n")
+    return Converted(len(planned), sum(each.bytes for each in planned.values()), mtp)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The architecture beside some weights: ``config.json``, or what a training run noted in ``run.json``.
+
+    Raises:
+        WeightsError: If there is neither.
+    """
+    try:
+        if (folder / "run.json").exists():
+            return dict(json.loads((folder / "run.json").read_text())["architecture"])
+        return dict(json.loads((folder / CONFIG).read_text()))
+    except (OSError, ValueError, KeyError) as error:
+        raise WeightsError(
+            f"{folder}: no readable {CONFIG} that says which model the weights are of: {error}"
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """What megatron-core stores of every parameter.
+
+    Attributes:
+        state: The sharded state dict of a model without memory.
+        canonical: From parameter names to canonical names.
+        where: From key and offset of a piece to its parameter and number.
+    """
+
+    state: dict[str, Any]
+    canonical: dict[str, str]
+    where: dict[tuple[str, tuple[int, ...]], tuple[str, int]]
+
+    def cut(self, name: str, parameter: Tensor) -> list[ShardedTensor]:
+        """A parameter's pieces with their values."""
+        entry = self.state[name]
+        if isinstance(entry, ShardedTensorFactory):
+            built = entry.build_fn(entry.key, parameter, entry.replica_id, None)
+            return [each for each in nested_values(built) if isinstance(each, ShardedTensor)]
+        return [_with_data(entry, parameter)]
+
+    def load(self, name: str, reader: Any, dtypes: Mapping[str, torch.dtype]) -> Tensor:
+        """A parameter, read from a checkpoint."""
+        entry = self.state[name]
+        if isinstance(entry, ShardedTensorFactory):
+            built = entry.build()
+            sharded = [each for each in nested_values(built) if isinstance(each, ShardedTensor)]
+        else:
+            built, sharded = entry, [entry]
+        filled = {}
+        for piece in sharded:
+            assert piece.data is not None
+            filled[id(piece)] = torch.empty(piece.data.shape, dtype=dtypes[piece.key], device="cpu")
+        wanted = {piece.key: [_with_data(p, filled[id(p)]) for p in sharded if p.key == piece.key] for piece in sharded}
+        checkpoint.load(
+            torch_strategies.mcore_to_pyt_state_dict(wanted, True),
+            storage_reader=reader,
+            planner=torch_strategies.MCoreLoadPlanner(shapes_validation_sharded_tensors=()),
+            no_dist=True,
+        )
+        if not isinstance(entry, ShardedTensorFactory):
+            return filled[id(entry)]
+        merged: Tensor = entry.merge_fn(_replace(built, filled))
+        return merged
+
+    def first_key(self, name: str) -> str:
+        """The key of a parameter's first piece."""
+        return next(key for (key, _), (owner, number) in self.where.items() if owner == name and number == 0)
+
+    def set_dtypes(self, dtypes: Mapping[str, torch.dtype]) -> None:
+        """Lets every parameter be stored in the dtype it comes in."""
+        for name, dtype in dtypes.items():
+            entry = self.state[name]
+            entry.data = entry.data.to(dtype)
+            if isinstance(entry, ShardedTensor):
+                entry.dtype = dtype
+
+
+def _pieces(model: torch.nn.Module) -> _Pieces:
+    state = model.sharded_state_dict()  # type: ignore[operator]
+    canonical = canonical_names(model)
+    where = {}
+    for name in canonical:
+        entry = state[name]
+        built = entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
+        sharded = [each for each in nested_values(built) if isinstance(each, ShardedTensor)]
+        for number, piece in enumerate(sharded):
+            where[(piece.key, tuple(piece.global_offset))] = (name, number)
+    return _Pieces(state, canonical, where)
+
+
+def _meta_model(architecture: Architecture, mtp: bool) -> torch.nn.Module:
+    with torch.device("meta"):
+        return build_model(architecture, ModelSettings(mtp_layers=architecture.mtp_layers if mtp else 0))
+
+
+def _table(architecture: Architecture, mtp: bool, names: Any) -> dict[str, ParameterMap]:
+    rows = vocabulary_rows(architecture.language.vocab_size, 1)
+    return parameter_maps(architecture, mtp=mtp, vocab_rows=rows, checkpoint_names=names)
+
+
+def _owners(maps: Mapping[str, ParameterMap]) -> dict[str, list[tuple[str, int, int | None]]]:
+    """For every Hugging Face tensor: the parameters that hold it, as which of their sources and which entry."""
+    owners: dict[str, list[tuple[str, int, int | None]]] = {}
+    for canonical, entry in maps.items():
+        for position, source in enumerate(entry.sources):
+            owners.setdefault(source.name, []).append((canonical, position, source.index))
+    return {name: sorted(found, key=lambda each: each[2] or 0) for name, found in owners.items()}
+
+
+def _dtype(files: HfTensors, entry: ParameterMap) -> torch.dtype:
+    dtypes = [files.dtype(source.name) for source in entry.sources]
+    for other in dtypes[1:]:
+        dtypes[0] = torch.promote_types(dtypes[0], other)
+    return dtypes[0]
+
+
+def _key_differences(pieces: _Pieces, stored: Mapping[str, tuple[int, ...]]) -> list[str]:
+    wanted = {}
+    for name in pieces.canonical:
+        for piece in pieces.cut(name, pieces.state[name].data):
+            if not piece.allow_shape_mismatch:
+                wanted[piece.key] = tuple(piece.global_shape)
+            elif piece.key in stored:  # the vocabulary, filled up differently for other layouts
+                wanted[piece.key] = stored[piece.key]
+    return differences(wanted, {key: shape for key, shape in stored.items() if not key.startswith("optimizer.")})
+
+
+def _require_no(lines: list[str], source: Path) -> None:
+    if lines:
+        shown = "\n  ".join(lines[:40])
+        more = f"\n  … and {len(lines) - 40} more" if len(lines) > 40 else ""
+        raise WeightsError(f"{source} and its config.json disagree in {len(lines)} tensors:\n  {shown}{more}")
+
+
+def _with_data(piece: ShardedTensor, data: Tensor) -> ShardedTensor:
+
+    return dataclasses.replace(piece, data=data, dtype=data.dtype)
+
+
+def _replace(built: Any, filled: Mapping[int, Tensor]) -> Any:
+    if isinstance(built, ShardedTensor):
+        return filled[id(built)]
+    if isinstance(built, dict):
+        return {key: _replace(each, filled) for key, each in built.items()}
+    if isinstance(built, list | tuple):
+        return type(built)(_replace(each, filled) for each in built)
+    return built
+
+
+class _StreamingSave(torch_strategies.TorchDistSaveShardedStrategy):
+    """Saves a state dict without memory, asking for each piece when it is written."""
+
+    def __init__(self, resolve: Callable[[MetadataIndex], Tensor]):
+        super().__init__()
+        self._resolve = resolve
+
+    def save(self, sharded_state_dict: dict[str, ShardedBase], checkpoint_dir: Path | str) -> None:
+        """Writes all pieces in one file."""
+        by_key, _, _ = torch_strategies._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, False)
+        checkpoint.save(
+            torch_strategies.mcore_to_pyt_state_dict(by_key, False),
+            storage_writer=checkpoint.FileSystemWriter(checkpoint_dir, single_file_per_rank=True, thread_count=1),
+            planner=_StreamingPlanner(self._resolve),
+        )
+
+
+class _StreamingPlanner(torch_strategies.MCoreSavePlanner):
+    def __init__(self, resolve: Callable[[MetadataIndex], Tensor]):
+        super().__init__(dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._resolve = resolve
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        found = super().resolve_data(write_item)
+        if isinstance(found, Tensor) and found.is_meta:
+            return self._resolve(write_item.index)
+        return found

@@ -1,0 +1,39 @@
+"""Writing megatron-core's distributed checkpoint format without CUDA.
+
+megatron-core's own writer synchronises CUDA streams. Where there are none, torch's writer does the job, driven by
+megatron-core's planner: the files on disk are of the same format and either side reads both.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
+from torch.distributed import checkpoint
+
+
+class HostSaveStrategy(torch_strategies.TorchDistSaveShardedStrategy):
+    """Saves synchronously through ``torch.distributed.checkpoint``."""
+
+    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path | str) -> None:
+        """Writes this rank's shards; every rank calls it."""
+        by_key, _, _ = torch_strategies._replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict, self.keep_only_main_replica
+        )
+        planner = torch_strategies.MCoreSavePlanner(
+            dedup_replicated_tensors=not self.keep_only_main_replica,
+            flatten_state_dict=False,
+            flatten_sharded_tensors=False,
+        )
+        checkpoint.save(
+            torch_strategies.mcore_to_pyt_state_dict(by_key, False),
+            storage_writer=checkpoint.FileSystemWriter(checkpoint_dir),
+            planner=planner,
+        )
+
+
+def save_strategy() -> torch_strategies.TorchDistSaveShardedStrategy:
+    """How distributed checkpoints are written on this machine."""
+    return torch_strategies.TorchDistSaveShardedStrategy() if torch.cuda.is_available() else HostSaveStrategy()

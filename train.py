@@ -1,0 +1,134 @@
+"""Trains a Qwen3.5-VL on packed batches: parse, build, loop, close. The pieces are in model/training."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vlmdata.errors import ResourceError, VlmdataError
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+#: Where an option of the command line goes in the configuration.
+_SETTINGS = {
+    "data": "data.paths",
+    "capacity": "data.capacity",
+    "global_batch": "data.global_batch",
+    "workers": "data.workers",
+    "preset": "model.preset",
+    "hf": "model.hf",
+    "weights": "model.weights",
+    "freeze": "model.freeze",
+    "tp": "parallel.tp",
+    "sp": "parallel.sp",
+    "cp": "parallel.cp",
+    "pp": "parallel.pp",
+    "ep": "parallel.ep",
+    "lr": "optimizer.lr",
+    "steps": "run.steps",
+    "save_every": "run.save_every",
+    "out": "run.out",
+    "seed": "run.seed",
+}
+
+
+@app.command()
+def main(
+    context: typer.Context,
+    data: Annotated[list[str] | None, typer.Option(help="Dataset directory or URL; may be repeated.")] = None,
+    preset: Annotated[str | None, typer.Option(help="Model size: tiny, tiny-moe, proxy, 0.8b, 2b, 4b, 9b, …")] = None,
+    hf: Annotated[str | None, typer.Option(help="Build the model of this checkpoint: folder or hub id.")] = None,
+    weights: Annotated[str | None, typer.Option(help="Start from weights made by `vlmdata convert`.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps in all.")] = None,
+    capacity: Annotated[int | None, typer.Option(help="Most tokens in a pack.")] = None,
+    global_batch: Annotated[int | None, typer.Option(help="Packs per step, over all ranks.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Loader processes per rank.")] = None,
+    tp: Annotated[int | None, typer.Option(help="Tensor parallel size.")] = None,
+    sp: Annotated[bool | None, typer.Option("--sp/--no-sp", help="Sequence parallelism, with --tp.")] = None,
+    cp: Annotated[int | None, typer.Option(help="Context parallel size.")] = None,
+    pp: Annotated[int | None, typer.Option(help="Pipeline stages.")] = None,
+    ep: Annotated[int | None, typer.Option(help="Expert parallel size.")] = None,
+    freeze: Annotated[str | None, typer.Option(help="Parts not trained, such as vision,merger.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
+    out: Annotated[str | None, typer.Option(help="Folder of logs and checkpoints.")] = None,
+    save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints; 0: at the end only.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of fresh weights.")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file; options given here win over it.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Any setting: group.name=value.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out.")] = False,
+) -> None:
+    """Train Qwen3.5-VL on what `vlmdata preprocess` made.
+
+    Examples:
+        python train.py --data build/demo --preset tiny --steps 50
+
+        torchrun --nproc-per-node 4 --master-addr 127.0.0.1 train.py --data build/demo --preset tiny --tp 2 --cp 2 --sp
+
+        torchrun --nproc-per-node 8 train.py --data data/cord --hf Qwen/Qwen3.5-9B --tp 2 --cp 2 --sp --out runs/cord
+
+        python train.py --config runs/cord/checkpoints/step-00000500/config.toml --resume
+
+    Exit codes: 0 done; 2 wrong options, data or configuration; 3 out of space or workers; 130 or 143 interrupted,
+    with a checkpoint saved.
+    """
+    overrides: list[str | tuple[str, Any]] = []
+    for name, setting in _SETTINGS.items():
+        value = context.params[name]
+        if value not in (None, []):
+            parts = [each for each in value.split(",") if each] if name == "freeze" else value
+            overrides.append((setting, parts))
+    raise typer.Exit(_run(config, [*overrides, *(set_ or [])], resume))
+
+
+def _run(file: Path | None, overrides: list[str | tuple[str, Any]], resume: bool) -> int:
+    """Joins the process group, trains, leaves it; the exit code."""
+    # Before megatron-core is imported: it wants sequence- and tensor-parallel messages in the order they are made.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # Its remarks on deprecated and absent parts are for its developers; errors come through.
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="megatron")
+    from model.parallel import groups
+    from model.parallel.cpu_mode import cpu_mode_if_needed
+    from model.training.config import ConfigError, load_config
+    from model.training.loop import train
+    from model.training.setup import device_of_this_process
+
+    config = load_config(file, overrides)
+    device, parallel = device_of_this_process(), config.parallel
+    with cpu_mode_if_needed():
+        try:
+            groups.initialize(
+                tensor=parallel.tp,
+                context=parallel.cp,
+                pipeline=parallel.pp,
+                expert=parallel.ep,
+                seed=config.run.seed,
+                timeout_minutes=config.run.timeout_minutes,
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        try:
+            outcome = train(config, device, resume)
+        finally:
+            groups.destroy()
+    return 0 if outcome.interrupted_by is None else 128 + outcome.interrupted_by
+
+
+if __name__ == "__main__":
+    try:
+        app()
+    except VlmdataError as failure:
+        if os.environ.get("RANK", "0") == "0" or isinstance(failure, ResourceError):
+            print(f"error: {failure}", file=sys.stderr)
+        sys.exit(3 if isinstance(failure, ResourceError) else 2)
