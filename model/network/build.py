@@ -55,8 +55,8 @@ class ModelSettings:
         vision_recompute: Whether the vision tower's blocks are.
         cp_comm_type: How attention exchanges over context-parallel ranks (Transformer Engine): ``p2p``,
             ``all_gather``, ``a2a``, ``a2a+p2p``.
-        moe_dispatcher: How tokens get to experts; ``allgather`` on CPU, ``alltoall`` with expert parallelism on GPU;
-            None to choose.
+        moe_dispatcher: How tokens get to experts: ``alltoall``, or ``flex`` on GPU. (``allgather`` needs packs of equal
+            length on all ranks.)
         fused_cross_entropy: Cross-entropy by Transformer Engine's kernel.
         gradient_accumulation_fusion: Weight gradients straight into the gradient buffer (Transformer Engine).
         fp8: FP8 format of linear layers (``hybrid``, ``e4m3``), with Transformer Engine; None for none.
@@ -78,7 +78,7 @@ class ModelSettings:
     recompute: Literal["none", "selective", "full"] = "none"
     vision_recompute: bool = False
     cp_comm_type: str = "p2p"
-    moe_dispatcher: str | None = None
+    moe_dispatcher: str = "alltoall"
     fused_cross_entropy: bool = False
     gradient_accumulation_fusion: bool = False
     fp8: str | None = None
@@ -202,7 +202,9 @@ def language_config(architecture: Architecture, settings: ModelSettings) -> Tran
         "expert_model_parallel_size": settings.expert_parallel,
         "expert_tensor_parallel_size": 1,
         "pipeline_dtype": settings.params_dtype,
+        # Packs differ in length, so stages tell each other shapes, and ranks of experts their numbers of tokens.
         "variable_seq_lengths": settings.pipeline_parallel > 1,
+        "moe_token_dispatcher_type": settings.moe_dispatcher,
         "calculate_per_token_loss": True,
         "init_method_std": language.initializer_range,
         "gradient_accumulation_fusion": settings.gradient_accumulation_fusion,
@@ -256,7 +258,6 @@ def _moe_options(architecture: Architecture, settings: ModelSettings) -> dict[st
         return {}
     engine = settings.backend == "transformer_engine"
     aux = moe.router_aux_loss_coef if settings.moe_aux_loss is None else settings.moe_aux_loss
-    dispatcher = settings.moe_dispatcher or ("alltoall" if engine else "allgather")
     return {
         "num_moe_experts": moe.num_experts,
         "moe_router_topk": moe.num_experts_per_tok,
@@ -269,7 +270,6 @@ def _moe_options(architecture: Architecture, settings: ModelSettings) -> dict[st
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "aux_loss" if aux else "none",
         "moe_aux_loss_coeff": aux,
-        "moe_token_dispatcher_type": dispatcher,
         "moe_grouped_gemm": engine,
         "moe_permute_fusion": engine,
     }

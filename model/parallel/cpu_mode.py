@@ -44,8 +44,8 @@ def cpu_as_cuda() -> Iterator[None]:
         "Stream": _Stream,  # classes, since annotations of libraries imported later mention them
         "Event": _Stream,
         "stream": lambda *_: contextlib.nullcontext(),
-        "get_rng_state": lambda *_: torch.get_rng_state(),
-        "set_rng_state": lambda state, *_: torch.set_rng_state(state),
+        "get_rng_state": lambda *_, **__: torch.get_rng_state(),
+        "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
         "empty_cache": lambda: None,
     }
     saved = {name: getattr(torch.cuda, name) for name in answers}
@@ -77,6 +77,10 @@ def _on_cpu(device: Any) -> Any:
     return device
 
 
+def _is_sizes(name: str, value: Any) -> bool:
+    return name.endswith("split_sizes") and isinstance(value, torch.Tensor)
+
+
 class _CudaToCpu(TorchFunctionMode):
     """Rewrites the device of torch calls, and answers questions about tensor types as CUDA would."""
 
@@ -93,6 +97,9 @@ class _CudaToCpu(TorchFunctionMode):
             # The optimizers sort parameters by the type's name and know the CUDA names only.
             kind: str = func(*args)
             return kind if "cuda" in kind else kind.replace("torch.", "torch.cuda.", 1)
+        if name == "all_to_all_single":
+            # The expert dispatcher moves numbers of tokens to the host only where they were on a GPU.
+            kwargs = {key: value.tolist() if _is_sizes(key, value) else value for key, value in kwargs.items()}
         if name == "to":
             args = (args[0], *(_on_cpu(arg) for arg in args[1:]))
         return func(*args, **kwargs)

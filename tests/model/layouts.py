@@ -1,0 +1,237 @@
+"""One training step of a small model in any layout, and its gradients under canonical names.
+
+Runs in the test's own process for the reference, and in all processes of :class:`Workers` for a layout.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.model.helpers import random_weights, small_architecture
+from vlmdata import StreamingLoader
+from vlmdata.batch import PackedBatch
+
+#: Packs of a step, whoever computes them.
+GLOBAL_BATCH = 4
+
+#: The same packing in every layout: a multiple of 16 suits all of them.
+LOADING: dict[str, Any] = {
+    "capacity": 448,
+    "max_patches": 160,
+    "global_batch": GLOBAL_BATCH,
+    "pad_multiple": 16,
+    "num_workers": 0,
+    "seed": 0,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and a layout.
+
+    Attributes:
+        name: For messages.
+        groups: Arguments of :func:`model.parallel.groups.initialize`.
+        settings: Further arguments of :class:`ModelSettings`.
+        model: Arguments of :func:`small_architecture`.
+        vocab_size: Rows of the embedding table; the tokenizer's if None.
+    """
+
+    name: str
+    groups: dict[str, int] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    vocab_size: int | None = None
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What a rank knows after a step.
+
+    Attributes:
+        place: tensor, context, pipeline, expert and data rank.
+        loss: Mean over the targets of the step, on the last stage of data rank 0 and context rank 0 alike.
+        gradients: By canonical name, this rank's part, divided by the number of targets.
+        metrics: Means of the losses beside the main one.
+        images_held: Images this rank encoded in each of its micro-batches.
+    """
+
+    place: dict[str, int]
+    loss: float
+    gradients: dict[str, torch.Tensor]
+    metrics: dict[str, float]
+    images_held: tuple[int, ...]
+
+
+def architecture_of(case: Case, data: Path) -> Any:
+    """The case's architecture, for the dataset's tokenizer."""
+    from vlmdata.format.dataset import VlmDataset
+
+    tokenizer = VlmDataset(data).manifest.tokenizer
+    return small_architecture(**case.model).with_vocabulary(tokenizer, case.vocab_size)
+
+
+def settings_of(case: Case) -> Any:
+    """The case's settings."""
+    from model.network.build import ModelSettings
+
+    return ModelSettings(**{f"{name}_parallel": size for name, size in case.groups.items()}, **case.settings)
+
+
+def build(case: Case, data: Path) -> Any:
+    """This rank's part of the model, with weights that do not depend on the layout."""
+    from megatron.core import parallel_state
+
+    from model.network.build import build_model, vocabulary_rows
+    from model.weights.names import hf_names, load_from_hf, parameter_maps
+
+    architecture, settings = architecture_of(case, data), settings_of(case)
+    model = build_model(
+        architecture,
+        settings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+    )
+    rows = vocabulary_rows(architecture.language.vocab_size, settings.tensor_parallel)
+    maps = parameter_maps(architecture, vocab_rows=rows)
+    weights = random_weights(hf_names(maps))
+    load_from_hf(
+        model,
+        maps,
+        weights.__getitem__,
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tensor_parallel=settings.tensor_parallel,
+    )
+    return model.train()
+
+
+def batches(case: Case, data: Path) -> Iterator[PackedBatch]:
+    """This rank's micro-batches of the first step, with what its stage needs and no more."""
+    from megatron.core import parallel_state as state
+
+    first, last = state.is_pipeline_first_stage(), state.is_pipeline_last_stage()
+    parts = [*(["tokens", "pixels"] if first else []), *(["labels"] if last or case.model.get("moe") else [])]
+    context = state.get_context_parallel_world_size()
+    loader = StreamingLoader(
+        str(data),
+        dp_rank=state.get_data_parallel_rank(),
+        dp_size=state.get_data_parallel_world_size(),
+        context_parallel=context,
+        context_parallel_rank=state.get_context_parallel_rank() if context > 1 else None,
+        tensor_parallel=state.get_tensor_model_parallel_world_size(),
+        parts=tuple(parts),
+        **LOADING,
+    )
+    with loader:
+        for batch in loader:
+            if batch.step == 0:
+                yield batch.clone()
+            else:
+                break
+
+
+def train_step(case: Case, data: Path) -> StepOutcome:
+    """Forward, backward and reduction of one step by megatron-core's schedule, gradient buffers and reduction."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from model.parallel import groups
+    from model.weights.names import canonical_names
+
+    place = groups.current()
+    model = build(case, data)
+    model.config.finalize_model_grads_func = finalize_model_grads
+    wrapped = DistributedDataParallel(
+        model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False), model
+    )
+    mine = list(batches(case, data))
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def forward(iterator: Iterator[PackedBatch], network: Any) -> Any:
+        batch = next(iterator)
+
+        def total(losses: torch.Tensor) -> Any:
+            count = (batch.labels != -100).sum().int()  # type: ignore[union-attr]
+            seen.append((losses.detach().sum(), count))
+            return losses.sum(), count, {}
+
+        return network(batch), total
+
+    wrapped.zero_grad_buffer()
+    get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=iter(mine),
+        model=[wrapped],
+        num_microbatches=len(mine),
+        seq_length=1,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    sums = torch.stack([sum((s for s, _ in seen), torch.tensor(0.0)), sum((c for _, c in seen), torch.tensor(0))])
+    sums = sums.double() / place.tensor
+    dist.all_reduce(sums)
+    names = canonical_names(model)
+    return StepOutcome(
+        place={name: getattr(place, f"{name}_rank") for name in ("tensor", "context", "pipeline", "expert", "data")},
+        loss=float(sums[0] / sums[1]),
+        gradients={names[name]: p.main_grad.clone() for name, p in model.named_parameters()},
+        metrics=model.metrics.pop(model.metric_names),
+        images_held=tuple(len(batch.image_indices) for batch in mine),
+    )
+
+
+def run_case(case: Case, data: Path) -> StepOutcome:
+    """:func:`train_step` in the case's groups, in every process of :class:`Workers`."""
+    from megatron.core import parallel_state
+
+    from model.parallel import groups
+
+    groups.initialize(backend="gloo", **case.groups)
+    try:
+        return train_step(case, data)
+    finally:
+        parallel_state.destroy_model_parallel()
+        gc.collect()
+
+
+def whole_gradients(case: Case, data: Path, outcomes: list[StepOutcome]) -> dict[str, torch.Tensor]:
+    """Gradients of all parameters from the ranks' parts; replicas must agree.
+
+    A tied output layer on a stage of its own comes under its own name, and must equal the embedding's.
+    """
+    from model.network.build import vocabulary_rows
+    from model.weights.names import parameter_maps
+
+    architecture, size = architecture_of(case, data), case.groups.get("tensor", 1)
+    maps = parameter_maps(architecture, vocab_rows=vocabulary_rows(architecture.language.vocab_size, size))
+    parts: dict[str, dict[int, torch.Tensor]] = {}
+    for outcome in outcomes:
+        rank = outcome.place["tensor"]
+        for name, gradient in outcome.gradients.items():
+            mine = parts.setdefault(name, {})
+            if rank in mine:
+                torch.testing.assert_close(mine[rank], gradient, rtol=1e-6, atol=0, msg=f"{case.name}: {name}")
+            mine[rank] = gradient
+    tied = parts.pop("language.output_layer.weight", None) if architecture.tie_embeddings else None
+    if tied is not None:
+        for rank, gradient in tied.items():
+            assert torch.equal(gradient, parts["language.embedding.word_embeddings.weight"][rank])
+    assert set(parts) == set(maps), set(parts) ^ set(maps)
+    whole = {}
+    for name, entry in maps.items():
+        if entry.shard_dim is None or entry.expert is not None:
+            # Every tensor-parallel rank holds all of it; experts are on the ranks of one expert group only.
+            copies = list(parts[name].values())
+            for other in copies[1:]:
+                torch.testing.assert_close(other, copies[0], rtol=1e-6, atol=0, msg=f"{case.name}: {name}")
+            whole[name] = copies[0]
+        else:
+            whole[name] = entry.unshard([parts[name][rank] for rank in range(size)])
+    return whole

@@ -1,0 +1,110 @@
+"""Every parallel layout gives the loss and the gradients of one process, on packs of a real dataset.
+
+Packs hold no image, one or several; in each context-parallel case some rank encodes none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from preprocess.config import ImageConfig
+from tests.chat_rows import write_jsonl
+from tests.conftest import build_dataset
+from tests.loader.rows import chat_rows
+from tests.model.helpers import relative
+from tests.model.layouts import Case, StepOutcome, run_case, train_step, whole_gradients
+from tests.model.workers import Workers
+
+pytest.importorskip("megatron.core")
+
+TOLERANCE = 1e-5
+
+SEQUENCE = {"sequence_parallel": True}
+MOE = {"moe": True, "mtp": 1}
+
+CASES = [
+    Case("tensor 2, no sequence parallelism", {"tensor": 2}, {}, {"mtp": 1}),
+    Case("tensor 2", {"tensor": 2}, SEQUENCE, {"mtp": 1}),
+    Case("context 2", {"context": 2}, {}, {"mtp": 1}),
+    Case("context 4", {"context": 4}, {}, {"mtp": 1}),
+    Case("pipeline 2, no mtp", {"pipeline": 2}, {}, {"mtp": 0}),
+    Case("pipeline 2, mtp", {"pipeline": 2}, {}, {"mtp": 1}),
+    Case("pipeline 2, mtp, tied", {"pipeline": 2}, {}, {"mtp": 1, "tied": True}),
+    Case("pipeline 4, mtp", {"pipeline": 4}, {}, {"mtp": 1}),
+    Case("tensor 2 x context 2", {"tensor": 2, "context": 2}, SEQUENCE, {"mtp": 1}),
+    Case("tensor 2 x pipeline 2", {"tensor": 2, "pipeline": 2}, SEQUENCE, {"mtp": 1}),
+    Case("context 2 x pipeline 2", {"context": 2, "pipeline": 2}, {}, {"mtp": 1}),
+    Case("experts 2", {"expert": 2}, {}, MOE),
+    Case("experts 4", {"expert": 4}, {}, MOE),
+    Case("experts 2 x tensor 2", {"expert": 2, "tensor": 2}, SEQUENCE, MOE),
+    Case("experts 2 x context 2", {"expert": 2, "context": 2}, {}, MOE),
+    Case("experts 2 x pipeline 2, recomputed", {"expert": 2, "pipeline": 2}, {"recompute": "full"}, MOE),
+    Case("tensor 2, all recomputed", {"tensor": 2}, {**SEQUENCE, "recompute": "full", "vision_recompute": True}, {"mtp": 1}),
+    Case("context 2, mlp recomputed", {"context": 2}, {"recompute": "selective"}, {"mtp": 1}),
+    Case("tensor 4, rows beyond the vocabulary", {"tensor": 4}, SEQUENCE, {"mtp": 1}, vocab_size=6150),
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Chats with no, one or two images; most have none, so that some packs do."""
+    folder = tmp_path_factory.mktemp("layouts")
+    rows = [row for number, row in enumerate(chat_rows(160)) if number < 20 or number % 4 == 2]
+    rows = [row for row in rows if sum(len(message["content"][-1]["text"].split()) for message in row["messages"]) < 200]
+    source = write_jsonl(folder / "chat.jsonl", rows)
+    return build_dataset(
+        source, folder / "chat", recipe="chat", image=ImageConfig(1024, 16384), rows_per_shard=12, pad_multiple=16
+    )
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    """Four processes."""
+    processes = Workers()
+    yield processes
+    processes.close()
+
+
+@pytest.fixture(scope="module")
+def references(one_process: None, data: Path) -> dict[str, tuple[StepOutcome, dict[str, torch.Tensor]]]:
+    """One process, by model."""
+    made: dict[str, Any] = {}
+    for case in CASES:
+        alone = Case("one process", {}, {}, case.model, case.vocab_size)
+        key = repr((case.model, case.vocab_size))
+        if key not in made:
+            outcome = train_step(alone, data)
+            made[key] = (outcome, whole_gradients(alone, data, [outcome]))
+    return made
+
+
+def norm(gradients: dict[str, torch.Tensor]) -> float:
+    return float(torch.stack([gradient.double().norm() for gradient in gradients.values()]).norm())
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_layout_equals_one_process(case: Case, data: Path, workers: Workers, references: Any) -> None:
+    reference, wanted = references[repr((case.model, case.vocab_size))]
+    assert 0 in reference.images_held  # a pack without images, and one with several
+    assert max(reference.images_held) > 1
+    outcomes = workers.run(run_case, case, data)
+    if case.groups.get("context", 1) > 1:
+        shares: dict[tuple[int, int], list[int]] = {}
+        for outcome in outcomes:
+            for number, count in enumerate(outcome.images_held):
+                shares.setdefault((outcome.place["data"], number), []).append(count)
+        assert any(0 in counts and max(counts) > 0 for counts in shares.values())  # shares are uneven
+    for outcome in outcomes:
+        assert outcome.loss == pytest.approx(reference.loss, rel=TOLERANCE)
+        assert outcome.metrics == pytest.approx(reference.metrics, rel=TOLERANCE)
+    found = whole_gradients(case, data, outcomes)
+    assert norm(found) == pytest.approx(norm(wanted), rel=TOLERANCE)
+    for name, gradient in wanted.items():
+        rows = gradient.shape[0]
+        assert not found[name][rows:].any(), name  # rows that only fill up the table
+        assert relative(found[name][:rows], gradient) < 2 * TOLERANCE, name
