@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,8 @@ def once(folder: Path, name: str, make: Callable[[Path], Any]) -> Path:
 
 @pytest.fixture(scope="session")
 def demo(shared_folder: Path) -> Path:
-    """The demo dataset of 12 receipts in 3 shards. Read-only by agreement, like the others."""
-    return once(shared_folder, "demo", lambda out: build_dataset("demo", out, limit=12, rows_per_shard=4))
+    """The demo dataset of 8 receipts in 3 shards. Read-only by agreement, like the others."""
+    return once(shared_folder, "demo", lambda out: build_dataset("demo", out, limit=8, rows_per_shard=3))
 
 
 @pytest.fixture(scope="session")
@@ -107,6 +108,26 @@ def mixed_raw(mixed: Path) -> list[RawSample]:
 
 
 @pytest.fixture
-def copy_of(tmp_path: Path) -> Iterator[Callable[[Path], Path]]:
+def copy_of(tmp_path: Path) -> Callable[[Path], Path]:
     """Copies a dataset for a test to damage."""
-    yield lambda directory: Path(shutil.copytree(directory, tmp_path / directory.name))
+    return lambda directory: Path(shutil.copytree(directory, tmp_path / directory.name))
+
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs ``vlmdata inspect`` in this process, 100 columns wide; gives exit code, stdout and stderr."""
+    from vlmdata.cli.main import main
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setenv("COLUMNS", "100")
+        monkeypatch.setenv("NO_COLOR", "1")
+        monkeypatch.setattr(sys, "argv", ["vlmdata", "inspect", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_of:
+            main()
+        captured = capsys.readouterr()
+        return int(exit_of.value.code or 0), captured.out, captured.err
+
+    return run

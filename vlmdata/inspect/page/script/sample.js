@@ -41,6 +41,7 @@ function drawSample(sample) {
     toggle("patch grid", "g", view.grid, toggleGrid), toggle("token table", "t", false, toggleTable));
   const images = sample.images.length ? el("div", { class: "panel" }, sample.images.map((image) => pictureOf(sample, image))) : null;
   const reading = el("div", { class: "panel" }, legend, text.holder);
+  detail.dataset.index = sample.index;
   shown.place = el("div", { class: "panel", hidden: true });
   detail.replaceChildren(
     el("header", {}, backButton(), el("h2", { class: "mono" }, sample.key),

@@ -16,7 +16,7 @@ function textPanel(sample) {
   const holder = el("div", { class: "tokens", tabindex: "0", role: "application", "aria-label": "Tokens; arrow keys move" });
   const nodes = new Map(), folds = [];
   const suspects = sample.findings.filter((found) => found.tokens).map((found) => found.tokens);
-  let turn = null, into = null;
+  let turn = null, into = null, marked = null;
   sample.spans.forEach((span) => {
     if (span.turn !== turn) {
       turn = span.turn;
@@ -33,13 +33,11 @@ function textPanel(sample) {
   });
   listenToTokens(holder, sample);
   cursor.listeners.push((index, from) => {
-    holder.querySelector(".current")?.classList.remove("current");
+    marked?.classList.remove("current");
     for (const fold of folds) fold.show(index);
-    const node = nodes.get(index);
-    if (node?.isConnected) {
-      node.classList.add("current");
-      if (from === "keys") node.scrollIntoView({ block: "nearest" });
-    }
+    marked = nodes.get(index);
+    marked?.classList.add("current");
+    if (from === "keys") marked?.scrollIntoView({ block: "nearest" });
   });
   return { holder, folds };
 }

@@ -1,0 +1,86 @@
+"""The real server in a thread, and a client that sends exactly what it is told to."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from vlmdata.format.dataset import open_dataset
+from vlmdata.inspect.dataset import describe_dataset
+from vlmdata.inspect.options import PackOptions
+from vlmdata.inspect.server import PackSource, build_app
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back; header names in lower case."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def text(self) -> str:
+        return self.body.decode()
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+@dataclass(frozen=True)
+class Client:
+    """Asks a server on this machine. Paths go out as they are, and any Host header may be sent."""
+
+    port: int
+
+    @property
+    def home(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def ask(
+        self,
+        path: str,
+        *,
+        method: str = "GET",
+        hosts: Sequence[str] | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> Answer:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.putrequest(method, path, skip_host=True)
+        for host in [f"127.0.0.1:{self.port}"] if hosts is None else hosts:
+            connection.putheader("Host", host)
+        for name, value in (headers or {}).items():
+            connection.putheader(name, value)
+        connection.endheaders()
+        answer = connection.getresponse()
+        found = Answer(answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read())
+        connection.close()
+        return found
+
+
+@contextmanager
+def serving(directory: Path, *, host: str = "127.0.0.1", check: int | None = None, **options: Any) -> Iterator[Client]:
+    """The application over a dataset, on a free port."""
+    dataset = open_dataset(directory)
+    loader = PackOptions(context_parallel=2).loader([directory], 2048)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        packs = PackSource(loader, 0, {"context_parallel": 2})
+        app = build_app(dataset, describe_dataset(dataset, check=check), packs, host=host, port=port, **options)
+        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", ws="none"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            yield Client(port)
+        finally:
+            server.should_exit = True
+            thread.join(30)

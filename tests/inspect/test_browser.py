@@ -1,0 +1,300 @@
+"""The page in a real browser: from a file and served."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.inspect.browser import Visit, launched
+from tests.inspect.conftest import HOSTILE, Command
+from tests.inspect.raw import RawSample
+from tests.inspect.serving import Client, serving
+from vlmdata.format.dataset import open_dataset
+from vlmdata.inspect.text import visible
+
+pytestmark = pytest.mark.xdist_group("browser")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with launched() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def served(demo: Path, browser: Any) -> Iterator[Client]:
+    with serving(demo) as client:
+        yield client
+
+
+@pytest.fixture
+def demo_file(demo: Path, tmp_path: Path, command: Command, browser: Any) -> str:
+    assert command(demo, "--html", tmp_path / "demo.html", "--cp", 2, "--capacity", 2048)[0] == 0
+    return (tmp_path / "demo.html").as_uri()
+
+
+@pytest.fixture(params=["file", "served"])
+def visit(request: pytest.FixtureRequest, browser: Any) -> Iterator[Visit]:
+    """The demo dataset's page, both ways."""
+    url = request.getfixturevalue("demo_file") if request.param == "file" else request.getfixturevalue("served").home
+    found = Visit(browser, url)
+    yield found
+    assert found.complaints == []
+    found.page.close()
+
+
+def spot(page: Any) -> list[float]:
+    """The mark on the picture, in patches: x, y, width, height; empty while there is none."""
+    value: list[float] = page.evaluate(
+        "(() => { const s = document.querySelector('.spot'); return s.getAttribute('visibility') === 'visible'"
+        " ? ['x', 'y', 'width', 'height'].map((n) => Number(s.getAttribute(n))) : []; })()"
+    )
+    return value
+
+
+def test_every_view_opens_without_a_complaint(visit: Visit, request: pytest.FixtureRequest) -> None:
+    page = visit.page
+    name = "served" if page.url.startswith("http") else "file"
+    assert page.inner_text(".tile b >> nth=0") == "8"
+    visit.shot(f"overview-{name}")
+    visit.open_sample(0)
+    page.wait_for_function("() => document.querySelector('.picture img')?.naturalWidth > 0")
+    visit.shot(f"sample-{name}")
+    page.keyboard.press("t")
+    assert page.locator("#token-table tbody tr").count() > 50
+    page.keyboard.press("p")
+    page.wait_for_selector(".pack")
+    visit.shot(f"packs-{name}")
+    if name == "file":
+        assert [url for url in visit.requests if not url.startswith(("file:", "data:"))] == []
+    else:
+        assert [url for url in visit.requests if not url.startswith((visit.page.url.split("#")[0], "data:"))] == []
+
+
+def test_a_token_marks_its_patch_and_a_patch_its_token(visit: Visit, demo_raw: list[RawSample]) -> None:
+    page, raw = visit.page, demo_raw[3]
+    _, high, wide = raw.grids[0].tolist()
+    across = wide // 2
+    start = int((raw.ids == raw.ids[4]).argmax())
+    visit.open_sample(3)
+    assert spot(page) == []
+
+    page.keyboard.press("u")
+    row, column = 2, 1
+    number = row * across + column
+    page.hover(f".cell[data-i='{start + number}']")
+    assert spot(page) == [2 * column, 2 * row, 2, 2]
+    assert visit.field("token") == f"{start + number}"
+    assert visit.field("id") == str(raw.ids[start + number])
+    assert visit.field("label").startswith("−100")
+    assert visit.field("t h w") == " ".join(map(str, raw.positions[:, start + number].tolist()))
+
+    row, column = high // 2 - 1, across - 1
+    box = page.locator(".picture svg").bounding_box()
+    x, y = (column + 0.5) / across * box["width"], (row + 0.5) / (high / 2) * box["height"]
+    page.mouse.move(box["x"] + x, box["y"] + y)
+    last = start + row * across + column
+    assert visit.field("token") == f"{last:,}"
+    assert page.get_attribute(".cell.current", "data-i") == str(last)
+    assert f"{across * high // 2:,} of" in page.inner_text(".fold.current")
+    visit.shot("patch-and-token")
+
+
+def test_a_text_token_tells_id_label_mask_and_position(visit: Visit, demo_raw: list[RawSample]) -> None:
+    page, raw = visit.page, demo_raw[1]
+    visit.open_sample(1)
+    first = int(raw.mask.argmax())
+    page.hover(f".tok[data-i='{first}']")
+    assert (visit.field("token"), visit.field("id")) == (f"{first:,}", str(raw.ids[first]))
+    assert visit.field("label") == str(raw.ids[first + 1])
+    assert visit.field("mask") == "1 (target)"
+    assert "target" in (page.get_attribute(f".tok[data-i='{first}']", "class") or "")
+    assert "target" not in (page.get_attribute(f".tok[data-i='{first - 1}']", "class") or "")
+    assert page.locator(".tokens .tok.target").count() == int(raw.mask.sum())
+    page.keyboard.press("ArrowRight")
+    assert visit.field("token") == f"{first + 1:,}"
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowLeft")
+    assert visit.field("mask") == "0"
+
+
+def test_search_and_filters_select_the_same_both_ways(visit: Visit, demo_raw: list[RawSample]) -> None:
+    page = visit.page
+    page.keyboard.press("/")
+    page.wait_for_selector("#search:focus")
+    median = sorted(sample.length for sample in demo_raw)[4]
+    cases = {
+        f"length<{median}": [s.key for s in demo_raw if s.length < median],
+        "row=5": ["000000005"],
+        "00000000": [s.key for s in demo_raw],
+        "target>=20% row<6": [s.key for s in demo_raw[:6] if s.mask.mean() >= 0.2],
+        "DESCRIBE this": [s.key for s in demo_raw],
+        "nothing of the kind": [],
+    }
+    for text, expected in cases.items():
+        page.fill("#search", text)
+        page.wait_for_function(
+            "(n) => document.querySelectorAll('#items a').length === n && document.querySelector('#found').textContent"
+            " === `${n} found`",
+            arg=len(expected),
+        )
+        assert sorted(page.locator("#items .key").all_inner_texts()) == sorted(expected)
+    page.fill("#search", "")
+    page.select_option(".list select", "longest")
+    longest = sorted(demo_raw, key=lambda s: (-s.length, s.key))
+    page.wait_for_function(
+        "(keys) => [...document.querySelectorAll('#items .key')].map((n) => n.textContent).join() === keys",
+        arg=",".join(s.key for s in longest),
+    )
+
+
+def test_a_wrong_filter_is_told_on_the_served_page(browser: Any, served: Client) -> None:
+    visit = Visit(browser, f"{served.home}/#samples")
+    visit.page.fill("#search", "is:odd")
+    visit.page.wait_for_selector("#items .error")
+    assert "is:truncated" in visit.page.inner_text("#items .error")
+    visit.page.close()
+
+
+def test_the_keyboard_reaches_everything(visit: Visit) -> None:
+    page = visit.page
+    page.keyboard.press("s")
+    page.keyboard.press("j")
+    page.wait_for_selector(".detail .tokens")
+    first = page.inner_text(".detail h2 >> nth=0")
+    page.keyboard.press("j")
+    page.wait_for_function("(key) => document.querySelector('.detail h2').textContent !== key", arg=first)
+    page.keyboard.press("k")
+    page.wait_for_function("(key) => document.querySelector('.detail h2').textContent === key", arg=first)
+    theme = page.get_attribute("html", "data-theme")
+    page.keyboard.press("d")
+    assert page.get_attribute("html", "data-theme") != theme
+    page.keyboard.press("?")
+    assert page.locator("#keys").is_visible()
+    page.keyboard.press("Escape")
+    assert not page.locator("#keys").is_visible()
+    page.keyboard.press("g")
+    assert "bare" in (page.get_attribute(".picture", "class") or "")
+
+
+def test_packs_show_segments_and_ranks(visit: Visit) -> None:
+    page = visit.page
+    page.keyboard.press("p")
+    page.wait_for_selector(".pack")
+    bars = page.locator(".pack >> nth=0")
+    rows = bars.locator("details table >> nth=0").locator("tbody tr").count()
+    assert bars.locator(".seg").count() == rows
+    ranks = {bars.locator(".cp").nth(i).get_attribute("data-rank") for i in range(bars.locator(".cp").count())}
+    assert ranks == {"0", "1"}
+    bars.locator("details a >> nth=0").click()
+    page.wait_for_selector(".detail .tokens")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_both_schemes_and_a_narrow_window(browser: Any, served: Client, scheme: str) -> None:
+    visit = Visit(browser, served.home, color_scheme=scheme, viewport={"width": 360, "height": 740})
+    page = visit.page
+    assert page.get_attribute("html", "data-theme") == scheme
+    for fragment in ("overview", "samples", "samples/2", "packs"):
+        page.evaluate(f"location.hash = '#{fragment}'")
+        page.wait_for_function("() => document.querySelector('.view:not([hidden])').textContent.length > 100")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360, fragment
+    page.evaluate("location.hash = '#samples/2'")
+    page.wait_for_selector(".detail .tokens")
+    visit.shot(f"narrow-{scheme}")
+    assert visit.complaints == []
+    page.close()
+
+
+def test_text_can_be_read_in_both_schemes(browser: Any, served: Client) -> None:
+    """Contrast of at least 4.5 (WCAG AA) for tokens of every kind."""
+    for scheme in ("light", "dark"):
+        visit = Visit(browser, f"{served.home}/#samples/2", color_scheme=scheme)
+        visit.page.wait_for_selector(".detail .tokens")
+        for chosen in (
+            ".tok.text",
+            ".tok.target",
+            ".tok.special",
+            ".turn h3",
+            ".fold",
+            ".detail .soft",
+            ".items .soft",
+        ):
+            colours = visit.page.evaluate(
+                """(chosen) => {
+                    let node = document.querySelector(chosen);
+                    const ink = getComputedStyle(node).color;
+                    let paper = getComputedStyle(node).backgroundColor;
+                    const clear = () => /rgba\\(.*, 0\\)|transparent/.test(paper);
+                    while (clear()) {
+                        node = node.parentElement;
+                        paper = getComputedStyle(node).backgroundColor;
+                    }
+                    return [ink, paper].map((c) => c.match(/\\d+/g).slice(0, 3).map(Number));
+                }""",
+                chosen,
+            )
+            assert contrast(*colours) >= 4.5, (scheme, chosen, colours)
+        visit.page.close()
+
+
+def contrast(one: list[int], other: list[int]) -> float:
+    """Contrast of two sRGB colours. Source: WCAG 2.2, relative luminance."""
+
+    def luminance(colour: list[int]) -> float:
+        parts = [c / 255 for c in colour]
+        red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("way", ["file", "served"])
+def test_hostile_text_stays_text(hostile: Path, tmp_path: Path, command: Command, browser: Any, way: str) -> None:
+    dataset = open_dataset(hostile)
+    if way == "file":
+        assert command(hostile, "--html", tmp_path / "page.html")[0] == 0
+        look(browser, (tmp_path / "page.html").as_uri(), len(dataset))
+    else:
+        with serving(hostile) as client:
+            look(browser, client.home, len(dataset))
+
+
+def look(browser: Any, url: str, samples: int) -> None:
+    """Looks at everything in a hostile page: nothing runs, nothing is asked for, the text is there."""
+    visit = Visit(browser, url)
+    page = visit.page
+    page.keyboard.press("p")
+    page.wait_for_selector(".pack")
+    allowed = page.evaluate("document.querySelectorAll('script').length")
+    for i in range(samples):
+        visit.open_sample(i)
+        page.keyboard.press("t")
+        answer = "".join(page.locator(".turn.assistant .tok.target").all_text_contents())
+        plain = visible(HOSTILE[i].strip())
+        if plain.isascii():
+            assert plain in answer
+        page.hover(".tokens .tok.target >> nth=0")
+    assert page.evaluate("window.pwned") is None
+    assert page.evaluate("document.querySelectorAll('script').length") == allowed
+    assert page.evaluate("document.querySelectorAll('#main img:not(.picture img), iframe, object, embed').length") == 0
+    assert not [link for link in page.locator("a").all() if not (link.get_attribute("href") or "").startswith("#")]
+    assert [u for u in visit.requests if not u.startswith((url.split("#")[0], "data:"))] == []
+    assert visit.complaints == []
+    page.close()
+
+
+def test_fifty_samples_open_at_once(demo: Path, tmp_path: Path, command: Command, browser: Any) -> None:
+    """Only what is looked at is parsed: opening does not depend on the number of samples."""
+    assert command(demo, "--html", tmp_path / "page.html")[0] == 0
+    begun = time.monotonic()
+    visit = Visit(browser, (tmp_path / "page.html").as_uri())
+    visit.page.wait_for_selector(".tile")
+    print(f"opened in {time.monotonic() - begun:.2f} s")
+    assert visit.page.locator(".tok").count() == 0
+    visit.page.close()

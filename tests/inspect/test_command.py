@@ -1,0 +1,125 @@
+"""``vlmdata inspect`` as a command: JSON for programs, exit codes, messages that help."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.inspect.conftest import Command
+from tests.inspect.raw import read_samples
+from tests.preprocess.command_line import start
+
+
+def as_json(command: Command, *arguments: object) -> Any:
+    code, out, _ = command(*arguments, "--json")
+    assert code == 0
+    assert out.isascii()
+    return json.loads(out)
+
+
+def test_every_view_has_a_json_form(demo: Path, tmp_path: Path, command: Command) -> None:
+    raw = read_samples(demo)
+    card = as_json(command, demo)
+    assert card["totals"]["samples"] == len(raw) == card["checked"]
+    sample = as_json(command, demo, "--sample", "1")
+    assert sample["tokens"]["ids"] == raw[1].ids.tolist()
+    assert sample["tokens"]["h"] == raw[1].positions[1].tolist()
+    pack = as_json(command, demo, "--pack", 0, "--cp", 2)
+    assert [rank["rank"] for rank in pack["ranks"]] == [0, 1]
+    step = as_json(command, demo, "--step", "1:0", "--dp", 2, "--dp-rank", 1)
+    assert {each["dp_rank"] for each in step["packs"]} == {1}
+    row = as_json(command, demo, "--row", 3)
+    assert (row["trace"]["key"], row["sample"]["source_row"]) == ("000000003", 3)
+    found = as_json(command, demo, "--find", "row>=2 row<=3")
+    assert [each["source_row"] for each in found["samples"]] == [2, 3]
+    written = as_json(command, demo, "--html", tmp_path / "page.html", "--samples", 2)
+    assert written["samples"] == 2
+    assert written["bytes"] == (tmp_path / "page.html").stat().st_size
+
+
+def test_a_rejected_row_says_why(mixed: Path, command: Command) -> None:
+    code, out, _ = command(mixed, "--row", 3)
+    assert code == 0
+    assert "no_assistant_turn" in out
+    assert as_json(command, mixed, "--row", 3)["sample"] is None
+
+
+WRONG: list[tuple[list[str], str]] = [
+    (["--sample", "000000099"], "no sample '000000099'; keys run from 000000000 to 000000007"),
+    (["--sample", "8"], "no sample 8: the dataset has 8, numbered 0 to 7"),
+    (["--row", "8"], "no source row 8: the source has 8"),
+    (["--pack", "99"], "no batch 99"),
+    (["--step", "0:99"], "no step 99"),
+    (["--step", "99"], "--step '99': give EPOCH:STEP"),
+    (["--step", "0:0", "--dp", "2", "--dp-rank", "2"], "dp_rank 2 of dp_size 2"),
+    (["--find", "colour<3"], "conditions are FIELD<NUMBER"),
+    (["--pack", "0", "--capacity", "64"], "longer than capacity 64"),
+    (["--pack", "0", "--sample", "0"], "--sample and --pack: choose one"),
+    (["--tokens"], "--tokens goes with --sample or --row"),
+    (["--check", "some"], "--check 'some': a number of samples, or all"),
+    (["--pack", "0", "--cost", "70b"], "no cost model for '70b'"),
+    (["--pack", "0", "--weights", "a,b"], "--weights 'a,b'"),
+    (["--html", "x.html", "--keys", "nobody"], "no sample 'nobody'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), WRONG)
+def test_wrong_requests_end_with_2_and_say_what_is_right(
+    demo: Path, command: Command, arguments: list[str], words: str
+) -> None:
+    code, out, error = command(demo, *arguments)
+    assert code == 2
+    assert out == ""
+    joined = " ".join(re.sub(r"[│╭╰─╮╯]", " ", error).split())
+    assert words in joined
+
+
+def test_no_dataset_ends_with_2(tmp_path: Path, command: Command) -> None:
+    code, _, error = command(tmp_path)
+    assert code == 2
+    assert "not a vlmdata dataset" in error
+
+
+def test_a_lost_shard_ends_with_2_and_its_name(demo: Path, copy_of: Callable[[Path], Path], command: Command) -> None:
+    copy = copy_of(demo)
+    (copy / "shard-000001.tar").unlink()
+    code, _, error = command(copy)
+    assert code == 2
+    assert "shard-000001.tar" in error
+
+
+def test_a_page_that_cannot_be_written_ends_with_3(demo: Path, tmp_path: Path, command: Command) -> None:
+    code, _, error = command(demo, "--html", tmp_path / "no" / "page.html", "--samples", 1)
+    assert code == 3
+    assert "cannot write the page" in error
+
+
+def test_several_datasets_are_for_packs_and_steps(demo: Path, mixed: Path, command: Command) -> None:
+    step = as_json(command, demo, mixed, "--step", "0:0", "--global-batch", 64)
+    assert {sample["dataset"] for pack in step["packs"] for sample in pack["samples"]} == {0, 1}
+    code, _, error = command(demo, mixed, "--sample", 0)
+    assert code == 2
+    assert "--sample looks into one dataset, 2 were given" in " ".join(error.split())
+
+
+def test_the_server_starts_says_where_and_ends_on_ctrl_c(mixed: Path) -> None:
+    process = start("inspect", mixed, "--serve", "--port", 0, "--json")
+    try:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(3)]
+        url = json.loads("".join(lines))["url"]
+        assert url.startswith("http://127.0.0.1:")
+        with urllib.request.urlopen(url + "api/samples", timeout=30) as answer:
+            assert len(json.load(answer)["rows"]) == 6
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.communicate()

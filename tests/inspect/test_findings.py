@@ -1,0 +1,136 @@
+"""Planted faults are found, by their right names, and nothing else is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.verify.rewriting import Draft, rewrite_sample
+from vlmdata.format.dataset import open_dataset
+from vlmdata.inspect import describe_dataset, describe_sample
+from vlmdata.inspect.findings import Severity
+
+KEY = "000000001"
+Change = Callable[[Draft], None]
+
+
+def shifted(by: int) -> Change:
+    def change(draft: Draft) -> None:
+        draft.loss_mask[:] = np.roll(draft.loss_mask, by)
+
+    return change
+
+
+def masked_beginning(draft: Draft) -> None:
+    first = int(np.argmax(draft.loss_mask))
+    draft.loss_mask[first : first + 5] = 0
+
+
+def no_targets(draft: Draft) -> None:
+    draft.loss_mask[:] = 0
+    draft.target_turns = 0
+
+
+def prompt_too(draft: Draft) -> None:
+    draft.loss_mask[3 : draft.length] = 1
+
+
+def hole(draft: Draft) -> None:
+    where = np.flatnonzero(draft.loss_mask)
+    draft.loss_mask[where[len(where) // 2]] = 0
+
+
+def only_the_end(draft: Draft) -> None:
+    where = np.flatnonzero(draft.loss_mask)
+    draft.loss_mask[where[:-2]] = 0
+
+
+def few_targets(draft: Draft) -> None:
+    where = np.flatnonzero(draft.loss_mask)
+    draft.loss_mask[where[:-1]] = 0
+
+
+def cut(draft: Draft) -> None:
+    draft.truncated = True
+
+
+def grey(draft: Draft) -> None:
+    draft.patches[:] = 200
+
+
+PLANTED: list[tuple[Change, str, Severity]] = [
+    (shifted(-1), "broken_target", Severity.FAULT),
+    (shifted(1), "late_target", Severity.FAULT),
+    (shifted(-9), "header_target", Severity.FAULT),
+    (masked_beginning, "late_target", Severity.FAULT),
+    (no_targets, "no_targets", Severity.FAULT),
+    (prompt_too, "prompt_target", Severity.FAULT),
+    (hole, "broken_target", Severity.FAULT),
+    (only_the_end, "late_target", Severity.FAULT),
+    (few_targets, "low_target_share", Severity.WARNING),
+    (cut, "truncated_answer", Severity.WARNING),
+]
+
+
+@pytest.mark.parametrize(("change", "kind", "severity"), PLANTED)
+def test_a_planted_fault_is_found(
+    demo: Path, copy_of: Callable[[Path], Path], change: Change, kind: str, severity: Severity
+) -> None:
+    copy = copy_of(demo)
+    rewrite_sample(copy, KEY, change)
+    dataset = open_dataset(copy)
+    groups = {group.kind: group for group in describe_dataset(dataset).findings}
+    assert groups[kind].severity is severity
+    assert [example.key for example in groups[kind].examples] == [KEY]
+    assert kind in [found.kind for found in describe_sample(dataset, KEY).findings]
+    serious = [group for group in groups.values() if group.severity is not Severity.NOTE]
+    assert {example.key for group in serious for example in group.examples} == {KEY}
+    order = [list(Severity).index(group.severity) for group in groups.values()]
+    assert all(a <= b for a, b in pairwise(order))
+
+
+def test_a_late_target_names_the_skipped_words(demo: Path, copy_of: Callable[[Path], Path]) -> None:
+    copy = copy_of(demo)
+    rewrite_sample(copy, KEY, masked_beginning)
+    found = next(f for f in describe_sample(open_dataset(copy), KEY).findings if f.kind == "late_target")
+    assert "<s_" in found.message
+    assert found.tokens is not None
+    assert found.tokens[1] - found.tokens[0] >= 5
+
+
+def test_an_image_of_one_colour_is_found_where_pixels_are_read(demo: Path, copy_of: Callable[[Path], Path]) -> None:
+    copy = copy_of(demo)
+    rewrite_sample(copy, KEY, grey)
+    found = [finding.kind for finding in describe_sample(open_dataset(copy), KEY).findings]
+    assert "flat_image" in found
+
+
+def test_a_fault_outside_the_checked_part_is_not_claimed_absent(demo: Path, copy_of: Callable[[Path], Path]) -> None:
+    copy = copy_of(demo)
+    rewrite_sample(copy, KEY, hole)
+    card = describe_dataset(open_dataset(copy), check=0)
+    assert card.checked == 0
+    assert "broken_target" not in [group.kind for group in card.findings]
+
+
+def test_an_unusual_share_is_measured_against_the_dataset() -> None:
+    from vlmdata.inspect.findings import MIN_TARGET_SHARE, IndexFindings
+
+    class Index:
+        lengths = np.full(100, 1000, np.int32)
+        num_patches = np.zeros(100, np.int32)
+        truncated = np.zeros(100, np.bool_)
+        num_targets = np.linspace(280, 320, 100).astype(np.int32)
+
+    index = Index()
+    index.num_targets[7] = 90
+    facts = IndexFindings(index)  # type: ignore[arg-type]
+    assert facts.low_target_share > 0.2
+    assert facts.groups["low_target_share"].tolist() == [7]
+    index.lengths, index.num_targets = index.lengths[:19], index.num_targets[:19]
+    # Too few to have quartiles worth the name: only the absolute bound is left.
+    assert IndexFindings(index).low_target_share == MIN_TARGET_SHARE  # type: ignore[arg-type]

@@ -1,0 +1,177 @@
+"""The server: GET only, its own hosts only, this dataset only. Asked over real connections."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.inspect.raw import RawSample
+from tests.inspect.serving import Client, serving
+
+
+@pytest.fixture(scope="module")
+def client(demo: Path) -> Iterator[Client]:
+    with serving(demo) as found:
+        yield found
+
+
+def test_the_page_comes_with_a_policy(client: Client) -> None:
+    answer = client.ask("/")
+    assert answer.status == 200
+    assert answer.headers["content-type"].startswith("text/html")
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "connect-src 'self'" in policy
+    assert "frame-ancestors 'none'" in policy
+    assert "unsafe" not in policy
+    for name, value in (("x-content-type-options", "nosniff"), ("cross-origin-resource-policy", "same-origin")):
+        assert answer.headers[name] == value
+    assert "access-control-allow-origin" not in answer.headers
+
+
+@pytest.mark.parametrize("method", ["HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "GETT"])
+def test_only_get_is_answered(client: Client, method: str) -> None:
+    for path in ("/", "/api/samples", "/api/samples/0"):
+        answer = client.ask(path, method=method)
+        assert (answer.status, answer.headers["allow"]) == (405, "GET")
+
+
+OTHERS = ["evil.example", "evil.example:{port}", "127.0.0.1", "127.0.0.1:80", "localhost:1", "", "192.168.1.5:{port}"]
+OTHERS += ["127.0.0.1:{port}.evil.example", "127.0.0.1:{port}@evil.example", "localhost:{port} evil"]
+
+
+@pytest.mark.parametrize("host", OTHERS)
+def test_other_hosts_are_refused(client: Client, host: str) -> None:
+    answer = client.ask("/api/samples", hosts=[host.format(port=client.port)])
+    assert answer.status == 421
+    assert "rows" not in answer.text
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "LOCALHOST", "[::1]"])
+def test_own_names_are_answered(client: Client, host: str) -> None:
+    assert client.ask("/api/samples", hosts=[f"{host}:{client.port}"]).status == 200
+
+
+def test_no_host_or_two_are_refused(client: Client) -> None:
+    own = f"127.0.0.1:{client.port}"
+    for hosts in ([], [own, "evil.example"], [own, own]):
+        assert client.ask("/", hosts=hosts).status in (400, 421)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"origin": "http://evil.example"},
+        {"origin": "null"},
+        {"origin": "https://127.0.0.1:{port}"},
+        {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"},
+        {"sec-fetch-site": "cross-site", "sec-fetch-mode": "cors"},
+    ],
+)
+def test_other_sites_are_refused(client: Client, headers: dict[str, str]) -> None:
+    sent = {name: value.format(port=client.port) for name, value in headers.items()}
+    assert client.ask("/api/samples/0", headers=sent).status == 403
+
+
+def test_a_link_from_elsewhere_may_open_the_page(client: Client) -> None:
+    assert client.ask("/", headers={"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}).status == 200
+    assert client.ask("/", headers={"origin": client.home}).status == 200
+
+
+def test_on_all_interfaces_addresses_are_answered_and_strange_names_are_not(demo: Path) -> None:
+    with serving(demo, host="0.0.0.0", check=0, names=["box.lan"]) as client:
+        for host in ("192.168.1.5", "[fe80::1]", "box.lan", "localhost"):
+            assert client.ask("/", hosts=[f"{host}:{client.port}"]).status == 200
+            assert client.ask("/", hosts=[f"{host}:1"]).status == 421
+        for host in ("evil.example", "192.168.1.5.evil.example", "0x7f.1"):
+            assert client.ask("/", hosts=[f"{host}:{client.port}"]).status == 421
+
+
+ELSEWHERE = ["/../manifest.json", "/manifest.json", "/%2e%2e/%2e%2e/etc/passwd", "//etc/passwd", "/shard-000000.tar"]
+ELSEWHERE += [
+    "/api/samples/../../manifest.json",
+    "/api/samples/..%2f..%2fmanifest.json",
+    "/api/samples/%2fetc%2fpasswd",
+]
+ELSEWHERE += ["/api/samples/0/images/..%2f0", "/api/samples/-1", "/api/samples/1e3", "/api/samples/99", "/static/x.css"]
+ELSEWHERE += ["/api/samples/0/images/1", "/api/samples/99999999999999999999999", "/openapi.json", "/api/samples/%00"]
+
+
+@pytest.mark.parametrize("path", ELSEWHERE)
+def test_there_is_nothing_else(client: Client, path: str) -> None:
+    answer = client.ask(path)
+    assert answer.status == 404
+    assert "root:" not in answer.text
+    assert "fingerprint" not in answer.text
+
+
+def test_only_the_dataset_is_read(client: Client, demo: Path) -> None:
+    opened: list[str] = []
+    watching = True
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if watching and event == "open" and isinstance(arguments[0], str | bytes):
+            opened.append(os.fsdecode(arguments[0]))
+
+    sys.addaudithook(hook)  # it cannot be taken away again: the flag ends it
+    try:
+        for path in ("/", "/api/samples?query=describe", "/api/samples/3/images/0", "/api/packs", *ELSEWHERE):
+            client.ask(path)
+    finally:
+        watching = False
+    outside = [path for path in opened if not path.startswith(str(demo))]
+    # Python may import modules late; nothing else of the machine is touched.
+    assert [path for path in outside if not path.endswith((".py", ".pyc", ".so"))] == []
+    assert any(path.startswith(str(demo)) for path in opened)
+
+
+WRONG = ["start=-1", "start=1.5", "start=9999999999999999", "start=%D9%A3", "sort=odd", "query=is:odd"]
+
+
+@pytest.mark.parametrize("question", WRONG)
+def test_wrong_questions_are_told_so(client: Client, question: str) -> None:
+    answer = client.ask(f"/api/samples?{question}")
+    assert answer.status == 400
+    assert answer.json()["error"]
+
+
+def test_lists_go_on_where_they_stopped(client: Client, demo_raw: list[RawSample]) -> None:
+    answer = client.ask("/api/samples?sort=longest").json()
+    assert [row["length"] for row in answer["rows"]] == sorted((s.length for s in demo_raw), reverse=True)
+    assert (answer["done"], answer["candidates"]) == (True, len(demo_raw))
+    rest = client.ask(f"/api/samples?sort=longest&start={len(demo_raw) - 2}").json()["rows"]
+    assert rest == answer["rows"][-2:]
+
+
+def test_samples_and_pictures_are_exact(client: Client, demo_raw: list[RawSample]) -> None:
+    for i, raw in enumerate(demo_raw[:3]):
+        assert client.ask(f"/api/samples/{i}").json()["tokens"]["id"] == raw.ids.tolist()
+        image = client.ask(f"/api/samples/{i}/images/0")
+        assert image.headers["content-type"] == "image/png"
+        assert np.array_equal(np.asarray(Image.open(io.BytesIO(image.body))), raw.picture(0))
+
+
+def test_packs_go_on_where_they_stopped(client: Client) -> None:
+    answer = client.ask("/api/packs").json()
+    assert len(answer["batches"]) == answer["total"]
+    assert client.ask(f"/api/packs?start={answer['total'] - 1}").json()["batches"] == answer["batches"][-1:]
+    assert client.ask("/api/packs?start=500").json()["batches"] == []
+
+
+def test_a_lost_shard_is_a_message(demo: Path, copy_of: Callable[[Path], Path]) -> None:
+    copy = copy_of(demo)
+    (copy / "shard-000002.tar").unlink()
+    with serving(copy, check=0) as client:
+        for path in ("/api/samples/7", "/api/samples/7/images/0", "/api/samples?query=describe", "/api/packs"):
+            answer = client.ask(path)
+            assert answer.status == 500
+            assert "shard-000002.tar" in answer.json()["error"]
+        assert client.ask("/api/samples/0").status == 200

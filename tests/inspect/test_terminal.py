@@ -1,0 +1,88 @@
+"""What the terminal shows: pinned for the demo dataset, and harmless for hostile data.
+
+``VLMDATA_UPDATE_GOLDEN=1 pytest tests/inspect/test_terminal.py`` writes the pinned texts anew; look at the difference.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import unicodedata
+from pathlib import Path
+
+import pytest
+
+from tests.inspect.conftest import HOSTILE, Command
+from vlmdata.format.dataset import open_dataset
+from vlmdata.inspect.text import visible
+
+GOLDEN = Path(__file__).parent / "golden"
+VIEWS: dict[str, list[str]] = {
+    "card": [],
+    "sample": ["--sample", "000000002", "--tokens"],
+    "find": ["--find", "target<40% describe"],
+    "pack": ["--pack", "1", "--capacity", "2048", "--cp", "2", "--tp", "2"],
+    "step": ["--step", "0:0", "--capacity", "2048", "--global-batch", "2", "--dp", "2"],
+    "row": ["--row", "5", "--capacity", "2048"],
+}
+
+
+def plain(text: str, directory: Path) -> str:
+    """Without what differs between machines and library versions: path, hashes, trailing spaces."""
+    text = text.replace(str(directory), "DEMO")
+    text = re.sub(r"\b[0-9a-f]{16}\b", "0123456789abcdef", text)
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_the_demo_looks_as_it_did(view: str, demo: Path, command: Command) -> None:
+    code, out, _ = command(demo, *VIEWS[view])
+    assert code == 0
+    path = GOLDEN / f"{view}.txt"
+    if os.environ.get("VLMDATA_UPDATE_GOLDEN"):
+        path.write_text(plain(out, demo))
+    assert plain(out, demo) == path.read_text()
+
+
+def test_no_line_is_wider_than_the_terminal(demo: Path, command: Command) -> None:
+    for name in ("card", "sample", "pack", "row"):
+        _, out, _ = command(demo, *VIEWS[name])
+        free = [line for line in out.splitlines() if not line.startswith((str(demo), "    0", "next:", "cu_seqlens"))]
+        assert max(map(len, free)) <= 100
+
+
+def test_hostile_text_cannot_steer_the_terminal(hostile: Path, command: Command) -> None:
+    dataset = open_dataset(hostile)
+    assert len(dataset) == len(HOSTILE)
+    views = [[], ["--pack", "0"], ["--step", "0:0"], ["--find", "a"], ["--row", str(len(HOSTILE))]]
+    views += [["--sample", dataset.index.key(i), "--tokens"] for i in range(len(dataset))]
+    for view in views:
+        code, out, _ = command(hostile, *view)
+        assert code == 0
+        hidden = {c for c in out if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")}
+        assert hidden <= {"\n", "\u200d"}, view
+
+
+def test_hostile_text_is_shown_as_it_is_written(hostile: Path, command: Command) -> None:
+    dataset = open_dataset(hostile)
+    for i, text in enumerate(HOSTILE):
+        _, out, _ = command(hostile, "--sample", dataset.index.key(i))
+        squeezed = "".join(out.split())
+        composed = unicodedata.normalize("NFC", text.strip())  # as the tokenizer does
+        assert "".join(visible(composed).split()) in squeezed
+
+
+def test_targets_are_between_brackets(demo: Path, command: Command) -> None:
+    _, out, _ = command(demo, "--sample", "0")
+    body = out.split("newline\n", 1)[1]
+    inside = body[body.index("⟦") + 1 : body.index("⟧")]
+    assert inside.startswith("<s_")
+    assert inside.rstrip().endswith("<|im_end|>↵")
+    assert body.count("⟦") == body.count("⟧") == 1
+
+
+def test_image_tokens_are_folded_with_their_number(demo: Path, command: Command) -> None:
+    dataset = open_dataset(demo)
+    _, out, _ = command(demo, "--sample", "0")
+    assert f"<|image_pad|> × {int(dataset.index.num_patches[0]) // 4:,}" in out
+    assert out.count("<|image_pad|>") == 1
