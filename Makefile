@@ -8,7 +8,7 @@ LOCK := requirements/lock.txt
 DEMO_DIR ?= build/demo
 DEMO_ROWS ?= 64
 
-.PHONY: help env demo test check bench lock clean
+.PHONY: help env demo test browser check bench lock clean
 
 help:
 	@echo "make demo    draw receipts, make shards of them, verify and plan them     ($(DEMO_DIR))"
@@ -43,7 +43,13 @@ demo: .venv/.stamp-base
 	.venv/bin/vlmdata plan $(DEMO_DIR) --capacity 8192 --global-batch 4 --dp 2
 	@echo "the dataset is in $(DEMO_DIR); docs/data-format.md says what lies there"
 
-test: .venv/.stamp-dev
+# Debian's browser for the tests of `vlmdata inspect`. Where it may not be installed they are skipped, and say so.
+browser:
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && \
+	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null; } \
+	  || echo "no chromium here and no way to install it: the browser tests will be skipped"
+
+test: .venv/.stamp-dev browser
 	HF_HUB_OFFLINE=1 $(PY) -m pytest -n 2 $(PYTEST_ARGS)
 
 check: .venv/.stamp-dev

@@ -30,7 +30,8 @@ def choose_samples(card: DatasetCard, total: int, count: int, seed: int) -> dict
         for sample in extremes.samples:
             reasons.setdefault(sample.index, []).append(extremes.title)
     chosen = {index: ", ".join(dict.fromkeys(why)) for index, why in list(reasons.items())[:count]}
-    for index in np.random.default_rng(seed).permutation(total).tolist():
+    # Twice as many as are wanted: at most half of them were chosen already.
+    for index in np.random.default_rng(seed).permutation(total)[: 2 * count].tolist():
         if len(chosen) >= min(count, total):
             break
         chosen.setdefault(index, "random")
