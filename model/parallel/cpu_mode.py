@@ -3,8 +3,8 @@
 megatron-core's process groups, tensor-parallel layers and attention run on CPU as they are. Sequence parallelism, expert
 dispatch, pipeline schedules, gradient buffers, optimizers and recompute do too, but for asking ``torch.cuda`` for "the current device",
 streams and random states, and for allocating with ``device="cuda"``. Within :func:`cpu_as_cuda` those requests
-are answered for the CPU. It changes ``torch.cuda`` and the dispatch of torch functions in this process, for as long as it is
-entered; it changes no attribute of megatron-core. Enter it once, around building and training, and only where
+are answered for the CPU. It changes ``torch.cuda``, the dispatch of torch functions, and how ``all_to_all_single`` takes
+sizes, in this process and for as long as it is entered; it changes no attribute of megatron-core. Enter it once, around building and training, and only where
 there is no CUDA.
 """
 
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
@@ -49,12 +50,13 @@ def cpu_as_cuda() -> Iterator[None]:
         "empty_cache": lambda: None,
     }
     saved = {name: getattr(torch.cuda, name) for name in answers}
-    saved_random = torch.cuda.random.get_rng_state
+    saved_random, saved_exchange = torch.cuda.random.get_rng_state, dist.all_to_all_single
     try:
         for name, answer in answers.items():
             setattr(torch.cuda, name, answer)
         # megatron-core's recompute reads the state through this second name.
         torch.cuda.random.get_rng_state = answers["get_rng_state"]
+        dist.all_to_all_single = _with_sizes_as_lists(saved_exchange)
         # megatron-core compiles small functions; on a CPU that costs more than it ever gains.
         with _CudaToCpu(), torch.compiler.set_stance("force_eager"):
             yield
@@ -62,6 +64,7 @@ def cpu_as_cuda() -> Iterator[None]:
         for name, original in saved.items():
             setattr(torch.cuda, name, original)
         torch.cuda.random.get_rng_state = saved_random
+        dist.all_to_all_single = saved_exchange
 
 
 def cpu_mode_if_needed() -> contextlib.AbstractContextManager[None]:
@@ -77,8 +80,16 @@ def _on_cpu(device: Any) -> Any:
     return device
 
 
-def _is_sizes(name: str, value: Any) -> bool:
-    return name.endswith("split_sizes") and isinstance(value, torch.Tensor)
+def _with_sizes_as_lists(exchange: Callable[..., Any]) -> Callable[..., Any]:
+    """``all_to_all_single`` for numbers of tokens that the expert dispatcher moves to the host only from a GPU."""
+
+    def exchange_lists(*args: Any, **kwargs: Any) -> Any:
+        for name in ("output_split_sizes", "input_split_sizes"):
+            if isinstance(kwargs.get(name), torch.Tensor):
+                kwargs[name] = kwargs[name].tolist()
+        return exchange(*args, **kwargs)
+
+    return exchange_lists
 
 
 class _CudaToCpu(TorchFunctionMode):
@@ -97,9 +108,6 @@ class _CudaToCpu(TorchFunctionMode):
             # The optimizers sort parameters by the type's name and know the CUDA names only.
             kind: str = func(*args)
             return kind if "cuda" in kind else kind.replace("torch.", "torch.cuda.", 1)
-        if name == "all_to_all_single":
-            # The expert dispatcher moves numbers of tokens to the host only where they were on a GPU.
-            kwargs = {key: value.tolist() if _is_sizes(key, value) else value for key, value in kwargs.items()}
         if name == "to":
             args = (args[0], *(_on_cpu(arg) for arg in args[1:]))
         return func(*args, **kwargs)
