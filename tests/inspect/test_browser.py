@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -120,6 +119,21 @@ def test_a_text_token_tells_id_label_mask_and_position(visit: Visit, demo_raw: l
     page.keyboard.press("ArrowLeft")
     page.keyboard.press("ArrowLeft")
     assert visit.field("mask") == "0"
+
+
+def test_positions_are_plotted_as_stored(visit: Visit, demo_raw: list[RawSample]) -> None:
+    page, raw = visit.page, demo_raw[2]
+    visit.open_sample(2)
+    for axis, name in enumerate("thw"):
+        path = page.get_attribute(f".plot path.{name}", "d")
+        points = [point.split(" ") for point in path.removeprefix("M").split("L")]
+        assert [int(x) for x, _ in points] == list(range(raw.length))
+        assert [-int(y) for _, y in points] == raw.positions[axis].tolist()
+    page.click(".frames button >> nth=1")
+    start = int((raw.ids == raw.ids[4]).argmax())
+    assert (page.get_attribute(".plot svg", "viewBox") or "").startswith(f"{start} ")
+    page.hover(".plot svg")
+    assert len(spot(page)) == 4  # the middle of the image's frame is one of its tokens
 
 
 def test_search_and_filters_select_the_same_both_ways(visit: Visit, demo_raw: list[RawSample]) -> None:
@@ -289,12 +303,10 @@ def look(browser: Any, url: str, samples: int) -> None:
     page.close()
 
 
-def test_fifty_samples_open_at_once(demo: Path, tmp_path: Path, command: Command, browser: Any) -> None:
-    """Only what is looked at is parsed: opening does not depend on the number of samples."""
-    assert command(demo, "--html", tmp_path / "page.html")[0] == 0
-    begun = time.monotonic()
-    visit = Visit(browser, (tmp_path / "page.html").as_uri())
+def test_nothing_is_parsed_before_it_is_looked_at(visit: Visit) -> None:
+    """So opening does not depend on the number of samples."""
     visit.page.wait_for_selector(".tile")
-    print(f"opened in {time.monotonic() - begun:.2f} s")
-    assert visit.page.locator(".tok").count() == 0
-    visit.page.close()
+    assert visit.page.locator(".tok, .picture img").count() == 0
+    assert not [url for url in visit.requests if "/api/" in url]
+    visit.open_sample(1)
+    assert visit.page.locator(".detail .tok").count() > 20

@@ -33,25 +33,45 @@ function pictureOf(sample, image) {
     `image ${image.number}: ${image.width} × ${image.height} pixels, ${high} × ${wide} patches, ${count(image.tokens)} tokens from ${count(image.start)} on.${from}`));
 }
 
+// Curves over token numbers; the frame moves, the drawing stays. An image's few positions are lost beside a long text,
+// so each image can fill the frame.
 function plotOf(sample) {
-  const tokens = sample.tokens, wide = Math.max(sample.length - 1, 1);
-  const most = Math.max(1, ...["t", "h", "w"].map((axis) => tokens[axis].reduce((a, b) => Math.max(a, b), 0)));
-  const curve = (axis) => svg("path", { class: axis, d: "M" + tokens[axis].map((value, i) => `${i} ${most - value}`).join("L") });
+  const tokens = sample.tokens, axes = ["t", "h", "w"];
+  const reach = (start, stop) => {
+    let low = Infinity, high = -Infinity;
+    for (const axis of axes) for (let i = start; i < stop; i += 1) { low = Math.min(low, tokens[axis][i]); high = Math.max(high, tokens[axis][i]); }
+    return [low, Math.max(high, low + 1)];
+  };
+  const curve = (axis) => svg("path", { class: axis, d: "M" + tokens[axis].map((value, i) => `${i} ${-value}`).join("L") });
   const zone = (span) => (span.kind === "image" ? "zone-image" : span.target ? "zone-target" : null);
-  const at = svg("line", { class: "at", y1: 0, y2: most, x1: 0, x2: 0, visibility: "hidden" });
-  const drawing = svg("svg", { viewBox: `0 0 ${wide} ${most}`, preserveAspectRatio: "none", role: "img", "aria-label": "t, h and w position of every token" },
-    sample.spans.filter(zone).map((span) => svg("rect", { class: zone(span), x: span.start, y: 0, width: Math.max(span.stop - span.start - 1, .5), height: most })),
-    ["t", "h", "w"].map(curve), at);
+  const [lowest, highest] = reach(0, sample.length), tall = highest - lowest;
+  const at = svg("line", { class: "at", y1: -highest, y2: -lowest, x1: 0, x2: 0, visibility: "hidden" });
+  const drawing = svg("svg", { preserveAspectRatio: "none", role: "img", "aria-label": "t, h and w position of every token" },
+    sample.spans.filter(zone).map((span) => svg("rect", { class: zone(span), x: span.start, y: -highest, width: Math.max(span.stop - span.start - 1, .5), height: tall })),
+    axes.map(curve), at);
+  const range = el("span", {});
+  const frame = { start: 0, stop: sample.length };
+  function show(start, stop) {
+    const [low, high] = reach(start, stop);
+    Object.assign(frame, { start, stop });
+    drawing.setAttribute("viewBox", `${start} ${-high} ${Math.max(stop - start - 1, 1)} ${high - low}`);
+    range.textContent = `${count(low)} to ${count(high)}, tokens ${count(start)} to ${count(stop - 1)}; shaded: image tokens, targets`;
+  }
+  show(0, sample.length);
   drawing.addEventListener("pointermove", (event) => {
-    const area = drawing.getBoundingClientRect();
-    setCursor(Math.min(Math.max(Math.round((event.clientX - area.left) / area.width * wide), 0), sample.length - 1), "plot");
+    const area = drawing.getBoundingClientRect(), wide = frame.stop - frame.start - 1;
+    setCursor(frame.start + Math.min(Math.max(Math.round((event.clientX - area.left) / area.width * wide), 0), wide), "plot");
   });
   cursor.listeners.push((index) => {
     at.setAttribute("visibility", index < 0 ? "hidden" : "visible");
     at.setAttribute("x1", index);
     at.setAttribute("x2", index);
   });
-  const legend = el("div", { class: "legend" }, [["t", "t, time"], ["h", "h, row"], ["w", "w, column"]].map(([axis, name]) => el("span", {}, el("span", { class: `key-line ${axis}` }), name)),
-    el("span", {}, `0 to ${count(most)}, over ${count(sample.length)} tokens; shaded: image tokens, targets`));
-  return el("div", { class: "panel plot" }, el("h2", {}, "Positions"), legend, drawing);
+  const frames = [["whole sample", 0, sample.length], ...sample.images.slice(0, 12).map((image) => [`image ${image.number}`, image.start, image.start + image.tokens])];
+  const buttons = frames.map(([name, start, stop], i) => el("button", { type: "button", "aria-pressed": String(i === 0), on: { click: (event) => {
+    for (const button of buttons) button.setAttribute("aria-pressed", String(button === event.currentTarget));
+    show(start, stop);
+  } } }, name));
+  const legend = el("div", { class: "legend" }, [["t", "t, time"], ["h", "h, row"], ["w", "w, column"]].map(([axis, name]) => el("span", {}, el("span", { class: `key-line ${axis}` }), name)), range);
+  return el("div", { class: "panel plot" }, el("h2", {}, "Positions"), legend, drawing, frames.length > 1 ? el("div", { class: "chips frames" }, buttons) : null);
 }
