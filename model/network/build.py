@@ -239,7 +239,8 @@ def _common_options(settings: ModelSettings) -> dict[str, Any]:
         "tensor_model_parallel_size": settings.tensor_parallel,
         "params_dtype": settings.params_dtype,
         "bf16": settings.params_dtype == torch.bfloat16,
-        "use_cpu_initialization": not torch.cuda.is_available(),
+        # On the meta device, for conversion, nothing may be allocated on a GPU either.
+        "use_cpu_initialization": not torch.cuda.is_available() or torch.get_default_device().type == "meta",
         "transformer_impl": "transformer_engine" if engine else "local",
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,

@@ -42,7 +42,7 @@ class RMSNorm(nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
         self.eps = eps
-        device = torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()
+        device = torch.get_default_device() if config.use_cpu_initialization else torch.cuda.current_device()
         fresh = torch.zeros if self.zero_centered else torch.ones
         self.weight = nn.Parameter(fresh(hidden_size, dtype=config.params_dtype, device=device))
         # Under sequence parallelism each tensor-parallel rank sees some tokens only; megatron-core then sums the gradient.

@@ -56,6 +56,7 @@ class PatchEmbed(nn.Module):
 
     def _folded(self, patches: Tensor) -> Tensor:
         halves = self.weight.unflatten(1, (self.channels, self.frames, -1))
-        weight = halves.float().sum(2).flatten(1) / PIXEL_SCALE
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        weight = halves.to(wide).sum(2).flatten(1) / PIXEL_SCALE
         centred = patches.to(self.weight.dtype) - PIXEL_MEAN
         return F.linear(centred, weight.to(self.weight.dtype), self.bias)

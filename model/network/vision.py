@@ -54,7 +54,7 @@ class VisionTower(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.architecture, self.recompute = architecture, recompute
-        device = torch.device("cpu" if config.use_cpu_initialization else "cuda")
+        device = torch.get_default_device() if config.use_cpu_initialization else torch.device("cuda")
         dtype = config.params_dtype
         self.patch_embed = PatchEmbed(architecture, dtype, device)
         self.pos_embed = nn.Embedding(
