@@ -1,0 +1,48 @@
+"""The CPU mode answers for CUDA while it is entered, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from model.parallel import cpu_mode
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
+
+NAMES = ("current_device", "current_stream", "synchronize", "Stream", "Event", "get_rng_state", "set_rng_state")
+
+
+def test_requests_land_on_the_cpu() -> None:
+    with cpu_mode.cpu_as_cuda():
+        assert torch.zeros(2, device="cuda").device.type == "cpu"
+        assert torch.zeros(2, device=torch.cuda.current_device()).cuda().device.type == "cpu"
+        assert torch.zeros(2).to("cuda:0").device.type == "cpu"
+        assert torch.zeros(2, pin_memory=True).device.type == "cpu"
+        assert torch.zeros(2).type() == "torch.cuda.FloatTensor"
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda.synchronize()
+        state = torch.cuda.get_rng_state()
+        first = torch.rand(3)
+        torch.cuda.set_rng_state(state)
+        assert torch.equal(torch.rand(3), first)
+
+
+def test_nothing_stays_changed() -> None:
+    before = [getattr(torch.cuda, name) for name in NAMES]
+    others = (torch.cuda.random.get_rng_state, dist.all_to_all_single)
+    kind = torch.zeros(2).type()
+    with pytest.raises(KeyError), cpu_mode.cpu_as_cuda():
+        raise KeyError
+    assert [getattr(torch.cuda, name) for name in NAMES] == before
+    assert (torch.cuda.random.get_rng_state, dist.all_to_all_single) == others
+    assert torch.zeros(2).type() == kind
+
+
+def test_it_touches_no_attribute_of_megatron() -> None:
+    core = pytest.importorskip("megatron.core")
+    before = {name: id(value) for name, value in vars(core).items()}
+    with cpu_mode.cpu_as_cuda():
+        assert {name: id(value) for name, value in vars(core).items()} == before
