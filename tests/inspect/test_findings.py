@@ -93,13 +93,37 @@ def test_a_planted_fault_is_found(
     assert all(a <= b for a, b in pairwise(order))
 
 
-def test_a_late_target_names_the_skipped_words(demo: Path, copy_of: Callable[[Path], Path]) -> None:
+@pytest.mark.parametrize("count", [1, 5])
+def test_a_late_target_names_the_skipped_words(demo: Path, copy_of: Callable[[Path], Path], count: int) -> None:
     copy = copy_of(demo)
-    rewrite_sample(copy, KEY, masked_beginning)
+    sound = describe_sample(open_dataset(copy), KEY)
+    first = int(np.argmax(sound.tokens.mask))
+
+    def change(draft: Draft) -> None:
+        draft.loss_mask[first : first + count] = 0
+
+    rewrite_sample(copy, KEY, change)
     found = next(f for f in describe_sample(open_dataset(copy), KEY).findings if f.kind == "late_target")
-    assert "<s_" in found.message
-    assert found.tokens is not None
-    assert found.tokens[1] - found.tokens[0] >= 5
+    skipped = "".join(sound.tokens.texts[first : first + count])
+    # The think block before the answer is left out on purpose and no part of the fault.
+    assert found.tokens == (first, first + count)
+    assert f'"{skipped}"' in found.message
+
+
+def test_a_think_block_may_be_left_out_whole_but_not_in_part(demo: Path, copy_of: Callable[[Path], Path]) -> None:
+    copy = copy_of(demo)
+    sound = describe_sample(open_dataset(copy), KEY)
+    first = int(np.argmax(sound.tokens.mask))
+    assert "".join(sound.tokens.texts[first - 4 : first]) == "<think>\n\n</think>\n\n"
+    assert "late_target" not in [found.kind for found in sound.findings]
+
+    def learn_thinking(draft: Draft, begin: int) -> None:
+        draft.loss_mask[begin:first] = 1
+
+    rewrite_sample(copy, KEY, lambda draft: learn_thinking(draft, first - 4))
+    assert "late_target" not in [f.kind for f in describe_sample(open_dataset(copy), KEY).findings]
+    rewrite_sample(copy, KEY, lambda draft: draft.loss_mask.__setitem__(first - 4, 0))
+    assert "late_target" in [f.kind for f in describe_sample(open_dataset(copy), KEY).findings]
 
 
 def test_an_image_of_one_colour_is_found_where_pixels_are_read(demo: Path, copy_of: Callable[[Path], Path]) -> None:

@@ -6,6 +6,7 @@ more, but a sample at a time: those are the audit of ``vlmdata verify`` and a fe
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -29,6 +30,7 @@ _FAR_OUT = 3.0
 #: Fewer samples have no quartiles to speak of.
 _ENOUGH = 20
 _QUOTED = 40
+_THINK_BLOCK = re.compile(r"<think>.*?</think>\n*", re.DOTALL)
 
 
 class Severity(StrEnum):
@@ -171,21 +173,21 @@ class ContentCheck:
             if turn.role != "assistant" or not turn.targets:
                 continue
             first = turn.start + int(np.argmax(mask[turn.start : turn.stop] != 0))
-            if (skipped := self._skipped(ids, turn, first)) is not None:
-                count = first - turn.body
-                message = f"the answer at token {turn.body} has no loss on its first {count} tokens: {skipped!r}"
-                yield finding("late_target", message, (turn.body, first))
+            begin, skipped = self._skipped(ids, turn, first)
+            if skipped:
+                message = f'targets begin at token {first}, but the answer at {begin}, with "{skipped}"'
+                yield finding("late_target", message, (begin, first))
             elif ids[first] == info.im_end:
                 yield finding("only_end_token", f"of the answer at token {turn.body} only its end is a target")
 
-    def _skipped(self, ids: npt.NDArray[np.int32], turn: Turn, first: int) -> str | None:
-        """What stands before the first target of an answer, unless that is nothing or a whole think block."""
-        if first <= turn.body:
-            return None
-        text = self.texts.decode(ids[turn.body : first].tolist())
-        if text.startswith("<think>") and text.rstrip("\n").endswith("</think>"):
-            return None
-        return one_line(text, _QUOTED)
+    def _skipped(self, ids: npt.NDArray[np.int32], turn: Turn, first: int) -> tuple[int, str]:
+        """Where an answer begins (after a think block, if one is left out whole), and what of it is no target."""
+        pieces = self.texts.decode_each(ids[turn.body : first].tolist())
+        text = "".join(pieces)
+        thought = _THINK_BLOCK.match(text)
+        begin = thought.end() if thought else 0
+        skipped_tokens = int(np.searchsorted(np.cumsum([len(piece) for piece in pieces]), begin, side="right"))
+        return turn.body + (skipped_tokens if begin else 0), one_line(text[begin:], _QUOTED)
 
 
 def flat_images(sample: Sample) -> Iterator[Finding]:

@@ -17,7 +17,7 @@ from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.manifest import TokenizerInfo
 from vlmdata.format.schema import PATCH_SIZE, PATCHES_PER_TOKEN, Sample
 from vlmdata.inspect.dataset import source_name
-from vlmdata.inspect.findings import ContentCheck, Finding, IndexFindings, flat_images
+from vlmdata.inspect.findings import ContentCheck, Finding, IndexFindings, Severity, flat_images
 from vlmdata.inspect.tokens import TokenTexts, Turn, find_turns
 
 #: :data:`vlmdata.batch.IGNORE_INDEX`, without the seconds that importing torch takes.
@@ -204,12 +204,12 @@ class SampleDescriber:
             spans=spans,
             images=_images(sample, row.image_starts, dataset.metadata(i)),
             tokens=_table(sample, self.texts, numbers),
-            findings=(*self.findings(i), *flat_images(sample)),
+            findings=_by_severity([*self.findings(i), *flat_images(sample)]),
         )
 
     def findings(self, i: int) -> tuple[Finding, ...]:
         """What deserves a look about the sample at position ``i``, without reading its pixels."""
-        return (*self.facts.of(i), *self._check.of(i))
+        return _by_severity([*self.facts.of(i), *self._check.of(i)])
 
 
 def describe_sample(dataset: VlmDataset, which: int | str) -> SampleDescription:
@@ -251,6 +251,11 @@ def position_of(dataset: VlmDataset, which: int | str) -> int:
     if not -total <= which < total:
         raise IndexError(f"no sample {which}: the dataset has {total:,}, numbered 0 to {total - 1}")
     return which % total
+
+
+def _by_severity(findings: list[Finding]) -> tuple[Finding, ...]:
+    order = list(Severity)
+    return tuple(sorted(findings, key=lambda found: order.index(found.severity)))
 
 
 def _table(sample: Sample, texts: TokenTexts, spans: npt.NDArray[np.int32]) -> TokenTable:
