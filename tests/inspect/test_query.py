@@ -82,6 +82,13 @@ def test_text_is_found_in_any_case_and_keys_too(mixed_dataset: VlmDataset) -> No
     assert max(text.count("<|image_pad|>") for text in whole) <= 2  # one a picture
 
 
+def test_a_whole_key_finds_its_sample_at_once(demo_dataset: VlmDataset) -> None:
+    facts = IndexFindings(demo_dataset.index)
+    assert candidates(facts, parse_query("000000005", "longest")).tolist() == [5]
+    assert candidates(facts, parse_query("000000005 row<3")).tolist() == []
+    assert len(candidates(facts, parse_query("00000000"))) == len(demo_dataset)
+
+
 def test_a_search_goes_on_where_it_stopped(demo_dataset: VlmDataset) -> None:
     texts = TokenTexts(demo_dataset.directory)
     order = np.arange(len(demo_dataset))

@@ -44,6 +44,7 @@ class Severity(StrEnum):
 #: Kind -> (severity, meaning). Kinds not listed are checks of ``vlmdata verify``: faults.
 KINDS: dict[str, tuple[Severity, str]] = {
     "no_targets": (Severity.FAULT, "no token is a target: the sample teaches nothing"),
+    "no_turn": (Severity.FAULT, "no turn begins anywhere: the tokens are not those of a conversation"),
     "late_target": (Severity.FAULT, "the targets of an answer begin after its first words"),
     "low_target_share": (Severity.WARNING, "unusually few of the tokens are targets"),
     "only_end_token": (Severity.WARNING, "an answer whose only target is its end: empty, or masked"),
@@ -158,6 +159,9 @@ class ContentCheck:
     def of(self, i: int) -> list[Finding]:
         """The findings of sample ``i``: the audit of ``vlmdata verify``, and where its answers begin."""
         sample = self.dataset[i]
+        if not (sample.input_ids[: sample.length] == self.dataset.manifest.tokenizer.im_start).any():
+            # The audit is about turns and takes it for granted that there is one.
+            return [finding("no_turn", f"none of {sample.length:,} tokens is <|im_start|>, so nobody speaks in it")]
         audited = [] if self._rules is None else audit_sample(sample, self.dataset.index.row(i), self._rules)
         # "no_target" is told from the index, for every sample.
         found = [finding(check, message) for check, message in audited if check != "no_target"]

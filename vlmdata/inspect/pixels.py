@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from vlmdata.format.schema import Sample
+from vlmdata.errors import DatasetFormatError
+from vlmdata.format.schema import MERGE_SIZE, Sample
 from vlmdata.patches import unpatchify
 
 #: Longest side of an image in the one-file page, in pixels; the served page shows every pixel.
@@ -30,12 +31,18 @@ def rebuild_image(sample: Sample, number: int) -> npt.NDArray[np.uint8]:
 
     Raises:
         IndexError: If the sample has no such image.
+        DatasetFormatError: If its grid and the stored patches do not fit together.
     """
     grids = sample.image_grid_thw.astype(np.int64)
     if not 0 <= number < len(grids):
         raise IndexError(f"no image {number}: sample {sample.key} has {len(grids)}, from 0")
     start = int(grids[:number].prod(axis=1).sum())
     _, height, width = grids[number].tolist()
+    if (grids < 1).any() or height % MERGE_SIZE or width % MERGE_SIZE or start + height * width > len(sample.patches):
+        raise DatasetFormatError(
+            f"sample {sample.key}: image {number} has the grid {grids[number].tolist()}, which does not fit the "
+            f"{len(sample.patches)} stored patches. Run `vlmdata verify` on the dataset."
+        )
     return unpatchify(sample.patches[start : start + height * width], height, width).transpose(1, 2, 0)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlmdata.format.dataset import VlmDataset
+from vlmdata.format.index import DatasetIndex
 from vlmdata.inspect.findings import KINDS, IndexFindings, Severity
 from vlmdata.inspect.tokens import TokenTexts
 
@@ -127,7 +128,10 @@ def parse_query(text: str, sort: str = "stored") -> Query:
 
 
 def candidates(facts: IndexFindings, query: Query) -> IntArray:
-    """Positions of the samples that meet the conditions, in the query's order; the text is not looked at."""
+    """Positions of the samples that meet the conditions, in the query's order.
+
+    Text is not looked at, unless it is a whole key: then that sample alone is a candidate, however many there are.
+    """
     index = facts.index
     chosen = np.ones(len(index), np.bool_)
     for condition in query.conditions:
@@ -140,11 +144,20 @@ def candidates(facts: IndexFindings, query: Query) -> IntArray:
             if KINDS[kind][0] is not Severity.NOTE:
                 suspicious[where] = True
         chosen &= suspicious
+    if query.text and (named := _named(index, query.text)) is not None:
+        chosen[:named] = chosen[named + 1 :] = False
     found = np.flatnonzero(chosen)
     if query.sort == "stored":
         return found
     values = _ORDERS[query.sort](facts)
     return found[np.argsort(values[found], kind="stable")]
+
+
+def _named(index: DatasetIndex, text: str) -> int | None:
+    try:
+        return index.position_of(text)
+    except KeyError:
+        return None
 
 
 def search(

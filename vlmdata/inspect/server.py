@@ -94,7 +94,7 @@ class InspectApp:
         boot: dict[str, Any] = {"mode": "served", "card": dataset_payload(dataset, card), "samples": [], "packs": None}
         self._document: Document = build_page(boot, {}, served=True)
         # The candidates of the last few queries: scrolling asks for the same again and again.
-        self._candidates = lru_cache(maxsize=8)(lambda query: candidates(self._describe.facts, query))
+        self._candidates = lru_cache(maxsize=4)(lambda query: candidates(self._describe.facts, query))
 
     def routes(self) -> list[Route]:
         """All there is to ask for. Sync functions: Starlette runs them in threads, so a slow one blocks nobody."""
@@ -116,7 +116,7 @@ class InspectApp:
             query = parse_query(request.query_params.get("query", ""), request.query_params.get("sort", "stored"))
         except ValueError as error:
             raise HTTPException(400, str(error)) from error
-        order = self._candidates(query.__class__(query.conditions, query.flags, "", query.sort))
+        order = self._candidates(query)
         hits = search(
             self._dataset,
             self._describe.texts,
@@ -218,7 +218,7 @@ def build_app(
     ours = frozenset(f"{_bracketed(name)}:{port}".lower() for name in ("127.0.0.1", "localhost", "::1", host, *names))
     everywhere = _is_address(_bracketed(host)) and ipaddress.ip_address(host.strip("[]")).is_unspecified
     guard = Middleware(Guard, hosts=ours, any_address=everywhere, port=port)
-    handlers: Any = {HTTPException: _http_error, VlmdataError: _data_error}
+    handlers: Any = {HTTPException: _http_error, VlmdataError: _data_error, Exception: _unexpected}
     return Starlette(routes=InspectApp(dataset, card, packs).routes(), middleware=[guard], exception_handlers=handlers)
 
 
@@ -230,6 +230,11 @@ def _http_error(request: Request, error: Exception) -> Response:
 def _data_error(request: Request, error: Exception) -> Response:
     """A damaged shard: the page shows the message in place of the sample."""
     return _json({"error": safe(str(error))}, 500)
+
+
+def _unexpected(request: Request, error: Exception) -> Response:
+    """Damage nobody thought of, or a bug of ours: the trace goes to the terminal, the page goes on."""
+    return _json({"error": f"{type(error).__name__}: {safe(str(error))}. `vlmdata verify` may know more."}, 500)
 
 
 def _json(value: Any, status: int = 200) -> Response:

@@ -88,7 +88,7 @@ class TokenTexts:
     def _spell(self, token: int) -> bytes:
         if token in self._added:
             return self._added[token].encode()
-        text = self._tokenizer.id_to_token(token)
+        text = self._tokenizer.id_to_token(token) if 0 <= token < 1 << 32 else None
         if text is None:
             return f"<unknown id {token}>".encode()
         if not self._byte_level:
@@ -129,11 +129,12 @@ def find_turns(
     """
     starts = np.flatnonzero(ids == info.im_start).tolist()
     bounds = [*starts, len(ids)]
-    turns = [] if not starts or starts[0] == 0 else [Turn("", 0, 0, starts[0], int(mask[: starts[0]].sum()))]
+    before = bounds[0] if starts else 0
+    turns = [Turn("", 0, 0, before, int(np.count_nonzero(mask[:before])))] if before else []
     for start, stop in pairwise(bounds):
         role, body = _header(ids[start:stop].tolist(), info, texts)
-        turns.append(Turn(role, start, start + body, stop, int(mask[start:stop].sum())))
-    return tuple(turns) or (Turn("", 0, 0, len(ids), int(mask.sum())),)
+        turns.append(Turn(role, start, start + body, stop, int(np.count_nonzero(mask[start:stop]))))
+    return tuple(turns) or (Turn("", 0, 0, len(ids), int(np.count_nonzero(mask))),)
 
 
 def _header(turn: list[int], info: TokenizerInfo, texts: TokenTexts) -> tuple[str, int]:

@@ -54,7 +54,9 @@ const store = {
     const { tests, text } = parseQuery(query);
     let rows = BOOT.samples.filter((s) => tests.every((test) => test(s)));
     const candidates = rows.length;
-    if (text) rows = rows.filter((s) => s.key.includes(text) || textOf(s.index).includes(text));
+    const named = rows.filter((s) => s.key === text);
+    if (named.length) rows = named;
+    else if (text) rows = rows.filter((s) => s.key.includes(text) || textOf(s.index).includes(text));
     if (ORDER[sort]) rows = [...rows].sort((a, b) => ORDER[sort](a) - ORDER[sort](b));
     return { rows, searched: candidates, candidates, done: true };
   },
@@ -71,7 +73,7 @@ const store = {
     return cache.get(key);
   },
   picture(sample, image) {
-    return SERVED ? `/api/samples/${Number(sample.index)}/images/${Number(image.number)}` : image.src;
+    return SERVED ? `/api/samples/${Number(sample.index)}/images/${Number(image.number)}` : image.src || "data:,";
   },
   has(index) {
     return SERVED ? index >= 0 && index < BOOT.card.totals.samples : Boolean($(`sample-${index}`));
