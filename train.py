@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
-import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -95,11 +93,11 @@ def _run(file: Path | None, overrides: list[str | tuple[str, Any]], resume: bool
     """Joins the process group, trains, leaves it; the exit code."""
     # Before megatron-core is imported: it wants sequence- and tensor-parallel messages in the order they are made.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    # Its remarks on deprecated and absent parts are for its developers; errors come through.
-    logging.getLogger("megatron").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module="megatron")
     from model.parallel import groups
     from model.parallel.cpu_mode import cpu_mode_if_needed
+    from model.parallel.quiet import quiet_megatron
+
+    quiet_megatron()
     from model.training.config import ConfigError, load_config
     from model.training.loop import train
     from model.training.setup import device_of_this_process

@@ -50,8 +50,8 @@ class ModelSettings:
         mtp_layers: Multi-token prediction layers that are trained, at most the architecture's; None for its number.
         mtp_loss_scale: Weight of their loss.
         moe_aux_loss: Weight of the load-balancing loss; None for the architecture's.
-        recompute: What is computed again in the backward pass: nothing, feed-forward layers (``selective``) or whole layers
-            (``full``).
+        recompute: What is computed again in the backward pass: nothing, feed-forward layers (``selective``) or whole
+            layers (``full``).
         vision_recompute: Whether the vision tower's blocks are.
         cp_comm_type: How attention exchanges over context-parallel ranks (Transformer Engine): ``p2p``,
             ``all_gather``, ``a2a``, ``a2a+p2p``.
@@ -214,7 +214,9 @@ def language_config(architecture: Architecture, settings: ModelSettings) -> Tran
     }
     if settings.fp8 is not None:
         options |= {"fp8": settings.fp8, "fp8_recipe": settings.fp8_recipe}
-    return TransformerConfig(**(options | _moe_options(architecture, settings) | _recompute_options(architecture, settings)))
+    return TransformerConfig(
+        **(options | _moe_options(architecture, settings) | _recompute_options(architecture, settings))
+    )
 
 
 def vision_config(architecture: Architecture, settings: ModelSettings) -> TransformerConfig:
@@ -359,7 +361,9 @@ def _check_combinations(settings: ModelSettings, architecture: Architecture) -> 
     if settings.sequence_parallel and settings.tensor_parallel == 1:
         raise ValueError("sequence_parallel shares tokens over tensor-parallel ranks: it needs tensor_parallel > 1")
     if settings.expert_parallel > 1 and not moe:
-        raise ValueError(f"expert_parallel is {settings.expert_parallel}, but the architecture has no experts; set it to 1")
+        raise ValueError(
+            f"expert_parallel is {settings.expert_parallel}, but the architecture has no experts; set it to 1"
+        )
     if moe and settings.tensor_parallel > 1 and not settings.sequence_parallel:
         raise ValueError("experts with tensor_parallel need sequence_parallel: switch it on")
     engine_only = [
@@ -383,7 +387,11 @@ def _check_groups(settings: ModelSettings, groups: ProcessGroupCollection) -> No
         "pipeline_parallel": groups.pp.size(),
         "expert_parallel": groups.ep.size(),
     }
-    wrong = [f"{name} {getattr(settings, name)} (groups: {size})" for name, size in made.items() if getattr(settings, name) != size]
+    wrong = [
+        f"{name} {getattr(settings, name)} (groups: {size})"
+        for name, size in made.items()
+        if getattr(settings, name) != size
+    ]
     if wrong:
         raise ValueError(
             f"the settings differ from the process groups in {', '.join(wrong)}; give model.parallel.groups.initialize "

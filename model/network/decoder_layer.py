@@ -45,7 +45,8 @@ class RMSNorm(nn.Module):
         device = torch.get_default_device() if config.use_cpu_initialization else torch.cuda.current_device()
         fresh = torch.zeros if self.zero_centered else torch.ones
         self.weight = nn.Parameter(fresh(hidden_size, dtype=config.params_dtype, device=device))
-        # Under sequence parallelism each tensor-parallel rank sees some tokens only; megatron-core then sums the gradient.
+        # Under sequence parallelism each tensor-parallel rank sees some tokens only; megatron-core then sums the
+        # gradient.
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
@@ -60,8 +61,8 @@ class RMSNorm(nn.Module):
 class PlainRMSNorm(RMSNorm):
     """The norm inside ``Qwen3_5RMSNormGated``: scaled by the weight itself.
 
-    megatron-core's delta net would have it zero-centred; ``w - 1`` of a small w does not come back exactly, so a checkpoint
-    would change by being converted.
+    megatron-core's delta net would have it zero-centred; ``w - 1`` of a small w does not come back exactly, so a
+    checkpoint would change by being converted.
     """
 
     zero_centered = False
@@ -169,8 +170,8 @@ class RouterState:
 class Qwen35Router(TopKRouter):
     """``Qwen3_5MoeTopKRouter`` with a load-balancing loss that counts no padding and does not depend on the layout.
 
-    megatron-core scales that loss by the rank's own tokens and takes the sum of tokens for the divisor; both are off when
-    the ranks' padding differs, or when not every token is a target.
+    megatron-core scales that loss by the rank's own tokens and takes the sum of tokens for the divisor; both are off
+    when the ranks' padding differs, or when not every token is a target.
     """
 
     state: RouterState

@@ -11,6 +11,7 @@ Shapes: patches P, hidden c, heads of this rank n, head width d, image tokens M 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,8 +72,8 @@ class VisionTower(MegatronModule):
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         """Encodes images.
 
-        Without images one black token is encoded in their place and left out of the result, so that all parameters take part in the
-        backward pass on every rank and get the gradient zero.
+        Without images one black token is encoded in their place and left out of the result, so that all parameters take
+        part in the backward pass on every rank and get the gradient zero.
 
         Args:
             patches: uint8 (P, 768) or floating point (P, 1536), images one after another in merge order.
@@ -265,7 +266,7 @@ def _rotate(x: Tensor, angles: Tensor) -> Tensor:
 def _attend(query: Tensor, key: Tensor, value: Tensor, bounds: Sequence[int]) -> Tensor:
     """Full attention within segments; (P, n, d) to (P, n * d)."""
     pieces = []
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in itertools.pairwise(bounds):
         mine = (x[start:stop].transpose(0, 1).unsqueeze(0) for x in (query, key, value))
         pieces.append(F.scaled_dot_product_attention(*mine)[0].transpose(0, 1))
     return torch.cat(pieces).flatten(1)

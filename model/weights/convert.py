@@ -7,6 +7,7 @@ move through the table of :mod:`model.weights.names`. Both directions are exact:
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import shutil
@@ -23,8 +24,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor,
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 from torch import Tensor
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, narrow_tensor_by_index
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, WriteItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import StorageReader
 
 from model.architecture import Architecture
 from model.network.build import ModelSettings, build_model, vocabulary_rows
@@ -87,14 +91,16 @@ def to_megatron(source: Path, out: Path, progress: Progress = lambda count: None
 
     def resolve(index: MetadataIndex) -> Tensor:
         name, number = pieces.where[(index.fqn, tuple(index.offset or ()))]
-        data = pieces.cut(name, parameter(pieces.canonical[name]))[number].data
-        assert data is not None
-        progress(data.nbytes)
-        return data
+        piece = pieces.cut(name, parameter(pieces.canonical[name]))[number]
+        assert piece.data is not None
+        progress(piece.data.nbytes)
+        return piece.data.reshape(_stored_shape(piece))
 
-    out.mkdir(parents=True, exist_ok=True)
     pieces.set_dtypes({ours: _dtype(files, maps[canonical]) for ours, canonical in pieces.canonical.items()})
-    dist_checkpointing.save(pieces.state, str(out), sharded_strategy=_StreamingSave(resolve))
+    out.mkdir(parents=True, exist_ok=True)
+    # Copies: saving changes what it is given.
+    state = {name: copy.copy(entry) for name, entry in pieces.state.items()}
+    dist_checkpointing.save(state, str(out), sharded_strategy=_StreamingSave(resolve))
     (out / CONFIG).write_text(json.dumps(architecture.to_hf(), indent=2) + "\n")
     return Converted(len(wanted), sum(files.bytes(name) for name in wanted), mtp)
 
@@ -122,22 +128,24 @@ def to_hf(
     """
     architecture = Architecture.from_hf(read_config(source))
     reader = torch_strategies._get_filesystem_reader(str(source))
-    stored = reader.read_metadata().state_dict_metadata
+    metadata = reader.read_metadata()
+    reader.set_up_storage_reader(metadata, True)
+    stored = {k: each for k, each in metadata.state_dict_metadata.items() if isinstance(each, TensorStorageMetadata)}
     mtp = any(key.startswith("language.predictor.") for key in stored)
     pieces = _pieces(_meta_model(architecture, mtp))
     maps = _table(architecture, mtp, ())
-    shapes = {key: tuple(each.size) for key, each in stored.items() if isinstance(each, TensorStorageMetadata)}
-    dtypes = {key: each.properties.dtype for key, each in stored.items() if isinstance(each, TensorStorageMetadata)}
-    _require_no(_key_differences(pieces, shapes), source)
+    _require_no(_key_differences(pieces, {key: tuple(each.size) for key, each in stored.items()}), source)
     by_canonical = {canonical: ours for ours, canonical in pieces.canonical.items()}
 
     @lru_cache(maxsize=1)  # q, k and v are one parameter and follow one another
     def parameter(canonical: str) -> list[Tensor]:
-        return maps[canonical].to_hf(pieces.load(by_canonical[canonical], reader, dtypes))
+        return maps[canonical].to_hf(pieces.load(by_canonical[canonical], reader, stored))
 
     owners = _owners(maps)
+    first_keys = pieces.first_keys()
+    keys = {name: first_keys[by_canonical[found[0][0]]] for name, found in owners.items()}
     planned = {
-        name: PlannedTensor(shape, dtype or dtypes[pieces.first_key(by_canonical[owners[name][0][0]])])
+        name: PlannedTensor(shape, dtype or stored[keys[name]].properties.dtype)
         for name, shape in hf_names(maps).items()
     }
 
@@ -193,33 +201,17 @@ class _Pieces:
             return [each for each in nested_values(built) if isinstance(each, ShardedTensor)]
         return [_with_data(entry, parameter)]
 
-    def load(self, name: str, reader: Any, dtypes: Mapping[str, torch.dtype]) -> Tensor:
-        """A parameter, read from a checkpoint."""
+    def load(self, name: str, reader: StorageReader, stored: Mapping[str, TensorStorageMetadata]) -> Tensor:
+        """A parameter, read from a checkpoint that may have cut it otherwise."""
         entry = self.state[name]
-        if isinstance(entry, ShardedTensorFactory):
-            built = entry.build()
-            sharded = [each for each in nested_values(built) if isinstance(each, ShardedTensor)]
-        else:
-            built, sharded = entry, [entry]
-        filled = {}
-        for piece in sharded:
-            assert piece.data is not None
-            filled[id(piece)] = torch.empty(piece.data.shape, dtype=dtypes[piece.key], device="cpu")
-        wanted = {piece.key: [_with_data(p, filled[id(p)]) for p in sharded if p.key == piece.key] for piece in sharded}
-        checkpoint.load(
-            torch_strategies.mcore_to_pyt_state_dict(wanted, True),
-            storage_reader=reader,
-            planner=torch_strategies.MCoreLoadPlanner(shapes_validation_sharded_tensors=()),
-            no_dist=True,
-        )
         if not isinstance(entry, ShardedTensorFactory):
-            return filled[id(entry)]
-        merged: Tensor = entry.merge_fn(_replace(built, filled))
+            return _read(entry, reader, stored[entry.key])
+        merged: Tensor = entry.merge_fn(_mapped(entry.build(), lambda piece: _read(piece, reader, stored[piece.key])))
         return merged
 
-    def first_key(self, name: str) -> str:
-        """The key of a parameter's first piece."""
-        return next(key for (key, _), (owner, number) in self.where.items() if owner == name and number == 0)
+    def first_keys(self) -> dict[str, str]:
+        """The key of every parameter's first piece."""
+        return {owner: key for (key, _), (owner, number) in self.where.items() if number == 0}
 
     def set_dtypes(self, dtypes: Mapping[str, torch.dtype]) -> None:
         """Lets every parameter be stored in the dtype it comes in."""
@@ -292,14 +284,44 @@ def _with_data(piece: ShardedTensor, data: Tensor) -> ShardedTensor:
     return dataclasses.replace(piece, data=data, dtype=data.dtype)
 
 
-def _replace(built: Any, filled: Mapping[int, Tensor]) -> Any:
+def _mapped(built: Any, function: Callable[[ShardedTensor], Tensor]) -> Any:
     if isinstance(built, ShardedTensor):
-        return filled[id(built)]
+        return function(built)
     if isinstance(built, dict):
-        return {key: _replace(each, filled) for key, each in built.items()}
+        return {key: _mapped(each, function) for key, each in built.items()}
     if isinstance(built, list | tuple):
-        return type(built)(_replace(each, filled) for each in built)
+        return type(built)(_mapped(each, function) for each in built)
     return built
+
+
+def _read(piece: ShardedTensor, reader: StorageReader, stored: TensorStorageMetadata) -> Tensor:
+    """A piece from whatever chunks of its tensor are stored."""
+    assert piece.data is not None
+    sizes = _stored_shape(piece)
+    wanted = ChunkStorageMetadata(torch.Size(piece.global_offset), sizes)
+    found = torch.empty(sizes, dtype=stored.properties.dtype, device="cpu")
+    items = create_read_items_for_chunk_list(piece.key, stored, [wanted])
+    reader.read_data(LoadPlan(items), _IntoTensor(found)).wait()
+    return found.reshape(piece.data.shape)
+
+
+def _stored_shape(piece: ShardedTensor) -> torch.Size:
+    """Experts are entries of one tensor: each is stored with an axis before its own."""
+    assert piece.data is not None
+    return torch.Size([1] * piece.prepend_axis_num + list(piece.data.shape))
+
+
+class _IntoTensor(DefaultLoadPlanner):
+    """Puts what is read into one tensor."""
+
+    def __init__(self, tensor: Tensor):
+        super().__init__()
+        self._tensor = tensor
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        return narrow_tensor_by_index(self._tensor, read_item.dest_offsets, read_item.lengths)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None: ...
 
 
 class _StreamingSave(torch_strategies.TorchDistSaveShardedStrategy):
@@ -326,6 +348,6 @@ class _StreamingPlanner(torch_strategies.MCoreSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         found = super().resolve_data(write_item)
-        if isinstance(found, Tensor) and found.is_meta:
+        if isinstance(found, Tensor):
             return self._resolve(write_item.index)
         return found

@@ -12,9 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from vlmdata.batch import PackedBatch
+from vlmdata.batch import HostLayout, PackedBatch
 from vlmdata.loader.loader import StreamingLoader
 
 #: Small enough for about ten packs of the chats.
@@ -39,6 +40,8 @@ def differences(one: PackedBatch, other: PackedBatch) -> list[str]:
         a, b = getattr(one, field.name), getattr(other, field.name)
         if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
             same = a.dtype == b.dtype and a.device == b.device and a.shape == b.shape and bool((a == b).all())
+        elif isinstance(a, HostLayout):
+            same = all(np.array_equal(x, getattr(b, name)) for name, x in vars(a).items())
         else:
             same = type(a) is type(b) and a == b
         if not same:

@@ -1,0 +1,126 @@
+"""``vlmdata convert``: the command."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vlmdata.errors import VlmdataError
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(help="Folder of a Hugging Face checkpoint, or a Megatron checkpoint.")],
+    out: Annotated[Path, typer.Option(help="Where the converted checkpoint goes; must be empty or absent.")],
+    like: Annotated[
+        Path | None,
+        typer.Option(help="To Hugging Face: copy tokenizer, processor and other small files from this folder."),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="To Hugging Face: float32, bfloat16 or float16; default: as stored.")
+    ] = None,
+    file_gb: Annotated[float, typer.Option(help="To Hugging Face: most gigabytes in a file.")] = 5.0,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Convert weights: Hugging Face safetensors to a Megatron distributed checkpoint, or back.
+
+    The direction follows from SOURCE. A distributed checkpoint serves every tensor, pipeline and expert parallel size,
+    so there is nothing to choose. Values only change places, so the round trip is exact. One tensor is in memory at a
+    time.
+
+    **Examples**
+
+        vlmdata convert models/Qwen3.5-9B --out weights/qwen3.5-9b
+
+        torchrun --nproc-per-node 8 train.py --data data/cord --hf models/Qwen3.5-9B --weights weights/qwen3.5-9b
+
+        vlmdata convert runs/cord/checkpoints/step-00000500 --out models/cord --like models/Qwen3.5-9B
+
+    Exit codes: 0 done; 2 tensors are missing, unexpected or mis-shaped (all are listed), or wrong paths.
+    """
+    # Megatron-core takes seconds to import: only once the arguments are known to make sense.
+    to_megatron = _direction(source, out, like, dtype)
+    from model.parallel.quiet import quiet_megatron
+
+    quiet_megatron()
+    from model.parallel import cpu_mode, groups
+    from model.weights import convert as conversion
+
+    begun = time.perf_counter()
+    with _bar(source, json) as advance:
+        groups.initialize(backend="gloo")
+        try:
+            with cpu_mode.cpu_mode_if_needed():
+                if to_megatron:
+                    done = conversion.to_megatron(source, out, advance)
+                else:
+                    import torch
+
+                    kind = None if dtype is None else getattr(torch, dtype)
+                    done = conversion.to_hf(source, out, like, kind, int(file_gb * 1e9), advance)
+        finally:
+            groups.destroy()
+    seconds = time.perf_counter() - begun
+    kind_of = "Megatron distributed checkpoint" if to_megatron else "Hugging Face checkpoint"
+    if json:
+        result: dict[str, Any] = {"out": str(out), "format": "megatron" if to_megatron else "hf", **vars(done)}
+        typer.echo(jsonlib.dumps({**result, "seconds": round(seconds, 2)}))
+        return
+    without = "" if done.mtp else ", without multi-token prediction (the source has none)"
+    typer.echo(f"{kind_of} in {out}: {done.tensors:,} tensors, {done.bytes / 1e9:.2f} GB in {seconds:.1f} s{without}")
+
+
+def _direction(source: Path, out: Path, like: Path | None, dtype: str | None) -> bool:
+    """Whether it goes to Megatron.
+
+    Raises:
+        VlmdataError: If that cannot be told, or the options do not fit it.
+    """
+    if not source.is_dir():
+        raise VlmdataError(
+            f"{source} is no folder; download a checkpoint first: `hf download OWNER/NAME --local-dir DIR`"
+        )
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise VlmdataError(f"{out} is not empty; choose another --out")
+    if dtype is not None and dtype not in _DTYPES:
+        raise VlmdataError(f"--dtype {dtype}: choose one of {', '.join(_DTYPES)}")
+    if (source / ".metadata").exists():
+        return False
+    if not any(source.glob("*.safetensors")):
+        raise VlmdataError(f"{source} holds neither *.safetensors nor a distributed checkpoint (.metadata)")
+    if like is not None or dtype is not None:
+        raise VlmdataError("--like and --dtype are for the way to Hugging Face; SOURCE is a Hugging Face checkpoint")
+    return True
+
+
+def _bar(source: Path, quiet: bool) -> Any:
+    """A progress bar over bytes on a terminal, nothing elsewhere; gives the function that moves it."""
+    from contextlib import contextmanager
+
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    @contextmanager
+    def shown() -> Any:
+        console = Console(stderr=True)
+        with Progress(
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            disable=quiet or not console.is_terminal,
+        ) as progress:
+            task = progress.add_task("convert", total=_weight_bytes(source))
+            yield lambda count: progress.advance(task, count)
+
+    return shown()
+
+
+def _weight_bytes(source: Path) -> int:
+    return sum(file.stat().st_size for pattern in ("*.safetensors", "*.distcp") for file in source.glob(pattern))
