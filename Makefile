@@ -31,7 +31,7 @@ help:
 	@touch $@
 
 .venv/.stamp-dev: pyproject.toml $(LOCK) | .venv/bin/python
-	$(UV) pip install --quiet --python $(PY) --constraint $(LOCK) --editable '.[dev]'
+	$(UV) pip install --quiet --python $(PY) --constraint $(LOCK) --editable '.[dev,train]'
 	@touch $@
 
 env: .venv/.stamp-base

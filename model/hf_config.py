@@ -1,7 +1,8 @@
 """Transformers' Qwen3.5 configs to an :class:`Architecture` and back.
 
-Sources: ``configuration_qwen3_5.py`` and ``configuration_qwen3_5_moe.py`` of transformers for names and defaults; published
-``config.json`` files for the fields that those classes do not declare (``mtp_num_hidden_layers``, ``attn_output_gate``).
+Sources: ``configuration_qwen3_5.py`` and ``configuration_qwen3_5_moe.py`` of transformers for names and defaults;
+published ``config.json`` files for the fields that those classes do not declare (``mtp_num_hidden_layers``,
+``attn_output_gate``).
 
 Every field is one of four kinds: represented in the architecture, demanded to have the one value this model computes,
 known not to change the result, or unknown. Unknown fields are refused, since they may change it.
@@ -51,20 +52,66 @@ _DEMANDED: dict[str, dict[str, tuple[Any, ...]]] = {
 
 _REPRESENTED: dict[str, frozenset[str]] = {
     "": frozenset(
-        "text_config vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id "
-        "tie_word_embeddings model_type".split()
+        [
+            "text_config",
+            "vision_config",
+            "image_token_id",
+            "video_token_id",
+            "vision_start_token_id",
+            "vision_end_token_id",
+            "tie_word_embeddings",
+            "model_type",
+        ]
     ),
     "text_config": frozenset(
-        "vocab_size hidden_size intermediate_size num_hidden_layers layer_types full_attention_interval "
-        "num_attention_heads num_key_value_heads head_dim linear_num_key_heads linear_num_value_heads "
-        "linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim num_experts num_experts_per_tok "
-        "moe_intermediate_size shared_expert_intermediate_size router_aux_loss_coef rope_parameters rope_theta "
-        "partial_rotary_factor mrope_section rms_norm_eps max_position_embeddings initializer_range "
-        "tie_word_embeddings mtp_num_hidden_layers model_type".split()
+        [
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "layer_types",
+            "full_attention_interval",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "linear_num_key_heads",
+            "linear_num_value_heads",
+            "linear_key_head_dim",
+            "linear_value_head_dim",
+            "linear_conv_kernel_dim",
+            "num_experts",
+            "num_experts_per_tok",
+            "moe_intermediate_size",
+            "shared_expert_intermediate_size",
+            "router_aux_loss_coef",
+            "rope_parameters",
+            "rope_theta",
+            "partial_rotary_factor",
+            "mrope_section",
+            "rms_norm_eps",
+            "max_position_embeddings",
+            "initializer_range",
+            "tie_word_embeddings",
+            "mtp_num_hidden_layers",
+            "model_type",
+        ]
     ),
     "vision_config": frozenset(
-        "depth hidden_size intermediate_size num_heads out_hidden_size num_position_embeddings rope_parameters "
-        "in_channels patch_size temporal_patch_size spatial_merge_size initializer_range model_type".split()
+        [
+            "depth",
+            "hidden_size",
+            "intermediate_size",
+            "num_heads",
+            "out_hidden_size",
+            "num_position_embeddings",
+            "rope_parameters",
+            "in_channels",
+            "patch_size",
+            "temporal_patch_size",
+            "spatial_merge_size",
+            "initializer_range",
+            "model_type",
+        ]
     ),
     "text_config.rope_parameters": frozenset(["rope_theta", "partial_rotary_factor", "mrope_section"]),
     "vision_config.rope_parameters": frozenset(["rope_theta"]),
@@ -72,9 +119,25 @@ _REPRESENTED: dict[str, frozenset[str]] = {
 
 #: Fields that do not change what the model computes: data types, caches, ids of other tokens, notes of tools.
 _HARMLESS = frozenset(
-    "torch_dtype dtype use_cache transformers_version _name_or_path architectures pad_token_id bos_token_id eos_token_id "
-    "output_router_logits unsloth_fixed unsloth_fixed_mtp auto_map mlp_only_layers mrope_interleaved rope_type "
-    "base_config_key".split()
+    [
+        "torch_dtype",
+        "dtype",
+        "use_cache",
+        "transformers_version",
+        "_name_or_path",
+        "architectures",
+        "pad_token_id",
+        "bos_token_id",
+        "eos_token_id",
+        "output_router_logits",
+        "unsloth_fixed",
+        "unsloth_fixed_mtp",
+        "auto_map",
+        "mlp_only_layers",
+        "mrope_interleaved",
+        "rope_type",
+        "base_config_key",
+    ]
 )
 
 

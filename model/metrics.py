@@ -27,7 +27,9 @@ class MetricSums:
         pair = torch.stack([total.detach().float(), count.detach().float()])
         self._pairs[name] = self._pairs[name] + pair if name in self._pairs else pair
 
-    def pop(self, names: tuple[str, ...], group: dist.ProcessGroup | None = None, device: str = "cpu") -> dict[str, float]:
+    def pop(
+        self, names: tuple[str, ...], group: dist.ProcessGroup | None = None, device: str = "cpu"
+    ) -> dict[str, float]:
         """Means over all ranks since the last call, and starts anew.
 
         All ranks of the group must call it together with the same names; a rank may have counted nothing.

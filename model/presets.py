@@ -76,7 +76,7 @@ def _tiny(moe: MoeArchitecture | None) -> Architecture:
 
 
 def _proxy() -> Architecture:
-    """Real head widths and ratios in about 60 M parameters, most of them layers: for measuring on one GPU or a patient CPU."""
+    """Real head widths and ratios in 77 M parameters: for measuring on one GPU or a patient CPU."""
     language = LanguageArchitecture(
         vocab_size=TINY_VOCABULARY,
         hidden_size=512,
@@ -147,9 +147,7 @@ PRESETS: dict[str, Architecture] = {
     "4b": _dense(_vision_medium(2560), layers=32, intermediate=9216, heads=(16, 4), linear_value_heads=32, tied=True),
     "9b": _dense(_vision_large(4096), layers=32, intermediate=12288, heads=(16, 4), linear_value_heads=32, tied=False),
     "27b": _dense(_vision_large(5120), layers=64, intermediate=17408, heads=(24, 4), linear_value_heads=48, tied=False),
-    "35b-a3b": _sparse(
-        2048, layers=40, heads=(16, 2), linear_value_heads=32, moe=MoeArchitecture(256, 8, 512, 512)
-    ),
+    "35b-a3b": _sparse(2048, layers=40, heads=(16, 2), linear_value_heads=32, moe=MoeArchitecture(256, 8, 512, 512)),
     "122b-a10b": _sparse(
         3072, layers=48, heads=(32, 2), linear_value_heads=64, moe=MoeArchitecture(256, 8, 1024, 1024)
     ),

@@ -24,8 +24,8 @@ from model.parallel.packed import PackedLayout
 class InterleavedMRoPE(nn.Module):
     """Rotation angles of tokens with three positions: ``Qwen3_5TextRotaryEmbedding``.
 
-    Frequency i belongs to the axis t, h, w, t, h, w, … in turn, as far as the sections of h and w reach; the rest belongs to t.
-    megatron-core's own class gives each axis a consecutive block instead, which is another model.
+    Frequency i belongs to the axis t, h, w, t, h, w, … in turn, as far as the sections of h and w reach; the rest
+    belongs to t. megatron-core's own class gives each axis a consecutive block instead, which is another model.
     """
 
     def __init__(self, rotary_dim: int, base: float) -> None:
@@ -74,12 +74,12 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 class Qwen35SelfAttention(SelfAttention):
     """``Qwen3_5Attention``: megatron-core's self-attention that rotates with angles per token.
 
-    megatron-core's rotary code for packed batches copies boundaries to the host in every layer, and its fused kernel knows
-    positions along one axis only. So the angles come ready, one row per token held here, and are applied here.
+    megatron-core's rotary code for packed batches copies boundaries to the host in every layer, and its fused kernel
+    knows positions along one axis only. So the angles come ready, one row per token held here, and are applied here.
     """
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """See megatron-core's ``Attention.forward``; ``rotary_pos_emb`` are angles as :class:`InterleavedMRoPE` makes them."""
+        """As ``Attention.forward``; ``rotary_pos_emb`` are angles as :class:`InterleavedMRoPE` makes them."""
         self._angles = kwargs.pop("rotary_pos_emb", None)
         try:
             output: tuple[Tensor, Tensor] = super().forward(
@@ -98,7 +98,7 @@ class Qwen35SelfAttention(SelfAttention):
 
 
 class SegmentAttention(MegatronModule):
-    """Causal attention within the segments of a pack, by torch's scaled dot product: the core attention of the torch back end.
+    """Causal attention within the segments of a pack by torch's scaled dot product, for the torch back end.
 
     With context parallelism keys and values are gathered from all ranks; every rank computes the rows of its two chunks
     of each segment.

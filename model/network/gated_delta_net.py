@@ -1,7 +1,8 @@
 """The gated delta net: linear attention with a decaying, error-correcting state.
 
 Mirrors transformers' ``Qwen3_5GatedDeltaNet``, ``Qwen3_5RMSNormGated`` and ``torch_chunk_gated_delta_rule``.
-The split tables, the context-parallel exchange of heads for tokens and the sharded checkpoint are megatron-core's ``GatedDeltaNet``.
+The split tables, the context-parallel exchange of heads for tokens and the sharded checkpoint are megatron-core's
+``GatedDeltaNet``.
 
 Shapes: batch 1, tokens T, value heads h (keys are repeated to them), key width k, value width v, channels c,
 chunks m of 64 tokens.
@@ -9,6 +10,7 @@ chunks m of 64 tokens.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,10 +36,10 @@ CHUNK = 64
 class Qwen35GatedDeltaNet(GatedDeltaNet):
     """``Qwen3_5GatedDeltaNet`` by flash-linear-attention's kernels (CUDA), with three corrections to megatron-core's.
 
-    The decay is exponentiated in float32, as transformers does, whatever the parameters' dtype. The boundaries of a pack, checked
-    once a forward, are not copied to the host in every layer. And without sequence parallelism the gradient of the output
-    norm, of which each tensor-parallel rank sees its own heads only, is summed over the ranks (megatron-core
-    leaves it 46 to 92 % wrong).
+    The decay is exponentiated in float32, as transformers does, whatever the parameters' dtype. The boundaries of a
+    pack, checked once a forward, are not copied to the host in every layer. And without sequence parallelism the
+    gradient of the output norm, of which each tensor-parallel rank sees its own heads only, is summed over the ranks
+    (megatron-core leaves it 46 to 92 % wrong).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -206,9 +208,7 @@ class TorchGatedDeltaNet(Qwen35GatedDeltaNet):
         """Context parallelism: all tokens of some heads instead of some tokens of all heads, in pack order."""
         if self.cp_size == 1:
             return x, None
-        x = x.index_select(
-            -1, _build_head_perm_for_split_sections(self.in_proj_split_sections, self.cp_size, x.device)
-        )
+        x = x.index_select(-1, _build_head_perm_for_split_sections(self.in_proj_split_sections, self.cp_size, x.device))
         x = tensor_a2a_cp2hp(
             x, seq_dim=0, head_dim=-1, cp_group=self.pg_collection.cp, undo_attention_load_balancing=False
         )
@@ -334,5 +334,5 @@ def _chunk_slots(bounds: Sequence[int], device: torch.device) -> tuple[Tensor, l
     chunks = (lengths + CHUNK - 1) // CHUNK
     first = (chunks.cumsum(0) - chunks) * CHUNK
     slots = _offsets(bounds, device) + torch.repeat_interleave(first, lengths)
-    counts = [(stop - start + CHUNK - 1) // CHUNK for start, stop in zip(bounds, bounds[1:], strict=False)]
+    counts = [(stop - start + CHUNK - 1) // CHUNK for start, stop in itertools.pairwise(bounds)]
     return slots, counts

@@ -82,7 +82,8 @@ class Qwen35Language(GPTModel):
         **options: Any,
     ) -> None:
         language = architecture.language
-        # Built without positions: megatron-core's rotary class for three axes is not interleaved. The branch that calls it is right.
+        # Built without positions: megatron-core's rotary class for three axes is not interleaved. The branch that calls
+        # it is right.
         super().__init__(
             config,
             block,
@@ -174,8 +175,8 @@ class Qwen35Language(GPTModel):
 class AttachLoss(torch.autograd.Function):
     """Lets a second loss take part in the backward pass of the first, with weight one, without changing its value.
 
-    The step adds up token losses and divides the gradient by the number of targets of the global batch; so a sum attached
-    here is divided by the same number, whatever the layout.
+    The step adds up token losses and divides the gradient by the number of targets of the global batch; so a sum
+    attached here is divided by the same number, whatever the layout.
     """
 
     @staticmethod

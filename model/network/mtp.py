@@ -1,11 +1,12 @@
 """Multi-token prediction: one more decoder layer that guesses the token after the next.
 
 Mirrors the ``mtp.*`` tensors of published checkpoints. transformers drops them; the reference for their use is vLLM's
-``qwen3_5_mtp.py``: ``fc(cat[norm(embedding of the next token), norm(hidden)])``, a full-attention layer, a norm, and the output layer.
+``qwen3_5_mtp.py``: ``fc(cat[norm(embedding of the next token), norm(hidden)])``, a full-attention layer, a norm, and
+the output layer.
 
-megatron-core's own block looks embeddings up by token id, so that after an image token it would see the placeholder's embedding
-and not the picture's, and it exchanges borders rank by rank. Ours is given the embeddings of the following tokens,
-merged with the images as the decoder's own, zero after a sample's last token.
+megatron-core's own block looks embeddings up by token id, so that after an image token it would see the placeholder's
+embedding and not the picture's, and it exchanges borders rank by rank. Ours is given the embeddings of the following
+tokens, merged with the images as the decoder's own, zero after a sample's last token.
 
 Shapes: tokens of this rank t (over tensor-parallel ranks with sequence parallelism), hidden H.
 """

@@ -1,7 +1,7 @@
 """Patch embedding, straight from the stored uint8 patches.
 
-Mirrors transformers' ``Qwen3_5VisionPatchEmbed``, whose 3D convolution with equal kernel and stride is a linear map of a
-patch's 1,536 values ``(C, T=2, 16, 16)``.
+Mirrors transformers' ``Qwen3_5VisionPatchEmbed``, whose 3D convolution with equal kernel and stride is a linear map of
+a patch's 1,536 values ``(C, T=2, 16, 16)``.
 
 Of an image both frames are equal, so the map of the 768 stored values is the sum of the kernel's two halves. The
 normalisation ``(u - 127.5) / 127.5`` is folded in too: the subtraction is exact in bfloat16 (``u - 127.5`` has 8

@@ -34,12 +34,12 @@ from model.network.decoder_layer import RouterState
 from model.network.language import Following, Qwen35Language, Targets
 from model.network.vision import VisionTower
 from model.parallel.exchange import all_gather_plain, all_gather_rows
-from model.parallel.packed import ImageRows, PackedLayout, PackIndex, to_device
+from model.parallel.packed import ImageRows, PackIndex, to_device
 from vlmdata.batch import IGNORE_INDEX, PackedBatch
 
 
 class Qwen35VL(MegatronModule):
-    """``Qwen3_5ForConditionalGeneration``, or one pipeline stage of it. Made by :func:`model.network.build.build_model`.
+    """``Qwen3_5ForConditionalGeneration``, or a pipeline stage of it; :func:`model.network.build.build_model` makes it.
 
     Args:
         config: Of the decoder.
@@ -139,9 +139,7 @@ class Qwen35VL(MegatronModule):
             )
         assert self.vision is not None
         cp, device = self.pg_collection.cp, batch.input_ids.device
-        images = ImageRows.of(
-            batch, self.architecture.vision.merge_unit, dist.get_world_size(cp), dist.get_rank(cp)
-        )
+        images = ImageRows.of(batch, self.architecture.vision.merge_unit, dist.get_world_size(cp), dist.get_rank(cp))
         assert batch.patches is not None
         rows = self.vision(batch.patches, images.grids)
         rows = all_gather_rows(rows, images.counts, cp)
@@ -201,7 +199,7 @@ class Qwen35VL(MegatronModule):
         return Targets(batch.labels, after_next)
 
     def _next_of(self, values: Tensor, index: PackIndex, fill: int) -> Tensor:
-        """What stands at the following token of the same sample; int64 (1, t) to (1, t), ``fill`` where none follows."""
+        """What stands at the following token of the sample; int64 (1, t) to (1, t), ``fill`` where none follows."""
         cp = self.pg_collection.cp
         everything = all_gather_plain(values[0], cp).flatten()
         place = index.following
@@ -220,7 +218,7 @@ class Qwen35VL(MegatronModule):
             if not torch.is_grad_enabled():
                 return
             raise ValueError(
-                f"pack {batch.pack} came without labels, but the load-balancing loss is weighed by the number of targets: "
+                f"pack {batch.pack} came without labels, but the load-balancing loss is weighed by the targets: "
                 "load the part 'labels' on every pipeline stage, or set moe_aux_loss to 0"
             )
         targets = (batch.labels != IGNORE_INDEX).sum().float()
@@ -230,7 +228,7 @@ class Qwen35VL(MegatronModule):
 
 
 class _RestoreRouterWeight(torch.autograd.Function):
-    """Sets the routers' weight back to this micro-batch's before its backward pass, for layers that are recomputed in it."""
+    """Sets the routers' weight back to this micro-batch's before its backward pass, for layers recomputed in it."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, state: RouterState, weight: Tensor | float) -> Tensor:
@@ -249,12 +247,10 @@ def _check_placeholders(batch: PackedBatch, where: Tensor, image_token_id: int) 
     if batch.input_ids.device.type != "cpu":
         return
     ids = batch.input_ids[0]
-    if int((ids == image_token_id).sum()) != where.numel() or not bool((ids[where] == image_token_id).all()):
+    found = int((ids == image_token_id).sum())
+    if found != where.numel() or not bool((ids[where] == image_token_id).all()):
         raise ValueError(
-            f"pack {batch.pack} has {int((ids == image_token_id).sum())} tokens of id {image_token_id} (<|image_pad|>), but its "
-            f"image grids cover {where.numel()}, or other places; is the architecture's vocabulary the dataset's? "
+            f"pack {batch.pack} has {found} tokens of id {image_token_id} (<|image_pad|>), but its image grids cover "
+            f"{where.numel()}, or other places; is the architecture's vocabulary the dataset's? "
             "See Architecture.with_vocabulary"
         )
-
-
-__all__ = ["PackedLayout", "Qwen35VL"]

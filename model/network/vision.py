@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -54,7 +56,7 @@ class VisionTower(MegatronModule):
         pg_collection: Any = None,
     ) -> None:
         super().__init__(config=config)
-        self.architecture, self.recompute = architecture, recompute
+        self.architecture, self.recompute, self.tp_group = architecture, recompute, tp_group
         device = torch.get_default_device() if config.use_cpu_initialization else torch.device("cuda")
         dtype = config.params_dtype
         self.patch_embed = PatchEmbed(architecture, dtype, device)
@@ -62,9 +64,14 @@ class VisionTower(MegatronModule):
             architecture.num_position_embeddings, architecture.hidden_size, device=device, dtype=dtype
         )
         nn.init.trunc_normal_(self.pos_embed.weight, std=architecture.initializer_range)
-        attend = _engine_attention(config, pg_collection) if use_transformer_engine else None
         self.blocks = nn.ModuleList(
-            VisionBlock(config, architecture, tp_group, attend() if attend else None, device)
+            VisionBlock(
+                config,
+                architecture,
+                tp_group,
+                _engine_attention(config, pg_collection) if use_transformer_engine else None,
+                device,
+            )
             for _ in range(architecture.depth)
         )
         self.merger = PatchMerger(config, architecture, tp_group, device)
@@ -95,6 +102,18 @@ class VisionTower(MegatronModule):
                 x_pc = block(x_pc, images)
         merged: Tensor = self.merger(x_pc)
         return merged
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """As megatron-core's, which would take a list of modules for replicated."""
+        state: dict[str, Any] = {}
+        for name, module in self.named_children():
+            parts = module.named_children() if module is self.blocks else [("", module)]
+            for number, part in parts:
+                place = f"{prefix}{name}.{number}." if number else f"{prefix}{name}."
+                state |= sharded_state_dict_default(part, place, sharded_offsets, metadata, tp_group=self.tp_group)
+        return state
 
     def _nothing(self, patches: Tensor) -> Tensor:
         side = self.architecture.spatial_merge_size
@@ -136,6 +155,17 @@ class PatchGeometry:
         self.table_weights = weights.to(device)
         self.cu_seqlens = torch.tensor(self.bounds, dtype=torch.int32).to(device)
         return self
+
+    def packed(self) -> PackedSeqParams:
+        """The segments as megatron-core's attention takes them."""
+        return PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=self.cu_seqlens,
+            cu_seqlens_kv=self.cu_seqlens,
+            max_seqlen_q=self.longest,
+            max_seqlen_kv=self.longest,
+            pad_between_seqs=False,
+        )
 
 
 def patch_places(grids: Sequence[Grid], merge: int) -> tuple[Tensor, Tensor]:
@@ -232,7 +262,9 @@ class VisionBlock(MegatronModule):
         if self.core_attention is None:
             out = _attend(query, key, value, images.bounds)
         else:
-            out = self.core_attention(query, key, value, images)
+            parts = (x.contiguous() for x in (query, key, value))
+            out = self.core_attention(*parts, None, AttnMaskType.no_mask, packed_seq_params=images.packed())
+            out = out.reshape(out.shape[0], -1)
         projected, _ = self.proj(out)
         return projected
 
@@ -272,36 +304,18 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, bounds: Sequence[int]) ->
     return torch.cat(pieces).flatten(1)
 
 
-def _engine_attention(config: TransformerConfig, pg_collection: Any) -> Any:
-    """A maker of Transformer Engine attention over images."""
+def _engine_attention(config: TransformerConfig, pg_collection: Any) -> nn.Module:
+    """Transformer Engine's attention over images."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
-    from megatron.core.packed_seq_params import PackedSeqParams
 
-    class EngineAttention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = TEDotProductAttention(
-                config=config,
-                layer_number=1,
-                attn_mask_type=AttnMaskType.no_mask,
-                attention_type="self",
-                pg_collection=pg_collection,
-            )
-
-        def forward(self, query: Tensor, key: Tensor, value: Tensor, images: PatchGeometry) -> Tensor:
-            packed = PackedSeqParams(
-                qkv_format="thd",
-                cu_seqlens_q=images.cu_seqlens,
-                cu_seqlens_kv=images.cu_seqlens,
-                max_seqlen_q=images.longest,
-                max_seqlen_kv=images.longest,
-                pad_between_seqs=False,
-            )
-            parts = (x.contiguous() for x in (query, key, value))
-            out: Tensor = self.inner(*parts, None, AttnMaskType.no_mask, packed_seq_params=packed)
-            return out.flatten(1) if out.dim() > 2 else out
-
-    return EngineAttention
+    attention: nn.Module = TEDotProductAttention(
+        config=config,
+        layer_number=1,
+        attn_mask_type=AttnMaskType.no_mask,
+        attention_type="self",
+        pg_collection=pg_collection,
+    )
+    return attention
 
 
 def _layer_norm(architecture: VisionArchitecture, config: TransformerConfig, device: torch.device) -> nn.LayerNorm:

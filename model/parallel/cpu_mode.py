@@ -1,11 +1,11 @@
 """The CPU mode: megatron-core's training code on machines without CUDA.
 
-megatron-core's process groups, tensor-parallel layers and attention run on CPU as they are. Sequence parallelism, expert
-dispatch, pipeline schedules, gradient buffers, optimizers and recompute do too, but for asking ``torch.cuda`` for "the current device",
-streams and random states, and for allocating with ``device="cuda"``. Within :func:`cpu_as_cuda` those requests
-are answered for the CPU. It changes ``torch.cuda``, the dispatch of torch functions, and how ``all_to_all_single`` takes
-sizes, in this process and for as long as it is entered; it changes no attribute of megatron-core. Enter it once, around building and training, and only where
-there is no CUDA.
+megatron-core's process groups, tensor-parallel layers and attention run on CPU as they are. Sequence parallelism,
+expert dispatch, pipeline schedules, gradient buffers, optimizers and recompute do too, but for asking ``torch.cuda``
+for "the current device", streams and random states, and for allocating with ``device="cuda"``. Within
+:func:`cpu_as_cuda` those requests are answered for the CPU. It changes ``torch.cuda``, the dispatch of torch functions,
+and how ``all_to_all_single`` takes sizes, in this process and for as long as it is entered; it changes no attribute of
+megatron-core. Enter it once, around building and training, and only where there is no CUDA.
 """
 
 from __future__ import annotations

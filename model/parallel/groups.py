@@ -121,8 +121,9 @@ def current() -> Layout:
 def seed_all(seed: int) -> None:
     """Seeds torch and megatron-core's tracker.
 
-    Replicas (data- and context-parallel ranks) get equal streams, pipeline stages different ones. Tensor-parallel ranks share
-    torch's default stream, which fills replicated parameters, and differ in the tracker's, which fills sharded ones.
+    Replicas (data- and context-parallel ranks) get equal streams, pipeline stages different ones. Tensor-parallel ranks
+    share torch's default stream, which fills replicated parameters, and differ in the tracker's, which fills sharded
+    ones.
 
     Args:
         seed: At least 0.

@@ -1,7 +1,7 @@
 """How a pack lies on this rank: segments, local tokens, image rows. Worked out once a forward, shared by all layers.
 
-Everything follows from ``cu_seqlens_padded``, the image grids and the context-parallel rank, which every rank knows, so ranks
-agree on all sizes without talking. Shapes: tokens of the pack T, tokens of this rank t, segments S, images N.
+Everything follows from ``cu_seqlens_padded``, the image grids and the context-parallel rank, which every rank knows, so
+ranks agree on all sizes without talking. Shapes: tokens of the pack T, tokens of this rank t, segments S, images N.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ IntArray = npt.NDArray[np.int64]
 class PackedLayout(PackedSeqParams):
     """megatron-core's packed-sequence parameters, with what our own layers need besides.
 
-    The padded boundaries are given as *the* boundaries: padding stands at the end of a segment, where the causal order of attention,
-    convolution and delta rule keeps it from the real tokens, and one set of boundaries serves all layers and kernels
-    (``pad_between_seqs`` would rule out FlashAttention).
+    The padded boundaries are given as *the* boundaries: padding stands at the end of a segment, where the causal order
+    of attention, convolution and delta rule keeps it from the real tokens, and one set of boundaries serves all layers
+    and kernels (``pad_between_seqs`` would rule out FlashAttention).
 
     Attributes:
         bounds: Segment boundaries of the whole pack, on the host.
@@ -192,6 +192,6 @@ def _check_images(
     need = int(grids[mine].prod(1).sum())
     if batch.patches.shape[0] != need:
         raise ValueError(
-            f"pack {batch.pack} holds {batch.patches.shape[0]} patches, but the {int(mine.sum())} images of this rank have "
-            f"{need}"
+            f"pack {batch.pack} holds {batch.patches.shape[0]} patches, but the {int(mine.sum())} images of this rank "
+            f"have {need}"
         )

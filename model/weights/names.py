@@ -1,8 +1,9 @@
-"""Which Hugging Face tensors make up which megatron-core parameter, and how: the one table that conversion and tests use.
+"""Which Hugging Face tensors make up which megatron-core parameter, and how: the table of conversion and tests.
 
-Names on the Hugging Face side are those of ``Qwen3_5ForConditionalGeneration`` / ``Qwen3_5MoeForConditionalGeneration`` and of the
-``mtp.*`` tensors in published checkpoints. On megatron-core's side a parameter's *canonical* name is the one it has in a model
-of one process with the torch back end; :func:`canonical_names` gives it for any other layout and back end.
+Names on the Hugging Face side are those of ``Qwen3_5ForConditionalGeneration`` / ``Qwen3_5MoeForConditionalGeneration``
+and of the ``mtp.*`` tensors in published checkpoints. On megatron-core's side a parameter's *canonical* name is the one
+it has in a model of one process with the torch back end; :func:`canonical_names` gives it for any other layout and back
+end.
 
 All functions only move values, so both directions are exact inverses in every dtype.
 """
@@ -99,10 +100,10 @@ def parameter_maps(
         mtp: Whether the multi-token prediction layer, if the architecture has one, is part of it.
         vocab_rows: Rows of the embedding table (:func:`model.network.build.vocabulary_rows`); the vocabulary's if None.
             Rows beyond the vocabulary are zero and left out of what is written for Hugging Face.
-        checkpoint_names: Names of the tensors of the checkpoint that is read. transformers holds all experts of a layer in one
-            tensor (``experts.gate_up_proj``), published checkpoints in some layers each by itself
-            (``experts.0.gate_proj.weight``); a layer whose experts appear here one by one is mapped so, any other
-            as transformers does.
+        checkpoint_names: Names of the tensors of the checkpoint that is read. transformers holds all experts of a layer
+            in one tensor (``experts.gate_up_proj``), published checkpoints in some layers each by itself
+            (``experts.0.gate_proj.weight``); a layer whose experts appear here one by one is mapped so, any other as
+            transformers does.
 
     Returns:
         By canonical name, in the order of the layers. A tied output layer has no entry: it is the embedding.
@@ -188,12 +189,16 @@ def _entry(maps: Mapping[str, ParameterMap], name: str) -> ParameterMap:
     return maps[name]
 
 
+def _later(first: int, number: re.Match[str]) -> str:
+    return str(int(number[0]) + first)
+
+
 def _canonical(name: str, layers: Mapping[str, int], experts: Mapping[str, int]) -> str:
     for prefix, first in experts.items():
         if name.startswith(f"{prefix}.experts."):
             # Grouped experts (Transformer Engine): linear_fc1.weight3; one by one: local_experts.3.linear_fc1.weight.
             name = re.sub(r"\.experts\.(linear_fc[12])\.weight(\d+)$", r".experts.local_experts.\2.\1.weight", name)
-            name = re.sub(r"(?<=local_experts\.)\d+", lambda found: str(int(found[0]) + first), name)
+            name = re.sub(r"(?<=local_experts\.)\d+", partial(_later, first), name)
     found = re.match(r"language\.decoder\.layers\.\d+", name)
     if found:
         name = f"language.decoder.layers.{layers[found[0]]}{name[found.end() :]}"
@@ -251,7 +256,7 @@ def _gated_qkv_back(groups: int, heads: int, width: int, parameter: Tensor) -> l
 
 
 def _by_head(heads: int, tensors: Sequence[Tensor]) -> Tensor:
-    """qkv's rows are [queries, keys, values]; ours per head [query, key, value]."""
+    """Qkv's rows are [queries, keys, values]; ours per head [query, key, value]."""
     return _only(tensors).unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2)
 
 

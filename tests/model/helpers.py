@@ -1,4 +1,4 @@
-"""What the model's tests share: small models, random weights that keep numbers tame, packs, and how closeness is measured."""
+"""What the model's tests share: small models, random weights that keep numbers tame, packs, a measure of closeness."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 def random_weights(shapes: dict[str, torch.Size | tuple[int, ...]], seed: int = 0) -> dict[str, torch.Tensor]:
     """Hugging Face tensors whose every entry matters, and small enough that float32 rounding stays small.
 
-    With matrices of twice this scale transformers' own gradients change by 4e-5 when every weight changes by half a unit
-    in its last place: then no two orders of summation agree to 1e-5.
+    With matrices of twice this scale transformers' own gradients change by 4e-5 when every weight changes by half a
+    unit in its last place: then no two orders of summation agree to 1e-5.
     """
     generator = torch.Generator().manual_seed(seed)
     weights = {}

@@ -235,3 +235,57 @@ def whole_gradients(case: Case, data: Path, outcomes: list[StepOutcome]) -> dict
         else:
             whole[name] = entry.unshard([parts[name][rank] for rank in range(size)])
     return whole
+
+
+def save_checkpoint(case: Case, data: Path, folder: Path) -> dict[str, tuple[int, ...]]:
+    """Saves the case's model through megatron-core's distributed checkpoint.
+
+    Returns:
+        Keys of this rank's entries, with their global shapes.
+    """
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+    from model.parallel import groups
+    from model.weights.store import save_strategy
+
+    if case.groups:
+        groups.initialize(backend="gloo", **case.groups)
+    try:
+        state = build(case, data).sharded_state_dict()
+        if dist.get_rank() == 0:
+            folder.mkdir()
+        dist.barrier()
+        dist_checkpointing.save(state, folder, sharded_strategy=save_strategy())
+        apply_factories(state)
+        tensors = [entry for entry in nested_values(state) if isinstance(entry, ShardedTensor)]
+        return {entry.key: tuple(entry.global_shape) for entry in tensors}
+    finally:
+        if case.groups:
+            parallel_state.destroy_model_parallel()
+
+
+def load_checkpoint(case: Case, data: Path, folder: Path) -> list[str]:
+    """Loads a checkpoint of any layout into this case's model.
+
+    Returns:
+        Parameters of this rank that do not hold the weights of :func:`build` to the last bit.
+    """
+    from megatron.core import dist_checkpointing, parallel_state
+
+    from model.parallel import groups
+
+    if case.groups:
+        groups.initialize(backend="gloo", **case.groups)
+    try:
+        model = build(case, data)
+        wanted = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(7.0)
+        model.load_state_dict(dist_checkpointing.load(model.sharded_state_dict(), str(folder)))
+        return [name for name, parameter in model.named_parameters() if not torch.equal(parameter, wanted[name])]
+    finally:
+        if case.groups:
+            parallel_state.destroy_model_parallel()

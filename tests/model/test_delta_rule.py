@@ -12,6 +12,8 @@ from tests.model.helpers import relative
 
 pytest.importorskip("megatron.core")
 
+import itertools
+
 from model.network.gated_delta_net import causal_convolution, gated_delta_rule, l2_normalised
 
 
@@ -49,9 +51,7 @@ def test_chunks_equal_the_recurrence_in_float64(lengths: list[int], seed: int) -
     bounds = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     chunked, plain = inputs(bounds[-1], seed), inputs(bounds[-1], seed)
     found = gated_delta_rule(*chunked, bounds)
-    wanted = torch.cat(
-        [recurrence(*(x[a:b] for x in plain)) for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
-    )
+    wanted = torch.cat([recurrence(*(x[a:b] for x in plain)) for a, b in itertools.pairwise(bounds) if b > a])
     assert found.dtype == torch.float64
     assert relative(found, wanted) < 1e-12
     weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -80,7 +80,7 @@ def test_convolution_stays_within_segments(lengths: list[int]) -> None:
     taps = torch.randn(6, 4, generator=generator, dtype=torch.float64)
     pieces = [
         F.conv1d(F.pad(x[a:b].T, (3, 0))[None], taps[:, None], groups=6)[0].T
-        for a, b in zip(bounds, bounds[1:], strict=False)
+        for a, b in itertools.pairwise(bounds)
         if b > a
     ]
     torch.testing.assert_close(causal_convolution(x, taps, bounds), torch.cat(pieces), rtol=1e-12, atol=1e-12)

@@ -17,7 +17,15 @@ from tests.chat_rows import write_jsonl
 from tests.conftest import build_dataset
 from tests.loader.rows import chat_rows
 from tests.model.helpers import relative
-from tests.model.layouts import Case, StepOutcome, run_case, train_step, whole_gradients
+from tests.model.layouts import (
+    Case,
+    StepOutcome,
+    load_checkpoint,
+    run_case,
+    save_checkpoint,
+    train_step,
+    whole_gradients,
+)
 from tests.model.workers import Workers
 
 pytest.importorskip("megatron.core")
@@ -44,7 +52,12 @@ CASES = [
     Case("experts 2 x tensor 2", {"expert": 2, "tensor": 2}, SEQUENCE, MOE),
     Case("experts 2 x context 2", {"expert": 2, "context": 2}, {}, MOE),
     Case("experts 2 x pipeline 2, recomputed", {"expert": 2, "pipeline": 2}, {"recompute": "full"}, MOE),
-    Case("tensor 2, all recomputed", {"tensor": 2}, {**SEQUENCE, "recompute": "full", "vision_recompute": True}, {"mtp": 1}),
+    Case(
+        "tensor 2, all recomputed",
+        {"tensor": 2},
+        {**SEQUENCE, "recompute": "full", "vision_recompute": True},
+        {"mtp": 1},
+    ),
     Case("context 2, mlp recomputed", {"context": 2}, {"recompute": "selective"}, {"mtp": 1}),
     Case("tensor 4, rows beyond the vocabulary", {"tensor": 4}, SEQUENCE, {"mtp": 1}, vocab_size=6150),
 ]
@@ -55,7 +68,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Chats with no, one or two images; most have none, so that some packs do."""
     folder = tmp_path_factory.mktemp("layouts")
     rows = [row for number, row in enumerate(chat_rows(160)) if number < 20 or number % 4 == 2]
-    rows = [row for row in rows if sum(len(message["content"][-1]["text"].split()) for message in row["messages"]) < 200]
+    rows = [
+        row for row in rows if sum(len(message["content"][-1]["text"].split()) for message in row["messages"]) < 200
+    ]
     source = write_jsonl(folder / "chat.jsonl", rows)
     return build_dataset(
         source, folder / "chat", recipe="chat", image=ImageConfig(1024, 16384), rows_per_shard=12, pad_multiple=16
@@ -108,3 +123,63 @@ def test_layout_equals_one_process(case: Case, data: Path, workers: Workers, ref
         rows = gradient.shape[0]
         assert not found[name][rows:].any(), name  # rows that only fill up the table
         assert relative(found[name][:rows], gradient) < 2 * TOLERANCE, name
+
+
+#: Layouts between which checkpoints travel, by model: each is saved once and loaded by all others and by one process.
+TRAVELS: dict[str, tuple[dict[str, Any], list[Case]]] = {
+    "dense": (
+        {"mtp": 1},
+        [
+            Case("tensor 2 x pipeline 2", {"tensor": 2, "pipeline": 2}, SEQUENCE, {"mtp": 1}),
+            Case("context 4", {"context": 4}, {}, {"mtp": 1}),
+        ],
+    ),
+    "tied": (
+        {"mtp": 1, "tied": True},
+        [
+            Case("pipeline 4", {"pipeline": 4}, {}, {"mtp": 1, "tied": True}),
+            Case("tensor 2 x pipeline 2", {"tensor": 2, "pipeline": 2}, SEQUENCE, {"mtp": 1, "tied": True}),
+        ],
+    ),
+    "moe": (
+        MOE,
+        [
+            Case("experts 2 x tensor 2", {"expert": 2, "tensor": 2}, SEQUENCE, MOE),
+            Case("experts 2 x pipeline 2", {"expert": 2, "pipeline": 2}, {}, MOE),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", TRAVELS)
+def test_checkpoints_travel_between_layouts(
+    kind: str, data: Path, workers: Workers, one_process: None, tmp_path: Path
+) -> None:
+    model, cases = TRAVELS[kind]
+    alone = Case("one process", {}, {}, model)
+    folders = {"one process": tmp_path / "alone"}
+    keys = save_checkpoint(alone, data, folders["one process"])
+    for number, case in enumerate(cases):
+        folders[case.name] = tmp_path / str(number)
+        ranks = workers.run(save_checkpoint, case, data, folders[case.name])
+        together: dict[str, tuple[int, ...]] = {}
+        for rank in ranks:
+            together |= rank
+        different = {key: (together.get(key), keys.get(key)) for key in together.keys() | keys.keys()}
+        different = {key: pair for key, pair in different.items() if pair[0] != pair[1]}
+        assert not different, case.name  # the same tensors under the same keys, whatever the layout
+    for source, folder in folders.items():
+        assert load_checkpoint(alone, data, folder) == [], source
+        for case in cases:
+            assert workers.run(load_checkpoint, case, data, folder) == [[]] * 4, (source, case.name)
+
+
+def test_checkpoint_keys_are_transformer_engines(one_process: None, data: Path, tmp_path: Path) -> None:
+    """Norms stand where Transformer Engine keeps them, in the linear layer behind."""
+    keys = save_checkpoint(Case("one process", {}, {}, {"mtp": 1}), data, tmp_path / "saved")
+    layer = "language.decoder.layers.0."
+    assert f"{layer}self_attention.in_proj.layer_norm_weight" in keys
+    assert "language.decoder.layers.3.self_attention.linear_qkv.layer_norm_weight" in keys
+    assert f"{layer}mlp.linear_fc1.layer_norm_weight" in keys
+    assert not [key for key in keys if "input_layernorm" in key or "pre_mlp_layernorm" in key]
+    assert "language.predictor.layer.self_attention.linear_qkv.layer_norm_weight" in keys

@@ -49,7 +49,7 @@ def test_settings_must_match_the_groups(one_process: None) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA machines may have it")
 def test_a_missing_back_end_is_named(one_process: None) -> None:
-    with pytest.raises(ImportError, match="transformer-engine and flash-linear-attention.*backend 'torch'"):
+    with pytest.raises(ImportError, match=r"transformer-engine and flash-linear-attention.*backend 'torch'"):
         build_model(small_architecture(), ModelSettings(backend="transformer_engine"))
 
 

@@ -73,7 +73,9 @@ def test_folded_patches_equal_the_convolution(dtype: torch.dtype) -> None:
     patches[0], patches[1], patches[2, :256] = 255, 0, torch.arange(256)
     values = expanded(patches)
     kernel = embed.weight.double().view(-1, 3, 2, 16, 16)
-    convolved = torch.nn.functional.conv3d(values.view(-1, 3, 2, 16, 16), kernel, embed.bias.double(), stride=(2, 16, 16))
+    convolved = torch.nn.functional.conv3d(
+        values.view(-1, 3, 2, 16, 16), kernel, embed.bias.double(), stride=(2, 16, 16)
+    )
     wanted = convolved.flatten(1)
     tolerance = 16 * torch.finfo(dtype).eps
     assert relative(embed(patches), wanted) < tolerance
