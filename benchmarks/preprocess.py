@@ -275,7 +275,8 @@ def report(results: dict[str, Any]) -> str:
     lines += [
         "",
         f"Whole command over {workers['rows']} JPEG rows, first and last shards not timed: "
-        f"{scaled['1']:.1f} images/s with one worker, {scaled['2']:.1f} with two: {workers['two_over_one']:.2f} times (aim 1.8).",
+        f"{scaled['1']:.1f} images/s with one worker, {scaled['2']:.1f} with two: "
+        f"{workers['two_over_one']:.2f} times (aim 1.8).",
         "",
         "Peak resident memory of the command, one worker: "
         + ", ".join(f"{mib} MiB for {rows} rows" for rows, mib in peaks.items())

@@ -1,0 +1,305 @@
+"""Training speed on one GPU: packed against padded, and against stock megatron-core's language model alone.
+
+    python benchmarks/train_speed.py --data DIR --presets 0.8b 2b --capacity 16384 --steps 12
+
+All ways run in one process, one after the other, on the same samples in the same order, with the same optimizer:
+
+- packed: the bundled trainer's step on the loader's packs, vision included;
+- packed, mtp: the same with multi-token prediction;
+- padded: the same samples in the usual batches, of as many samples as fit when each is as long as the longest of the
+  dataset, every sample padded to the longest of its batch;
+- stock: megatron-core's own GPTModel with its own specs for these sizes, language model only, on the packs' tokens.
+
+Tokens are true tokens. Times are medians over steps after the warm-up, in which kernels are compiled and tuned. MFU is
+model FLOP (`model/training/flops.py`; vision only where it runs) over time and the data sheet's dense bf16 peak.
+Writes train-speed-<date>.json and .md under --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import gc
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+import numpy as np
+import torch
+
+sys.path.pop(0)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from model.parallel import groups
+from model.parallel.quiet import quiet_megatron
+
+quiet_megatron()
+
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_transformer_block_with_experimental_attention_variant_spec,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from model.architecture import Architecture
+from model.metrics import MetricSums
+from model.network.build import build_model, language_config
+from model.training.config import TrainConfig, load_config
+from model.training.data import RankPlace
+from model.training.flops import StepFlops, peak_flops
+from model.training.optimizer import build_learner
+from model.training.setup import architecture_of, settings_of
+from model.training.step import Stepper
+from vlmdata import PackedBatch, StreamingLoader, VlmDataset, open_dataset
+from vlmdata.batch import IGNORE_INDEX, SampleOrigin
+
+DEVICE = torch.device("cuda", 0)
+
+
+class StockLanguageModel(torch.nn.Module):
+    """megatron-core's GPTModel as it comes, fed with our batches."""
+
+    def __init__(self, architecture: Architecture, config: TrainConfig):
+        super().__init__()
+        settings = dataclasses.replace(settings_of(config, architecture, DEVICE), mtp_layers=0)
+        self.config = language_config(architecture, settings)
+        language = architecture.language
+        self.model = GPTModel(
+            self.config,
+            get_transformer_block_with_experimental_attention_variant_spec(self.config),
+            vocab_size=-(-language.vocab_size // 128) * 128,
+            max_sequence_length=language.max_position_embeddings,
+            position_embedding_type="rope",
+            rotary_percent=language.partial_rotary_factor,
+            rotary_base=int(language.rope_theta),
+            share_embeddings_and_output_weights=architecture.tie_embeddings,
+        )
+        self.metrics, self.metric_names = MetricSums(), ()
+        self.share_embeddings_and_output_weights = architecture.tie_embeddings
+        self.pre_process = self.post_process = True
+        self.pg_collection = self.model.pg_collection
+
+    def set_input_tensor(self, tensor: Any) -> None:
+        self.model.set_input_tensor(tensor)
+
+    def shared_embedding_or_output_weight(self) -> Any:
+        return self.model.shared_embedding_or_output_weight()
+
+    def forward(self, batch: PackedBatch) -> torch.Tensor:
+        bounds = batch.cu_seqlens_padded
+        packed = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            max_seqlen_q=batch.max_seqlen,
+            max_seqlen_kv=batch.max_seqlen,
+        )
+        losses = self.model(
+            batch.input_ids,
+            batch.position_ids[0],
+            None,
+            labels=batch.labels.clamp(min=0),
+            packed_seq_params=packed,
+        )
+        return torch.where(batch.labels != IGNORE_INDEX, losses.float(), 0.0)
+
+
+def padded_batches(dataset: VlmDataset, order: list[int], capacity: int) -> Iterator[PackedBatch]:
+    """The samples as rectangles: as many as fit at the dataset's longest, each padded to the batch's longest."""
+    rows = max(1, capacity // int(dataset.index.lengths.max()))
+    for start in range(0, len(order) - rows + 1, rows):
+        chosen = [dataset[number] for number in order[start : start + rows]]
+        longest = max(sample.length for sample in chosen)
+        shape = (rows, longest)
+        ids, mask = np.zeros(shape, np.int64), np.zeros(shape, np.uint8)
+        positions, padding = np.zeros((3, *shape), np.int64), np.ones(shape, np.bool_)
+        for row, sample in enumerate(chosen):
+            n = sample.length
+            ids[row, :n], mask[row, :n] = sample.input_ids[:n], sample.loss_mask[:n]
+            positions[:, row, :n], padding[row, :n] = sample.position_ids[:, :n], False
+        labels = np.full(shape, IGNORE_INDEX, np.int64)
+        labels[:, :-1] = np.where(mask[:, 1:] != 0, ids[:, 1:], IGNORE_INDEX)
+        image = dataset.manifest.tokenizer.image
+        first = (ids == image) & (np.roll(ids, 1, 1) != image)
+        grids = np.concatenate([sample.image_grid_thw for sample in chosen]).astype(np.int64)
+        assert first.sum() == len(grids), "neighbouring images are not told apart here"
+        lengths = np.array([sample.length for sample in chosen])
+        yield PackedBatch(
+            input_ids=torch.from_numpy(ids.reshape(1, -1)),
+            labels=torch.from_numpy(labels.reshape(1, -1)),
+            loss_mask=torch.from_numpy((labels != IGNORE_INDEX).astype(np.float32).reshape(1, -1)),
+            position_ids=torch.from_numpy(positions.reshape(3, 1, -1)),
+            padding_mask=torch.from_numpy(padding.reshape(1, -1)),
+            cu_seqlens=torch.from_numpy(np.concatenate([[0], lengths.cumsum()]).astype(np.int32)),
+            cu_seqlens_padded=torch.arange(rows + 1, dtype=torch.int32) * longest,
+            max_seqlen=longest,
+            total_tokens=rows * longest,
+            true_tokens=int(lengths.sum()),
+            image_grid_thw=torch.from_numpy(grids),
+            image_starts=torch.from_numpy(np.flatnonzero(first.reshape(-1))),
+            image_indices=torch.arange(len(grids)),
+            patches=torch.from_numpy(np.concatenate([sample.patches for sample in chosen])),
+            sample_keys=tuple(sample.key for sample in chosen),
+            origins=tuple(SampleOrigin(0, 0, 0, n) for n in order[start : start + rows]),
+            epoch=0,
+            step=0,
+            micro_batch=0,
+            pack=start // rows,
+        )
+
+
+def timed(
+    model: torch.nn.Module,
+    batches: list[PackedBatch],
+    config: TrainConfig,
+    flops: StepFlops,
+    per_step: int,
+    steps: int,
+    warmup: int,
+) -> dict[str, Any]:
+    """Median figures of optimizer steps over batches that are on the device already."""
+    learner = build_learner(model, config, DEVICE, torch.bfloat16)
+    stepper = Stepper(learner, RankPlace.here(), per_step, config.data.capacity, flops, DEVICE)
+    stream = itertools.cycle(batches)
+    torch.cuda.reset_peak_memory_stats()
+    results = []
+    for step in range(warmup + steps):
+        begun = time.perf_counter()
+        result = stepper(stream)
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - begun
+        if step >= warmup:
+            results.append((result, seconds))
+        elif step in (0, 1):
+            print(f"    step {step}: {seconds:.1f} s, loss {result.loss:.3f}, grad {result.grad_norm:.1f}", flush=True)
+    seconds = median(each for _, each in results)
+    tokens = sum(result.tokens for result, _ in results) / len(results)
+    work = sum(result.flops for result, _ in results) / len(results)
+    slots = sum(batch.total_tokens for batch in batches) / len(batches) * per_step
+    return {
+        "seconds": seconds,
+        "tokens": tokens,
+        "computed_tokens": slots,
+        "tokens_per_second": sum(r.tokens for r, _ in results) / sum(s for _, s in results),
+        "tflops": work / (sum(s for _, s in results) / len(results)) / 1e12,
+        "mfu": work / (sum(s for _, s in results) / len(results)) / (peak_flops(DEVICE) or float("nan")),
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "loss": results[-1][0].loss,
+    }
+
+
+def without_vision(flops: StepFlops) -> StepFlops:
+    return dataclasses.replace(flops, per_patch=0.0, per_patch_squared=0.0)
+
+
+def measure(preset: str, options: argparse.Namespace) -> dict[str, Any]:
+    config = load_config(
+        None,
+        [
+            ("data.paths", [str(options.data)]),
+            ("data.capacity", options.capacity),
+            ("data.global_batch", 1),
+            ("model.preset", preset),
+            ("model.recompute", options.recompute),
+            ("optimizer.warmup_steps", 1),
+            ("optimizer.overlap", False),
+        ],
+    )
+    architecture = architecture_of(config)
+    dataset = open_dataset(options.data)
+    with StreamingLoader(options.data, capacity=options.capacity, global_batch=1, num_workers=0) as loader:
+        packed = [batch.clone().to(DEVICE) for batch in loader]
+    order = np.random.default_rng(0).permutation(len(dataset)).tolist()
+    padded = [batch.to(DEVICE) for batch in padded_batches(dataset, order, options.capacity)]
+    plain = StepFlops.for_model(architecture, mtp=False)
+    settings = settings_of(config, architecture, DEVICE)
+
+    def ours(mtp: int) -> Callable[[], torch.nn.Module]:
+        return lambda: build_model(architecture, dataclasses.replace(settings, mtp_layers=mtp)).to(DEVICE)
+
+    ways: dict[str, tuple[Callable[[], torch.nn.Module], list[PackedBatch], StepFlops]] = {
+        "packed": (ours(0), packed, plain),
+        "padded": (ours(0), padded, plain),
+        "stock": (lambda: StockLanguageModel(architecture, config).to(DEVICE), packed, without_vision(plain)),
+        "packed, mtp": (ours(1), packed, StepFlops.for_model(architecture, mtp=True)),
+    }
+    found = {}
+    for name in options.ways or ways:
+        make, batches, flops = ways[name]
+        print(f"  {preset} {name}: {len(batches)} batches", flush=True)
+        model = make()
+        found[name] = timed(model, batches, config, flops, 1, options.steps, options.warmup)
+        print(f"    {json.dumps({k: round(v, 4) for k, v in found[name].items()})}", flush=True)
+        del model
+        gc.collect()
+        torch.cuda.empty_cache()
+    return found
+
+
+def report(results: dict[str, Any]) -> str:
+    lines = [
+        f"# Training speed, {results['date']}",
+        "",
+        f"`{results['command']}` on one {results['gpu']}; torch {torch.__version__}. Real receipts: "
+        f"{results['samples']} samples, {results['mean_length']:.0f} tokens each in the mean.",
+        "",
+        "| model | way | real tokens/s | tokens computed a step | seconds a step | MFU | peak memory |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for preset, ways in results["presets"].items():
+        for name, found in ways.items():
+            lines.append(
+                f"| {preset} | {name} | {found['tokens_per_second']:,.0f} | {found['computed_tokens']:,.0f} | "
+                f"{found['seconds']:.3f} | {found['mfu']:.1%} | {found['peak_gib']:.1f} GiB |"
+            )
+    lines.append("")
+    for preset, ways in results["presets"].items():
+        for name in ("padded", "stock"):
+            if name in ways and "packed" in ways:
+                ratio = ways["packed"]["tokens_per_second"] / ways[name]["tokens_per_second"]
+                lines.append(f"- {preset}: packed over {name}: {ratio:.2f}")
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--presets", nargs="+", default=["0.8b", "2b"])
+    parser.add_argument("--ways", nargs="*", help="packed, padded, stock, 'packed, mtp'; default: all")
+    parser.add_argument("--capacity", type=int, default=16384)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--warmup", type=int, default=6)
+    parser.add_argument("--recompute", default="none")
+    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
+    options = parser.parse_args()
+    groups.initialize()
+    dataset = open_dataset(options.data)
+    results: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join(["python", "benchmarks/train_speed.py", *sys.argv[1:]]),
+        "gpu": torch.cuda.get_device_name(0),
+        "samples": len(dataset),
+        "mean_length": float(np.mean(dataset.index.lengths)),
+        "presets": {},
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    stem = options.out / f"train-speed-{results['date']}"
+    for preset in options.presets:
+        results["presets"][preset] = measure(preset, options)
+        stem.with_suffix(".json").write_text(json.dumps(results, indent=2) + "\n")
+        stem.with_suffix(".md").write_text(report(results))
+    print(report(results))
+    groups.destroy()
+
+
+if __name__ == "__main__":
+    main()
