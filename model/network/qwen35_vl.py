@@ -17,6 +17,7 @@ Shapes: tokens of the pack T, of this rank t, hidden H, image tokens of the pack
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,8 @@ from model.network.vision import VisionTower
 from model.parallel.exchange import all_gather_plain, all_gather_rows
 from model.parallel.packed import ImageRows, PackIndex, to_device
 from vlmdata.batch import IGNORE_INDEX, PackedBatch
+
+_EXTRA_STATE = "_extra_state"
 
 
 class Qwen35VL(MegatronModule):
@@ -87,6 +90,33 @@ class Qwen35VL(MegatronModule):
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
         """Takes what the previous stage sent; called by megatron-core's schedules."""
         self._received = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """As megatron-core's, but for Transformer Engine's extra states, which hold nothing that a run needs.
+
+        They are scaling histories of one FP8 recipe, rebuilt within a few steps. Without them both back ends write the
+        same keys, and either reads the other's checkpoints.
+        """
+        state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        return {name: entry for name, entry in state.items() if not name.endswith(_EXTRA_STATE)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As torch's; extra states may be missing.
+
+        Raises:
+            RuntimeError: If parameters are missing or unexpected, and ``strict``.
+        """
+        result = super().load_state_dict(state_dict, strict=False, assign=assign)
+        missing = [name for name in result.missing_keys if not name.endswith(_EXTRA_STATE)]
+        unexpected = [name for name in result.unexpected_keys if not name.endswith(_EXTRA_STATE)]
+        if strict and (missing or unexpected):
+            raise RuntimeError(
+                f"the state does not fit the model: missing {missing[:8]} ({len(missing)}), "
+                f"unexpected {unexpected[:8]} ({len(unexpected)})"
+            )
+        return result
 
     def forward(self, batch: PackedBatch) -> Tensor:
         """Computes a pack, or this rank's slice of it.
@@ -151,7 +181,7 @@ class Qwen35VL(MegatronModule):
         following = self._merge(
             self._next_of(batch.input_ids, index, fill=0), rows, *images.places(index.following, device)
         )
-        real = torch.from_numpy(index.following >= 0).to(device)[:, None, None]
+        real = to_device(index.following >= 0, device)[:, None, None]
         return self._scatter(embeddings), self._scatter(following * real)
 
     def _merge(self, input_ids: Tensor, rows: Tensor, where: Tensor, which: Tensor) -> Tensor:
@@ -183,7 +213,7 @@ class Qwen35VL(MegatronModule):
         if self.router_state is None:
             return None, None
         device = batch.padding_mask.device
-        nothing_follows = torch.from_numpy(index.following < 0).to(device).unsqueeze(0)
+        nothing_follows = to_device(index.following < 0, device).unsqueeze(0)
         return self._local_mask(batch.padding_mask), self._local_mask(nothing_follows)
 
     def _local_mask(self, mask: Tensor) -> Tensor:
@@ -207,7 +237,7 @@ class Qwen35VL(MegatronModule):
         if size > 1:
             place = index.gathered_place(place, size)
         found = everything.index_select(0, to_device(np.maximum(place, 0), values.device))
-        missing = torch.from_numpy(index.following < 0).to(values.device)
+        missing = to_device(index.following < 0, values.device)
         return found.masked_fill(missing, fill).unsqueeze(0)
 
     def _weigh_router_loss(self, batch: PackedBatch) -> None:

@@ -148,12 +148,11 @@ class PatchGeometry:
         lengths = [h * w for t, h, w in grids for _ in range(t)]
         self.bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
         self.longest = max(lengths)
-        places, sizes = patch_places(grids, architecture.spatial_merge_size)
-        rows, weights = position_table_rows(places, sizes, round(architecture.num_position_embeddings**0.5))
-        self.angles = rotary_angles(places, architecture.head_dim, architecture.rope_theta).unsqueeze(1).to(device)
-        self.table_rows = to_device(rows.numpy(), device)
-        self.table_weights = weights.to(device)
-        self.cu_seqlens = torch.tensor(self.bounds, dtype=torch.int32).to(device)
+        places, sizes = (to_device(x, device) for x in patch_places(grids, architecture.spatial_merge_size))
+        side = round(architecture.num_position_embeddings**0.5)
+        self.table_rows, self.table_weights = position_table_rows(places, sizes, side)
+        self.angles = rotary_angles(places, architecture.head_dim, architecture.rope_theta).unsqueeze(1)
+        self.cu_seqlens = to_device(torch.tensor(self.bounds, dtype=torch.int32), device)
         return self
 
     def packed(self) -> PackedSeqParams:
@@ -201,8 +200,9 @@ def position_table_rows(places: Tensor, sizes: Tensor, side: int) -> tuple[Tenso
     """
     source = places.float() * (side - 1) / (sizes - 1).clamp(min=1)
     floor = source.floor()
-    taps = (floor.long().unsqueeze(-1) + torch.arange(2)).clamp(0, side - 1)
-    weights = (1 - (source.unsqueeze(-1) - floor.unsqueeze(-1) - torch.arange(2)).abs()).clamp(min=0)
+    near = torch.arange(2, device=places.device)
+    taps = (floor.long().unsqueeze(-1) + near).clamp(0, side - 1)
+    weights = (1 - (source.unsqueeze(-1) - floor.unsqueeze(-1) - near).abs()).clamp(min=0)
     rows = taps[:, 0, :, None] * side + taps[:, 1, None, :]
     products = weights[:, 0, :, None] * weights[:, 1, None, :]
     return rows.flatten(1), products.flatten(1)
@@ -220,7 +220,7 @@ def rotary_angles(places: Tensor, head_dim: int, base: float) -> Tensor:
         float32 (P, head_dim), in radians.
     """
     half = head_dim // 2
-    inv_freq = 1.0 / (base ** (torch.arange(0, half, 2, dtype=torch.float32) / half))
+    inv_freq = 1.0 / (base ** (torch.arange(0, half, 2, dtype=torch.float32, device=places.device) / half))
     angles = (places.float().unsqueeze(-1) * inv_freq).flatten(1)
     return torch.cat([angles, angles], -1)
 

@@ -7,6 +7,7 @@ ranks agree on all sizes without talking. Shapes: tokens of the pack T, tokens o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -97,7 +98,7 @@ class PackIndex:
 
     def layout(self, max_seqlen: int, context_size: int, context_rank: int, device: torch.device) -> PackedLayout:
         """The layers' view of it, its tensors on a device."""
-        bounds = torch.from_numpy(self.bounds.astype(np.int32)).to(device, non_blocking=True)
+        bounds = to_device(self.bounds.astype(np.int32), device)
         order = None
         if context_size > 1:
             order = self.gathered_place(np.arange(self.bounds[-1]), context_size)
@@ -169,9 +170,9 @@ class ImageRows:
         return to_device(where, device), to_device(rows[where], device)
 
 
-def to_device(array: IntArray, device: torch.device) -> torch.Tensor:
-    """An index array on a device, without waiting for it."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
+def to_device(array: npt.NDArray[Any] | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A host array on a device, without waiting for what the device is doing."""
+    tensor = array if isinstance(array, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(array))
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
