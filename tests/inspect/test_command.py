@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.inspect.conftest import Command
+from tests.chat_rows import turn, write_jsonl
+from tests.conftest import build_dataset
+from tests.inspect.conftest import Command, once
 from tests.inspect.raw import read_samples
 from tests.preprocess.command_line import start
 
@@ -107,6 +109,38 @@ def test_several_datasets_are_for_packs_and_steps(demo: Path, mixed: Path, comma
     code, _, error = command(demo, mixed, "--sample", 0)
     assert code == 2
     assert "--sample looks into one dataset, 2 were given" in " ".join(error.split())
+
+
+@pytest.fixture(scope="module")
+def empty(shared_folder: Path) -> Path:
+    """A dataset all of whose rows were rejected."""
+
+    def make(out: Path) -> None:
+        source = write_jsonl(out / "rows.jsonl", [{"messages": [turn("user", "Nobody answers.")]}] * 3)
+        build_dataset(source, out / "dataset", recipe="chat")
+
+    return once(shared_folder, "empty", make) / "dataset"
+
+
+def test_a_dataset_without_samples_is_shown_as_far_as_it_goes(empty: Path, tmp_path: Path, command: Command) -> None:
+    code, out, _ = command(empty)
+    assert code == 0
+    assert "no_assistant_turn" in out
+    assert "no samples" in out
+    assert as_json(command, empty)["totals"]["rejected"] == 3
+    assert as_json(command, empty, "--find", "x")["samples"] == []
+    assert command(empty, "--row", 1)[0] == 0
+    assert command(empty, "--html", tmp_path / "page.html")[0] == 0
+    code, _, error = command(empty, "--sample", 0)
+    assert code == 2
+    assert "has none" in " ".join(error.split())
+    assert command(empty, "--pack", 0)[0] == 2
+
+
+def test_steps_of_a_remote_dataset(demo: Path, command: Command) -> None:
+    local = as_json(command, demo, "--step", "0:0", "--capacity", 2048)
+    remote = as_json(command, demo.as_uri(), "--step", "0:0", "--capacity", 2048)
+    assert remote["packs"] == local["packs"]
 
 
 def test_the_server_starts_says_where_and_ends_on_ctrl_c(mixed: Path) -> None:

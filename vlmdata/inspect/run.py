@@ -124,11 +124,13 @@ class Run:
             chosen = choose_samples(card, len(dataset), count, self.options.seed)
         else:
             chosen = given_samples([position_of(dataset, key.strip()) for key in keys])
-        loader = self._loader([dataset])
-        total = num_batches(loader, self.epoch)
-        numbers = range(min(packs, total))
-        batches = [self._described(loader, number, batch_at(loader, number, self.epoch)) for number in numbers]
-        payload = packs_payload(batches, total, self._told(loader))
+        loader = self._loader([dataset]) if len(dataset) else None
+        payload, batches = packs_payload([], 0, {}), []
+        if loader is not None:
+            total = num_batches(loader, self.epoch)
+            numbers = range(min(packs, total))
+            batches = [self._described(loader, number, batch_at(loader, number, self.epoch)) for number in numbers]
+            payload = packs_payload(batches, total, self._told(loader))
         document = page_document(dataset, card, chosen, payload)
         write_page(path, document)
         size = path.stat().st_size
@@ -151,12 +153,11 @@ class Run:
 
         dataset = self._dataset("--serve")
         card = describe_dataset(dataset, check=check, seed=self.options.seed)
-        loader = self._loader([dataset])
+        loader = self._loader([dataset]) if len(dataset) else None
+        packs = PackSource(loader, self.epoch, {} if loader is None else self._told(loader))
         with _listen(host, port) as listening:
             port = listening.getsockname()[1]
-            app = build_app(
-                dataset, card, PackSource(loader, self.epoch, self._told(loader)), host=host, port=port, names=names
-            )
+            app = build_app(dataset, card, packs, host=host, port=port, names=names)
             shown = f"[{host}]" if ":" in host else host
             url = f"http://{shown}:{port}/"
             self._show(
@@ -199,7 +200,10 @@ class Run:
         return open_dataset(self.data[0])
 
     def _datasets(self) -> list[VlmDataset]:
-        return [open_dataset(directory) for directory in self.data]
+        """For packs and steps, which need no more than indexes: addresses are as good as folders."""
+        from vlmdata.loader.open import DEFAULT_CACHE_BYTES, open_for_loading
+
+        return [open_for_loading(location, None, DEFAULT_CACHE_BYTES)[0] for location in self.data]
 
     def _loader(self, datasets: Sequence[VlmDataset]) -> StreamingLoader:
         capacity = self.options.capacity if self.options.capacity is not None else default_capacity(datasets)

@@ -241,6 +241,8 @@ def position_of(dataset: VlmDataset, which: int | str) -> int:
         IndexError: If there is no such position.
     """
     total = len(dataset)
+    if not total:
+        raise IndexError(f"no sample {which}: {dataset.directory} has none (all rows were rejected?)")
     if isinstance(which, str):
         if not re.fullmatch(r"0|-?[1-9][0-9]{0,17}", which):
             return dataset.index.position_of(which)

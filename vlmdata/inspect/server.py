@@ -49,7 +49,7 @@ class PackSource:
     """Where the packs come from: a loader, used by one request at a time.
 
     Attributes:
-        loader: The loader.
+        loader: The loader; None if there is no sample to load.
         epoch: The epoch shown.
         options: Loader options worth telling.
     """
@@ -64,6 +64,8 @@ class PackSource:
         from vlmdata.inspect.batch import batch_at, describe_batch, num_batches
 
         loader = self.loader
+        if loader is None:
+            return {"batches": [], "total": 0, "options": self.options}
         with self._lock:
             total = num_batches(loader, self.epoch)
             found = [

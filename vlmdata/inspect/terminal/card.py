@@ -8,6 +8,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from vlmdata.format.schema import LEDGER_NAME
 from vlmdata.inspect.dataset import DatasetCard, Extremes, FindingGroup, RejectGroup
 from vlmdata.inspect.findings import Severity
 from vlmdata.inspect.terminal.draw import SEVERITY, columns, data, facts, histogram_table, number
@@ -27,6 +28,9 @@ def print_card(console: Console, card: DatasetCard) -> None:
     if card.rejects:
         console.print(_rejects(card.rejects))
         console.print()
+    if not card.totals.samples:
+        console.print(Text("no samples", "bold red"), f"({LEDGER_NAME} says why each row was rejected)")
+        return
     console.print(Columns([Padding(_extremes(each), (0, 4, 1, 0)) for each in card.extremes]))
     _print_findings(console, card)
 
