@@ -57,6 +57,9 @@ def test_a_planted_fault_is_found_in_under_three_commands(
     assert advice is not None
     assert (advice[1], advice[3]) == (str(real), key)
 
+    _, found, _ = command(real, "--find", "is:suspicious")
+    assert re.findall(r"^\d{9}", found, re.MULTILINE) == [key]
+
     _, sample, _ = command(*advice.groups())  # the second: what is wrong with it?
     assert "✖" in sample
     body = sample.split("newline\n", 1)[1]

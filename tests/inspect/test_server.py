@@ -15,6 +15,7 @@ from PIL import Image
 
 from tests.inspect.raw import RawSample
 from tests.inspect.serving import Client, serving
+from tests.verify.rewriting import rewrite_sample
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +165,15 @@ def test_packs_go_on_where_they_stopped(client: Client) -> None:
     assert len(answer["batches"]) == answer["total"]
     assert client.ask(f"/api/packs?start={answer['total'] - 1}").json()["batches"] == answer["batches"][-1:]
     assert client.ask("/api/packs?start=500").json()["batches"] == []
+
+
+def test_what_only_tokens_tell_is_suspicious_too(demo: Path, copy_of: Callable[[Path], Path]) -> None:
+    copy = copy_of(demo)
+    rewrite_sample(copy, "000000004", lambda draft: draft.loss_mask.__setitem__(np.argmax(draft.loss_mask), 0))
+    with serving(copy) as client:
+        rows = client.ask("/api/samples?query=is:suspicious").json()["rows"]
+        assert [row["key"] for row in rows] == ["000000004"]
+        assert "late_target" in [found["kind"] for found in rows[0]["findings"]]
 
 
 def test_a_lost_shard_is_a_message(demo: Path, copy_of: Callable[[Path], Path]) -> None:

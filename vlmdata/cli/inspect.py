@@ -35,7 +35,7 @@ def inspect(
     ] = None,
     check: Annotated[
         str,
-        typer.Option(metavar="N|all", help="Samples whose tokens the card looks into.", rich_help_panel=_LOOK),
+        typer.Option(metavar="N|all", help="Samples whose tokens are looked into for findings.", rich_help_panel=_LOOK),
     ] = "1000",
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write one self-contained page.", rich_help_panel=_PAGE)
@@ -145,7 +145,7 @@ def inspect(
         elif row is not None:
             run.row(row, tokens)
         elif find is not None:
-            run.find(find)
+            run.find(find, _check(check))
         elif pack is not None:
             run.pack(pack)
         elif step is not None:

@@ -20,6 +20,7 @@ from vlmdata.inspect.tokens import TokenTexts
 #: Samples whose tokens the card looks at unless told otherwise; a second or two.
 DEFAULT_CHECK = 1000
 EXAMPLES = 5
+_LISTED = 1000
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ class FindingGroup:
         meaning: What it means.
         count: Samples that have it.
         examples: The worst of them, or the first.
+        samples: Positions of all of them, in the same order; of many, the first 1,000.
     """
 
     kind: str
@@ -101,6 +103,7 @@ class FindingGroup:
     meaning: str
     count: int
     examples: tuple[FindingExample, ...]
+    samples: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -189,6 +192,12 @@ def describe_dataset(dataset: VlmDataset, *, check: int | None = DEFAULT_CHECK, 
         findings=_findings(dataset, facts, chosen),
         checked=len(chosen),
     )
+
+
+def suspicious_samples(card: DatasetCard) -> tuple[int, ...]:
+    """Positions of the samples with findings worse than a note, as far as the card knows them."""
+    found = {i for group in card.findings if group.severity is not Severity.NOTE for i in group.samples}
+    return tuple(sorted(found))
 
 
 def source_name(source: Mapping[str, Any]) -> str:
@@ -284,7 +293,8 @@ def _findings(dataset: VlmDataset, facts: IndexFindings, chosen: list[int]) -> t
         if len(where):
             severity, meaning = KINDS[kind]
             first = [(i, next(each for each in facts.of(i) if each.kind == kind)) for i in where[:EXAMPLES].tolist()]
-            groups.append(FindingGroup(kind, severity, meaning, len(where), tuple(example(*each) for each in first)))
+            shown = tuple(example(*each) for each in first)
+            groups.append(FindingGroup(kind, severity, meaning, len(where), shown, tuple(where[:_LISTED].tolist())))
     content: dict[str, list[tuple[int, Finding]]] = {}
     if chosen:
         check = ContentCheck(dataset, TokenTexts(dataset.directory))
@@ -294,6 +304,7 @@ def _findings(dataset: VlmDataset, facts: IndexFindings, chosen: list[int]) -> t
     for kind, all_found in content.items():
         severity, meaning = KINDS.get(kind, (Severity.FAULT, f"`vlmdata verify`'s check {kind}"))
         shown = tuple(example(i, found) for i, found in all_found[:EXAMPLES])
-        groups.append(FindingGroup(kind, severity, meaning, len(all_found), shown))
+        listed = tuple(i for i, _ in all_found[:_LISTED])
+        groups.append(FindingGroup(kind, severity, meaning, len(all_found), shown, listed))
     order = list(Severity)
     return tuple(sorted(groups, key=lambda group: (order.index(group.severity), group.kind)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,10 +127,18 @@ def parse_query(text: str, sort: str = "stored") -> Query:
     return Query(tuple(conditions), tuple(flags), " ".join(words), sort)
 
 
-def candidates(facts: IndexFindings, query: Query) -> IntArray:
+def candidates(facts: IndexFindings, query: Query, suspicious: Sequence[int] = ()) -> IntArray:
     """Positions of the samples that meet the conditions, in the query's order.
 
     Text is not looked at, unless it is a whole key: then that sample alone is a candidate, however many there are.
+
+    Args:
+        facts: What the index tells.
+        query: The query.
+        suspicious: Positions that are suspicious beyond what the index tells.
+
+    Returns:
+        int64 (m,), positions.
     """
     index = facts.index
     chosen = np.ones(len(index), np.bool_)
@@ -139,11 +147,12 @@ def candidates(facts: IndexFindings, query: Query) -> IntArray:
     if "is:truncated" in query.flags:
         chosen &= index.truncated
     if "is:suspicious" in query.flags:
-        suspicious = np.zeros(len(index), np.bool_)
+        marked = np.zeros(len(index), np.bool_)
+        marked[list(suspicious)] = True
         for kind, where in facts.groups.items():
             if KINDS[kind][0] is not Severity.NOTE:
-                suspicious[where] = True
-        chosen &= suspicious
+                marked[where] = True
+        chosen &= marked
     if query.text and (named := _named(index, query.text)) is not None:
         chosen[:named] = chosen[named + 1 :] = False
     found = np.flatnonzero(chosen)

@@ -75,8 +75,9 @@ class Run:
 
         self._show({"trace": trace, "sample": found}, draw)
 
-    def find(self, text: str) -> None:
+    def find(self, text: str, check: int | None) -> None:
         """Lists the samples that fit a query."""
+        from vlmdata.inspect.dataset import describe_dataset, suspicious_samples
         from vlmdata.inspect.findings import IndexFindings
         from vlmdata.inspect.query import candidates, parse_query, search
         from vlmdata.inspect.terminal.found import print_found
@@ -85,7 +86,11 @@ class Run:
 
         dataset = self._dataset("--find")
         query = parse_query(text)
-        order = candidates(IndexFindings(dataset.index), query)
+        # Tokens are looked into only if it is asked what is suspicious.
+        card = (
+            describe_dataset(dataset, check=check, seed=self.options.seed) if "is:suspicious" in query.flags else None
+        )
+        order = candidates(IndexFindings(dataset.index), query, () if card is None else suspicious_samples(card))
         hits = search(dataset, TokenTexts(dataset.directory), order, query.text, limit=len(dataset))
         samples = found_samples(dataset, hits.samples)
         self._show(

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vlmdata.errors import VlmdataError
 from vlmdata.format.dataset import VlmDataset
-from vlmdata.inspect.dataset import DatasetCard
+from vlmdata.inspect.dataset import DatasetCard, suspicious_samples
 from vlmdata.inspect.page.build import Document, build_page
 from vlmdata.inspect.page.payload import dataset_payload, safe, sample_payload, summary_payload
 from vlmdata.inspect.pixels import encode_image, rebuild_image
@@ -96,7 +96,8 @@ class InspectApp:
         boot: dict[str, Any] = {"mode": "served", "card": dataset_payload(dataset, card), "samples": [], "packs": None}
         self._document: Document = build_page(boot, {}, served=True)
         # The candidates of the last few queries: scrolling asks for the same again and again.
-        self._candidates = lru_cache(maxsize=4)(lambda query: candidates(self._describe.facts, query))
+        suspicious = suspicious_samples(card)
+        self._candidates = lru_cache(maxsize=4)(lambda query: candidates(self._describe.facts, query, suspicious))
 
     def routes(self) -> list[Route]:
         """All there is to ask for. Sync functions: Starlette runs them in threads, so a slow one blocks nobody."""
