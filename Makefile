@@ -50,7 +50,7 @@ browser:
 	  || echo "no chromium here and no way to install it: the browser tests will be skipped"
 
 test: .venv/.stamp-dev browser
-	HF_HUB_OFFLINE=1 $(PY) -m pytest -n 2 $(PYTEST_ARGS)
+	HF_HUB_OFFLINE=1 $(PY) -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
 
 check: .venv/.stamp-dev
 	.venv/bin/ruff check .

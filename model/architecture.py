@@ -246,7 +246,7 @@ class Architecture:
         )
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any] | Any, *, ignore: Collection[str] = ()) -> Self:
+    def from_hf(cls, config: Mapping[str, Any] | Any, *, ignore: Collection[str] = ()) -> Architecture:
         """Reads the config of a Qwen3.5 or Qwen3.5-MoE vision-language checkpoint.
 
         Args:

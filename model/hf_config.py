@@ -252,10 +252,13 @@ def architecture_to_hf(architecture: Architecture) -> dict[str, Any]:
 def _class_defaults(kind: str) -> dict[str, Any]:
     """What transformers fills in for fields a ``config.json`` leaves out."""
     if kind == _DENSE:
-        from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config as Config
+        from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config
+
+        defaults: dict[str, Any] = Qwen3_5Config().to_dict()
     else:
-        from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeConfig as Config
-    defaults: dict[str, Any] = Config().to_dict()
+        from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeConfig
+
+        defaults = Qwen3_5MoeConfig().to_dict()
     # The pattern of layers follows from their number, which the default list would contradict.
     defaults["text_config"].pop("layer_types", None)
     return defaults

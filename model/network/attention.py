@@ -149,6 +149,7 @@ class SegmentAttention(MegatronModule):
         assert attention_bias is None
         size, rank = layout.context_size, layout.context_rank
         if size > 1:
+            assert layout.gathered_order is not None
             counts = [query.shape[0]] * size
             both = all_gather_rows(torch.cat([key, value], -1), counts, self.cp_group)
             key, value = both.index_select(0, layout.gathered_order).split(key.shape[-1], -1)
@@ -172,8 +173,11 @@ class SegmentAttention(MegatronModule):
         mask = None
         if rows != columns:
             mask = torch.ones(rows, columns, dtype=torch.bool, device=query.device).tril(columns - rows)
+        q_1ntd, k_1gtd, v_1gtd = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
         out_1ntd = F.scaled_dot_product_attention(
-            *(x.transpose(0, 1).unsqueeze(0) for x in (query, key, value)),
+            q_1ntd,
+            k_1gtd,
+            v_1gtd,
             attn_mask=mask,
             is_causal=mask is None,
             scale=self.softmax_scale,

@@ -47,7 +47,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(fresh(hidden_size, dtype=config.params_dtype, device=device))
         # Under sequence parallelism each tensor-parallel rank sees some tokens only; megatron-core then sums the
         # gradient.
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalises the last axis."""

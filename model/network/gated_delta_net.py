@@ -153,9 +153,9 @@ class TorchGatedDeltaNet(Qwen35GatedDeltaNet):
         rates = torch.empty(self.a_log_dim, dtype=torch.float32, device=device).uniform_(1, 16)
         self.A_log = nn.Parameter(rates.log().to(dtype))
         for parameter in (self.conv1d.weight, self.dt_bias, self.A_log):
-            parameter.tensor_model_parallel = True
-            parameter.partition_dim = 0
-            parameter.partition_stride = 1
+            mark = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}
+            for name, value in mark.items():
+                setattr(parameter, name, value)
 
     def forward(
         self,

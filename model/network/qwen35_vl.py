@@ -139,6 +139,7 @@ class Qwen35VL(MegatronModule):
         device = batch.position_ids.device
         layout = index.layout(batch.max_seqlen, size, rank, device)
         predicting = self.mtp and (batch.labels is not None or not self.post_process)
+        assert layout.token_index is not None
         embeddings = following = None
         if self.pre_process:
             embeddings, following = self._embed(batch, index, predicting)
@@ -187,7 +188,8 @@ class Qwen35VL(MegatronModule):
     def _merge(self, input_ids: Tensor, rows: Tensor, where: Tensor, which: Tensor) -> Tensor:
         """Embeddings of tokens, with image embeddings in their places; (1, t) to (t, 1, H)."""
         embedded: Tensor = self.language.embedding(input_ids=input_ids, position_ids=None)
-        # Also without images: the tower's parameters stay in the graph.
+        # The sum keeps the gather, whose backward pass is a collective, and the tower in every rank's graph, whether or
+        # not any image token is here.
         source = rows.index_select(0, which).unsqueeze(1).to(embedded.dtype)
         return embedded.index_copy(0, where, source) + 0.0 * rows.sum().to(embedded.dtype)
 

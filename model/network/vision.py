@@ -299,8 +299,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, bounds: Sequence[int]) ->
     """Full attention within segments; (P, n, d) to (P, n * d)."""
     pieces = []
     for start, stop in itertools.pairwise(bounds):
-        mine = (x[start:stop].transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-        pieces.append(F.scaled_dot_product_attention(*mine)[0].transpose(0, 1))
+        q_1npd, k_1npd, v_1npd = (x[start:stop].transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+        pieces.append(F.scaled_dot_product_attention(q_1npd, k_1npd, v_1npd)[0].transpose(0, 1))
     return torch.cat(pieces).flatten(1)
 
 

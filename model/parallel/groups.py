@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 
 @dataclass(frozen=True)
@@ -161,4 +162,4 @@ def _join(backend: str, world: int, timeout_minutes: float) -> None:
     if world != 1:
         raise ValueError(f"WORLD_SIZE is {world}, but MASTER_ADDR is not set: start the processes with torchrun")
     # A process alone needs no port: two of them on one machine must not meet.
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)

@@ -5,7 +5,6 @@ Runs in the test's own process for the reference, and in all processes of :class
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -189,16 +188,10 @@ def train_step(case: Case, data: Path) -> StepOutcome:
 
 def run_case(case: Case, data: Path) -> StepOutcome:
     """:func:`train_step` in the case's groups, in every process of :class:`Workers`."""
-    from megatron.core import parallel_state
-
     from model.parallel import groups
 
     groups.initialize(backend="gloo", **case.groups)
-    try:
-        return train_step(case, data)
-    finally:
-        parallel_state.destroy_model_parallel()
-        gc.collect()
+    return train_step(case, data)
 
 
 def whole_gradients(case: Case, data: Path, outcomes: list[StepOutcome]) -> dict[str, torch.Tensor]:
@@ -243,7 +236,7 @@ def save_checkpoint(case: Case, data: Path, folder: Path) -> dict[str, tuple[int
     Returns:
         Keys of this rank's entries, with their global shapes.
     """
-    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
@@ -252,18 +245,14 @@ def save_checkpoint(case: Case, data: Path, folder: Path) -> dict[str, tuple[int
 
     if case.groups:
         groups.initialize(backend="gloo", **case.groups)
-    try:
-        state = build(case, data).sharded_state_dict()
-        if dist.get_rank() == 0:
-            folder.mkdir()
-        dist.barrier()
-        dist_checkpointing.save(state, folder, sharded_strategy=save_strategy())
-        apply_factories(state)
-        tensors = [entry for entry in nested_values(state) if isinstance(entry, ShardedTensor)]
-        return {entry.key: tuple(entry.global_shape) for entry in tensors}
-    finally:
-        if case.groups:
-            parallel_state.destroy_model_parallel()
+    state = build(case, data).sharded_state_dict()
+    if dist.get_rank() == 0:
+        folder.mkdir()
+    dist.barrier()
+    dist_checkpointing.save(state, folder, sharded_strategy=save_strategy())
+    apply_factories(state)
+    tensors = [entry for entry in nested_values(state) if isinstance(entry, ShardedTensor)]
+    return {entry.key: tuple(entry.global_shape) for entry in tensors}
 
 
 def load_checkpoint(case: Case, data: Path, folder: Path) -> list[str]:
@@ -272,20 +261,16 @@ def load_checkpoint(case: Case, data: Path, folder: Path) -> list[str]:
     Returns:
         Parameters of this rank that do not hold the weights of :func:`build` to the last bit.
     """
-    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core import dist_checkpointing
 
     from model.parallel import groups
 
     if case.groups:
         groups.initialize(backend="gloo", **case.groups)
-    try:
-        model = build(case, data)
-        wanted = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(7.0)
-        model.load_state_dict(dist_checkpointing.load(model.sharded_state_dict(), str(folder)))
-        return [name for name, parameter in model.named_parameters() if not torch.equal(parameter, wanted[name])]
-    finally:
-        if case.groups:
-            parallel_state.destroy_model_parallel()
+    model = build(case, data)
+    wanted = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7.0)
+    model.load_state_dict(dist_checkpointing.load(model.sharded_state_dict(), str(folder)))
+    return [name for name, parameter in model.named_parameters() if not torch.equal(parameter, wanted[name])]

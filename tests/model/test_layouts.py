@@ -30,6 +30,9 @@ from tests.model.workers import Workers
 
 pytest.importorskip("megatron.core")
 
+# One set of processes, wherever the rest of the suite runs.
+pytestmark = pytest.mark.xdist_group("layouts")
+
 TOLERANCE = 1e-5
 
 SEQUENCE = {"sequence_parallel": True}

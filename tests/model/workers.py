@@ -6,7 +6,7 @@ import faulthandler
 import multiprocessing
 import os
 import queue
-import socket
+import tempfile
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -24,13 +24,12 @@ class Workers:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        self._stores = tempfile.TemporaryDirectory()
+        self._count = 0
         self._tasks = [context.Queue() for _ in range(WORLD)]
         self._results = context.Queue()
         self._processes = [
-            context.Process(target=_serve, args=(rank, port, self._tasks[rank], self._results), daemon=True)
+            context.Process(target=_serve, args=(rank, self._tasks[rank], self._results), daemon=True)
             for rank in range(WORLD)
         ]
         for process in self._processes:
@@ -47,8 +46,9 @@ class Workers:
         """
         if not all(process.is_alive() for process in self._processes):
             self._start()
+        self._count += 1
         for tasks in self._tasks:
-            tasks.put((task, args))
+            tasks.put((f"{self._stores.name}/{self._count}", task, args))
         answers: dict[int, Any] = {}
         failures = []
         for _ in range(WORLD):
@@ -69,26 +69,26 @@ class Workers:
         for process in self._processes:
             process.kill()
             process.join()
+        self._stores.cleanup()
 
 
-def _serve(rank: int, port: int, tasks: Any, results: Any) -> None:
+def _serve(rank: int, tasks: Any, results: Any) -> None:
+    """Runs tasks, each in a process group of its own: groups keep their threads until the last is left."""
     faulthandler.enable()
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "RANK": str(rank),
-        "WORLD_SIZE": str(WORLD),
-        "OMP_NUM_THREADS": "1",
-    }
+    os.environ["OMP_NUM_THREADS"] = "1"
     import torch
+    import torch.distributed as dist
 
-    from model.parallel import cpu_mode
+    from model.parallel import cpu_mode, groups
 
     torch.set_num_threads(1)
     with cpu_mode.cpu_as_cuda():
         while True:
-            task, args = tasks.get()
+            store, task, args = tasks.get()
             try:
-                results.put((rank, None, task(*args)))
+                dist.init_process_group("gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD)
+                answer = task(*args)
+                groups.destroy()
+                results.put((rank, None, answer))
             except BaseException:
                 results.put((rank, traceback.format_exc(), None))

@@ -1,0 +1,184 @@
+"""What must hold on CUDA: Transformer Engine against plain torch, with equal weights, on one packed batch.
+
+On a CUDA machine with megatron-core, Transformer Engine and flash-linear-attention, from the repository root::
+
+    python -m tests.model.gpu_checks                       # one GPU
+    torchrun --nproc-per-node 2 -m tests.model.gpu_checks  # and layouts of two
+
+The measure is the error against torch in float32: that of Transformer Engine in bfloat16 must be no more than
+``FACTOR`` times that of torch in bfloat16, tensor by tensor, since both round alike and only orders of summation
+differ.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import os
+import sys
+import traceback
+from typing import Any
+
+import torch
+
+from model.architecture import Architecture, LanguageArchitecture, MoeArchitecture, VisionArchitecture
+from model.network.build import ModelSettings, build_model, vocabulary_rows
+from model.parallel import groups
+from model.presets import pattern
+from model.weights.names import canonical_names, hf_names, load_from_hf, parameter_maps
+from tests.model.helpers import IMAGE, VIDEO, VISION_END, VISION_START, make_sample, pack, random_weights, relative
+from vlmdata.batch import PackedBatch
+
+FACTOR = 4.0
+CUDA = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def architecture(moe: bool = False) -> Architecture:
+    """Real head widths, which the kernels are made for (72 in the tower, 256 and 128 in the decoder); little else."""
+    language = LanguageArchitecture(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=0 if moe else 512,
+        layer_types=pattern(4),
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        moe=MoeArchitecture(8, 2, 128, 128, 0.01) if moe else None,
+    )
+    vision = VisionArchitecture(depth=3, hidden_size=288, intermediate_size=512, num_heads=4, out_hidden_size=256)
+    return Architecture(vision, language, IMAGE, VIDEO, VISION_START, VISION_END)
+
+
+def batch() -> PackedBatch:
+    """Images of several sizes, a sample without, and padding; aligned for two context-parallel ranks of two."""
+    samples = [
+        make_sample(1, [(16, 24)], 300),
+        make_sample(2, [], 200),
+        make_sample(3, [(24, 16), (8, 8)], 500),
+        make_sample(4, [(2, 2)], 60),
+    ]
+    return pack(samples, alignment=16, tail=64)
+
+
+def run(
+    wanted: Architecture, packed: PackedBatch, settings: ModelSettings
+) -> tuple[float, dict[str, torch.Tensor], dict[str, float]]:
+    """Loss (sum over all ranks), gradients by canonical name as this rank has them, and metrics."""
+    import torch.distributed as dist
+
+    place = groups.current()
+    maps = parameter_maps(wanted, vocab_rows=vocabulary_rows(wanted.language.vocab_size, place.tensor))
+    weights = random_weights(hf_names(maps))
+    model = build_model(wanted, settings)
+    load_from_hf(model, maps, weights.__getitem__, tensor_rank=place.tensor_rank, tensor_parallel=place.tensor)
+    model.train()
+    mine = packed.context_parallel_shard(place.context_rank, place.context) if place.context > 1 else packed
+    losses = model(mine.to(CUDA))
+    losses.sum().backward()
+    total = losses.detach().sum() / place.tensor
+    dist.all_reduce(total)
+    names = canonical_names(model)
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad.float()
+        if place.context > 1:
+            dist.all_reduce(gradient, group=model.pg_collection.cp)
+        # What finalize_model_grads would do.
+        of_heads = place.tensor > 1 and ("q_layernorm" in name or "k_layernorm" in name)
+        if of_heads or (settings.sequence_parallel and getattr(parameter, "sequence_parallel", False)):
+            dist.all_reduce(gradient, group=model.pg_collection.tp)
+        gradients[names[name]] = gradient
+    return float(total), gradients, model.metrics.pop(model.metric_names, device="cuda")
+
+
+def engine_against_torch(moe: bool) -> None:
+    """One GPU, in bfloat16, judged by torch in float32."""
+    wanted, packed = architecture(moe), batch()
+    exact_loss, exact, exact_metrics = run(wanted, packed, ModelSettings())
+    plain_loss, plain, _ = run(wanted, packed, ModelSettings(params_dtype=torch.bfloat16))
+    settings = ModelSettings(backend="transformer_engine", params_dtype=torch.bfloat16)
+    loss, found, metrics = run(wanted, packed, settings)
+    print(f"  loss {exact_loss:.3f} exact, {plain_loss:.3f} torch, {loss:.3f} engine; {exact_metrics} {metrics}")
+    assert set(found) == set(exact), set(found) ^ set(exact)
+    errors = {name: (relative(found[name], exact[name]), relative(plain[name], exact[name])) for name in exact}
+    worst = sorted(errors, key=lambda name: -errors[name][0])[:5]
+    print(
+        "  worst:",
+        *(f"{name} engine {errors[name][0]:.1e} torch {errors[name][1]:.1e}" for name in worst),
+        sep="\n    ",
+    )
+    assert abs(loss / exact_loss - 1) < 5e-3
+    bad = [name for name, (engine, torchs) in errors.items() if engine > FACTOR * max(torchs, 4e-3)]
+    assert not bad, bad
+
+
+def layout_against_one_gpu(sizes: dict[str, int], moe: bool = False, **options: Any) -> None:
+    """Two GPUs: loss within 1e-3, replicated parameters' gradients within bfloat16's reach."""
+    from megatron.core import parallel_state
+
+    wanted, packed = architecture(moe), batch()
+    common = {"backend": "transformer_engine", "params_dtype": torch.bfloat16}
+    alone_loss, alone, _ = run(wanted, packed, ModelSettings(**common))  # every rank by itself: data parallel
+    alone_loss /= torch.distributed.get_world_size()
+    parallel_state.destroy_model_parallel()
+    groups.initialize(**sizes)
+    try:
+        parallel = {f"{name}_parallel": size for name, size in sizes.items()}
+        loss, found, _ = run(wanted, packed, ModelSettings(**common, **parallel, **options))
+        print(f"  loss {alone_loss:.3f} one GPU, {loss:.3f} {sizes}")
+        assert abs(loss / alone_loss - 1) < 1e-3
+        same = {name: gradient for name, gradient in found.items() if gradient.shape == alone[name].shape}
+        errors = sorted(((relative(same[name], alone[name]), name) for name in same), reverse=True)
+        print("  worst:", errors[:3])
+        assert errors[0][0] < 0.1, errors[:5]
+    finally:
+        parallel_state.destroy_model_parallel()
+        groups.initialize()
+
+
+def float_patches_and_recompute() -> None:
+    """Recomputed blocks and layers give the same gradients."""
+    wanted, packed = architecture(), batch()
+    settings = ModelSettings(backend="transformer_engine", params_dtype=torch.bfloat16)
+    _, plain, _ = run(wanted, packed, settings)
+    _, again, _ = run(wanted, packed, dataclasses.replace(settings, recompute="full", vision_recompute=True))
+    worst = max((relative(again[name], plain[name]), name) for name in plain)
+    print("  worst:", worst)
+    assert worst[0] < 0.05
+
+
+def main() -> int:
+    """Runs what the number of GPUs allows; the exit status is the number of failures."""
+    faulthandler.dump_traceback_later(550, exit=True)
+    groups.initialize()
+    world = torch.distributed.get_world_size()
+    checks: dict[str, Any] = {
+        "engine against torch, dense": lambda: engine_against_torch(moe=False),
+        "engine against torch, experts": lambda: engine_against_torch(moe=True),
+        "recompute": float_patches_and_recompute,
+    }
+    if world > 1:
+        checks = {
+            "context 2": lambda: layout_against_one_gpu({"context": 2}),
+            "tensor 2 + sequence": lambda: layout_against_one_gpu({"tensor": 2}, sequence_parallel=True),
+            "tensor 2": lambda: layout_against_one_gpu({"tensor": 2}),
+        }
+    failures = 0
+    for name, check in checks.items():
+        print(f"== {name}", flush=True)
+        try:
+            check()
+            print("  holds", flush=True)
+        except Exception:
+            failures += 1
+            traceback.print_exc()
+            if world > 1:
+                break  # the other rank may hang in a collective
+    print(f"{failures} of {len(checks)} failed", flush=True)
+    groups.destroy()
+    return failures
+
+
+if __name__ == "__main__":
+    sys.exit(main())
