@@ -91,13 +91,11 @@ def main(
 
 def _run(file: Path | None, overrides: list[str | tuple[str, Any]], resume: bool) -> int:
     """Joins the process group, trains, leaves it; the exit code."""
-    # Before megatron-core is imported: it wants sequence- and tensor-parallel messages in the order they are made.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    from model.parallel.startup import before_megatron
+
+    before_megatron()
     from model.parallel import groups
     from model.parallel.cpu_mode import cpu_mode_if_needed
-    from model.parallel.quiet import quiet_megatron
-
-    quiet_megatron()
     from model.training.config import ConfigError, load_config
     from model.training.loop import train
     from model.training.setup import device_of_this_process

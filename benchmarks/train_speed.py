@@ -23,7 +23,6 @@ import datetime
 import gc
 import itertools
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -31,18 +30,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-
 import numpy as np
 import torch
 
 sys.path.pop(0)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from model.parallel import groups
-from model.parallel.quiet import quiet_megatron
+from model.parallel.startup import before_megatron
 
-quiet_megatron()
+before_megatron()
 
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
     get_transformer_block_with_experimental_attention_variant_spec,
@@ -53,6 +49,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from model.architecture import Architecture
 from model.metrics import MetricSums
 from model.network.build import build_model, language_config
+from model.parallel import groups
 from model.training.config import TrainConfig, load_config
 from model.training.data import RankPlace
 from model.training.flops import StepFlops, peak_flops
@@ -84,6 +81,7 @@ class StockLanguageModel(torch.nn.Module):
             share_embeddings_and_output_weights=architecture.tie_embeddings,
         )
         self.metrics, self.metric_names = MetricSums(), ()
+        self.model_type = self.model.model_type
         self.share_embeddings_and_output_weights = architecture.tie_embeddings
         self.pre_process = self.post_process = True
         self.pg_collection = self.model.pg_collection

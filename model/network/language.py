@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -26,18 +27,57 @@ from model.network.mtp import MultiTokenPredictor
 from model.parallel.packed import PackedLayout
 from vlmdata.batch import IGNORE_INDEX
 
+#: Targets are filled up to a multiple of this.
+_ROWS = 128
+
 
 @dataclass(frozen=True)
 class Targets:
     """What the last stage compares with.
 
     Attributes:
-        labels: int64 (1, t), the next token or -100.
-        after_next: int64 (1, t), the token after the next or -100; None without multi-token prediction.
+        next: The tokens that come next.
+        after_next: The tokens after the next; None without multi-token prediction.
     """
 
-    labels: Tensor
-    after_next: Tensor | None
+    next: TargetRows
+    after_next: TargetRows | None
+
+
+class TargetRows:
+    """Which tokens are targets. In fine-tuning they are few, and only they need logits.
+
+    The places are found on the device; their number comes to the host in the background, so that it is there when
+    the heads ask for it and nothing waits for the layers that are queued in between.
+
+    Args:
+        labels: int64 (1, t), the next token or -100.
+    """
+
+    def __init__(self, labels: Tensor) -> None:
+        self._labels = labels[0]
+        on_target = self._labels != IGNORE_INDEX
+        self._places = torch.nonzero_static(on_target, size=len(self._labels), fill_value=0)[:, 0]
+        self._count = on_target.sum()
+        self._counted: torch.cuda.Event | None = None
+        if labels.is_cuda:
+            self._count = torch.empty((), dtype=torch.int64, pin_memory=True).copy_(self._count, non_blocking=True)
+            self._counted = torch.cuda.Event()
+            self._counted.record()
+
+    def get(self) -> tuple[Tensor, Tensor]:
+        """Places and labels of the targets, filled up with label -100 to a number that matrix kernels like.
+
+        Returns:
+            int64 (n,) places among the tokens, and int64 (n,) labels; n is at least 1.
+        """
+        if self._counted is not None:
+            self._counted.synchronize()
+        count = int(self._count)
+        rows = min(max(-(-count // _ROWS), 1) * _ROWS, len(self._places))
+        places = self._places[:rows]
+        filling = torch.arange(rows, device=places.device) >= count
+        return places, self._labels[places].masked_fill(filling, IGNORE_INDEX)
 
 
 @dataclass(frozen=True)
@@ -100,6 +140,10 @@ class Qwen35Language(GPTModel):
         self.rotary_pos_emb = InterleavedMRoPE(language.rotary_dim, language.rope_theta)
         self.true_vocab, self.metrics, self.mtp_loss_scale = language.vocab_size, metrics, mtp_loss_scale
         self.predictor: MultiTokenPredictor | None = None
+        if self.post_process:
+            # It is given chosen rows of all tokens, the same on all ranks, not a part of the sequence.
+            self.output_layer.sequence_parallel = False
+            self.output_layer.allreduce_dgrad = self.pg_collection.tp.size() > 1
         if mtp_layer is not None and self.post_process:
             self.predictor = MultiTokenPredictor(config, provider, mtp_layer, self.pg_collection, self.vp_stage)
 
@@ -141,17 +185,16 @@ class Qwen35Language(GPTModel):
 
     def _heads(self, hidden_states: Tensor, output_weight: Tensor | None, context: Any, **_: Any) -> Tensor:
         position_ids, layout, targets, following = context
-        logits = self._logits(hidden_states, output_weight)
         if targets is None:
-            return logits.transpose(0, 1).contiguous()
-        losses = self._losses(logits, targets.labels)
+            return self._logits(self._all_tokens(hidden_states), output_weight).transpose(0, 1).contiguous()
+        losses, _ = self._losses(hidden_states, output_weight, targets.next)
         if self.predictor is None or following is None or targets.after_next is None:
             return losses
         angles = self.rotary_pos_emb(position_ids, self.mrope_section)
         predicted = self.predictor(hidden_states, following.embeddings, angles, layout, following.padding_mask)
-        extra = self._losses(self._logits(predicted, output_weight), targets.after_next)
+        extra, count = self._losses(predicted, output_weight, targets.after_next)
         if self.training:
-            self.metrics.add("mtp_loss", extra.detach().sum(), (targets.after_next != IGNORE_INDEX).sum())
+            self.metrics.add("mtp_loss", extra.detach().sum(), count)
         attached: Tensor = AttachLoss.apply(losses, extra.sum() * self.mtp_loss_scale)
         return attached
 
@@ -165,11 +208,27 @@ class Qwen35Language(GPTModel):
             logits = logits.masked_fill(filler, torch.finfo(logits.dtype).min)
         return logits
 
-    def _losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Cross-entropy per token, float32 (1, t), 0 off target."""
+    def _losses(self, hidden: Tensor, output_weight: Tensor | None, targets: TargetRows) -> tuple[Tensor, Tensor]:
+        """Cross-entropy per token, float32 (1, t), 0 off target; and the number of targets."""
+        hidden = self._all_tokens(hidden)
+        places, labels = targets.get()
         on_target = labels != IGNORE_INDEX
-        losses = self.compute_language_model_loss(labels.clamp(min=0), logits)
-        return torch.where(on_target, losses.float(), 0.0)
+        logits = self._logits(hidden.index_select(0, places), output_weight)
+        found = self.compute_language_model_loss(labels.clamp(min=0).unsqueeze(0), logits)[0]
+        losses = hidden.new_zeros(hidden.shape[0], dtype=torch.float32)
+        # Rows that fill up add nothing, wherever they point.
+        losses = losses.index_add(0, places, torch.where(on_target, found.float(), 0.0))
+        return losses.unsqueeze(0), on_target.sum()
+
+    def _all_tokens(self, hidden: Tensor) -> Tensor:
+        """Hidden states of all tokens of the tensor-parallel ranks, which share them under sequence parallelism."""
+        if not self.config.sequence_parallel:
+            return hidden
+        # The output layer sums the gradient over the ranks, so each takes its part of it.
+        gathered: Tensor = gather_from_sequence_parallel_region(
+            hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+        )
+        return gathered
 
 
 class AttachLoss(torch.autograd.Function):

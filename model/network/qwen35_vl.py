@@ -32,7 +32,7 @@ from torch import Tensor
 from model.architecture import Architecture
 from model.metrics import MetricSums
 from model.network.decoder_layer import RouterState
-from model.network.language import Following, Qwen35Language, Targets
+from model.network.language import Following, Qwen35Language, TargetRows, Targets
 from model.network.vision import VisionTower
 from model.parallel.exchange import all_gather_plain, all_gather_rows
 from model.parallel.packed import ImageRows, PackIndex, to_device
@@ -228,7 +228,7 @@ class Qwen35VL(MegatronModule):
         if batch.labels is None:
             return None
         after_next = self._next_of(batch.labels, index, fill=IGNORE_INDEX) if self.mtp else None
-        return Targets(batch.labels, after_next)
+        return Targets(TargetRows(batch.labels), None if after_next is None else TargetRows(after_next))
 
     def _next_of(self, values: Tensor, index: PackIndex, fill: int) -> Tensor:
         """What stands at the following token of the sample; int64 (1, t) to (1, t), ``fill`` where none follows."""

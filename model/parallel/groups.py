@@ -86,6 +86,10 @@ def initialize(
         raise ValueError(
             f"expert-parallel size {expert} does not divide the {world // pipeline} processes of a pipeline stage"
         )
+    if torch.cuda.is_available():
+        from model.parallel.startup import require_one_cudnn
+
+        require_one_cudnn()
     if not dist.is_initialized():
         _join(backend or ("nccl" if torch.cuda.is_available() else "gloo"), world, timeout_minutes)
     parallel_state.initialize_model_parallel(

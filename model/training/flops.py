@@ -3,8 +3,9 @@
 A multiply-add is 2 FLOP. Per sample of s true tokens and images of p patches, forward:
 
 - per token: every matrix a token passes (full attention with its gate, gated delta net, dense layers or the routed and
-  shared experts it is sent to, router, output layer over the whole vocabulary), the convolution, and the delta rule in
-  its recurrent form (read, correct, write: 6 d_k d_v per value head);
+  shared experts it is sent to, router), the convolution, and the delta rule in its recurrent form (read, correct,
+  write: 6 d_k d_v per value head);
+- per target: the output layer over the whole vocabulary; tokens that are no target need no logits;
 - per squared token: causal attention, 2 heads d s^2 per full-attention layer (half of 4 heads d s^2);
 - per patch: patch embedding from 768 stored values, vision blocks, and per four patches the merger;
 - per squared patch: 4 hidden p^2 per vision block;
@@ -40,12 +41,14 @@ class StepFlops:
         per_token_squared: FLOP per squared token of a sample.
         per_patch: FLOP per vision patch.
         per_patch_squared: FLOP per squared patch of an image.
+        per_target: FLOP per target.
     """
 
     per_token: float
     per_token_squared: float
     per_patch: float
     per_patch_squared: float
+    per_target: float
 
     @classmethod
     def for_model(cls, model: Architecture, mtp: bool = True, frozen: tuple[str, ...] = ()) -> Self:
@@ -60,11 +63,12 @@ class StepFlops:
         tokens = sum(_layer_per_token(language, kind) for kind in language.layer_types)
         squared = language.layer_types.count(FULL_ATTENTION) * _attention_per_token_squared(language)
         output = 2 * language.hidden_size * language.vocab_size
-        tokens += output
+        heads = 1
         if mtp and model.mtp_layers:
             layers = model.mtp_layers
             projection = 2 * 2 * language.hidden_size * language.hidden_size
-            tokens += layers * (projection + _layer_per_token(language, FULL_ATTENTION) + output)
+            tokens += layers * (projection + _layer_per_token(language, FULL_ATTENTION))
+            heads += layers
             squared += layers * _attention_per_token_squared(language)
         trains_vision = "vision" not in frozen
         trains_images = trains_vision or "merger" not in frozen
@@ -77,10 +81,11 @@ class StepFlops:
             per_token_squared=of_language * squared,
             per_patch=patches,
             per_patch_squared=of_vision * vision.depth * 4 * vision.hidden_size,
+            per_target=of_language * heads * output,
         )
 
     def of(self, lengths: npt.NDArray[np.int64], patches: npt.NDArray[np.int64]) -> float:
-        """FLOP of samples with these true lengths (n,) and images with these patches (N,)."""
+        """FLOP of samples with these true lengths (n,) and images with these patches (N,), but for ``per_target``."""
         tokens, spans = lengths.astype(np.float64), patches.astype(np.float64)
         text = self.per_token * tokens.sum() + self.per_token_squared * (tokens**2).sum()
         return float(text + self.per_patch * spans.sum() + self.per_patch_squared * (spans**2).sum())

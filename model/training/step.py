@@ -156,7 +156,7 @@ class Stepper:
             slots=int(slots),
             images=int(images),
             patches=int(patches),
-            flops=flops,
+            flops=flops + self._flops.per_target * targets,
             seconds=time.perf_counter() - begun,
             data_wait=wait,
             interrupted=bool(stop),

@@ -45,9 +45,9 @@ def convert(
     """
     # Megatron-core takes seconds to import: only once the arguments are known to make sense.
     to_megatron = _direction(source, out, like, dtype)
-    from model.parallel.quiet import quiet_megatron
+    from model.parallel.startup import before_megatron
 
-    quiet_megatron()
+    before_megatron()
     from model.parallel import cpu_mode, groups
     from model.weights import convert as conversion
 

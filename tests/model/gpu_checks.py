@@ -21,6 +21,10 @@ from typing import Any
 
 import torch
 
+from model.parallel.startup import before_megatron
+
+before_megatron()
+
 from model.architecture import Architecture, LanguageArchitecture, MoeArchitecture, VisionArchitecture
 from model.network.build import ModelSettings, build_model, vocabulary_rows
 from model.parallel import groups

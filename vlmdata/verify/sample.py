@@ -143,8 +143,9 @@ def _target_turns(
     tokenizer = rules.tokenizer
     header = np.array(tokenizer.assistant_header, dtype=ids.dtype)
     starts = np.flatnonzero(ids == tokenizer.im_start)
-    stops = [*starts[1:].tolist(), len(ids)]
-    if len(starts) and target[: starts[0]].any():
+    stops = [*starts.tolist(), len(ids)][1:]
+    first = starts[0] if len(starts) else len(ids)
+    if target[:first].any():
         yield "outside_turn", "a target stands before the first turn"
     body = 1 + len(header)
     answers = [start for start in starts.tolist() if np.array_equal(ids[start + 1 : start + body], header)]

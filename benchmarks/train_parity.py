@@ -1,0 +1,200 @@
+"""Every parallel layout against one GPU: loss and gradient norm of the same steps from the same weights.
+
+    python benchmarks/train_parity.py --prepare WORK --data DIR      # weights, and the reference, on one GPU
+    torchrun --nproc-per-node 4 --master-addr 127.0.0.1 benchmarks/train_parity.py --work WORK --data DIR
+
+Runs the bundled trainer itself (`model.training.loop.train`), a dense and an experts model with real head widths, bf16,
+multi-token prediction on, 8 packs of real receipts a step. Weights are random, written as a Hugging Face checkpoint and
+converted, so each layout loads and cuts the same file. Writes train-parity-<date>.md and .json under --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import gc
+import json
+import os
+import shutil
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+sys.path.pop(0)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from model.parallel.startup import before_megatron
+
+before_megatron()
+
+import torch
+from megatron.core import parallel_state
+from safetensors.torch import save_file
+
+from model.architecture import Architecture, MoeArchitecture
+from model.parallel import groups
+from model.presets import PRESETS
+from model.training.config import load_config
+from model.training.loop import train
+from model.training.setup import device_of_this_process
+from model.weights.convert import to_megatron
+from model.weights.names import hf_names, parameter_maps
+from vlmdata import open_dataset
+
+STEPS = 4
+#: Settings beyond those of every case; the case's processes are all there are, the rest is data parallel.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "data 4": ("dense", {}),
+    "context 2": ("dense", {"cp": 2}),
+    "context 2, all-to-all": ("dense", {"cp": 2, "cp_comm": "a2a"}),
+    "context 4": ("dense", {"cp": 4}),
+    "tensor 2 + sequence": ("dense", {"tp": 2, "sp": True}),
+    "tensor 2": ("dense", {"tp": 2}),
+    "pipeline 2": ("dense", {"pp": 2}),
+    "context 2 x tensor 2": ("dense", {"cp": 2, "tp": 2, "sp": True}),
+    "data 4, experts": ("experts", {}),
+    "experts 2": ("experts", {"ep": 2}),
+    "experts 4": ("experts", {"ep": 4}),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--prepare", type=Path, help="make weights and the reference there")
+    parser.add_argument("--work", type=Path, help="where --prepare made them")
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--cases", nargs="*", default=list(CASES))
+    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
+    options = parser.parse_args()
+    if options.prepare is not None:
+        prepare(options.prepare, options.data)
+        return
+    compare(options)
+
+
+def prepare(work: Path, data: Path) -> None:
+    """Random weights of both models as distributed checkpoints, and one GPU's steps."""
+    groups.initialize()
+    for kind in ("dense", "experts"):
+        architecture = model_of(kind, data)
+        write_weights(work / kind / "hf", architecture)
+        to_megatron(work / kind / "hf", work / kind / "weights")
+    for kind in ("dense", "experts"):
+        found = steps_of(work, data, kind, {})
+        (work / kind / "reference.json").write_text(json.dumps(found))
+        print(kind, [f"{each['loss']:.5f}/{each['grad_norm']:.4f}" for each in found], flush=True)
+    groups.destroy()
+
+
+def model_of(kind: str, data: Path) -> Architecture:
+    proxy = PRESETS["proxy"].with_vocabulary(open_dataset(data).manifest.tokenizer)
+    if kind == "dense":
+        return proxy
+    moe = MoeArchitecture(8, 2, 512, 512, 0.001)
+    return dataclasses.replace(proxy, language=dataclasses.replace(proxy.language, intermediate_size=0, moe=moe))
+
+
+def write_weights(folder: Path, architecture: Architecture) -> None:
+    """Weights under which activations keep their size: a fresh model's gradients would drown in those of its norms."""
+    folder.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(0)
+    weights = {}
+    for name, shape in hf_names(parameter_maps(architecture)).items():
+        noise = torch.randn(shape, generator=generator)
+        if name.endswith(("linear_attn.norm.weight", "norm1.weight", "norm2.weight", "merger.norm.weight")):
+            weights[name] = 1 + 0.1 * noise
+        elif name.endswith("A_log"):
+            weights[name] = noise.abs()
+        elif len(shape) == 1:
+            weights[name] = 0.1 * noise
+        elif "embed" in name and "patch" not in name:
+            weights[name] = 0.05 * noise
+        else:
+            fan_in = shape[-1] if "experts" in name else noise[0].numel()
+            weights[name] = 0.5 * noise * fan_in**-0.5
+    save_file({name: each.bfloat16().contiguous() for name, each in weights.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(architecture.to_hf()))
+
+
+def steps_of(work: Path, data: Path, kind: str, layout: dict[str, Any]) -> list[dict[str, float]]:
+    """Trains, and what the log says of each step."""
+    out = work / "run"
+    if int(os.environ.get("RANK", "0")) == 0:
+        shutil.rmtree(out, ignore_errors=True)
+    torch.distributed.barrier()
+    settings = {
+        "data.paths": [str(data)],
+        "data.capacity": 4096,
+        "data.global_batch": 8,
+        "data.workers": 0,
+        "model.hf": str(work / kind / "hf"),
+        "model.weights": str(work / kind / "weights"),
+        "optimizer.warmup_steps": 1,
+        "optimizer.lr": 1e-4,
+        "run.steps": STEPS,
+        "run.out": str(out),
+        "run.tensorboard": False,
+        "run.async_save": False,
+        **{f"parallel.{name}": value for name, value in layout.items()},
+    }
+    train(load_config(None, list(settings.items())), device_of_this_process(), resume=False)
+    torch.distributed.barrier()
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    gc.collect()
+    torch.cuda.empty_cache()
+    return lines
+
+
+def compare(options: argparse.Namespace) -> None:
+    groups.initialize()
+    rows: dict[str, Any] = {}
+    for name in options.cases:
+        kind, layout = CASES[name]
+        parallel_state.destroy_model_parallel()
+        sizes = {"tensor": "tp", "context": "cp", "pipeline": "pp", "expert": "ep"}
+        groups.initialize(**{size: layout.get(short, 1) for size, short in sizes.items()})
+        begun = time.perf_counter()
+        try:
+            found = steps_of(options.work, options.data, kind, layout)
+        except Exception:
+            traceback.print_exc()
+            break  # the other ranks may hang in a collective
+        reference = json.loads((options.work / kind / "reference.json").read_text())
+        rows[name] = {
+            "loss": max(abs(a["loss"] / b["loss"] - 1) for a, b in zip(found, reference, strict=True)),
+            "grad_norm": max(abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(found, reference, strict=True)),
+            "losses": [each["loss"] for each in found],
+            "reference": [each["loss"] for each in reference],
+        }
+        if torch.distributed.get_rank() == 0:
+            print(f"{name}: loss {rows[name]['loss']:.1e}, gradient norm {rows[name]['grad_norm']:.1e}", flush=True)
+            print(f"  {time.perf_counter() - begun:.0f} s", flush=True)
+            write(options.out, rows)
+    groups.destroy()
+
+
+def write(out: Path, rows: dict[str, Any]) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    stem = out / f"train-parity-{datetime.date.today().isoformat()}"
+    stem.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
+    lines = [
+        f"# Layouts against one GPU, {datetime.date.today().isoformat()}",
+        "",
+        f"`torchrun --nproc-per-node {torch.distributed.get_world_size()} benchmarks/train_parity.py` on "
+        f"{torch.distributed.get_world_size()} x {torch.cuda.get_device_name(0)}, torch {torch.__version__}; bf16, "
+        f"{STEPS} optimizer steps of 8 packs of real receipts from the same converted weights. Largest relative "
+        "difference over the steps from the same steps on one GPU (limits: loss 1e-3, gradient norm 1e-2).",
+        "",
+        "| layout | loss | gradient norm |",
+        "|---|---|---|",
+        *(f"| {name} | {row['loss']:.1e} | {row['grad_norm']:.1e} |" for name, row in rows.items()),
+        "",
+    ]
+    stem.with_suffix(".md").write_text("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
