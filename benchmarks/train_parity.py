@@ -129,6 +129,7 @@ def steps_of(work: Path, data: Path, kind: str, layout: dict[str, Any]) -> list[
         "data.paths": [str(data)],
         "data.capacity": 4096,
         "data.global_batch": 8,
+        "data.pad_multiple": 16,
         "data.workers": 0,
         "model.hf": str(work / kind / "hf"),
         "model.weights": str(work / kind / "weights"),

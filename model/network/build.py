@@ -152,7 +152,9 @@ def build_model(
     for module in language.modules():
         if isinstance(module, Qwen35Router) and state is not None:
             module.state = state
-    return Qwen35VL(config, architecture, vision, language, metrics, state, predict)
+    model = Qwen35VL(config, architecture, vision, language, metrics, state, predict)
+    # Some parameters of megatron-core (the shared expert's gate) are made on the CPU whatever the configuration says.
+    return model if config.use_cpu_initialization else model.cuda()
 
 
 def vocabulary_rows(vocab_size: int, tensor_parallel: int) -> int:

@@ -38,8 +38,6 @@ from model.parallel.exchange import all_gather_plain, all_gather_rows
 from model.parallel.packed import ImageRows, PackIndex, to_device
 from vlmdata.batch import IGNORE_INDEX, PackedBatch
 
-_EXTRA_STATE = "_extra_state"
-
 
 class Qwen35VL(MegatronModule):
     """``Qwen3_5ForConditionalGeneration``, or a pipeline stage of it; :func:`model.network.build.build_model` makes it.
@@ -100,7 +98,7 @@ class Qwen35VL(MegatronModule):
         same keys, and either reads the other's checkpoints.
         """
         state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        return {name: entry for name, entry in state.items() if not name.endswith(_EXTRA_STATE)}
+        return {name: entry for name, entry in state.items() if not _is_extra_state(name)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As torch's; extra states may be missing.
@@ -109,8 +107,8 @@ class Qwen35VL(MegatronModule):
             RuntimeError: If parameters are missing or unexpected, and ``strict``.
         """
         result = super().load_state_dict(state_dict, strict=False, assign=assign)
-        missing = [name for name in result.missing_keys if not name.endswith(_EXTRA_STATE)]
-        unexpected = [name for name in result.unexpected_keys if not name.endswith(_EXTRA_STATE)]
+        missing = [name for name in result.missing_keys if not _is_extra_state(name)]
+        unexpected = [name for name in result.unexpected_keys if not _is_extra_state(name)]
         if strict and (missing or unexpected):
             raise RuntimeError(
                 f"the state does not fit the model: missing {missing[:8]} ({len(missing)}), "
@@ -271,6 +269,11 @@ class _RestoreRouterWeight(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         ctx.state.weight = ctx.weight
         return gradients[0], None, None
+
+
+def _is_extra_state(name: str) -> bool:
+    """Transformer Engine's FP8 statistics: one a layer, or one an expert (``_extra_state3``)."""
+    return name.rpartition(".")[2].startswith("_extra_state")
 
 
 def _check_placeholders(batch: PackedBatch, where: Tensor, image_token_id: int) -> None:

@@ -31,6 +31,8 @@ class DataConfig:
         global_batch: Packs per optimizer step, over all data-parallel ranks.
         max_patches: Most vision patches in a pack; none is no limit.
         pad_to_capacity: Packs of equal length.
+        pad_multiple: Samples are padded to a multiple of this, beside what the layout needs. With one that suits every
+            layout (16, say) all of them train on the same packs, so that runs may be compared or moved.
         shuffle_window: Shards packed and shuffled together; none is all.
         balance: Whether packs are spread over ranks by cost.
         seed: Of packing and order.
@@ -45,6 +47,7 @@ class DataConfig:
     global_batch: int = 8
     max_patches: int | None = None
     pad_to_capacity: bool = False
+    pad_multiple: int = 1
     shuffle_window: int | None = None
     balance: bool = True
     seed: int = 0
@@ -307,6 +310,7 @@ def _check(config: TrainConfig) -> None:
         "data.capacity": 1,
         "data.global_batch": 1,
         "data.workers": 0,
+        "data.pad_multiple": 1,
         "parallel.tp": 1,
         "parallel.cp": 1,
         "parallel.pp": 1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -94,7 +95,7 @@ def open_loader(config: TrainConfig, place: RankPlace, moe: bool, device: torch.
             context_parallel_rank=place.cp_rank if parallel.cp > 1 else None,
             tensor_parallel=parallel.tp,
             sequence_parallel=parallel.sp,
-            pad_multiple=16 if config.run.fp8 else 1,
+            pad_multiple=math.lcm(data.pad_multiple, 16 if config.run.fp8 else 1),
             max_patches=data.max_patches,
             pad_to_capacity=data.pad_to_capacity,
             shuffle_window=data.shuffle_window,

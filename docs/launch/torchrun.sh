@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# One node: docs/launch/torchrun.sh 8 --data data/cord --hf models/Qwen3.5-9B --weights weights/qwen3.5-9b --tp 2 --sp --out runs/cord
+set -euo pipefail
+processes=$1
+shift
+export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$HOME/.cache/triton}" # compiled kernels outlive the job
+exec torchrun --nproc-per-node "$processes" --master-addr 127.0.0.1 --master-port "${MASTER_PORT:-29511}" train.py "$@"

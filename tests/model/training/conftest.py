@@ -1,0 +1,94 @@
+"""A small dataset to train on, and runs of the trainer in this process or as a command."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from preprocess.config import ImageConfig
+from tests.chat_rows import write_jsonl
+from tests.conftest import build_dataset
+from tests.loader.rows import chat_rows
+
+ROOT = Path(__file__).resolve().parents[3]
+
+#: The same packs in every layout, small enough for a step in a second.
+SETTINGS: dict[str, Any] = {
+    "data.capacity": 448,
+    "data.max_patches": 160,
+    "data.global_batch": 4,
+    "data.pad_multiple": 16,
+    "data.workers": 0,
+    "model.preset": "tiny",
+    "optimizer.warmup_steps": 2,
+    "optimizer.lr": 2e-3,
+    "optimizer.decay_steps": 12,
+    "run.steps": 6,
+    "run.tensorboard": False,
+}
+
+
+@pytest.fixture(scope="session")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Chats with no, one or two images."""
+    folder = tmp_path_factory.mktemp("training")
+    rows = [
+        row
+        for row in chat_rows(160)
+        if sum(len(message["content"][-1]["text"].split()) for message in row["messages"]) < 200
+    ]
+    source = write_jsonl(folder / "chat.jsonl", rows)
+    return build_dataset(
+        source, folder / "chat", recipe="chat", image=ImageConfig(1024, 16384), rows_per_shard=12, pad_multiple=16
+    )
+
+
+@pytest.fixture
+def run(one_process: None, chats: Path, tmp_path: Path) -> Callable[..., Any]:
+    """Trains in this process; settings as ``group.name``."""
+    from model.parallel import groups
+    from model.training.config import load_config
+    from model.training.loop import train
+
+    def start(out: str = "run", resume: bool = False, **settings: Any) -> Any:
+        changed = {name.replace("__", "."): value for name, value in settings.items()}
+        merged = SETTINGS | {"data.paths": [str(chats)], "run.out": str(tmp_path / out)} | changed
+        groups.seed_all(merged.get("run.seed", 1234))
+        return train(load_config(None, list(merged.items())), torch.device("cpu"), resume)
+
+    return start
+
+
+def command(data: Path, out: Path, *options: str, processes: int = 1, steps: int = 6) -> list[str]:
+    """The command line of the same run."""
+    python = [sys.executable, "-W", "ignore"]
+    if processes > 1:
+        python = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--standalone"]
+    settings = SETTINGS | {"run.steps": steps}
+    sets = [part for name, value in settings.items() for part in ("--set", f"{name}={json.dumps(value)}")]
+    return [*python, str(ROOT / "train.py"), "--data", str(data), "--out", str(out), *sets, *options]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def finished(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        arguments, capture_output=True, text=True, env=environment(), cwd=ROOT, timeout=300, check=False
+    )
+
+
+def steps_of(out: Path) -> list[dict[str, Any]]:
+    """What the log says of each step; of a step that was made twice, the later line."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    by_step = {line["step"]: line for line in lines if "event" not in line}
+    return [by_step[step] for step in sorted(by_step)]

@@ -1,0 +1,103 @@
+"""Settings: where they come from, and what is refused with which words."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model.training.config import ConfigError, TrainConfig, config_differences, load_config
+
+
+def test_a_file_and_then_overrides_win(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[data]\npaths = ["a", "b"]\ncapacity = 4096\n[optimizer]\nlr = 1\n')
+    config = load_config(file, ["data.capacity=512", ("run.steps", 7), 'model.freeze=["vision"]', "run.out=here/it/is"])
+    assert config.data.paths == ("a", "b")
+    assert (config.data.capacity, config.run.steps, config.run.out) == (512, 7, "here/it/is")
+    assert config.optimizer.lr == 1.0
+    assert isinstance(config.optimizer.lr, float)
+    assert config.model.freeze == ("vision",)
+    assert config.data.workers == TrainConfig().data.workers
+
+
+def test_what_is_saved_reads_back_to_the_same(tmp_path: Path) -> None:
+    config = load_config(None, ['data.paths=["x y"]', "run.profile=[2, 3]", "data.max_patches=9", "optimizer.lr=3e-5"])
+    file = tmp_path / "saved.toml"
+    file.write_text(config.to_toml())
+    assert load_config(file) == config
+    assert load_config(file).hash() == config.hash()
+    assert f"# configuration {config.hash()}" in file.read_text()
+
+
+def test_none_takes_a_setting_back(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[data]\nmax_patches = 100\n")
+    assert load_config(file, ["data.max_patches=none"]).data.max_patches is None
+
+
+def test_every_setting_changes_the_hash() -> None:
+    plain = TrainConfig()
+    changed = {
+        "data": {"capacity": 9, "balance": False},
+        "model": {"backend": "torch"},
+        "parallel": {"tp": 3},
+        "optimizer": {"eps": 1.0},
+        "run": {"fp8": True},
+    }
+    hashes = {plain.hash()}
+    for group, values in changed.items():
+        for name, value in values.items():
+            part = dataclasses.replace(getattr(plain, group), **{name: value})
+            hashes.add(dataclasses.replace(plain, **{group: part}).hash())
+    assert len(hashes) == 7
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("data.capasity=3", "no setting 'data.capasity'; the nearest is 'data.capacity'"),
+        ("lr=3", "no setting 'lr'; the nearest is"),
+        ("data.capacity=3.5", "data.capacity is 3.5 .float.; it must be int"),
+        ("data.capacity=true", "data.capacity is True .bool.; it must be int"),
+        ("data.capacity=0", "data.capacity is 0; it must be at least 1"),
+        ("run.tensorboard=1", "run.tensorboard is 1 .int.; it must be bool"),
+        ("model.backend=te", "model.backend is 'te'; it must be one of auto, torch, transformer_engine"),
+        ('model.freeze=["head"]', r"model.freeze names \['head'\]; it knows vision, merger, language"),
+        ("optimizer.min_lr=1", "optimizer.min_lr 1.0 is over optimizer.lr"),
+        ("run.profile=[3, 2]", r"run.profile is \[3, 2\]; give the first and the last step"),
+        ("data.capacity", "write it as group.name=value"),
+    ],
+)
+def test_what_is_wrong_is_refused_with_a_remedy(setting: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, [setting])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("steps = 3\n", "'steps' stands outside a table; settings belong into one of .data., .model."),
+        ("[run\n", "not TOML"),
+        ("[run]\nsteps = 'many'\n", "run.steps is 'many' .str.; it must be int"),
+    ],
+)
+def test_a_file_that_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=rf"run\.toml.*{message}"):
+        load_config(file)
+
+
+def test_a_file_that_is_absent_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        load_config(tmp_path / "nowhere.toml")
+
+
+def test_differences_are_lines() -> None:
+    old, new = TrainConfig().to_dict(), load_config(None, ["data.capacity=1", "parallel.tp=2"]).to_dict()
+    assert config_differences(old, new) == ["data.capacity: 8192 -> 1", "parallel.tp: 1 -> 2"]
+    before: dict[str, Any] = {"data": {"gone": 1}}
+    assert config_differences(before, {"data": {}}) == ["data.gone: 1 -> None"]

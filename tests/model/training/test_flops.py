@@ -1,0 +1,96 @@
+"""The FLOP formula against what torch counts."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+pytest.importorskip("megatron.core")
+
+from model.architecture import FULL_ATTENTION
+from model.network.build import ModelSettings, build_model
+from model.training.flops import StepFlops
+from tests.model.helpers import mixed_samples, pack, small_architecture
+
+pytestmark = pytest.mark.usefixtures("one_process")
+
+
+def counted(run: Any) -> int:
+    # The plain way, as matrix products: torch does not count its fused attention on a CPU.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
+        run()
+    return int(counter.get_total_flops())
+
+
+def test_vision() -> None:
+    architecture = small_architecture(mtp=0)
+    tower = build_model(architecture, ModelSettings()).vision
+    flops = StepFlops.for_model(architecture, mtp=False)
+    grids = ((1, 4, 6), (1, 8, 2), (1, 2, 2))
+    patches = np.array([h * w for _, h, w in grids])
+    data = torch.randint(0, 256, (int(patches.sum()), 768), dtype=torch.uint8)
+    assert flops.of(np.zeros(0, np.int64), patches) == 3 * counted(lambda: tower(data, grids))
+
+
+@pytest.mark.parametrize("moe", [False, True])
+def test_language_of_full_attention(moe: bool) -> None:
+    made = small_architecture(moe=moe, mtp=0)
+    types = (FULL_ATTENTION,) * 3
+    architecture = dataclasses.replace(made, language=dataclasses.replace(made.language, layer_types=types))
+    model, flops = (
+        build_model(architecture, ModelSettings(moe_aux_loss=0.0)),
+        StepFlops.for_model(architecture, mtp=False),
+    )
+    batch = pack(mixed_samples()[1:2], alignment=1)
+    length = np.array([batch.total_tokens])
+    found = counted(lambda: model(batch))
+    # torch counts all of the square of attention, and logits of as many rows as targets are filled up to.
+    square = flops.per_token_squared / 3 * float(length[0]) ** 2
+    rows = min(128, batch.total_tokens)
+    dummy = counted(lambda: model.vision(torch.zeros(0, 768, dtype=torch.uint8), ()))
+    expected = flops.of(length, np.zeros(0, np.int64)) / 3 + square + flops.per_target / 3 * rows + dummy
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_delta_net_by_hand() -> None:
+    architecture = small_architecture(mtp=0)
+    language = architecture.language
+    keys = language.linear_num_key_heads * language.linear_key_head_dim
+    values = language.linear_num_value_heads * language.linear_value_head_dim
+    heads, width = language.linear_num_value_heads, language.hidden_size
+    with_full = dataclasses.replace(language, layer_types=(FULL_ATTENTION,) * 4)
+    difference = (
+        StepFlops.for_model(architecture, mtp=False).per_token
+        - StepFlops.for_model(dataclasses.replace(architecture, language=with_full), mtp=False).per_token
+    )
+    queries, groups = language.num_attention_heads * language.head_dim, language.num_key_value_heads * language.head_dim
+    attention = 2 * width * (3 * queries + 2 * groups)
+    net = 2 * width * (2 * keys + 3 * values + 2 * heads) + 2 * 4 * (2 * keys + values)
+    net += 6 * heads * language.linear_key_head_dim * language.linear_value_head_dim
+    assert difference == 3 * 3 * (net - attention)
+
+
+def test_frozen_parts_cost_less() -> None:
+    architecture = small_architecture()
+    lengths, patches = np.array([100, 50]), np.array([64])
+
+    def work(*frozen: str) -> float:
+        flops = StepFlops.for_model(architecture, frozen=frozen)
+        return flops.of(lengths, patches) + flops.per_target * 30
+
+    assert work() > work("language") > work("language", "vision") > work("language", "vision", "merger")
+    assert work("language", "vision", "merger") == pytest.approx(work() / 3)
+
+
+def test_multi_token_prediction_adds_a_layer_and_a_head() -> None:
+    architecture = small_architecture(mtp=1)
+    without, full = StepFlops.for_model(architecture, mtp=False), StepFlops.for_model(architecture, mtp=True)
+    assert full.per_target == 2 * without.per_target
+    assert full.per_token_squared == 2 * without.per_token_squared  # the model has one full-attention layer
+    assert full.per_patch == without.per_patch

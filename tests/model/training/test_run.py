@@ -1,0 +1,200 @@
+"""Whole runs: the loss falls, what is resumed is what was, and a run survives what happens to it."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+from model.training.config import ConfigError
+from tests.model.training.conftest import ROOT, command, environment, finished, steps_of
+from vlmdata.errors import ConfigMismatchError
+
+EXACT = ("loss", "grad_norm", "lr", "targets", "tokens", "images", "patches", "samples", "epoch", "mtp_loss")
+
+
+def exact(out: Path) -> list[dict[str, Any]]:
+    return [{name: line[name] for name in EXACT} for line in steps_of(out)]
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    """The model of a checkpoint."""
+    from megatron.core import dist_checkpointing
+
+    loaded = dist_checkpointing.load_plain_tensors(str(folder))
+    return {name: tensor for name, tensor in loaded.items() if name.startswith(("vision.", "language."))}
+
+
+def last(out: Path) -> Path:
+    return sorted((out / "checkpoints").glob("step-*"))[-1]
+
+
+class TestARun:
+    def test_the_loss_falls_and_everything_is_written(self, run: Any, tmp_path: Path) -> None:
+        outcome = run(run__steps=12, run__tensorboard=True)
+        assert (outcome.steps, outcome.interrupted_by) == (12, None)
+        lines = steps_of(tmp_path / "run")
+        assert [line["step"] for line in lines] == list(range(1, 13))
+        assert lines[-1]["loss"] < lines[0]["loss"] - 1.0
+        assert outcome.loss == lines[-1]["loss"]
+        assert all(0 < line["fill"] <= 1 and line["tokens_per_second"] > 0 for line in lines)
+        folder = last(tmp_path / "run")
+        assert folder.name == "step-00000012"
+        state = json.loads((folder / "run.json").read_text())
+        assert state["step"] == 12
+        assert tomllib.loads((folder / "config.toml").read_text())["run"]["steps"] == 12
+        assert list((tmp_path / "run" / "tensorboard").iterdir())
+
+    def test_equal_runs_are_equal_to_the_last_bit(self, run: Any, tmp_path: Path) -> None:
+        run("one")
+        run("two")
+        assert exact(tmp_path / "one") == exact(tmp_path / "two")
+        one, two = weights_of(last(tmp_path / "one")), weights_of(last(tmp_path / "two"))
+        assert one.keys() == two.keys()
+        assert all(torch.equal(one[name], two[name]) for name in one)
+
+    def test_only_the_newest_checkpoints_are_kept(self, run: Any, tmp_path: Path) -> None:
+        run(run__steps=5, run__save_every=1, run__keep=2)
+        names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+        assert names == ["step-00000004", "step-00000005"]
+
+    @pytest.mark.parametrize("part", ["vision", "merger", "language"])
+    def test_frozen_parts_stay_as_they_are(self, run: Any, tmp_path: Path, part: str) -> None:
+        run(run__steps=3, run__save_every=1, run__keep=0, model__freeze=[part])
+        from model.training.optimizer import part_of
+
+        first, end = (weights_of(tmp_path / "run/checkpoints" / f"step-0000000{n}") for n in (1, 3))
+        changed = {part_of(name) for name in first if not torch.equal(first[name], end[name])}
+        assert changed == {"vision", "merger", "language"} - {part}
+
+
+class TestResuming:
+    @pytest.mark.parametrize("preset", ["tiny", "tiny-moe"])
+    def test_is_exact(self, run: Any, tmp_path: Path, preset: str) -> None:
+        run("whole", model__preset=preset)
+        run("parts", model__preset=preset, run__steps=2)
+        run("parts", resume=True, model__preset=preset, run__steps=3)
+        run("parts", resume=True, model__preset=preset)
+        assert exact(tmp_path / "parts") == exact(tmp_path / "whole")
+        one, two = weights_of(last(tmp_path / "parts")), weights_of(last(tmp_path / "whole"))
+        assert all(torch.equal(one[name], two[name]) for name in one)
+
+    def test_what_changed_is_said(self, run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+        run(run__steps=1)
+        run(resume=True, run__steps=2, optimizer__weight_decay=0.0)
+        said = capsys.readouterr().out
+        assert "optimizer.weight_decay: 0.1 -> 0.0" in said
+        assert "run.steps: 1 -> 2" in said
+
+    def test_other_packs_are_refused(self, run: Any) -> None:
+        run(run__steps=1)
+        with pytest.raises(ConfigMismatchError, match="capacity: 448 -> 480"):
+            run(resume=True, data__capacity=480)
+
+    def test_another_model_is_refused(self, run: Any) -> None:
+        run(run__steps=1)
+        with pytest.raises(ConfigError, match="holds another model"):
+            run(resume=True, model__preset="tiny-moe")
+
+    def test_an_old_run_is_not_overwritten(self, run: Any) -> None:
+        run(run__steps=1)
+        with pytest.raises(
+            ConfigError, match=r"holds the checkpoint step-00000001 of an earlier run: go on with --resume"
+        ):
+            run(run__steps=2)
+
+    def test_nothing_to_resume_is_said(self, run: Any) -> None:
+        with pytest.raises(ConfigError, match="holds no checkpoint to resume from"):
+            run(resume=True)
+
+
+@pytest.mark.xdist_group("training-commands")
+class TestTheCommand:
+    @pytest.fixture(scope="class")
+    def whole(self, chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        """An undisturbed run."""
+        out = tmp_path_factory.mktemp("whole") / "run"
+        done = finished(command(chats, out))
+        assert done.returncode == 0, done.stderr
+        assert "step 6/6" in done.stdout
+        return out
+
+    def test_killed_at_a_random_step_it_goes_on_as_if_nothing_had_been(
+        self, chats: Path, whole: Path, tmp_path: Path
+    ) -> None:
+        out, after = tmp_path / "run", random.Random(5).randint(2, 5)
+        process = subprocess.Popen(
+            command(chats, out, "--save-every", "1"), stdout=subprocess.PIPE, text=True, env=environment(), cwd=ROOT
+        )
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(f"step {after}/"):
+                process.kill()
+                break
+        process.wait()
+        assert last(out).name < "step-00000006"
+        done = finished(command(chats, out, "--resume"))
+        assert done.returncode == 0, done.stderr
+        assert exact(out) == exact(whole)
+
+    def test_ctrl_c_saves_first(self, chats: Path, whole: Path, tmp_path: Path) -> None:
+        out = tmp_path / "run"
+        process = subprocess.Popen(
+            command(chats, out), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), cwd=ROOT
+        )
+        while not (out / "metrics.jsonl").exists() or not (out / "metrics.jsonl").read_text():
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=120)
+        assert process.returncode == 130
+        assert "interrupted: step" in stdout
+        assert "Traceback" not in stderr
+        assert finished(command(chats, out, "--resume")).returncode == 0
+        assert exact(out) == exact(whole)
+
+    def test_a_checkpoint_moves_to_another_layout_and_back(self, chats: Path, whole: Path, tmp_path: Path) -> None:
+        out = tmp_path / "run"
+        assert finished(command(chats, out, steps=2)).returncode == 0
+        spread = command(chats, out, "--resume", "--tp", "2", "--sp", "--pp", "2", steps=4, processes=4)
+        done = finished(spread)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert "dp 1 x tp 2 x cp 1 x pp 2" in done.stdout
+        assert finished(command(chats, out, "--resume")).returncode == 0
+        for ours, theirs in zip(steps_of(out), steps_of(whole), strict=True):
+            assert ours["samples"] == theirs["samples"] or ours["step"] in (3, 4)
+            assert ours["targets"] == theirs["targets"]
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-5)
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--preset", "huge"], "there is no preset 'huge'; there are tiny"),
+            (["--set", "data.capasity=1"], "the nearest is 'data.capacity'"),
+            (["--capacity", "32"], "longer than capacity 32"),
+            (["--hf", "nowhere/at-all"], "no folder with a config.json here, and the hub says"),
+            (["--ep", "2"], "expert"),
+        ],
+    )
+    def test_what_is_wrong_ends_in_a_line(self, chats: Path, tmp_path: Path, options: list[str], message: str) -> None:
+        done = finished(command(chats, tmp_path / "run", *options))
+        assert done.returncode == 2, done.stderr
+        assert message in done.stderr
+        assert "Traceback" not in done.stderr
+        assert not (tmp_path / "run" / "checkpoints").exists()
+
+    def test_no_data_ends_in_a_line(self, tmp_path: Path) -> None:
+        arguments = [part for part in command(tmp_path, tmp_path / "run") if part not in ("--data", str(tmp_path))]
+        done = finished(arguments)
+        assert done.returncode == 2
+        assert "no data: name a dataset directory with --data" in done.stderr
