@@ -7,11 +7,12 @@ PY := .venv/bin/python
 LOCK := requirements/lock.txt
 DEMO_DIR ?= build/demo
 DEMO_ROWS ?= 64
+DEMO_STEPS ?= 30
 
 .PHONY: help env demo test browser check bench lock clean
 
 help:
-	@echo "make demo    draw receipts, make shards of them, verify and plan them     ($(DEMO_DIR))"
+	@echo "make demo    draw receipts, make shards, verify, plan, look at them, train on them  ($(DEMO_DIR))"
 	@echo "make test    the whole test suite (what .ci/run calls)"
 	@echo "make check   ruff, mypy strict, import boundaries"
 	@echo "make bench   benchmarks; results are written under benchmarks/results/"
@@ -30,6 +31,10 @@ help:
 	$(UV) pip install --quiet --python $(PY) --constraint $(LOCK) --editable .
 	@touch $@
 
+.venv/.stamp-train: pyproject.toml $(LOCK) | .venv/bin/python
+	$(UV) pip install --quiet --python $(PY) --constraint $(LOCK) --editable '.[train]'
+	@touch $@
+
 .venv/.stamp-dev: pyproject.toml $(LOCK) | .venv/bin/python
 	$(UV) pip install --quiet --python $(PY) --constraint $(LOCK) --editable '.[dev,train]'
 	@touch $@
@@ -37,11 +42,15 @@ help:
 env: .venv/.stamp-base
 	@echo "ready: .venv/bin/vlmdata --help"
 
-demo: .venv/.stamp-base
+demo: .venv/.stamp-train
 	.venv/bin/vlmdata preprocess demo --limit $(DEMO_ROWS) --rows-per-shard 16 --out $(DEMO_DIR)
 	.venv/bin/vlmdata verify $(DEMO_DIR)
 	.venv/bin/vlmdata plan $(DEMO_DIR) --capacity 8192 --global-batch 4 --dp 2
-	@echo "the dataset is in $(DEMO_DIR); docs/data-format.md says what lies there"
+	.venv/bin/vlmdata inspect $(DEMO_DIR) --html $(DEMO_DIR).html
+	rm -rf $(DEMO_DIR)-run
+	$(PY) train.py --data $(DEMO_DIR) --preset tiny --steps $(DEMO_STEPS) --capacity 4096 --global-batch 1 --lr 2e-3 \
+	  --set optimizer.warmup_steps=3 --out $(DEMO_DIR)-run
+	@echo "the dataset is in $(DEMO_DIR) (docs/data-format.md), a page to look at in $(DEMO_DIR).html, the trained model in $(DEMO_DIR)-run"
 
 # Debian's browser for the tests of `vlmdata inspect`. Where it may not be installed they are skipped, and say so.
 browser:

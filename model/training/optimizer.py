@@ -103,7 +103,9 @@ def build_learner(model: torch.nn.Module, config: TrainConfig, device: torch.dev
         end_wd=settings.weight_decay,
         wd_incr_steps=steps,
         wd_incr_style="constant",
+        # A resumed run takes its settings from its configuration, and only the step from the checkpoint.
         use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
     )
     _connect(model.config, wrapped, optimizer, overlap, overlap and distributed)
     return Learner([wrapped], optimizer, schedule)

@@ -141,6 +141,11 @@ def target_before_the_first_turn(draft, t):
     draft.loss_mask[0] = 1
 
 
+@fault("outside_turn")
+def no_turn_begins(draft, t):
+    draft.input_ids[draft.input_ids == t.im_start] = 0
+
+
 @fault("end_token")
 def number_of_target_turns_is_wrong(draft, t):
     draft.target_turns = 3

@@ -173,8 +173,8 @@ class TestTheCommand:
         for ours, theirs in zip(steps_of(out), steps_of(whole), strict=True):
             assert ours["samples"] == theirs["samples"] or ours["step"] in (3, 4)
             assert ours["targets"] == theirs["targets"]
-            assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-5)
-            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
 
     @pytest.mark.parametrize(
         ("options", "message"),
