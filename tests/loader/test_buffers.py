@@ -40,19 +40,19 @@ def test_a_view_of_one_field_keeps_its_batch(chat: Path, num_workers: int) -> No
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_batches_that_are_dropped_make_room_for_the_next(chat: Path, num_workers: int) -> None:
-    assert wait_until(lambda: buffer_files() == 0, 60)  # those of the test before
+    others = buffer_files()  # of loaders that fixtures of other tests hold
     with stream(chat, num_workers=num_workers) as loader:
         for batch in loader:
             assert batch.total_tokens
-        settled = buffer_files()
+        settled = buffer_files() - others
         # What can be under way at once: prefetched, on their way, the consumer's last two.
         assert 0 < settled <= 2 * num_workers + 5
         for _ in range(8):
             for batch in loader:
                 assert batch.total_tokens
-        assert buffer_files() <= settled + 1
+        assert buffer_files() - others <= settled + 1
     del batch
-    assert wait_until(lambda: buffer_files() == 0, 60)  # the thread that hands them over ends on its own time
+    assert wait_until(lambda: buffer_files() <= others, 60)  # the thread that hands them over ends on its own time
 
 
 def test_a_consumer_that_keeps_batches_makes_the_pool_grow(chat: Path) -> None:

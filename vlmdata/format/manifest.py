@@ -151,6 +151,8 @@ class Manifest:
             _check_version(path, str(fields.get("schema_version")), fields.get("features", []))
             fields["tokenizer"] = _build(TokenizerInfo, fields["tokenizer"])
             fields["totals"] = _build(Totals, fields["totals"])
+            if not isinstance(fields["shards"], list):
+                raise TypeError(f"shards is {fields['shards']!r}, not a list")
             fields["shards"] = [_build(ShardInfo, shard) for shard in fields["shards"]]
             return _build(cls, fields)
         except (KeyError, TypeError) as error:
