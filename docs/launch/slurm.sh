@@ -4,11 +4,11 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=96
-#SBATCH --signal=B:TERM@180
+#SBATCH --signal=B:TERM@120
 #SBATCH --requeue
 #SBATCH --open-mode=append
 # sbatch docs/launch/slurm.sh --data data/cord --hf models/Qwen3.5-9B --weights weights/qwen3.5-9b --tp 2 --sp --out runs/cord
-# Three minutes before the time limit every rank is told to save; the requeued job goes on from there.
+# Before the time limit every rank is told to save (torchrun gives it 30 s: mind --save-every); the requeued job goes on.
 set -euo pipefail
 out=runs/default
 for ((i = 1; i < $#; i++)); do [[ ${!i} == --out ]] && next=$((i + 1)) && out=${!next}; done

@@ -27,7 +27,7 @@ class StepReport:
         result: What the step did.
         lr: Learning rate it was made with.
         mfu: Model FLOP/s over the devices' peak; None where the peak is not known.
-        memory: Peak bytes of device memory since the start, the most of any rank; 0 on a CPU.
+        memory: Peak bytes of this rank's device memory since the start; 0 on a CPU.
         samples: Digest of the samples of this rank, to compare runs by.
     """
 
