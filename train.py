@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-
-from vlmdata.errors import ResourceError, VlmdataError
 
 app = typer.Typer(
     add_completion=False,
@@ -77,8 +73,8 @@ def main(
 
         python train.py --config runs/cord/checkpoints/step-00000500/config.toml --resume
 
-    Exit codes: 0 done; 2 wrong options, data or configuration; 3 out of space or workers; 130 or 143 interrupted,
-    with a checkpoint saved.
+    Exit codes: 0 done; 1 another rank or the program failed; 2 wrong options, data or configuration; 3 out of space or
+    workers; 4 a loss or gradient that is not finite; 130 or 143 interrupted, with a checkpoint saved.
     """
     overrides: list[str | tuple[str, Any]] = []
     for name, setting in _SETTINGS.items():
@@ -91,8 +87,9 @@ def main(
 
 def _run(file: Path | None, overrides: list[str | tuple[str, Any]], resume: bool) -> int:
     """Joins the process group, trains, leaves it; the exit code."""
-    from model.parallel.startup import before_megatron
+    from model.parallel.startup import adopt_slurm_ranks, before_megatron
 
+    adopt_slurm_ranks()
     before_megatron()
     from model.parallel import groups
     from model.parallel.cpu_mode import cpu_mode_if_needed
@@ -114,17 +111,15 @@ def _run(file: Path | None, overrides: list[str | tuple[str, Any]], resume: bool
             )
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        try:
-            outcome = train(config, device, resume)
-        finally:
-            groups.destroy()
+        outcome = train(config, device, resume)
+        groups.destroy()  # together; a rank that failed must not wait for the others
     return 0 if outcome.interrupted_by is None else 128 + outcome.interrupted_by
 
 
 if __name__ == "__main__":
     try:
         app()
-    except VlmdataError as failure:
-        if os.environ.get("RANK", "0") == "0" or isinstance(failure, ResourceError):
-            print(f"error: {failure}", file=sys.stderr)
-        sys.exit(3 if isinstance(failure, ResourceError) else 2)
+    except Exception as error:
+        from model.training.failure import end_process
+
+        end_process(error)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from vlmdata.errors import ResourceError
+from vlmdata.errors import ResourceError, VlmdataError
 
 
 def before_megatron() -> None:
@@ -24,6 +24,31 @@ def before_megatron() -> None:
     for module in ("megatron", "transformer_engine", "torch.distributed.checkpoint"):
         warnings.filterwarnings("ignore", module=module)
     warnings.filterwarnings("ignore", category=SyntaxWarning)
+
+
+def adopt_slurm_ranks() -> None:
+    """Takes rank and number of processes from ``srun`` where torchrun has not set them.
+
+    One task of ``srun`` is one process then, and Slurm's signals reach each of them directly. ``MASTER_ADDR`` (the host
+    of the first task) and ``MASTER_PORT`` must be exported before; see ``docs/launch/slurm.sh``.
+
+    Raises:
+        VlmdataError: If srun started several processes that cannot find each other.
+    """
+    tasks = int(os.environ.get("SLURM_NTASKS", "1"))
+    # A batch script has the numbers of tasks to come, but no step: what runs in it is alone.
+    if "RANK" in os.environ or tasks == 1 or "SLURM_STEP_ID" not in os.environ:
+        return
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise VlmdataError(
+            f"srun started {tasks} processes, but {' and '.join(missing)} is not set: export the first host and a free "
+            "port before srun, as docs/launch/slurm.sh does, or start one task only"
+        )
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = os.environ["SLURM_PROCID"], str(tasks)
+    # Where Slurm shows each task its own GPU only, that one is number 0.
+    alone = torch.cuda.is_available() and torch.cuda.device_count() == 1
+    os.environ["LOCAL_RANK"] = "0" if alone else os.environ["SLURM_LOCALID"]
 
 
 def require_one_cudnn() -> None:

@@ -74,6 +74,10 @@ class Checkpoints:
         found = checkpoints_in(self._folder)
         return found[-1] if found else None
 
+    def path_of(self, step: int) -> Path:
+        """Where the checkpoint of a step is, or will be."""
+        return self._folder / f"step-{step:08d}"
+
     def save(self, step: int, learner: Learner, loader: dict[str, Any]) -> None:
         """Writes a checkpoint; in the background if the run says so.
 
@@ -83,7 +87,7 @@ class Checkpoints:
             loader: The loader's state.
         """
         self.wait()
-        final = self._folder / f"step-{step:08d}"
+        final = self.path_of(step)
         temporary = self._folder / f".{final.name}.tmp"
         if self._place.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -114,7 +114,8 @@ class OptimizerConfig:
     Attributes:
         lr: Peak learning rate.
         min_lr: Learning rate at the end of the decay.
-        warmup_steps: Steps of linear warm-up.
+        warmup_steps: Steps W of linear warm-up, of which step k trains with k / (W + 1) of the peak; none means a tenth
+            of the steps, 10 at most.
         decay_steps: Steps until ``min_lr``, warm-up included; none means all steps of the run.
         schedule: Shape of the decay.
         weight_decay: Decoupled weight decay, of matrices only.
@@ -128,7 +129,7 @@ class OptimizerConfig:
 
     lr: float = 1e-4
     min_lr: float = 1e-5
-    warmup_steps: int = 10
+    warmup_steps: int | None = None
     decay_steps: int | None = None
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     weight_decay: float = 0.1
@@ -327,7 +328,7 @@ def _check(config: TrainConfig) -> None:
     }
     values = dict(_flatten({name: vars(getattr(config, name)) for name in _group_names()}))
     for name, bound in least.items():
-        if values[name] < bound:
+        if values[name] is not None and values[name] < bound:
             raise ConfigError(f"{name} is {values[name]}; it must be at least {bound}")
     if config.optimizer.min_lr > config.optimizer.lr:
         raise ConfigError(f"optimizer.min_lr {config.optimizer.min_lr} is over optimizer.lr {config.optimizer.lr}")

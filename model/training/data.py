@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from model.training.config import ConfigError, TrainConfig
-from vlmdata import PackedBatch, StreamingLoader, open_dataset
+from vlmdata import PackedBatch, StreamingLoader
 from vlmdata.format.manifest import TokenizerInfo
+from vlmdata.loader.open import DEFAULT_CACHE_BYTES, open_for_loading
 
 
 @dataclass(frozen=True)
@@ -112,10 +114,18 @@ def open_loader(config: TrainConfig, place: RankPlace, moe: bool, device: torch.
 
 
 def tokenizer_of(config: TrainConfig) -> TokenizerInfo:
-    """Special ids and vocabulary size of the tokenizer that the data was made with."""
-    if not config.data.paths:
+    """Special ids and vocabulary size of the tokenizer that the data was made with.
+
+    Raises:
+        ConfigError: If no data is named.
+        DatasetFormatError: If there is no finished dataset.
+    """
+    data = config.data
+    if not data.paths:
         raise ConfigError("no data: name a dataset directory with --data, made by `vlmdata preprocess`")
-    return open_dataset(config.data.paths[0]).manifest.tokenizer
+    cache = None if data.cache_dir is None else Path(data.cache_dir)
+    dataset, _ = open_for_loading(data.paths[0], cache, DEFAULT_CACHE_BYTES)
+    return dataset.manifest.tokenizer
 
 
 def endless(loader: StreamingLoader) -> Iterator[PackedBatch]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +29,6 @@ class StepReport:
         result: What the step did.
         lr: Learning rate it was made with.
         mfu: Model FLOP/s over the devices' peak; None where the peak is not known.
-        memory: Peak bytes of this rank's device memory since the start; 0 on a CPU.
         samples: Digest of the samples of this rank, to compare runs by.
     """
 
@@ -36,7 +37,6 @@ class StepReport:
     result: StepResult
     lr: float
     mfu: float | None
-    memory: int
     samples: str
 
     @property
@@ -59,7 +59,7 @@ class StepReport:
             "data_wait": result.data_wait,
             "data_wait_share": result.data_wait / result.seconds,
             "seconds": result.seconds,
-            "memory_gib": self.memory / 2**30 if self.memory else None,
+            "memory_gib": result.memory / 2**30 if result.memory else None,
         }
         return {name: float(value) for name, value in values.items() if value is not None}
 
@@ -78,7 +78,7 @@ class StepReport:
         ]
         if self.mfu is not None:
             parts.append(f"mfu {self.mfu:.1%}")
-        if self.memory:
+        if self.result.memory:
             parts.append(f"mem {m['memory_gib']:.1f} GiB")
         parts.append(f"{self.result.seconds:.2f} s")
         return "  ".join(parts)
@@ -100,19 +100,29 @@ class JsonLines:
     def __init__(self, path: Path, resumed_at: int | None):
         self._file = path.open("a")
         if resumed_at is not None:
-            self._line({"event": "resumed", "step": resumed_at})
+            self.event("resumed", resumed_at)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Appends a line."""
+        """Appends the line of a step."""
         self._line({"step": step, **metrics})
 
+    def event(self, name: str, step: int, values: Mapping[str, Any] | None = None) -> None:
+        """Appends the line of something else."""
+        self._line({"event": name, "step": step, **(values or {})})
+
     def _line(self, values: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(values) + "\n")
+        # JSON knows neither nan nor inf.
+        plain = {name: None if _is_odd(value) else value for name, value in values.items()}
+        self._file.write(json.dumps(plain, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
+
+
+def _is_odd(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 class TensorBoard:
@@ -135,15 +145,20 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A Weights & Biases run."""
+    """A Weights & Biases run; its id is kept in ``OUT/wandb-id``, so that a resumed run goes on in it."""
 
-    def __init__(self, config: TrainConfig):
+    def __init__(self, config: TrainConfig, resumed: bool):
         try:
             import wandb
         except ImportError as error:
             raise ConfigError("run.wandb is set, but wandb is not installed: pip install wandb") from error
+        out = Path(config.run.out)
         self._run = wandb.init(
-            project=config.run.wandb, dir=config.run.out, config=config.to_dict(), id=config.hash(), resume="allow"
+            project=config.run.wandb,
+            dir=str(out),
+            config=config.to_dict(),
+            id=_run_id(out / "wandb-id", resumed),
+            resume="allow",
         )
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -153,6 +168,15 @@ class WeightsAndBiases:
     def close(self) -> None:
         """Ends the run."""
         self._run.finish()
+
+
+def _run_id(file: Path, resumed: bool) -> str:
+    """A random id; on resuming, the one in the file. Never of the configuration: equal runs are not one run."""
+    if resumed and file.is_file() and (kept := file.read_text().strip()):
+        return kept
+    made = uuid.uuid4().hex
+    file.write_text(made + "\n")
+    return made
 
 
 class RunLog:
@@ -165,7 +189,8 @@ class RunLog:
     """
 
     def __init__(self, config: TrainConfig, speaks: bool, resumed_at: int | None):
-        self._steps, self._speaks = config.run.steps, speaks
+        self._steps = config.run.steps
+        self._lines: JsonLines | None = None
         self._sinks: list[Sink] = []
         self._console = Console(highlight=False, soft_wrap=True, quiet=not speaks)
         self._bar: Progress | None = None
@@ -173,11 +198,11 @@ class RunLog:
             return
         out = Path(config.run.out)
         out.mkdir(parents=True, exist_ok=True)
-        self._sinks.append(JsonLines(out / "metrics.jsonl", resumed_at))
+        self._lines = JsonLines(out / "metrics.jsonl", resumed_at)
         if config.run.tensorboard:
             self._sinks.append(TensorBoard(out / "tensorboard", resumed_at))
         if config.run.wandb:
-            self._sinks.append(WeightsAndBiases(config))
+            self._sinks.append(WeightsAndBiases(config, resumed_at is not None))
         if sys.stdout.isatty():
             self._bar = Progress(
                 TextColumn("training"),
@@ -196,20 +221,28 @@ class RunLog:
 
     def step(self, report: StepReport) -> None:
         """Logs a step."""
-        if not self._speaks:
+        if self._lines is None:
             return
         self.say(report.line(self._steps))
         if self._bar is not None:
             self._bar.update(self._task, completed=report.step)
-        self._sinks[0].write(report.step, {**report.metrics, "epoch": report.epoch, "samples": report.samples})  # type: ignore[dict-item]
-        for sink in self._sinks[1:]:
+        self._lines.write(report.step, {**report.metrics, "epoch": report.epoch, "samples": report.samples})
+        for sink in self._sinks:
             sink.write(report.step, report.metrics)
+
+    def event(self, name: str, step: int, values: Mapping[str, Any]) -> None:
+        """Notes something in ``metrics.jsonl`` that is not a step that was made."""
+        if self._lines is not None:
+            self._lines.event(name, step, values)
 
     def close(self) -> None:
         """Ends bar and files."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+        if self._lines is not None:
+            self._lines.close()
+            self._lines = None
         while self._sinks:
             self._sinks.pop().close()
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import hashlib
+import os
+import shlex
 import signal
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 import torch
 
@@ -17,12 +15,16 @@ from model.architecture import Architecture
 from model.training.checkpoint import Checkpoints, load_weights
 from model.training.config import ConfigError, TrainConfig, config_differences
 from model.training.data import RankPlace, endless, open_loader
+from model.training.failure import ending, together
 from model.training.flops import StepFlops, peak_flops
+from model.training.interruption import Interruption
 from model.training.logs import RunLog, StepReport
+from model.training.not_finite import not_finite_error
 from model.training.optimizer import Learner, build_learner, freeze
+from model.training.profiling import Profiler
 from model.training.setup import architecture_of, build, parameter_dtype
-from model.training.step import Stepper, StepResult
-from vlmdata import PackedBatch, StreamingLoader
+from model.training.step import Stepper, StepResult, digest
+from vlmdata import StreamingLoader
 
 
 @dataclass(frozen=True)
@@ -40,29 +42,6 @@ class Outcome:
     interrupted_by: int | None
 
 
-class Interruption:
-    """Remembers the first signal to stop; the second one ends the process at once."""
-
-    def __init__(self) -> None:
-        self.signal: int | None = None
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        """The signal handler."""
-        if self.signal is not None:
-            raise KeyboardInterrupt
-        self.signal = number
-
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """Listens to ctrl-C and to what schedulers send."""
-        before = {number: signal.signal(number, self) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-
 def train(config: TrainConfig, device: torch.device, resume: bool) -> Outcome:
     """Trains until the configured step, or until it is interrupted; the process groups exist already.
 
@@ -72,23 +51,32 @@ def train(config: TrainConfig, device: torch.device, resume: bool) -> Outcome:
         resume: Whether to go on from the newest checkpoint in ``run.out``; otherwise that folder must hold none.
 
     Raises:
-        ConfigError: If something does not fit together; on all ranks alike.
+        ConfigError: If something does not fit together.
+        OtherRankError: If it does so on this rank, but not on another.
+        NotFiniteError: If a loss or a gradient norm is infinite or no number; on all ranks alike.
+        VlmdataError: If this rank's data cannot be read.
     """
-    place, architecture = RankPlace.here(), architecture_of(config)
-    # The data first: what is wrong with it is told before a large model is built.
-    with open_loader(config, place, architecture.language.moe is not None, device) as loader:
-        model = build(config, architecture, place, device)
-        trained = freeze(model, config.model.freeze)
+    place = RankPlace.here()
+    with contextlib.ExitStack() as stack:
+        # The data first: what is wrong with it is told before a large model is built.
+        with together(device):
+            architecture = architecture_of(config)
+            loader = stack.enter_context(open_loader(config, place, architecture.language.moe is not None, device))
+        with together(device):
+            model = build(config, architecture, place, device)
+            trained = freeze(model, config.model.freeze)
         learner = build_learner(model, config, device, parameter_dtype(config, device))
         asynchronous = device.type == "cuda" if config.run.async_save is None else config.run.async_save
         checkpoints = Checkpoints(config, architecture, place, asynchronous)
         done, notes = _start(config, checkpoints, learner, loader, resume)
-        with RunLog(config, place.rank == 0, done if resume else None) as log:
-            log.say(_describe(config, architecture, place, trained, loader))
-            for note in notes:
-                log.say(note)
-            run = _Run(config, architecture, place, learner, checkpoints, loader, log, device)
-            return run.until_end(done)
+        log = stack.enter_context(RunLog(config, place.rank == 0, done if resume else None))
+        log.say(_describe(config, architecture, place, trained, loader))
+        for note in notes:
+            log.say(note)
+        run = _Run(config, architecture, place, learner, checkpoints, loader, log, device)
+        stack.callback(run.profiler.close)
+        stack.enter_context(ending())
+        return run.until_end(done)
 
 
 def _start(
@@ -142,7 +130,8 @@ class _Run:
         device: torch.device,
     ):
         self._config, self._learner, self._checkpoints = config, learner, checkpoints
-        self._loader, self._log, self._device = loader, log, device
+        self._place, self._loader, self._log = place, loader, log
+        self._interruption = Interruption()
         mtp = config.model.mtp is not False and architecture.mtp_layers > 0
         self._stepper = Stepper(
             learner,
@@ -151,93 +140,52 @@ class _Run:
             capacity=config.data.capacity,
             flops=StepFlops.for_model(architecture, mtp, config.model.freeze),
             device=device,
+            stop_requested=self._interruption.requested,
         )
         peak = peak_flops(device)
         self._peak = None if peak is None else peak * place.world
-        self._profiler = _profiler(config, place, device)
+        trace = Path(config.run.out) / "profile" / f"rank-{place.rank:05d}.json"
+        self.profiler = Profiler(config.run.profile, trace, device)
 
     def until_end(self, done: int) -> Outcome:
         """Steps until the last one or a signal, saves, and says how it ended."""
-        steps, interruption = self._config.run.steps, Interruption()
-        batches, loss, saved = endless(self._loader), float("nan"), done
-        with interruption.watched():
-            while done < steps:
+        run, batches = self._config.run, endless(self._loader)
+        loss, saved, stopped = float("nan"), done, False
+        with self._interruption.watched():
+            while done < run.steps and not stopped:
                 lr = self._learner.optimizer.param_groups[0]["lr"]
-                seen = _Seen(batches)
-                epoch = self._loader.position.epoch
-                with self._profiler.at(done + 1):
-                    result = self._stepper(seen, interruption.signal is not None)
-                done += 1
-                loss = result.loss
-                self._log.step(self._report(done, epoch, result, lr, seen))
+                with self.profiler.at(done + 1):
+                    result = self._stepper(batches)
+                if result.not_finite:
+                    self._checkpoints.wait()
+                    raise not_finite_error(done + 1, result, self._config, self._place, self._checkpoints, self._log)
+                done, loss = done + 1, result.loss
+                self._log.step(self._report(done, result, lr))
                 self._checkpoints.poll()
-                every = self._config.run.save_every
-                if result.interrupted or done == steps or (every and done % every == 0):
+                # Who is told to stop in the last step is done anyway.
+                stopped = result.interrupted and done < run.steps
+                if stopped or done == run.steps or (run.save_every and done % run.save_every == 0):
                     self._checkpoints.save(done, self._learner, self._loader.state_dict())
                     saved = done
-                if result.interrupted:
-                    break
             self._checkpoints.wait()
-        if interruption.signal is not None:
-            self._log.say(f"interrupted: step {saved} is saved in {self._config.run.out}; go on with --resume")
-        elif saved == done:
-            self._log.say(f"done: step {saved} is saved in {self._config.run.out}")
-        # A rank may have been told to stop without its own signal.
-        return Outcome(done, loss, interruption.signal or (signal.SIGTERM if done < steps else None))
+        if stopped:
+            self._log.say(
+                f"interrupted: step {saved} is saved in {run.out}; go on with:\n  {self._resume_command(saved)}"
+            )
+            # A rank may have been told to stop by another one, without a signal of its own.
+            return Outcome(done, loss, self._interruption.signal or signal.SIGTERM)
+        if saved == done:
+            self._log.say(f"done: step {saved} is saved in {run.out}")
+        return Outcome(done, loss, None)
 
-    def _report(self, step: int, epoch: int, result: StepResult, lr: float, seen: _Seen) -> StepReport:
+    def _report(self, step: int, result: StepResult, lr: float) -> StepReport:
         mfu = None if self._peak is None else result.flops / result.seconds / self._peak
-        memory = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0
-        return StepReport(step, epoch, result, lr, mfu, memory, seen.digest())
+        return StepReport(step, result.batches[0].epoch, result, lr, mfu, digest(result.batches))
 
-
-class _Seen(Iterator[PackedBatch]):
-    """Batches, remembering which samples they held."""
-
-    def __init__(self, batches: Iterator[PackedBatch]):
-        self._batches = batches
-        self._keys: list[str] = []
-
-    def __next__(self) -> PackedBatch:
-        batch = next(self._batches)
-        self._keys += batch.sample_keys
-        return batch
-
-    def digest(self) -> str:
-        """Twelve hex digits of the samples, in any order."""
-        return hashlib.sha256("\n".join(sorted(self._keys)).encode()).hexdigest()[:12]
-
-
-@dataclasses.dataclass
-class _Profiler:
-    """A torch profile of some steps, as a Chrome trace; nothing without a range."""
-
-    first: int | None
-    last: int
-    path: Path
-    device: torch.device
-    _profile: torch.profiler.profile | None = None
-
-    @contextlib.contextmanager
-    def at(self, step: int) -> Iterator[None]:
-        """Around a step."""
-        if step == self.first:
-            activities = [torch.profiler.ProfilerActivity.CPU]
-            if self.device.type == "cuda":
-                activities.append(torch.profiler.ProfilerActivity.CUDA)
-            self._profile = torch.profiler.profile(activities=activities)
-            self._profile.start()
-        yield
-        if self._profile is not None and step == self.last:
-            self._profile.stop()
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._profile.export_chrome_trace(str(self.path))
-            by = "self_cuda_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
-            table = self._profile.key_averages().table(sort_by=by, row_limit=40, max_name_column_width=80)
-            self.path.with_suffix(".txt").write_text(table)
-            self._profile = None
-
-
-def _profiler(config: TrainConfig, place: RankPlace, device: torch.device) -> _Profiler:
-    first, last = config.run.profile or (None, 0)
-    return _Profiler(first, last, Path(config.run.out) / "profile" / f"rank-{place.rank:05d}.json", device)
+    def _resume_command(self, step: int) -> str:
+        world = self._place.world
+        start = "python" if world == 1 else f"torchrun --nproc-per-node {world}"
+        if world > int(os.environ.get("LOCAL_WORLD_SIZE", str(world))) or "SLURM_PROCID" in os.environ:
+            start = "(started as before)"
+        config = self._checkpoints.path_of(step) / "config.toml"
+        return f"{start} train.py --config {shlex.quote(str(config))} --resume"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
@@ -38,11 +39,24 @@ def freeze(model: torch.nn.Module, parts: tuple[str, ...]) -> int:
 
     Returns:
         Parameters (elements) of this rank that are still trained.
+
+    Raises:
+        ConfigError: If there are none.
     """
     for name, parameter in model.named_parameters():
         if part_of(name) in parts:
             parameter.requires_grad_(False)
-    return sum(each.numel() for each in model.parameters() if each.requires_grad)
+    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    if not trained:
+        stage, stages = (
+            parallel_state.get_pipeline_model_parallel_rank() + 1,
+            parallel_state.get_pipeline_model_parallel_world_size(),
+        )
+        raise ConfigError(
+            f"model.freeze {list(parts)} leaves nothing to train on pipeline stage {stage} of {stages}; freeze less"
+            + (", or use fewer stages (--pp)" if stages > 1 else "")
+        )
+    return trained
 
 
 def part_of(name: str) -> str:
@@ -61,8 +75,6 @@ def build_learner(model: torch.nn.Module, config: TrainConfig, device: torch.dev
         device: Its device.
         dtype: Of the parameters. Gradients and optimizer state are fp32 always.
     """
-    if not any(each.requires_grad for each in model.parameters()):
-        raise ConfigError(f"model.freeze {list(config.model.freeze)} leaves nothing to train on this pipeline stage")
     settings = config.optimizer
     on_gpu = device.type == "cuda"
     distributed = on_gpu if settings.distributed is None else settings.distributed
@@ -86,17 +98,18 @@ def build_learner(model: torch.nn.Module, config: TrainConfig, device: torch.dev
         _optimizer_config(config, distributed, overlap and distributed, dtype), [wrapped]
     )
     steps = settings.decay_steps or config.run.steps
-    if settings.warmup_steps >= steps:
+    warmup = min(10, steps // 10) if settings.warmup_steps is None else settings.warmup_steps
+    if warmup >= steps:
         raise ConfigError(
-            f"optimizer.warmup_steps {settings.warmup_steps} leaves nothing of {steps} steps to decay in; "
-            f"set it below {steps}"
+            f"optimizer.warmup_steps {warmup} leaves nothing of {steps} steps to decay in; set it below {steps}"
         )
     schedule = OptimizerParamScheduler(
         optimizer,
-        init_lr=0.0,
+        # megatron-core gives the first step this rate; from 0 that step would train nothing.
+        init_lr=settings.lr / (warmup + 1),
         max_lr=settings.lr,
         min_lr=settings.min_lr,
-        lr_warmup_steps=settings.warmup_steps,
+        lr_warmup_steps=warmup,
         lr_decay_steps=steps,
         lr_decay_style=settings.schedule,
         start_wd=settings.weight_decay,

@@ -7,8 +7,10 @@ number of targets (``calculate_per_token_loss``).
 
 from __future__ import annotations
 
+import hashlib
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -39,7 +41,10 @@ class StepResult:
         flops: Model FLOP, forward and backward (:mod:`model.training.flops`).
         seconds: Wall time.
         data_wait: Longest wait of a rank for its batches, in seconds.
+        memory: Peak bytes of device memory since the start, of the rank with the most; 0 on a CPU.
         interrupted: Whether any rank was asked to stop.
+        not_finite: Which of the losses and the gradient norm are infinite or no number; on all ranks alike.
+        batches: What this rank trained on.
     """
 
     loss: float
@@ -53,7 +58,33 @@ class StepResult:
     flops: float
     seconds: float
     data_wait: float
+    memory: int
     interrupted: bool
+    not_finite: tuple[str, ...]
+    batches: tuple[MicroBatch, ...]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A pack that a rank trained on.
+
+    Attributes:
+        epoch: Epoch of the data.
+        step: Step in that epoch, from 0.
+        sample_keys: Samples of the whole pack.
+        finite: Whether this rank's part of its loss is a finite number; None on ranks that don't see the loss.
+    """
+
+    epoch: int
+    step: int
+    sample_keys: tuple[str, ...]
+    finite: bool | None
+
+
+def digest(batches: Sequence[MicroBatch]) -> str:
+    """Twelve hex digits of the samples, in any order."""
+    keys = sorted(key for batch in batches for key in batch.sample_keys)
+    return hashlib.sha256("\n".join(keys).encode()).hexdigest()[:12]
 
 
 class _Counted:
@@ -61,6 +92,7 @@ class _Counted:
 
     def __init__(self, batches: Iterator[PackedBatch], flops: StepFlops):
         self._batches, self._flops = batches, flops
+        self._origins: list[tuple[int, int, tuple[str, ...]]] = []
         self.tokens = self.images = self.patches = 0
         self.flops = self.wait = 0.0
 
@@ -77,7 +109,13 @@ class _Counted:
         self.images += len(patches)
         self.patches += int(patches.sum())
         self.flops += self._flops.of(lengths, patches)
+        self._origins.append((batch.epoch, batch.step, batch.sample_keys))
         return batch
+
+    def made(self, losses: list[float] | None) -> tuple[MicroBatch, ...]:
+        """What has passed, with this rank's losses by micro-batch if it has any."""
+        finite = [None if losses is None else math.isfinite(losses[i]) for i in range(len(self._origins))]
+        return tuple(MicroBatch(*each, of) for each, of in zip(self._origins, finite, strict=True))
 
 
 class Stepper:
@@ -90,6 +128,7 @@ class Stepper:
         capacity: Tokens of a pack, as pipeline stages exchange them.
         flops: The FLOP formula of the model.
         device: Where sums over ranks are made.
+        stop_requested: Whether this process was asked to stop: looked at when a step is made, and told to all ranks.
     """
 
     def __init__(
@@ -100,17 +139,18 @@ class Stepper:
         capacity: int,
         flops: StepFlops,
         device: torch.device,
+        stop_requested: Callable[[], bool] = lambda: False,
     ):
         self._learner, self._place, self._flops, self._device = learner, place, flops, device
+        self._stop_requested = stop_requested
         self._micro_batches, self._capacity = micro_batches, capacity
         self._forward_backward = get_forward_backward_func()
 
-    def __call__(self, batches: Iterator[PackedBatch], interrupted: bool = False) -> StepResult:
+    def __call__(self, batches: Iterator[PackedBatch]) -> StepResult:
         """Trains on the next packs.
 
         Args:
             batches: At least as many as this rank has in a step.
-            interrupted: Whether this process was asked to stop; every rank learns of it.
         """
         begun = time.perf_counter()
         learner, counted = self._learner, _Counted(batches, self._flops)
@@ -128,28 +168,30 @@ class Stepper:
         )
         _, grad_norm, _ = learner.optimizer.step()
         learner.schedule.step(increment=1)
-        return self._result(found, counted, float(grad_norm), begun, interrupted)
+        return self._result(found, counted, float(grad_norm), begun)
 
-    def _result(
-        self, found: list[dict[str, Any]], counted: _Counted, grad_norm: float, begun: float, interrupted: bool
-    ) -> StepResult:
+    def _result(self, found: list[dict[str, Any]], counted: _Counted, grad_norm: float, begun: float) -> StepResult:
         """Sums over ranks in one message; maxima in another."""
         speaks = self._place.speaks
         whole = speaks and self._place.cp_rank == 0
-        losses = torch.stack([each["loss"] for each in found]).sum(0) if speaks else torch.zeros(2)
-        sums = losses.tolist()
+        losses = torch.stack([each["loss"] for each in found]) if speaks else None
+        sums = [0.0, 0.0] if losses is None else losses.sum(0).tolist()
         slots = self._micro_batches * self._capacity
         counts = (counted.tokens, slots, counted.images, counted.patches, counted.flops)
         total = torch.tensor([*sums, *(counts if whole else [0.0] * 5)], dtype=torch.float64, device=self._device)
-        most = torch.tensor([counted.wait, float(interrupted)], dtype=torch.float64, device=self._device)
+        memory = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0
+        own = [counted.wait, memory, not math.isfinite(grad_norm), self._stop_requested()]
+        most = torch.tensor(own, dtype=torch.float64, device=self._device)
         torch.distributed.all_reduce(total)
         torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
         loss, targets, tokens, slots, images, patches, flops = total.tolist()
-        wait, stop = most.tolist()
+        wait, memory, overflow, stop = most.tolist()
         model = unwrapped(self._learner.model[0])
+        extra_losses = model.metrics.pop(model.metric_names, device=self._device)
+        odd = [name for name, value in {"loss": loss, **extra_losses}.items() if not math.isfinite(value)]
         return StepResult(
             loss=loss / max(targets, 1),
-            extra_losses=model.metrics.pop(model.metric_names, device=self._device),
+            extra_losses=extra_losses,
             grad_norm=grad_norm,
             targets=int(targets),
             tokens=int(tokens),
@@ -159,7 +201,10 @@ class Stepper:
             flops=flops + self._flops.per_target * targets,
             seconds=time.perf_counter() - begun,
             data_wait=wait,
+            memory=int(memory),
             interrupted=bool(stop),
+            not_finite=(*odd, "grad_norm") if overflow else tuple(odd),
+            batches=counted.made(None if losses is None else losses[:, 0].tolist()),
         )
 
 

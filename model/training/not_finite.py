@@ -1,0 +1,80 @@
+"""What is told of a step whose loss or gradient is infinite or no number."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from model.training.checkpoint import Checkpoints
+from model.training.config import TrainConfig
+from model.training.data import RankPlace
+from model.training.failure import NotFiniteError
+from model.training.logs import RunLog
+from model.training.step import StepResult, digest
+
+#: Samples that a message names; the file beside it has all.
+_NAMED = 4
+
+
+def not_finite_error(
+    step: int, result: StepResult, config: TrainConfig, place: RankPlace, checkpoints: Checkpoints, log: RunLog
+) -> NotFiniteError:
+    """The error of such a step, the same on all ranks; every rank must call this.
+
+    Writes which samples each data-parallel rank had to ``OUT/not-finite-step-00000012.json``, and an event to
+    ``metrics.jsonl``.
+
+    Args:
+        step: The step, from 1.
+        result: What it gave.
+        config: The run.
+        place: This process.
+        checkpoints: Those of the run, none of which is being written.
+        log: Of the run.
+    """
+    packs = _packs(result, place)
+    values = {"loss": result.loss, **result.extra_losses, "grad_norm": result.grad_norm}
+    file = Path(config.run.out) / f"not-finite-step-{step:08d}.json"
+    if place.rank == 0:
+        shown = {name: str(value) for name, value in values.items()}
+        file.write_text(json.dumps({"step": step, "values": shown, "packs": packs}, indent=1) + "\n")
+    log.event("not_finite", step, {**values, "samples": digest(result.batches)})
+    named = ", ".join(f"{name} {values[name]}" for name in result.not_finite)
+    latest = checkpoints.latest()
+    kept = "there is no checkpoint yet" if latest is None else f"the last good checkpoint is {latest}"
+    return NotFiniteError(
+        f"step {step} gave {named}; nothing of it was saved, {kept}. {_where(packs)} All samples of the step (digest "
+        f"{digest(result.batches)} on rank 0) are listed in {file}. Look at them with `vlmdata inspect "
+        f"{config.data.paths[0]} --sample KEY`; try a lower optimizer.lr or optimizer.clip_grad, a longer "
+        "optimizer.warmup_steps, or run.precision=fp32."
+    )
+
+
+def _packs(result: StepResult, place: RankPlace) -> list[dict[str, Any]]:
+    """The packs of the step and whether their losses are finite: a pack is spread over ranks, and each has a say."""
+    own = [(place.dp_rank, number, vars(batch)) for number, batch in enumerate(result.batches)]
+    everyone: list[Any] = [None] * place.world
+    dist.all_gather_object(everyone, own)
+    packs: dict[tuple[int, int], dict[str, Any]] = {}
+    for dp_rank, number, batch in (each for rank in everyone for each in rank):
+        name = {"data_parallel_rank": dp_rank, "micro_batch": number}
+        pack = packs.setdefault((dp_rank, number), name | batch | {"finite": True})
+        pack["finite"] = pack["finite"] and batch["finite"] is not False
+    return [packs[key] for key in sorted(packs)]
+
+
+def _where(packs: list[dict[str, Any]]) -> str:
+    guilty = [pack for pack in packs if not pack["finite"]]
+    if not guilty:
+        return "The loss of each pack is finite, so it is the gradient that overflowed."
+    first = guilty[0]
+    keys = first["sample_keys"]
+    more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
+    others = f" (and {len(guilty) - 1} other packs)" if len(guilty) > 1 else ""
+    return (
+        f"The loss is not finite in micro-batch {first['micro_batch']} of data-parallel rank "
+        f"{first['data_parallel_rank']}: samples {', '.join(keys[:_NAMED])}{more}{others}."
+    )

@@ -1,0 +1,51 @@
+"""A torch profile of some steps: a Chrome trace and a table for each rank."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+
+class Profiler:
+    """Profiles a range of steps; nothing without a range.
+
+    A run that begins within the range profiles what is left of it, and one that ends within it writes what there is.
+
+    Args:
+        steps: First and last step, from 1; empty is none.
+        path: The trace; its table gets the suffix ``.txt``.
+        device: CUDA is profiled as well if it is one.
+    """
+
+    def __init__(self, steps: tuple[int, ...], path: Path, device: torch.device):
+        self._first, self._last = steps or (1, 0)
+        self._path, self._device = path, device
+        self._profile: torch.profiler.profile | None = None
+
+    @contextlib.contextmanager
+    def at(self, step: int) -> Iterator[None]:
+        """Around a step."""
+        if self._profile is None and self._first <= step <= self._last:
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if self._device.type == "cuda":
+                activities.append(torch.profiler.ProfilerActivity.CUDA)
+            self._profile = torch.profiler.profile(activities=activities)
+            self._profile.start()
+        yield
+        if step == self._last:
+            self.close()
+
+    def close(self) -> None:
+        """Ends the profile that is being made, if there is one, and writes it."""
+        profile, self._profile = self._profile, None
+        if profile is None:
+            return
+        profile.stop()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        profile.export_chrome_trace(str(self._path))
+        by = "self_cuda_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
+        table = profile.key_averages().table(sort_by=by, row_limit=40, max_name_column_width=80)
+        self._path.with_suffix(".txt").write_text(table)
