@@ -53,10 +53,21 @@ def together(device: torch.device) -> Iterator[None]:
         failure = error
     failed = torch.tensor([failure is not None], dtype=torch.int32, device=device)
     dist.all_reduce(failed, op=dist.ReduceOp.MAX)
-    if failure is not None:
-        raise failure
     if failed.item():
-        raise OtherRankError("another rank failed, and says why")
+        say_together(failure, device)
+        raise failure or OtherRankError("another rank failed, and says why")
+
+
+def say_together(error: Exception | None, device: torch.device) -> None:
+    """Says this rank's error, if it has one, and waits until all have: the first to end may hold what others need.
+
+    Args:
+        error: What is wrong.
+        device: Where ranks meet.
+    """
+    if error is not None:
+        say(error)
+    dist.all_reduce(torch.zeros(1, device=device))
 
 
 @contextlib.contextmanager
@@ -120,6 +131,9 @@ def _first_line(error: BaseException) -> str:
 
 def _is_first_to_say(error: BaseException, text: str) -> bool:
     if _world() == 1:
+        return True
+    # Unless torchrun holds the store a rank does, and may be the one that is lost.
+    if _is_lost_peer(error) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True
     if not dist.is_initialized():
         # A configuration that is refused before ranks know each other is refused by all, at least by those of a node.

@@ -15,7 +15,7 @@ from model.architecture import Architecture
 from model.training.checkpoint import Checkpoints, load_weights
 from model.training.config import ConfigError, TrainConfig, config_differences
 from model.training.data import RankPlace, endless, open_loader
-from model.training.failure import ending, together
+from model.training.failure import ending, say_together, together
 from model.training.flops import StepFlops, peak_flops
 from model.training.interruption import Interruption
 from model.training.logs import RunLog, StepReport
@@ -130,7 +130,7 @@ class _Run:
         device: torch.device,
     ):
         self._config, self._learner, self._checkpoints = config, learner, checkpoints
-        self._place, self._loader, self._log = place, loader, log
+        self._place, self._loader, self._log, self._device = place, loader, log, device
         self._interruption = Interruption()
         mtp = config.model.mtp is not False and architecture.mtp_layers > 0
         self._stepper = Stepper(
@@ -158,7 +158,9 @@ class _Run:
                     result = self._stepper(batches)
                 if result.not_finite:
                     self._checkpoints.wait()
-                    raise not_finite_error(done + 1, result, self._config, self._place, self._checkpoints, self._log)
+                    error = not_finite_error(done + 1, result, self._config, self._place, self._checkpoints, self._log)
+                    say_together(error, self._device)
+                    raise error
                 done, loss = done + 1, result.loss
                 self._log.step(self._report(done, result, lr))
                 self._checkpoints.poll()

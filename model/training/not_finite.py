@@ -13,7 +13,7 @@ from model.training.config import TrainConfig
 from model.training.data import RankPlace
 from model.training.failure import NotFiniteError
 from model.training.logs import RunLog
-from model.training.step import StepResult, digest
+from model.training.step import MicroBatch, StepResult, digest
 
 #: Samples that a message names; the file beside it has all.
 _NAMED = 4
@@ -35,34 +35,34 @@ def not_finite_error(
         checkpoints: Those of the run, none of which is being written.
         log: Of the run.
     """
-    packs = _packs(result, place)
+    everyone: list[Any] = [None] * place.world
+    dist.all_gather_object(everyone, (place.dp_rank, result.batches))
+    packs, first = _packs(everyone), digest(everyone[0][1])
     values = {"loss": result.loss, **result.extra_losses, "grad_norm": result.grad_norm}
     file = Path(config.run.out) / f"not-finite-step-{step:08d}.json"
     if place.rank == 0:
         shown = {name: str(value) for name, value in values.items()}
         file.write_text(json.dumps({"step": step, "values": shown, "packs": packs}, indent=1) + "\n")
-    log.event("not_finite", step, {**values, "samples": digest(result.batches)})
+    log.event("not_finite", step, {**values, "samples": first})
     named = ", ".join(f"{name} {values[name]}" for name in result.not_finite)
     latest = checkpoints.latest()
     kept = "there is no checkpoint yet" if latest is None else f"the last good checkpoint is {latest}"
     return NotFiniteError(
         f"step {step} gave {named}; nothing of it was saved, {kept}. {_where(packs)} All samples of the step (digest "
-        f"{digest(result.batches)} on rank 0) are listed in {file}. Look at them with `vlmdata inspect "
+        f"{first} on rank 0) are listed in {file}. Look at them with `vlmdata inspect "
         f"{config.data.paths[0]} --sample KEY`; try a lower optimizer.lr or optimizer.clip_grad, a longer "
         "optimizer.warmup_steps, or run.precision=fp32."
     )
 
 
-def _packs(result: StepResult, place: RankPlace) -> list[dict[str, Any]]:
+def _packs(everyone: list[tuple[int, tuple[MicroBatch, ...]]]) -> list[dict[str, Any]]:
     """The packs of the step and whether their losses are finite: a pack is spread over ranks, and each has a say."""
-    own = [(place.dp_rank, number, vars(batch)) for number, batch in enumerate(result.batches)]
-    everyone: list[Any] = [None] * place.world
-    dist.all_gather_object(everyone, own)
     packs: dict[tuple[int, int], dict[str, Any]] = {}
-    for dp_rank, number, batch in (each for rank in everyone for each in rank):
-        name = {"data_parallel_rank": dp_rank, "micro_batch": number}
-        pack = packs.setdefault((dp_rank, number), name | batch | {"finite": True})
-        pack["finite"] = pack["finite"] and batch["finite"] is not False
+    for dp_rank, batches in everyone:
+        for number, batch in enumerate(batches):
+            name = {"data_parallel_rank": dp_rank, "micro_batch": number}
+            pack = packs.setdefault((dp_rank, number), name | vars(batch) | {"finite": True})
+            pack["finite"] = pack["finite"] and batch.finite is not False
     return [packs[key] for key in sorted(packs)]
 
 

@@ -97,13 +97,28 @@ def build_learner(model: torch.nn.Module, config: TrainConfig, device: torch.dev
     optimizer = get_megatron_optimizer(
         _optimizer_config(config, distributed, overlap and distributed, dtype), [wrapped]
     )
+    schedule = build_schedule(optimizer, config)
+    _connect(model.config, wrapped, optimizer, overlap, overlap and distributed)
+    return Learner([wrapped], optimizer, schedule)
+
+
+def build_schedule(optimizer: MegatronOptimizer, config: TrainConfig) -> OptimizerParamScheduler:
+    """The learning rate by step, of a peak p, a least rate m, W warm-up steps and D steps in all.
+
+    Step k, from 1, trains with p k / (W + 1) in the warm-up, and after it with m + (p - m) f(r) where
+    r = (k - 1 - W) / (D - W) and f(r) is (1 + cos(pi r)) / 2, 1 - r or 1: cosine, linear or constant.
+
+    Raises:
+        ConfigError: If the warm-up leaves no step to decay in.
+    """
+    settings = config.optimizer
     steps = settings.decay_steps or config.run.steps
     warmup = min(10, steps // 10) if settings.warmup_steps is None else settings.warmup_steps
     if warmup >= steps:
         raise ConfigError(
             f"optimizer.warmup_steps {warmup} leaves nothing of {steps} steps to decay in; set it below {steps}"
         )
-    schedule = OptimizerParamScheduler(
+    return OptimizerParamScheduler(
         optimizer,
         # megatron-core gives the first step this rate; from 0 that step would train nothing.
         init_lr=settings.lr / (warmup + 1),
@@ -120,8 +135,6 @@ def build_learner(model: torch.nn.Module, config: TrainConfig, device: torch.dev
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
-    _connect(model.config, wrapped, optimizer, overlap, overlap and distributed)
-    return Learner([wrapped], optimizer, schedule)
 
 
 def _optimizer_config(

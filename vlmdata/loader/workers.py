@@ -8,6 +8,7 @@ due, and the pipeline starts again from exactly that batch.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -229,6 +230,7 @@ class WorkerPipeline[T]:
             num_workers=self._config.num_workers,
             prefetch_factor=self._config.prefetch_factor,
             collate_fn=_as_it_is,
+            worker_init_fn=_leave_process_group,
             generator=torch.Generator(),  # else every start draws from the training's own random numbers
             multiprocessing_context=self._config.multiprocessing_context,
         )
@@ -273,3 +275,11 @@ class _Sequence(torch.utils.data.Sampler[Any]):
 
 def _as_it_is(item: Any) -> Any:
     return item
+
+
+def _leave_process_group(worker: int) -> None:
+    """Keeps a worker from signals to the whole process group, such as ctrl-C: a step under way still needs batches.
+
+    Workers end when they are killed here or, at the latest, when PyTorch's watch finds their parent gone.
+    """
+    os.setpgid(0, 0)

@@ -1,0 +1,122 @@
+"""Runs of train.py in several processes that share one import of megatron-core, which is what costs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.model.training.conftest import ROOT, command
+
+#: Seconds until a run that does not end is a failure.
+PATIENCE = 240.0
+
+
+class Ranks:
+    """The processes of one run, each with a process group and output files of its own.
+
+    Args:
+        arguments: Of train.py.
+        folder: Where outputs go.
+        world: Processes.
+        slurm: Whether ``srun`` seems to have started them, rather than torchrun.
+        folders: Where each of them works; by default where the test does.
+    """
+
+    def __init__(
+        self,
+        arguments: list[str],
+        folder: Path,
+        world: int = 1,
+        slurm: bool = False,
+        folders: Sequence[Path] | None = None,
+    ):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.model.training.preloaded"])
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.processes = [
+            context.Process(
+                target=_rank,
+                args=(
+                    arguments,
+                    folder / f"rank-{rank}",
+                    _environment(rank, world, port, slurm),
+                    folders[rank] if folders else Path.cwd(),
+                ),
+            )
+            for rank in range(world)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def wait(self) -> list[int | None]:
+        """Waits for all; their exit codes.
+
+        Raises:
+            AssertionError: If one does not end, with what all have said.
+        """
+        deadline = time.monotonic() + PATIENCE
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        codes = [process.exitcode for process in self.processes]
+        self.close()
+        assert None not in codes, f"{codes}\n" + "\n".join(self.said(rank) for rank in range(len(codes)))
+        return codes
+
+    def close(self) -> None:
+        """Ends what is left."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    def said(self, rank: int) -> str:
+        """Everything a rank has printed."""
+        return (self._folder / f"rank-{rank}").read_text()
+
+
+def arguments_of(data: Path | str, out: Path, *options: str, steps: int = 6) -> list[str]:
+    """The command line without interpreter and script."""
+    line = command(data, out, *options, steps=steps)  # type: ignore[arg-type]
+    return line[line.index(str(ROOT / "train.py")) + 1 :]
+
+
+def until_logged(out: Path) -> None:
+    """Waits for the first step of a run."""
+    log, deadline = out / "metrics.jsonl", time.monotonic() + PATIENCE
+    while not log.exists() or not log.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def _environment(rank: int, world: int, port: str, slurm: bool) -> dict[str, str]:
+    if world == 1:
+        return {}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS") if slurm else ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    return (
+        meeting
+        | dict(zip(names, (str(rank), str(rank), str(world)), strict=True))
+        | ({"SLURM_STEP_ID": "0"} if slurm else {})
+    )
+
+
+def _rank(arguments: list[str], output: Path, environment: dict[str, str], folder: Path) -> None:
+    os.setsid()
+    os.chdir(folder)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"} | environment
+    sys.argv = ["train.py", *arguments]
+    runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
