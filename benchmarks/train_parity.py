@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import faulthandler
 import gc
 import json
 import os
@@ -151,8 +152,9 @@ def steps_of(work: Path, data: Path, kind: str, layout: dict[str, Any]) -> list[
 
 def compare(options: argparse.Namespace) -> None:
     groups.initialize()
-    rows: dict[str, Any] = {}
+    rows = earlier(options.out)
     for name in options.cases:
+        faulthandler.dump_traceback_later(240, exit=True)
         kind, layout = CASES[name]
         parallel_state.destroy_model_parallel()
         sizes = {"tensor": "tp", "context": "cp", "pipeline": "pp", "expert": "ep"}
@@ -177,9 +179,19 @@ def compare(options: argparse.Namespace) -> None:
     groups.destroy()
 
 
+def result_stem(out: Path) -> Path:
+    return out / f"train-parity-{datetime.date.today().isoformat()}"
+
+
+def earlier(out: Path) -> dict[str, Any]:
+    """Cases of today that are there already: those given now are added to them."""
+    file = result_stem(out).with_suffix(".json")
+    return dict(json.loads(file.read_text())) if file.exists() else {}
+
+
 def write(out: Path, rows: dict[str, Any]) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    stem = out / f"train-parity-{datetime.date.today().isoformat()}"
+    stem = result_stem(out)
     stem.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
     lines = [
         f"# Layouts against one GPU, {datetime.date.today().isoformat()}",

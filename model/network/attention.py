@@ -71,11 +71,20 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat([turned, passed], -1)
 
 
+def _rotate_fused(x: Tensor, angles: Tensor) -> Tensor:
+    """:func:`rotate` by Transformer Engine, in float32."""
+    from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
+
+    turned: Tensor = apply_rotary_pos_emb(x, angles, tensor_format="sbhd", fused=True)
+    return turned
+
+
 class Qwen35SelfAttention(SelfAttention):
     """``Qwen3_5Attention``: megatron-core's self-attention that rotates with angles per token.
 
-    megatron-core's rotary code for packed batches copies boundaries to the host in every layer, and its fused kernel
-    knows positions along one axis only. So the angles come ready, one row per token held here, and are applied here.
+    megatron-core's rotary code for packed batches copies boundaries to the host in every layer, and takes positions to
+    count up within a segment. So the angles come ready, one row per token held here, and are applied here: by
+    Transformer Engine's kernel for one long sequence (in float32), or by :func:`rotate`.
     """
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -93,7 +102,8 @@ class Qwen35SelfAttention(SelfAttention):
         """Queries and keys normalised and rotated, values, gate."""
         query, key, *rest = super().get_query_key_value_tensors(*args, **kwargs)
         if self._angles is not None:
-            query, key = rotate(query, self._angles), rotate(key, self._angles)
+            turn = _rotate_fused if self.config.apply_rope_fusion else rotate
+            query, key = turn(query, self._angles), turn(key, self._angles)
         return query, key, *rest
 
 

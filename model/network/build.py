@@ -58,7 +58,8 @@ class ModelSettings:
         moe_dispatcher: How tokens get to experts: ``alltoall``, or ``flex`` on GPU. (``allgather`` needs packs of equal
             length on all ranks.)
         fused_cross_entropy: Cross-entropy by Transformer Engine's kernel.
-        gradient_accumulation_fusion: Weight gradients straight into the gradient buffer (Transformer Engine).
+        gradient_accumulation_fusion: Weight gradients straight into the gradient buffer (Transformer Engine); the model
+            must be trained behind megatron-core's ``DistributedDataParallel``, and ``grad`` stays without meaning.
         fp8: FP8 format of linear layers (``hybrid``, ``e4m3``), with Transformer Engine; None for none.
         fp8_recipe: Scaling of FP8.
         deterministic: Refuse what is not bitwise repeatable.
@@ -119,8 +120,8 @@ def build_model(
     settings.check(architecture)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     _check_groups(settings, groups)
-    config = language_config(architecture, settings)
     provider: Provider = TorchProvider() if settings.backend == "torch" else transformer_engine_provider()
+    config = language_config(architecture, settings)
     metrics = MetricSums()
     moe = architecture.language.moe is not None
     predict = _mtp_layers(architecture, settings) > 0
@@ -143,16 +144,17 @@ def build_model(
         vision = VisionTower(
             vision_config(architecture, settings),
             architecture.vision,
-            groups.tp,
+            provider,
+            groups,
             recompute=settings.vision_recompute,
-            use_transformer_engine=settings.backend == "transformer_engine",
-            pg_collection=groups,
         )
     state = RouterState(metrics=metrics) if moe else None
     for module in language.modules():
         if isinstance(module, Qwen35Router) and state is not None:
             module.state = state
     model = Qwen35VL(config, architecture, vision, language, metrics, state, predict)
+    if settings.gradient_accumulation_fusion:
+        _fuse_weight_gradients(model)
     # Some parameters of megatron-core (the shared expert's gate) are made on the CPU whatever the configuration says.
     return model if config.use_cpu_initialization else model.cuda()
 
@@ -209,7 +211,8 @@ def language_config(architecture: Architecture, settings: ModelSettings) -> Tran
         "moe_token_dispatcher_type": settings.moe_dispatcher,
         "calculate_per_token_loss": True,
         "init_method_std": language.initializer_range,
-        "gradient_accumulation_fusion": settings.gradient_accumulation_fusion,
+        # megatron-core would have it everywhere, and its own output layer needs Apex; see _fuse_weight_gradients.
+        "gradient_accumulation_fusion": False,
         "cross_entropy_loss_fusion": settings.fused_cross_entropy,
         "cross_entropy_fusion_impl": "te" if settings.fused_cross_entropy else "native",
         "cp_comm_type": settings.cp_comm_type,
@@ -237,6 +240,13 @@ def vision_config(architecture: Architecture, settings: ModelSettings) -> Transf
     )
 
 
+def _fuse_weight_gradients(model: Qwen35VL) -> None:
+    """Has Transformer Engine's linear layers add weight gradients to ``main_grad`` in float32, within the product."""
+    for module in model.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
+
+
 def _common_options(settings: ModelSettings) -> dict[str, Any]:
     engine = settings.backend == "transformer_engine"
     return {
@@ -252,7 +262,7 @@ def _common_options(settings: ModelSettings) -> dict[str, Any]:
         "bias_dropout_fusion": engine,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
-        "apply_rope_fusion": False,
+        "apply_rope_fusion": engine,
         "deterministic_mode": False,
     }
 

@@ -68,6 +68,14 @@ class PlainRMSNorm(RMSNorm):
     zero_centered = False
 
 
+class LayerNorm(nn.LayerNorm):
+    """torch's, in the vision tower; built as megatron-core builds norms."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        device = torch.get_default_device() if config.use_cpu_initialization else torch.cuda.current_device()
+        super().__init__(hidden_size, eps=eps, device=device, dtype=config.params_dtype)
+
+
 class Provider(Protocol):
     """Which parts a back end uses: megatron-core's ``BackendSpecProvider`` and the three that it lacks."""
 
@@ -98,8 +106,8 @@ class TorchProvider(LocalSpecProvider):
     """Plain torch: runs on CPU and GPU."""
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> Any:
-        """Zero-centred RMS norm."""
-        return RMSNorm
+        """Zero-centred RMS norm, or a layer norm."""
+        return RMSNorm if rms_norm else LayerNorm
 
     def plain_rms_norm(self) -> Any:
         """RMS norm with a plain scale."""

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from model.architecture import VisionArchitecture
+from model.network.decoder_layer import Provider
 from model.network.patch_embed import PatchEmbed
 from model.parallel.packed import to_device
 
@@ -39,24 +39,22 @@ class VisionTower(MegatronModule):
     Args:
         config: Of the tower, without sequence and context parallelism.
         architecture: Its sizes.
-        tp_group: Tensor-parallel ranks.
+        provider: The back end.
+        pg_collection: Process groups.
         recompute: Whether blocks are computed again in the backward pass instead of kept.
-        use_transformer_engine: Attention by Transformer Engine, else by torch.
-        pg_collection: Process groups, for Transformer Engine.
     """
 
     def __init__(
         self,
         config: TransformerConfig,
         architecture: VisionArchitecture,
-        tp_group: Any,
+        provider: Provider,
+        pg_collection: Any,
         *,
         recompute: bool = False,
-        use_transformer_engine: bool = False,
-        pg_collection: Any = None,
     ) -> None:
         super().__init__(config=config)
-        self.architecture, self.recompute, self.tp_group = architecture, recompute, tp_group
+        self.architecture, self.recompute, self.tp_group = architecture, recompute, pg_collection.tp
         device = torch.get_default_device() if config.use_cpu_initialization else torch.device("cuda")
         dtype = config.params_dtype
         self.patch_embed = PatchEmbed(architecture, dtype, device)
@@ -65,16 +63,9 @@ class VisionTower(MegatronModule):
         )
         nn.init.trunc_normal_(self.pos_embed.weight, std=architecture.initializer_range)
         self.blocks = nn.ModuleList(
-            VisionBlock(
-                config,
-                architecture,
-                tp_group,
-                _engine_attention(config, pg_collection) if use_transformer_engine else None,
-                device,
-            )
-            for _ in range(architecture.depth)
+            VisionBlock(config, architecture, provider, pg_collection) for _ in range(architecture.depth)
         )
-        self.merger = PatchMerger(config, architecture, tp_group, device)
+        self.merger = PatchMerger(config, architecture, provider, pg_collection)
 
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         """Encodes images.
@@ -229,63 +220,87 @@ class VisionBlock(MegatronModule):
     """``Qwen3_5VisionBlock``."""
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        architecture: VisionArchitecture,
-        tp_group: Any,
-        attention: nn.Module | None,
-        device: torch.device,
+        self, config: TransformerConfig, architecture: VisionArchitecture, provider: Provider, pg_collection: Any
     ) -> None:
         super().__init__(config=config)
-        width = architecture.hidden_size
+        width, wide, group = architecture.hidden_size, architecture.intermediate_size, pg_collection.tp
+        norm = provider.layer_norm(rms_norm=False)
+        self.norm1 = norm(config, width, eps=architecture.layer_norm_eps)
+        self.norm2 = norm(config, width, eps=architecture.layer_norm_eps)
+        self.qkv = _column(provider, config, width, 3 * width, group)
+        self.proj = _row(provider, config, width, width, group)
+        self.linear_fc1 = _column(provider, config, width, wide, group)
+        self.linear_fc2 = _row(provider, config, wide, width, group)
+        engine = config.transformer_impl == "transformer_engine"
+        self.core_attention = EngineAttention(config, pg_collection) if engine else TorchAttention()
         self.head_dim = architecture.head_dim
-        self.norm1 = _layer_norm(architecture, config, device)
-        self.norm2 = _layer_norm(architecture, config, device)
-        self.qkv = _column(config, width, 3 * width, tp_group)
-        self.proj = _row(config, width, width, tp_group)
-        self.linear_fc1 = _column(config, width, architecture.intermediate_size, tp_group)
-        self.linear_fc2 = _row(config, architecture.intermediate_size, width, tp_group)
-        self.core_attention = attention
 
     def forward(self, x_pc: Tensor, images: PatchGeometry) -> Tensor:
         """Attends within images, then transforms every patch; (P, c) to (P, c)."""
-        x_pc = x_pc + self._attention(self.norm1(x_pc), images)
+        # Per head [query, key, value], so that a tensor-parallel rank's rows are whole heads.
+        mixed_pn3d = self.qkv(self.norm1(x_pc))[0].unflatten(-1, (-1, 3, self.head_dim))
+        x_pc = x_pc + self.proj(self.core_attention(mixed_pn3d, images))[0]
         hidden, _ = self.linear_fc1(self.norm2(x_pc))
         out, _ = self.linear_fc2(F.gelu(hidden, approximate="tanh"))
         return x_pc + out
-
-    def _attention(self, x_pc: Tensor, images: PatchGeometry) -> Tensor:
-        mixed, _ = self.qkv(x_pc)
-        # Per head [query, key, value], so that a tensor-parallel rank's rows are whole heads.
-        query, key, value = mixed.unflatten(-1, (-1, 3, self.head_dim)).unbind(-2)
-        query, key = _rotate(query, images.angles), _rotate(key, images.angles)
-        if self.core_attention is None:
-            out = _attend(query, key, value, images.bounds)
-        else:
-            parts = (x.contiguous() for x in (query, key, value))
-            out = self.core_attention(*parts, None, AttnMaskType.no_mask, packed_seq_params=images.packed())
-            out = out.reshape(out.shape[0], -1)
-        projected, _ = self.proj(out)
-        return projected
 
 
 class PatchMerger(MegatronModule):
     """``Qwen3_5VisionPatchMerger``: norm, join 2 x 2 patches, two layers with exact GELU."""
 
     def __init__(
-        self, config: TransformerConfig, architecture: VisionArchitecture, tp_group: Any, device: torch.device
+        self, config: TransformerConfig, architecture: VisionArchitecture, provider: Provider, pg_collection: Any
     ) -> None:
         super().__init__(config=config)
         self.width = architecture.hidden_size * architecture.merge_unit
-        self.norm = _layer_norm(architecture, config, device)
-        self.linear_fc1 = _column(config, self.width, self.width, tp_group)
-        self.linear_fc2 = _row(config, self.width, architecture.out_hidden_size, tp_group)
+        norm = provider.layer_norm(rms_norm=False)
+        self.norm = norm(config, architecture.hidden_size, eps=architecture.layer_norm_eps)
+        self.linear_fc1 = _column(provider, config, self.width, self.width, pg_collection.tp)
+        self.linear_fc2 = _row(provider, config, self.width, architecture.out_hidden_size, pg_collection.tp)
 
     def forward(self, x_pc: Tensor) -> Tensor:
         """(P, c) to (M, out_hidden)."""
         hidden, _ = self.linear_fc1(self.norm(x_pc).view(-1, self.width))
         out, _ = self.linear_fc2(F.gelu(hidden))
         return out
+
+
+class TorchAttention(nn.Module):
+    """Rotation and attention within images, in plain torch."""
+
+    def forward(self, mixed_pn3d: Tensor, images: PatchGeometry) -> Tensor:
+        """(P, n, 3, d) to (P, n * d)."""
+        query, key, value = mixed_pn3d.unbind(-2)
+        return _attend(_rotate(query, images.angles), _rotate(key, images.angles), value, images.bounds)
+
+
+class EngineAttention(nn.Module):
+    """The same by Transformer Engine: one kernel that splits and rotates (in float32), one that attends."""
+
+    def __init__(self, config: TransformerConfig, pg_collection: Any) -> None:
+        super().__init__()
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+        self.attention = TEDotProductAttention(
+            config=config,
+            layer_number=1,
+            attn_mask_type=AttnMaskType.no_mask,
+            attention_type="self",
+            pg_collection=pg_collection,
+        )
+
+    def forward(self, mixed_pn3d: Tensor, images: PatchGeometry) -> Tensor:
+        """(P, n, 3, d) to (P, n * d)."""
+        from transformer_engine.pytorch.attention.rope import apply_fused_qkv_rotary_pos_emb
+
+        head_dim = mixed_pn3d.shape[-1]
+        # As one sequence of P steps, each with angles of its own.
+        mixed = mixed_pn3d.flatten(-2).unsqueeze(1)
+        angles = images.angles.unsqueeze(1)
+        parts = apply_fused_qkv_rotary_pos_emb(mixed, angles, angles, [head_dim] * 3)
+        query, key, value = (x.squeeze(1) for x in parts)
+        out = self.attention(query, key, value, None, AttnMaskType.no_mask, packed_seq_params=images.packed())
+        return out.reshape(out.shape[0], -1)
 
 
 def _rotate(x: Tensor, angles: Tensor) -> Tensor:
@@ -304,34 +319,23 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, bounds: Sequence[int]) ->
     return torch.cat(pieces).flatten(1)
 
 
-def _engine_attention(config: TransformerConfig, pg_collection: Any) -> nn.Module:
-    """Transformer Engine's attention over images."""
-    from megatron.core.extensions.transformer_engine import TEDotProductAttention
-
-    attention: nn.Module = TEDotProductAttention(
+def _column(provider: Provider, config: TransformerConfig, width: int, out: int, tp_group: Any) -> nn.Module:
+    layer: nn.Module = provider.column_parallel_linear()(
+        width,
+        out,
         config=config,
-        layer_number=1,
-        attn_mask_type=AttnMaskType.no_mask,
-        attention_type="self",
-        pg_collection=pg_collection,
+        init_method=config.init_method,
+        bias=True,
+        skip_bias_add=False,
+        gather_output=False,
+        is_expert=False,
+        tp_group=tp_group,
     )
-    return attention
+    return layer
 
 
-def _layer_norm(architecture: VisionArchitecture, config: TransformerConfig, device: torch.device) -> nn.LayerNorm:
-    return nn.LayerNorm(
-        architecture.hidden_size, eps=architecture.layer_norm_eps, device=device, dtype=config.params_dtype
-    )
-
-
-def _column(config: TransformerConfig, width: int, out: int, tp_group: Any) -> ColumnParallelLinear:
-    return ColumnParallelLinear(
-        width, out, config=config, init_method=config.init_method, bias=True, gather_output=False, tp_group=tp_group
-    )
-
-
-def _row(config: TransformerConfig, width: int, out: int, tp_group: Any) -> RowParallelLinear:
-    return RowParallelLinear(
+def _row(provider: Provider, config: TransformerConfig, width: int, out: int, tp_group: Any) -> nn.Module:
+    layer: nn.Module = provider.row_parallel_linear()(
         width,
         out,
         config=config,
@@ -339,5 +343,7 @@ def _row(config: TransformerConfig, width: int, out: int, tp_group: Any) -> RowP
         bias=True,
         input_is_parallel=True,
         skip_bias_add=False,
+        is_expert=False,
         tp_group=tp_group,
     )
+    return layer

@@ -101,6 +101,7 @@ def settings_of(config: TrainConfig, architecture: Architecture, device: torch.d
         vision_recompute=model.vision_recompute,
         cp_comm_type=parallel.cp_comm,
         fused_cross_entropy=backend == "transformer_engine",
+        gradient_accumulation_fusion=backend == "transformer_engine",
         fp8="hybrid" if config.run.fp8 else None,
     )
 

@@ -152,12 +152,51 @@ def float_patches_and_recompute() -> None:
     assert worst[0] < 0.05
 
 
+def fused_rotations() -> None:
+    """Transformer Engine's rotary kernels with angles of our own, against the plain ones in float32."""
+    from transformer_engine.pytorch.attention.rope import apply_fused_qkv_rotary_pos_emb
+
+    from model.network.attention import InterleavedMRoPE, _rotate_fused, rotate
+    from model.network.vision import PatchGeometry, _rotate
+
+    generator = torch.Generator(CUDA).manual_seed(0)
+    positions = torch.randint(0, 4000, (3, 1, 1000), device=CUDA, generator=generator)
+    angles = InterleavedMRoPE(64, 1e7)(positions, [11, 11, 10])
+    x = torch.randn(1000, 1, 6, 256, device=CUDA, generator=generator)
+    images = PatchGeometry.of(architecture().vision, [(1, 16, 24), (1, 6, 4)], CUDA)
+    mixed = torch.randn(408, 1, 5, 3 * 72, device=CUDA, generator=generator)
+
+    def language(x: torch.Tensor, fused: bool) -> tuple[torch.Tensor, ...]:
+        return ((_rotate_fused if fused else rotate)(x, angles),)
+
+    def tower(mixed: torch.Tensor, fused: bool) -> tuple[torch.Tensor, ...]:
+        if fused:
+            turn = images.angles.unsqueeze(1)
+            return tuple(apply_fused_qkv_rotary_pos_emb(mixed, turn, turn, [72] * 3))
+        query, key, value = mixed.split(72, -1)
+        return _rotate(query, images.angles.unsqueeze(1)), _rotate(key, images.angles.unsqueeze(1)), value
+
+    for name, function, given in (("language", language, x), ("tower", tower, mixed)):
+        for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 4e-3)):
+            results = []
+            for fused, kind in ((False, torch.float32), (True, dtype)):
+                mine = given.to(dtype).to(kind).requires_grad_()
+                out = function(mine, fused)
+                factors = [torch.linspace(-1, 1, each.numel(), device=CUDA).view(each.shape) for each in out]
+                sum((each.float() * factor).sum() for each, factor in zip(out, factors, strict=True)).backward()
+                results.append([*out, mine.grad])
+            errors = [relative(b.float(), a.float()) for a, b in zip(*results, strict=True)]
+            print(f"  {name} {dtype}: {[f'{each:.1e}' for each in errors]}")
+            assert max(errors) < limit
+
+
 def main() -> int:
     """Runs what the number of GPUs allows; the exit status is the number of failures."""
     faulthandler.dump_traceback_later(550, exit=True)
     groups.initialize()
     world = torch.distributed.get_world_size()
     checks: dict[str, Any] = {
+        "fused rotations": fused_rotations,
         "engine against torch, dense": lambda: engine_against_torch(moe=False),
         "engine against torch, experts": lambda: engine_against_torch(moe=True),
         "recompute": float_patches_and_recompute,
