@@ -1,0 +1,142 @@
+"""What a run writes beside checkpoints: profiles, ids, numbers that any reader of JSON takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+from model.training.config import load_config
+from model.training.logs import JsonLines, WeightsAndBiases
+from model.training.profiling import Profiler
+from tests.model.training.conftest import steps_of
+
+
+def events_of(trace: Path) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = json.loads(trace.read_text())["traceEvents"]
+    return events
+
+
+class TestProfiles:
+    @staticmethod
+    def profiled(folder: Path, first: int, last: int, ran: range, fails_at: int | None = None) -> list[str]:
+        """The steps that a trace shows, when these steps ran."""
+        profiler = Profiler((first, last), folder / "trace.json", torch.device("cpu"))
+        try:
+            for step in ran:
+                with profiler.at(step), torch.profiler.record_function(f"step-{step}"):
+                    assert step != fails_at
+        except AssertionError:
+            pass
+        finally:
+            profiler.close()
+        names = {event.get("name", "") for event in events_of(folder / "trace.json")}
+        assert "Self CPU" in (folder / "trace.txt").read_text()
+        return sorted(name for name in names if name.startswith("step-"))
+
+    def test_hold_the_steps_of_the_range(self, tmp_path: Path) -> None:
+        assert self.profiled(tmp_path, 2, 3, range(1, 5)) == ["step-2", "step-3"]
+
+    def test_are_written_when_the_run_ends_within_the_range(self, tmp_path: Path) -> None:
+        assert self.profiled(tmp_path, 2, 9, range(1, 4)) == ["step-2", "step-3"]
+
+    def test_are_written_when_the_run_fails_within_the_range(self, tmp_path: Path) -> None:
+        assert self.profiled(tmp_path, 2, 9, range(1, 9), fails_at=3) == ["step-2", "step-3"]
+
+    def test_hold_what_is_left_when_a_run_begins_within_the_range(self, tmp_path: Path) -> None:
+        assert self.profiled(tmp_path, 2, 4, range(3, 6)) == ["step-3", "step-4"]
+
+    def test_are_made_of_a_resumed_run(self, run: Callable[..., Any], tmp_path: Path) -> None:
+        run(run__steps=2, data__global_batch=1)
+        assert not (tmp_path / "run" / "profile").exists()
+        run(run__steps=3, data__global_batch=1, resume=True, run__profile=[2, 5])
+        assert any("aten::mm" in event.get("name", "") for event in events_of(tmp_path / "run/profile/rank-00000.json"))
+
+
+class TestWeightsAndBiasesIds:
+    @pytest.fixture
+    def started(self, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+        """Arguments of every start of a run."""
+        calls: list[dict[str, Any]] = []
+
+        def init(**options: Any) -> SimpleNamespace:
+            calls.append(options)
+            return SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None)
+
+        monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))  # type: ignore[arg-type]
+        return calls
+
+    def test_equal_runs_are_two_and_a_resumed_one_is_the_same(
+        self, started: list[dict[str, Any]], tmp_path: Path
+    ) -> None:
+        configs = [load_config(None, ["run.wandb=receipts", f"run.out={tmp_path / name}"]) for name in ("a", "b")]
+        for config in configs:
+            Path(config.run.out).mkdir()
+            WeightsAndBiases(config, resumed=False)
+        WeightsAndBiases(configs[0], resumed=True)
+        more_steps = dataclasses.replace(configs[0], run=dataclasses.replace(configs[0].run, steps=7))
+        WeightsAndBiases(more_steps, resumed=True)
+        WeightsAndBiases(configs[0], resumed=False)
+        a, b, again, changed, fresh = (call["id"] for call in started)
+        assert a == again == changed
+        assert len({a, b, fresh}) == 3
+        assert (tmp_path / "a" / "wandb-id").read_text().strip() == fresh
+        assert {(call["project"], call["resume"]) for call in started} == {("receipts", "allow")}
+
+    def test_a_run_that_was_logged_elsewhere_before_gets_one(
+        self, started: list[dict[str, Any]], tmp_path: Path
+    ) -> None:
+        WeightsAndBiases(load_config(None, ["run.wandb=x", f"run.out={tmp_path}"]), resumed=True)
+        assert started[0]["id"] == (tmp_path / "wandb-id").read_text().strip()
+
+    @pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
+    def test_wandb_takes_them(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("WANDB_MODE", "offline")
+        for resumed in (False, True):
+            log = WeightsAndBiases(load_config(None, ["run.wandb=x", f"run.out={tmp_path}"]), resumed)
+            log.write(1 + resumed, {"loss": 1.0})
+            log.close()
+        kept = (tmp_path / "wandb-id").read_text().strip()
+        assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{kept}"))) >= 1
+
+
+def test_numbers_that_json_lacks_are_null(tmp_path: Path) -> None:
+    log = JsonLines(tmp_path / "metrics.jsonl", None)
+    log.write(1, {"loss": float("nan"), "grad_norm": float("inf"), "lr": 1e-3, "samples": "ab"})
+    log.close()
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line) == {"step": 1, "loss": None, "grad_norm": None, "lr": 1e-3, "samples": "ab"}
+    assert "NaN" not in line
+
+
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+def test_a_run_trains_from_a_url_as_from_a_folder(
+    run: Callable[..., Any], chats: Path, tmp_path: Path, scheme: str
+) -> None:
+    import fsspec
+
+    url = f"file://{chats}"
+    memory = fsspec.filesystem("memory")
+    if scheme == "memory":
+        url = "memory://bucket/training"
+        memory.put(f"{chats}/", "/bucket/training/", recursive=True)
+    try:
+        options = {"run__steps": 1, "data__global_batch": 1}
+        run("url", data__paths=[url], data__cache_dir=str(tmp_path / "cache"), **options)
+        run("folder", **options)
+    finally:
+        if scheme == "memory":
+            memory.rm("/bucket", recursive=True)
+    ours, theirs = steps_of(tmp_path / "url"), steps_of(tmp_path / "folder")
+    assert [line["loss"] for line in ours] == [line["loss"] for line in theirs]
+    assert [line["samples"] for line in ours] == [line["samples"] for line in theirs]
