@@ -90,6 +90,8 @@ def end_process(error: Exception) -> NoReturn:
     if _world() > 1:
         sys.stdout.flush()
         os._exit(exit_code(error))  # the interpreter's own end would wait for the process groups
+    if dist.is_initialized():
+        dist.destroy_process_group()
     sys.exit(exit_code(error))
 
 

@@ -179,8 +179,7 @@ class Stepper:
         slots = self._micro_batches * self._capacity
         counts = (counted.tokens, slots, counted.images, counted.patches, counted.flops)
         total = torch.tensor([*sums, *(counts if whole else [0.0] * 5)], dtype=torch.float64, device=self._device)
-        memory = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0
-        own = [counted.wait, memory, not math.isfinite(grad_norm), self._stop_requested()]
+        own = [counted.wait, peak_memory(self._device), not math.isfinite(grad_norm), self._stop_requested()]
         most = torch.tensor(own, dtype=torch.float64, device=self._device)
         torch.distributed.all_reduce(total)
         torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
@@ -206,6 +205,11 @@ class Stepper:
             not_finite=(*odd, "grad_norm") if overflow else tuple(odd),
             batches=counted.made(None if losses is None else losses[:, 0].tolist()),
         )
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes allocated on a device since the start; 0 on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def _forward(batches: Iterator[PackedBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:

@@ -8,7 +8,8 @@ import runpy
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from tests.model.training.conftest import ROOT, command
@@ -26,6 +27,7 @@ class Ranks:
         world: Processes.
         slurm: Whether ``srun`` seems to have started them, rather than torchrun.
         folders: Where each of them works; by default where the test does.
+        prepare: Called with the rank in each of them before train.py is run.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class Ranks:
         world: int = 1,
         slurm: bool = False,
         folders: Sequence[Path] | None = None,
+        prepare: Callable[[int], None] | None = None,
     ):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.model.training.preloaded"])
@@ -51,6 +54,7 @@ class Ranks:
                     folder / f"rank-{rank}",
                     _environment(rank, world, port, slurm),
                     folders[rank] if folders else Path.cwd(),
+                    partial(prepare, rank) if prepare else None,
                 ),
             )
             for rank in range(world)
@@ -109,7 +113,13 @@ def _environment(rank: int, world: int, port: str, slurm: bool) -> dict[str, str
     )
 
 
-def _rank(arguments: list[str], output: Path, environment: dict[str, str], folder: Path) -> None:
+def _rank(
+    arguments: list[str],
+    output: Path,
+    environment: dict[str, str],
+    folder: Path,
+    prepare: Callable[[], None] | None,
+) -> None:
     os.setsid()
     os.chdir(folder)
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -118,5 +128,7 @@ def _rank(arguments: list[str], output: Path, environment: dict[str, str], folde
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"} | environment
+    if prepare is not None:
+        prepare()
     sys.argv = ["train.py", *arguments]
     runpy.run_path(str(ROOT / "train.py"), run_name="__main__")

@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("megatron.core")
 
 import model.training.loop
+import model.training.step
 from model.training.interruption import Interruption
 from tests.model.training.conftest import ROOT, command, environment, steps_of
 from tests.model.training.ranks import PATIENCE, Ranks, arguments_of, until_logged
@@ -91,8 +92,8 @@ def test_ctrl_c_to_the_whole_process_group_saves_and_resuming_is_exact(
 ) -> None:
     """As a terminal sends it: to the loader's workers too, of which the step has more to ask."""
     out = tmp_path / "run"
-    options = ("--set", "data.workers=2", "--set", "data.global_batch=8")
-    ranks = Ranks(arguments_of(chats, out, *options), tmp_path / "said")
+    options = ("--set", "data.workers=2")
+    ranks = Ranks(arguments_of(chats, out, *options, steps=4), tmp_path / "said")
     until_logged(out)
     (pid,) = (process.pid for process in ranks.processes)
     assert pid is not None
@@ -104,21 +105,27 @@ def test_ctrl_c_to_the_whole_process_group_saves_and_resuming_is_exact(
     assert not psutil.wait_procs(children, timeout=10)[1]
     assert "interrupted: step" in ranks.said(0)
     assert "Traceback" not in ranks.said(0)
-    assert len(steps_of(out)) < 6
-    run(resume=True, data__global_batch=8)
-    run("whole", data__global_batch=8)
+    assert len(steps_of(out)) < 4
+    run(resume=True, run__steps=4)
+    run("whole", run__steps=4)
     assert exact(out) == exact(tmp_path / "whole")
 
 
-def test_under_srun_a_signal_to_one_rank_stops_all(chats: Path, tmp_path: Path, run: Callable[..., Any]) -> None:
+def rank_1_has_most_memory(rank: int) -> None:
+    model.training.step.peak_memory = lambda device: (1 + rank) * 2**30
+
+
+def test_under_srun_a_signal_to_one_rank_stops_all(chats: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    ranks = Ranks(arguments_of(chats, out, "--set", "data.global_batch=2"), tmp_path / "said", 2, slurm=True)
+    arguments = arguments_of(chats, out, "--set", "data.global_batch=2")
+    ranks = Ranks(arguments, tmp_path / "said", 2, slurm=True, prepare=rank_1_has_most_memory)
     until_logged(out)
     os.kill(ranks.processes[1].pid or 0, signal.SIGTERM)
     assert ranks.wait() == [143, 143]
     assert "2 processes: dp 2" in ranks.said(0)
     assert "interrupted: step" in ranks.said(0)
     assert ranks.said(1) == ""
+    assert {line["memory_gib"] for line in steps_of(out)} == {2.0}  # of the rank with the most
 
 
 def test_sigterm_to_torchrun_saves_and_ends_all(chats: Path, tmp_path: Path, run: Callable[..., Any]) -> None:
