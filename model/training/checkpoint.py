@@ -7,51 +7,40 @@ every rank is done, so whatever carries the name is whole. It holds megatron-cor
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import random
 import re
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch.distributed.checkpoint.api import CheckpointException
 
 from model.architecture import Architecture
-from model.training.config import ConfigError, TrainConfig, config_differences
+from model.training.agreement import decided, require_shared, together
+from model.training.config import ConfigError, TrainConfig
 from model.training.data import RankPlace
 from model.training.optimizer import Learner
+from model.training.run_state import RunState, keep_settings, optimizer_form, read_state, require_resumable
 from model.training.step import unwrapped
 from model.weights.store import save_strategy
+from vlmdata.errors import ResourceError, VlmdataError
 
 _NAME = re.compile(r"step-(\d{8})")
 #: Sharding of the distributed optimizer's state that any layout can load.
 _OPTIMIZER_FORMAT = "fully_reshardable"
-
-
-@dataclass(frozen=True)
-class RunState:
-    """Where a run stood.
-
-    Attributes:
-        step: Optimizer steps done.
-        loader: The loader's state.
-        layout: Sizes of the parallel layout.
-        config: The configuration, as :meth:`TrainConfig.to_dict`.
-        architecture: The model, as a Hugging Face config.
-    """
-
-    step: int
-    loader: dict[str, Any]
-    layout: dict[str, int]
-    config: dict[str, Any]
-    architecture: dict[str, Any]
 
 
 class Checkpoints:
@@ -68,11 +57,26 @@ class Checkpoints:
         self._config, self._architecture, self._place = config, architecture, place
         self._folder = Path(config.run.out) / "checkpoints"
         self._queue = AsyncCallsQueue() if async_save else None
+        self._pending: Path | None = None
 
-    def latest(self) -> Path | None:
-        """The newest whole checkpoint."""
+    def newest(self) -> Path | None:
+        """The newest whole checkpoint, as rank 0 sees it, once ``run.out`` is one writable folder for all ranks.
+
+        What earlier runs that were killed left half-written is removed. A collective.
+
+        Raises:
+            ConfigError: If ranks have different folders.
+            ResourceError: If the folder cannot be written.
+        """
+        require_shared(self._folder.parent)
+        name = decided(self._newest_name)
+        return None if name is None else self._folder / name
+
+    def _newest_name(self) -> str | None:
+        for leftover in self._folder.glob(".step-*.tmp"):
+            shutil.rmtree(leftover, ignore_errors=True)
         found = checkpoints_in(self._folder)
-        return found[-1] if found else None
+        return found[-1].name if found else None
 
     def path_of(self, step: int) -> Path:
         """Where the checkpoint of a step is, or will be."""
@@ -85,65 +89,78 @@ class Checkpoints:
             step: Optimizer steps done.
             learner: Model, optimizer and schedule.
             loader: The loader's state.
+
+        Raises:
+            ResourceError: If there is no room, or the files cannot be written. Earlier checkpoints stay.
         """
         self.wait()
+        gather_weights(learner)
         final = self.path_of(step)
         temporary = self._folder / f".{final.name}.tmp"
-        if self._place.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-        torch.distributed.barrier()
-        state = RunState(step, loader, self._layout(), self._config.to_dict(), self._architecture.to_hf())
-        request = dist_checkpointing.save(
-            self._sharded(learner, loading=False),
-            str(temporary),
-            sharded_strategy=save_strategy(),
-            async_sharded_save=self._queue is not None,
-            async_strategy="mcore",
-            content_metadata=_content(),
+        state = RunState(
+            step,
+            loader,
+            self._layout(),
+            self._config.to_dict(),
+            self._architecture.to_hf(),
+            optimizer_form(learner.optimizer),
         )
-        if self._place.rank == 0:
-            (temporary / "run.json").write_text(json.dumps(vars(state), indent=1) + "\n")
-            (temporary / "config.toml").write_text(self._config.to_toml())
-        torch.save(_random_state(), temporary / f"random-{self._place.rank:05d}.pt")
-        finish = self._finish(temporary, final)
+        sharded = self._sharded(learner, loading=False)
+        size = _bytes_of(sharded)
+        together(partial(self._prepare, temporary, size))
+        with self._writing(temporary):
+            request = dist_checkpointing.save(
+                sharded,
+                str(temporary),
+                sharded_strategy=save_strategy(),
+                async_sharded_save=self._queue is not None,
+                async_strategy="mcore",
+                content_metadata=_content(),
+            )
+        together(partial(self._write_beside, temporary, state))
+        finish = partial(self._finish, temporary, final)
         if self._queue is None:
             finish()
             return
         request.add_finalize_fn(finish)
+        self._pending = temporary
         self._queue.schedule_async_request(request)
 
     def poll(self) -> None:
         """Finishes a background save whose files are written; every rank calls it at the same steps."""
-        if self._queue is not None:
-            self._queue.maybe_finalize_async_calls(blocking=False)
+        self._finalize(blocking=False)
 
     def wait(self) -> None:
         """Finishes a background save, waiting for it."""
+        self._finalize(blocking=True)
+
+    def _finalize(self, blocking: bool) -> None:
         if self._queue is not None:
-            self._queue.maybe_finalize_async_calls(blocking=True)
+            with self._writing(self._pending):
+                self._queue.maybe_finalize_async_calls(blocking=blocking)
 
     def load(self, path: Path, learner: Learner) -> RunState:
         """Restores model, optimizer, schedule and, on the same layout, the random state.
 
+        Learning rates and the like are the run's, not the checkpoint's.
+
         Raises:
-            ConfigError: If the checkpoint is of another model.
+            ConfigError: If the checkpoint is of another model, of a run with another optimizer, or damaged.
         """
         state = read_state(path)
-        ours = self._architecture.to_hf()
-        if state.architecture != ours:
-            lines = "; ".join(config_differences({"model": state.architecture}, {"model": ours}))
-            raise ConfigError(f"{path} holds another model: {lines}")
-        loaded = dist_checkpointing.load(self._sharded(learner, loading=True), str(path), strict="raise_unexpected")
-        unwrapped(learner.model[0]).load_state_dict(loaded["model"], strict=False)
-        learner.optimizer.load_state_dict(loaded["optimizer"])
-        learner.schedule.load_state_dict(loaded["schedule"])
+        with self._reading(path):
+            require_resumable(path, state, self._config.to_dict(), self._architecture, learner.optimizer)
+            loaded = dist_checkpointing.load(self._sharded(learner, loading=True), str(path), strict="raise_unexpected")
+            unwrapped(learner.model[0]).load_state_dict(loaded["model"], strict=False)
+            keep_settings(loaded["optimizer"], learner.optimizer)
+            learner.optimizer.load_state_dict(loaded["optimizer"])
+            learner.schedule.load_state_dict(loaded["schedule"])
         if state.layout == self._layout():
-            _set_random_state(torch.load(path / f"random-{self._place.rank:05d}.pt", weights_only=False))
+            together(partial(self._load_random_state, path))
         return state
 
     def _sharded(self, learner: Learner, loading: bool) -> dict[str, Any]:
-        model = unwrapped(learner.model[0]).sharded_state_dict(metadata=_content())
+        model = sharded_model(unwrapped(learner.model[0]))
         optimizer = learner.optimizer.sharded_state_dict(model, is_loading=loading, metadata=_content())
         return {"model": model, "optimizer": optimizer, "schedule": learner.schedule.state_dict()}
 
@@ -151,38 +168,91 @@ class Checkpoints:
         parallel = self._config.parallel
         return {"world": self._place.world, **{name: getattr(parallel, name) for name in ("tp", "cp", "pp", "ep")}}
 
-    def _finish(self, temporary: Path, final: Path) -> Callable[[], None]:
-        """Gives the checkpoint its name and removes old ones."""
+    def _load_random_state(self, path: Path) -> None:
+        with self._reading(path):
+            _set_random_state(torch.load(path / f"random-{self._place.rank:05d}.pt", weights_only=False))
 
-        def finish() -> None:
-            torch.distributed.barrier()
+    def _prepare(self, temporary: Path, size: int) -> None:
+        """An empty folder on a disk with enough room."""
+        if self._place.rank != 0:
+            return
+        with self._writing(temporary):
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            disk = shutil.disk_usage(temporary)
+        # Some remote file systems have no notion of their size.
+        if disk.total and disk.free < size:
+            raise self._failed(temporary, f"it needs {_gigabytes(size)}")
+
+    def _write_beside(self, temporary: Path, state: RunState) -> None:
+        with self._writing(temporary):
             if self._place.rank == 0:
-                shutil.rmtree(final, ignore_errors=True)  # a run that was resumed before it writes the same step again
-                os.rename(temporary, final)
-                keep = self._config.run.keep
-                for old in checkpoints_in(self._folder)[:-keep] if keep else []:
-                    shutil.rmtree(old)
-            torch.distributed.barrier()
+                (temporary / "run.json").write_text(json.dumps(vars(state), indent=1) + "\n")
+                (temporary / "config.toml").write_text(self._config.to_toml())
+            with (temporary / f"random-{self._place.rank:05d}.pt").open("wb") as file:
+                file.write(_as_bytes(_random_state()))
 
-        return finish
+    def _finish(self, temporary: Path, final: Path) -> None:
+        """Gives the checkpoint its name and removes old ones."""
+        torch.distributed.barrier()
+        together(partial(self._rename, temporary, final))
+
+    def _rename(self, temporary: Path, final: Path) -> None:
+        if self._place.rank != 0:
+            return
+        with self._writing(temporary):
+            if final.exists():  # a run that was resumed before it writes the same step again
+                shutil.rmtree(final)
+            os.rename(temporary, final)
+            keep = self._config.run.keep
+            for old in checkpoints_in(self._folder)[:-keep] if keep else []:
+                shutil.rmtree(old)
+
+    @contextlib.contextmanager
+    def _writing(self, temporary: Path | None) -> Iterator[None]:
+        """Failures to write as what they are; the half-written checkpoint goes."""
+        try:
+            yield
+        except (OSError, CheckpointException) as error:
+            raise self._failed(temporary, reason(error)) from error
+
+    def _failed(self, temporary: Path | None, reason: str) -> ResourceError:
+        if temporary is not None and self._place.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        folder = self._folder if self._folder.is_dir() else self._folder.parent
+        try:
+            room = f"{_gigabytes(shutil.disk_usage(folder).free)} free"
+        except OSError as error:
+            room = f"no telling how much is free ({error.strerror})"
+        kept = checkpoints_in(self._folder)
+        newest = f"{kept[-1].name} is the newest whole one" if kept else "there is none yet"
+        return ResourceError(
+            f"{self._folder.resolve()}: a checkpoint could not be saved: {reason}; {room}. Earlier checkpoints are as "
+            f"they were ({newest}). Make room or give the rights, and go on with --resume"
+        )
+
+    @contextlib.contextmanager
+    def _reading(self, path: Path) -> Iterator[None]:
+        """Whatever megatron-core and torch raise on damaged files, said with the way out."""
+        try:
+            yield
+        except VlmdataError:
+            raise
+        except (Exception, CheckpointException) as error:
+            earlier = [each for each in checkpoints_in(self._folder) if each.name < path.name]
+            way_out = (
+                f"To go on from {earlier[-1].name}, the one before, move {path.name} out of {self._folder} and use "
+                "--resume again"
+                if earlier
+                else "There is no earlier one to go on from: start a new run with another --out"
+            )
+            raise ConfigError(f"{path} cannot be loaded, its files seem damaged: {reason(error)}. {way_out}") from error
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """Whole checkpoints, oldest first."""
     found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)]
     return sorted(found, key=lambda path: path.name)
-
-
-def read_state(path: Path) -> RunState:
-    """Reads where a run stood.
-
-    Raises:
-        ConfigError: If the folder is no checkpoint.
-    """
-    try:
-        return RunState(**json.loads((path / "run.json").read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{path} is no checkpoint of a run: {error}") from error
 
 
 def _content() -> dict[str, Any]:
@@ -215,16 +285,55 @@ def _set_random_state(state: dict[str, Any]) -> None:
     get_cuda_rng_tracker().set_states(state["tracker"])
 
 
-def load_weights(path: Path, learner: Learner) -> None:
-    """Fills the model with weights that ``vlmdata convert`` made, for any layout.
+def sharded_model(model: Any) -> dict[str, Any]:
+    """The parameters as megatron-core's checkpoints hold them, by name."""
+    state: dict[str, Any] = model.sharded_state_dict(metadata=_content())
+    return state
 
-    Raises:
-        ConfigError: If it is no such checkpoint, or of another model.
+
+def gather_weights(learner: Learner) -> None:
+    """Completes the weights on every rank, where the distributed optimizer leaves that to the next forward pass.
+
+    After a step a rank has new weights for its share of the optimizer's state only; with ``overlap_param_gather`` the
+    others come while the next forward pass runs, as in megatron-core's own ``force_param_sync``. That pass then finds
+    them there and sends nothing.
     """
-    model = unwrapped(learner.model[0])
-    try:
-        loaded = dist_checkpointing.load({"model": model.sharded_state_dict(metadata=_content())}, str(path))
-    except Exception as error:
-        raise ConfigError(f"model.weights {path}: {error}") from error
-    model.load_state_dict(loaded["model"], strict=False)
-    learner.optimizer.reload_model_params()
+    learner.optimizer.prepare_model_params_for_param_sync()
+    for chunk in learner.model:
+        if chunk.ddp_config.use_distributed_optimizer:
+            with torch.no_grad():
+                chunk.start_param_sync(force_sync=True)
+
+
+def _bytes_of(sharded: dict[str, Any]) -> int:
+    """Bytes of tensors that all ranks together write."""
+    mine = sum(
+        entry.data.nbytes
+        for entry in nested_values(sharded)
+        if isinstance(entry, ShardedTensor | ShardedTensorFactory)
+        and entry.data is not None
+        and is_main_replica(entry.replica_id)
+    )
+    total = torch.tensor([float(mine)], dtype=torch.float64, device=torch.cuda.current_device())
+    torch.distributed.all_reduce(total)
+    return int(total.item())
+
+
+def _as_bytes(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:.3f} GB" if count < 1e9 else f"{count / 1e9:,.1f} GB"
+
+
+def reason(error: BaseException) -> str:
+    """An error as one line; of an error of several ranks, the first one's."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    elif isinstance(error, CheckpointException):
+        return "another rank says why"
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from model.architecture import Architecture
-from model.training.checkpoint import Checkpoints, load_weights
-from model.training.config import ConfigError, TrainConfig, config_differences
+from model.training.checkpoint import Checkpoints
+from model.training.config import TrainConfig
 from model.training.data import RankPlace, endless, open_loader
 from model.training.failure import ending, say_together, together
 from model.training.flops import StepFlops, peak_flops
@@ -23,6 +23,7 @@ from model.training.not_finite import not_finite_error
 from model.training.optimizer import Learner, build_learner, freeze
 from model.training.profiling import Profiler
 from model.training.setup import architecture_of, build, parameter_dtype
+from model.training.start import find_start, load_start
 from model.training.step import Stepper, StepResult, digest
 from vlmdata import StreamingLoader
 
@@ -62,13 +63,14 @@ def train(config: TrainConfig, device: torch.device, resume: bool) -> Outcome:
         with together(device):
             architecture = architecture_of(config)
             loader = stack.enter_context(open_loader(config, place, architecture.language.moe is not None, device))
+        asynchronous = device.type == "cuda" if config.run.async_save is None else config.run.async_save
+        checkpoints = Checkpoints(config, architecture, place, asynchronous)
+        found = find_start(config, checkpoints, resume)
         with together(device):
             model = build(config, architecture, place, device)
             trained = freeze(model, config.model.freeze)
         learner = build_learner(model, config, device, parameter_dtype(config, device))
-        asynchronous = device.type == "cuda" if config.run.async_save is None else config.run.async_save
-        checkpoints = Checkpoints(config, architecture, place, asynchronous)
-        done, notes = _start(config, checkpoints, learner, loader, resume)
+        done, notes = load_start(config, architecture, checkpoints, found, learner, loader)
         log = stack.enter_context(RunLog(config, place.rank == 0, done if resume else None))
         log.say(_describe(config, architecture, place, trained, loader))
         for note in notes:
@@ -77,28 +79,6 @@ def train(config: TrainConfig, device: torch.device, resume: bool) -> Outcome:
         stack.callback(run.profiler.close)
         stack.enter_context(ending())
         return run.until_end(done)
-
-
-def _start(
-    config: TrainConfig, checkpoints: Checkpoints, learner: Learner, loader: StreamingLoader, resume: bool
-) -> tuple[int, list[str]]:
-    """Loads what the run begins from; steps done already, and what changed since."""
-    latest = checkpoints.latest()
-    if not resume:
-        if latest is not None:
-            raise ConfigError(
-                f"{config.run.out} holds the checkpoint {latest.name} of an earlier run: go on with --resume, or "
-                "choose another --out"
-            )
-        if config.model.weights is not None:
-            load_weights(Path(config.model.weights), learner)
-        return 0, []
-    if latest is None:
-        raise ConfigError(f"{config.run.out} holds no checkpoint to resume from; leave --resume out, or name its --out")
-    state = checkpoints.load(latest, learner)
-    loader.load_state_dict(state.loader)
-    changes = [f"  {line}" for line in config_differences(state.config, config.to_dict())]
-    return state.step, [f"resumed from {latest}", *(["changed since:", *changes] if changes else [])]
 
 
 def _describe(

@@ -1,0 +1,117 @@
+"""What ranks settle among themselves before and after they touch files: one fails, all raise; one decides, all follow.
+
+Everything here is a collective: every rank calls it, in the same order.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from model.training.config import ConfigError
+from vlmdata.errors import ResourceError, VlmdataError
+
+#: Seconds in which a network file system shows one node what another one wrote.
+PATIENCE = 10.0
+
+
+def together[T](action: Callable[[], T]) -> T:
+    """Does something on every rank; a rank that fails makes all of them raise, instead of wait for it for ever.
+
+    Args:
+        action: No collective. It may raise a :class:`VlmdataError`.
+
+    Raises:
+        VlmdataError: This rank's own error, or the first one of another rank, of the same class.
+    """
+    found: T | None = None
+    error: VlmdataError | None = None
+    try:
+        found = action()
+    except VlmdataError as caught:
+        error = caught
+    errors = [each for each in gathered(None if error is None else (type(error), str(error))) if each is not None]
+    if error is not None:
+        raise error
+    if errors:
+        kind, message = errors[0]
+        raise kind(message)
+    return found  # type: ignore[return-value]
+
+
+def decided[T](action: Callable[[], T]) -> T:
+    """What rank 0 finds, on all ranks; only rank 0 looks.
+
+    Raises:
+        VlmdataError: If rank 0 raises one.
+    """
+    box: list[Any] = [together(lambda: action() if dist.get_rank() == 0 else None)]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(box, src=0)
+    found: T = box[0]
+    return found
+
+
+def gathered[T](value: T) -> list[T]:
+    """Every rank's value, by rank."""
+    if dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def require_shared(folder: Path) -> None:
+    """Makes a folder, and sees that it can be written and is the same one on every rank.
+
+    Args:
+        folder: As this rank names it.
+
+    Raises:
+        ResourceError: If rank 0 cannot write there.
+        ConfigError: If a rank does not see what rank 0 wrote.
+    """
+    marker = decided(lambda: _write_marker(folder))
+    seen = _appears(folder / marker)
+    places = gathered((seen, socket.gethostname(), str(folder.resolve())))  # all have looked once this is through
+    if dist.get_rank() == 0:
+        (folder / marker).unlink(missing_ok=True)
+    blind = [f"rank {rank} on {host} ({path})" for rank, (sees, host, path) in enumerate(places) if not sees]
+    if blind:
+        _, host, path = places[0]
+        more = f" and {len(blind) - 4} more" if len(blind) > 4 else ""
+        raise ConfigError(
+            f"run.out {folder} is not one folder for all processes: what rank 0 on {host} wrote to {path} is not seen "
+            f"by {', '.join(blind[:4])}{more}. Give --out as an absolute path on storage that all nodes share"
+        )
+
+
+def _write_marker(folder: Path) -> str:
+    name = f".{secrets.token_hex(8)}.seen-by-all"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    except OSError as error:
+        raise ResourceError(
+            f"run.out {folder.resolve()} cannot be written: {error.strerror or error}. Make room or give the rights, "
+            "or choose another --out"
+        ) from error
+    return name
+
+
+def _appears(path: Path) -> bool:
+    """Whether a file that another node made is seen, for as long as a file system may take to show it."""
+    end = time.monotonic() + PATIENCE
+    while not path.exists():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.2)
+        if path.parent.is_dir():
+            list(path.parent.iterdir())  # asks the server anew
+    return True
