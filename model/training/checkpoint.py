@@ -58,6 +58,7 @@ class Checkpoints:
         self._folder = Path(config.run.out) / "checkpoints"
         self._queue = AsyncCallsQueue() if async_save else None
         self._pending: Path | None = None
+        self._size = 0
 
     def newest(self) -> Path | None:
         """The newest whole checkpoint, as rank 0 sees it, once ``run.out`` is one writable folder for all ranks.
@@ -106,8 +107,8 @@ class Checkpoints:
             optimizer_form(learner.optimizer),
         )
         sharded = self._sharded(learner, loading=False)
-        size = _bytes_of(sharded)
-        together(partial(self._prepare, temporary, size))
+        self._size = _bytes_of(sharded)
+        together(partial(self._prepare, temporary))
         with self._writing(temporary):
             request = dist_checkpointing.save(
                 sharded,
@@ -172,7 +173,7 @@ class Checkpoints:
         with self._reading(path):
             _set_random_state(torch.load(path / f"random-{self._place.rank:05d}.pt", weights_only=False))
 
-    def _prepare(self, temporary: Path, size: int) -> None:
+    def _prepare(self, temporary: Path) -> None:
         """An empty folder on a disk with enough room."""
         if self._place.rank != 0:
             return
@@ -180,9 +181,9 @@ class Checkpoints:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             disk = shutil.disk_usage(temporary)
-        # Some remote file systems have no notion of their size.
-        if disk.total and disk.free < size:
-            raise self._failed(temporary, f"it needs {_gigabytes(size)}")
+            if disk.total and disk.free < self._size:  # some remote file systems have no notion of their size
+                temporary.rmdir()
+                raise self._failed(None, "there is no room for it")
 
     def _write_beside(self, temporary: Path, state: RunState) -> None:
         with self._writing(temporary):
@@ -216,19 +217,18 @@ class Checkpoints:
         except (OSError, CheckpointException) as error:
             raise self._failed(temporary, reason(error)) from error
 
-    def _failed(self, temporary: Path | None, reason: str) -> ResourceError:
-        if temporary is not None and self._place.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
+    def _failed(self, temporary: Path | None, why: str) -> ResourceError:
+        if temporary is not None:
+            why = _refusal_of(temporary) or why
+            if self._place.rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
         folder = self._folder if self._folder.is_dir() else self._folder.parent
-        try:
-            room = f"{_gigabytes(shutil.disk_usage(folder).free)} free"
-        except OSError as error:
-            room = f"no telling how much is free ({error.strerror})"
         kept = checkpoints_in(self._folder)
         newest = f"{kept[-1].name} is the newest whole one" if kept else "there is none yet"
         return ResourceError(
-            f"{self._folder.resolve()}: a checkpoint could not be saved: {reason}; {room}. Earlier checkpoints are as "
-            f"they were ({newest}). Make room or give the rights, and go on with --resume"
+            f"{self._folder.resolve()}: a checkpoint of {_megabytes(self._size)} could not be saved: {why}; "
+            f"{_megabytes(shutil.disk_usage(folder).free)} free. Earlier checkpoints are as they were ({newest}). Make "
+            "room or give the rights, and go on with --resume"
         )
 
     @contextlib.contextmanager
@@ -325,8 +325,24 @@ def _as_bytes(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _gigabytes(count: int) -> str:
-    return f"{count / 1e9:.3f} GB" if count < 1e9 else f"{count / 1e9:,.1f} GB"
+def _refusal_of(folder: Path) -> str | None:
+    """Why a folder takes no more, in the system's words, which torch does not pass on; None if it does or is gone."""
+    probe = folder / f"probe-{torch.distributed.get_rank()}"
+    try:
+        with probe.open("wb") as file:
+            file.write(bytes(1 << 20))
+            file.flush()
+            os.fsync(file.fileno())
+        probe.unlink()
+    except FileNotFoundError:  # rank 0 has removed it
+        return None
+    except OSError as error:
+        return error.strerror
+    return None
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB" if count < 1e9 else f"{count / 1e9:,.1f} GB"
 
 
 def reason(error: BaseException) -> str:

@@ -1,0 +1,209 @@
+"""What a checkpoint holds after training on several ranks, against what the ranks hold: the same to the last bit.
+
+On a CUDA machine, from the repository root::
+
+    torchrun --nproc-per-node 2 --standalone -m tests.model.gpu_checkpoint
+
+or on CPUs alone, where the distributed optimizer and its overlapped gather run on gloo with plain parts: the same
+command. A line for every layout; the exit code is the number of layouts that failed.
+
+With ``optimizer.overlap`` a rank has new weights for its own share of the optimizer's state only, until the next
+forward pass gathers the others. A checkpoint must hold all of them new, and the forward pass after it must be right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from model.parallel.startup import before_megatron
+
+before_megatron()
+
+from megatron.core import dist_checkpointing
+
+from model.network.build import ModelSettings, build_model
+from model.parallel import cpu_mode, groups
+from model.training.checkpoint import Checkpoints, sharded_model
+from model.training.config import TrainConfig, load_config
+from model.training.data import RankPlace
+from model.training.flops import StepFlops
+from model.training.optimizer import Learner, build_learner
+from model.training.step import Stepper, unwrapped
+from tests.model.helpers import make_sample, pack, small_architecture
+from vlmdata.batch import PackedBatch
+
+STEPS = 3
+#: Kernels of a GPU may add in another order from run to run.
+TOLERANCE = 1e-3 if torch.cuda.is_available() else 0.0
+CUDA = torch.cuda.is_available()
+#: Told that it is on a GPU, as a distributed optimizer is refused elsewhere: what restores it is CUDA's. Saving is not.
+DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+class Trainee:
+    """A small model in training; every rank its own packs, or its slices of the same ones.
+
+    Args:
+        layout: Arguments of :func:`model.parallel.groups.initialize`.
+        out: The run's folder.
+    """
+
+    def __init__(self, layout: dict[str, int], out: Path):
+        self.place, self.context = RankPlace.here(), layout.get("context", 1)
+        self.config = self._config(out)
+        if CUDA:
+            from tests.model.gpu_checks import architecture
+
+            self.architecture = architecture()
+        else:
+            self.architecture = small_architecture()
+        groups.seed_all(1234)
+        settings = ModelSettings(
+            context_parallel=self.context,
+            params_dtype=torch.bfloat16,
+            backend="transformer_engine" if CUDA else "torch",
+        )
+        model = build_model(self.architecture, settings).to(DEVICE if CUDA else "cpu")
+        self.learner: Learner = build_learner(model, self.config, DEVICE, torch.bfloat16)
+        self._step = Stepper(
+            self.learner,
+            self.place,
+            micro_batches=2,
+            capacity=2048,
+            flops=StepFlops.for_model(self.architecture, mtp=False),
+            device=DEVICE if CUDA else torch.device("cpu"),
+        )
+        self._batches = self._packs()
+
+    def _config(self, out: Path) -> TrainConfig:
+        settings = {"lr": 1e-2, "warmup_steps": 0, "distributed": True, "overlap": True}
+        return load_config(None, [("run.out", str(out)), *((f"optimizer.{k}", v) for k, v in settings.items())])
+
+    def _packs(self) -> Iterator[PackedBatch]:
+        number = 0
+        while True:
+            number += 1
+            seed = 100 * number + 10 * self.place.dp_rank
+            samples = [
+                make_sample(seed, [(4, 6)], 60),
+                make_sample(seed + 1, [], 40),
+                make_sample(seed + 2, [(2, 2)], 20),
+            ]
+            batch = pack(samples, alignment=16)
+            if self.context > 1:
+                batch = batch.context_parallel_shard(self.place.cp_rank, self.context)
+            yield batch.to(DEVICE) if CUDA else batch
+
+    def steps(self, count: int) -> list[float]:
+        """Trains; the losses."""
+        return [self._step(self._batches).loss for _ in range(count)]
+
+    def save(self) -> Path:
+        """The checkpoint of the step."""
+        checkpoints = Checkpoints(self.config, self.architecture, self.place, async_save=False)
+        checkpoints.newest()
+        checkpoints.save(STEPS, self.learner, {})
+        return Path(self.config.run.out) / "checkpoints" / f"step-{STEPS:08d}"
+
+
+def check(layout: dict[str, int], out: Path) -> str:
+    """Trains, saves and compares; a line to print.
+
+    Raises:
+        AssertionError: Saying what differs.
+    """
+    trainee = Trainee(layout, out / "saved")
+    losses = trainee.steps(STEPS)
+    folder = trainee.save()
+    live = _as_the_owners_have_it(trainee.learner)
+    wanted = sharded_model(unwrapped(trainee.learner.model[0]))
+    for entry in wanted.values():
+        if isinstance(getattr(entry, "data", None), torch.Tensor):
+            entry.data = torch.full_like(entry.data, float("nan"))
+    loaded = dist_checkpointing.load({"model": wanted}, str(folder))["model"]
+    bad = [name for name, tensor in live.items() if not torch.equal(loaded[name].to(tensor.device), tensor)]
+    assert not bad, f"{len(bad)} of {len(live)} saved weights are not those of the ranks that own them: {bad[:3]}"
+
+    stored = dist_checkpointing.load_plain_tensors(str(folder))
+    prefix = next(
+        p for p in ("optimizer.state.param.", "optimizer.state.fp32_param.") if any(n.startswith(p) for n in stored)
+    )
+    masters = {name.removeprefix(prefix): each for name, each in stored.items() if name.startswith(prefix)}
+    bad = [name for name, master in masters.items() if not torch.equal(master.to(stored[name].dtype), stored[name])]
+    assert not bad, f"{len(bad)} of {len(masters)} saved weights are not the rounded fp32 ones: {bad[:3]}"
+
+    after = trainee.steps(2)
+    undisturbed = Trainee(layout, out / "not-saved").steps(STEPS + 2)
+    for ours, theirs in zip([*losses, *after], undisturbed, strict=True):
+        assert abs(ours - theirs) <= TOLERANCE * abs(theirs), (
+            f"losses {losses} {after} with saving, {undisturbed} without"
+        )
+    return f"{len(live)} weights and {len(masters)} fp32 ones are as saved; loss {losses[0]:.4f} to {after[-1]:.4f}"
+
+
+def _as_the_owners_have_it(learner: Learner) -> dict[str, torch.Tensor]:
+    """Every weight, rounded from the fp32 shares of all ranks, which are never old; its places summed over ranks."""
+    named = {name: each for name, each in unwrapped(learner.model[0]).named_parameters() if each.requires_grad}
+    whole = {each: torch.zeros(each.numel(), device=each.device) for each in named.values()}
+    for optimizer in learner.optimizer.chained_optimizers:
+        groups_of = zip(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True)
+        for parameters, shares in groups_of:
+            for parameter, share in zip(parameters, shares, strict=True):
+                part = optimizer._get_model_param_range_map(parameter)["param"]
+                whole[parameter][part.start : part.end] = share.detach()
+    for values in whole.values():
+        dist.all_reduce(values)
+    return {name: whole[each].to(torch.bfloat16).view_as(each) for name, each in named.items()}
+
+
+def run_all(out: Path) -> list[str]:
+    """All layouts of the processes that exist, in the CPU mode without CUDA; what failed."""
+    world, failures = dist.get_world_size(), []
+    layouts: dict[str, dict[str, Any]] = {f"dp {world}": {}, f"cp {world}": {"context": world}}
+    for name, layout in layouts.items():
+        groups.initialize(**layout)
+        error = None
+        try:
+            line = check(layout, out / name.replace(" ", ""))
+        except AssertionError as caught:
+            line = error = str(caught)
+        found = [None] * world
+        dist.all_gather_object(found, error)
+        failures += [f"{name}, rank {rank}: {each}" for rank, each in enumerate(found) if each]
+        if dist.get_rank() == 0:
+            print(f"{name}: {'FAILED: ' if any(found) else ''}{line}", flush=True)
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        if any(found):
+            break  # ranks may no longer be at the same place
+    return failures
+
+
+def main() -> int:
+    """Runs everything; the number of layouts that failed."""
+    torch.set_num_threads(1)
+    with cpu_mode.cpu_mode_if_needed(), contextlib.ExitStack() as stack:
+        groups.initialize()
+        box = [stack.enter_context(tempfile.TemporaryDirectory()) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(box, src=0)
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        failures = run_all(Path(str(box[0])))
+        dist.barrier()
+        groups.destroy()
+    return len(failures)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
