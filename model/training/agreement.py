@@ -15,28 +15,29 @@ from typing import Any
 import torch.distributed as dist
 
 from model.training.config import ConfigError
+from model.training.failure import OtherRankError
 from vlmdata.errors import ResourceError, VlmdataError
 
 #: Seconds in which a network file system shows one node what another one wrote.
 PATIENCE = 10.0
 
 
-def together[T](action: Callable[[], T]) -> T:
-    """Does something on every rank; a rank that fails makes all of them raise, instead of wait for it for ever.
+def on_all_ranks[T](action: Callable[[], T]) -> T:
+    """Does something on every rank; where one of them fails, all raise and end with its exit code.
 
     Args:
-        action: No collective. It may raise a :class:`VlmdataError`.
+        action: No collective.
 
     Raises:
-        VlmdataError: This rank's own error, or the first one of another rank, of the same class.
+        VlmdataError: This rank's own error, or else the first one of another rank, in its words.
     """
     found: T | None = None
-    error: VlmdataError | None = None
+    error: Exception | None = None
     try:
         found = action()
-    except VlmdataError as caught:
+    except Exception as caught:
         error = caught
-    errors = [each for each in gathered(None if error is None else (type(error), str(error))) if each is not None]
+    errors = [each for each in gathered(_portable(error)) if each is not None]
     if error is not None:
         raise error
     if errors:
@@ -45,13 +46,20 @@ def together[T](action: Callable[[], T]) -> T:
     return found  # type: ignore[return-value]
 
 
+def _portable(error: Exception | None) -> tuple[type[VlmdataError], str] | None:
+    """An error for another process."""
+    if isinstance(error, VlmdataError):
+        return type(error), str(error)
+    return None if error is None else (OtherRankError, "another rank failed, and says why")
+
+
 def decided[T](action: Callable[[], T]) -> T:
     """What rank 0 finds, on all ranks; only rank 0 looks.
 
     Raises:
         VlmdataError: If rank 0 raises one.
     """
-    box: list[Any] = [together(lambda: action() if dist.get_rank() == 0 else None)]
+    box: list[Any] = [on_all_ranks(lambda: action() if dist.get_rank() == 0 else None)]
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(box, src=0)
     found: T = box[0]

@@ -29,7 +29,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
 from model.architecture import Architecture
-from model.training.agreement import decided, require_shared, together
+from model.training.agreement import decided, on_all_ranks, require_shared
 from model.training.config import ConfigError, TrainConfig
 from model.training.data import RankPlace
 from model.training.optimizer import Learner
@@ -60,7 +60,7 @@ class Checkpoints:
         self._pending: Path | None = None
         self._size = 0
 
-    def newest(self) -> Path | None:
+    def agree_on_latest(self) -> Path | None:
         """The newest whole checkpoint, as rank 0 sees it, once ``run.out`` is one writable folder for all ranks.
 
         What earlier runs that were killed left half-written is removed. A collective.
@@ -70,14 +70,19 @@ class Checkpoints:
             ResourceError: If the folder cannot be written.
         """
         require_shared(self._folder.parent)
-        name = decided(self._newest_name)
+        name = decided(self._tidy)
         return None if name is None else self._folder / name
 
-    def _newest_name(self) -> str | None:
+    def _tidy(self) -> str | None:
         for leftover in self._folder.glob(".step-*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
+        found = self.latest()
+        return None if found is None else found.name
+
+    def latest(self) -> Path | None:
+        """The newest whole checkpoint that this rank sees."""
         found = checkpoints_in(self._folder)
-        return found[-1].name if found else None
+        return found[-1] if found else None
 
     def path_of(self, step: int) -> Path:
         """Where the checkpoint of a step is, or will be."""
@@ -108,7 +113,7 @@ class Checkpoints:
         )
         sharded = self._sharded(learner, loading=False)
         self._size = _bytes_of(sharded)
-        together(partial(self._prepare, temporary))
+        on_all_ranks(partial(self._prepare, temporary))
         with self._writing(temporary):
             request = dist_checkpointing.save(
                 sharded,
@@ -118,7 +123,7 @@ class Checkpoints:
                 async_strategy="mcore",
                 content_metadata=_content(),
             )
-        together(partial(self._write_beside, temporary, state))
+        on_all_ranks(partial(self._write_beside, temporary, state))
         finish = partial(self._finish, temporary, final)
         if self._queue is None:
             finish()
@@ -157,7 +162,7 @@ class Checkpoints:
             learner.optimizer.load_state_dict(loaded["optimizer"])
             learner.schedule.load_state_dict(loaded["schedule"])
         if state.layout == self._layout():
-            together(partial(self._load_random_state, path))
+            on_all_ranks(partial(self._load_random_state, path))
         return state
 
     def _sharded(self, learner: Learner, loading: bool) -> dict[str, Any]:
@@ -196,7 +201,7 @@ class Checkpoints:
     def _finish(self, temporary: Path, final: Path) -> None:
         """Gives the checkpoint its name and removes old ones."""
         torch.distributed.barrier()
-        together(partial(self._rename, temporary, final))
+        on_all_ranks(partial(self._rename, temporary, final))
 
     def _rename(self, temporary: Path, final: Path) -> None:
         if self._place.rank != 0:
@@ -223,8 +228,8 @@ class Checkpoints:
             if self._place.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
         folder = self._folder if self._folder.is_dir() else self._folder.parent
-        kept = checkpoints_in(self._folder)
-        newest = f"{kept[-1].name} is the newest whole one" if kept else "there is none yet"
+        kept = self.latest()
+        newest = "there is none yet" if kept is None else f"{kept.name} is the newest whole one"
         return ResourceError(
             f"{self._folder.resolve()}: a checkpoint of {_megabytes(self._size)} could not be saved: {why}; "
             f"{_megabytes(shutil.disk_usage(folder).free)} free. Earlier checkpoints are as they were ({newest}). Make "

@@ -27,15 +27,15 @@ def find_start(config: TrainConfig, checkpoints: Checkpoints, resume: bool) -> P
     Raises:
         ConfigError: If a fresh run would meet an old one's checkpoints, or there is nothing to resume.
     """
-    newest = checkpoints.newest()
-    if resume and newest is None:
+    latest = checkpoints.agree_on_latest()
+    if resume and latest is None:
         raise ConfigError(f"{config.run.out} holds no checkpoint to resume from; leave --resume out, or name its --out")
-    if not resume and newest is not None:
+    if not resume and latest is not None:
         raise ConfigError(
-            f"{config.run.out} holds the checkpoint {newest.name} of an earlier run: go on with --resume, or "
+            f"{config.run.out} holds the checkpoint {latest.name} of an earlier run: go on with --resume, or "
             "choose another --out"
         )
-    return newest
+    return latest
 
 
 def load_start(

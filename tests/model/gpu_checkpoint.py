@@ -110,7 +110,7 @@ class Trainee:
     def save(self) -> Path:
         """The checkpoint of the step."""
         checkpoints = Checkpoints(self.config, self.architecture, self.place, async_save=False)
-        checkpoints.newest()
+        checkpoints.agree_on_latest()
         checkpoints.save(STEPS, self.learner, {})
         return Path(self.config.run.out) / "checkpoints" / f"step-{STEPS:08d}"
 
