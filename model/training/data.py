@@ -99,7 +99,7 @@ def open_loader(config: TrainConfig, place: RankPlace, moe: bool, device: torch.
             sequence_parallel=parallel.sp,
             pad_multiple=math.lcm(data.pad_multiple, 16 if config.run.fp8 else 1),
             max_patches=data.max_patches,
-            pad_to_capacity=data.pad_to_capacity,
+            pad_to_capacity=device.type == "cuda" if data.pad_to_capacity is None else data.pad_to_capacity,
             shuffle_window=data.shuffle_window,
             balance=data.balance,
             parts=parts_needed(place.first_stage, place.last_stage, moe and config.model.moe_aux_loss != 0),

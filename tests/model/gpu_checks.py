@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import faulthandler
 import os
+import re
 import sys
 import traceback
 from typing import Any
@@ -96,6 +97,14 @@ def run(
     return float(total), gradients, model.metrics.pop(model.metric_names, device="cuda")
 
 
+def of_all_experts(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The gradients of a layer's experts as one."""
+    joined: dict[str, list[torch.Tensor]] = {}
+    for name in sorted(gradients):
+        joined.setdefault(re.sub(r"local_experts\.\d+", "local_experts", name), []).append(gradients[name].flatten())
+    return {name: torch.cat(parts) for name, parts in joined.items()}
+
+
 def engine_against_torch(moe: bool) -> None:
     """One GPU, in bfloat16, judged by torch in float32."""
     wanted, packed = architecture(moe), batch()
@@ -105,6 +114,8 @@ def engine_against_torch(moe: bool) -> None:
     loss, found, metrics = run(wanted, packed, settings)
     print(f"  loss {exact_loss:.3f} exact, {plain_loss:.3f} torch, {loss:.3f} engine; {exact_metrics} {metrics}")
     assert set(found) == set(exact), set(found) ^ set(exact)
+    # A token that bfloat16 sends to another expert changes two experts much and all of them together little.
+    found, plain, exact = (of_all_experts(each) for each in (found, plain, exact))
     errors = {name: (relative(found[name], exact[name]), relative(plain[name], exact[name])) for name in exact}
     worst = sorted(errors, key=lambda name: -errors[name][0])[:5]
     print(
@@ -174,13 +185,14 @@ def fused_rotations() -> None:
             turn = images.angles.unsqueeze(1)
             return tuple(apply_fused_qkv_rotary_pos_emb(mixed, turn, turn, [72] * 3))
         query, key, value = mixed.split(72, -1)
-        return _rotate(query, images.angles.unsqueeze(1)), _rotate(key, images.angles.unsqueeze(1)), value
+        turn = images.angles.unsqueeze(1)
+        return _rotate(query, turn), _rotate(key, turn), value * 1
 
     for name, function, given in (("language", language, x), ("tower", tower, mixed)):
         for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 4e-3)):
             results = []
             for fused, kind in ((False, torch.float32), (True, dtype)):
-                mine = given.to(dtype).to(kind).requires_grad_()
+                mine = given.detach().to(dtype).to(kind).clone().requires_grad_()
                 out = function(mine, fused)
                 factors = [torch.linspace(-1, 1, each.numel(), device=CUDA).view(each.shape) for each in out]
                 sum((each.float() * factor).sum() for each, factor in zip(out, factors, strict=True)).backward()
