@@ -125,8 +125,8 @@ def report(work: Path, results: Path) -> str:
         "",
         f"{len(reference)} steps of preset {curves['packed']['preset']} from random weights on real receipts, "
         f"{curves['packed']['gpu']}, bf16; `benchmarks/train_curves.py`, one command a way. "
-        "Relative difference from `packed` (one GPU): largest and mean over the steps, and that of the last five steps' "
-        "mean.",
+        "Relative difference from `packed` (one GPU): largest and mean over the steps, and that of the last five "
+        "steps' mean.",
         "",
         "| way | GPUs | first loss | last loss | largest difference | mean difference | last five steps |",
         "|---|---|---|---|---|---|---|",

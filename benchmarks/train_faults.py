@@ -112,8 +112,8 @@ def report(found: dict[str, Any], options: argparse.Namespace) -> str:
             f"context parallel {options.gpus}, two packs of 1,024 tokens a step.",
             "",
             f"- {found['steps']} steps ended by themselves after {found['seconds']:.0f} s (start-up included); images "
-            f"a step: {images.min()} to {images.max()}, fewer than ranks in {np.mean(images < 2 * options.gpus):.0%} of "
-            "the steps.",
+            f"a step: {images.min()} to {images.max()}, fewer than ranks in {np.mean(images < 2 * options.gpus):.0%} "
+            "of the steps.",
             f"- Rank 2 killed after step {options.kill_after}: torchrun ended {death['seconds']:.1f} s later with exit "
             f"code {death['code']}, processes left: {len(death['left'])}. It said: `{' / '.join(death['said'])}`",
             f'- `--resume`: "{found["resumed"]}"; the samples of all {found["steps"]} steps are those of the '
