@@ -86,9 +86,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     print("killed:", death, flush=True)
     code = started(command(options, killed, "--resume"), options.work / "resumed.log").wait()
     assert code == 0, (options.work / "resumed.log").read_text()[-3000:]
-    resumed_from = next(
-        line for line in (options.work / "resumed.log").read_text().splitlines() if "resum" in line.lower()
-    )
+    events = [json.loads(line) for line in (killed / "metrics.jsonl").read_text().splitlines()]
+    resumed_from = next(line["step"] for line in events if line.get("event") == "resumed")
     ours, theirs = lines_of(killed), lines_of(whole)
     assert [line["samples"] for line in ours] == [line["samples"] for line in theirs]
     off = [abs(a["loss"] / b["loss"] - 1) for a, b in zip(ours, theirs, strict=True)]
