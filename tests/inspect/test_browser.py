@@ -15,8 +15,6 @@ from tests.inspect.serving import Client, serving
 from vlmdata.format.dataset import open_dataset
 from vlmdata.inspect.text import visible
 
-pytestmark = pytest.mark.xdist_group("browser")
-
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:

@@ -30,8 +30,7 @@ from tests.model.workers import Workers
 
 pytest.importorskip("megatron.core")
 
-# One set of processes, wherever the rest of the suite runs.
-pytestmark = pytest.mark.xdist_group("layouts")
+pytestmark = pytest.mark.slow
 
 TOLERANCE = 1e-5
 

@@ -77,21 +77,19 @@ def finished(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
 
 
 class TestHelp:
-    def test_is_quick_and_imports_nothing_heavy(self) -> None:
+    def test_imports_nothing_heavy(self) -> None:
         program = (
-            "import sys, time; from vlmdata.cli.main import main\n"
+            "import sys; from vlmdata.cli.main import main\n"
             "sys.argv = ['vlmdata', *sys.argv[1:]]\n"
             "try: main()\n"
-            f"finally: print('heavy:', [name for name in {HEAVY!r} if name in sys.modules], time.process_time())\n"
+            f"finally: print('heavy:', [name for name in {HEAVY!r} if name in sys.modules])\n"
         )
         for arguments in (["--help"], ["preprocess", "--help"], ["verify", "--help"]):
             done = subprocess.run(
                 [sys.executable, "-c", program, *arguments], env=environment(), capture_output=True, text=True
             )
             assert done.returncode == 0, done.stderr
-            loaded, seconds = re.search(r"^heavy: (\[.*\]) (.*)$", done.stdout, re.MULTILINE).groups()  # type: ignore[union-attr]
-            assert loaded == "[]", arguments
-            assert float(seconds) < 3, arguments
+            assert re.findall(r"^heavy: (.*)$", done.stdout, re.MULTILINE) == ["[]"], arguments
 
     def test_importing_the_package_imports_nothing_heavy(self) -> None:
         program = f"import sys, vlmdata, preprocess; print([name for name in {HEAVY!r} if name in sys.modules])"
@@ -178,14 +176,14 @@ class TestSummary:
         assert "\r" not in done.stderr + done.stdout
 
     def test_as_json_is_all_there_is_on_stdout(
-        self, finished: tuple[Path, subprocess.CompletedProcess[str]], source: Path
+        self, vlmdata: Callable[..., Ended], finished: tuple[Path, subprocess.CompletedProcess[str]], source: Path
     ) -> None:
         """Again over the finished dataset: the same numbers, with nothing made anew."""
         out, _ = finished
         before = tree_bytes(out)
         options = ("--rows-per-shard", 16, "-j", 1, "--max-reject-rate", 0.2, *SMALL_IMAGES)
-        done = run("preprocess", source, "--out", out, "--json", *options)
-        assert done.returncode == 0, done.stderr
+        done = vlmdata("preprocess", source, "--out", out, "--json", *options)
+        assert done.code == 0, done.stderr
         summary = json.loads(done.stdout)
         manifest = json.loads((out / "manifest.json").read_text())
         assert summary["totals"] == manifest["totals"]

@@ -118,7 +118,6 @@ class TestResuming:
             run(resume=True)
 
 
-@pytest.mark.xdist_group("training-commands")
 class TestTheCommand:
     @pytest.fixture(scope="class")
     def whole(self, chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
