@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import resource
+from contextlib import suppress
 from itertools import count, islice
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from tests.loader.helpers import assert_same, buffer_files, epoch_of, packs_of, stream, wait_until, worker_pids
-from vlmdata.errors import ResourceError
+from vlmdata.errors import DatasetFormatError, ResourceError
 from vlmdata.loader.buffers import BufferMaps, BufferPool
 
 
@@ -100,6 +101,20 @@ def test_a_forgotten_loader_stops_its_workers(chat: Path) -> None:
     gc.collect()
     assert worker_pids() == []
     assert buffer_files() == 0
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_error_holds_no_batch_once_it_is_dealt_with(chat_copy: Path, num_workers: int) -> None:
+    (chat_copy / "shard-000005.tar").unlink()
+    gc.collect()
+    gc.disable()
+    try:
+        before = buffer_files()
+        with suppress(DatasetFormatError):
+            epoch_of(chat_copy, num_workers=num_workers)
+        assert buffer_files() == before
+    finally:
+        gc.enable()
 
 
 def test_a_closed_loader_goes_on_when_it_is_asked_to(chat: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import re
 import time
-from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,11 +46,12 @@ def measure(source: Path, out: Path, rows_per_shard: int, *options: Any) -> Peak
     open_source(str(source))
     arguments = ["--out", out, "-j", 2, "--rows-per-shard", rows_per_shard, *options]
     process = start("preprocess", source, *arguments)
-    parent, workers = 0, defaultdict[int, int](int)
+    parent, workers = 0, dict[int, int]()
     while process.poll() is None:
         parent = max(parent, _kib(process.pid, "VmHWM"))
-        for worker in workers_of(process):
-            workers[worker.pid] = max(workers[worker.pid], _kib(worker.pid, "RssAnon"))
+        if len(workers) < 2:  # to look for them takes more time than to look at them
+            workers = {worker.pid: 0 for worker in workers_of(process)}
+        workers = {worker: max(most, _kib(worker, "RssAnon")) for worker, most in workers.items()}
         time.sleep(0.01)
     _, stderr = process.communicate()
     assert process.returncode == 0, stderr

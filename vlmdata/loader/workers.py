@@ -156,7 +156,10 @@ class WorkerPipeline[T]:
             if item is None:
                 return
             if isinstance(item, BaseException):
-                raise item
+                try:
+                    raise item
+                finally:
+                    del item  # else its traceback holds this frame and this frame it, with all batches, for long
             yield item
 
     def close(self, wait: bool = True) -> None:
@@ -202,7 +205,10 @@ class WorkerPipeline[T]:
                     self._iterator = self._loader(pending)
                     continue
                 restarts = 0
-                self._deliver(pending.pop(0), outcome)
+                if isinstance(outcome, VlmdataError):
+                    self._put(outcome)
+                    return
+                self._deliver(Filled(*pending.pop(0), outcome))
         except BaseException as error:
             self._put(error)
         finally:
@@ -236,12 +242,9 @@ class WorkerPipeline[T]:
         )
         return iter(loader)
 
-    def _deliver(self, made: tuple[Job[T], Lease], outcome: int | VlmdataError) -> None:
-        if self._stopped.is_set():
-            return
-        if isinstance(outcome, VlmdataError):
-            raise outcome
-        self._put(self._on_thread(Filled(*made, outcome)))
+    def _deliver(self, filled: Filled[T]) -> None:
+        if not self._stopped.is_set():
+            self._put(self._on_thread(filled))
 
     def _put(self, item: Any) -> None:
         while not self._stopped.is_set():

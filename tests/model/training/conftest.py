@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -51,20 +52,42 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-@pytest.fixture
-def run(one_process: None, chats: Path, tmp_path: Path) -> Callable[..., Any]:
-    """Trains in this process; settings as ``group.name``."""
+@pytest.fixture(scope="package", autouse=True)
+def _own_server_of_processes() -> Iterator[None]:
+    """Python keeps one server that processes are forked from: here it shall have imported what training needs."""
+    forkserver._forkserver._stop()
+    yield
+    forkserver._forkserver._stop()
+
+
+def train_here(out: Path, data: Path, resume: bool = False, **settings: Any) -> Any:
+    """Trains in this process, in the groups of ``one_process``; settings as ``group__name``."""
     from model.parallel import groups
     from model.training.config import load_config
     from model.training.loop import train
 
+    changed = {name.replace("__", "."): value for name, value in settings.items()}
+    merged = SETTINGS | {"data.paths": [str(data)], "run.out": str(out)} | changed
+    groups.seed_all(merged.get("run.seed", 1234))
+    return train(load_config(None, list(merged.items())), torch.device("cpu"), resume)
+
+
+@pytest.fixture
+def run(one_process: None, chats: Path, tmp_path: Path) -> Callable[..., Any]:
+    """:func:`train_here` below the test's own folder."""
+
     def start(out: str = "run", resume: bool = False, **settings: Any) -> Any:
-        changed = {name.replace("__", "."): value for name, value in settings.items()}
-        merged = SETTINGS | {"data.paths": [str(chats)], "run.out": str(tmp_path / out)} | changed
-        groups.seed_all(merged.get("run.seed", 1234))
-        return train(load_config(None, list(merged.items())), torch.device("cpu"), resume)
+        return train_here(tmp_path / out, chats, resume, **settings)
 
     return start
+
+
+@pytest.fixture(scope="package")
+def whole(one_process: None, chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An undisturbed run of six steps: what those that something happened to are compared with."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    train_here(out, chats)
+    return out
 
 
 def command(data: Path, out: Path, *options: str, processes: int = 1, steps: int = 6) -> list[str]:

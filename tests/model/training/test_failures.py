@@ -17,7 +17,7 @@ from tests.model.training.conftest import SETTINGS, steps_of
 from tests.model.training.ranks import Ranks, arguments_of
 from vlmdata import StreamingLoader, VlmDataset
 
-pytestmark = pytest.mark.xdist_group("training-ranks")
+pytestmark = pytest.mark.slow
 
 
 def flip(data: Path, sample: int) -> None:

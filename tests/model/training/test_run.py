@@ -17,8 +17,11 @@ import torch
 pytest.importorskip("megatron.core")
 
 from model.training.config import ConfigError
-from tests.model.training.conftest import ROOT, command, environment, finished, steps_of
+from tests.model.training.conftest import ROOT, command, environment, finished, steps_of, train_here
+from tests.model.training.ranks import Ranks, arguments_of
 from vlmdata.errors import ConfigMismatchError
+
+pytestmark = pytest.mark.slow
 
 EXACT = ("loss", "grad_norm", "lr", "targets", "tokens", "images", "patches", "samples", "epoch", "mtp_loss")
 
@@ -55,11 +58,10 @@ class TestARun:
         assert tomllib.loads((folder / "config.toml").read_text())["run"]["steps"] == 12
         assert list((tmp_path / "run" / "tensorboard").iterdir())
 
-    def test_equal_runs_are_equal_to_the_last_bit(self, run: Any, tmp_path: Path) -> None:
-        run("one")
-        run("two")
-        assert exact(tmp_path / "one") == exact(tmp_path / "two")
-        one, two = weights_of(last(tmp_path / "one")), weights_of(last(tmp_path / "two"))
+    def test_equal_runs_are_equal_to_the_last_bit(self, run: Any, whole: Path, tmp_path: Path) -> None:
+        run("again")
+        assert exact(tmp_path / "again") == exact(whole)
+        one, two = weights_of(last(tmp_path / "again")), weights_of(last(whole))
         assert one.keys() == two.keys()
         assert all(torch.equal(one[name], two[name]) for name in one)
 
@@ -79,15 +81,23 @@ class TestARun:
 
 
 class TestResuming:
-    @pytest.mark.parametrize("preset", ["tiny", "tiny-moe"])
-    def test_is_exact(self, run: Any, tmp_path: Path, preset: str) -> None:
-        run("whole", model__preset=preset)
-        run("parts", model__preset=preset, run__steps=2)
-        run("parts", resume=True, model__preset=preset, run__steps=3)
-        run("parts", resume=True, model__preset=preset)
-        assert exact(tmp_path / "parts") == exact(tmp_path / "whole")
-        one, two = weights_of(last(tmp_path / "parts")), weights_of(last(tmp_path / "whole"))
-        assert all(torch.equal(one[name], two[name]) for name in one)
+    def test_is_exact(self, run: Any, whole: Path, tmp_path: Path) -> None:
+        run("parts", run__steps=2)
+        run("parts", resume=True, run__steps=3)
+        run("parts", resume=True)
+        self.same(tmp_path / "parts", whole)
+
+    def test_is_exact_with_experts(self, run: Any, tmp_path: Path) -> None:
+        run("whole", model__preset="tiny-moe", run__steps=3)
+        run("parts", model__preset="tiny-moe", run__steps=2)
+        run("parts", resume=True, model__preset="tiny-moe", run__steps=3)
+        self.same(tmp_path / "parts", tmp_path / "whole")
+
+    def same(self, one: Path, other: Path) -> None:
+        assert exact(one) == exact(other)
+        these, those = weights_of(last(one)), weights_of(last(other))
+        assert these.keys() == those.keys()
+        assert all(torch.equal(these[name], those[name]) for name in these)
 
     def test_what_changed_is_said(self, run: Any, capsys: pytest.CaptureFixture[str]) -> None:
         run(run__steps=1)
@@ -119,15 +129,6 @@ class TestResuming:
 
 
 class TestTheCommand:
-    @pytest.fixture(scope="class")
-    def whole(self, chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        """An undisturbed run."""
-        out = tmp_path_factory.mktemp("whole") / "run"
-        done = finished(command(chats, out))
-        assert done.returncode == 0, done.stderr
-        assert "step 6/6" in done.stdout
-        return out
-
     def test_killed_at_a_random_step_it_goes_on_as_if_nothing_had_been(
         self, chats: Path, whole: Path, tmp_path: Path
     ) -> None:
@@ -144,6 +145,7 @@ class TestTheCommand:
         assert last(out).name < "step-00000006"
         done = finished(command(chats, out, "--resume"))
         assert done.returncode == 0, done.stderr
+        assert "step 6/6" in done.stdout
         assert exact(out) == exact(whole)
 
     def test_ctrl_c_saves_first(self, chats: Path, whole: Path, tmp_path: Path) -> None:
@@ -158,17 +160,17 @@ class TestTheCommand:
         assert process.returncode == 130
         assert "interrupted: step" in stdout
         assert "Traceback" not in stderr
-        assert finished(command(chats, out, "--resume")).returncode == 0
+        train_here(out, chats, resume=True)
         assert exact(out) == exact(whole)
 
     def test_a_checkpoint_moves_to_another_layout_and_back(self, chats: Path, whole: Path, tmp_path: Path) -> None:
         out = tmp_path / "run"
-        assert finished(command(chats, out, steps=2)).returncode == 0
-        spread = command(chats, out, "--resume", "--tp", "2", "--sp", "--pp", "2", steps=4, processes=4)
-        done = finished(spread)
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert "dp 1 x tp 2 x cp 1 x pp 2" in done.stdout
-        assert finished(command(chats, out, "--resume")).returncode == 0
+        train_here(out, chats, run__steps=2)
+        layout = ("--tp", "2", "--sp", "--pp", "2")
+        spread = Ranks(arguments_of(chats, out, "--resume", *layout, steps=4), tmp_path / "said", 4)
+        assert spread.wait() == [0] * 4, spread.said(0)[-3000:]
+        assert "dp 1 x tp 2 x cp 1 x pp 2" in spread.said(0)
+        train_here(out, chats, resume=True)
         for ours, theirs in zip(steps_of(out), steps_of(whole), strict=True):
             assert ours["samples"] == theirs["samples"] or ours["step"] in (3, 4)
             assert ours["targets"] == theirs["targets"]
@@ -186,14 +188,14 @@ class TestTheCommand:
         ],
     )
     def test_what_is_wrong_ends_in_a_line(self, chats: Path, tmp_path: Path, options: list[str], message: str) -> None:
-        done = finished(command(chats, tmp_path / "run", *options))
-        assert done.returncode == 2, done.stderr
-        assert message in done.stderr
-        assert "Traceback" not in done.stderr
+        process = Ranks(arguments_of(chats, tmp_path / "run", *options), tmp_path / "said")
+        assert process.wait() == [2]
+        assert message in process.said(0)
+        assert "Traceback" not in process.said(0)
         assert not (tmp_path / "run" / "checkpoints").exists()
 
     def test_no_data_ends_in_a_line(self, tmp_path: Path) -> None:
-        arguments = [part for part in command(tmp_path, tmp_path / "run") if part not in ("--data", str(tmp_path))]
-        done = finished(arguments)
-        assert done.returncode == 2
-        assert "no data: name a dataset directory with --data" in done.stderr
+        arguments = [part for part in arguments_of(tmp_path, tmp_path / "run") if part not in ("--data", str(tmp_path))]
+        process = Ranks(arguments, tmp_path / "said")
+        assert process.wait() == [2]
+        assert process.said(0) == "error: no data: name a dataset directory with --data, made by `vlmdata preprocess`\n"

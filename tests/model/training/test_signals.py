@@ -22,7 +22,7 @@ from model.training.interruption import Interruption
 from tests.model.training.conftest import ROOT, command, environment, steps_of
 from tests.model.training.ranks import PATIENCE, Ranks, arguments_of, until_logged
 
-pytestmark = pytest.mark.xdist_group("training-ranks")
+pytestmark = pytest.mark.slow
 
 EXACT = ("loss", "grad_norm", "lr", "targets", "tokens", "images", "patches", "samples", "epoch", "mtp_loss")
 SMALL = {"data__global_batch": 2}
