@@ -137,6 +137,15 @@ class TestNotFinite:
         assert f"micro-batch {named['micro_batch']} of data-parallel rank 0: samples {named['sample_keys'][0]}" in text
         assert capsys.readouterr().err.count("step 2 gave") == 1
 
+    def test_a_gradient_that_overflows_on_its_own_is_told_from_a_loss_that_does(
+        self, run: Callable[..., Any], tmp_path: Path
+    ) -> None:
+        # fp32 holds these gradients, but not the sum of their squares.
+        with pytest.raises(
+            NotFiniteError, match=r"^step 1 gave grad_norm inf; .*so it is the gradient that overflowed"
+        ):
+            run(model__mtp_loss_scale=1e25, data__global_batch=2)
+
     def test_ends_all_ranks_with_its_exit_code(self, chats: Path, tmp_path: Path) -> None:
         settings = [
             part for name, value in DIVERGING.items() for part in ("--set", f"{name.replace('__', '.')}={value}")
