@@ -10,12 +10,12 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from model.training.config import ConfigError
-from model.training.failure import OtherRankError
+from model.training.failure import OtherRankError, say
 from vlmdata.errors import ResourceError, VlmdataError
 
 #: Seconds in which a network file system shows one node what another one wrote.
@@ -38,12 +38,18 @@ def on_all_ranks[T](action: Callable[[], T]) -> T:
     except Exception as caught:
         error = caught
     errors = [each for each in gathered(_portable(error)) if each is not None]
-    if error is not None:
-        raise error
     if errors:
         kind, message = errors[0]
-        raise kind(message)
+        raise_together(error or kind(message))
     return found  # type: ignore[return-value]
+
+
+def raise_together(error: Exception) -> NoReturn:
+    """Raises on every rank, once it is said: the first rank to end may hold what the others need to do so."""
+    if dist.get_world_size() > 1:
+        say(error)
+        gathered(None)
+    raise error
 
 
 def _portable(error: Exception | None) -> tuple[type[VlmdataError], str] | None:
@@ -94,9 +100,11 @@ def require_shared(folder: Path) -> None:
     if blind:
         _, host, path = places[0]
         more = f" and {len(blind) - 4} more" if len(blind) > 4 else ""
-        raise ConfigError(
-            f"run.out {folder} is not one folder for all processes: what rank 0 on {host} wrote to {path} is not seen "
-            f"by {', '.join(blind[:4])}{more}. Give --out as an absolute path on storage that all nodes share"
+        raise_together(
+            ConfigError(
+                f"run.out {folder} is not one folder for all processes: what rank 0 on {host} wrote to {path} is not "
+                f"seen by {', '.join(blind[:4])}{more}. Give --out as an absolute path on storage that all nodes share"
+            )
         )
 
 

@@ -219,8 +219,14 @@ class Checkpoints:
         """Failures to write as what they are; the half-written checkpoint goes."""
         try:
             yield
-        except (OSError, CheckpointException) as error:
+        except OSError as error:
             raise self._failed(temporary, reason(error)) from error
+        except CheckpointException as error:  # raised on all ranks; rank 0 has what each of them met
+            on_all_ranks(partial(self._fail, temporary, reason(error)))
+
+    def _fail(self, temporary: Path | None, why: str) -> None:
+        if self._place.rank == 0:
+            raise self._failed(temporary, why)
 
     def _failed(self, temporary: Path | None, why: str) -> ResourceError:
         if temporary is not None:

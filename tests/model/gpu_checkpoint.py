@@ -2,10 +2,10 @@
 
 On a CUDA machine, from the repository root::
 
-    torchrun --nproc-per-node 2 --standalone -m tests.model.gpu_checkpoint
+    torchrun --nproc-per-node 2 --master-addr 127.0.0.1 -m tests.model.gpu_checkpoint [dp] [cp]
 
-or on CPUs alone, where the distributed optimizer and its overlapped gather run on gloo with plain parts: the same
-command. A line for every layout; the exit code is the number of layouts that failed.
+and the same on CPUs, where the distributed optimizer and its overlapped gather run on gloo. A line for every layout;
+the exit code is the number of failures.
 
 With ``optimizer.overlap`` a rank has new weights for its own share of the optimizer's state only, until the next
 forward pass gathers the others. A checkpoint must hold all of them new, and the forward pass after it must be right.
@@ -19,7 +19,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,7 @@ from model.parallel.startup import before_megatron
 
 before_megatron()
 
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
 
 from model.network.build import ModelSettings, build_model
 from model.parallel import cpu_mode, groups
@@ -42,6 +41,8 @@ from tests.model.helpers import make_sample, pack, small_architecture
 from vlmdata.batch import PackedBatch
 
 STEPS = 3
+#: By name, the axes of :func:`model.parallel.groups.initialize` that take all processes; data parallelism is the rest.
+LAYOUTS: dict[str, tuple[str, ...]] = {"dp": (), "cp": ("context",)}
 #: Kernels of a GPU may add in another order from run to run.
 TOLERANCE = 1e-3 if torch.cuda.is_available() else 0.0
 CUDA = torch.cuda.is_available()
@@ -165,45 +166,34 @@ def _as_the_owners_have_it(learner: Learner) -> dict[str, torch.Tensor]:
     return {name: whole[each].to(torch.bfloat16).view_as(each) for name, each in named.items()}
 
 
-def run_all(out: Path) -> list[str]:
-    """All layouts of the processes that exist, in the CPU mode without CUDA; what failed."""
-    world, failures = dist.get_world_size(), []
-    layouts: dict[str, dict[str, Any]] = {f"dp {world}": {}, f"cp {world}": {"context": world}}
-    for name, layout in layouts.items():
-        groups.initialize(**layout)
-        error = None
-        try:
-            line = check(layout, out / name.replace(" ", ""))
-        except AssertionError as caught:
-            line = error = str(caught)
-        found = [None] * world
-        dist.all_gather_object(found, error)
-        failures += [f"{name}, rank {rank}: {each}" for rank, each in enumerate(found) if each]
-        if dist.get_rank() == 0:
-            print(f"{name}: {'FAILED: ' if any(found) else ''}{line}", flush=True)
-        from megatron.core import parallel_state
-
-        parallel_state.destroy_model_parallel()
-        if any(found):
-            break  # ranks may no longer be at the same place
+def main(names: list[str]) -> int:
+    """Checks the named layouts, of all processes each; the number of failures, over ranks."""
+    torch.set_num_threads(1)
+    failures = 0
+    with cpu_mode.cpu_mode_if_needed(), contextlib.ExitStack() as stack:
+        groups.initialize()
+        world, rank = dist.get_world_size(), dist.get_rank()
+        box = [stack.enter_context(tempfile.TemporaryDirectory()) if rank == 0 else None]
+        dist.broadcast_object_list(box, src=0)
+        for name in names or LAYOUTS:
+            parallel_state.destroy_model_parallel()
+            groups.initialize(**dict.fromkeys(LAYOUTS[name], world))
+            failed = False
+            try:
+                line = check(dict.fromkeys(LAYOUTS[name], world), Path(str(box[0])) / name)
+            except AssertionError as caught:
+                line, failed = f"FAILED: {caught}", True
+            total = torch.tensor([int(failed)], device=DEVICE if CUDA else "cpu")
+            dist.all_reduce(total)
+            failures += int(total)
+            if failed or rank == 0:
+                print(f"{name} {world}, rank {rank}: {line}", flush=True)
+            if total:
+                break  # ranks may no longer be at the same place
+        dist.barrier()
+        groups.destroy()
     return failures
 
 
-def main() -> int:
-    """Runs everything; the number of layouts that failed."""
-    torch.set_num_threads(1)
-    with cpu_mode.cpu_mode_if_needed(), contextlib.ExitStack() as stack:
-        groups.initialize()
-        box = [stack.enter_context(tempfile.TemporaryDirectory()) if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(box, src=0)
-        from megatron.core import parallel_state
-
-        parallel_state.destroy_model_parallel()
-        failures = run_all(Path(str(box[0])))
-        dist.barrier()
-        groups.destroy()
-    return len(failures)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

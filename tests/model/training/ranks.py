@@ -22,12 +22,13 @@ class Ranks:
     """The processes of one run, each with a process group and output files of its own.
 
     Args:
-        arguments: Of train.py.
+        arguments: Of the script.
         folder: Where outputs go.
         world: Processes.
         slurm: Whether ``srun`` seems to have started them, rather than torchrun.
         folders: Where each of them works; by default where the test does.
-        prepare: Called with the rank in each of them before train.py is run.
+        prepare: Called with the rank in each of them before the script is run.
+        script: What they run, from the root of the repository.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Ranks:
         slurm: bool = False,
         folders: Sequence[Path] | None = None,
         prepare: Callable[[int], None] | None = None,
+        script: str = "train.py",
     ):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.model.training.preloaded"])
@@ -50,6 +52,7 @@ class Ranks:
             context.Process(
                 target=_rank,
                 args=(
+                    script,
                     arguments,
                     folder / f"rank-{rank}",
                     _environment(rank, world, port, slurm),
@@ -114,6 +117,7 @@ def _environment(rank: int, world: int, port: str, slurm: bool) -> dict[str, str
 
 
 def _rank(
+    script: str,
     arguments: list[str],
     output: Path,
     environment: dict[str, str],
@@ -130,5 +134,5 @@ def _rank(
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"} | environment
     if prepare is not None:
         prepare()
-    sys.argv = ["train.py", *arguments]
-    runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    sys.argv = [script, *arguments]
+    runpy.run_path(str(ROOT / script), run_name="__main__")
