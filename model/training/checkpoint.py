@@ -358,9 +358,11 @@ def _megabytes(count: int) -> str:
 
 def reason(error: BaseException) -> str:
     """An error as one line; of an error of several ranks, the first one's."""
+    where = ""
     if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
+        rank, (error, _) = next(iter(error.failures.items()))
+        where = f"on rank {rank} " if torch.distributed.get_world_size() > 1 else ""
     elif isinstance(error, CheckpointException):
         return "another rank says why"
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+    first = next((line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()), "")
+    return where + (f"{type(error).__name__}: {first}" if first else type(error).__name__)

@@ -97,6 +97,10 @@ def require_resumable(
     trained = [predicts(each.get("mtp"), architecture) for each in (old, new)]
     if trained[0] != trained[1]:
         differences.append(f"model.mtp: {trained[0]} -> {trained[1]}".lower())
+    spread = [state.layout["ep"], config["parallel"]["ep"]]
+    if architecture.language.moe is not None and (spread[0] > 1) != (spread[1] > 1):
+        # Experts that are spread have an optimizer of their own.
+        differences.append(f"parallel.ep: {spread[0]} -> {spread[1]}")
     before, after = state.optimizer or _form_of_old(path), optimizer_form(optimizer)
     differences += [
         f"optimizer {name}: {before[name]} -> {after[name]}" for name in before if before[name] != after[name]

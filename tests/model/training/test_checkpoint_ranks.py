@@ -72,6 +72,9 @@ def test_settings_of_two_optimizers_in_a_chain_win(chats: Path, tmp_path: Path) 
         False,
         True,
     ]
+    alone = Ranks(arguments_of(chats, out, "--preset", "tiny-moe", "--resume", steps=3), tmp_path / "alone")
+    assert alone.wait() == [2]
+    assert "parallel.ep: 2 -> 1. Resume as it was made, or start a new run from its weights" in alone.said(0)
     for part in (0, 1):
         assert {(group["max_lr"], group["eps"]) for group in state[part]["param_groups"]} == {(5e-4, 1e-6)}
 
@@ -84,7 +87,7 @@ def test_a_rank_that_cannot_write_ends_all_of_them(chats: Path, tmp_path: Path) 
     said = ranks.said(0) + ranks.said(1)
     assert said.count("error: ") == 1, said
     assert f"{out / 'checkpoints'}: a checkpoint of" in said
-    assert "could not be saved" in said
+    assert "could not be saved: on rank 1 " in said
     assert "Traceback" not in said
     assert list((out / "checkpoints").iterdir()) == []
 
@@ -103,5 +106,5 @@ def test_a_rank_that_cannot_read_ends_all_of_them(chats: Path, tmp_path: Path) -
     ranks = Ranks([*arguments, "--resume"], tmp_path / "second", 2)
     assert ranks.wait() == [2, 2]
     said = ranks.said(0) + ranks.said(1)
-    assert said.count("error: rank 1: ") == said.count("error: ") == 1, said
+    assert said.count("error: ") == 1, said
     assert "cannot be loaded, its files seem damaged" in said
