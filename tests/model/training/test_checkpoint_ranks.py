@@ -15,8 +15,6 @@ from megatron.core import dist_checkpointing
 from tests.model.training.conftest import steps_of
 from tests.model.training.ranks import Ranks, arguments_of
 
-pytestmark = pytest.mark.xdist_group("training-ranks")
-
 
 def test_of_different_folders_are_refused(chats: Path, tmp_path: Path) -> None:
     """As on nodes whose --out is on disks of their own: the same relative path, seen from two places."""
