@@ -30,8 +30,8 @@ class DataConfig:
         capacity: Most tokens in a pack.
         global_batch: Packs per optimizer step, over all data-parallel ranks.
         max_patches: Most vision patches in a pack; none is no limit.
-        pad_to_capacity: Packs of equal length; none means where there is CUDA, since some kernels are compiled and tuned
-            for the length (flash-linear-attention's convolution: seconds for every 1,024 tokens more or less).
+        pad_to_capacity: Packs of equal length; none means where there is CUDA, since some kernels are compiled and
+            tuned for the length (flash-linear-attention's convolution: seconds for every 1,024 tokens more or less).
         pad_multiple: Samples are padded to a multiple of this, beside what the layout needs. With one that suits every
             layout (16, say) all of them train on the same packs, so that runs may be compared or moved.
         shuffle_window: Shards packed and shuffled together; none is all.

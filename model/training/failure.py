@@ -115,7 +115,8 @@ def say(error: BaseException) -> None:
     if isinstance(error, VlmdataError):
         text = str(error)
     elif _is_lost_peer(error):
-        text = f"a rank that this one waited for has ended or hangs: see what it or the launcher says ({_first_line(error)})"
+        first = _first_line(error)
+        text = f"a rank that this one waited for has ended or hangs: see what it or the launcher says ({first})"
     else:
         text = "".join(traceback.format_exception(error)).rstrip()
     if _is_first_to_say(error, text):
