@@ -77,6 +77,7 @@ def padded(batch: PackedBatch, longest: int) -> PackedBatch:
         max_seqlen=longest,
         total_tokens=rows * longest,
         image_starts=image_starts,
+        host=None,  # type: ignore[arg-type]
     )
 
 

@@ -1,10 +1,11 @@
 """Training speed on one GPU: packed against padded, and against stock megatron-core's language model alone.
 
-    python benchmarks/train_speed.py --data DIR --presets 0.8b 2b --capacity 16384 --steps 12
+    python benchmarks/train_speed.py --data DIR --presets 0.8b 2b --capacity 16384
 
 All ways run in one process, one after the other, on the same samples in the same order, with the same optimizer:
 
-- packed: the bundled trainer's step on the loader's packs, vision included;
+- packed: the bundled trainer's step on the loader's packs (the epoch's last one, if not full, left out), vision
+  included;
 - packed, mtp: the same with multi-token prediction;
 - padded: the same samples in the usual batches, of as many samples as fit when each is as long as the longest of the
   dataset, every sample padded to the longest of its batch;
@@ -214,8 +215,11 @@ def measure(preset: str, options: argparse.Namespace) -> dict[str, Any]:
     )
     architecture = architecture_of(config)
     dataset = open_dataset(options.data)
-    with StreamingLoader(options.data, capacity=options.capacity, global_batch=1, num_workers=0) as loader:
-        packed = [batch.clone().to(DEVICE) for batch in loader]
+    loader = StreamingLoader(
+        options.data, capacity=options.capacity, global_batch=1, num_workers=0, pad_to_capacity=True
+    )
+    with loader:
+        packed = [batch.clone().to(DEVICE) for batch in loader if batch.true_tokens > 0.9 * options.capacity]
     order = np.random.default_rng(0).permutation(len(dataset)).tolist()
     padded = [batch.to(DEVICE) for batch in padded_batches(dataset, order, options.capacity)]
     plain = StepFlops.for_model(architecture, mtp=False)
@@ -235,7 +239,7 @@ def measure(preset: str, options: argparse.Namespace) -> dict[str, Any]:
         make, batches, flops = ways[name]
         print(f"  {preset} {name}: {len(batches)} batches", flush=True)
         model = make()
-        found[name] = timed(model, batches, config, flops, 1, options.steps, options.warmup)
+        found[name] = timed(model, batches, config, flops, options.micro_batches, options.steps, options.warmup)
         print(f"    {json.dumps({k: round(v, 4) for k, v in found[name].items()})}", flush=True)
         del model
         gc.collect()
@@ -274,8 +278,9 @@ def main() -> None:
     parser.add_argument("--presets", nargs="+", default=["0.8b", "2b"])
     parser.add_argument("--ways", nargs="*", help="packed, padded, stock, 'packed, mtp'; default: all")
     parser.add_argument("--capacity", type=int, default=16384)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--warmup", type=int, default=6)
+    parser.add_argument("--micro-batches", type=int, default=4, help="packs, or rectangles, of an optimizer step")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--recompute", default="none")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
     options = parser.parse_args()
