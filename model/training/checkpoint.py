@@ -311,7 +311,7 @@ def gather_weights(learner: Learner) -> None:
     """
     learner.optimizer.prepare_model_params_for_param_sync()
     for chunk in learner.model:
-        if chunk.ddp_config.use_distributed_optimizer:
+        if chunk.ddp_config.overlap_param_gather:
             with torch.no_grad():
                 chunk.start_param_sync(force_sync=True)
 

@@ -177,7 +177,7 @@ def main(names: list[str]) -> int:
         dist.broadcast_object_list(box, src=0)
         for name in names or LAYOUTS:
             parallel_state.destroy_model_parallel()
-            groups.initialize(**dict.fromkeys(LAYOUTS[name], world))
+            groups.initialize(**dict.fromkeys(LAYOUTS[name], world))  # type: ignore[arg-type]
             failed = False
             try:
                 line = check(dict.fromkeys(LAYOUTS[name], world), Path(str(box[0])) / name)

@@ -17,22 +17,13 @@ pytest.importorskip("megatron.core")
 from megatron.core import dist_checkpointing
 
 from model.training.config import ConfigError
-from tests.model.training.conftest import SETTINGS, steps_of
-
-#: Constant, so that the learning rate of a step is the configured one.
-CONSTANT = {"optimizer.schedule": "constant", "optimizer.warmup_steps": 0, "optimizer.lr": 1e-3}
+from tests.model.training.conftest import steps_of, train_here
 
 
 def trained(chats: Path, out: Path, resume: bool = False, **settings: Any) -> Any:
-    """Trains in this process; settings as ``group__name``."""
-    from model.parallel import groups
-    from model.training.config import load_config
-    from model.training.loop import train
-
-    changed = {name.replace("__", "."): value for name, value in settings.items()}
-    merged = SETTINGS | CONSTANT | {"data.paths": [str(chats)], "run.out": str(out), "run.steps": 1} | changed
-    groups.seed_all(1234)
-    return train(load_config(None, list(merged.items())), torch.device("cpu"), resume)
+    """Trains a step; the learning rate of all is the configured one."""
+    constant = {"optimizer__schedule": "constant", "optimizer__warmup_steps": 0, "optimizer__lr": 1e-3}
+    return train_here(out, chats, resume, **(constant | {"run__steps": 1} | settings))
 
 
 @pytest.fixture(scope="module")
