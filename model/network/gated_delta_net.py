@@ -34,17 +34,31 @@ CHUNK = 64
 
 
 class Qwen35GatedDeltaNet(GatedDeltaNet):
-    """``Qwen3_5GatedDeltaNet`` by flash-linear-attention's kernels (CUDA), with three corrections to megatron-core's.
+    """``Qwen3_5GatedDeltaNet`` by flash-linear-attention's kernels (CUDA), with four corrections to megatron-core's.
 
     The decay is exponentiated in float32, as transformers does, whatever the parameters' dtype. The boundaries of a
     pack, checked once a forward, are not copied to the host in every layer. And without sequence parallelism the
     gradient of the output norm, of which each tensor-parallel rank sees its own heads only, is summed over the ranks
-    (megatron-core leaves it 46 to 92 % wrong).
+    (megatron-core leaves it 46 to 92 % wrong). Its own convolution is waited for; see ``_await_convolution``.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._reduce_out_norm_gradient()
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """As ``GatedDeltaNet.forward``."""
+        self._await_convolution()
+        output: tuple[Tensor, Tensor | None] = super().forward(*args, **kwargs)
+        return output
+
+    def _await_convolution(self) -> None:
+        """Waits for the convolution's new weight where the distributed optimizer is still gathering it.
+
+        megatron-core waits when the module that owns a weight is called. This one's weight is used without calling it.
+        """
+        for hook in self.conv1d._forward_pre_hooks.values():
+            hook(self.conv1d, ())
 
     def _reduce_out_norm_gradient(self) -> None:
         if self.tp_size == 1 or self.config.sequence_parallel:
@@ -181,6 +195,7 @@ class TorchGatedDeltaNet(Qwen35GatedDeltaNet):
         layout = packed_seq_params
         assert isinstance(layout, PackedLayout)
         assert inference_context is None
+        self._await_convolution()
         cp = self.pg_collection.cp
         x_tbc, _ = self.in_proj(hidden_states)
         x_tbc, back = self._tokens_for_heads(x_tbc, layout)

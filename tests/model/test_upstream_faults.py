@@ -11,6 +11,12 @@
 7. An embedding that is scattered twice, or never, under sequence parallelism: below, and all such layouts.
 8. A redundant output-layer entry with pipeline stages, multi-token prediction and tied embeddings:
    ``test_checkpoints_travel_between_layouts[tied]``.
+
+Found since:
+
+9. The load-balancing loss of a pack that is all padding is not a number: ``test_load_balancing.py``.
+10. The delta net uses the convolution's weight without calling the convolution, so nothing waits for the overlapped
+    gather of that weight: below.
 """
 
 from __future__ import annotations
@@ -85,3 +91,16 @@ def test_bfloat16_follows_float32(make_pair: Callable[..., Pair]) -> None:
         float(make_pair(mtp=1, params_dtype=dtype).ours(batch).sum()) for dtype in (torch.float32, torch.bfloat16)
     ]
     assert losses[1] == pytest.approx(losses[0], rel=2e-2)
+
+
+@pytest.mark.parametrize("moe", [False, True])
+def test_every_module_with_weights_is_called(moe: bool, make_pair: Callable[..., Pair]) -> None:
+    """The distributed optimizer's overlapped gather waits for weights where their module is called, and only there."""
+    pair = make_pair(moe=moe, mtp=1)
+    owners = {name: each for name, each in pair.ours.named_modules() if list(each.parameters(recurse=False))}
+    called: set[str] = set()
+    hooks = [each.register_forward_pre_hook(lambda *_, name=name: called.add(name)) for name, each in owners.items()]
+    pair.ours(pack(mixed_samples(), tail=24))
+    for hook in hooks:
+        hook.remove()
+    assert owners.keys() == called
