@@ -92,8 +92,8 @@ def test_ctrl_c_to_the_whole_process_group_saves_and_resuming_is_exact(
 ) -> None:
     """As a terminal sends it: to the loader's workers too, of which the step has more to ask."""
     out = tmp_path / "run"
-    options = ("--set", "data.workers=2")
-    ranks = Ranks(arguments_of(chats, out, *options, steps=4), tmp_path / "said")
+    options = ("--set", "data.workers=2", "--set", "data.global_batch=2")
+    ranks = Ranks(arguments_of(chats, out, *options, steps=200), tmp_path / "said")
     until_logged(out)
     (pid,) = (process.pid for process in ranks.processes)
     assert pid is not None
@@ -105,9 +105,9 @@ def test_ctrl_c_to_the_whole_process_group_saves_and_resuming_is_exact(
     assert not psutil.wait_procs(children, timeout=10)[1]
     assert "interrupted: step" in ranks.said(0)
     assert "Traceback" not in ranks.said(0)
-    assert len(steps_of(out)) < 4
-    run(resume=True, run__steps=4)
-    run("whole", run__steps=4)
+    end = steps_of(out)[-1]["step"] + 1
+    run(resume=True, run__steps=end, **SMALL)
+    run("whole", run__steps=end, **SMALL)
     assert exact(out) == exact(tmp_path / "whole")
 
 
@@ -117,7 +117,7 @@ def rank_1_has_most_memory(rank: int) -> None:
 
 def test_under_srun_a_signal_to_one_rank_stops_all(chats: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    arguments = arguments_of(chats, out, "--set", "data.global_batch=2")
+    arguments = arguments_of(chats, out, "--set", "data.global_batch=2", steps=200)
     ranks = Ranks(arguments, tmp_path / "said", 2, slurm=True, prepare=rank_1_has_most_memory)
     until_logged(out)
     os.kill(ranks.processes[1].pid or 0, signal.SIGTERM)
@@ -130,7 +130,7 @@ def test_under_srun_a_signal_to_one_rank_stops_all(chats: Path, tmp_path: Path) 
 
 def test_sigterm_to_torchrun_saves_and_ends_all(chats: Path, tmp_path: Path, run: Callable[..., Any]) -> None:
     out = tmp_path / "run"
-    line = command(chats, out, "--set", "data.workers=1", "--set", "data.global_batch=2", processes=2, steps=60)
+    line = command(chats, out, "--set", "data.workers=1", "--set", "data.global_batch=2", processes=2, steps=200)
     process = subprocess.Popen(
         line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), cwd=ROOT
     )
@@ -140,7 +140,7 @@ def test_sigterm_to_torchrun_saves_and_ends_all(chats: Path, tmp_path: Path, run
     stdout, stderr = process.communicate(timeout=PATIENCE)
     assert not psutil.wait_procs(children, timeout=10)[1]
     saved = steps_of(out)[-1]["step"]
-    assert saved < 60
+    assert saved < 200
     assert f"interrupted: step {saved} is saved" in stdout
     checkpoint = out / "checkpoints" / f"step-{saved:08d}" / "config.toml"
     assert f"torchrun --nproc-per-node 2 train.py --config {checkpoint} --resume" in stdout
@@ -149,8 +149,8 @@ def test_sigterm_to_torchrun_saves_and_ends_all(chats: Path, tmp_path: Path, run
     assert "train.py" not in stderr
     assert stderr.count("Traceback") == 1
     assert "SignalException" in stderr
-    run(resume=True, data__global_batch=2, run__steps=saved + 2, optimizer__decay_steps=12)
-    run("whole", data__global_batch=2, run__steps=saved + 2, optimizer__decay_steps=12)
+    run(resume=True, data__global_batch=2, run__steps=saved + 1, optimizer__decay_steps=12)
+    run("whole", data__global_batch=2, run__steps=saved + 1, optimizer__decay_steps=12)
     for ours, theirs in zip(steps_of(out), steps_of(tmp_path / "whole"), strict=True):
         assert ours["targets"] == theirs["targets"]
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
