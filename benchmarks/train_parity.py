@@ -209,8 +209,8 @@ def write(out: Path, rows: dict[str, Any]) -> None:
         f"{torch.distributed.get_world_size()} x {torch.cuda.get_device_name(0)}, torch {torch.__version__}; bf16, "
         f"{STEPS} optimizer steps of 8 packs of real receipts from the same converted weights. Relative difference "
         "from the same steps on one GPU: of the first step, which sees the same weights, and the largest over all "
-        "steps (limits: loss 1e-3, gradient norm 1e-2). 'one GPU again' is the noise: the reference a second time. With "
-        "experts rounding sends a token elsewhere now and then, and runs part sooner.",
+        "steps (limits: loss 1e-3, gradient norm 1e-2). 'one GPU again' is the noise: the reference a second time. "
+        "With experts rounding sends a token elsewhere now and then, and runs part sooner.",
         "",
         "| layout | loss, first step | gradient norm, first step | loss | gradient norm |",
         "|---|---|---|---|---|",

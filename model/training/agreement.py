@@ -5,43 +5,47 @@ Everything here is a collective: every rank calls it, in the same order.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from model.training.config import ConfigError
-from model.training.failure import OtherRankError, say
+from model.training.failure import OtherRankError, said_by_another, say
 from vlmdata.errors import ResourceError, VlmdataError
 
 #: Seconds in which a network file system shows one node what another one wrote.
 PATIENCE = 10.0
 
 
-def on_all_ranks[T](action: Callable[[], T]) -> T:
-    """Does something on every rank; where one of them fails, all raise and end with its exit code.
-
-    Args:
-        action: No collective.
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Around work without collectives: where it fails on one rank, all raise and end with its exit code.
 
     Raises:
         VlmdataError: This rank's own error, or else the first one of another rank, in its words.
+        OtherRankError: If another rank failed in a way that is no error of ours; it shows the traceback.
     """
-    found: T | None = None
     error: Exception | None = None
     try:
-        found = action()
+        yield
     except Exception as caught:
         error = caught
     errors = [each for each in gathered(_portable(error)) if each is not None]
     if errors:
         kind, message = errors[0]
-        raise_together(error or kind(message))
-    return found  # type: ignore[return-value]
+        raise_together(error or said_by_another(kind(message)))
+
+
+def on_all_ranks[T](action: Callable[[], T]) -> T:
+    """:func:`together` for one call, and what it returns."""
+    with together():
+        return action()
 
 
 def raise_together(error: Exception) -> NoReturn:
@@ -69,7 +73,6 @@ def decided[T](action: Callable[[], T]) -> T:
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(box, src=0)
     found: T = box[0]
-    return found
 
 
 def gathered[T](value: T) -> list[T]:

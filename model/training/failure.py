@@ -17,7 +17,6 @@ import traceback
 from collections.abc import Iterator
 from typing import NoReturn
 
-import torch
 import torch.distributed as dist
 
 from vlmdata.errors import ResourceError, VlmdataError
@@ -34,40 +33,6 @@ class NotFiniteError(VlmdataError):
 
 class OtherRankError(VlmdataError):
     """Another rank failed, and says itself why."""
-
-
-@contextlib.contextmanager
-def together(device: torch.device) -> Iterator[None]:
-    """Around work without collectives: if it fails on one rank, it fails on all.
-
-    Args:
-        device: Where ranks exchange whether they failed.
-
-    Raises:
-        OtherRankError: If only others failed.
-    """
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-    failed = torch.tensor([failure is not None], dtype=torch.int32, device=device)
-    dist.all_reduce(failed, op=dist.ReduceOp.MAX)
-    if failed.item():
-        say_together(failure, device)
-        raise failure or OtherRankError("another rank failed, and says why")
-
-
-def say_together(error: Exception | None, device: torch.device) -> None:
-    """Says this rank's error, if it has one, and waits until all have: the first to end may hold what others need.
-
-    Args:
-        error: What is wrong.
-        device: Where ranks meet.
-    """
-    if error is not None:
-        say(error)
-    dist.all_reduce(torch.zeros(1, device=device))
 
 
 @contextlib.contextmanager
@@ -122,6 +87,12 @@ def say(error: BaseException) -> None:
     if _is_first_to_say(error, text):
         name = f"rank {os.environ.get('RANK', '0')}: " if _world() > 1 else ""
         print(f"error: {name}{text}", file=sys.stderr, flush=True)
+
+
+def said_by_another(error: Exception) -> Exception:
+    """Marks an error that another rank had: :func:`say` leaves it to that one, whose number belongs to it."""
+    error.was_said = True  # type: ignore[attr-defined]
+    return error
 
 
 def _is_lost_peer(error: BaseException) -> bool:

@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 
 from model.architecture import Architecture
+from model.training.agreement import raise_together, together
 from model.training.checkpoint import Checkpoints
 from model.training.config import TrainConfig
 from model.training.data import RankPlace, endless, open_loader
-from model.training.failure import ending, say_together, together
+from model.training.failure import ending
 from model.training.flops import StepFlops, peak_flops
 from model.training.interruption import Interruption
 from model.training.logs import RunLog, StepReport
@@ -53,20 +54,20 @@ def train(config: TrainConfig, device: torch.device, resume: bool) -> Outcome:
 
     Raises:
         ConfigError: If something does not fit together.
-        OtherRankError: If it does so on this rank, but not on another.
+        OtherRankError: If another rank failed in a way that is no error of ours.
         NotFiniteError: If a loss or a gradient norm is infinite or no number; on all ranks alike.
         VlmdataError: If this rank's data cannot be read.
     """
     place = RankPlace.here()
     with contextlib.ExitStack() as stack:
         # The data first: what is wrong with it is told before a large model is built.
-        with together(device):
+        with together():
             architecture = architecture_of(config)
             loader = stack.enter_context(open_loader(config, place, architecture.language.moe is not None, device))
         asynchronous = device.type == "cuda" if config.run.async_save is None else config.run.async_save
         checkpoints = Checkpoints(config, architecture, place, asynchronous)
         found = find_start(config, checkpoints, resume)
-        with together(device):
+        with together():
             model = build(config, architecture, place, device)
             trained = freeze(model, config.model.freeze)
         learner = build_learner(model, config, device, parameter_dtype(config, device))
@@ -110,7 +111,7 @@ class _Run:
         device: torch.device,
     ):
         self._config, self._learner, self._checkpoints = config, learner, checkpoints
-        self._place, self._loader, self._log, self._device = place, loader, log, device
+        self._place, self._loader, self._log = place, loader, log
         self._interruption = Interruption()
         mtp = config.model.mtp is not False and architecture.mtp_layers > 0
         self._stepper = Stepper(
@@ -138,9 +139,9 @@ class _Run:
                     result = self._stepper(batches)
                 if result.not_finite:
                     self._checkpoints.wait()
-                    error = not_finite_error(done + 1, result, self._config, self._place, self._checkpoints, self._log)
-                    say_together(error, self._device)
-                    raise error
+                    raise_together(
+                        not_finite_error(done + 1, result, self._config, self._place, self._checkpoints, self._log)
+                    )
                 done, loss = done + 1, result.loss
                 self._log.step(self._report(done, result, lr))
                 self._checkpoints.poll()

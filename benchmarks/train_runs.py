@@ -1,0 +1,174 @@
+"""Runs of train.py as users start them: speed, data wait and memory of presets, and what balancing of packs gains.
+
+    python benchmarks/train_runs.py --data RECEIPTS --cases wait                       # one GPU
+    python benchmarks/train_runs.py --data RECEIPTS --cases 4b 9b 9b-dp 27b            # up to four
+    python benchmarks/train_runs.py --data RECEIPTS TEXTS --cases balanced unbalanced  # four; data of mixed kinds
+
+Each case is one command line (it stands in the result). Steps after the warm-up are read from ``metrics.jsonl``; when
+they are made the job is killed, so that no checkpoint of 100 GB is written. A case that runs out of memory is a result,
+too. With CUDA_VISIBLE_DEVICES several of these may run on one machine side by side. Writes
+train-runs-<date>.json and .md under --out, added to what is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A run.
+
+    Attributes:
+        what: What it shows.
+        gpus: Processes.
+        options: Of train.py.
+        steps: Steps in all.
+        warmup: Steps that are not counted.
+    """
+
+    what: str
+    gpus: int
+    options: str
+    steps: int = 12
+    warmup: int = 4
+
+
+_FULL = "--set model.recompute=full --set model.vision_recompute=true"
+CASES = {
+    "wait": Case("share of waiting for data", 1, "--preset 0.8b --capacity 16384 --global-batch 4 --workers 4", 16),
+    "fp8": Case(
+        "2b in FP8", 1, "--preset 2b --capacity 16384 --global-batch 4 --set run.fp8=true --set model.mtp=false"
+    ),
+    "bf16": Case("2b in bf16, to compare", 1, "--preset 2b --capacity 16384 --global-batch 4 --set model.mtp=false"),
+    "2b": Case("memory", 1, "--preset 2b --capacity 16384 --global-batch 1"),
+    "4b": Case("memory", 1, f"--preset 4b --capacity 8192 --global-batch 1 {_FULL}", 6, 3),
+    "9b-dp": Case("memory", 2, f"--preset 9b --capacity 8192 --global-batch 2 {_FULL}", 6, 3),
+    "9b": Case(
+        "speed", 4, "--preset 9b --tp 2 --sp --capacity 16384 --global-batch 4 --set model.recompute=selective", 8, 3
+    ),
+    "9b-dp4": Case("speed", 4, f"--preset 9b --capacity 16384 --global-batch 8 {_FULL}", 6, 2),
+    "27b": Case("memory", 4, f"--preset 27b --tp 4 --sp --capacity 8192 --global-batch 1 {_FULL}", 6, 3),
+    "balanced": Case("balance", 4, "--preset 0.8b --capacity 8192 --global-batch 8", 24, 6),
+    "unbalanced": Case("balance", 4, "--preset 0.8b --capacity 8192 --global-batch 8 --set data.balance=false", 24, 6),
+}
+
+
+def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Starts a case and reads its steps."""
+    case, out = CASES[name], options.work / name
+    settings = ["--set", "run.tensorboard=false", "--set", "optimizer.warmup_steps=2", "--set", "run.async_save=false"]
+    given = [f"--data={path}" for path in options.data]
+    arguments = [*case.options.split(), "--steps", str(case.steps + 1000), *settings, *given, "--out", str(out)]
+    if "--workers" not in arguments:
+        arguments += ["--workers", "2"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(case.gpus)]
+    launch += ["--master-addr", "127.0.0.1", "--master-port", str(options.port), str(ROOT / "train.py")]
+    out.mkdir(parents=True, exist_ok=True)
+    log = (out / "log").open("w")
+    job = subprocess.Popen(
+        [*launch, *arguments], stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True
+    )
+    begun = time.monotonic()
+    while job.poll() is None and len(lines_of(out)) < case.steps and time.monotonic() - begun < options.limit:
+        time.sleep(0.2)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(job.pid, signal.SIGKILL)
+    subprocess.run(["pkill", "-9", "-f", f"--out {out}"], check=False)
+    job.wait()
+    found = {"what": case.what, "gpus": case.gpus, "command": " ".join(["train.py", *case.options.split()])}
+    lines = lines_of(out)
+    if len(lines) <= case.warmup:
+        text = (out / "log").read_text()
+        memory = next((line for line in text.splitlines() if "out of memory" in line), "")
+        return found | {"failed": memory[:200] or text[-500:], "seconds": time.monotonic() - begun}
+    counted = lines[case.warmup : case.steps]
+    seconds = np.array([line["seconds"] for line in counted])
+    return found | {
+        "steps": len(counted),
+        "tokens_per_second": sum(line["tokens"] for line in counted) / float(seconds.sum()),
+        "mfu": float(np.average([line.get("mfu") or 0 for line in counted], weights=seconds)),
+        "memory_gib": max(line.get("memory_gib") or 0 for line in lines),
+        "wait": sum(line["data_wait"] for line in counted) / float(seconds.sum()),
+        "seconds": float(seconds.mean()),
+        "seconds_p95": float(np.quantile(seconds, 0.95)),
+        "fill": float(np.mean([line["fill"] for line in counted])),
+    }
+
+
+def lines_of(out: Path) -> list[dict[str, Any]]:
+    file = out / "metrics.jsonl"
+    if not file.exists():
+        return []
+    return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
+
+
+def add(name: str, found: dict[str, Any], out: Path) -> None:
+    """Puts a case into today's results; several processes may do so at once."""
+    out.mkdir(parents=True, exist_ok=True)
+    stem = out / f"train-runs-{datetime.date.today().isoformat()}"
+    with (out / ".train-runs.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        file = stem.with_suffix(".json")
+        rows = json.loads(file.read_text()) if file.exists() else {}
+        rows[name] = found
+        file.write_text(json.dumps(rows, indent=1) + "\n")
+        stem.with_suffix(".md").write_text(report(rows))
+
+
+def report(rows: dict[str, Any]) -> str:
+    lines = [
+        f"# Runs of train.py, {datetime.date.today().isoformat()}",
+        "",
+        f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, bf16 where nothing else stands; "
+        "`benchmarks/train_runs.py`. `wait`: the longest wait of any rank for data, as a share of the step.",
+        "",
+        "| case | GPUs | command | real tokens/s | MFU | memory | wait | seconds a step (95 %) |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in rows.items():
+        start = f"| {name} | {row['gpus']} | `{row['command']}` |"
+        if "failed" in row:
+            lines.append(f"{start} failed: {row['failed'].splitlines()[-1][:120]} | | | | |")
+            continue
+        lines.append(
+            f"{start} {row['tokens_per_second']:,.0f} | {row['mfu']:.1%} | {row['memory_gib']:.1f} GiB | "
+            f"{row['wait']:.2%} | {row['seconds']:.2f} ({row['seconds_p95']:.2f}) |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", nargs="+", required=True)
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), required=True)
+    parser.add_argument("--work", type=Path, default=Path("/tmp/train-runs"))
+    parser.add_argument("--port", type=int, default=29551)
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds after which a case is given up")
+    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
+    options = parser.parse_args()
+    for name in options.cases:
+        found = run(name, options)
+        add(name, found, options.out)
+        print(name, json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
