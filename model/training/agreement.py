@@ -73,6 +73,7 @@ def decided[T](action: Callable[[], T]) -> T:
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(box, src=0)
     found: T = box[0]
+    return found
 
 
 def gathered[T](value: T) -> list[T]:
