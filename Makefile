@@ -7,7 +7,7 @@ PY := .venv/bin/python
 LOCK := requirements/lock.txt
 DEMO_DIR ?= build/demo
 DEMO_ROWS ?= 64
-DEMO_STEPS ?= 30
+DEMO_STEPS ?= 20
 
 # Where nothing compiled is kept, every process compiles half of torch and megatron-core anew: 15 s instead of 5.
 unexport PYTHONDONTWRITEBYTECODE
