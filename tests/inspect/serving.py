@@ -76,7 +76,8 @@ def serving(directory: Path, *, host: str = "127.0.0.1", check: int | None = Non
         port = listening.getsockname()[1]
         packs = PackSource(loader, 0, {"context_parallel": 2})
         app = build_app(dataset, describe_dataset(dataset, check=check), packs, host=host, port=port, **options)
-        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", ws="none"))
+        # Without log_config=None absl's handler (TensorBoard's) is closed, and with it pytest's captured stderr.
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None, log_level="critical", ws="none"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         try:

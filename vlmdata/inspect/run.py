@@ -171,7 +171,10 @@ class Run:
                     f"{dataset.directory}: {url}  (Ctrl-C ends it)", markup=False, soft_wrap=True
                 ),
             )
-            config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, ws="none")
+            # uvicorn's own configuration of logging would close the handlers that others have installed.
+            config = uvicorn.Config(
+                app, log_config=None, log_level="warning", access_log=False, server_header=False, ws="none"
+            )
             with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is how it ends
                 uvicorn.Server(config).run(sockets=[listening])
 
