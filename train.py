@@ -65,7 +65,7 @@ def main(
     """Train Qwen3.5-VL on what `vlmdata preprocess` made.
 
     Examples:
-        python train.py --data build/demo --preset tiny --steps 50
+        python train.py --data build/demo --preset tiny --steps 50 --capacity 4096 --global-batch 1
 
         torchrun --nproc-per-node 4 --master-addr 127.0.0.1 train.py --data build/demo --preset tiny --tp 2 --cp 2 --sp
 
@@ -79,7 +79,7 @@ def main(
     overrides: list[str | tuple[str, Any]] = []
     for name, setting in _SETTINGS.items():
         value = context.params[name]
-        if value not in (None, []):
+        if value is not None and value not in ([], ()):  # typer gives one or the other for an option not named
             parts = [each for each in value.split(",") if each] if name == "freeze" else value
             overrides.append((setting, parts))
     raise typer.Exit(_run(config, [*overrides, *(set_ or [])], resume))

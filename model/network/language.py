@@ -232,10 +232,11 @@ class Qwen35Language(GPTModel):
 
 
 class AttachLoss(torch.autograd.Function):
-    """Lets a second loss take part in the backward pass of the first, with weight one, without changing its value.
+    """Lets a second loss take part in the backward pass of the first, with its weight, without changing its value.
 
     The step adds up token losses and divides the gradient by the number of targets of the global batch; so a sum
-    attached here is divided by the same number, whatever the layout.
+    attached here is divided by the same number, whatever the layout. Who divides the loss instead gives every target's
+    gradient the same factor, and that is the second loss's, too.
     """
 
     @staticmethod
@@ -248,4 +249,4 @@ class AttachLoss(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         """The gradient of the losses, and one for the extra loss."""
         (extra,) = ctx.saved_tensors
-        return gradients[0], torch.ones_like(extra)
+        return gradients[0], gradients[0].amax().to(extra.dtype).expand_as(extra)

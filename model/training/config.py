@@ -93,7 +93,7 @@ class ParallelConfig:
 
     Attributes:
         tp: Tensor parallel size.
-        sp: Sequence parallelism; tensor parallelism needs it.
+        sp: Sequence parallelism; experts with tensor parallelism need it.
         cp: Context parallel size.
         pp: Pipeline stages.
         ep: Expert parallel size.

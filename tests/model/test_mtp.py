@@ -86,6 +86,16 @@ def test_loss_and_all_gradients(kind: str, make_pair: Callable[..., Pair]) -> No
         assert relative(parameter.grad, wanted) < TOLERANCE, name
 
 
+def test_the_loss_may_be_divided_before_the_backward_pass(make_pair: Callable[..., Pair]) -> None:
+    pair, batch = make_pair(mtp=1, mtp_loss_scale=SCALE), pack(mixed_samples(), tail=24)
+    found = []
+    for divisor in (1, 1024):
+        pair.ours.zero_grad()
+        (pair.ours(batch).sum() / divisor).backward()
+        found.append({name: each.grad.clone() * divisor for name, each in pair.ours.named_parameters()})
+    assert all(relative(found[1][name], found[0][name]) < TOLERANCE for name in found[0])
+
+
 def test_image_embeddings_are_seen(make_pair: Callable[..., Pair]) -> None:
     """A token before an image is given the picture's embedding, not the placeholder's: other pixels, another loss."""
     pair = make_pair(mtp=1)
