@@ -114,7 +114,7 @@ class OptimizerConfig:
 
     Attributes:
         lr: Peak learning rate.
-        min_lr: Learning rate at the end of the decay.
+        min_lr: Learning rate at the end of the decay; none means a tenth of ``lr``.
         warmup_steps: Steps W of linear warm-up, of which step k trains with k / (W + 1) of the peak; none means a tenth
             of the steps, 10 at most.
         decay_steps: Steps until ``min_lr``, warm-up included; none means all steps of the run.
@@ -129,7 +129,7 @@ class OptimizerConfig:
     """
 
     lr: float = 1e-4
-    min_lr: float = 1e-5
+    min_lr: float | None = None
     warmup_steps: int | None = None
     decay_steps: int | None = None
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -140,6 +140,11 @@ class OptimizerConfig:
     clip_grad: float = 1.0
     distributed: bool | None = None
     overlap: bool | None = None
+
+    @property
+    def last_lr(self) -> float:
+        """Learning rate at the end of the decay."""
+        return self.lr / 10 if self.min_lr is None else self.min_lr
 
 
 @dataclass(frozen=True)
@@ -331,7 +336,7 @@ def _check(config: TrainConfig) -> None:
     for name, bound in least.items():
         if values[name] is not None and values[name] < bound:
             raise ConfigError(f"{name} is {values[name]}; it must be at least {bound}")
-    if config.optimizer.min_lr > config.optimizer.lr:
+    if config.optimizer.last_lr > config.optimizer.lr:
         raise ConfigError(f"optimizer.min_lr {config.optimizer.min_lr} is over optimizer.lr {config.optimizer.lr}")
     unknown = set(config.model.freeze) - {"vision", "merger", "language"}
     if unknown:

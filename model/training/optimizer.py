@@ -123,7 +123,7 @@ def build_schedule(optimizer: MegatronOptimizer, config: TrainConfig) -> Optimiz
         # megatron-core gives the first step this rate; from 0 that step would train nothing.
         init_lr=settings.lr / (warmup + 1),
         max_lr=settings.lr,
-        min_lr=settings.min_lr,
+        min_lr=settings.last_lr,
         lr_warmup_steps=warmup,
         lr_decay_steps=steps,
         lr_decay_style=settings.schedule,
@@ -144,7 +144,7 @@ def _optimizer_config(
     return MegatronOptimizerConfig(
         optimizer="adam",
         lr=settings.lr,
-        min_lr=settings.min_lr,
+        min_lr=settings.last_lr,
         weight_decay=settings.weight_decay,
         adam_beta1=settings.beta1,
         adam_beta2=settings.beta2,

@@ -42,7 +42,10 @@ def architecture_of(config: TrainConfig) -> Architecture:
     """
     tokenizer = tokenizer_of(config)
     if config.model.hf is not None:
-        made = Architecture.from_hf(_hf_config(config.model.hf))
+        try:
+            made = Architecture.from_hf(_hf_config(config.model.hf))
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"model.hf {config.model.hf}: {error}") from error
         if made.image_token_id != tokenizer.image or made.language.vocab_size < tokenizer.vocab_size:
             raise ConfigError(
                 f"{config.model.hf} has {made.language.vocab_size} ids and image token {made.image_token_id}, but the "

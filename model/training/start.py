@@ -86,6 +86,11 @@ def load_weights(path: Path, learner: Learner, config: TrainConfig, architecture
     """
     if not path.is_dir():
         raise ConfigError(f"model.weights {path} is no folder; make one with `vlmdata convert`, or name a checkpoint")
+    if not (path / ".metadata").exists() and any(path.glob("*.safetensors")):
+        raise ConfigError(
+            f"model.weights {path} is a Hugging Face checkpoint: convert it first, "
+            f"`vlmdata convert {path} --out DIR`, and name DIR"
+        )
     model, notes = unwrapped(learner.model[0]), []
     wanted = sharded_model(model)
     try:

@@ -90,6 +90,8 @@ def _direction(source: Path, out: Path, like: Path | None, dtype: str | None) ->
     if dtype is not None and dtype not in _DTYPES:
         raise VlmdataError(f"--dtype {dtype}: choose one of {', '.join(_DTYPES)}")
     if (source / ".metadata").exists():
+        if like is not None and not (like / "config.json").is_file():
+            raise VlmdataError(f"--like {like} is no folder of a Hugging Face checkpoint: it has no config.json")
         return False
     if not any(source.glob("*.safetensors")):
         raise VlmdataError(f"{source} holds neither *.safetensors nor a distributed checkpoint (.metadata)")

@@ -70,7 +70,7 @@ def to_megatron(source: Path, out: Path, progress: Progress = lambda count: None
     Raises:
         WeightsError: If tensors are missing, unexpected or mis-shaped, all of them listed.
     """
-    architecture = Architecture.from_hf(read_config(source))
+    architecture = read_architecture(source)
     files = HfTensors(source)
     mtp = any(name.startswith("mtp.") for name in files.tensors)
     maps = _table(architecture, mtp, files.tensors)
@@ -126,7 +126,7 @@ def to_hf(
     Raises:
         WeightsError: If the checkpoint is not of the architecture it names.
     """
-    architecture = Architecture.from_hf(read_config(source))
+    architecture = read_architecture(source)
     reader = torch_strategies._get_filesystem_reader(str(source))
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, True)
@@ -161,6 +161,18 @@ def to_hf(
     write_tensors(out, planned, tensor, file_bytes, progress)
     (out / CONFIG).write_text(json.dumps(architecture.to_hf(), indent=2) + "\n")
     return Converted(len(planned), sum(each.bytes for each in planned.values()), mtp)
+
+
+def read_architecture(folder: Path) -> Architecture:
+    """The architecture beside some weights.
+
+    Raises:
+        WeightsError: If there is none, or it is no Qwen3.5-VL.
+    """
+    try:
+        return Architecture.from_hf(read_config(folder))
+    except (ValueError, TypeError) as error:
+        raise WeightsError(f"{folder / CONFIG}: {error}") from error
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from model.weights.convert import to_hf, to_megatron
 from model.weights.hf_files import HfTensors, PlannedTensor, WeightsError, write_tensors
 from model.weights.names import canonical_names, hf_names, parameter_maps
 from tests.model.helpers import random_weights, small_architecture
+from vlmdata.errors import VlmdataError
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -186,6 +187,21 @@ class TestWhatIsWrongIsListed:
     def test_no_config(self, tmp_path: Path) -> None:
         with pytest.raises(WeightsError, match=r"no readable config.json"):
             to_hf(tmp_path, tmp_path / "out")
+
+    def test_a_config_that_is_no_qwen35_vl(self, tmp_path: Path) -> None:
+        architecture, _ = hf_folder(tmp_path, "dense")
+        config = architecture.to_hf()
+        config["text_config"]["hidden_act"] = "relu"
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(WeightsError, match=r"config.json: .*hidden_act"):
+            to_megatron(tmp_path, tmp_path / "out")
+
+    def test_a_model_to_be_like_that_is_not_there(self, tmp_path: Path) -> None:
+        from model.weights.command import _direction
+
+        (tmp_path / ".metadata").touch()
+        with pytest.raises(VlmdataError, match=r"--like nowhere is no folder of a Hugging Face checkpoint"):
+            _direction(tmp_path, tmp_path / "out", Path("nowhere"), None)
 
     def test_a_checkpoint_of_another_model(self, tmp_path: Path) -> None:
         hf_folder(tmp_path / "hf", "dense")

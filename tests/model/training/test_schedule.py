@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("megatron.core")
 
-from model.training.config import OptimizerConfig, RunConfig, TrainConfig
+from model.training.config import ConfigError, OptimizerConfig, RunConfig, TrainConfig, load_config
 from model.training.optimizer import build_schedule
 from tests.model.training.conftest import steps_of
 
@@ -63,3 +63,10 @@ def test_a_run_logs_the_rates_it_trains_with(run: Callable[..., Any], tmp_path: 
     run(run__steps=2, run__save_every=1, data__global_batch=1, optimizer__warmup_steps=1, optimizer__decay_steps=None)
     assert [line["lr"] for line in steps_of(tmp_path / "run")] == [1e-3, 2e-3]
     assert json.loads((tmp_path / "run/checkpoints/step-00000002/run.json").read_text())["step"] == 2
+
+
+def test_the_last_learning_rate_follows_the_first() -> None:
+    assert load_config(None, ["optimizer.lr=1e-6"]).optimizer.last_lr == pytest.approx(1e-7)
+    assert load_config(None, ["optimizer.lr=1e-6", "optimizer.min_lr=0.0"]).optimizer.last_lr == 0
+    with pytest.raises(ConfigError, match=r"optimizer.min_lr 0.01 is over optimizer.lr 0.001"):
+        load_config(None, ["optimizer.lr=1e-3", "optimizer.min_lr=1e-2"])
