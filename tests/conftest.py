@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -126,3 +127,27 @@ def tree_bytes(directory: Path) -> dict[str, bytes]:
     """Every file below a folder, by relative name: for byte-for-byte comparison of datasets."""
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Mounts a file system in memory of so many KiB below the test's folder; again, it resizes the one it made."""
+    mounted: list[Path] = []
+
+    def mount(kib: int, place: str = "disk") -> Path:
+        point = tmp_path / place
+        point.mkdir(parents=True, exist_ok=True)
+        options = f"size={kib}k" + (",remount" if mounted else "")
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", point], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"a small disk cannot be mounted here (it needs root): {done.stderr.strip()}")
+        mounted.append(point)
+        return point
+
+    if os.geteuid() != 0 or sys.platform != "linux":
+        pytest.skip("a small disk can be mounted by root on Linux only")
+    try:
+        yield mount
+    finally:
+        if mounted:
+            subprocess.run(["umount", "--lazy", mounted[0]], check=True)

@@ -6,7 +6,6 @@ import errno
 import os
 import resource
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -52,30 +51,6 @@ def temporary_files(out: Path) -> list[str]:
     return [str(path) for path in out.glob("**/*.tmp")]
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """Mounts a file system in memory of so many KiB; again, it resizes the one it made."""
-    point = tmp_path / "disk"
-    mounted = []
-
-    def mount(kib: int) -> Path:
-        point.mkdir(exist_ok=True)
-        options = f"size={kib}k" + (",remount" if mounted else "")
-        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", point], capture_output=True, text=True)
-        if done.returncode:
-            pytest.skip(f"a small disk cannot be mounted here (it needs root): {done.stderr.strip()}")
-        mounted.append(kib)
-        return point
-
-    if os.geteuid() != 0 or sys.platform != "linux":
-        pytest.skip("a small disk can be mounted by root on Linux only")
-    try:
-        yield mount
-    finally:
-        if mounted:
-            subprocess.run(["umount", "--lazy", point], check=True)
-
-
 @contextmanager
 def files_up_to(size: int) -> Iterator[None]:
     """Within the block a file of this process cannot grow beyond ``size`` bytes: EFBIG takes the place of ENOSPC."""
@@ -88,7 +63,7 @@ def files_up_to(size: int) -> Iterator[None]:
 
 
 def test_a_disk_that_fills_up_under_two_workers_ends_the_command_clearly_and_resumably(
-    source: Path, whole: dict[str, bytes], small_disk: Callable[[int], Path]
+    source: Path, whole: dict[str, bytes], small_disk: Callable[..., Path]
 ) -> None:
     out = small_disk(2000) / "out"  # of six shards of about 560 KiB three fit
     done = command(source, out, workers=2)
@@ -134,7 +109,7 @@ def _limiter(size: int) -> Callable[[], None]:
     return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
-def test_a_disk_that_is_full_from_the_start_is_told_clearly(source: Path, small_disk: Callable[[int], Path]) -> None:
+def test_a_disk_that_is_full_from_the_start_is_told_clearly(source: Path, small_disk: Callable[..., Path]) -> None:
     disk = small_disk(100)
     with suppress(OSError):
         (disk / "filler").write_bytes(bytes(200_000))
@@ -145,7 +120,7 @@ def test_a_disk_that_is_full_from_the_start_is_told_clearly(source: Path, small_
 
 
 def test_a_disk_that_fills_up_while_the_dataset_is_closed_keeps_all_shards(
-    source: Path, whole: dict[str, bytes], small_disk: Callable[[int], Path]
+    source: Path, whole: dict[str, bytes], small_disk: Callable[..., Path]
 ) -> None:
     """All shards and their records fit; index, ledger, tokenizer and manifest one after the other do not."""
     shards = sum(-(-len(content) // 4096) * 4 for name, content in whole.items() if name.startswith("shard-"))

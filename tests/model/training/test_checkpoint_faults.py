@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,30 +19,6 @@ from vlmdata.errors import ResourceError
 KIB = 1024
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """Mounts a file system in memory of so many KiB at ``run/checkpoints``; again, it resizes the one it made."""
-    point = tmp_path / "run" / "checkpoints"
-    mounted = []
-
-    def mount(kib: int) -> Path:
-        point.mkdir(parents=True, exist_ok=True)
-        options = f"size={kib}k" + (",remount" if mounted else "")
-        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", point], capture_output=True, text=True)
-        if done.returncode:
-            pytest.skip(f"a small disk cannot be mounted here (it needs root): {done.stderr.strip()}")
-        mounted.append(kib)
-        return point
-
-    if os.geteuid() != 0 or sys.platform != "linux":
-        pytest.skip("a small disk can be mounted by root on Linux only")
-    try:
-        yield mount
-    finally:
-        if mounted:
-            subprocess.run(["umount", "--lazy", point], check=True)
-
-
 def kib_of(folder: Path) -> int:
     """KiB that a folder's files take, as a file system counts."""
     return sum(file.stat().st_blocks for file in folder.rglob("*")) // 2
@@ -52,16 +26,16 @@ def kib_of(folder: Path) -> int:
 
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_disk_that_fills_up_ends_the_run_and_keeps_the_checkpoints(
-    run: Any, small_disk: Callable[[int], Path], in_background: bool
+    run: Any, small_disk: Callable[..., Path], in_background: bool
 ) -> None:
-    folder = small_disk(400 * KIB)
+    folder = small_disk(400 * KIB, "run/checkpoints")
     settings = {"run__save_every": 1, "run__async_save": in_background}
     run(run__steps=1, **settings)
     before, size = tree_bytes(folder), kib_of(folder)
 
     # Tensors alone would fit a second time, but not all that is written around them: it ends in the midst of a file.
     tensors = sum(_tensor_bytes(folder / "step-00000001")) // KIB
-    small_disk(size + tensors + 100)
+    small_disk(size + tensors + 100, "run/checkpoints")
     what = rf"{folder}: a checkpoint of {tensors * KIB / 1e6:.1f} MB could not be saved"
     with pytest.raises(ResourceError, match=rf"{what}: {os.strerror(errno.ENOSPC)}; [0-9.]+ MB free") as caught:
         run(resume=True, run__steps=2, **settings)
@@ -71,14 +45,14 @@ def test_a_disk_that_fills_up_ends_the_run_and_keeps_the_checkpoints(
     assert tree_bytes(folder) == before
 
     if not in_background:  # less than that is seen before a byte is written
-        small_disk(size + tensors - 100)
+        small_disk(size + tensors - 100, "run/checkpoints")
         room = f"{(tensors - 100) * KIB / 1e6:.1f} MB free"
         with pytest.raises(ResourceError, match=f"{what}: there is no room for it; {room}"):
             run(resume=True, run__steps=2, **settings)
         assert tree_bytes(folder) == before
         return
 
-    small_disk(400 * KIB)
+    small_disk(400 * KIB, "run/checkpoints")
     # As a run leaves it that is killed while it saves.
     (folder / ".step-00000007.tmp").mkdir()
     (folder / ".step-00000007.tmp" / "__0_0.distcp").write_bytes(b"half")
