@@ -320,30 +320,14 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, bounds: Sequence[int]) ->
 
 
 def _column(provider: Provider, config: TransformerConfig, width: int, out: int, tp_group: Any) -> nn.Module:
-    layer: nn.Module = provider.column_parallel_linear()(
-        width,
-        out,
-        config=config,
-        init_method=config.init_method,
-        bias=True,
-        skip_bias_add=False,
-        gather_output=False,
-        is_expert=False,
-        tp_group=tp_group,
-    )
-    return layer
+    return _linear(provider.column_parallel_linear(), config, width, out, tp_group, gather_output=False)
 
 
 def _row(provider: Provider, config: TransformerConfig, width: int, out: int, tp_group: Any) -> nn.Module:
-    layer: nn.Module = provider.row_parallel_linear()(
-        width,
-        out,
-        config=config,
-        init_method=config.init_method,
-        bias=True,
-        input_is_parallel=True,
-        skip_bias_add=False,
-        is_expert=False,
-        tp_group=tp_group,
-    )
+    return _linear(provider.row_parallel_linear(), config, width, out, tp_group, input_is_parallel=True)
+
+
+def _linear(kind: type, config: TransformerConfig, width: int, out: int, tp_group: Any, **cut: bool) -> nn.Module:
+    own = {"init_method": config.init_method, "bias": True, "skip_bias_add": False, "is_expert": False}
+    layer: nn.Module = kind(width, out, config=config, tp_group=tp_group, **own, **cut)
     return layer

@@ -26,14 +26,14 @@ SECRET = b"secret"
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """``tmp_path/root`` with a.png and sub/b.png; outside it lies ``secret.png``."""
-    folder = tmp_path / "root"
+    """``tmp_path/pictures`` with a.png and sub/b.png; outside it lies ``secret.png``."""
+    folder = tmp_path / "pictures"
     (folder / "sub").mkdir(parents=True)
     (folder / "a.png").write_bytes(b"a")
     (folder / "sub" / "b.png").write_bytes(b"b")
     (tmp_path / "secret.png").write_bytes(SECRET)
-    (tmp_path / "root-twin").mkdir()
-    (tmp_path / "root-twin" / "secret.png").write_bytes(SECRET)
+    (tmp_path / "pictures-twin").mkdir()
+    (tmp_path / "pictures-twin" / "secret.png").write_bytes(SECRET)
     return folder
 
 
@@ -65,12 +65,12 @@ class TestPaths:
             "../secret.png",
             "sub/../../secret.png",
             "{tmp}/secret.png",
-            "{tmp}/root/../secret.png",
-            "{tmp}/root-twin/secret.png",
-            "../root-twin/secret.png",
+            "{tmp}/pictures/../secret.png",
+            "{tmp}/pictures-twin/secret.png",
+            "../pictures-twin/secret.png",
             "file://{tmp}/secret.png",
             "file:///../../../../../../../../../../../..{tmp}/secret.png",
-            "file://{tmp}/root/%2e%2e/secret.png",
+            "file://{tmp}/pictures/%2e%2e/secret.png",
             "link.png",
             "folder-link/secret.png",
             "chain.png",
@@ -87,7 +87,7 @@ class TestPaths:
         assert found.reason is Reason.IMAGE_PATH
         assert f"leads out of --image-root {root}" in found.message
 
-    STEPS = ("..", ".", "sub", "a.png", "secret.png", "folder-link", "", "root")
+    STEPS = ("..", ".", "sub", "a.png", "secret.png", "folder-link", "", "pictures")
 
     @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(steps=st.lists(st.sampled_from(STEPS), max_size=7))
