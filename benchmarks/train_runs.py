@@ -18,8 +18,6 @@ import dataclasses
 import datetime
 import fcntl
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -27,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -83,16 +82,11 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
     launch += ["--master-addr", "127.0.0.1", "--master-port", str(options.port), str(ROOT / "train.py")]
     out.mkdir(parents=True, exist_ok=True)
     log = (out / "log").open("w")
-    job = subprocess.Popen(
-        [*launch, *arguments], stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True
-    )
+    job = subprocess.Popen([*launch, *arguments], stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
     begun = time.monotonic()
     while job.poll() is None and len(lines_of(out)) < case.steps and time.monotonic() - begun < options.limit:
         time.sleep(0.2)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(job.pid, signal.SIGKILL)
-    subprocess.run(["pkill", "-9", "-f", f"--out {out}"], check=False)
-    job.wait()
+    end(job)
     found = {"what": case.what, "gpus": case.gpus, "command": " ".join(["train.py", *case.options.split()])}
     lines = lines_of(out)
     if len(lines) <= case.warmup:
@@ -111,6 +105,15 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "seconds_p95": float(np.quantile(seconds, 0.95)),
         "fill": float(np.mean([line["fill"] for line in counted])),
     }
+
+
+def end(job: subprocess.Popen[bytes]) -> None:
+    """Kills it with all it started: torchrun gives each rank a session of its own, and loaders are their children."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in [*psutil.Process(job.pid).children(recursive=True), psutil.Process(job.pid)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+    job.wait()
 
 
 def lines_of(out: Path) -> list[dict[str, Any]]:
