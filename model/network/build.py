@@ -43,7 +43,6 @@ class ModelSettings:
         sequence_parallel: Whether these ranks also share the tokens between layers.
         context_parallel: Ranks that share the tokens of a pack.
         pipeline_parallel: Stages.
-        virtual_pipeline: Model chunks per stage; None for one.
         expert_parallel: Ranks that share the experts.
         backend: ``torch`` runs anywhere; ``transformer_engine`` on CUDA.
         params_dtype: Data type of parameters and activations.
@@ -55,21 +54,18 @@ class ModelSettings:
         vision_recompute: Whether the vision tower's blocks are.
         cp_comm_type: How attention exchanges over context-parallel ranks (Transformer Engine): ``p2p``,
             ``all_gather``, ``a2a``, ``a2a+p2p``.
-        moe_dispatcher: How tokens get to experts: ``alltoall``, or ``flex`` on GPU. (``allgather`` needs packs of equal
-            length on all ranks.)
         fused_cross_entropy: Cross-entropy by Transformer Engine's kernel.
         gradient_accumulation_fusion: Weight gradients straight into the gradient buffer (Transformer Engine); the model
             must be trained behind megatron-core's ``DistributedDataParallel``, and ``grad`` stays without meaning.
         fp8: FP8 format of linear layers (``hybrid``, ``e4m3``), with Transformer Engine; None for none.
-        fp8_recipe: Scaling of FP8.
-        deterministic: Refuse what is not bitwise repeatable.
+        fp8_recipe: Scaling of FP8: of whole tensors by their present range (``tensorwise``) or by that of earlier steps
+            (``delayed``), or of blocks (``blockwise``).
     """
 
     tensor_parallel: int = 1
     sequence_parallel: bool = False
     context_parallel: int = 1
     pipeline_parallel: int = 1
-    virtual_pipeline: int | None = None
     expert_parallel: int = 1
     backend: Literal["torch", "transformer_engine"] = "torch"
     params_dtype: torch.dtype = torch.float32
@@ -79,12 +75,10 @@ class ModelSettings:
     recompute: Literal["none", "selective", "full"] = "none"
     vision_recompute: bool = False
     cp_comm_type: str = "p2p"
-    moe_dispatcher: str = "alltoall"
     fused_cross_entropy: bool = False
     gradient_accumulation_fusion: bool = False
-    fp8: str | None = None
-    fp8_recipe: str = "tensorwise"
-    deterministic: bool = False
+    fp8: Literal["hybrid", "e4m3"] | None = None
+    fp8_recipe: Literal["tensorwise", "delayed", "blockwise"] = "tensorwise"
 
     def check(self, architecture: Architecture) -> None:
         """Refuses what cannot work, before anything is built.
@@ -102,7 +96,6 @@ def build_model(
     *,
     pre_process: bool = True,
     post_process: bool = True,
-    vp_stage: int | None = None,
 ) -> Qwen35VL:
     """Builds this rank's part of a model, with fresh weights.
 
@@ -111,7 +104,6 @@ def build_model(
         settings: How.
         pre_process: Whether this is the first stage (vision tower, embedding).
         post_process: Whether this is the last stage (output layer).
-        vp_stage: Model chunk of an interleaved pipeline.
 
     Raises:
         ValueError: If the settings contradict each other, the architecture or the groups that exist.
@@ -128,7 +120,7 @@ def build_model(
     language = Qwen35Language(
         config,
         architecture,
-        _block(architecture, config, provider, vp_stage),
+        _block(architecture, config, provider),
         provider,
         mtp_layer=layer_spec(config, provider, linear=False, moe=moe) if predict else None,
         mtp_loss_scale=settings.mtp_loss_scale,
@@ -137,7 +129,6 @@ def build_model(
         pre_process=pre_process,
         post_process=post_process,
         pg_collection=groups,
-        vp_stage=vp_stage,
     )
     vision = None
     if pre_process:
@@ -202,13 +193,13 @@ def language_config(architecture: Architecture, settings: ModelSettings) -> Tran
         "sequence_parallel": settings.sequence_parallel,
         "context_parallel_size": settings.context_parallel,
         "pipeline_model_parallel_size": settings.pipeline_parallel,
-        "virtual_pipeline_model_parallel_size": settings.virtual_pipeline,
         "expert_model_parallel_size": settings.expert_parallel,
         "expert_tensor_parallel_size": 1,
         "pipeline_dtype": settings.params_dtype,
         # Packs differ in length, so stages tell each other shapes, and ranks of experts their numbers of tokens.
         "variable_seq_lengths": settings.pipeline_parallel > 1,
-        "moe_token_dispatcher_type": settings.moe_dispatcher,
+        # Not allgather, which needs packs of equal length on all ranks.
+        "moe_token_dispatcher_type": "alltoall",
         "calculate_per_token_loss": True,
         "init_method_std": language.initializer_range,
         # megatron-core would have it everywhere, and its own output layer needs Apex; see _fuse_weight_gradients.
@@ -301,17 +292,15 @@ def _recompute_options(architecture: Architecture, settings: ModelSettings) -> d
     return {}
 
 
-def _block(
-    architecture: Architecture, config: TransformerConfig, provider: Provider, vp_stage: int | None
-) -> TransformerBlockSubmodules:
+def _block(architecture: Architecture, config: TransformerConfig, provider: Provider) -> TransformerBlockSubmodules:
     """Specs of this stage's decoder layers and of the final norm."""
     moe = architecture.language.moe is not None
     kinds = {
         kind: layer_spec(config, provider, linear=kind == LINEAR_ATTENTION, moe=moe)
         for kind in (LINEAR_ATTENTION, FULL_ATTENTION)
     }
-    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
-    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    first = get_transformer_layer_offset(config)
+    count = get_num_layers_to_build(config)
     types = architecture.language.layer_types[first : first + count]
     return TransformerBlockSubmodules(
         layer_specs=[kinds[kind] for kind in types], layer_norm=provider.layer_norm(rms_norm=True)
@@ -326,10 +315,15 @@ def _check_values(settings: ModelSettings, architecture: Architecture) -> None:
     for name in ("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel"):
         if getattr(settings, name) < 1:
             raise ValueError(f"{name} must be at least 1, got {getattr(settings, name)}")
-    allowed = {"backend": ("torch", "transformer_engine"), "recompute": ("none", "selective", "full")}
+    allowed = {
+        "backend": ("torch", "transformer_engine"),
+        "recompute": ("none", "selective", "full"),
+        "fp8": (None, "hybrid", "e4m3"),
+        "fp8_recipe": ("tensorwise", "delayed", "blockwise"),
+    }
     for name, values in allowed.items():
         if getattr(settings, name) not in values:
-            raise ValueError(f"{name} must be one of {', '.join(values)}, got {getattr(settings, name)!r}")
+            raise ValueError(f"{name} must be one of {', '.join(map(str, values))}, got {getattr(settings, name)!r}")
     if settings.params_dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"params_dtype must be float32 or bfloat16, got {settings.params_dtype}")
     wanted = _mtp_layers(architecture, settings)
@@ -363,9 +357,8 @@ def _check_sizes(settings: ModelSettings, architecture: Architecture) -> None:
         raise ValueError(
             f"expert_parallel {settings.expert_parallel} does not divide the {language.moe.num_experts} experts"
         )
-    stages = settings.pipeline_parallel * (settings.virtual_pipeline or 1)
-    if language.num_layers % stages:
-        raise ValueError(f"{stages} pipeline stages do not divide the {language.num_layers} layers")
+    if language.num_layers % settings.pipeline_parallel:
+        raise ValueError(f"{settings.pipeline_parallel} pipeline stages do not divide the {language.num_layers} layers")
 
 
 def _check_combinations(settings: ModelSettings, architecture: Architecture) -> None:
@@ -385,11 +378,6 @@ def _check_combinations(settings: ModelSettings, architecture: Architecture) -> 
     ]
     if engine_only:
         raise ValueError(f"{', '.join(engine_only)} need backend 'transformer_engine', got {settings.backend!r}")
-    if settings.deterministic and settings.backend == "transformer_engine":
-        raise ValueError(
-            "backend 'transformer_engine' is not bitwise repeatable: flash-linear-attention's kernels are not; "
-            "use backend 'torch', or set deterministic to false"
-        )
 
 
 def _check_groups(settings: ModelSettings, groups: ProcessGroupCollection) -> None:

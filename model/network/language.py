@@ -105,7 +105,7 @@ class Qwen35Language(GPTModel):
         mtp_loss_scale: Weight of its loss.
         vocab_rows: Rows of the embedding table, padded for tensor parallelism.
         metrics: Where losses beside the main one are counted.
-        options: ``pre_process``, ``post_process``, ``pg_collection``, ``vp_stage`` of ``GPTModel``.
+        options: ``pre_process``, ``post_process``, ``pg_collection`` of ``GPTModel``.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Qwen35Language(GPTModel):
             self.output_layer.sequence_parallel = False
             self.output_layer.allreduce_dgrad = self.pg_collection.tp.size() > 1
         if mtp_layer is not None and self.post_process:
-            self.predictor = MultiTokenPredictor(config, provider, mtp_layer, self.pg_collection, self.vp_stage)
+            self.predictor = MultiTokenPredictor(config, provider, mtp_layer, self.pg_collection)
 
     def decode(
         self,

@@ -35,7 +35,6 @@ class MultiTokenPredictor(MegatronModule):
         provider: The back end.
         layer: Spec of its decoder layer.
         pg_collection: Process groups.
-        vp_stage: Model chunk.
     """
 
     def __init__(
@@ -44,7 +43,6 @@ class MultiTokenPredictor(MegatronModule):
         provider: Provider,
         layer: ModuleSpec,
         pg_collection: Any,
-        vp_stage: int | None = None,
     ) -> None:
         super().__init__(config=config)
         self.tp_group = pg_collection.tp
@@ -67,7 +65,6 @@ class MultiTokenPredictor(MegatronModule):
         self.layer = build_module(
             layer,
             config=config,
-            vp_stage=vp_stage,
             layer_number=1,
             is_mtp_layer=True,
             pg_collection=pg_collection,

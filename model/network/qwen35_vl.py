@@ -69,7 +69,6 @@ class Qwen35VL(MegatronModule):
         # What megatron-core's schedules and gradient reduction ask a model for.
         self.model_type = ModelType.encoder_or_decoder
         self.pre_process, self.post_process = language.pre_process, language.post_process
-        self.vp_stage = language.vp_stage
         self.share_embeddings_and_output_weights = language.share_embeddings_and_output_weights
         self.pg_collection = language.pg_collection
         self._received: Tensor | None = None

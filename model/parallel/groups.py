@@ -47,7 +47,6 @@ def initialize(
     context: int = 1,
     pipeline: int = 1,
     expert: int = 1,
-    virtual_pipeline: int | None = None,
     backend: str | None = None,
     seed: int = 1234,
     timeout_minutes: float = 10.0,
@@ -59,7 +58,6 @@ def initialize(
         context: Context-parallel size.
         pipeline: Pipeline stages.
         expert: Expert-parallel size; divides data x context x tensor.
-        virtual_pipeline: Model chunks per stage, None for one.
         backend: ``"gloo"`` or ``"nccl"``; nccl where there is CUDA if None.
         seed: Seed of fresh weights; see :func:`seed_all`.
         timeout_minutes: How long a collective waits for a missing rank before the job fails.
@@ -95,7 +93,6 @@ def initialize(
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=pipeline,
-        virtual_pipeline_model_parallel_size=virtual_pipeline,
         context_parallel_size=context,
         expert_model_parallel_size=expert,
         expert_tensor_parallel_size=1,

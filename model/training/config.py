@@ -156,7 +156,9 @@ class RunConfig:
         steps: Optimizer steps in all, over every resume.
         seed: Of the initial weights.
         precision: "fp32", "bf16", or "auto": bf16 where there is CUDA.
-        fp8: Matrix products in FP8 (Transformer Engine only).
+        fp8: Matrix products in FP8, E4M3 forward and E5M2 backward (Transformer Engine only).
+        fp8_recipe: Scaling of FP8: of whole tensors by their present range ("tensorwise") or by that of earlier steps
+            ("delayed", which is not kept in checkpoints), or of blocks ("blockwise").
         save_every: Steps between checkpoints; 0 saves at the end only.
         keep: Newest checkpoints that are kept; 0 keeps all.
         async_save: Checkpoints written in the background; none means where there is CUDA.
@@ -171,6 +173,7 @@ class RunConfig:
     seed: int = 1234
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     fp8: bool = False
+    fp8_recipe: Literal["tensorwise", "delayed", "blockwise"] = "tensorwise"
     save_every: int = 0
     keep: int = 2
     async_save: bool | None = None

@@ -106,6 +106,7 @@ def settings_of(config: TrainConfig, architecture: Architecture, device: torch.d
         fused_cross_entropy=backend == "transformer_engine",
         gradient_accumulation_fusion=backend == "transformer_engine",
         fp8="hybrid" if config.run.fp8 else None,
+        fp8_recipe=config.run.fp8_recipe,
     )
 
 

@@ -34,7 +34,7 @@ from model.network.build import ModelSettings, build_model, vocabulary_rows
         ({"mtp_layers": 2}, {}, "mtp_layers must lie in 0..1"),
         ({"mtp_layers": 1}, {"mtp": 0}, "mtp_layers must lie in 0..0"),
         ({"fp8": "hybrid"}, {}, "fp8 need backend 'transformer_engine'"),
-        ({"deterministic": True, "backend": "transformer_engine"}, {}, "not bitwise repeatable"),
+        ({"fp8_recipe": "mxfp8"}, {}, "fp8_recipe must be one of tensorwise, delayed, blockwise, got 'mxfp8'"),
     ],
 )
 def test_settings_are_refused(settings: dict[str, Any], model: dict[str, Any], message: str) -> None:

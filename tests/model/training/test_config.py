@@ -64,6 +64,7 @@ def test_every_setting_changes_the_hash() -> None:
         ("data.capacity=true", "data.capacity is True .bool.; it must be int"),
         ("data.capacity=0", "data.capacity is 0; it must be at least 1"),
         ("run.tensorboard=1", "run.tensorboard is 1 .int.; it must be bool"),
+        ("run.fp8_recipe=mxfp8", "run.fp8_recipe is 'mxfp8'; it must be one of tensorwise, delayed, blockwise"),
         ("model.backend=te", "model.backend is 'te'; it must be one of auto, torch, transformer_engine"),
         ('model.freeze=["head"]', r"model.freeze names \['head'\]; it knows vision, merger, language"),
         ("optimizer.min_lr=1", "optimizer.min_lr 1.0 is over optimizer.lr"),
