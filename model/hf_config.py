@@ -352,7 +352,10 @@ def _check(section: str, fields: Mapping[str, Any], ignore: Collection[str]) -> 
         known |= set(PretrainedConfig().to_dict()) | {"id2label", "label2id", "problem_type", "is_encoder_decoder"}
     unknown = sorted(set(fields) - known)
     if unknown:
+        each = " ".join(f"--ignore-config-field {name}" for name in unknown)
+        listed = ", ".join(f'"{name}"' for name in unknown)
         raise ValueError(
             f"unknown fields in {section or 'the config'}: {', '.join(unknown)}; they may change the model's result. "
-            "If they do not, name them in ignore="
+            f"If they do not: `vlmdata convert … {each}`, `train.py … --set 'model.ignore_config_fields=[{listed}]'`, "
+            "or ignore= of Architecture.from_hf"
         )

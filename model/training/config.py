@@ -65,6 +65,7 @@ class ModelConfig:
     Attributes:
         preset: Name of a size in :data:`model.presets.PRESETS`; ignored with ``hf``.
         hf: Folder, ``config.json`` or hub id of a Hugging Face checkpoint whose architecture is built.
+        ignore_config_fields: Fields of that ``config.json`` that are unknown here, but harmless.
         weights: Checkpoint that ``vlmdata convert`` made, to start from; none starts from random weights.
         backend: "transformer_engine", "torch", or "auto": Transformer Engine where there is CUDA.
         mtp: Whether multi-token prediction is trained; none means as the architecture has it.
@@ -77,6 +78,7 @@ class ModelConfig:
 
     preset: str = "tiny"
     hf: str | None = None
+    ignore_config_fields: tuple[str, ...] = ()
     weights: str | None = None
     backend: Literal["auto", "torch", "transformer_engine"] = "auto"
     mtp: bool | None = None

@@ -43,7 +43,7 @@ def architecture_of(config: TrainConfig) -> Architecture:
     tokenizer = tokenizer_of(config)
     if config.model.hf is not None:
         try:
-            made = Architecture.from_hf(_hf_config(config.model.hf))
+            made = Architecture.from_hf(_hf_config(config.model.hf), ignore=config.model.ignore_config_fields)
         except (ValueError, TypeError) as error:
             raise ConfigError(f"model.hf {config.model.hf}: {error}") from error
         if made.image_token_id != tokenizer.image or made.language.vocab_size < tokenizer.vocab_size:

@@ -19,10 +19,16 @@ def convert(
     out: Annotated[Path, typer.Option(help="Where the converted checkpoint goes; must be empty or absent.")],
     like: Annotated[
         Path | None,
-        typer.Option(help="To Hugging Face: copy tokenizer, processor and other small files from this folder."),
+        typer.Option(help="To Hugging Face: keep config, tokenizer, processor and other small files of this folder."),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="To Hugging Face: float32, bfloat16 or float16; default: as stored.")
+    ] = None,
+    ignore_config_field: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="Field of a config.json that is unknown here, but harmless; may be repeated."
+        ),
     ] = None,
     file_gb: Annotated[float, typer.Option(help="To Hugging Face: most gigabytes in a file.")] = 5.0,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
@@ -51,18 +57,18 @@ def convert(
     from model.parallel import cpu_mode, groups
     from model.weights import convert as conversion
 
-    begun = time.perf_counter()
+    begun, ignore = time.perf_counter(), ignore_config_field or ()
     with _bar(source, json) as advance:
         groups.initialize(backend="gloo")
         try:
             with cpu_mode.cpu_mode_if_needed():
                 if to_megatron:
-                    done = conversion.to_megatron(source, out, advance)
+                    done = conversion.to_megatron(source, out, advance, ignore)
                 else:
                     import torch
 
                     kind = None if dtype is None else getattr(torch, dtype)
-                    done = conversion.to_hf(source, out, like, kind, int(file_gb * 1e9), advance)
+                    done = conversion.to_hf(source, out, like, kind, int(file_gb * 1e9), advance, ignore)
         finally:
             groups.destroy()
     seconds = time.perf_counter() - begun

@@ -10,8 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -33,10 +32,9 @@ from torch.distributed.checkpoint.storage import StorageReader
 from model.architecture import Architecture
 from model.network.build import ModelSettings, build_model, vocabulary_rows
 from model.weights.hf_files import HfTensors, PlannedTensor, WeightsError, differences, write_tensors
+from model.weights.hf_folder import CONFIG, architecture_in, config_for, copy_small_files, read_json, with_dtypes
 from model.weights.names import ParameterMap, canonical_names, hf_names, parameter_maps
 
-#: Beside the weights: the architecture they belong to, as a Hugging Face config.
-CONFIG = "config.json"
 _IGNORED = ("rotary_emb.inv_freq",)
 
 Progress = Callable[[int], None]
@@ -57,7 +55,9 @@ class Converted:
     mtp: bool
 
 
-def to_megatron(source: Path, out: Path, progress: Progress = lambda count: None) -> Converted:
+def to_megatron(
+    source: Path, out: Path, progress: Progress = lambda count: None, ignore: Collection[str] = ()
+) -> Converted:
     """Writes a distributed checkpoint from a Hugging Face folder.
 
     The process groups of one process must exist (:func:`model.parallel.groups.initialize`), in CPU mode without CUDA.
@@ -66,11 +66,12 @@ def to_megatron(source: Path, out: Path, progress: Progress = lambda count: None
         source: Folder with ``config.json`` and ``*.safetensors``.
         out: An empty or absent folder.
         progress: Called with bytes as they are written.
+        ignore: Fields of ``config.json`` that are unknown and harmless; the one written has the known ones only.
 
     Raises:
         WeightsError: If tensors are missing, unexpected or mis-shaped, all of them listed.
     """
-    architecture = read_architecture(source)
+    architecture = read_architecture(source, ignore)
     files = HfTensors(source)
     mtp = any(name.startswith("mtp.") for name in files.tensors)
     maps = _table(architecture, mtp, files.tensors)
@@ -112,21 +113,25 @@ def to_hf(
     dtype: torch.dtype | None = None,
     file_bytes: int = 5_000_000_000,
     progress: Progress = lambda count: None,
+    ignore: Collection[str] = (),
 ) -> Converted:
     """Writes a Hugging Face folder from a distributed checkpoint: one of ``to_megatron``'s, or one of a training run.
 
     Args:
         source: The checkpoint.
         out: An empty or absent folder.
-        like: A Hugging Face folder whose other files (tokenizer, processor) are copied.
+        like: A Hugging Face folder of the same model, whose other files (tokenizer, processor) are copied and whose
+            ``config.json`` is kept but for dtypes; None writes a ``config.json`` with the architecture only.
         dtype: Of the weights; None for the dtypes of the checkpoint.
         file_bytes: Most bytes in a file, unless one tensor is larger.
         progress: Called with bytes as they are written.
+        ignore: Fields of ``like``'s ``config.json`` that are unknown and harmless; they are kept.
 
     Raises:
-        WeightsError: If the checkpoint is not of the architecture it names.
+        WeightsError: If the checkpoint is not of the architecture it names, or ``like`` is of another one.
     """
     architecture = read_architecture(source)
+    config = config_for(architecture, like, ignore)
     reader = torch_strategies._get_filesystem_reader(str(source))
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, True)
@@ -155,24 +160,24 @@ def to_hf(
         return parts[0] if whole else torch.stack(parts)
 
     out.mkdir(parents=True, exist_ok=True)
-    for file in like.iterdir() if like is not None else ():
-        if file.is_file() and file.suffix not in (".safetensors", ".bin", ".pt") and "safetensors" not in file.name:
-            shutil.copy(file, out / file.name)
+    if like is not None:
+        copy_small_files(like, out)
     write_tensors(out, planned, tensor, file_bytes, progress)
-    (out / CONFIG).write_text(json.dumps(architecture.to_hf(), indent=2) + "\n")
+    (out / CONFIG).write_text(json.dumps(with_dtypes(config, planned), indent=2) + "\n")
     return Converted(len(planned), sum(each.bytes for each in planned.values()), mtp)
 
 
-def read_architecture(folder: Path) -> Architecture:
+def read_architecture(folder: Path, ignore: Collection[str] = ()) -> Architecture:
     """The architecture beside some weights.
+
+    Args:
+        folder: Holds them.
+        ignore: Fields of its ``config.json`` that are unknown and harmless.
 
     Raises:
         WeightsError: If there is none, or it is no Qwen3.5-VL.
     """
-    try:
-        return Architecture.from_hf(read_config(folder))
-    except (ValueError, TypeError) as error:
-        raise WeightsError(f"{folder / CONFIG}: {error}") from error
+    return architecture_in(folder / CONFIG, read_config(folder), ignore)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -181,14 +186,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         WeightsError: If there is neither.
     """
+    if not (folder / "run.json").exists():
+        return read_json(folder / CONFIG)
+    state = read_json(folder / "run.json")
     try:
-        if (folder / "run.json").exists():
-            return dict(json.loads((folder / "run.json").read_text())["architecture"])
-        return dict(json.loads((folder / CONFIG).read_text()))
-    except (OSError, ValueError, KeyError) as error:
-        raise WeightsError(
-            f"{folder}: no readable {CONFIG} that says which model the weights are of: {error}"
-        ) from error
+        return dict(state["architecture"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise WeightsError(f"{folder / 'run.json'}: it does not say which model the weights are of") from error
 
 
 @dataclass(frozen=True)

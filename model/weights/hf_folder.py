@@ -1,0 +1,128 @@
+"""What lies beside the weights in a Hugging Face folder: ``config.json``, tokenizer, processor, generation settings."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from model.architecture import Architecture
+from model.weights.hf_files import PlannedTensor, WeightsError
+
+#: The architecture, as a Hugging Face config.
+CONFIG = "config.json"
+#: Suffixes of files that hold weights.
+_WEIGHTS = (".safetensors", ".bin", ".pt")
+#: How transformers spells a dtype's field, now and before version 5.
+_DTYPE_FIELDS = ("dtype", "torch_dtype")
+#: What begins the names of a section's tensors; the other section has the rest.
+_VISION = "model.visual."
+
+
+def config_for(architecture: Architecture, like: Path | None, ignore: Collection[str] = ()) -> dict[str, Any]:
+    """The content of a ``config.json``, but for dtypes.
+
+    Args:
+        architecture: Of the weights.
+        like: A folder whose ``config.json`` is taken, with all that an :class:`Architecture` does not hold (ids of
+            other tokens, versions, notes); None for one that holds the architecture only.
+        ignore: Fields of that file that are unknown and harmless.
+
+    Raises:
+        WeightsError: If the folder's model is another one, or no Qwen3.5-VL.
+    """
+    ours = architecture.to_hf()
+    if like is None:
+        return ours
+    config = read_json(like / CONFIG)
+    theirs = architecture_in(like / CONFIG, config, ignore).to_hf()
+    lines = [f"{name}: {given!r}, the weights have {wanted!r}" for name, given, wanted in _differences(theirs, ours)]
+    if lines:
+        raise WeightsError(
+            f"--like {like} is another model: {'; '.join(lines)}. Name the folder of the checkpoint that these weights "
+            "began from, or leave --like out"
+        )
+    return config
+
+
+def architecture_in(path: Path, config: Mapping[str, Any], ignore: Collection[str] = ()) -> Architecture:
+    """The architecture that a config holds.
+
+    Args:
+        path: Its file, for messages.
+        config: Its content.
+        ignore: Fields that are unknown and harmless.
+
+    Raises:
+        WeightsError: If it is no Qwen3.5-VL.
+    """
+    try:
+        return Architecture.from_hf(config, ignore=ignore)
+    except (ValueError, TypeError) as error:
+        raise WeightsError(f"{path}: {error}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file's object.
+
+    Raises:
+        WeightsError: If there is none.
+    """
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise WeightsError(
+            f"{path.parent}: no readable {path.name} that says which model the weights are of: {error}"
+        ) from error
+
+
+def with_dtypes(config: Mapping[str, Any], planned: Mapping[str, PlannedTensor]) -> dict[str, Any]:
+    """A config that says in which dtypes weights are written: where it says so already, or else once.
+
+    A section's dtype is the one that most of its bytes have.
+
+    Args:
+        config: The config.
+        planned: The weights by name.
+    """
+    vision = {name: tensor for name, tensor in planned.items() if name.startswith(_VISION)}
+    text = {name: tensor for name, tensor in planned.items() if name not in vision}
+    out = {"text_config": dict(config["text_config"]), "vision_config": dict(config.get("vision_config") or {})}
+    found = False
+    whole = dict(config)
+    for section, tensors in ((whole, planned), (out["text_config"], text), (out["vision_config"], vision)):
+        for field in _DTYPE_FIELDS:
+            if section.get(field) is not None:
+                section[field], found = _main_dtype(tensors), True
+    whole |= {name: section for name, section in out.items() if name in config}
+    return whole if found else whole | {"dtype": _main_dtype(planned)}
+
+
+def copy_small_files(like: Path, out: Path) -> None:
+    """Copies all files of a folder that hold no weights and are not its config."""
+    for file in like.iterdir():
+        weights = file.suffix in _WEIGHTS or "safetensors" in file.name
+        if file.is_file() and not weights and file.name != CONFIG:
+            shutil.copy(file, out / file.name)
+
+
+def _main_dtype(tensors: Mapping[str, PlannedTensor]) -> str:
+    count: Counter[str] = Counter()
+    for tensor in tensors.values():
+        count[str(tensor.dtype).removeprefix("torch.")] += tensor.bytes
+    return count.most_common(1)[0][0]
+
+
+def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any], where: str = "") -> list[tuple[str, Any, Any]]:
+    """Names and both values of what differs, however deep."""
+    found = []
+    for name in sorted(theirs.keys() | ours.keys()):
+        a, b = theirs.get(name), ours.get(name)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += _differences(a, b, f"{where}{name}.")
+        elif a != b:
+            found.append((where + name, a, b))
+    return found
