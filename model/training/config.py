@@ -27,6 +27,9 @@ class DataConfig:
 
     Attributes:
         paths: Dataset directories or URLs.
+        blend: A weight for each of them, such as [0.7, 0.3]; empty is one pass over each per epoch.
+        blend_by: What weights mean: shares of an epoch's "tokens" or "samples", in any scale, or passes over each
+            dataset per epoch ("epochs", such as [1, 2.5]).
         capacity: Most tokens in a pack.
         global_batch: Packs per optimizer step, over all data-parallel ranks.
         max_patches: Most vision patches in a pack; none is no limit.
@@ -44,6 +47,8 @@ class DataConfig:
     """
 
     paths: tuple[str, ...] = ()
+    blend: tuple[float, ...] = ()
+    blend_by: Literal["tokens", "samples", "epochs"] = "tokens"
     capacity: int = 8192
     global_batch: int = 8
     max_patches: int | None = None
@@ -341,6 +346,15 @@ def _check(config: TrainConfig) -> None:
     for name, bound in least.items():
         if values[name] is not None and values[name] < bound:
             raise ConfigError(f"{name} is {values[name]}; it must be at least {bound}")
+    weights, paths = config.data.blend, config.data.paths
+    if weights and len(weights) != len(paths):
+        named = f": {', '.join(paths)}" if paths else ""
+        raise ConfigError(
+            f"data.blend has {len(weights)} weights for {len(paths)} datasets{named}; give one for each --data, in "
+            "their order"
+        )
+    if weights and (not min(weights) >= 0 or not 0 < sum(weights) < float("inf")):
+        raise ConfigError(f"data.blend is {list(weights)}; weights must be finite, at least 0, and not all 0")
     if config.optimizer.last_lr > config.optimizer.lr:
         raise ConfigError(f"optimizer.min_lr {config.optimizer.min_lr} is over optimizer.lr {config.optimizer.lr}")
     unknown = set(config.model.freeze) - {"vision", "merger", "language"}

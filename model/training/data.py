@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from model.training.config import ConfigError, TrainConfig
-from vlmdata import PackedBatch, StreamingLoader
+from vlmdata import Blend, PackedBatch, StreamingLoader
 from vlmdata.format.manifest import TokenizerInfo
 from vlmdata.loader.open import DEFAULT_CACHE_BYTES, open_for_loading
 
@@ -101,6 +101,7 @@ def open_loader(config: TrainConfig, place: RankPlace, moe: bool, device: torch.
             max_patches=data.max_patches,
             pad_to_capacity=device.type == "cuda" if data.pad_to_capacity is None else data.pad_to_capacity,
             shuffle_window=data.shuffle_window,
+            blend=Blend(data.blend_by, data.blend) if data.blend else None,
             balance=data.balance,
             parts=parts_needed(place.first_stage, place.last_stage, moe and config.model.moe_aux_loss != 0),
             num_workers=data.workers,

@@ -64,6 +64,8 @@ def test_every_setting_changes_the_hash() -> None:
         ("data.capacity=true", "data.capacity is True .bool.; it must be int"),
         ("data.capacity=0", "data.capacity is 0; it must be at least 1"),
         ("run.tensorboard=1", "run.tensorboard is 1 .int.; it must be bool"),
+        ("data.blend=[1, -1]", r"data.blend has 2 weights for 0 datasets; give one for each --data"),
+        ("data.blend=1.5", "data.blend is 1.5; it must be a list"),
         ("run.fp8_recipe=mxfp8", "run.fp8_recipe is 'mxfp8'; it must be one of tensorwise, delayed, blockwise"),
         ("model.backend=te", "model.backend is 'te'; it must be one of auto, torch, transformer_engine"),
         ('model.freeze=["head"]', r"model.freeze names \['head'\]; it knows vision, merger, language"),
@@ -90,6 +92,21 @@ def test_a_file_that_is_wrong_is_named(tmp_path: Path, text: str, message: str) 
     file.write_text(text)
     with pytest.raises(ConfigError, match=rf"run\.toml.*{message}"):
         load_config(file)
+
+
+@pytest.mark.parametrize(
+    ("blend", "message"),
+    [
+        ("[1]", "data.blend has 1 weights for 2 datasets: a, b; give one for each --data, in their order"),
+        ("[1, -1]", r"data.blend is \[1.0, -1.0\]; weights must be finite, at least 0, and not all 0"),
+        ("[0, 0]", "not all 0"),
+        ("[1, inf]", "must be finite"),
+        ("[1, nan]", "must be finite"),
+    ],
+)
+def test_weights_of_datasets(blend: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, [("data.paths", ["a", "b"]), f"data.blend={blend}"])
 
 
 def test_a_file_that_is_absent_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,88 @@
+"""Several datasets in a run, by weight."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+from model.parallel import groups
+from model.training.config import load_config
+from model.training.data import RankPlace, open_loader
+from model.training.loop import train
+from preprocess.config import ImageConfig
+from tests.chat_rows import write_jsonl
+from tests.conftest import build_dataset
+from tests.loader.rows import chat_rows
+from tests.model.training.conftest import SETTINGS, steps_of
+from vlmdata.errors import ConfigMismatchError
+
+ALONE = RankPlace(0, 1, 0, 1, 0, 1, 0, True, True)
+
+
+@pytest.fixture(scope="module")
+def two(chats: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The chats, and a few others."""
+    folder = tmp_path_factory.mktemp("few")
+    rows = [row for row in chat_rows(200)[160:] if all(len(str(each).split()) < 120 for each in row["messages"])]
+    few = build_dataset(
+        write_jsonl(folder / "few.jsonl", rows), folder / "few", recipe="chat", image=ImageConfig(1024, 16384)
+    )
+    return [str(chats), str(few)]
+
+
+def config_of(two: list[str], out: Path, **settings: Any) -> Any:
+    changed = {name.replace("__", "."): value for name, value in settings.items()}
+    return load_config(None, list((SETTINGS | {"data.paths": two, "run.out": str(out)} | changed).items()))
+
+
+@pytest.mark.parametrize(
+    ("settings", "times"),
+    [
+        ({}, {0: {1}, 1: {1}}),
+        ({"data__blend": [0, 3], "data__blend_by": "epochs"}, {1: {3}}),
+        ({"data__blend": [2, 1], "data__blend_by": "epochs"}, {0: {2}, 1: {1}}),
+    ],
+)
+def test_an_epoch_holds_what_the_weights_say(
+    two: list[str], tmp_path: Path, settings: dict[str, Any], times: dict[int, set[int]]
+) -> None:
+    with open_loader(config_of(two, tmp_path, **settings), ALONE, False, torch.device("cpu")) as loader:
+        uses = Counter((origin.dataset, origin.index) for batch in loader for origin in batch.origins)
+    for number in (0, 1):
+        assert {count for (dataset, _), count in uses.items() if dataset == number} == times.get(number, set())
+
+
+@pytest.mark.parametrize(("by", "value"), [("tokens", "tokens"), ("samples", "samples")])
+def test_weights_are_shares(two: list[str], tmp_path: Path, by: str, value: str) -> None:
+    config = config_of(two, tmp_path, data__blend=[0.25, 0.75], data__blend_by=by)
+    mass: Counter[int] = Counter()
+    with open_loader(config, ALONE, False, torch.device("cpu")) as loader:
+        for batch in loader:
+            for origin, length in zip(batch.origins, batch.cu_seqlens.diff().tolist(), strict=False):
+                mass[origin.dataset] += length if value == "tokens" else 1
+    assert mass[1] / mass.total() == pytest.approx(0.75, abs=0.01)
+
+
+def trained(config: Any, resume: bool) -> None:
+    groups.seed_all(config.run.seed)
+    train(config, torch.device("cpu"), resume)
+
+
+def test_a_run_goes_on_with_its_weights_only(one_process: None, two: list[str], tmp_path: Path) -> None:
+    blend = {"data__blend": [0.25, 0.75], "run__steps": 4}
+    trained(config_of(two, tmp_path / "whole", **blend), resume=False)
+    out = tmp_path / "run"
+    trained(config_of(two, out, **{**blend, "run__steps": 2}), resume=False)
+    saved = out / "checkpoints" / "step-00000002" / "config.toml"
+    with pytest.raises(ConfigMismatchError, match=r"blend.weights: .*0.25, 0.75.* -> .*0.5, 0.5"):
+        trained(load_config(saved, ["data.blend=[0.5, 0.5]", "run.steps=4"]), resume=True)
+    trained(load_config(saved, ["run.steps=4"]), resume=True)
+    assert [(line["loss"], line["tokens"]) for line in steps_of(out)] == [
+        (line["loss"], line["tokens"]) for line in steps_of(tmp_path / "whole")
+    ]
