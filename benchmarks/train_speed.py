@@ -6,7 +6,9 @@ All ways run in one process, one after the other, on the same samples in the sam
 
 - packed: the bundled trainer's step on the loader's packs (the epoch's last one, if not full, left out), vision
   included;
-- packed, mtp: the same with multi-token prediction;
+- packed, cuDNN: the same with Transformer Engine's attention in the vision tower, where the first takes
+  FlashAttention 4 if that is installed;
+- packed, mtp: the first with multi-token prediction;
 - padded: the same samples in the usual batches, of as many samples as fit when each is as long as the longest of the
   dataset, every sample padded to the longest of its batch;
 - stock: megatron-core's own GPTModel with its own specs for these sizes, language model only, on the packs' tokens.
@@ -19,9 +21,11 @@ Writes train-speed-<date>.json and .md under --out.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import gc
+import importlib.metadata
 import itertools
 import json
 import sys
@@ -196,6 +200,12 @@ def timed(
     }
 
 
+def flash_attention_version() -> str | None:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("flash-attn-4")
+    return None
+
+
 def without_vision(flops: StepFlops) -> StepFlops:
     return dataclasses.replace(flops, per_patch=0.0, per_patch_squared=0.0)
 
@@ -225,12 +235,14 @@ def measure(preset: str, options: argparse.Namespace) -> dict[str, Any]:
     plain = StepFlops.for_model(architecture, mtp=False)
     settings = settings_of(config, architecture, DEVICE)
 
-    def ours(mtp: int) -> Callable[[], torch.nn.Module]:
-        return lambda: build_model(architecture, dataclasses.replace(settings, mtp_layers=mtp)).to(DEVICE)
+    def ours(mtp: int = 0, attention: str = "auto") -> Callable[[], torch.nn.Module]:
+        changed = dataclasses.replace(settings, mtp_layers=mtp, vision_attention=attention)
+        return lambda: build_model(architecture, changed).to(DEVICE)
 
     ways: dict[str, tuple[Callable[[], torch.nn.Module], list[PackedBatch], StepFlops]] = {
-        "packed": (ours(0), packed, plain),
-        "padded": (ours(0), padded, plain),
+        "packed": (ours(), packed, plain),
+        "packed, cuDNN": (ours(attention="transformer_engine"), packed, plain),
+        "padded": (ours(), padded, plain),
         "stock": (lambda: StockLanguageModel(architecture, config).to(DEVICE), packed, without_vision(plain)),
         "packed, mtp": (ours(1), packed, StepFlops.for_model(architecture, mtp=True)),
     }
@@ -251,8 +263,9 @@ def report(results: dict[str, Any]) -> str:
     lines = [
         f"# Training speed, {results['date']}",
         "",
-        f"`{results['command']}` on one {results['gpu']}; torch {torch.__version__}. Real receipts: "
-        f"{results['samples']} samples, {results['mean_length']:.0f} tokens each in the mean.",
+        f"`{results['command']}` on one {results['gpu']}; torch {torch.__version__}, FlashAttention 4 "
+        f"{results['flash_attention_4'] or 'not installed'}. Real receipts: {results['samples']} samples, "
+        f"{results['mean_length']:.0f} tokens each in the mean.",
         "",
         "| model | way | real tokens/s | tokens computed a step | seconds a step | MFU | peak memory |",
         "|---|---|---|---|---|---|---|",
@@ -276,7 +289,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--presets", nargs="+", default=["0.8b", "2b"])
-    parser.add_argument("--ways", nargs="*", help="packed, padded, stock, 'packed, mtp'; default: all")
+    parser.add_argument("--ways", nargs="*", help="packed, 'packed, cuDNN', padded, stock, 'packed, mtp'; default: all")
     parser.add_argument("--capacity", type=int, default=16384)
     parser.add_argument("--micro-batches", type=int, default=4, help="packs, or rectangles, of an optimizer step")
     parser.add_argument("--steps", type=int, default=5)
@@ -290,6 +303,7 @@ def main() -> None:
         "date": datetime.date.today().isoformat(),
         "command": " ".join(["python", "benchmarks/train_speed.py", *sys.argv[1:]]),
         "gpu": torch.cuda.get_device_name(0),
+        "flash_attention_4": flash_attention_version(),
         "samples": len(dataset),
         "mean_length": float(np.mean(dataset.index.lengths)),
         "presets": {},

@@ -52,6 +52,8 @@ class ModelSettings:
         recompute: What is computed again in the backward pass: nothing, feed-forward layers (``selective``) or whole
             layers (``full``).
         vision_recompute: Whether the vision tower's blocks are.
+        vision_attention: What attends in the vision tower with Transformer Engine's back end: its own attention
+            (cuDNN's kernels), FlashAttention 4, or (``auto``) the latter where it is installed and made for the card.
         cp_comm_type: How attention exchanges over context-parallel ranks (Transformer Engine): ``p2p``,
             ``all_gather``, ``a2a``, ``a2a+p2p``.
         fused_cross_entropy: Cross-entropy by Transformer Engine's kernel.
@@ -74,6 +76,7 @@ class ModelSettings:
     moe_aux_loss: float | None = None
     recompute: Literal["none", "selective", "full"] = "none"
     vision_recompute: bool = False
+    vision_attention: Literal["auto", "transformer_engine", "flash_attention_4"] = "auto"
     cp_comm_type: str = "p2p"
     fused_cross_entropy: bool = False
     gradient_accumulation_fusion: bool = False
@@ -138,6 +141,7 @@ def build_model(
             provider,
             groups,
             recompute=settings.vision_recompute,
+            attention=settings.vision_attention,
         )
     state = RouterState(metrics=metrics) if moe else None
     for module in language.modules():
@@ -318,6 +322,7 @@ def _check_values(settings: ModelSettings, architecture: Architecture) -> None:
     allowed = {
         "backend": ("torch", "transformer_engine"),
         "recompute": ("none", "selective", "full"),
+        "vision_attention": ("auto", "transformer_engine", "flash_attention_4"),
         "fp8": (None, "hybrid", "e4m3"),
         "fp8_recipe": ("tensorwise", "delayed", "blockwise"),
     }
@@ -371,12 +376,13 @@ def _check_combinations(settings: ModelSettings, architecture: Architecture) -> 
         )
     if moe and settings.tensor_parallel > 1 and not settings.sequence_parallel:
         raise ValueError("experts with tensor_parallel need sequence_parallel: switch it on")
+    defaults = ModelSettings()
     engine_only = [
         name
-        for name in ("fp8", "fused_cross_entropy", "gradient_accumulation_fusion")
-        if getattr(settings, name) and settings.backend != "transformer_engine"
+        for name in ("fp8", "fused_cross_entropy", "gradient_accumulation_fusion", "vision_attention")
+        if getattr(settings, name) != getattr(defaults, name)
     ]
-    if engine_only:
+    if engine_only and settings.backend != "transformer_engine":
         raise ValueError(f"{', '.join(engine_only)} need backend 'transformer_engine', got {settings.backend!r}")
 
 

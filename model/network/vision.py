@@ -11,6 +11,7 @@ Shapes: patches P, hidden c, heads of this rank n, head width d, image tokens M 
 
 from __future__ import annotations
 
+import importlib.metadata
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -42,6 +43,7 @@ class VisionTower(MegatronModule):
         provider: The back end.
         pg_collection: Process groups.
         recompute: Whether blocks are computed again in the backward pass instead of kept.
+        attention: Which attention, as in :class:`~model.network.build.ModelSettings`.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class VisionTower(MegatronModule):
         pg_collection: Any,
         *,
         recompute: bool = False,
+        attention: str = "auto",
     ) -> None:
         super().__init__(config=config)
         self.architecture, self.recompute, self.tp_group = architecture, recompute, pg_collection.tp
@@ -63,7 +66,7 @@ class VisionTower(MegatronModule):
         )
         nn.init.trunc_normal_(self.pos_embed.weight, std=architecture.initializer_range)
         self.blocks = nn.ModuleList(
-            VisionBlock(config, architecture, provider, pg_collection) for _ in range(architecture.depth)
+            VisionBlock(config, architecture, provider, pg_collection, attention) for _ in range(architecture.depth)
         )
         self.merger = PatchMerger(config, architecture, provider, pg_collection)
 
@@ -220,7 +223,12 @@ class VisionBlock(MegatronModule):
     """``Qwen3_5VisionBlock``."""
 
     def __init__(
-        self, config: TransformerConfig, architecture: VisionArchitecture, provider: Provider, pg_collection: Any
+        self,
+        config: TransformerConfig,
+        architecture: VisionArchitecture,
+        provider: Provider,
+        pg_collection: Any,
+        attention: str,
     ) -> None:
         super().__init__(config=config)
         width, wide, group = architecture.hidden_size, architecture.intermediate_size, pg_collection.tp
@@ -231,8 +239,7 @@ class VisionBlock(MegatronModule):
         self.proj = _row(provider, config, width, width, group)
         self.linear_fc1 = _column(provider, config, width, wide, group)
         self.linear_fc2 = _row(provider, config, wide, width, group)
-        engine = config.transformer_impl == "transformer_engine"
-        self.core_attention = EngineAttention(config, pg_collection) if engine else TorchAttention()
+        self.core_attention = _core_attention(attention, config, pg_collection)
         self.head_dim = architecture.head_dim
 
     def forward(self, x_pc: Tensor, images: PatchGeometry) -> Tensor:
@@ -275,7 +282,7 @@ class TorchAttention(nn.Module):
 
 
 class EngineAttention(nn.Module):
-    """The same by Transformer Engine: one kernel that splits and rotates (in float32), one that attends."""
+    """The same in two kernels: one that splits and rotates, and Transformer Engine's attention."""
 
     def __init__(self, config: TransformerConfig, pg_collection: Any) -> None:
         super().__init__()
@@ -291,16 +298,55 @@ class EngineAttention(nn.Module):
 
     def forward(self, mixed_pn3d: Tensor, images: PatchGeometry) -> Tensor:
         """(P, n, 3, d) to (P, n * d)."""
-        from transformer_engine.pytorch.attention.rope import apply_fused_qkv_rotary_pos_emb
-
-        head_dim = mixed_pn3d.shape[-1]
-        # As one sequence of P steps, each with angles of its own.
-        mixed = mixed_pn3d.flatten(-2).unsqueeze(1)
-        angles = images.angles.unsqueeze(1)
-        parts = apply_fused_qkv_rotary_pos_emb(mixed, angles, angles, [head_dim] * 3)
-        query, key, value = (x.squeeze(1) for x in parts)
+        query, key, value = _split_and_rotate(mixed_pn3d, images.angles)
         out = self.attention(query, key, value, None, AttnMaskType.no_mask, packed_seq_params=images.packed())
         return out.reshape(out.shape[0], -1)
+
+
+class FlashAttention(nn.Module):
+    """The same with FlashAttention 4, of the package ``flash-attn-4``: on Hopper its kernels are the faster ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        try:
+            from flash_attn.cute.interface import flash_attn_varlen_func
+        except ImportError as error:
+            raise ImportError(f"FlashAttention 4 cannot be loaded ({error}): pip install vlmdata[flash]") from error
+        self._attend = flash_attn_varlen_func
+
+    @staticmethod
+    def is_usable(config: TransformerConfig) -> bool:
+        """Whether it is installed, and made for this card and data type."""
+        try:
+            importlib.metadata.version("flash-attn-4")
+        except importlib.metadata.PackageNotFoundError:
+            return False
+        return config.bf16 and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+
+    def forward(self, mixed_pn3d: Tensor, images: PatchGeometry) -> Tensor:
+        """(P, n, 3, d) to (P, n * d)."""
+        query, key, value = _split_and_rotate(mixed_pn3d, images.angles)
+        bounds, longest = images.cu_seqlens, images.longest
+        sizes = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": longest, "max_seqlen_k": longest}
+        out = self._attend(query, key, value, **sizes)
+        out = out[0] if isinstance(out, tuple) else out
+        return out.flatten(1)
+
+
+def _core_attention(kind: str, config: TransformerConfig, pg_collection: Any) -> nn.Module:
+    """The attention of that name in :class:`~model.network.build.ModelSettings`, or the fastest there is."""
+    if config.transformer_impl != "transformer_engine":
+        return TorchAttention()
+    if kind == "flash_attention_4" or (kind == "auto" and FlashAttention.is_usable(config)):
+        return FlashAttention()
+    return EngineAttention(config, pg_collection)
+
+
+def _split_and_rotate(mixed_pn3d: Tensor, angles_p1d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    from model.network.rotation import SplitAndRotate  # Triton is there with CUDA only
+
+    parts: tuple[Tensor, Tensor, Tensor] = SplitAndRotate.apply(mixed_pn3d, angles_p1d.squeeze(1))
+    return parts
 
 
 def _rotate(x: Tensor, angles: Tensor) -> Tensor:

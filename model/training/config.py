@@ -79,6 +79,8 @@ class ModelConfig:
         freeze: Parts that are not trained: of "vision", "merger", "language".
         recompute: Activations of the language model made again in the backward pass: "none", "selective", "full".
         vision_recompute: The same for all vision blocks.
+        vision_attention: With Transformer Engine, what attends in the vision tower: "transformer_engine",
+            "flash_attention_4" (package flash-attn-4), or "auto": the latter where it is installed.
     """
 
     preset: str = "tiny"
@@ -92,6 +94,7 @@ class ModelConfig:
     freeze: tuple[str, ...] = ()
     recompute: Literal["none", "selective", "full"] = "none"
     vision_recompute: bool = False
+    vision_attention: Literal["auto", "transformer_engine", "flash_attention_4"] = "auto"
 
 
 @dataclass(frozen=True)

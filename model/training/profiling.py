@@ -32,7 +32,7 @@ class Profiler:
             activities = [torch.profiler.ProfilerActivity.CPU]
             if self._device.type == "cuda":
                 activities.append(torch.profiler.ProfilerActivity.CUDA)
-            self._profile = torch.profiler.profile(activities=activities)
+            self._profile = torch.profiler.profile(activities=activities, record_shapes=True)
             self._profile.start()
         yield
         if step == self._last:

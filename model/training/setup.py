@@ -102,6 +102,7 @@ def settings_of(config: TrainConfig, architecture: Architecture, device: torch.d
         moe_aux_loss=model.moe_aux_loss,
         recompute=model.recompute,
         vision_recompute=model.vision_recompute,
+        vision_attention=model.vision_attention,
         cp_comm_type=parallel.cp_comm,
         fused_cross_entropy=backend == "transformer_engine",
         gradient_accumulation_fusion=backend == "transformer_engine",

@@ -27,7 +27,8 @@ from model.parallel.startup import before_megatron
 before_megatron()
 
 from model.architecture import Architecture, LanguageArchitecture, MoeArchitecture, VisionArchitecture
-from model.network.build import ModelSettings, build_model, vocabulary_rows
+from model.network.build import ModelSettings, build_model, vision_config, vocabulary_rows
+from model.network.vision import FlashAttention
 from model.parallel import groups
 from model.presets import pattern
 from model.weights.names import canonical_names, hf_names, load_from_hf, parameter_maps
@@ -105,12 +106,14 @@ def of_all_experts(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
     return {name: torch.cat(parts) for name, parts in joined.items()}
 
 
-def engine_against_torch(moe: bool) -> None:
+def engine_against_torch(moe: bool, vision_attention: str = "transformer_engine") -> None:
     """One GPU, in bfloat16, judged by torch in float32."""
     wanted, packed = architecture(moe), batch()
     exact_loss, exact, exact_metrics = run(wanted, packed, ModelSettings())
     plain_loss, plain, _ = run(wanted, packed, ModelSettings(params_dtype=torch.bfloat16))
-    settings = ModelSettings(backend="transformer_engine", params_dtype=torch.bfloat16)
+    settings = ModelSettings(
+        backend="transformer_engine", params_dtype=torch.bfloat16, vision_attention=vision_attention
+    )
     loss, found, metrics = run(wanted, packed, settings)
     print(f"  loss {exact_loss:.3f} exact, {plain_loss:.3f} torch, {loss:.3f} engine; {exact_metrics} {metrics}")
     assert set(found) == set(exact), set(found) ^ set(exact)
@@ -164,10 +167,9 @@ def float_patches_and_recompute() -> None:
 
 
 def fused_rotations() -> None:
-    """Transformer Engine's rotary kernels with angles of our own, against the plain ones in float32."""
-    from transformer_engine.pytorch.attention.rope import apply_fused_qkv_rotary_pos_emb
-
+    """Transformer Engine's rotary kernel with angles of our own, and our kernel, against the plain ones in float32."""
     from model.network.attention import InterleavedMRoPE, _rotate_fused, rotate
+    from model.network.rotation import SplitAndRotate
     from model.network.vision import PatchGeometry, _rotate
 
     generator = torch.Generator(CUDA).manual_seed(0)
@@ -175,18 +177,16 @@ def fused_rotations() -> None:
     angles = InterleavedMRoPE(64, 1e7)(positions, [11, 11, 10])
     x = torch.randn(1000, 1, 6, 256, device=CUDA, generator=generator)
     images = PatchGeometry.of(architecture().vision, [(1, 16, 24), (1, 6, 4)], CUDA)
-    mixed = torch.randn(408, 1, 5, 3 * 72, device=CUDA, generator=generator)
+    mixed = torch.randn(408, 5, 3, 72, device=CUDA, generator=generator)
 
     def language(x: torch.Tensor, fused: bool) -> tuple[torch.Tensor, ...]:
         return ((_rotate_fused if fused else rotate)(x, angles),)
 
     def tower(mixed: torch.Tensor, fused: bool) -> tuple[torch.Tensor, ...]:
         if fused:
-            turn = images.angles.unsqueeze(1)
-            return tuple(apply_fused_qkv_rotary_pos_emb(mixed, turn, turn, [72] * 3))
-        query, key, value = mixed.split(72, -1)
-        turn = images.angles.unsqueeze(1)
-        return _rotate(query, turn), _rotate(key, turn), value * 1
+            return tuple(SplitAndRotate.apply(mixed, images.angles.squeeze(1)))
+        query, key, value = mixed.unbind(-2)
+        return _rotate(query, images.angles), _rotate(key, images.angles), value * 1
 
     for name, function, given in (("language", language, x), ("tower", tower, mixed)):
         for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 4e-3)):
@@ -213,6 +213,10 @@ def main() -> int:
         "engine against torch, experts": lambda: engine_against_torch(moe=True),
         "recompute": float_patches_and_recompute,
     }
+    if FlashAttention.is_usable(vision_config(architecture(), ModelSettings(params_dtype=torch.bfloat16))):
+        checks["FlashAttention 4 in the tower"] = lambda: engine_against_torch(False, "flash_attention_4")
+    else:
+        print("FlashAttention 4 is not installed: its check is left out")
     if world > 1:
         checks = {
             "context 2": lambda: layout_against_one_gpu({"context": 2}),

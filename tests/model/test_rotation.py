@@ -1,0 +1,48 @@
+"""The Triton kernel that splits heads and rotates equals the plain code, in Triton's interpreter on the CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.model.helpers import relative
+
+pytest.importorskip("megatron.core")
+
+
+def interpreted() -> None:
+    """In a process of its own: whether Triton interprets is settled when the kernel is defined."""
+    from model.network.rotation import SplitAndRotate
+    from model.network.vision import _rotate
+
+    for rows, heads, width in ((7, 3, 12), (5, 4, 64), (3, 1, 72)):
+        generator = torch.Generator().manual_seed(rows)
+        mixed = torch.randn(rows, heads, 3, width, generator=generator).requires_grad_()
+        half = 20 * torch.randn(rows, width // 2, generator=generator)
+        angles = torch.cat([half, half], -1)
+        query, key, value = mixed.unbind(-2)
+        plain = (_rotate(query, angles.unsqueeze(1)), _rotate(key, angles.unsqueeze(1)), value)
+        ours = SplitAndRotate.apply(mixed, angles)
+        # Gradients as a kernel may give them: not contiguous.
+        grads = [torch.randn(width, heads, rows, generator=generator).permute(2, 1, 0) for _ in range(3)]
+        (wanted,) = torch.autograd.grad(plain, mixed, grads)
+        (given,) = torch.autograd.grad(ours, mixed, grads)
+        for a, b in zip((*ours, given), (*plain, wanted), strict=True):
+            assert a.shape == b.shape
+            assert relative(a.detach(), b.detach()) < 1e-6
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
+def test_the_kernel_equals_the_plain_rotation() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", f"from {__name__} import interpreted; interpreted()"],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
