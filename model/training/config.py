@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
 import tomllib
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Union
 
+from model.training.setting_names import meant
 from vlmdata.errors import VlmdataError
 
 
@@ -193,6 +193,26 @@ class RunConfig:
     timeout_minutes: float = 10.0
 
 
+#: Settings that change neither what is computed nor in which order.
+WITHOUT_EFFECT_ON_RESULTS = frozenset(
+    [
+        "data.workers",
+        "data.verify",
+        "data.timeout",
+        "data.cache_dir",
+        "model.ignore_config_fields",
+        "run.out",
+        "run.save_every",
+        "run.keep",
+        "run.async_save",
+        "run.tensorboard",
+        "run.wandb",
+        "run.profile",
+        "run.timeout_minutes",
+    ]
+)
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """Everything a run depends on."""
@@ -208,8 +228,14 @@ class TrainConfig:
         return json.loads(json.dumps(dataclasses.asdict(self)))  # type: ignore[no-any-return]
 
     def hash(self) -> str:
-        """First 16 hex digits of the SHA-256 of the canonical JSON."""
-        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        """First 16 hex digits of the SHA-256 of the canonical JSON of what has an effect on results.
+
+        Equal for two runs that differ in :data:`WITHOUT_EFFECT_ON_RESULTS` only: in folder, logs, when checkpoints are
+        made, and how data is fetched. Layout and back end, which change results by rounding, are in it, and so are
+        paths: of the data, a ``config.json`` and weights it knows no more than the name.
+        """
+        settings = {name: each for name, each in _flatten(self.to_dict()) if name not in WITHOUT_EFFECT_ON_RESULTS}
+        text = json.dumps(settings, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def to_toml(self) -> str:
@@ -233,10 +259,18 @@ def load_config(file: Path | None = None, overrides: Sequence[str | tuple[str, A
     config = TrainConfig()
     if file is not None:
         config = _merge(config, dict(_settings_of(file)), where=str(file))
+    overridden = set()
     for override in overrides:
         name, value = _parse_override(override) if isinstance(override, str) else override
         config = _merge(config, {name: value}, where="--set" if isinstance(override, str) else "the command line")
+        overridden.add(name)
     _check(config)
+    if "model.preset" in overridden and config.model.hf is not None:
+        source = "" if "model.hf" in overridden else f", from {file}: --set model.hf=none takes it back"
+        raise ConfigError(
+            f"both model.preset ({config.model.preset}) and model.hf ({config.model.hf}{source}) say which model is "
+            "built; give one of --preset and --hf"
+        )
     return config
 
 
@@ -292,8 +326,7 @@ def _merge(config: TrainConfig, settings: Mapping[str, Any], where: str) -> Trai
         group_name, _, key = name.partition(".")
         known = {f"{g}.{each.name}" for g in _group_names() for each in dataclasses.fields(getattr(config, g))}
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1, 0.0)
-            raise ConfigError(f"{where}: there is no setting {name!r}; the nearest is {near[0]!r}")
+            raise ConfigError(f"{where}: there is no setting {name!r}; {meant(name, known)}")
         group = getattr(config, group_name)
         kind = typing.get_type_hints(type(group))[key]
         changed = dataclasses.replace(group, **{key: _as_type(kind, value, f"{where}: {name}")})
@@ -363,5 +396,8 @@ def _check(config: TrainConfig) -> None:
     unknown = set(config.model.freeze) - {"vision", "merger", "language"}
     if unknown:
         raise ConfigError(f"model.freeze names {sorted(unknown)}; it knows vision, merger, language")
-    if config.run.profile and (len(config.run.profile) != 2 or config.run.profile[0] > config.run.profile[1]):
-        raise ConfigError(f"run.profile is {list(config.run.profile)}; give the first and the last step")
+    profile, steps = config.run.profile, config.run.steps
+    if profile and (len(profile) != 2 or not 1 <= profile[0] <= profile[1]):
+        raise ConfigError(f"run.profile is {list(profile)}; give the first and the last step, counted from 1")
+    if profile and profile[0] > steps:
+        raise ConfigError(f"run.profile {list(profile)} begins after the last step, run.steps {steps}; profile earlier")

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from model.training.config import ConfigError, TrainConfig
+from model.training.preflight import require_data_named
 from vlmdata import Blend, PackedBatch, StreamingLoader
 from vlmdata.format.manifest import TokenizerInfo
 from vlmdata.loader.open import DEFAULT_CACHE_BYTES, open_for_loading
@@ -83,8 +84,7 @@ def open_loader(config: TrainConfig, place: RankPlace, moe: bool, device: torch.
         ConfigError: If no data is named, or sizes do not fit together.
     """
     data, parallel = config.data, config.parallel
-    if not data.paths:
-        raise ConfigError("no data: name a dataset directory with --data, made by `vlmdata preprocess`")
+    require_data_named(data)
     try:
         return StreamingLoader(
             data.paths,
@@ -122,8 +122,7 @@ def tokenizer_of(config: TrainConfig) -> TokenizerInfo:
         DatasetFormatError: If there is no finished dataset.
     """
     data = config.data
-    if not data.paths:
-        raise ConfigError("no data: name a dataset directory with --data, made by `vlmdata preprocess`")
+    require_data_named(data)
     cache = None if data.cache_dir is None else Path(data.cache_dir)
     dataset, _ = open_for_loading(data.paths[0], cache, DEFAULT_CACHE_BYTES)
     return dataset.manifest.tokenizer

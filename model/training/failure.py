@@ -17,8 +17,6 @@ import traceback
 from collections.abc import Iterator
 from typing import NoReturn
 
-import torch.distributed as dist
-
 from vlmdata.errors import ResourceError, VlmdataError
 
 #: Seconds that a failed rank of several may take to close files and workers; then the kernel ends it.
@@ -55,7 +53,9 @@ def end_process(error: Exception) -> NoReturn:
     if _world() > 1:
         sys.stdout.flush()
         os._exit(exit_code(error))  # the interpreter's own end would wait for the process groups
-    if dist.is_initialized():
+    if _in_groups():
+        import torch.distributed as dist
+
         dist.destroy_process_group()
     sys.exit(exit_code(error))
 
@@ -96,6 +96,10 @@ def said_by_another(error: Exception) -> Exception:
 
 
 def _is_lost_peer(error: BaseException) -> bool:
+    if "torch.distributed" not in sys.modules:
+        return False
+    import torch.distributed as dist
+
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _GLOO in str(error))
 
 
@@ -109,14 +113,25 @@ def _is_first_to_say(error: BaseException, text: str) -> bool:
     # Unless torchrun holds the store a rank does, and may be the one that is lost.
     if _is_lost_peer(error) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True
-    if not dist.is_initialized():
+    if not _in_groups():
         # A configuration that is refused before ranks know each other is refused by all, at least by those of a node.
         return os.environ.get("LOCAL_RANK", "0") == "0" or isinstance(error, ResourceError)
+    import torch.distributed as dist
+
     try:
         store = dist.distributed_c10d._get_default_store()
         return bool(store.add(f"vlmdata/said/{hashlib.sha256(text.encode()).hexdigest()}", 1) == 1)
     except (RuntimeError, ValueError):  # the rank that holds the store has ended
         return True
+
+
+def _in_groups() -> bool:
+    """Whether there are process groups. Importing torch, which takes seconds, makes none."""
+    if "torch.distributed" not in sys.modules:
+        return False
+    import torch.distributed as dist
+
+    return dist.is_initialized()
 
 
 def _world() -> int:

@@ -88,10 +88,11 @@ def _describe(
     p = config.parallel
     name = config.model.hf or config.model.preset
     frozen = f", frozen: {', '.join(config.model.freeze)}" if config.model.freeze else ""
+    processes = "1 process" if place.world == 1 else f"{place.world} processes"
     samples, steps = sum(len(each) for each in loader.datasets), loader.steps(loader.position.epoch)
     return (
         f"{name}: {architecture.language.num_layers} layers, {trained:,} parameters trained on rank 0{frozen}; "
-        f"{place.world} processes: dp {place.dp_size} x tp {p.tp} x cp {p.cp} x pp {p.pp}, ep {p.ep}; "
+        f"{processes}: dp {place.dp_size} x tp {p.tp} x cp {p.cp} x pp {p.pp}, ep {p.ep}; "
         f"{samples:,} samples, {steps:,} steps an epoch; config {config.hash()}"
     )
 
@@ -167,7 +168,7 @@ class _Run:
 
     def _resume_command(self, step: int) -> str:
         world = self._place.world
-        start = "python" if world == 1 else f"torchrun --nproc-per-node {world}"
+        start = "python" if world == 1 else f"torchrun --nproc-per-node {world} --master-addr 127.0.0.1"
         if world > int(os.environ.get("LOCAL_WORLD_SIZE", str(world))) or "SLURM_PROCID" in os.environ:
             start = "(started as before)"
         config = self._checkpoints.path_of(step) / "config.toml"

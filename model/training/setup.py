@@ -14,6 +14,7 @@ from model.network.qwen35_vl import Qwen35VL
 from model.presets import PRESETS
 from model.training.config import ConfigError, TrainConfig
 from model.training.data import RankPlace, tokenizer_of
+from model.training.preflight import require_preset
 
 
 def device_of_this_process() -> torch.device:
@@ -53,8 +54,7 @@ def architecture_of(config: TrainConfig) -> Architecture:
                 f"{tokenizer.image}; preprocess it with --tokenizer {config.model.hf}"
             )
         return made
-    if config.model.preset not in PRESETS:
-        raise ConfigError(f"there is no preset {config.model.preset!r}; there are {', '.join(PRESETS)}")
+    require_preset(config)
     preset = PRESETS[config.model.preset]
     size = preset.language.vocab_size if preset.language.vocab_size >= tokenizer.vocab_size else tokenizer.vocab_size
     small = config.model.preset.startswith(("tiny", "proxy"))

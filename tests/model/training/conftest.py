@@ -96,7 +96,7 @@ def command(data: Path, out: Path, *options: str, processes: int = 1, steps: int
     if processes > 1:
         python = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--standalone"]
     settings = SETTINGS | {"run.steps": steps}
-    given = {"--preset": "model.preset", "--capacity": "data.capacity"}
+    given = {"--preset": "model.preset", "--hf": "model.preset", "--capacity": "data.capacity"}
     settings = {name: value for name, value in settings.items() if name not in {given.get(each) for each in options}}
     sets = [part for name, value in settings.items() for part in ("--set", f"{name}={json.dumps(value)}")]
     return [*python, str(ROOT / "train.py"), "--data", str(data), "--out", str(out), *sets, *options]

@@ -1,15 +1,18 @@
-"""What the command line passes on: the options that were given, and nothing for those that were not."""
+"""What the command line passes on: the options that were given, and nothing for those that were not; and refusals."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-ROOT = Path(__file__).resolve().parents[3]
+from tests.model.training.conftest import ROOT, environment
 
 
 @pytest.fixture
@@ -52,3 +55,49 @@ def test_what_is_named_wins(passed_on: Any) -> None:
 
 def test_parts_can_be_thawed(passed_on: Any) -> None:
     assert passed_on("--freeze", "")[1] == [("model.freeze", [])]
+
+
+class TestWhatIsWrongIsToldAtOnce:
+    def refused(self, *options: str, **variables: str) -> tuple[str, set[str]]:
+        """What train.py says, and which packages it has imported by then."""
+        process = subprocess.run(
+            [sys.executable, "-X", "importtime", str(ROOT / "train.py"), *options],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+            env=environment() | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])} | variables,
+        )
+        assert process.returncode == 2
+        lines = process.stderr.splitlines()
+        imported = {
+            line.rpartition("|")[2].strip().partition(".")[0] for line in lines if line.startswith("import time:")
+        }
+        assert "typer" in imported
+        return "\n".join(line for line in lines if not line.startswith("import time:")), imported
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (("--set", "data.capasity=3"), "the nearest is 'data.capacity'"),
+            (("--data", "nowhere"), "nowhere: no such directory"),
+            (("--data", "a", "--preset", "huge"), "there is no preset 'huge'"),
+            ((), "no data: name a dataset directory"),
+        ],
+    )
+    def test_before_torch_is_imported(self, options: tuple[str, ...], message: str) -> None:
+        said, imported = self.refused(*options)
+        assert said.startswith("error: ")
+        assert message in said
+        assert not imported & {"torch", "megatron", "transformers"}
+
+    @pytest.mark.parametrize(("rank", "says"), [("0", True), ("1", False)])
+    @pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+    def test_by_one_process_of_a_node(self, rank: str, says: bool, launcher: str) -> None:
+        names = {
+            "torchrun": {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"},
+            "srun": {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"},
+        }
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+        said, _ = self.refused("--set", "data.capasity=3", **names[launcher], **meeting)
+        assert bool(said) == says

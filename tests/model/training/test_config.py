@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from model.training.config import ConfigError, TrainConfig, config_differences, load_config
+from model.training import setting_names
+from model.training.config import (
+    WITHOUT_EFFECT_ON_RESULTS,
+    ConfigError,
+    TrainConfig,
+    config_differences,
+    load_config,
+)
 
 
 def test_a_file_and_then_overrides_win(tmp_path: Path) -> None:
@@ -38,28 +45,54 @@ def test_none_takes_a_setting_back(tmp_path: Path) -> None:
     assert load_config(file, ["data.max_patches=none"]).data.max_patches is None
 
 
-def test_every_setting_changes_the_hash() -> None:
+def test_the_hash_tells_what_changes_results() -> None:
     plain = TrainConfig()
-    changed = {
-        "data": {"capacity": 9, "balance": False},
-        "model": {"backend": "torch"},
-        "parallel": {"tp": 3},
-        "optimizer": {"eps": 1.0},
-        "run": {"fp8": True},
-    }
-    hashes = {plain.hash()}
-    for group, values in changed.items():
-        for name, value in values.items():
-            part = dataclasses.replace(getattr(plain, group), **{name: value})
-            hashes.add(dataclasses.replace(plain, **{group: part}).hash())
-    assert len(hashes) == 7
+    hashes = {"": plain.hash()}
+    for group in dataclasses.fields(plain):
+        for each in dataclasses.fields(getattr(plain, group.name)):
+            part = dataclasses.replace(getattr(plain, group.name), **{each.name: "another value"})
+            hashes[f"{group.name}.{each.name}"] = dataclasses.replace(plain, **{group.name: part}).hash()
+    same = {name for name, found in hashes.items() if found == hashes[""]} - {""}
+    assert same == WITHOUT_EFFECT_ON_RESULTS
+    assert len(set(hashes.values())) == len(hashes) - len(same)
+    assert {"run.out", "run.wandb", "data.workers"} <= same
+    assert not {"run.steps", "run.seed", "data.paths", "model.hf", "parallel.tp"} & same
+
+
+def test_every_word_of_other_trainers_means_a_setting() -> None:
+    known = {f"{group}.{name}" for group, settings in TrainConfig().to_dict().items() for name in settings}
+    assert setting_names._WORDS.keys() | setting_names._NOTES.keys() <= known
+    assert len(setting_names._MEANT) == sum(len(words.split()) for words in setting_names._WORDS.values())
+
+
+def test_a_model_is_named_once(tmp_path: Path) -> None:
+    both = [("model.preset", "tiny"), ("model.hf", "a")]
+    with pytest.raises(ConfigError, match=r"both model.preset .tiny. and model.hf .a. say which model is built"):
+        load_config(None, both)
+    file = tmp_path / "config.toml"
+    file.write_text(load_config(None, both[1:]).to_toml())  # as saved beside a checkpoint: with the preset's default
+    assert load_config(file).model.hf == "a"
+    assert load_config(file, [("model.hf", "b")]).model.hf == "b"
+    with pytest.raises(ConfigError, match=r"model.hf .a, from .*config.toml: --set model.hf=none takes it back"):
+        load_config(file, both[:1])
+    assert load_config(file, [*both[:1], "model.hf=none"]).model.hf is None
 
 
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
         ("data.capasity=3", "no setting 'data.capasity'; the nearest is 'data.capacity'"),
-        ("lr=3", "no setting 'lr'; the nearest is"),
+        ("lr=3", "no setting 'lr'; it is 'optimizer.lr'"),
+        ("seed=3", "it is 'data.seed' or 'run.seed'"),
+        ("model.steps=3", "it is 'run.steps'"),
+        ("optimizer.learning_rate=3", "it is 'optimizer.lr'"),
+        ("training.max-steps=3", "it is 'run.steps' .optimizer steps in all"),
+        ("micro_batch_size=3", "it is 'data.global_batch' .*a micro-batch is one pack of up to data.capacity tokens"),
+        ("seq_length=3", "it is 'data.capacity'"),
+        ("tensor_model_parallel_size=3", "it is 'parallel.tp'"),
+        ("lerning_rate=3", "the nearest is 'optimizer.lr'"),
+        ("optimizer.wieght_decay=3", "the nearest is 'optimizer.weight_decay'"),
+        ("qqq=3", "the nearest is '"),
         ("data.capacity=3.5", "data.capacity is 3.5 .float.; it must be int"),
         ("data.capacity=true", "data.capacity is True .bool.; it must be int"),
         ("data.capacity=0", "data.capacity is 0; it must be at least 1"),
@@ -71,6 +104,8 @@ def test_every_setting_changes_the_hash() -> None:
         ('model.freeze=["head"]', r"model.freeze names \['head'\]; it knows vision, merger, language"),
         ("optimizer.min_lr=1", "optimizer.min_lr 1.0 is over optimizer.lr"),
         ("run.profile=[3, 2]", r"run.profile is \[3, 2\]; give the first and the last step"),
+        ("run.profile=[0, 2]", r"run.profile is \[0, 2\]; .*counted from 1"),
+        ("run.profile=[101, 102]", r"run.profile \[101, 102\] begins after the last step, run.steps 100"),
         ("data.capacity", "write it as group.name=value"),
     ],
 )

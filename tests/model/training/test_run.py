@@ -105,6 +105,7 @@ class TestResuming:
         said = capsys.readouterr().out
         assert "optimizer.weight_decay: 0.1 -> 0.0" in said
         assert "run.steps: 1 -> 2" in said
+        assert "; 1 process: dp 1 x tp 1" in said
 
     def test_other_packs_are_refused(self, run: Any) -> None:
         run(run__steps=1)
@@ -183,6 +184,7 @@ class TestTheCommand:
             (["--preset", "huge"], "there is no preset 'huge'; there are tiny"),
             (["--set", "data.capasity=1"], "the nearest is 'data.capacity'"),
             (["--capacity", "32"], "longer than capacity 32"),
+            (["--hf", "a", "--preset", "tiny"], "give one of --preset and --hf"),
             (["--hf", "nowhere/at-all"], "no folder with a config.json here, and the hub says"),
             (["--ep", "2"], "expert"),
         ],
