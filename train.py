@@ -69,7 +69,7 @@ def main(
 
         torchrun --nproc-per-node 4 --master-addr 127.0.0.1 train.py --data build/demo --preset tiny --tp 2 --cp 2 --sp
 
-        torchrun --nproc-per-node 8 train.py --data data/cord --hf Qwen/Qwen3.5-9B --tp 2 --cp 2 --sp --out runs/cord
+        torchrun --nproc-per-node 8 --master-addr 127.0.0.1 train.py --data data/cord --hf Qwen/Qwen3.5-9B --tp 2 --sp
 
         python train.py --config runs/cord/checkpoints/step-00000500/config.toml --resume
 
@@ -88,16 +88,18 @@ def main(
 def _run(file: Path | None, overrides: list[str | tuple[str, Any]], resume: bool) -> int:
     """Joins the process group, trains, leaves it; the exit code."""
     from model.parallel.startup import adopt_slurm_ranks, before_megatron
+    from model.training.config import ConfigError, load_config
+    from model.training.preflight import require_known
 
-    adopt_slurm_ranks()
+    adopt_slurm_ranks()  # first: of several processes one is to say what is wrong
+    config = load_config(file, overrides)
+    require_known(config)
     before_megatron()
     from model.parallel import groups
     from model.parallel.cpu_mode import cpu_mode_if_needed
-    from model.training.config import ConfigError, load_config
     from model.training.loop import train
     from model.training.setup import device_of_this_process
 
-    config = load_config(file, overrides)
     device, parallel = device_of_this_process(), config.parallel
     with cpu_mode_if_needed():
         try:

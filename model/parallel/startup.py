@@ -1,4 +1,7 @@
-"""What a process must do before megatron-core, and with it Transformer Engine, is imported."""
+"""What a process must do before megatron-core, and with it Transformer Engine, is imported.
+
+torch itself is imported within functions only: a configuration is refused before that, without its seconds.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,6 @@ import logging
 import os
 import warnings
 from pathlib import Path
-
-import torch
 
 from vlmdata.errors import ResourceError, VlmdataError
 
@@ -46,6 +47,8 @@ def adopt_slurm_ranks() -> None:
             "port before srun, as docs/launch/slurm.sh does, or start one task only"
         )
     os.environ["RANK"], os.environ["WORLD_SIZE"] = os.environ["SLURM_PROCID"], str(tasks)
+    import torch
+
     # Where Slurm shows each task its own GPU only, that one is number 0.
     alone = torch.cuda.is_available() and torch.cuda.device_count() == 1
     os.environ["LOCAL_RANK"] = "0" if alone else os.environ["SLURM_LOCALID"]
@@ -62,6 +65,8 @@ def require_one_cudnn() -> None:
     Raises:
         ResourceError: If another cuDNN is at work.
     """
+    import torch
+
     try:
         torch.backends.cudnn.version()
     except RuntimeError as error:
@@ -73,6 +78,8 @@ def require_one_cudnn() -> None:
 
 
 def _load_bundled_cudnn() -> None:
+    import torch
+
     # The thin library first. Builds of PyTorch that have cuDNN elsewhere have no such folder, nor this trouble.
     files = sorted(_cudnn_folder().glob("libcudnn*.so.9"), key=lambda file: (file.name != "libcudnn.so.9", file.name))
     for file in files if torch.cuda.is_available() else []:
@@ -80,4 +87,6 @@ def _load_bundled_cudnn() -> None:
 
 
 def _cudnn_folder() -> Path:
+    import torch
+
     return Path(torch.__file__).parents[1] / "nvidia" / "cudnn" / "lib"
