@@ -6,6 +6,7 @@ torch itself is imported within functions only: a configuration is refused befor
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import logging
 import os
 import warnings
@@ -15,7 +16,15 @@ from vlmdata.errors import ResourceError, VlmdataError
 
 
 def before_megatron() -> None:
-    """Settles which cuDNN is meant and in which order CUDA takes work; lets only errors of megatron-core through."""
+    """Settles which cuDNN is meant and in which order CUDA takes work; lets only errors of megatron-core through.
+
+    Raises:
+        VlmdataError: If megatron-core is not installed.
+    """
+    if not _is_installed("megatron.core"):
+        raise VlmdataError(
+            "this needs megatron-core, which is not installed: pip install 'vlmdata[train]', or -e '.[train]' in a checkout"
+        )
     # Overlap of tensor-parallel messages and matrix products relies on the order in which they were started.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     _load_bundled_cudnn()
@@ -75,6 +84,13 @@ def require_one_cudnn() -> None:
             "model.parallel.startup.before_megatron() before megatron or transformer_engine is imported, or put "
             f"{_cudnn_folder()} first in LD_LIBRARY_PATH. PyTorch says: {error}"
         ) from error
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # not even the package it is in
+        return False
 
 
 def _load_bundled_cudnn() -> None:

@@ -58,15 +58,16 @@ def test_parts_can_be_thawed(passed_on: Any) -> None:
 
 
 class TestWhatIsWrongIsToldAtOnce:
-    def refused(self, *options: str, **variables: str) -> tuple[str, set[str]]:
-        """What train.py says, and which packages it has imported by then."""
+    def refused(self, *options: str, folder: str = "", **variables: str) -> tuple[str, set[str]]:
+        """What train.py says, and which packages it has imported by then; those in a folder go first."""
+        path = os.pathsep.join(each for each in (folder, str(ROOT), *sys.path) if each)
         process = subprocess.run(
             [sys.executable, "-X", "importtime", str(ROOT / "train.py"), *options],
             capture_output=True,
             text=True,
             check=False,
             timeout=120,
-            env=environment() | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])} | variables,
+            env=environment() | {"PYTHONPATH": path} | variables,
         )
         assert process.returncode == 2
         lines = process.stderr.splitlines()
@@ -101,3 +102,11 @@ class TestWhatIsWrongIsToldAtOnce:
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
         said, _ = self.refused("--set", "data.capasity=3", **names[launcher], **meeting)
         assert bool(said) == says
+
+    def test_that_megatron_core_is_not_installed(self, tmp_path: Path, chats: Path) -> None:
+        (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['megatron'] = None\n")
+        said, _ = self.refused("--data", str(chats), folder=str(tmp_path))
+        assert (
+            said
+            == "error: this needs megatron-core, which is not installed: pip install 'vlmdata[train]', or -e '.[train]' in a checkout"
+        )
