@@ -23,7 +23,8 @@ def before_megatron() -> None:
     """
     if not _is_installed("megatron.core"):
         raise VlmdataError(
-            "this needs megatron-core, which is not installed: pip install 'vlmdata[train]', or -e '.[train]' in a checkout"
+            "this needs megatron-core, which is not installed: pip install 'vlmdata[train]', or -e '.[train]' in a "
+            "checkout"
         )
     # Overlap of tensor-parallel messages and matrix products relies on the order in which they were started.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

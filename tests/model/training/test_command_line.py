@@ -106,7 +106,5 @@ class TestWhatIsWrongIsToldAtOnce:
     def test_that_megatron_core_is_not_installed(self, tmp_path: Path, chats: Path) -> None:
         (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['megatron'] = None\n")
         said, _ = self.refused("--data", str(chats), folder=str(tmp_path))
-        assert (
-            said
-            == "error: this needs megatron-core, which is not installed: pip install 'vlmdata[train]', or -e '.[train]' in a checkout"
-        )
+        assert said.startswith("error: this needs megatron-core, which is not installed: pip install 'vlmdata[train]'")
+        assert "\n" not in said
