@@ -2,7 +2,8 @@
 
 A checkpoint is a folder ``step-00000050`` under ``checkpoints/``. It is written under a temporary name and renamed when
 every rank is done, so whatever carries the name is whole. It holds megatron-core's distributed checkpoint,
-``run.json`` (step, loader state, layout, configuration), ``config.toml``, and each rank's random state.
+``run.json`` (step, loader state, layout, configuration), ``config.toml``, each rank's random state, and checksums of
+all of these, which are made in the background once the checkpoint has its name.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import os
 import random
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -35,6 +38,7 @@ from model.training.data import RankPlace
 from model.training.optimizer import Learner
 from model.training.run_state import RunState, keep_settings, optimizer_form, read_state, require_resumable
 from model.training.step import unwrapped
+from model.weights.checksums import damaged_files, unchecked_files, write_checksums
 from model.weights.store import save_strategy
 from vlmdata.errors import ResourceError, VlmdataError
 
@@ -58,6 +62,7 @@ class Checkpoints:
         self._folder = Path(config.run.out) / "checkpoints"
         self._queue = AsyncCallsQueue() if async_save else None
         self._pending: Path | None = None
+        self._checksums: Thread | None = None
         self._size = 0
 
     def agree_on_latest(self) -> Path | None:
@@ -137,18 +142,24 @@ class Checkpoints:
         self._finalize(blocking=False)
 
     def wait(self) -> None:
-        """Finishes a background save, waiting for it."""
+        """Finishes a background save and its checksums, waiting for them."""
         self._finalize(blocking=True)
+        if self._checksums is not None:
+            self._checksums.join()
+            self._checksums = None
 
     def _finalize(self, blocking: bool) -> None:
         if self._queue is not None:
             with self._writing(self._pending):
                 self._queue.maybe_finalize_async_calls(blocking=blocking)
 
-    def load(self, path: Path, learner: Learner) -> RunState:
+    def load(self, path: Path, learner: Learner) -> tuple[RunState, list[str]]:
         """Restores model, optimizer, schedule and, on the same layout, the random state.
 
         Learning rates and the like are the run's, not the checkpoint's.
+
+        Returns:
+            Where the run stood, and lines on what is worth knowing.
 
         Raises:
             ConfigError: If the checkpoint is of another model, of a run with another optimizer, or damaged.
@@ -156,6 +167,7 @@ class Checkpoints:
         state = read_state(path)
         with self._reading(path):
             require_resumable(path, state, self._config.to_dict(), self._architecture, learner.optimizer)
+            notes = on_all_ranks(partial(self._check_files, path)) if self._config.run.verify else []
             loaded = dist_checkpointing.load(self._sharded(learner, loading=True), str(path), strict="raise_unexpected")
             unwrapped(learner.model[0]).load_state_dict(loaded["model"], strict=False)
             keep_settings(loaded["optimizer"], learner.optimizer)
@@ -163,7 +175,17 @@ class Checkpoints:
             learner.schedule.load_state_dict(loaded["schedule"])
         if state.layout == self._layout():
             on_all_ranks(partial(self._load_random_state, path))
-        return state
+        return state, notes
+
+    def _check_files(self, path: Path) -> list[str]:
+        """This rank's share of the files against their checksums; a line if there are some without."""
+        with self._reading(path):
+            damaged = damaged_files(path, self._place.rank, self._place.world)
+            if damaged:
+                raise self._unreadable(path, "; ".join(damaged))
+            unchecked = unchecked_files(path)
+        more = ", …" if len(unchecked) > 3 else ""
+        return [f"without a checksum, so not checked: {', '.join(unchecked[:3])}{more}"] if unchecked else []
 
     def _sharded(self, learner: Learner, loading: bool) -> dict[str, Any]:
         model = sharded_model(unwrapped(learner.model[0]))
@@ -202,6 +224,8 @@ class Checkpoints:
         """Gives the checkpoint its name and removes old ones."""
         torch.distributed.barrier()
         on_all_ranks(partial(self._rename, temporary, final))
+        self._checksums = Thread(target=_note_checksums, args=(final, self._place.rank), name="checksums")
+        self._checksums.start()
 
     def _rename(self, temporary: Path, final: Path) -> None:
         if self._place.rank != 0:
@@ -250,14 +274,26 @@ class Checkpoints:
         except VlmdataError:
             raise
         except (Exception, CheckpointException) as error:
-            earlier = [each for each in checkpoints_in(self._folder) if each.name < path.name]
-            way_out = (
-                f"To go on from {earlier[-1].name}, the one before, move {path.name} out of {self._folder} and use "
-                "--resume again"
-                if earlier
-                else "There is no earlier one to go on from: start a new run with another --out"
-            )
-            raise ConfigError(f"{path} cannot be loaded, its files seem damaged: {reason(error)}. {way_out}") from error
+            raise self._unreadable(path, reason(error)) from error
+
+    def _unreadable(self, path: Path, why: str) -> ConfigError:
+        earlier = [each for each in checkpoints_in(self._folder) if each.name < path.name]
+        way_out = (
+            f"To go on from {earlier[-1].name}, the one before, move {path.name} out of {self._folder} and use "
+            "--resume again"
+            if earlier
+            else "There is no earlier one to go on from: start a new run with another --out"
+        )
+        return ConfigError(f"{path} cannot be loaded, its files seem damaged: {why}. {way_out}")
+
+
+def _note_checksums(path: Path, rank: int) -> None:
+    """In a thread: reading takes a while, and nothing waits for it."""
+    try:
+        write_checksums(path, rank)
+    except OSError as error:
+        if path.is_dir():  # it may have been removed as too old
+            print(f"warning: {path}: no checksums, though it is whole: {error.strerror}", file=sys.stderr, flush=True)
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

@@ -172,6 +172,7 @@ class RunConfig:
         save_every: Steps between checkpoints; 0 saves at the end only.
         keep: Newest checkpoints that are kept; 0 keeps all.
         async_save: Checkpoints written in the background; none means where there is CUDA.
+        verify: Whether a checkpoint is compared with its checksums before it is loaded.
         tensorboard: Whether TensorBoard files are written.
         wandb: Weights & Biases project to log to.
         profile: First and last step of a profile, such as [10, 12]; empty is none.
@@ -187,6 +188,7 @@ class RunConfig:
     save_every: int = 0
     keep: int = 2
     async_save: bool | None = None
+    verify: bool = True
     tensorboard: bool = True
     wandb: str | None = None
     profile: tuple[int, ...] = ()
@@ -205,6 +207,7 @@ WITHOUT_EFFECT_ON_RESULTS = frozenset(
         "run.save_every",
         "run.keep",
         "run.async_save",
+        "run.verify",
         "run.tensorboard",
         "run.wandb",
         "run.profile",
@@ -275,20 +278,29 @@ def load_config(file: Path | None = None, overrides: Sequence[str | tuple[str, A
 
 
 def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Lines ``data.capacity: 8192 -> 4096`` for what differs between two :meth:`TrainConfig.to_dict`."""
+    """Lines ``data.capacity: 8192 -> 4096`` for what differs between two dictionaries, however deep they are."""
     before, after = dict(_flatten(old)), dict(_flatten(new))
     absent = object()
     return [
-        f"{name}: {before.get(name)} -> {after.get(name)}"
+        f"{name}: {_short(before.get(name))} -> {_short(after.get(name))}"
         for name in sorted(before.keys() | after.keys())
         if before.get(name, absent) != after.get(name, absent)
     ]
 
 
-def _flatten(groups: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for group, settings in groups.items():
-        for name, value in settings.items():
-            yield f"{group}.{name}", value
+def _flatten(groups: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in groups.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _short(value: Any) -> str:
+    """A long list by its ends, such as the kinds of 64 layers."""
+    if isinstance(value, list | tuple) and len(value) > 8:
+        return f"[{value[0]}, …, {value[-1]}] ({len(value)})"
+    return str(value)
 
 
 def _settings_of(file: Path) -> Iterator[tuple[str, Any]]:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from model.architecture import Architecture
+from model.training.agreement import on_all_ranks
 from model.training.checkpoint import Checkpoints, reason, sharded_model
 from model.training.config import ConfigError, TrainConfig, config_differences
 from model.training.optimizer import Learner
 from model.training.run_state import predicts
 from model.training.step import unwrapped
+from model.weights.checksums import damaged_files
 from model.weights.convert import read_config
 from vlmdata import StreamingLoader
 from vlmdata.errors import VlmdataError
@@ -62,10 +70,10 @@ def load_start(
     if found is None:
         weights = config.model.weights
         return 0, [] if weights is None else load_weights(Path(weights), learner, config, architecture)
-    state = checkpoints.load(found, learner)
+    state, notes = checkpoints.load(found, learner)
     loader.load_state_dict(state.loader)
     changes = [f"  {line}" for line in config_differences(state.config, config.to_dict())]
-    return state.step, [f"resumed from {found}", *(["changed since:", *changes] if changes else [])]
+    return state.step, [f"resumed from {found}", *notes, *(["changed since:", *changes] if changes else [])]
 
 
 def load_weights(path: Path, learner: Learner, config: TrainConfig, architecture: Architecture) -> list[str]:
@@ -91,10 +99,13 @@ def load_weights(path: Path, learner: Learner, config: TrainConfig, architecture
             f"model.weights {path} is a Hugging Face checkpoint: convert it first, "
             f"`vlmdata convert {path} --out DIR`, and name DIR"
         )
+    if config.run.verify:
+        on_all_ranks(partial(_check_files, path))
     model, notes = unwrapped(learner.model[0]), []
     wanted = sharded_model(model)
     try:
         stored = dist_checkpointing.load_tensors_metadata(str(path))
+        _require_same_sizes(path, stored, wanted, architecture)
         if predicts(config.model.mtp, architecture) and not any(name.startswith(_PREDICTOR) for name in stored):
             notes.append(_without_prediction(path, fresh=config.model.mtp is True))
             wanted = {name: entry for name, entry in wanted.items() if not name.startswith(_PREDICTOR)}
@@ -106,6 +117,25 @@ def load_weights(path: Path, learner: Learner, config: TrainConfig, architecture
     model.load_state_dict(loaded["model"], strict=False)
     learner.optimizer.reload_model_params()
     return notes
+
+
+def _check_files(path: Path) -> None:
+    damaged = damaged_files(path, dist.get_rank(), dist.get_world_size())
+    if damaged:
+        raise ConfigError(f"model.weights {path}: {'; '.join(damaged)}. Convert them again, or take another checkpoint")
+
+
+def _require_same_sizes(
+    path: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any], architecture: Architecture
+) -> None:
+    """Tensors of other sizes are of another model, whatever else may be missing."""
+    for entry in nested_values(dict(wanted)):
+        theirs = stored.get(getattr(entry, "key", ""))
+        if isinstance(entry, ShardedTensor) and theirs is not None and theirs.global_shape != entry.global_shape:
+            raise ConfigError(
+                f"model.weights {path}: {_difference(path, architecture)}{entry.key} is {tuple(theirs.global_shape)} "
+                f"there and {tuple(entry.global_shape)} here. Name the model they are of with --preset or --hf"
+            )
 
 
 def _without_prediction(path: Path, fresh: bool) -> str:

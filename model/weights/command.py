@@ -79,6 +79,8 @@ def convert(
         return
     without = "" if done.mtp else ", without multi-token prediction (the source has none)"
     typer.echo(f"{kind_of} in {out}: {done.tensors:,} tensors, {done.bytes / 1e9:.2f} GB in {seconds:.1f} s{without}")
+    if done.unchecked:
+        typer.echo(f"{done.unchecked} files of {source} have no checksums and were not checked", err=True)
 
 
 def _direction(source: Path, out: Path, like: Path | None, dtype: str | None) -> bool:

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from model.architecture import Architecture
 from model.network.build import ModelSettings, build_model, vocabulary_rows
+from model.weights.checksums import damaged_files, unchecked_files, write_checksums
 from model.weights.hf_files import HfTensors, PlannedTensor, WeightsError, differences, write_tensors
 from model.weights.hf_folder import CONFIG, architecture_in, config_for, copy_small_files, read_json, with_dtypes
 from model.weights.names import ParameterMap, canonical_names, hf_names, parameter_maps
@@ -48,11 +49,13 @@ class Converted:
         tensors: Hugging Face tensors read or written.
         bytes: Their bytes.
         mtp: Whether multi-token prediction is among them.
+        unchecked: Files of a distributed checkpoint that was read without checksums to compare them with.
     """
 
     tensors: int
     bytes: int
     mtp: bool
+    unchecked: int = 0
 
 
 def to_megatron(
@@ -103,6 +106,7 @@ def to_megatron(
     state = {name: copy.copy(entry) for name, entry in pieces.state.items()}
     dist_checkpointing.save(state, str(out), sharded_strategy=_StreamingSave(resolve))
     (out / CONFIG).write_text(json.dumps(architecture.to_hf(), indent=2) + "\n")
+    write_checksums(out)
     return Converted(len(wanted), sum(files.bytes(name) for name in wanted), mtp)
 
 
@@ -128,9 +132,10 @@ def to_hf(
         ignore: Fields of ``like``'s ``config.json`` that are unknown and harmless; they are kept.
 
     Raises:
-        WeightsError: If the checkpoint is not of the architecture it names, or ``like`` is of another one.
+        WeightsError: If the checkpoint is damaged or not of the architecture it names, or ``like`` is of another one.
     """
     architecture = read_architecture(source)
+    unchecked = _check_files(source)
     config = config_for(architecture, like, ignore)
     reader = torch_strategies._get_filesystem_reader(str(source))
     metadata = reader.read_metadata()
@@ -164,7 +169,18 @@ def to_hf(
         copy_small_files(like, out)
     write_tensors(out, planned, tensor, file_bytes, progress)
     (out / CONFIG).write_text(json.dumps(with_dtypes(config, planned), indent=2) + "\n")
-    return Converted(len(planned), sum(each.bytes for each in planned.values()), mtp)
+    return Converted(len(planned), sum(each.bytes for each in planned.values()), mtp, unchecked)
+
+
+def _check_files(folder: Path) -> int:
+    """Compares a checkpoint's files with their checksums; the number of those that have none."""
+    try:
+        damaged = damaged_files(folder)
+    except ValueError as error:
+        raise WeightsError(f"{folder}: {error}") from error
+    if damaged:
+        raise WeightsError(f"{folder}: {'; '.join(damaged)}. Take another checkpoint, or restore this one")
+    return len(unchecked_files(folder))
 
 
 def read_architecture(folder: Path, ignore: Collection[str] = ()) -> Architecture:

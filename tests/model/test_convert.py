@@ -203,6 +203,18 @@ class TestWhatIsWrongIsListed:
         with pytest.raises(VlmdataError, match=r"--like nowhere is no folder of a Hugging Face checkpoint"):
             _direction(tmp_path, tmp_path / "out", Path("nowhere"), None)
 
+    def test_a_checkpoint_in_which_a_bit_changed(self, tmp_path: Path) -> None:
+        hf_folder(tmp_path / "hf", "dense")
+        to_megatron(tmp_path / "hf", tmp_path / "megatron")
+        file = tmp_path / "megatron" / "__0_0.distcp"
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+        with pytest.raises(WeightsError, match=r"__0_0\.distcp changed after it was written"):
+            to_hf(tmp_path / "megatron", tmp_path / "out")
+        (tmp_path / "megatron" / "checksums-00000.json").unlink()
+        assert to_hf(tmp_path / "megatron", tmp_path / "out").unchecked == 2
+
     def test_a_checkpoint_of_another_model(self, tmp_path: Path) -> None:
         hf_folder(tmp_path / "hf", "dense")
         to_megatron(tmp_path / "hf", tmp_path / "megatron")

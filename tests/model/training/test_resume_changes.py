@@ -191,9 +191,14 @@ class TestWeightsWithoutPrediction:
         if predict:
             assert not all(torch.equal(new[name], old[name]) for name in fresh)
 
-    def test_of_another_model_are_told(self, chats: Path, first: Path, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match="they are of another model"):
-            trained(chats, tmp_path / "run", model__preset="tiny-moe", model__weights=str(checkpoint(first, 2)))
+    @pytest.mark.parametrize("of", ["run", "hf"])
+    def test_of_another_model_are_told(self, chats: Path, first: Path, weights: Path, tmp_path: Path, of: str) -> None:
+        """Also where the other one has no multi-token prediction: that is not what is wrong."""
+        path = checkpoint(first, 2) if of == "run" else weights
+        difference = r"they are of another model \(.*model\.text_config\.hidden_size: \d+ -> \d+"
+        with pytest.raises(ConfigError, match=rf"{difference}.* here\. Name the model they are of") as caught:
+            trained(chats, tmp_path / "run", model__preset="proxy", model__weights=str(path))
+        assert "{" not in str(caught.value)
 
     def test_that_are_not_there_are_told(self, chats: Path, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"nowhere is no folder; make one with `vlmdata convert`"):
@@ -204,7 +209,15 @@ def _truncate(file: Path) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
+def _flip(file: Path) -> None:
+    """A bit of a tensor, which still reads."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
 class TestDamage:
+    @pytest.mark.parametrize("checksums", [True, False])
     @pytest.mark.parametrize(
         ("pattern", "damage"),
         [
@@ -216,14 +229,31 @@ class TestDamage:
         ],
     )
     def test_is_told_with_the_checkpoint_before(
-        self, chats: Path, out: Path, pattern: str, damage: Callable[[Path], None]
+        self, chats: Path, out: Path, pattern: str, damage: Callable[[Path], None], checksums: bool
     ) -> None:
+        if not checksums:  # a run that was killed before they were made
+            (checkpoint(out, 2) / "checksums-00000.json").unlink()
         damage(sorted(checkpoint(out, 2).glob(pattern))[0])
         with pytest.raises(ConfigError, match="cannot be loaded, its files seem damaged") as caught:
             trained(chats, out, resume=True, run__steps=3)
         assert str(checkpoint(out, 2)) in str(caught.value)
         assert "go on from step-00000001, the one before, move step-00000002 out of" in str(caught.value)
         assert "\n" not in str(caught.value)
+
+    def test_of_a_bit_is_told(self, chats: Path, out: Path, tmp_path: Path, capsys: Any) -> None:
+        _flip(checkpoint(out, 2) / "__0_0.distcp")
+        message = r"__0_0\.distcp changed after it was written: xxh3 is \w+, expected \w+\."
+        with pytest.raises(ConfigError, match=rf"{message} To go on from step-00000001"):
+            trained(chats, out, resume=True, run__steps=3)
+        with pytest.raises(ConfigError, match=rf"model\.weights .*{message} Convert them again, or take another"):
+            trained(chats, tmp_path / "new", model__weights=str(checkpoint(out, 2)))
+        trained(chats, out, resume=True, run__steps=3, run__verify=False)
+        assert "not checked" not in capsys.readouterr().out
+
+    def test_cannot_be_told_without_checksums_and_that_is_said(self, chats: Path, out: Path, capsys: Any) -> None:
+        (checkpoint(out, 2) / "checksums-00000.json").unlink()
+        trained(chats, out, resume=True, run__steps=3)
+        assert "without a checksum, so not checked: .metadata, __0_0.distcp, random-00000.pt" in capsys.readouterr().out
 
     def test_is_passed_by_as_told(self, chats: Path, out: Path, tmp_path: Path) -> None:
         undisturbed = weights_of(checkpoint(out, 2))
