@@ -15,7 +15,7 @@ All ways run in one process, one after the other, on the same samples in the sam
 
 Tokens are true tokens. Times are medians over steps after the warm-up, in which kernels are compiled and tuned. MFU is
 model FLOP (`model/training/flops.py`; vision only where it runs) over time and the data sheet's dense bf16 peak.
-Writes train-speed-<date>.json and .md under --out.
+Writes train-speed-<date>.json and .md under --out; presets measured earlier that day stay in.
 """
 
 from __future__ import annotations
@@ -263,9 +263,11 @@ def report(results: dict[str, Any]) -> str:
     lines = [
         f"# Training speed, {results['date']}",
         "",
-        f"`{results['command']}` on one {results['gpu']}; torch {torch.__version__}, FlashAttention 4 "
-        f"{results['flash_attention_4'] or 'not installed'}. Real receipts: {results['samples']} samples, "
-        f"{results['mean_length']:.0f} tokens each in the mean.",
+        *(f"- `{command}`" for command in results["commands"]),
+        "",
+        f"On one {results['gpu']}; torch {results['torch']}, FlashAttention 4 "
+        f"{results['flash_attention_4'] or 'not installed'}. {results['note']} Real receipts: {results['samples']} "
+        f"samples, {results['mean_length']:.0f} tokens each in the mean.",
         "",
         "| model | way | real tokens/s | tokens computed a step | seconds a step | MFU | peak memory |",
         "|---|---|---|---|---|---|---|",
@@ -295,21 +297,27 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--recompute", default="none")
+    parser.add_argument("--note", default="", help="a sentence for the result, such as what else the machine did")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
     options = parser.parse_args()
     groups.initialize()
     dataset = open_dataset(options.data)
+    today = datetime.date.today().isoformat()
+    stem = options.out / f"train-speed-{today}"
+    earlier = json.loads(stem.with_suffix(".json").read_text()) if stem.with_suffix(".json").exists() else {}
+    command = " ".join(["python", "benchmarks/train_speed.py", *sys.argv[1:]])
     results: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python", "benchmarks/train_speed.py", *sys.argv[1:]]),
+        "date": today,
+        "commands": [*earlier.get("commands", []), command],
+        "note": options.note,
         "gpu": torch.cuda.get_device_name(0),
+        "torch": torch.__version__,
         "flash_attention_4": flash_attention_version(),
         "samples": len(dataset),
         "mean_length": float(np.mean(dataset.index.lengths)),
-        "presets": {},
+        "presets": earlier.get("presets", {}),
     }
     options.out.mkdir(parents=True, exist_ok=True)
-    stem = options.out / f"train-speed-{results['date']}"
     for preset in options.presets:
         results["presets"][preset] = measure(preset, options)
         stem.with_suffix(".json").write_text(json.dumps(results, indent=2) + "\n")
