@@ -11,12 +11,13 @@ uneven and often empty. Three jobs of the bundled trainer, started with torchrun
 3. the same command with --resume: it must go on from step 20 with the very samples of `whole`, and with its losses
    (bf16 kernels add in another order each time, so they agree to rounding only).
 
-Writes train-faults-<date>.md under --out.
+Writes train-faults-<date>.md under --out after each of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -24,6 +25,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +36,12 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def command(options: argparse.Namespace, out: Path, *more: str) -> list[str]:
+def command(options: argparse.Namespace, out: str, *more: str) -> list[str]:
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(options.gpus)),
         *("--master-addr", "127.0.0.1", "--master-port", "29541", str(ROOT / "train.py")),
         *("--data", str(options.data), "--preset", "proxy", "--cp", str(options.gpus), "--capacity", "1024"),
-        *("--global-batch", "2", "--workers", "1", "--steps", str(options.steps), "--out", str(out)),
+        *("--global-batch", "2", "--workers", "1", "--steps", str(options.steps), "--out", out),
         *("--set", "run.tensorboard=false", "--set", "optimizer.warmup_steps=5", *more),
     ]
 
@@ -56,72 +58,76 @@ def started(arguments: list[str], log: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(arguments, stdout=log.open("w"), stderr=subprocess.STDOUT, text=True, cwd=ROOT)
 
 
+def completed(options: argparse.Namespace, name: str, *arguments: str) -> float:
+    """Runs a job to its end; seconds."""
+    log = options.work / f"{name}.log"
+    begun = time.monotonic()
+    code = started(command(options, *arguments), log).wait()
+    assert code == 0, log.read_text()[-3000:]
+    return time.monotonic() - begun
+
+
 def kill_a_rank(options: argparse.Namespace, out: Path) -> dict[str, Any]:
     """Starts the job, kills a rank after a step, and waits for its end."""
     log = options.work / "killed.log"
-    job = started(command(options, out, "--set", "run.save_every=10", "--set", "run.keep=0"), log)
+    job = started(command(options, str(out), "--set", "run.save_every=10", "--set", "run.keep=0"), log)
     while job.poll() is None and len(lines_of(out)) < options.kill_after:
         time.sleep(0.1)
     assert job.poll() is None, f"ended by itself: {log.read_text()[-2000:]}"
     ranks = [each for each in psutil.Process(job.pid).children() if "train.py" in " ".join(each.cmdline())]
-    victim = next(each for each in ranks if each.environ().get("RANK") == "2")
+    victim = next(each for each in ranks if each.environ().get("RANK") == str(options.gpus - 1))
     begun = time.monotonic()
     os.kill(victim.pid, signal.SIGKILL)
     code = job.wait(timeout=options.limit)
     seconds = time.monotonic() - begun
     left = [each.pid for each in ranks if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
-    said = [line.strip() for line in log.read_text().splitlines() if "exitcode" in line or "Signal" in line]
-    return {"seconds": seconds, "code": code, "left": left, "said": said[:4], "steps": len(lines_of(out))}
+    cause = log.read_text().partition("Root Cause")[2]
+    said = [" ".join(line.split()) for line in cause.splitlines() if line.strip().startswith(("rank", "traceback"))]
+    return {"seconds": seconds, "code": code, "left": left, "said": " / ".join(said), "steps": len(lines_of(out))}
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    options.work.mkdir(parents=True, exist_ok=True)
-    whole, killed = options.work / "whole", options.work / "killed"
-    begun = time.monotonic()
-    code = started(command(options, whole), options.work / "whole.log").wait()
-    assert code == 0, (options.work / "whole.log").read_text()[-3000:]
-    seconds = time.monotonic() - begun
-    print(f"whole: {len(lines_of(whole))} steps in {seconds:.0f} s", flush=True)
-    death = kill_a_rank(options, killed)
-    print("killed:", death, flush=True)
-    code = started(command(options, killed, "--resume"), options.work / "resumed.log").wait()
-    assert code == 0, (options.work / "resumed.log").read_text()[-3000:]
+def resumed(options: argparse.Namespace, whole: Path, killed: Path) -> dict[str, Any]:
+    """Goes on after the kill, and compares all steps with the undisturbed run's."""
+    completed(options, "resumed", str(killed), "--resume")
     events = [json.loads(line) for line in (killed / "metrics.jsonl").read_text().splitlines()]
-    resumed_from = next(line["step"] for line in events if line.get("event") == "resumed")
     ours, theirs = lines_of(killed), lines_of(whole)
     assert [line["samples"] for line in ours] == [line["samples"] for line in theirs]
     off = [abs(a["loss"] / b["loss"] - 1) for a, b in zip(ours, theirs, strict=True)]
-    return {
-        "steps": len(theirs),
-        "seconds": seconds,
-        "images": [line["images"] for line in theirs],
-        "death": death,
-        "resumed": resumed_from,
-        "loss_difference": {"largest": max(off), "mean": float(np.mean(off))},
-    }
+    from_step = next(line["step"] for line in events if line.get("event") == "resumed")
+    return {"from": from_step, "largest": max(off), "mean": float(np.mean(off))}
 
 
 def report(found: dict[str, Any], options: argparse.Namespace) -> str:
-    death, images = found["death"], np.array(found["images"])
-    return "\n".join(
-        [
-            f"# Uneven vision shares and a killed rank, {datetime.date.today().isoformat()}",
-            "",
-            f"`python benchmarks/train_faults.py` on {options.gpus} x {torch.cuda.get_device_name(0)}: proxy preset, "
-            f"context parallel {options.gpus}, two packs of 1,024 tokens a step.",
-            "",
-            f"- {found['steps']} steps ended by themselves after {found['seconds']:.0f} s (start-up included); images "
+    lines = [
+        f"# Uneven vision shares and a killed rank, {datetime.date.today().isoformat()}",
+        "",
+        f"`python benchmarks/train_faults.py --steps {options.steps} --kill-after {options.kill_after}` on "
+        f"{options.gpus} x {torch.cuda.get_device_name(0)}: proxy preset, context parallel {options.gpus}, two packs "
+        "of 1,024 tokens a step.",
+        "",
+    ]
+    if "whole" in found:
+        whole, images = found["whole"], np.array(found["whole"]["images"])
+        lines.append(
+            f"- {len(images)} steps ended by themselves after {whole['seconds']:.0f} s (start-up included); images "
             f"a step: {images.min()} to {images.max()}, fewer than ranks in {np.mean(images < 2 * options.gpus):.0%} "
-            "of the steps.",
-            f"- Rank 2 killed after step {options.kill_after}: torchrun ended {death['seconds']:.1f} s later with exit "
-            f"code {death['code']}, processes left: {len(death['left'])}. It said: `{' / '.join(death['said'])}`",
-            f'- `--resume`: "{found["resumed"]}"; the samples of all {found["steps"]} steps are those of the '
-            f"undisturbed run; losses differ by {found['loss_difference']['mean']:.1e} in the mean and "
-            f"{found['loss_difference']['largest']:.1e} at most (kernels add in another "
-            "order each time).",
-            "",
-        ]
-    )
+            "of the steps."
+        )
+    if "death" in found:
+        death = found["death"]
+        lines.append(
+            f"- Rank {options.gpus - 1} killed after step {options.kill_after}: torchrun ended {death['seconds']:.1f} s "
+            f"later with exit code {death['code']}, processes left: {len(death['left'])}. Root cause, by its report: "
+            f"`{death['said']}`"
+        )
+    if "resumed" in found:
+        again = found["resumed"]
+        lines.append(
+            f"- `--resume` went on from step {again['from']}; the samples of all steps are those of the undisturbed "
+            f"run; losses differ by {again['mean']:.1e} in the mean and {again['largest']:.1e} at most (kernels may "
+            "add in another order each time)."
+        )
+    return "\n".join([*lines, ""])
 
 
 def main() -> None:
@@ -134,10 +140,29 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=120.0, help="seconds in which the job must have ended")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
     options = parser.parse_args()
-    text = report(run(options), options)
+    # Told to stop, the jobs are ended first: ranks that live on would spoil whatever runs next on their GPUs.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    options.work.mkdir(parents=True, exist_ok=True)
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"train-faults-{datetime.date.today().isoformat()}.md").write_text(text)
-    print(text)
+    whole, killed = options.work / "whole", options.work / "killed"
+    found: dict[str, Any] = {}
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "whole": lambda: {
+            "seconds": completed(options, "whole", str(whole)),
+            "images": [line["images"] for line in lines_of(whole)],
+        },
+        "death": lambda: kill_a_rank(options, killed),
+        "resumed": lambda: resumed(options, whole, killed),
+    }
+    try:
+        for name, part in parts.items():
+            found[name] = part()
+            print(f"{name}: {found[name]}", flush=True)
+            (options.out / f"train-faults-{datetime.date.today().isoformat()}.md").write_text(report(found, options))
+    finally:
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import dataclasses
 import datetime
 import fcntl
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -84,9 +85,11 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
     log = (out / "log").open("w")
     job = subprocess.Popen([*launch, *arguments], stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
     begun = time.monotonic()
-    while job.poll() is None and len(lines_of(out)) < case.steps and time.monotonic() - begun < options.limit:
-        time.sleep(0.2)
-    end(job)
+    try:
+        while job.poll() is None and len(lines_of(out)) < case.steps and time.monotonic() - begun < options.limit:
+            time.sleep(0.2)
+    finally:
+        end(job)
     found = {"what": case.what, "gpus": case.gpus, "command": " ".join(["train.py", *case.options.split()])}
     lines = lines_of(out)
     if len(lines) <= case.warmup:
@@ -167,6 +170,8 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=240.0, help="seconds after which a case is given up")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
     options = parser.parse_args()
+    # Told to stop, the job is ended first: ranks that live on would spoil whatever runs next on their GPUs.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     for name in options.cases:
         found = run(name, options)
         add(name, found, options.out)

@@ -343,7 +343,7 @@ def _core_attention(kind: str, config: TransformerConfig, pg_collection: Any) ->
 
 
 def _split_and_rotate(mixed_pn3d: Tensor, angles_p1d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    from model.network.rotation import SplitAndRotate  # Triton is there with CUDA only
+    from model.kernels.rotation import SplitAndRotate  # Triton is there with CUDA only
 
     parts: tuple[Tensor, Tensor, Tensor] = SplitAndRotate.apply(mixed_pn3d, angles_p1d.squeeze(1))
     return parts

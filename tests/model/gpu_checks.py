@@ -168,8 +168,8 @@ def float_patches_and_recompute() -> None:
 
 def fused_rotations() -> None:
     """Transformer Engine's rotary kernel with angles of our own, and our kernel, against the plain ones in float32."""
+    from model.kernels.rotation import SplitAndRotate
     from model.network.attention import InterleavedMRoPE, _rotate_fused, rotate
-    from model.network.rotation import SplitAndRotate
     from model.network.vision import PatchGeometry, _rotate
 
     generator = torch.Generator(CUDA).manual_seed(0)

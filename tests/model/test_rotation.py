@@ -17,7 +17,7 @@ pytest.importorskip("megatron.core")
 
 def interpreted() -> None:
     """In a process of its own: whether Triton interprets is settled when the kernel is defined."""
-    from model.network.rotation import SplitAndRotate
+    from model.kernels.rotation import SplitAndRotate
     from model.network.vision import _rotate
 
     for rows, heads, width in ((7, 3, 12), (5, 4, 64), (3, 1, 72)):

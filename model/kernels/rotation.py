@@ -2,7 +2,7 @@
 
 The vision tower's ``q, k, v = mixed.unbind(); q = rotate(q); k = rotate(k)`` (``apply_rotary_pos_emb_vision``), with
 angles for every row. What it reads and writes is all it costs: Transformer Engine's kernel for the same, made for
-angles per position of a sequence, takes some four times as long on an H200 (benchmarks/rotation.py).
+angles per position of a sequence, takes more than twice as long on an H200 (docs/decisions/0026).
 
 Shapes: rows P, heads n, head width d, of which the halves rotate against each other.
 """
