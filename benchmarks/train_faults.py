@@ -116,8 +116,8 @@ def report(found: dict[str, Any], options: argparse.Namespace) -> str:
     if "death" in found:
         death = found["death"]
         lines.append(
-            f"- Rank {options.gpus - 1} killed after step {options.kill_after}: torchrun ended {death['seconds']:.1f} s "
-            f"later with exit code {death['code']}, processes left: {len(death['left'])}. Root cause, by its report: "
+            f"- Rank {options.gpus - 1} killed after step {options.kill_after}: torchrun ended {death['seconds']:.1f} "
+            f"s later with exit code {death['code']}, processes left: {len(death['left'])}. Root cause, by its report: "
             f"`{death['said']}`"
         )
     if "resumed" in found:

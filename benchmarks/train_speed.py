@@ -15,7 +15,7 @@ All ways run in one process, one after the other, on the same samples in the sam
 
 Tokens are true tokens. Times are medians over steps after the warm-up, in which kernels are compiled and tuned. MFU is
 model FLOP (`model/training/flops.py`; vision only where it runs) over time and the data sheet's dense bf16 peak.
-Writes train-speed-<date>.json and .md under --out; presets measured earlier that day stay in.
+Writes train-speed-<label>-<date>.json and .md under --out; presets measured earlier that day stay in.
 """
 
 from __future__ import annotations
@@ -266,8 +266,8 @@ def report(results: dict[str, Any]) -> str:
         *(f"- `{command}`" for command in results["commands"]),
         "",
         f"On one {results['gpu']}; torch {results['torch']}, FlashAttention 4 "
-        f"{results['flash_attention_4'] or 'not installed'}. {results['note']} Real receipts: {results['samples']} "
-        f"samples, {results['mean_length']:.0f} tokens each in the mean.",
+        f"{results['flash_attention_4'] or 'not installed'}. {results['note']} {results['samples']} samples, "
+        f"{results['mean_length']:.0f} tokens each in the mean, {results['longest']} at most.",
         "",
         "| model | way | real tokens/s | tokens computed a step | seconds a step | MFU | peak memory |",
         "|---|---|---|---|---|---|---|",
@@ -297,13 +297,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--recompute", default="none")
+    parser.add_argument("--label", default="", help="of the result files, such as the name of the data")
     parser.add_argument("--note", default="", help="a sentence for the result, such as what else the machine did")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
     options = parser.parse_args()
     groups.initialize()
     dataset = open_dataset(options.data)
     today = datetime.date.today().isoformat()
-    stem = options.out / f"train-speed-{today}"
+    stem = options.out / "-".join(filter(None, ["train-speed", options.label, today]))
     earlier = json.loads(stem.with_suffix(".json").read_text()) if stem.with_suffix(".json").exists() else {}
     command = " ".join(["python", "benchmarks/train_speed.py", *sys.argv[1:]])
     results: dict[str, Any] = {
@@ -315,6 +316,7 @@ def main() -> None:
         "flash_attention_4": flash_attention_version(),
         "samples": len(dataset),
         "mean_length": float(np.mean(dataset.index.lengths)),
+        "longest": int(np.max(dataset.index.lengths)),
         "presets": earlier.get("presets", {}),
     }
     options.out.mkdir(parents=True, exist_ok=True)
