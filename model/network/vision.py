@@ -311,7 +311,10 @@ class FlashAttention(nn.Module):
         try:
             from flash_attn.cute.interface import flash_attn_varlen_func
         except ImportError as error:
-            raise ImportError(f"FlashAttention 4 cannot be loaded ({error}): pip install vlmdata[flash]") from error
+            raise ImportError(
+                f"FlashAttention 4 cannot be loaded ({error}): pip install 'vlmdata[flash]', or go on without it, "
+                "--set model.vision_attention=transformer_engine"
+            ) from error
         self._attend = flash_attn_varlen_func
 
     @staticmethod

@@ -23,7 +23,7 @@ from model.training.logs import RunLog, StepReport
 from model.training.not_finite import not_finite_error
 from model.training.optimizer import Learner, build_learner, freeze
 from model.training.profiling import Profiler
-from model.training.setup import architecture_of, build, parameter_dtype
+from model.training.setup import architecture_of, build, computed_by, parameter_dtype, settings_of
 from model.training.start import find_start, load_start
 from model.training.step import Stepper, StepResult, digest
 from vlmdata import StreamingLoader
@@ -74,6 +74,7 @@ def train(config: TrainConfig, device: torch.device, resume: bool) -> Outcome:
         done, notes = load_start(config, architecture, checkpoints, found, learner, loader)
         log = stack.enter_context(RunLog(config, place.rank == 0, done if resume else None))
         log.say(_describe(config, architecture, place, trained, loader))
+        log.say(computed_by(model, settings_of(config, architecture, device), device))
         for note in notes:
             log.say(note)
         run = _Run(config, architecture, place, learner, checkpoints, loader, log, device)

@@ -11,6 +11,7 @@ import torch
 from model.architecture import Architecture
 from model.network.build import ModelSettings, build_model
 from model.network.qwen35_vl import Qwen35VL
+from model.network.vision import FlashAttention
 from model.presets import PRESETS
 from model.training.config import ConfigError, TrainConfig
 from model.training.data import RankPlace, tokenizer_of
@@ -109,6 +110,15 @@ def settings_of(config: TrainConfig, architecture: Architecture, device: torch.d
         fp8="hybrid" if config.run.fp8 else None,
         fp8_recipe=config.run.fp8_recipe,
     )
+
+
+def computed_by(model: Qwen35VL, settings: ModelSettings, device: torch.device) -> str:
+    """A line on what computes the model, which depends on the machine."""
+    flash = any(isinstance(module, FlashAttention) for module in model.modules())
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    tower = ", FlashAttention 4 in the vision tower" if flash else ""
+    fp8 = f", FP8 ({settings.fp8_recipe})" if settings.fp8 else ""
+    return f"back end {settings.backend}{tower}, {str(settings.params_dtype).removeprefix('torch.')}{fp8}, on {where}"
 
 
 def build(config: TrainConfig, architecture: Architecture, place: RankPlace, device: torch.device) -> Qwen35VL:
