@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import tomllib
 import types
 import typing
@@ -365,6 +366,8 @@ def _as_type(kind: Any, value: Any, what: str) -> Any:
         return tuple(_as_type(arguments[0], item, what) for item in items)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if kind is int and isinstance(value, float) and value.is_integer():
+        return int(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise ConfigError(f"{what} is {value!r} ({type(value).__name__}); it must be {kind.__name__}")
     return value
@@ -384,16 +387,29 @@ def _check(config: TrainConfig) -> None:
         "run.save_every": 0,
         "run.keep": 0,
         "optimizer.warmup_steps": 0,
+        "optimizer.decay_steps": 1,
         "optimizer.lr": 0,
         "optimizer.min_lr": 0,
         "optimizer.clip_grad": 0,
         "optimizer.weight_decay": 0,
-        "run.timeout_minutes": 0,
+        "optimizer.beta1": 0,
+        "optimizer.beta2": 0,
+        "optimizer.eps": 0,
+        "model.mtp_loss_scale": 0,
+        "model.moe_aux_loss": 0,
     }
     values = dict(_flatten({name: vars(getattr(config, name)) for name in _group_names()}))
+    for name, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{name} is {value}; it must be a finite number")
     for name, bound in least.items():
         if values[name] is not None and values[name] < bound:
             raise ConfigError(f"{name} is {values[name]}; it must be at least {bound}")
+    for name in ("optimizer.beta1", "optimizer.beta2"):
+        if values[name] >= 1:
+            raise ConfigError(f"{name} is {values[name]}; it must be below 1")
+    if config.run.timeout_minutes <= 0:
+        raise ConfigError(f"run.timeout_minutes is {config.run.timeout_minutes}; it must be more than 0")
     weights, paths = config.data.blend, config.data.paths
     if weights and len(weights) != len(paths):
         named = f": {', '.join(paths)}" if paths else ""
@@ -407,7 +423,10 @@ def _check(config: TrainConfig) -> None:
         raise ConfigError(f"optimizer.min_lr {config.optimizer.min_lr} is over optimizer.lr {config.optimizer.lr}")
     unknown = set(config.model.freeze) - {"vision", "merger", "language"}
     if unknown:
-        raise ConfigError(f"model.freeze names {sorted(unknown)}; it knows vision, merger, language")
+        raise ConfigError(
+            f"model.freeze names {sorted(unknown)}; it knows vision, merger, language: --freeze vision,merger, or "
+            """--set 'model.freeze=["vision", "merger"]'"""
+        )
     profile, steps = config.run.profile, config.run.steps
     if profile and (len(profile) != 2 or not 1 <= profile[0] <= profile[1]):
         raise ConfigError(f"run.profile is {list(profile)}; give the first and the last step, counted from 1")

@@ -39,6 +39,13 @@ def test_what_is_saved_reads_back_to_the_same(tmp_path: Path) -> None:
     assert f"# configuration {config.hash()}" in file.read_text()
 
 
+def test_whole_floats_are_ints_and_ints_floats() -> None:
+    config = load_config(None, ["run.steps=1e3", "optimizer.lr=1", "optimizer.min_lr=0"])
+    assert (config.run.steps, config.optimizer.lr) == (1000, 1.0)
+    assert isinstance(config.run.steps, int)
+    assert isinstance(config.optimizer.lr, float)
+
+
 def test_none_takes_a_setting_back(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("[data]\nmax_patches = 100\n")
@@ -94,8 +101,18 @@ def test_a_model_is_named_once(tmp_path: Path) -> None:
         ("optimizer.wieght_decay=3", "the nearest is 'optimizer.weight_decay'"),
         ("qqq=3", "the nearest is '"),
         ("data.capacity=3.5", "data.capacity is 3.5 .float.; it must be int"),
+        ("data.capacity=inf", "data.capacity is inf .float.; it must be int"),
         ("data.capacity=true", "data.capacity is True .bool.; it must be int"),
         ("data.capacity=0", "data.capacity is 0; it must be at least 1"),
+        ("optimizer.lr=nan", "optimizer.lr is nan; it must be a finite number"),
+        ("run.timeout_minutes=inf", "run.timeout_minutes is inf; it must be a finite number"),
+        ("run.timeout_minutes=0", "run.timeout_minutes is 0.0; it must be more than 0"),
+        ("optimizer.beta1=-0.1", "optimizer.beta1 is -0.1; it must be at least 0"),
+        ("optimizer.beta2=1", "optimizer.beta2 is 1.0; it must be below 1"),
+        ("optimizer.eps=-1", "optimizer.eps is -1.0; it must be at least 0"),
+        ("optimizer.decay_steps=0", "optimizer.decay_steps is 0; it must be at least 1"),
+        ("model.mtp_loss_scale=-1", "model.mtp_loss_scale is -1.0; it must be at least 0"),
+        ("model.freeze=vision,merger", "it knows vision, merger, language: --freeze vision,merger, or --set "),
         ("run.tensorboard=1", "run.tensorboard is 1 .int.; it must be bool"),
         ("data.blend=[1, -1]", r"data.blend has 2 weights for 0 datasets; give one for each --data"),
         ("data.blend=1.5", "data.blend is 1.5; it must be a list"),
