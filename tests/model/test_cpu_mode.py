@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from model.parallel import cpu_mode
+from model.parallel.startup import before_megatron
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
 
@@ -46,3 +49,12 @@ def test_it_touches_no_attribute_of_megatron() -> None:
     before = {name: id(value) for name, value in vars(core).items()}
     with cpu_mode.cpu_as_cuda():
         assert {name: id(value) for name, value in vars(core).items()} == before
+
+
+def test_megatron_cores_slips_are_not_told_as_ours() -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        before_megatron()
+        with cpu_mode.cpu_as_cuda():
+            assert torch.zeros(2, 2)[[slice(None), slice(1)]].shape == (2, 1)  # as its get_parameter_local_cp does
+    assert not told
