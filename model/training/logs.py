@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
+import shutil
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -17,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from model.training.config import ConfigError, TrainConfig
 from model.training.step import StepResult
+from vlmdata.errors import ResourceError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,11 +97,26 @@ class Sink(Protocol):
         """Flushes and ends."""
 
 
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Failures to write as what they are."""
+    try:
+        yield
+    except OSError as error:
+        free = shutil.disk_usage(folder).free / 1e6
+        raise ResourceError(
+            f"{folder.resolve()}: logs could not be written: {error.strerror or error}; {free:,.1f} MB free. "
+            "Checkpoints are as they were. Make room or give the rights, and go on with --resume"
+        ) from error
+
+
 class JsonLines:
     """``metrics.jsonl``: a line a step; a resumed run goes on in the same file."""
 
     def __init__(self, path: Path, resumed_at: int | None):
-        self._file = path.open("a")
+        self._folder = path.parent
+        with _writing(self._folder):
+            self._file = path.open("a")
         if resumed_at is not None:
             self.event("resumed", resumed_at)
 
@@ -113,12 +131,14 @@ class JsonLines:
     def _line(self, values: Mapping[str, Any]) -> None:
         # JSON knows neither nan nor inf.
         plain = {name: None if _is_odd(value) else value for name, value in values.items()}
-        self._file.write(json.dumps(plain, allow_nan=False) + "\n")
-        self._file.flush()
+        with _writing(self._folder):
+            self._file.write(json.dumps(plain, allow_nan=False) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
         """Closes the file."""
-        self._file.close()
+        with _writing(self._folder):
+            self._file.close()
 
 
 def _is_odd(value: Any) -> bool:
@@ -131,17 +151,21 @@ class TensorBoard:
     def __init__(self, folder: Path, resumed_at: int | None):
         from torch.utils.tensorboard import SummaryWriter
 
-        # Events of steps that a resume makes again are hidden.
-        self._writer = SummaryWriter(str(folder), purge_step=None if resumed_at is None else resumed_at + 1)
+        self._folder = folder.parent
+        with _writing(self._folder):
+            # Events of steps that a resume makes again are hidden.
+            self._writer = SummaryWriter(str(folder), purge_step=None if resumed_at is None else resumed_at + 1)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds scalars."""
-        for name, value in metrics.items():
-            self._writer.add_scalar(f"train/{name}", value, step)
+        with _writing(self._folder):
+            for name, value in metrics.items():
+                self._writer.add_scalar(f"train/{name}", value, step)
 
     def close(self) -> None:
         """Flushes the files."""
-        self._writer.close()
+        with _writing(self._folder):
+            self._writer.close()
 
 
 class WeightsAndBiases:
@@ -186,6 +210,10 @@ class RunLog:
         config: The run.
         speaks: Whether this is rank 0.
         resumed_at: Step that was resumed from; None for a fresh run.
+
+    Raises:
+        ConfigError: If wandb is wanted and not installed.
+        ResourceError: If files cannot be written, then or later.
     """
 
     def __init__(self, config: TrainConfig, speaks: bool, resumed_at: int | None):
@@ -240,11 +268,12 @@ class RunLog:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-        if self._lines is not None:
-            self._lines.close()
-            self._lines = None
-        while self._sinks:
-            self._sinks.pop().close()
+        with contextlib.ExitStack() as closing:  # the others are closed where one fails
+            if self._lines is not None:
+                closing.callback(self._lines.close)
+                self._lines = None
+            while self._sinks:
+                closing.callback(self._sinks.pop().close)
 
     def __enter__(self) -> Self:
         return self
@@ -252,4 +281,6 @@ class RunLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        # What failed to be written once is not to be said twice, nor instead of what failed before.
+        with contextlib.nullcontext() if error is None else contextlib.suppress(ResourceError):
+            self.close()

@@ -72,7 +72,8 @@ def train(config: TrainConfig, device: torch.device, resume: bool) -> Outcome:
             trained = freeze(model, config.model.freeze)
         learner = build_learner(model, config, device, parameter_dtype(config, device))
         done, notes = load_start(config, architecture, checkpoints, found, learner, loader)
-        log = stack.enter_context(RunLog(config, place.rank == 0, done if resume else None))
+        with together():
+            log = stack.enter_context(RunLog(config, place.rank == 0, done if resume else None))
         log.say(_describe(config, architecture, place, trained, loader))
         log.say(computed_by(model, settings_of(config, architecture, device), device))
         for note in notes:

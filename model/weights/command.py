@@ -102,10 +102,18 @@ def _direction(source: Path, out: Path, like: Path | None, dtype: str | None) ->
             raise VlmdataError(f"--like {like} is no folder of a Hugging Face checkpoint: it has no config.json")
         return False
     if not any(source.glob("*.safetensors")):
-        raise VlmdataError(f"{source} holds neither *.safetensors nor a distributed checkpoint (.metadata)")
+        raise VlmdataError(
+            f"{source} holds neither *.safetensors nor a distributed checkpoint (.metadata){_within(source)}"
+        )
     if like is not None or dtype is not None:
         raise VlmdataError("--like and --dtype are for the way to Hugging Face; SOURCE is a Hugging Face checkpoint")
     return True
+
+
+def _within(folder: Path) -> str:
+    """The newest checkpoint of a run's folder, or of the one in it, for who names these."""
+    found = sorted(each.parent for each in [*folder.glob("step-*/.metadata"), *folder.glob("*/step-*/.metadata")])
+    return f"; {found[-1]} is one" if found else ""
 
 
 def _bar(source: Path, quiet: bool) -> Any:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 import sys
+import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,9 +20,10 @@ import torch
 pytest.importorskip("megatron.core")
 
 from model.training.config import load_config
-from model.training.logs import JsonLines, WeightsAndBiases
+from model.training.logs import JsonLines, RunLog, TensorBoard, WeightsAndBiases
 from model.training.profiling import Profiler
 from tests.model.training.conftest import steps_of
+from vlmdata.errors import ResourceError
 
 
 def events_of(trace: Path) -> list[dict[str, Any]]:
@@ -117,6 +121,45 @@ def test_numbers_that_json_lacks_are_null(tmp_path: Path) -> None:
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line) == {"step": 1, "loss": None, "grad_norm": None, "lr": 1e-3, "samples": "ab"}
     assert "NaN" not in line
+
+
+class TestLogsOnAFullDisk:
+    @pytest.fixture
+    def full(self, small_disk: Callable[..., Path]) -> Path:
+        disk = small_disk(64)
+        with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+            (disk / "filling").write_bytes(bytes(1 << 20))
+        (disk / "run").mkdir()
+        return disk / "run"
+
+    def test_end_the_run_with_a_word(self, full: Path) -> None:
+        config = load_config(None, [f"run.out={full}", "run.tensorboard=false"])
+        message = rf"{full}: logs could not be written: {os.strerror(errno.ENOSPC)}; 0.0 MB free.*Make room"
+        with pytest.raises(ResourceError, match=message), RunLog(config, True, None) as log:
+            log.event("noted", 1, {})
+
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+    def test_are_told_though_tensorboard_writes_behind_our_back(self, full: Path) -> None:
+        def written_for_seconds() -> None:
+            log = TensorBoard(full / "tensorboard", None)
+            for step in range(100):
+                log.write(step, {"loss": 1.0})
+                time.sleep(0.05)
+
+        with pytest.raises(ResourceError, match=rf"{full}: logs could not be written"):
+            written_for_seconds()
+
+    def test_do_not_hide_what_failed_before(self, full: Path) -> None:
+        config = load_config(None, [f"run.out={full}", "run.tensorboard=false"])
+
+        def failing() -> None:
+            with RunLog(config, True, None) as log:
+                with pytest.raises(ResourceError):
+                    log.event("noted", 1, {})
+                raise KeyError
+
+        with pytest.raises(KeyError):
+            failing()
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
