@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import shutil
 import sys
 import uuid
@@ -116,6 +117,7 @@ class JsonLines:
     def __init__(self, path: Path, resumed_at: int | None):
         self._folder = path.parent
         with _writing(self._folder):
+            _drop_half_line(path)
             self._file = path.open("a")
         if resumed_at is not None:
             self.event("resumed", resumed_at)
@@ -139,6 +141,12 @@ class JsonLines:
         """Closes the file."""
         with _writing(self._folder):
             self._file.close()
+
+
+def _drop_half_line(path: Path) -> None:
+    """What a full disk or a crash of the machine cut off would spoil the next line, too."""
+    if path.is_file() and not (content := path.read_bytes()).endswith(b"\n"):
+        os.truncate(path, content.rfind(b"\n") + 1)
 
 
 def _is_odd(value: Any) -> bool:

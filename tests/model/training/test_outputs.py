@@ -123,6 +123,18 @@ def test_numbers_that_json_lacks_are_null(tmp_path: Path) -> None:
     assert "NaN" not in line
 
 
+@pytest.mark.parametrize("before", ["", '{"step": 1}\n', '{"step": 1}\n{"st', '{"st'])
+def test_a_line_that_was_cut_off_spoils_no_other(tmp_path: Path, before: str) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(before)
+    log = JsonLines(file, 1)
+    log.write(2, {})
+    log.close()
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    whole = [{"step": 1}] if "}" in before else []
+    assert lines == [*whole, {"event": "resumed", "step": 1}, {"step": 2}]
+
+
 class TestLogsOnAFullDisk:
     @pytest.fixture
     def full(self, small_disk: Callable[..., Path]) -> Path:
