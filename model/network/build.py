@@ -382,6 +382,10 @@ def _check_combinations(settings: ModelSettings, architecture: Architecture) -> 
         for name in ("fp8", "fused_cross_entropy", "gradient_accumulation_fusion", "vision_attention")
         if getattr(settings, name) != getattr(defaults, name)
     ]
+    if settings.vision_attention == "flash_attention_4" and settings.params_dtype != torch.bfloat16:
+        raise ValueError(
+            f"vision_attention 'flash_attention_4' computes in bfloat16, got {settings.params_dtype}; choose 'auto'"
+        )
     if engine_only and settings.backend != "transformer_engine":
         raise ValueError(f"{', '.join(engine_only)} need backend 'transformer_engine', got {settings.backend!r}")
 

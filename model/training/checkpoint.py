@@ -9,12 +9,14 @@ all of these, which are made in the background once the checkpoint has its name.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import json
 import os
 import random
 import re
 import shutil
+import socket
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -71,7 +73,7 @@ class Checkpoints:
         What earlier runs that were killed left half-written is removed. A collective.
 
         Raises:
-            ConfigError: If ranks have different folders.
+            ConfigError: If ranks have different folders, or another run is at work there.
             ResourceError: If the folder cannot be written.
         """
         require_shared(self._folder.parent)
@@ -79,10 +81,28 @@ class Checkpoints:
         return None if name is None else self._folder / name
 
     def _tidy(self) -> str | None:
+        self._claim()
         for leftover in self._folder.glob(".step-*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
         found = self.latest()
         return None if found is None else found.name
+
+    def _claim(self) -> None:
+        """Has the folder to itself as long as this process lives: children do not inherit locks of this kind."""
+        self._lock = (self._folder.parent / ".lock").open("a+")
+        try:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            self._lock.seek(0)
+            raise ConfigError(
+                f"{self._config.run.out} is in use by another run ({self._lock.read() or 'which just started'}): stop "
+                "that one first, or choose another --out"
+            ) from error
+        except OSError:  # a file system without locks
+            return
+        self._lock.truncate(0)
+        self._lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+        self._lock.flush()
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint that this rank sees."""

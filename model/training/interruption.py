@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 from collections.abc import Iterator
 from types import FrameType
@@ -21,6 +22,7 @@ class Interruption:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """The signal handler."""
         if self.signal is not None:
+            os.write(2, b"stopped at once, without saving\n")  # print might be what was interrupted
             raise KeyboardInterrupt
         self.signal = number
 

@@ -76,7 +76,7 @@ def train(config: TrainConfig, device: torch.device, resume: bool) -> Outcome:
             log = stack.enter_context(RunLog(config, place.rank == 0, done if resume else None))
         log.say(_describe(config, architecture, place, trained, loader))
         log.say(computed_by(model, settings_of(config, architecture, device), device))
-        for note in notes:
+        for note in [*_empty_packs(loader), *notes]:
             log.say(note)
         run = _Run(config, architecture, place, learner, checkpoints, loader, log, device)
         stack.callback(run.profiler.close)
@@ -97,6 +97,18 @@ def _describe(
         f"{processes}: dp {place.dp_size} x tp {p.tp} x cp {p.cp} x pp {p.pp}, ep {p.ep}; "
         f"{samples:,} samples, {steps:,} steps an epoch; config {config.hash()}"
     )
+
+
+def _empty_packs(loader: StreamingLoader) -> list[str]:
+    """A line if many packs have no samples, since steps are of a fixed number of packs."""
+    plan = loader.plan(loader.position.epoch)
+    made, computed = plan.num_packs, plan.num_steps * plan.config.global_batch
+    if made > 0.75 * computed:
+        return []
+    return [
+        f"an epoch has {made:,} packs for {plan.num_steps:,} steps of {plan.config.global_batch:,}: the others are "
+        "empty and cost their time all the same; lower --global-batch or --capacity"
+    ]
 
 
 class _Run:
@@ -135,6 +147,9 @@ class _Run:
         """Steps until the last one or a signal, saves, and says how it ended."""
         run, batches = self._config.run, endless(self._loader)
         loss, saved, stopped = float("nan"), done, False
+        if done >= run.steps:
+            self._log.say(f"nothing to do: step {done} is saved in {run.out}, and run.steps is {run.steps}")
+            return Outcome(done, loss, None)
         with self._interruption.watched():
             while done < run.steps and not stopped:
                 lr = self._learner.optimizer.param_groups[0]["lr"]

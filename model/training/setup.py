@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import torch
@@ -16,6 +17,18 @@ from model.presets import PRESETS
 from model.training.config import ConfigError, TrainConfig
 from model.training.data import RankPlace, tokenizer_of
 from model.training.preflight import require_preset
+
+#: What the model's builder calls settings, and what the configuration does.
+_OF_THE_RUN = {
+    "tensor_parallel": "parallel.tp",
+    "sequence_parallel": "parallel.sp",
+    "context_parallel": "parallel.cp",
+    "pipeline_parallel": "parallel.pp",
+    "expert_parallel": "parallel.ep",
+    "vision_attention": "model.vision_attention",
+    "fp8": "run.fp8",
+}
+_SETTING = re.compile(r"(?<![.\w])(" + "|".join(_OF_THE_RUN) + r")\b(?!['/])")
 
 
 def device_of_this_process() -> torch.device:
@@ -135,5 +148,5 @@ def build(config: TrainConfig, architecture: Architecture, place: RankPlace, dev
             post_process=place.last_stage,
         )
     except (ValueError, ImportError) as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(_SETTING.sub(lambda name: _OF_THE_RUN[name[0]], str(error))) from error
     return model.to(device)

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from model.architecture import Architecture
 from model.training.agreement import on_all_ranks
-from model.training.checkpoint import Checkpoints, reason, sharded_model
+from model.training.checkpoint import Checkpoints, checkpoints_in, reason, sharded_model
 from model.training.config import ConfigError, TrainConfig, config_differences
 from model.training.optimizer import Learner
 from model.training.run_state import predicts
@@ -99,6 +99,10 @@ def load_weights(path: Path, learner: Learner, config: TrainConfig, architecture
             f"model.weights {path} is a Hugging Face checkpoint: convert it first, "
             f"`vlmdata convert {path} --out DIR`, and name DIR"
         )
+    if not (path / ".metadata").exists():
+        found = [*checkpoints_in(path), *checkpoints_in(path / "checkpoints")]
+        newest = f"; {found[-1]} is one" if found else "; `vlmdata convert` makes one of a Hugging Face checkpoint"
+        raise ConfigError(f"model.weights {path} is no distributed checkpoint{newest}")
     if config.run.verify:
         on_all_ranks(partial(_check_files, path))
     model, notes = unwrapped(learner.model[0]), []

@@ -78,7 +78,7 @@ def convert(
         typer.echo(jsonlib.dumps({**result, "seconds": round(seconds, 2)}))
         return
     without = "" if done.mtp else ", without multi-token prediction (the source has none)"
-    typer.echo(f"{kind_of} in {out}: {done.tensors:,} tensors, {done.bytes / 1e9:.2f} GB in {seconds:.1f} s{without}")
+    typer.echo(f"{kind_of} in {out}: {done.tensors:,} tensors, {_size(done.bytes)} in {seconds:.1f} s{without}")
     if done.unchecked:
         typer.echo(f"{done.unchecked} files of {source} have no checksums and were not checked", err=True)
 
@@ -108,6 +108,10 @@ def _direction(source: Path, out: Path, like: Path | None, dtype: str | None) ->
     if like is not None or dtype is not None:
         raise VlmdataError("--like and --dtype are for the way to Hugging Face; SOURCE is a Hugging Face checkpoint")
     return True
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:.1f} MB" if count < 1e9 else f"{count / 1e9:.2f} GB"
 
 
 def _within(folder: Path) -> str:

@@ -15,7 +15,7 @@ from model.weights.hf_files import PlannedTensor, WeightsError
 #: The architecture, as a Hugging Face config.
 CONFIG = "config.json"
 #: Suffixes of files that hold weights.
-_WEIGHTS = (".safetensors", ".bin", ".pt")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot")
 #: How transformers spells a dtype's field, now and before version 5.
 _DTYPE_FIELDS = ("dtype", "torch_dtype")
 #: What begins the names of a section's tensors; the other section has the rest.

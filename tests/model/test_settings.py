@@ -33,6 +33,13 @@ from model.network.build import ModelSettings, build_model, vocabulary_rows
         ({"params_dtype": torch.float16}, {}, "float32 or bfloat16"),
         ({"mtp_layers": 2}, {}, "mtp_layers must lie in 0..1"),
         ({"mtp_layers": 1}, {"mtp": 0}, "mtp_layers must lie in 0..0"),
+        (
+            {"vision_attention": "flash"},
+            {},
+            "vision_attention must be one of auto, transformer_engine, flash_attention_4",
+        ),
+        ({"vision_attention": "transformer_engine"}, {}, "vision_attention need backend 'transformer_engine'"),
+        ({"vision_attention": "flash_attention_4"}, {}, "'flash_attention_4' computes in bfloat16, got torch.float32"),
         ({"fp8": "hybrid"}, {}, "fp8 need backend 'transformer_engine'"),
         ({"fp8_recipe": "mxfp8"}, {}, "fp8_recipe must be one of tensorwise, delayed, blockwise, got 'mxfp8'"),
     ],

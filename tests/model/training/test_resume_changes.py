@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -200,6 +201,12 @@ class TestWeightsWithoutPrediction:
             trained(chats, tmp_path / "run", model__preset="proxy", model__weights=str(path))
         assert "{" not in str(caught.value)
 
+    def test_of_a_run_rather_than_a_checkpoint_are_told(self, chats: Path, first: Path, tmp_path: Path) -> None:
+        for folder in (first, first / "checkpoints"):
+            newest = rf"is no distributed checkpoint; {checkpoint(first, 2)} is one"
+            with pytest.raises(ConfigError, match=newest):
+                trained(chats, tmp_path / "run", model__weights=str(folder))
+
     def test_that_are_not_there_are_told(self, chats: Path, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"nowhere is no folder; make one with `vlmdata convert`"):
             trained(chats, tmp_path / "run", model__weights=str(tmp_path / "nowhere"))
@@ -214,6 +221,44 @@ def _flip(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
+
+
+def test_nothing_to_do_is_said(chats: Path, out: Path, capsys: Any) -> None:
+    assert trained(chats, out, resume=True, run__steps=1).steps == 2
+    assert "nothing to do: step 2 is saved" in capsys.readouterr().out
+
+
+def test_steps_of_mostly_empty_packs_are_pointed_out(chats: Path, tmp_path: Path, capsys: Any) -> None:
+    trained(chats, tmp_path / "run", data__global_batch=200)
+    said = capsys.readouterr().out
+    assert re.search(r"an epoch has \d+ packs for 1 steps of 200: the others are empty", said)
+
+
+def test_a_folder_that_another_run_is_using_is_refused(chats: Path, out: Path) -> None:
+    """The lock is of processes, so that of another one is held here by a child."""
+    import fcntl
+    import multiprocessing
+
+    def hold(ready: Any, done: Any) -> None:
+        with (out / ".lock").open("w") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX)
+            file.write("process 1 on elsewhere")
+            file.flush()
+            ready.set()
+            done.wait()
+
+    context = multiprocessing.get_context("fork")
+    ready, done = context.Event(), context.Event()
+    child = context.Process(target=hold, args=(ready, done))
+    child.start()
+    assert ready.wait(60)
+    try:
+        with pytest.raises(ConfigError, match=r"is in use by another run \(process 1 on elsewhere\): stop that one"):
+            trained(chats, out, resume=True, run__steps=3)
+    finally:
+        done.set()
+        child.join()
+    assert trained(chats, out, resume=True, run__steps=3).steps == 3
 
 
 class TestDamage:

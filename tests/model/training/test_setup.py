@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ import torch
 pytest.importorskip("megatron.core")
 
 from model.network.build import language_config
-from model.training.config import load_config
-from model.training.setup import settings_of
+from model.training.config import ConfigError, load_config
+from model.training.data import RankPlace
+from model.training.setup import build, settings_of
 from tests.model.helpers import small_architecture
 
 
@@ -23,3 +25,20 @@ def test_the_recipe_of_fp8_reaches_megatron_core(recipe: str) -> None:
     # megatron-core refuses Transformer Engine's options where that is not installed.
     made = language_config(architecture, dataclasses.replace(settings, backend="torch"))
     assert (made.fp8, made.fp8_recipe) == ("hybrid", recipe)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("parallel.tp=3", "parallel.tp 3 does not divide"),
+        ("parallel.sp=true", "parallel.sp shares tokens over tensor-parallel ranks: it needs parallel.tp > 1"),
+        ("run.fp8=true", "run.fp8 need backend 'transformer_engine'"),
+        ("model.vision_attention=flash_attention_4", "model.vision_attention 'flash_attention_4' computes in bfloat16"),
+    ],
+)
+def test_what_the_builder_refuses_is_said_in_the_configuration_s_words(
+    one_process: None, setting: str, message: str
+) -> None:
+    config = load_config(None, [setting])
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        build(config, small_architecture(), RankPlace.here(), torch.device("cpu"))

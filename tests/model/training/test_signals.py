@@ -49,6 +49,15 @@ def signal_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return at
 
 
+def test_the_second_signal_says_what_it_does(capfd: pytest.CaptureFixture[str]) -> None:
+    interruption = Interruption()
+    interruption(signal.SIGINT, None)
+    assert interruption.requested()
+    with pytest.raises(KeyboardInterrupt):
+        interruption(signal.SIGINT, None)
+    assert capfd.readouterr().err == "stopped at once, without saving\n"
+
+
 class TestInTheProcess:
     def test_a_signal_in_a_step_stops_after_that_step(
         self,
