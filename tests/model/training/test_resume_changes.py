@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,11 +18,17 @@ from megatron.core import dist_checkpointing
 
 from model.training.config import ConfigError
 from tests.model.training.conftest import steps_of, train_here
+from vlmdata import StreamingLoader
 
 
 def trained(chats: Path, out: Path, resume: bool = False, **settings: Any) -> Any:
     """Trains a step; the learning rate of all is the configured one."""
-    constant = {"optimizer__schedule": "constant", "optimizer__warmup_steps": 0, "optimizer__lr": 1e-3}
+    constant = {
+        "data__global_batch": 1,
+        "optimizer__schedule": "constant",
+        "optimizer__warmup_steps": 0,
+        "optimizer__lr": 1e-3,
+    }
     return train_here(out, chats, resume, **(constant | {"run__steps": 1} | settings))
 
 
@@ -228,10 +233,16 @@ def test_nothing_to_do_is_said(chats: Path, out: Path, capsys: Any) -> None:
     assert "nothing to do: step 2 is saved" in capsys.readouterr().out
 
 
-def test_steps_of_mostly_empty_packs_are_pointed_out(chats: Path, tmp_path: Path, capsys: Any) -> None:
-    trained(chats, tmp_path / "run", data__global_batch=200)
-    said = capsys.readouterr().out
-    assert re.search(r"an epoch has \d+ packs for 1 steps of 200: the others are empty", said)
+def test_steps_of_mostly_empty_packs_are_pointed_out(chats: Path) -> None:
+    from model.training.loop import _empty_packs
+
+    options = {"capacity": 2048, "num_workers": 0}
+    with StreamingLoader(chats, global_batch=1, **options) as loader:
+        packs = loader.plan(0).num_packs
+        assert _empty_packs(loader) == []
+    with StreamingLoader(chats, global_batch=2 * packs, **options) as loader:
+        (line,) = _empty_packs(loader)
+    assert line.startswith(f"an epoch has {packs} packs for 1 steps of {2 * packs}: the others are empty")
 
 
 def test_a_folder_that_another_run_is_using_is_refused(chats: Path, out: Path) -> None:

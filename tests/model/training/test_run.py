@@ -66,13 +66,13 @@ class TestARun:
         assert all(torch.equal(one[name], two[name]) for name in one)
 
     def test_only_the_newest_checkpoints_are_kept(self, run: Any, tmp_path: Path) -> None:
-        run(run__steps=5, run__save_every=1, run__keep=2)
+        run(run__steps=5, run__save_every=1, run__keep=2, data__global_batch=1)
         names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
         assert names == ["step-00000004", "step-00000005"]
 
     @pytest.mark.parametrize("part", ["vision", "merger", "language"])
     def test_frozen_parts_stay_as_they_are(self, run: Any, tmp_path: Path, part: str) -> None:
-        run(run__steps=3, run__save_every=1, run__keep=0, model__freeze=[part])
+        run(run__steps=3, run__save_every=1, run__keep=0, model__freeze=[part], data__global_batch=1)
         from model.training.optimizer import part_of
 
         first, end = (weights_of(tmp_path / "run/checkpoints" / f"step-0000000{n}") for n in (1, 3))
