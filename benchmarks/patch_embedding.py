@@ -11,33 +11,17 @@ from __future__ import annotations
 import argparse
 import datetime
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 
 sys.path.pop(0)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
+from benchmarks.device_timer import milliseconds
 from model.network.patch_embed import PatchEmbed
 from model.presets import PRESETS
 from vlmdata.patches import pixel_values
-
-REPEATS = 30
-
-
-def milliseconds(work: Callable[[], object]) -> float:
-    """Median time on the device."""
-    times = []
-    for _ in range(REPEATS + 5):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        work()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop))
-    return median(times[5:])
 
 
 def main() -> None:
