@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[3]
 SETTINGS: dict[str, Any] = {
     "data.capacity": 448,
     "data.max_patches": 160,
-    "data.global_batch": 4,
+    "data.global_batch": 2,
     "data.pad_multiple": 16,
     "data.workers": 0,
     "model.preset": "tiny",
