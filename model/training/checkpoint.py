@@ -40,7 +40,7 @@ from model.training.data import RankPlace
 from model.training.optimizer import Learner
 from model.training.run_state import RunState, keep_settings, optimizer_form, read_state, require_resumable
 from model.training.step import unwrapped
-from model.weights.checksums import damaged_files, unchecked_files, write_checksums
+from model.weights.checksums import damaged_files, unchecked_files, without_checksum, write_checksums
 from model.weights.store import save_strategy
 from vlmdata.errors import ResourceError, VlmdataError
 
@@ -89,20 +89,26 @@ class Checkpoints:
 
     def _claim(self) -> None:
         """Has the folder to itself as long as this process lives: children do not inherit locks of this kind."""
-        self._lock = (self._folder.parent / ".lock").open("a+")
+        path = self._folder.parent / ".lock"
+        try:
+            self._lock = path.open("ab+", buffering=0)
+        except OSError as error:
+            raise ResourceError(
+                f"{path.resolve()} cannot be written: {error.strerror}; choose another --out"
+            ) from error
         try:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
             self._lock.seek(0)
+            who = self._lock.read().decode() or "which just started"
             raise ConfigError(
-                f"{self._config.run.out} is in use by another run ({self._lock.read() or 'which just started'}): stop "
-                "that one first, or choose another --out"
+                f"{self._config.run.out} is in use by another run ({who}): stop that one first, or choose another --out"
             ) from error
         except OSError:  # a file system without locks
             return
-        self._lock.truncate(0)
-        self._lock.write(f"process {os.getpid()} on {socket.gethostname()}")
-        self._lock.flush()
+        with contextlib.suppress(OSError):  # a full disk has room for the lock, if not for whose it is
+            self._lock.truncate(0)
+            self._lock.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint that this rank sees."""
@@ -204,8 +210,7 @@ class Checkpoints:
             if damaged:
                 raise self._unreadable(path, "; ".join(damaged))
             unchecked = unchecked_files(path)
-        more = ", …" if len(unchecked) > 3 else ""
-        return [f"without a checksum, so not checked: {', '.join(unchecked[:3])}{more}"] if unchecked else []
+        return [without_checksum(path, unchecked)] if unchecked else []
 
     def _sharded(self, learner: Learner, loading: bool) -> dict[str, Any]:
         model = sharded_model(unwrapped(learner.model[0]))

@@ -28,7 +28,7 @@ _OF_THE_RUN = {
     "vision_attention": "model.vision_attention",
     "fp8": "run.fp8",
 }
-_SETTING = re.compile(r"(?<![.\w])(" + "|".join(_OF_THE_RUN) + r")\b(?!['/])")
+_SETTING = re.compile(r"(?<![.\w])(" + "|".join(_OF_THE_RUN) + r")\b")
 
 
 def device_of_this_process() -> torch.device:

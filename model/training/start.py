@@ -20,7 +20,7 @@ from model.training.config import ConfigError, TrainConfig, config_differences
 from model.training.optimizer import Learner
 from model.training.run_state import predicts
 from model.training.step import unwrapped
-from model.weights.checksums import damaged_files
+from model.weights.checksums import damaged_files, unchecked_files, without_checksum
 from model.weights.convert import read_config
 from vlmdata import StreamingLoader
 from vlmdata.errors import VlmdataError
@@ -94,18 +94,10 @@ def load_weights(path: Path, learner: Learner, config: TrainConfig, architecture
     """
     if not path.is_dir():
         raise ConfigError(f"model.weights {path} is no folder; make one with `vlmdata convert`, or name a checkpoint")
-    if not (path / ".metadata").exists() and any(path.glob("*.safetensors")):
-        raise ConfigError(
-            f"model.weights {path} is a Hugging Face checkpoint: convert it first, "
-            f"`vlmdata convert {path} --out DIR`, and name DIR"
-        )
     if not (path / ".metadata").exists():
-        found = [*checkpoints_in(path), *checkpoints_in(path / "checkpoints")]
-        newest = f"; {found[-1]} is one" if found else "; `vlmdata convert` makes one of a Hugging Face checkpoint"
-        raise ConfigError(f"model.weights {path} is no distributed checkpoint{newest}")
-    if config.run.verify:
-        on_all_ranks(partial(_check_files, path))
-    model, notes = unwrapped(learner.model[0]), []
+        raise ConfigError(_no_checkpoint(path))
+    notes = on_all_ranks(partial(_check_files, path)) if config.run.verify else []
+    model = unwrapped(learner.model[0])
     wanted = sharded_model(model)
     try:
         stored = dist_checkpointing.load_tensors_metadata(str(path))
@@ -123,10 +115,26 @@ def load_weights(path: Path, learner: Learner, config: TrainConfig, architecture
     return notes
 
 
-def _check_files(path: Path) -> None:
-    damaged = damaged_files(path, dist.get_rank(), dist.get_world_size())
+def _no_checkpoint(path: Path) -> str:
+    if any(path.glob("*.safetensors")):
+        return (
+            f"model.weights {path} is a Hugging Face checkpoint: convert it first, "
+            f"`vlmdata convert {path} --out DIR`, and name DIR"
+        )
+    found = [*checkpoints_in(path), *checkpoints_in(path / "checkpoints")]
+    newest = f"{found[-1]} is one" if found else "`vlmdata convert` makes one of a Hugging Face checkpoint"
+    return f"model.weights {path} is no distributed checkpoint; {newest}"
+
+
+def _check_files(path: Path) -> list[str]:
+    """This rank's share of the files against their checksums; a line if there are some without."""
+    try:
+        damaged, unchecked = damaged_files(path, dist.get_rank(), dist.get_world_size()), unchecked_files(path)
+    except (OSError, ValueError) as error:
+        damaged = [str(error)]
     if damaged:
         raise ConfigError(f"model.weights {path}: {'; '.join(damaged)}. Convert them again, or take another checkpoint")
+    return [without_checksum(path, unchecked)] if unchecked else []
 
 
 def _require_same_sizes(

@@ -70,6 +70,12 @@ def unchecked_files(folder: Path) -> list[str]:
     return [name for name in _names(folder) if name not in known]
 
 
+def without_checksum(folder: Path, names: list[str]) -> str:
+    """A line on files that could not be checked."""
+    more = ", …" if len(names) > 3 else ""
+    return f"{folder}: without a checksum, so not checked: {', '.join(names[:3])}{more}"
+
+
 def _names(folder: Path) -> list[str]:
     """Files of tensors and other bytes."""
     return sorted(file.name for file in folder.iterdir() if file.is_file() and file.suffix not in _TEXTS)
@@ -78,8 +84,12 @@ def _names(folder: Path) -> list[str]:
 def _tables(folder: Path) -> dict[str, Any]:
     tables: dict[str, Any] = {}
     for file in sorted(folder.glob(_TABLES)):
-        table = json.loads(file.read_text())
-        if not isinstance(table, dict):
+        try:
+            table = json.loads(file.read_text())
+            whole = all(isinstance(each["bytes"], int) and isinstance(each["xxh3"], str) for each in table.values())
+        except (ValueError, KeyError, TypeError, AttributeError):
+            whole = False
+        if not whole:
             raise ValueError(f"{file.name} holds no table of checksums")
         tables |= table
     return tables

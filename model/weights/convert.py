@@ -175,12 +175,12 @@ def to_hf(
 def _check_files(folder: Path) -> int:
     """Compares a checkpoint's files with their checksums; the number of those that have none."""
     try:
-        damaged = damaged_files(folder)
-    except ValueError as error:
-        raise WeightsError(f"{folder}: {error}") from error
+        damaged, unchecked = damaged_files(folder), unchecked_files(folder)
+    except (OSError, ValueError) as error:
+        damaged = [str(error)]
     if damaged:
         raise WeightsError(f"{folder}: {'; '.join(damaged)}. Take another checkpoint, or restore this one")
-    return len(unchecked_files(folder))
+    return len(unchecked)
 
 
 def read_architecture(folder: Path, ignore: Collection[str] = ()) -> Architecture:

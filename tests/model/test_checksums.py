@@ -65,7 +65,8 @@ def test_what_changed_is_found_by_one_reader(folder: Path, parts: int) -> None:
     ]
 
 
-def test_a_table_that_is_none(folder: Path) -> None:
-    (folder / "checksums-00000.json").write_text("[]")
+@pytest.mark.parametrize("content", ["[]", "{", '{"__0_0.distcp": 1}', '{"__0_0.distcp": {"bytes": 1}}', '{"a": null}'])
+def test_a_table_that_is_none(folder: Path, content: str) -> None:
+    (folder / "checksums-00000.json").write_text(content)
     with pytest.raises(ValueError, match=r"checksums-00000\.json holds no table"):
         damaged_files(folder)

@@ -73,6 +73,12 @@ def test_a_folder_that_cannot_be_written_is_told_before_the_first_step(run: Any,
         run("file/run")
 
 
+def test_a_lock_that_cannot_be_written_is_told(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "run" / ".lock").mkdir(parents=True)
+    with pytest.raises(ResourceError, match=r"run/\.lock cannot be written: Is a directory; choose another --out"):
+        run(run__steps=1)
+
+
 def test_a_folder_that_can_no_longer_be_written_ends_the_run(run: Any, tmp_path: Path) -> None:
     """A file where checkpoints go: permissions, which do not bind root, end in the same place."""
     (tmp_path / "run").mkdir()

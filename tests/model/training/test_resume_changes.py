@@ -307,7 +307,13 @@ class TestDamage:
         assert "not checked" not in capsys.readouterr().out
 
     def test_cannot_be_told_without_checksums_and_that_is_said(self, chats: Path, out: Path, capsys: Any) -> None:
-        (checkpoint(out, 2) / "checksums-00000.json").unlink()
+        table = checkpoint(out, 2) / "checksums-00000.json"
+        table.write_text("half")
+        with pytest.raises(ConfigError, match=r"model\.weights .*: checksums-00000\.json holds no table of checksums"):
+            trained(chats, out.parent / "new", model__weights=str(checkpoint(out, 2)))
+        table.unlink()
+        trained(chats, out.parent / "new", model__weights=str(checkpoint(out, 2)))
+        assert "step-00000002: without a checksum, so not checked: .metadata" in capsys.readouterr().out
         trained(chats, out, resume=True, run__steps=3)
         assert "without a checksum, so not checked: .metadata, __0_0.distcp, random-00000.pt" in capsys.readouterr().out
 
