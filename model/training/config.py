@@ -283,7 +283,7 @@ def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[s
     before, after = dict(_flatten(old)), dict(_flatten(new))
     absent = object()
     return [
-        f"{name}: {_short(before.get(name))} -> {_short(after.get(name))}"
+        f"{name}: {_change(before.get(name), after.get(name))}"
         for name in sorted(before.keys() | after.keys())
         if before.get(name, absent) != after.get(name, absent)
     ]
@@ -297,11 +297,13 @@ def _flatten(groups: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield f"{prefix}{name}", value
 
 
-def _short(value: Any) -> str:
-    """A long list by its ends, such as the kinds of 64 layers."""
-    if isinstance(value, list | tuple) and len(value) > 8:
-        return f"[{value[0]}, …, {value[-1]}] ({len(value)})"
-    return str(value)
+def _change(old: Any, new: Any) -> str:
+    """Long lists by their ends, such as the kinds of 64 layers, if these tell the difference."""
+    ends = [
+        f"[{each[0]}, …, {each[-1]}] ({len(each)})" if isinstance(each, list | tuple) and len(each) > 8 else str(each)
+        for each in (old, new)
+    ]
+    return " -> ".join(ends) if ends[0] != ends[1] else f"{old} -> {new}"
 
 
 def _settings_of(file: Path) -> Iterator[tuple[str, Any]]:

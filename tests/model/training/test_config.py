@@ -171,3 +171,7 @@ def test_differences_are_lines() -> None:
     assert config_differences(old, new) == ["data.capacity: 8192 -> 1", "parallel.tp: 1 -> 2"]
     before: dict[str, Any] = {"data": {"gone": 1}}
     assert config_differences(before, {"data": {}}) == ["data.gone: 1 -> None"]
+    layers = {"model": {"text": {"kinds": ["a"] * 9}}}
+    longer, other = ({"model": {"text": {"kinds": kinds}}} for kinds in (["a"] * 10, ["a"] * 4 + ["b"] + ["a"] * 4))
+    assert config_differences(layers, longer) == ["model.text.kinds: [a, …, a] (9) -> [a, …, a] (10)"]
+    assert "'b'" in config_differences(layers, other)[0]
