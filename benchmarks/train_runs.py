@@ -5,7 +5,8 @@
     python benchmarks/train_runs.py --data RECEIPTS TEXTS --cases balanced unbalanced  # four; data of mixed kinds
 
 Each case is one command line (it stands in the result). Steps after the warm-up are read from ``metrics.jsonl``; when
-they are made the job is killed, so that no checkpoint of 100 GB is written. A case that runs out of memory is a result,
+they are made the job is killed, so that no checkpoint of 100 GB is written. A case with a profile makes another step
+or two for it, and the result has its kernels by family. A case that runs out of memory is a result,
 too. With CUDA_VISIBLE_DEVICES several of these may run on one machine side by side. Writes
 train-runs-<date>.json and .md under --out, added to what is there.
 """
@@ -28,6 +29,7 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+from kernel_families import kernel_sums, table
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -42,6 +44,7 @@ class Case:
         options: Of train.py.
         steps: Steps in all.
         warmup: Steps that are not counted.
+        profile: Steps that are profiled, after the counted ones.
     """
 
     what: str
@@ -49,6 +52,7 @@ class Case:
     options: str
     steps: int = 12
     warmup: int = 4
+    profile: int = 0
 
 
 _FULL = "--set model.recompute=full --set model.vision_recompute=true"
@@ -59,10 +63,22 @@ CASES = {
     ),
     "bf16": Case("2b in bf16, to compare", 1, "--preset 2b --capacity 16384 --global-batch 4 --set model.mtp=false"),
     "2b": Case("memory", 1, "--preset 2b --capacity 16384 --global-batch 1"),
+    "0.8b-profile": Case(
+        "profile", 1, "--preset 0.8b --capacity 16384 --global-batch 1 --set model.mtp=false", 10, 5, profile=2
+    ),
+    "2b-profile": Case(
+        "profile", 1, "--preset 2b --capacity 16384 --global-batch 1 --set model.mtp=false", 10, 5, profile=2
+    ),
     "4b": Case("memory", 1, f"--preset 4b --capacity 8192 --global-batch 1 {_FULL}", 6, 3),
     "9b-dp": Case("memory", 2, f"--preset 9b --capacity 8192 --global-batch 2 {_FULL}", 6, 3),
+    "9b-tp": Case("memory", 2, f"--preset 9b --tp 2 --sp --capacity 8192 --global-batch 1 {_FULL}", 6, 3),
     "9b": Case(
-        "speed", 4, "--preset 9b --tp 2 --sp --capacity 16384 --global-batch 4 --set model.recompute=selective", 8, 3
+        "speed, profile",
+        4,
+        "--preset 9b --tp 2 --sp --capacity 16384 --global-batch 4 --set model.recompute=selective",
+        8,
+        3,
+        profile=1,
     ),
     "9b-dp4": Case("speed", 4, f"--preset 9b --capacity 16384 --global-batch 8 {_FULL}", 6, 2),
     "27b": Case("memory", 4, f"--preset 27b --tp 4 --sp --capacity 8192 --global-batch 1 {_FULL}", 6, 3),
@@ -79,6 +95,13 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
     arguments = [*case.options.split(), "--steps", str(case.steps + 1000), *settings, *given, "--out", str(out)]
     if "--workers" not in arguments:
         arguments += ["--workers", "2"]
+    trace = out / "profile" / "rank-00000.json"
+    if case.profile:
+        arguments += ["--set", f"run.profile=[{case.steps + 1},{case.steps + case.profile}]"]
+
+    def made() -> bool:
+        return len(lines_of(out)) >= case.steps and (not case.profile or trace.with_suffix(".txt").exists())
+
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(case.gpus)]
     launch += ["--master-addr", "127.0.0.1", "--master-port", str(options.port), str(ROOT / "train.py")]
     out.mkdir(parents=True, exist_ok=True)
@@ -86,16 +109,19 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
     job = subprocess.Popen([*launch, *arguments], stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
     begun = time.monotonic()
     try:
-        while job.poll() is None and len(lines_of(out)) < case.steps and time.monotonic() - begun < options.limit:
+        while job.poll() is None and not made() and time.monotonic() - begun < options.limit:
             time.sleep(0.2)
     finally:
         end(job)
     found = {"what": case.what, "gpus": case.gpus, "command": " ".join(["train.py", *case.options.split()])}
+    found["note"] = options.note
     lines = lines_of(out)
     if len(lines) <= case.warmup:
         text = (out / "log").read_text()
         memory = next((line for line in text.splitlines() if "out of memory" in line), "")
         return found | {"failed": memory[:200] or text[-500:], "seconds": time.monotonic() - begun}
+    if trace.with_suffix(".txt").exists():
+        found["profile"] = kernel_sums(trace, case.profile)
     counted = lines[case.warmup : case.steps]
     seconds = np.array([line["seconds"] for line in counted])
     return found | {
@@ -158,6 +184,11 @@ def report(rows: dict[str, Any]) -> str:
             f"{start} {row['tokens_per_second']:,.0f} | {row['mfu']:.1%} | {row['memory_gib']:.1f} GiB | "
             f"{row['wait']:.2%} | {row['seconds']:.2f} ({row['seconds_p95']:.2f}) |"
         )
+    notes = [f"- {name}: {row['note']}" for name, row in rows.items() if row.get("note")]
+    lines += ["", *notes] if notes else []
+    profiles = {name: row["profile"] for name, row in rows.items() if "profile" in row}
+    if profiles:
+        lines += ["", "Kernels by family (`benchmarks/kernel_families.py`), rank 0:", "", *table(profiles)]
     return "\n".join([*lines, ""])
 
 
@@ -168,6 +199,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("/tmp/train-runs"))
     parser.add_argument("--port", type=int, default=29551)
     parser.add_argument("--limit", type=float, default=240.0, help="seconds after which a case is given up")
+    parser.add_argument("--note", default="", help="a sentence for the result, such as what else the machine did")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
     options = parser.parse_args()
     # Told to stop, the job is ended first: ranks that live on would spoil whatever runs next on their GPUs.
