@@ -19,6 +19,7 @@ import dataclasses
 import datetime
 import fcntl
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -104,7 +105,8 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(case.gpus)]
     launch += ["--master-addr", "127.0.0.1", "--master-port", str(options.port), str(ROOT / "train.py")]
-    out.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(out, ignore_errors=True)  # lines of an earlier try would count
+    out.mkdir(parents=True)
     log = (out / "log").open("w")
     job = subprocess.Popen([*launch, *arguments], stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
     begun = time.monotonic()
