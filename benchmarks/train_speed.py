@@ -13,8 +13,9 @@ All ways run in one process, one after the other, on the same samples in the sam
   dataset, every sample padded to the longest of its batch;
 - stock: megatron-core's own GPTModel with its own specs for these sizes, language model only, on the packs' tokens.
 
-Tokens are true tokens. Times are medians over steps after the warm-up, in which kernels are compiled and tuned. MFU is
-model FLOP (`model/training/flops.py`; vision only where it runs) over time and the data sheet's dense bf16 peak.
+Tokens are true tokens. Times are medians over steps after the warm-up, which sees the same batches: kernels are
+compiled and tuned for shapes, of which padded batches of a long-tailed dataset have as many as there are batches. MFU
+is model FLOP (`model/training/flops.py`; vision only where it runs) over time and the data sheet's dense bf16 peak.
 Writes train-speed-<label>-<date>.json and .md under --out; presets measured earlier that day stay in.
 """
 
@@ -172,6 +173,7 @@ def timed(
     """Median figures of optimizer steps over batches that are on the device already."""
     learner = build_learner(model, config, DEVICE, torch.bfloat16)
     stepper = Stepper(learner, RankPlace.here(), per_step, config.data.capacity, flops, DEVICE)
+    batches = batches[: per_step * steps]
     stream = itertools.cycle(batches)
     torch.cuda.reset_peak_memory_stats()
     results = []
@@ -295,12 +297,13 @@ def main() -> None:
     parser.add_argument("--capacity", type=int, default=16384)
     parser.add_argument("--micro-batches", type=int, default=4, help="packs, or rectangles, of an optimizer step")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--warmup", type=int, help="steps before those that are timed; default: as many as these")
     parser.add_argument("--recompute", default="none")
     parser.add_argument("--label", default="", help="of the result files, such as the name of the data")
     parser.add_argument("--note", default="", help="a sentence for the result, such as what else the machine did")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
     options = parser.parse_args()
+    options.warmup = options.steps if options.warmup is None else options.warmup
     groups.initialize()
     dataset = open_dataset(options.data)
     today = datetime.date.today().isoformat()
