@@ -11,7 +11,8 @@ uneven and often empty. Three jobs of the bundled trainer, started with torchrun
 3. the same command with --resume: it must go on from step 20 with the very samples of `whole`, and with its losses
    (bf16 kernels add in another order each time, so they agree to rounding only).
 
-Writes train-faults-<date>.md under --out after each of them.
+Writes train-faults-<date>.md under --out after each of them. ``--parts`` makes some of them only, of which the last
+needs what the first two left under --work.
 """
 
 from __future__ import annotations
@@ -113,8 +114,8 @@ def report(found: dict[str, Any], options: argparse.Namespace) -> str:
             f"a step: {images.min()} to {images.max()}, fewer than ranks in {np.mean(images < 2 * options.gpus):.0%} "
             "of the steps."
         )
-    if "death" in found:
-        death = found["death"]
+    if "killed" in found:
+        death = found["killed"]
         lines.append(
             f"- Rank {options.gpus - 1} killed after step {options.kill_after}: torchrun ended {death['seconds']:.1f} "
             f"s later with exit code {death['code']}, processes left: {len(death['left'])}. Root cause, by its report: "
@@ -137,6 +138,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=4)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--kill-after", type=int, default=25)
+    parser.add_argument("--parts", nargs="+", choices=["whole", "killed", "resumed"], help="default: all")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds in which the job must have ended")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
     options = parser.parse_args()
@@ -145,19 +147,21 @@ def main() -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     options.out.mkdir(parents=True, exist_ok=True)
     whole, killed = options.work / "whole", options.work / "killed"
-    found: dict[str, Any] = {}
+    notes = options.work / "found.json"
+    found: dict[str, Any] = json.loads(notes.read_text()) if options.parts and notes.exists() else {}
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "whole": lambda: {
             "seconds": completed(options, "whole", str(whole)),
             "images": [line["images"] for line in lines_of(whole)],
         },
-        "death": lambda: kill_a_rank(options, killed),
+        "killed": lambda: kill_a_rank(options, killed),
         "resumed": lambda: resumed(options, whole, killed),
     }
     try:
-        for name, part in parts.items():
-            found[name] = part()
+        for name in options.parts or parts:
+            found[name] = parts[name]()
             print(f"{name}: {found[name]}", flush=True)
+            notes.write_text(json.dumps(found))
             (options.out / f"train-faults-{datetime.date.today().isoformat()}.md").write_text(report(found, options))
     finally:
         for process in psutil.Process().children(recursive=True):

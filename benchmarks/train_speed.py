@@ -9,8 +9,8 @@ All ways run in one process, one after the other, on the same samples in the sam
 - packed, cuDNN: the same with Transformer Engine's attention in the vision tower, where the first takes
   FlashAttention 4 if that is installed;
 - packed, mtp: the first with multi-token prediction;
-- padded: the same samples in the usual batches, of as many samples as fit when each is as long as the longest of the
-  dataset, every sample padded to the longest of its batch;
+- padded: the same samples in rectangles, each of as many samples, in their order, as fit the capacity when padded to
+  the longest of them, which is better than the usual fixed number of samples;
 - stock: megatron-core's own GPTModel with its own specs for these sizes, language model only, on the packs' tokens.
 
 Tokens are true tokens. Times are medians over steps after the warm-up, which sees the same batches: kernels are
@@ -117,12 +117,21 @@ class StockLanguageModel(torch.nn.Module):
         return torch.where(batch.labels != IGNORE_INDEX, losses.float(), 0.0)
 
 
+def rectangles(lengths: np.ndarray, order: list[int], capacity: int) -> Iterator[list[int]]:
+    """As many samples at a time, in their order, as fit the capacity when each is as long as the longest of them."""
+    chosen: list[int] = []
+    for number in order:
+        if chosen and max(lengths[[*chosen, number]]) * (len(chosen) + 1) > capacity:
+            yield chosen
+            chosen = []
+        chosen.append(number)
+
+
 def padded_batches(dataset: VlmDataset, order: list[int], capacity: int) -> Iterator[PackedBatch]:
-    """The samples as rectangles: as many as fit at the dataset's longest, each padded to the batch's longest."""
-    rows = max(1, capacity // int(dataset.index.lengths.max()))
-    for start in range(0, len(order) - rows + 1, rows):
-        chosen = [dataset[number] for number in order[start : start + rows]]
-        longest = max(sample.length for sample in chosen)
+    """The samples as rectangles, each padded to its longest; the last one, which may be small, is left out."""
+    for rectangle, numbers in enumerate(rectangles(dataset.index.lengths, order, capacity)):
+        chosen = [dataset[number] for number in numbers]
+        rows, longest = len(chosen), max(sample.length for sample in chosen)
         shape = (rows, longest)
         ids, mask = np.zeros(shape, np.int64), np.zeros(shape, np.uint8)
         positions, padding = np.zeros((3, *shape), np.int64), np.ones(shape, np.bool_)
@@ -153,11 +162,11 @@ def padded_batches(dataset: VlmDataset, order: list[int], capacity: int) -> Iter
             image_indices=torch.arange(len(grids)),
             patches=torch.from_numpy(np.concatenate([sample.patches for sample in chosen])),
             sample_keys=tuple(sample.key for sample in chosen),
-            origins=tuple(SampleOrigin(0, 0, 0, n) for n in order[start : start + rows]),
+            origins=tuple(SampleOrigin(0, 0, 0, number) for number in numbers),
             epoch=0,
             step=0,
             micro_batch=0,
-            pack=start // rows,
+            pack=rectangle,
         )
 
 

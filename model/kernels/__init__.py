@@ -1,1 +1,1 @@
-"""Kernels of our own for CUDA; everything computes without them, too."""
+"""Kernels of our own for CUDA, without which everything computes, too, and where compiled ones are kept."""

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from model.architecture import VisionArchitecture
+from model.kernels.flash_cache import keep_compiled
 from model.network.decoder_layer import Provider
 from model.network.patch_embed import PatchEmbed
 from model.parallel.packed import to_device
@@ -308,6 +309,7 @@ class FlashAttention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        keep_compiled()
         try:
             from flash_attn.cute.interface import flash_attn_varlen_func
         except ImportError as error:

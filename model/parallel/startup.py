@@ -28,7 +28,6 @@ def before_megatron() -> None:
         )
     # Overlap of tensor-parallel messages and matrix products relies on the order in which they were started.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    _keep_compiled_attention()
     _load_bundled_cudnn()
     # Remarks on deprecated and absent parts are for their developers.
     for name in ("megatron", "torch.utils.cpp_extension", "torch.distributed.checkpoint"):
@@ -37,16 +36,6 @@ def before_megatron() -> None:
     for module in ("megatron", "transformer_engine", "torch.distributed.checkpoint", "model.parallel.cpu_mode"):
         warnings.filterwarnings("ignore", module=module)
     warnings.filterwarnings("ignore", category=SyntaxWarning)
-
-
-def _keep_compiled_attention() -> None:
-    """Lets FlashAttention 4 keep what it compiles, which takes up to a minute at every start otherwise.
-
-    Its own default folder is under /tmp, where others of a shared machine could put code for us to load.
-    """
-    if os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1") == "1":
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vlmdata" / "flash_attention_4"
-        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder))
 
 
 def adopt_slurm_ranks() -> None:
