@@ -4,8 +4,9 @@ Mirrors transformers' ``Qwen3_5Model`` and ``Qwen3_5ForConditionalGeneration``.
 
 A rank gets a :class:`PackedBatch` as the loader yields it. On the first pipeline stage
 
-1. every context-parallel rank encodes its share of the pack's images,
-2. one collective gives all ranks all image embeddings,
+1. every context-parallel rank encodes its share of the pack's images; where the tower is not tensor parallel, its
+   tensor-parallel ranks encode different images of the share,
+2. a collective or two give all ranks all image embeddings,
 3. every rank puts those of its own tokens in place of the placeholders' embeddings,
 4. tensor-parallel ranks keep their part of the tokens (sequence parallelism), once.
 
@@ -166,10 +167,18 @@ class Qwen35VL(MegatronModule):
                 f"pack {batch.pack} came without tokens, which the first pipeline stage needs: load the part 'tokens'"
             )
         assert self.vision is not None
-        cp, device = self.pg_collection.cp, batch.input_ids.device
-        images = ImageRows.of(batch, self.architecture.vision.merge_unit, dist.get_world_size(cp), dist.get_rank(cp))
+        cp, sharing, device = self.pg_collection.cp, self.vision.sharing_group, batch.input_ids.device
+        images = ImageRows.of(
+            batch,
+            self.architecture.vision.merge_unit,
+            dist.get_world_size(cp),
+            dist.get_rank(cp),
+            dist.get_world_size(sharing),
+            dist.get_rank(sharing),
+        )
         assert batch.patches is not None
-        rows = self.vision(batch.patches, images.grids)
+        rows = self.vision(images.patches_of(batch.patches), images.grids)
+        rows = all_gather_rows(rows, images.part_counts, sharing, sum_gradients=False)
         rows = all_gather_rows(rows, images.counts, cp)
         where, which = images.places(index.local, device)
         _check_placeholders(batch, where, self.architecture.image_token_id)

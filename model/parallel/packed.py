@@ -123,19 +123,42 @@ class PackIndex:
 class ImageRows:
     """Where the merged image embeddings of a pack go.
 
+    Context-parallel ranks hold different images. Where the tower is not tensor parallel, the ranks of a tensor-parallel
+    group, which hold the same ones, encode different parts of them.
+
     Attributes:
-        counts: Embedding rows that each context-parallel rank computes, in rank order.
+        counts: Embedding rows of each context-parallel rank's images, in rank order.
+        part_counts: Of this context-parallel rank's, those that each part makes.
         grids: Host copy of the grids of the images this rank encodes, in order.
+        held: Half-open ranges of the patches held here that are theirs, in order.
         row_of_token: int64 (T,), for every token of the pack its row among the gathered embeddings; -1 for text.
     """
 
     counts: tuple[int, ...]
+    part_counts: tuple[int, ...]
     grids: tuple[tuple[int, int, int], ...]
+    held: tuple[tuple[int, int], ...]
     row_of_token: IntArray
 
     @classmethod
-    def of(cls, batch: PackedBatch, merge_unit: int, context_size: int, context_rank: int) -> ImageRows:
+    def of(
+        cls,
+        batch: PackedBatch,
+        merge_unit: int,
+        context_size: int,
+        context_rank: int,
+        parts: int = 1,
+        part: int = 0,
+    ) -> ImageRows:
         """Works it out from the grids of the whole pack, alike on all ranks.
+
+        Args:
+            batch: This context-parallel rank's.
+            merge_unit: Patches of an embedding row.
+            context_size: Context-parallel size.
+            context_rank: Context-parallel rank.
+            parts: Parts that encode a context-parallel rank's images.
+            part: Which of them this rank is.
 
         Raises:
             ValueError: If an image leaves the pack, or the patches held do not match the grids.
@@ -143,17 +166,29 @@ class ImageRows:
         grids, starts = batch.host.image_grid_thw.reshape(-1, 3), batch.host.image_starts
         owners = image_owners(grids, context_size)
         rows = grids.prod(1) // merge_unit
-        _check_images(batch, grids, starts, rows, owners == context_rank)
-        # Gathered rows run over ranks, and within a rank over its images in pack order.
-        order = np.lexsort((np.arange(len(grids)), owners))
+        here = owners == context_rank
+        _check_images(batch, grids, starts, rows, here)
+        part_of = np.zeros(len(grids), np.int64)
+        for rank in range(context_size if parts > 1 else 0):
+            part_of[owners == rank] = image_owners(grids[owners == rank], parts)
+        # Gathered rows run over ranks, within a rank over parts, and within a part over its images in pack order.
+        order = np.lexsort((np.arange(len(grids)), part_of, owners))
         first_row = np.empty(len(grids), np.int64)
         first_row[order] = np.cumsum(rows[order]) - rows[order]
         row_of_token = np.full(batch.total_tokens, -1, np.int64)
         for start, row, count in zip(starts.tolist(), first_row.tolist(), rows.tolist(), strict=True):
             row_of_token[start : start + count] = np.arange(row, row + count)
         counts = np.bincount(owners, weights=rows, minlength=context_size).astype(np.int64)
-        mine = [(int(t), int(h), int(w)) for t, h, w in grids[owners == context_rank]]
-        return cls(tuple(counts.tolist()), tuple(mine), row_of_token)
+        part_counts = np.bincount(part_of[here], weights=rows[here], minlength=parts).astype(np.int64)
+        mine = [(int(t), int(h), int(w)) for t, h, w in grids[here & (part_of == part)]]
+        held = _ranges(grids[here].prod(1), part_of[here] == part)
+        return cls(tuple(counts.tolist()), tuple(part_counts.tolist()), tuple(mine), held, row_of_token)
+
+    def patches_of(self, patches: torch.Tensor) -> torch.Tensor:
+        """Of the patches held here (P, ...) those of the images this rank encodes."""
+        if self.held == ((0, patches.shape[0]),):
+            return patches
+        return torch.cat([patches[start:end] for start, end in self.held]) if self.held else patches[:0]
 
     def places(self, tokens: IntArray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Which of some tokens are image tokens, and their embedding rows.
@@ -174,6 +209,18 @@ def to_device(array: npt.NDArray[Any] | torch.Tensor, device: torch.device) -> t
     """A host array on a device, without waiting for what the device is doing."""
     tensor = array if isinstance(array, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(array))
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def _ranges(lengths: IntArray, chosen: npt.NDArray[np.bool_]) -> tuple[tuple[int, int], ...]:
+    """Where the chosen of some blocks lie, which follow one another; neighbours as one range."""
+    ends = np.cumsum(lengths)
+    found: list[tuple[int, int]] = []
+    for end, length in zip(ends[chosen].tolist(), lengths[chosen].tolist(), strict=True):
+        if found and found[-1][1] == end - length:
+            found[-1] = (found[-1][0], end)
+        else:
+            found.append((end - length, end))
+    return tuple(found)
 
 
 def _check_images(

@@ -37,9 +37,8 @@ from model.architecture import Architecture
 from model.training.agreement import decided, on_all_ranks, require_shared
 from model.training.config import ConfigError, TrainConfig
 from model.training.data import RankPlace
-from model.training.optimizer import Learner
+from model.training.optimizer import Learner, unwrapped
 from model.training.run_state import RunState, keep_settings, optimizer_form, read_state, require_resumable
-from model.training.step import unwrapped
 from model.weights.checksums import damaged_files, unchecked_files, without_checksum, write_checksums
 from model.weights.store import save_strategy
 from vlmdata.errors import ResourceError, VlmdataError

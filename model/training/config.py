@@ -104,6 +104,7 @@ class ParallelConfig:
 
     Attributes:
         tp: Tensor parallel size.
+        vision_tp: The same of the vision tower: none is ``tp``; 1 has each of these ranks encode some of the images.
         sp: Sequence parallelism; experts with tensor parallelism need it.
         cp: Context parallel size.
         pp: Pipeline stages.
@@ -112,6 +113,7 @@ class ParallelConfig:
     """
 
     tp: int = 1
+    vision_tp: int | None = None
     sp: bool = False
     cp: int = 1
     pp: int = 1

@@ -158,6 +158,15 @@ def _optimizer_config(
     )
 
 
+def finalize_gradients(model: list[Any], *args: Any, **kwargs: Any) -> None:
+    """megatron-core's reduction of gradients over all ranks, and that of a tower whose images the ranks shared."""
+    finalize_model_grads(model, *args, **kwargs)
+    for chunk in model:
+        tower = getattr(unwrapped(chunk), "vision", None)
+        if tower is not None:
+            tower.sum_gradients()
+
+
 def _connect(
     model_config: Any,
     wrapped: DistributedDataParallel,
@@ -166,9 +175,16 @@ def _connect(
     overlap_gather: bool,
 ) -> None:
     """Tells megatron-core's schedules how gradients are reduced."""
-    model_config.finalize_model_grads_func = finalize_model_grads
+    model_config.finalize_model_grads_func = finalize_gradients
     model_config.grad_scale_func = optimizer.scale_loss
     if overlap_reduce:
         model_config.no_sync_func = wrapped.no_sync
     if overlap_gather:
         model_config.param_sync_func = wrapped.start_param_sync
+
+
+def unwrapped(model: torch.nn.Module) -> Any:
+    """The model inside its gradient wrapper."""
+    while hasattr(model, "module"):
+        model = model.module
+    return model

@@ -12,7 +12,7 @@ import torch
 from model.architecture import Architecture
 from model.network.build import ModelSettings, build_model
 from model.network.qwen35_vl import Qwen35VL
-from model.network.vision import FlashAttention
+from model.network.vision_attention import FlashAttention
 from model.presets import PRESETS
 from model.training.config import ConfigError, TrainConfig
 from model.training.data import RankPlace, tokenizer_of
@@ -21,6 +21,7 @@ from model.training.preflight import require_preset
 #: What the model's builder calls settings, and what the configuration does.
 _OF_THE_RUN = {
     "tensor_parallel": "parallel.tp",
+    "vision_tensor_parallel": "parallel.vision_tp",
     "sequence_parallel": "parallel.sp",
     "context_parallel": "parallel.cp",
     "pipeline_parallel": "parallel.pp",
@@ -105,6 +106,7 @@ def settings_of(config: TrainConfig, architecture: Architecture, device: torch.d
     mtp = architecture.mtp_layers if model.mtp is None else int(model.mtp)
     return ModelSettings(
         tensor_parallel=parallel.tp,
+        vision_tensor_parallel=parallel.vision_tp,
         sequence_parallel=parallel.sp,
         context_parallel=parallel.cp,
         pipeline_parallel=parallel.pp,

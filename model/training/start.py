@@ -17,9 +17,8 @@ from model.architecture import Architecture
 from model.training.agreement import on_all_ranks
 from model.training.checkpoint import Checkpoints, checkpoints_in, reason, sharded_model
 from model.training.config import ConfigError, TrainConfig, config_differences
-from model.training.optimizer import Learner
+from model.training.optimizer import Learner, unwrapped
 from model.training.run_state import predicts
-from model.training.step import unwrapped
 from model.weights.checksums import damaged_files, unchecked_files, without_checksum
 from model.weights.convert import read_config
 from vlmdata import StreamingLoader

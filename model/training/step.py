@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from model.training.data import RankPlace
 from model.training.flops import StepFlops
-from model.training.optimizer import Learner
+from model.training.optimizer import Learner, unwrapped
 from vlmdata import PackedBatch
 
 
@@ -227,10 +227,3 @@ def _loss(batch: PackedBatch, losses: torch.Tensor) -> tuple[torch.Tensor, torch
     assert batch.loss_mask is not None
     total, targets = losses.sum(), batch.loss_mask.sum()
     return total, targets.to(torch.int), {"loss": torch.stack([total.detach(), targets])}
-
-
-def unwrapped(model: torch.nn.Module) -> Any:
-    """The model inside its gradient wrapper."""
-    while hasattr(model, "module"):
-        model = model.module
-    return model

@@ -155,6 +155,7 @@ def load_from_hf(
     *,
     tensor_rank: int = 0,
     tensor_parallel: int = 1,
+    vision_parallel: int | None = None,
 ) -> None:
     """Fills a model's parameters on this rank from Hugging Face tensors.
 
@@ -164,6 +165,7 @@ def load_from_hf(
         read: Gives a Hugging Face tensor by name.
         tensor_rank: Tensor-parallel rank.
         tensor_parallel: Tensor-parallel size.
+        vision_parallel: That of the vision tower: the same (None), or 1.
 
     Raises:
         KeyError: If a parameter is not in the table.
@@ -173,7 +175,8 @@ def load_from_hf(
     for name, parameter in model.named_parameters():
         entry = _entry(maps, names[name])
         value = entry.to_mcore([source.take(read(source.name)) for source in entry.sources])
-        value = entry.shard(value, tensor_rank, tensor_parallel)
+        if vision_parallel != 1 or not names[name].startswith("vision."):
+            value = entry.shard(value, tensor_rank, tensor_parallel)
         if value.shape != parameter.shape:
             raise ValueError(
                 f"{name} has shape {tuple(parameter.shape)}, but {', '.join(s.name for s in entry.sources)} give "

@@ -35,8 +35,8 @@ from model.training.checkpoint import Checkpoints, sharded_model
 from model.training.config import TrainConfig, load_config
 from model.training.data import RankPlace
 from model.training.flops import StepFlops
-from model.training.optimizer import Learner, build_learner
-from model.training.step import Stepper, unwrapped
+from model.training.optimizer import Learner, build_learner, unwrapped
+from model.training.step import Stepper
 from tests.model.helpers import make_sample, pack, small_architecture
 from vlmdata.batch import PackedBatch
 

@@ -28,7 +28,7 @@ before_megatron()
 
 from model.architecture import Architecture, LanguageArchitecture, MoeArchitecture, VisionArchitecture
 from model.network.build import ModelSettings, build_model, vision_config, vocabulary_rows
-from model.network.vision import FlashAttention
+from model.network.vision_attention import FlashAttention
 from model.parallel import groups
 from model.presets import pattern
 from model.weights.names import canonical_names, hf_names, load_from_hf, parameter_maps
@@ -170,7 +170,8 @@ def fused_rotations() -> None:
     """Transformer Engine's rotary kernel with angles of our own, and our kernel, against the plain ones in float32."""
     from model.kernels.rotation import SplitAndRotate
     from model.network.attention import InterleavedMRoPE, _rotate_fused, rotate
-    from model.network.vision import PatchGeometry, _rotate
+    from model.network.patch_geometry import PatchGeometry
+    from model.network.vision_attention import rotate_patches
 
     generator = torch.Generator(CUDA).manual_seed(0)
     positions = torch.randint(0, 4000, (3, 1, 1000), device=CUDA, generator=generator)
@@ -186,7 +187,7 @@ def fused_rotations() -> None:
         if fused:
             return tuple(SplitAndRotate.apply(mixed, images.angles.squeeze(1)))
         query, key, value = mixed.unbind(-2)
-        return _rotate(query, images.angles), _rotate(key, images.angles), value * 1
+        return rotate_patches(query, images.angles), rotate_patches(key, images.angles), value * 1
 
     for name, function, given in (("language", language, x), ("tower", tower, mixed)):
         for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 4e-3)):

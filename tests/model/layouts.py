@@ -107,6 +107,7 @@ def build(case: Case, data: Path) -> Any:
         weights.__getitem__,
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         tensor_parallel=settings.tensor_parallel,
+        vision_parallel=settings.vision_parallel,
     )
     return model.train()
 
@@ -138,15 +139,16 @@ def batches(case: Case, data: Path) -> Iterator[PackedBatch]:
 
 def train_step(case: Case, data: Path) -> StepOutcome:
     """Forward, backward and reduction of one step by megatron-core's schedule, gradient buffers and reduction."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from model.parallel import groups
+    from model.training.optimizer import finalize_gradients
     from model.weights.names import canonical_names
 
     place = groups.current()
     model = build(case, data)
-    model.config.finalize_model_grads_func = finalize_model_grads
+    model.config.finalize_model_grads_func = finalize_gradients
     wrapped = DistributedDataParallel(
         model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False), model
     )
@@ -218,8 +220,9 @@ def whole_gradients(case: Case, data: Path, outcomes: list[StepOutcome]) -> dict
             assert torch.equal(gradient, parts["language.embedding.word_embeddings.weight"][rank])
     assert set(parts) == set(maps), set(parts) ^ set(maps)
     whole = {}
+    whole_tower = settings_of(case).vision_parallel == 1
     for name, entry in maps.items():
-        if entry.shard_dim is None or entry.expert is not None:
+        if entry.shard_dim is None or entry.expert is not None or (whole_tower and name.startswith("vision.")):
             # Every tensor-parallel rank holds all of it; experts are on the ranks of one expert group only.
             copies = list(parts[name].values())
             for other in copies[1:]:

@@ -36,10 +36,18 @@ TOLERANCE = 1e-5
 
 SEQUENCE = {"sequence_parallel": True}
 MOE = {"moe": True, "mtp": 1}
+#: Tensor-parallel ranks encode different images each.
+SPREAD = {**SEQUENCE, "vision_tensor_parallel": 1}
 
 CASES = [
     Case("tensor 2, no sequence parallelism", {"tensor": 2}, {}, {"mtp": 1}),
     Case("tensor 2", {"tensor": 2}, SEQUENCE, {"mtp": 1}),
+    Case("tensor 2, images spread", {"tensor": 2}, SPREAD, {"mtp": 1}),
+    Case("tensor 2, images spread, no sequence parallelism", {"tensor": 2}, {"vision_tensor_parallel": 1}, {"mtp": 1}),
+    Case("tensor 4, images spread", {"tensor": 4}, SPREAD, {"mtp": 1}),
+    Case("tensor 2 x context 2, images spread", {"tensor": 2, "context": 2}, SPREAD, {"mtp": 1}),
+    Case("tensor 2 x pipeline 2, images spread", {"tensor": 2, "pipeline": 2}, SPREAD, {"mtp": 1}),
+    Case("experts 2 x tensor 2, images spread", {"expert": 2, "tensor": 2}, SPREAD, MOE),
     Case("context 2", {"context": 2}, {}, {"mtp": 1}),
     Case("context 4", {"context": 4}, {}, {"mtp": 1}),
     Case("pipeline 2, no mtp", {"pipeline": 2}, {}, {"mtp": 0}),
@@ -134,6 +142,7 @@ TRAVELS: dict[str, tuple[dict[str, Any], list[Case]]] = {
         [
             Case("tensor 2 x pipeline 2", {"tensor": 2, "pipeline": 2}, SEQUENCE, {"mtp": 1}),
             Case("context 4", {"context": 4}, {}, {"mtp": 1}),
+            Case("tensor 2, images spread", {"tensor": 2}, SPREAD, {"mtp": 1}),
         ],
     ),
     "tied": (

@@ -18,7 +18,7 @@ pytest.importorskip("megatron.core")
 def interpreted() -> None:
     """In a process of its own: whether Triton interprets is settled when the kernel is defined."""
     from model.kernels.rotation import SplitAndRotate
-    from model.network.vision import _rotate
+    from model.network.vision_attention import rotate_patches
 
     for rows, heads, width in ((7, 3, 12), (5, 4, 64), (3, 1, 72)):
         generator = torch.Generator().manual_seed(rows)
@@ -26,7 +26,7 @@ def interpreted() -> None:
         half = 20 * torch.randn(rows, width // 2, generator=generator)
         angles = torch.cat([half, half], -1)
         query, key, value = mixed.unbind(-2)
-        plain = (_rotate(query, angles.unsqueeze(1)), _rotate(key, angles.unsqueeze(1)), value)
+        plain = (rotate_patches(query, angles.unsqueeze(1)), rotate_patches(key, angles.unsqueeze(1)), value)
         ours = SplitAndRotate.apply(mixed, angles)
         # Gradients as a kernel may give them: not contiguous.
         grads = [torch.randn(width, heads, rows, generator=generator).permute(2, 1, 0) for _ in range(3)]

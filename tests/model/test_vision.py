@@ -16,7 +16,7 @@ from vlmdata.patches import pixel_values
 pytest.importorskip("megatron.core")
 
 from model.network.patch_embed import PatchEmbed
-from model.network.vision import patch_places, position_table_rows, rotary_angles
+from model.network.patch_geometry import patch_places, position_table_rows, rotary_angles
 
 grids_of_images = st.lists(
     st.tuples(st.integers(1, 2), st.integers(1, 13), st.integers(1, 13)).map(lambda g: (g[0], 2 * g[1], 2 * g[2])),

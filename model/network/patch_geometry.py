@@ -1,0 +1,120 @@
+"""Where patches stand in their images: attention segments, rotation angles, rows of the position table.
+
+Mirrors transformers' ``Qwen3_5VisionRotaryEmbedding`` and its interpolation of learned positions. Patches: P.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from model.architecture import VisionArchitecture
+from model.parallel.packed import to_device
+
+Grid = tuple[int, int, int]
+
+
+class PatchGeometry:
+    """What follows from the grids of some images, on the device.
+
+    Attributes:
+        bounds: Attention segments, on the host: every frame of every image by itself.
+        cu_seqlens: The same, int32, on the device.
+        longest: Longest segment.
+        angles: float32 (P, 1, d), rotation angles of every patch, both halves equal.
+        table_rows: int64 (P, 4), rows of the position table around every patch.
+        table_weights: float32 (P, 4), their bilinear weights.
+    """
+
+    bounds: list[int]
+    cu_seqlens: Tensor
+    longest: int
+    angles: Tensor
+    table_rows: Tensor
+    table_weights: Tensor
+
+    @classmethod
+    def of(cls, architecture: VisionArchitecture, grids: Sequence[Grid], device: torch.device) -> PatchGeometry:
+        """Works it out."""
+        self = cls()
+        lengths = [h * w for t, h, w in grids for _ in range(t)]
+        self.bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+        self.longest = max(lengths)
+        places, sizes = (to_device(x, device) for x in patch_places(grids, architecture.spatial_merge_size))
+        side = round(architecture.num_position_embeddings**0.5)
+        self.table_rows, self.table_weights = position_table_rows(places, sizes, side)
+        self.angles = rotary_angles(places, architecture.head_dim, architecture.rope_theta).unsqueeze(1)
+        self.cu_seqlens = to_device(torch.tensor(self.bounds, dtype=torch.int32), device)
+        return self
+
+    def packed(self) -> PackedSeqParams:
+        """The segments as megatron-core's attention takes them."""
+        return PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=self.cu_seqlens,
+            cu_seqlens_kv=self.cu_seqlens,
+            max_seqlen_q=self.longest,
+            max_seqlen_kv=self.longest,
+            pad_between_seqs=False,
+        )
+
+
+def patch_places(grids: Sequence[Grid], merge: int) -> tuple[Tensor, Tensor]:
+    """Row and column of every patch, in merge order: ``get_vision_position_ids``.
+
+    Args:
+        grids: Patches along t, h, w.
+        merge: Side of a merge block.
+
+    Returns:
+        int64 (P, 2) rows and columns, and int64 (P, 2) the heights and widths of their images.
+    """
+    places, sizes = [], []
+    for t, h, w in grids:
+        rows = torch.arange(h).view(h // merge, 1, merge, 1)
+        columns = torch.arange(w).view(1, w // merge, 1, merge)
+        frame = torch.stack([x.expand(h // merge, w // merge, merge, merge).flatten() for x in (rows, columns)], 1)
+        places.append(frame.repeat(t, 1))
+        sizes.append(torch.tensor([[h, w]]).expand(t * h * w, 2))
+    return torch.cat(places), torch.cat(sizes)
+
+
+def position_table_rows(places: Tensor, sizes: Tensor, side: int) -> tuple[Tensor, Tensor]:
+    """Bilinear interpolation of the learned table: ``get_vision_interpolation_indices_and_weights``, corners aligned.
+
+    Args:
+        places: int64 (P, 2), row and column of every patch.
+        sizes: int64 (P, 2), height and width of its image.
+        side: Side of the table.
+
+    Returns:
+        int64 (P, 4) table rows, and float32 (P, 4) weights.
+    """
+    source = places.float() * (side - 1) / (sizes - 1).clamp(min=1)
+    floor = source.floor()
+    near = torch.arange(2, device=places.device)
+    taps = (floor.long().unsqueeze(-1) + near).clamp(0, side - 1)
+    weights = (1 - (source.unsqueeze(-1) - floor.unsqueeze(-1) - near).abs()).clamp(min=0)
+    rows = taps[:, 0, :, None] * side + taps[:, 1, None, :]
+    products = weights[:, 0, :, None] * weights[:, 1, None, :]
+    return rows.flatten(1), products.flatten(1)
+
+
+def rotary_angles(places: Tensor, head_dim: int, base: float) -> Tensor:
+    """``Qwen3_5VisionRotaryEmbedding``: a quarter of the head turns with the row, a quarter with the column, twice.
+
+    Args:
+        places: int64 (P, 2), row and column.
+        head_dim: Width of a head.
+        base: Base of the frequencies.
+
+    Returns:
+        float32 (P, head_dim), in radians.
+    """
+    half = head_dim // 2
+    inv_freq = 1.0 / (base ** (torch.arange(0, half, 2, dtype=torch.float32, device=places.device) / half))
+    angles = (places.float().unsqueeze(-1) * inv_freq).flatten(1)
+    return torch.cat([angles, angles], -1)
