@@ -196,6 +196,16 @@ def run_case(case: Case, data: Path) -> StepOutcome:
     return train_step(case, data)
 
 
+def fresh_tower(case: Case, data: Path) -> dict[str, torch.Tensor]:
+    """This rank's fresh weights of the vision tower, in every process of :class:`Workers`."""
+    from model.network.build import build_model
+    from model.parallel import groups
+
+    groups.initialize(backend="gloo", **case.groups)
+    model = build_model(architecture_of(case, data), settings_of(case))
+    return {name: parameter.detach().clone() for name, parameter in model.vision.named_parameters()}
+
+
 def whole_gradients(case: Case, data: Path, outcomes: list[StepOutcome]) -> dict[str, torch.Tensor]:
     """Gradients of all parameters from the ranks' parts; replicas must agree.
 

@@ -20,6 +20,7 @@ from tests.model.helpers import relative
 from tests.model.layouts import (
     Case,
     StepOutcome,
+    fresh_tower,
     load_checkpoint,
     run_case,
     save_checkpoint,
@@ -133,6 +134,14 @@ def test_layout_equals_one_process(case: Case, data: Path, workers: Workers, ref
         rows = gradient.shape[0]
         assert not found[name][rows:].any(), name  # rows that only fill up the table
         assert relative(found[name][:rows], gradient) < 2 * TOLERANCE, name
+
+
+def test_ranks_that_share_images_begin_with_the_same_tower(data: Path, workers: Workers) -> None:
+    case = Case("tensor 4, images spread", {"tensor": 4}, SPREAD, {"mtp": 1})
+    first, *others = workers.run(fresh_tower, case, data)
+    assert first["blocks.0.qkv.weight"].std() > 0
+    for other in others:
+        assert all(torch.equal(other[name], weight) for name, weight in first.items())
 
 
 #: Layouts between which checkpoints travel, by model: each is saved once and loaded by all others and by one process.

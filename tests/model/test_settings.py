@@ -28,6 +28,7 @@ from model.network.build import ModelSettings, build_model, vocabulary_rows
         ({"expert_parallel": 3}, {"moe": True}, "does not divide the 4 experts"),
         ({"tensor_parallel": 2}, {"moe": True}, "need sequence_parallel"),
         ({"sequence_parallel": True}, {}, "needs tensor_parallel > 1"),
+        ({"tensor_parallel": 4, "vision_tensor_parallel": 2}, {}, "must be 1 or tensor_parallel, 4, got 2"),
         ({"backend": "jax"}, {}, "backend must be one of torch, transformer_engine, got 'jax'"),
         ({"recompute": "some"}, {}, "recompute must be one of"),
         ({"params_dtype": torch.float16}, {}, "float32 or bfloat16"),
@@ -47,6 +48,14 @@ from model.network.build import ModelSettings, build_model, vocabulary_rows
 def test_settings_are_refused(settings: dict[str, Any], model: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ModelSettings(**settings).check(small_architecture(**model))
+
+
+def test_a_whole_tower_needs_no_divisible_sizes() -> None:
+    odd = small_architecture()
+    odd = dataclasses.replace(odd, vision=dataclasses.replace(odd.vision, num_heads=3))
+    with pytest.raises(ValueError, match=r"tensor_parallel 4 does not divide vision\.num_heads 3"):
+        ModelSettings(tensor_parallel=4).check(odd)
+    ModelSettings(tensor_parallel=4, vision_tensor_parallel=1).check(odd)
 
 
 def test_settings_must_match_the_groups(one_process: None) -> None:

@@ -164,10 +164,13 @@ class TestTheCommand:
         train_here(out, chats, resume=True)
         assert exact(out) == exact(whole)
 
-    def test_a_checkpoint_moves_to_another_layout_and_back(self, chats: Path, whole: Path, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("more", [(), ("--set", "parallel.vision_tp=1")], ids=["tower cut", "tower whole"])
+    def test_a_checkpoint_moves_to_another_layout_and_back(
+        self, chats: Path, whole: Path, tmp_path: Path, more: tuple[str, ...]
+    ) -> None:
         out = tmp_path / "run"
         train_here(out, chats, run__steps=2)
-        layout = ("--tp", "2", "--sp", "--pp", "2")
+        layout = ("--tp", "2", "--sp", "--pp", "2", *more)
         spread = Ranks(arguments_of(chats, out, "--resume", *layout, steps=4), tmp_path / "said", 4)
         assert spread.wait() == [0] * 4, spread.said(0)[-3000:]
         assert "dp 1 x tp 2 x cp 1 x pp 2" in spread.said(0)

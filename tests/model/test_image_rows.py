@@ -1,0 +1,62 @@
+"""Image embeddings land on their tokens, however the images of a pack are spread over ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.model.helpers import make_sample, pack
+from vlmdata.batch import PackedBatch
+
+pytest.importorskip("megatron.core")
+
+from model.parallel.packed import ImageRows
+
+MERGE = 4
+
+
+def encoded(patches: torch.Tensor) -> torch.Tensor:
+    """Stands for the tower: of every four patches the first bytes, which are random."""
+    return patches.reshape(-1, MERGE, patches.shape[-1])[:, 0, :8]
+
+
+def placed(batch: PackedBatch, context: int, parts: int) -> torch.Tensor:
+    """What stands at each token of the pack, text zero, after all ranks have encoded their parts."""
+    shares = [batch.context_parallel_shard(rank, context) if context > 1 else batch for rank in range(context)]
+    gathered = []
+    for rank, share in enumerate(shares):
+        rows = [ImageRows.of(share, MERGE, context, rank, parts, part) for part in range(parts)]
+        made = [encoded(each.patches_of(share.patches)) for each in rows]
+        assert [len(each) for each in made] == list(rows[0].part_counts)
+        assert [sum(t * h * w // MERGE for t, h, w in each.grids) for each in rows] == list(rows[0].part_counts)
+        gathered.append(torch.cat(made))
+        assert len({(each.counts, each.part_counts, each.row_of_token.tobytes()) for each in rows}) == 1
+        assert rows[0].counts[rank] == len(gathered[-1])
+    everything = torch.cat([*gathered, torch.zeros(1, 8, dtype=torch.uint8)])
+    return everything[torch.from_numpy(rows[0].row_of_token)]
+
+
+grids = st.lists(st.tuples(st.sampled_from([2, 4, 8]), st.sampled_from([2, 4, 6])), max_size=4)
+
+
+@given(
+    samples=st.lists(grids, min_size=1, max_size=4),
+    context=st.sampled_from([1, 2, 4]),
+    parts=st.sampled_from([1, 2, 3, 4]),
+)
+@settings(deadline=None, max_examples=60)
+def test_rows_do_not_depend_on_who_encodes_what(samples: list[list[tuple[int, int]]], context: int, parts: int) -> None:
+    batch = pack([make_sample(seed, each, 10 + seed) for seed, each in enumerate(samples)], alignment=16)
+    assert torch.equal(placed(batch, context, parts), placed(batch, 1, 1))
+
+
+def test_parts_share_the_work() -> None:
+    batch = pack([make_sample(1, [(8, 8), (4, 4), (4, 4), (4, 4), (4, 4)], 20)])
+    rows = [ImageRows.of(batch, MERGE, 1, 0, 2, part) for part in range(2)]
+    assert rows[0].part_counts == (16, 16)
+    assert rows[0].grids == ((1, 8, 8),)
+    assert rows[1].held == ((64, 128),), "neighbours are one slice"
+    alone = ImageRows.of(batch, MERGE, 1, 0)
+    assert alone.patches_of(batch.patches) is batch.patches, "nothing is copied without parts"
