@@ -197,11 +197,12 @@ def run_case(case: Case, data: Path) -> StepOutcome:
 
 
 def fresh_tower(case: Case, data: Path) -> dict[str, torch.Tensor]:
-    """This rank's fresh weights of the vision tower, in every process of :class:`Workers`."""
+    """This rank's fresh weights of the vision tower; every process of :class:`Workers` would draw others."""
     from model.network.build import build_model
     from model.parallel import groups
 
     groups.initialize(backend="gloo", **case.groups)
+    torch.manual_seed(dist.get_rank())  # as megatron-core's stream for cut layers is seeded, which fills them on CUDA
     model = build_model(architecture_of(case, data), settings_of(case))
     return {name: parameter.detach().clone() for name, parameter in model.vision.named_parameters()}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -164,13 +165,10 @@ class TestTheCommand:
         train_here(out, chats, resume=True)
         assert exact(out) == exact(whole)
 
-    @pytest.mark.parametrize("more", [(), ("--set", "parallel.vision_tp=1")], ids=["tower cut", "tower whole"])
-    def test_a_checkpoint_moves_to_another_layout_and_back(
-        self, chats: Path, whole: Path, tmp_path: Path, more: tuple[str, ...]
-    ) -> None:
+    def test_a_checkpoint_moves_to_another_layout_and_back(self, chats: Path, whole: Path, tmp_path: Path) -> None:
         out = tmp_path / "run"
         train_here(out, chats, run__steps=2)
-        layout = ("--tp", "2", "--sp", "--pp", "2", *more)
+        layout = ("--tp", "2", "--sp", "--pp", "2")
         spread = Ranks(arguments_of(chats, out, "--resume", *layout, steps=4), tmp_path / "said", 4)
         assert spread.wait() == [0] * 4, spread.said(0)[-3000:]
         assert "dp 1 x tp 2 x cp 1 x pp 2" in spread.said(0)
@@ -179,6 +177,25 @@ class TestTheCommand:
             assert ours["samples"] == theirs["samples"] or ours["step"] in (3, 4)
             assert ours["targets"] == theirs["targets"]
             assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+
+    def test_a_tower_that_two_ranks_hold_learns_as_one_does(
+        self, one_process: None, chats: Path, tmp_path: Path
+    ) -> None:
+        """Nothing but the tower is trained, so that the gradient's norm is the tower's, counted once."""
+        alone, spread = tmp_path / "alone", tmp_path / "spread"
+        tower = {"model__freeze": ("language", "merger"), "data__max_patches": None, "data__capacity": 896}
+        train_here(alone, chats, run__steps=1, **tower)
+        shutil.copytree(alone, spread)
+        train_here(alone, chats, run__steps=4, resume=True, **tower)
+        options = ("--freeze", "language,merger", "--set", "data.max_patches=none", "--capacity", "896")
+        layout = ("--tp", "2", "--sp", "--set", "parallel.vision_tp=1")
+        ranks = Ranks(arguments_of(chats, spread, "--resume", *layout, *options, steps=4), tmp_path / "said", 2)
+        assert ranks.wait() == [0, 0], ranks.said(0)[-3000:]
+        assert min(line["images"] for line in steps_of(alone)[1:]) > 2, "both ranks have images in every step"
+        for ours, theirs in zip(steps_of(spread), steps_of(alone), strict=True):
+            assert ours["samples"] == theirs["samples"]
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
             assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
 
     @pytest.mark.parametrize(
