@@ -59,6 +59,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "context 4": ("dense", {"cp": 4}),
     "tensor 2 + sequence": ("dense", {"tp": 2, "sp": True}),
     "tensor 2": ("dense", {"tp": 2}),
+    "tensor 2 + sequence, images spread": ("dense", {"tp": 2, "sp": True, "vision_tp": 1}),
     "pipeline 2": ("dense", {"pp": 2}),
     "context 2 x tensor 2": ("dense", {"cp": 2, "tp": 2, "sp": True}),
     "data 4, experts": ("experts", {}),

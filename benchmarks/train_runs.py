@@ -81,8 +81,31 @@ CASES = {
         3,
         profile=1,
     ),
-    "9b-dp4": Case("speed", 4, f"--preset 9b --capacity 16384 --global-batch 8 {_FULL}", 6, 2),
+    "9b-spread": Case(
+        "speed, profile",
+        4,
+        "--preset 9b --tp 2 --sp --set parallel.vision_tp=1 --capacity 16384 --global-batch 4 "
+        "--set model.recompute=selective",
+        8,
+        3,
+        profile=1,
+    ),
+    "9b-dp4": Case(
+        "speed",
+        4,
+        "--preset 9b --capacity 8192 --global-batch 8 --set model.recompute=selective "
+        "--set model.vision_recompute=true",
+        8,
+        3,
+    ),
     "27b": Case("memory", 4, f"--preset 27b --tp 4 --sp --capacity 8192 --global-batch 1 {_FULL}", 6, 3),
+    "27b-spread": Case(
+        "memory",
+        4,
+        f"--preset 27b --tp 4 --sp --set parallel.vision_tp=1 --capacity 8192 --global-batch 1 {_FULL}",
+        6,
+        3,
+    ),
     "balanced": Case("balance", 4, "--preset 0.8b --capacity 8192 --global-batch 8", 24, 6),
     "unbalanced": Case("balance", 4, "--preset 0.8b --capacity 8192 --global-batch 8 --set data.balance=false", 24, 6),
 }

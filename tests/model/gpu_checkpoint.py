@@ -2,7 +2,7 @@
 
 On a CUDA machine, from the repository root::
 
-    torchrun --nproc-per-node 2 --master-addr 127.0.0.1 -m tests.model.gpu_checkpoint [dp] [cp]
+    torchrun --nproc-per-node 2 --master-addr 127.0.0.1 -m tests.model.gpu_checkpoint [dp] [cp] [tp]
 
 and the same on CPUs, where the distributed optimizer and its overlapped gather run on gloo. A line for every layout;
 the exit code is the number of failures.
@@ -42,7 +42,7 @@ from vlmdata.batch import PackedBatch
 
 STEPS = 3
 #: By name, the axes of :func:`model.parallel.groups.initialize` that take all processes; data parallelism is the rest.
-LAYOUTS: dict[str, tuple[str, ...]] = {"dp": (), "cp": ("context",)}
+LAYOUTS: dict[str, tuple[str, ...]] = {"dp": (), "cp": ("context",), "tp": ("tensor",)}
 #: Kernels of a GPU may add in another order from run to run.
 TOLERANCE = 1e-3 if torch.cuda.is_available() else 0.0
 CUDA = torch.cuda.is_available()
@@ -59,7 +59,7 @@ class Trainee:
     """
 
     def __init__(self, layout: dict[str, int], out: Path):
-        self.place, self.context = RankPlace.here(), layout.get("context", 1)
+        self.place, self.context, tensor = RankPlace.here(), layout.get("context", 1), layout.get("tensor", 1)
         self.config = self._config(out)
         if CUDA:
             from tests.model.gpu_checks import architecture
@@ -70,6 +70,9 @@ class Trainee:
         groups.seed_all(1234)
         settings = ModelSettings(
             context_parallel=self.context,
+            tensor_parallel=tensor,
+            sequence_parallel=tensor > 1,
+            vision_tensor_parallel=1,
             params_dtype=torch.bfloat16,
             backend="transformer_engine" if CUDA else "torch",
         )
@@ -152,7 +155,7 @@ def check(layout: dict[str, int], out: Path) -> str:
 
 
 def _as_the_owners_have_it(learner: Learner) -> dict[str, torch.Tensor]:
-    """Every weight, rounded from the fp32 shares of all ranks, which are never old; its places summed over ranks."""
+    """Every weight of this rank, rounded from the fp32 shares of all that hold it, which are never old."""
     named = {name: each for name, each in unwrapped(learner.model[0]).named_parameters() if each.requires_grad}
     whole = {each: torch.zeros(each.numel(), device=each.device) for each in named.values()}
     for optimizer in learner.optimizer.chained_optimizers:
@@ -162,7 +165,7 @@ def _as_the_owners_have_it(learner: Learner) -> dict[str, torch.Tensor]:
                 part = optimizer._get_model_param_range_map(parameter)["param"]
                 whole[parameter][part.start : part.end] = share.detach()
     for values in whole.values():
-        dist.all_reduce(values)
+        dist.all_reduce(values, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     return {name: whole[each].to(torch.bfloat16).view_as(each) for name, each in named.items()}
 
 
