@@ -7,7 +7,7 @@ A kernel belongs to the first family whose pattern its name matches; attention o
 the kernel (FlashAttention 4 only in the tower) or in the head size that stands in cuDNN's names (64, 72 or 128 in
 towers, 256 in decoders). Times are sums over streams: what overlaps counts twice, and waiting for other ranks within a
 communication kernel is communication. `busy`: the share of the time from the first kernel's begin to the last one's end
-in which any kernel ran.
+in which any kernel ran. It is the trace of one rank: where ranks encode different images, rank 0 has the costliest one.
 """
 
 from __future__ import annotations

@@ -50,7 +50,8 @@ def command(options: argparse.Namespace, out: str, *more: str) -> list[str]:
 def lines_of(out: Path) -> list[dict[str, Any]]:
     """Steps by the log; of one made twice, the later."""
     file = out / "metrics.jsonl"
-    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    written = file.read_text().splitlines() if file.exists() else []
+    lines = [json.loads(line) for line in written if line.endswith("}")]
     by_step = {line["step"]: line for line in lines if "event" not in line}
     return [by_step[step] for step in sorted(by_step)]
 

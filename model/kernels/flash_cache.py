@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import importlib.metadata
 import os
 import stat
 import tempfile
@@ -11,8 +12,17 @@ from pathlib import Path
 _ENABLED, _FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 
 
+def flash_attention_4_is_installed() -> bool:
+    """Whether the package is there; nothing is imported."""
+    try:
+        importlib.metadata.version("flash-attn-4")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
 def keep_compiled() -> Path | None:
-    """Turns its cache on; to be called before ``flash_attn.cute`` is imported, which reads the environment.
+    """Turns its cache on; to be called before ``flash_attn.cute`` is imported, which reads the environment then only.
 
     Left to itself the package compiles in every process. Its cache locks files and fails a step where they cannot be
     locked, as on some network file systems, and its own default is a folder in /tmp with a name that others could take
@@ -23,8 +33,9 @@ def keep_compiled() -> Path | None:
     """
     if _ENABLED in os.environ:
         return None
-    folder = Path(os.environ.get(_FOLDER) or Path(tempfile.gettempdir()) / f"vlmdata-{os.getuid()}" / "flash-attention")
     try:
+        ours = Path(tempfile.gettempdir()) / f"vlmdata-{os.getuid()}" / "flash-attention"
+        folder = Path(os.environ.get(_FOLDER) or ours)
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
         if _FOLDER not in os.environ and not (_is_ours(folder.parent) and _is_ours(folder)):

@@ -266,6 +266,11 @@ def _block(architecture: Architecture, config: TransformerConfig, provider: Prov
 
 
 def _check_groups(settings: ModelSettings, groups: ProcessGroupCollection) -> None:
+    if groups.expt_tp.size() > 1:
+        raise ValueError(
+            f"experts are tensor parallel over {groups.expt_tp.size()} ranks in these process groups, which is not "
+            "supported: make them with model.parallel.groups.initialize, or with expert_tensor_parallel_size=1"
+        )
     made = {
         "tensor_parallel": groups.tp.size(),
         "context_parallel": groups.cp.size(),

@@ -17,7 +17,8 @@ class ModelSettings:
     Attributes:
         tensor_parallel: Ranks that share every layer.
         vision_tensor_parallel: The same in the vision tower: ``tensor_parallel`` (None is that), or 1, where each of
-            those ranks encodes some of the images instead.
+            those ranks encodes some of the images instead, and training must go through
+            :func:`model.training.optimizer.build_learner`, which sums their gradients.
         sequence_parallel: Whether these ranks also share the tokens between layers.
         context_parallel: Ranks that share the tokens of a pack.
         pipeline_parallel: Stages.

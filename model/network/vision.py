@@ -70,7 +70,8 @@ class VisionTower(MegatronModule):
         )
         self.merger = PatchMerger(config, architecture, provider, pg_collection)
         if dist.get_world_size(sharing_group) > 1:
-            self._make_copies_of_first()
+            for parameter in self.parameters():  # so that its gradient is counted once in the norm
+                parameter.tensor_model_parallel = False  # type: ignore[attr-defined]
 
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         """Encodes images.
@@ -129,11 +130,10 @@ class VisionTower(MegatronModule):
                 gradient.copy_(part.view_as(gradient))
 
     @torch.no_grad()
-    def _make_copies_of_first(self) -> None:
-        """Gives all ranks of the sharing group the first one's fresh weights, and counts their gradient norm once."""
-        for parameter in self.parameters():
-            parameter.tensor_model_parallel = False  # type: ignore[attr-defined]
-            if not parameter.is_meta:
+    def take_first_weights(self) -> None:
+        """Gives all ranks that share images the first one's weights, as fresh ones differ; called before training."""
+        if dist.get_world_size(self.sharing_group) > 1:
+            for parameter in self.parameters():
                 dist.broadcast(parameter, group=self.sharing_group, group_src=0)
 
     def _nothing(self, patches: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ head width d.
 
 from __future__ import annotations
 
-import importlib.metadata
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from model.kernels.flash_cache import keep_compiled
+from model.kernels.flash_cache import flash_attention_4_is_installed
 from model.network.patch_geometry import PatchGeometry
 
 
@@ -57,7 +56,6 @@ class FlashAttention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        keep_compiled()
         try:
             from flash_attn.cute.interface import flash_attn_varlen_func
         except ImportError as error:
@@ -70,11 +68,9 @@ class FlashAttention(nn.Module):
     @staticmethod
     def is_usable(config: TransformerConfig) -> bool:
         """Whether it is installed, and made for this card and data type."""
-        try:
-            importlib.metadata.version("flash-attn-4")
-        except importlib.metadata.PackageNotFoundError:
+        if not (flash_attention_4_is_installed() and config.bf16 and torch.cuda.is_available()):
             return False
-        return config.bf16 and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+        return torch.cuda.get_device_capability() >= (9, 0)
 
     def forward(self, mixed_pn3d: Tensor, images: PatchGeometry) -> Tensor:
         """(P, n, 3, d) to (P, n * d)."""

@@ -12,11 +12,12 @@ import os
 import warnings
 from pathlib import Path
 
+from model.kernels.flash_cache import flash_attention_4_is_installed, keep_compiled
 from vlmdata.errors import ResourceError, VlmdataError
 
 
 def before_megatron() -> None:
-    """Settles which cuDNN is meant and in which order CUDA takes work; lets only errors of megatron-core through.
+    """Settles which cuDNN is meant, in which order CUDA takes work, and where kernels are kept; quietens megatron-core.
 
     Raises:
         VlmdataError: If megatron-core is not installed.
@@ -28,6 +29,8 @@ def before_megatron() -> None:
         )
     # Overlap of tensor-parallel messages and matrix products relies on the order in which they were started.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if flash_attention_4_is_installed():
+        keep_compiled()  # Transformer Engine imports it, too, and the package looks only then
     _load_bundled_cudnn()
     # Remarks on deprecated and absent parts are for their developers.
     for name in ("megatron", "torch.utils.cpp_extension", "torch.distributed.checkpoint"):

@@ -93,6 +93,8 @@ def build_learner(model: torch.nn.Module, config: TrainConfig, device: torch.dev
         ),
         model,
     )
+    if getattr(model, "vision", None) is not None:
+        model.vision.take_first_weights()  # type: ignore[union-attr, operator]
     wrapped.broadcast_params()
     optimizer = get_megatron_optimizer(
         _optimizer_config(config, distributed, overlap and distributed, dtype), [wrapped]

@@ -196,15 +196,37 @@ def run_case(case: Case, data: Path) -> StepOutcome:
     return train_step(case, data)
 
 
+def refusal_of_split_experts() -> str:
+    """What is said where megatron-core's groups were made by its own defaults, with experts as tensor parallel."""
+    from megatron.core import parallel_state
+
+    from model.network.build import ModelSettings, build_model
+    from model.parallel import groups
+
+    groups.initialize(backend="gloo")
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    try:
+        build_model(small_architecture(), ModelSettings(tensor_parallel=2))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def fresh_tower(case: Case, data: Path) -> dict[str, torch.Tensor]:
-    """This rank's fresh weights of the vision tower; every process of :class:`Workers` would draw others."""
+    """This rank's weights of the vision tower as training begins; every process of :class:`Workers` draws others."""
     from model.network.build import build_model
     from model.parallel import groups
+    from model.training.config import load_config
+    from model.training.optimizer import build_learner
 
     groups.initialize(backend="gloo", **case.groups)
     torch.manual_seed(dist.get_rank())  # as megatron-core's stream for cut layers is seeded, which fills them on CUDA
     model = build_model(architecture_of(case, data), settings_of(case))
-    return {name: parameter.detach().clone() for name, parameter in model.vision.named_parameters()}
+    drawn = model.vision.blocks[0].qkv.weight.detach().clone()
+    build_learner(model, load_config(None, [("run.steps", 2)]), torch.device("cpu"), torch.float32)
+    tower = {name: parameter.detach().clone() for name, parameter in model.vision.named_parameters()}
+    return tower | {"drawn": drawn}
 
 
 def whole_gradients(case: Case, data: Path, outcomes: list[StepOutcome]) -> dict[str, torch.Tensor]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 
 from model.kernels.flash_cache import keep_compiled
 
+ROOT = Path(__file__).resolve().parents[2]
 ENABLED, FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 
 
@@ -74,3 +77,25 @@ def test_where_nothing_can_be_written_it_stays_off(place: Path, tmp_path: Path) 
     place.parent.write_text("a file where the folder should be")
     assert keep_compiled() is None
     assert ENABLED not in os.environ
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_it_is_on_before_anything_can_import_the_package(tmp_path: Path, installed: bool) -> None:
+    """Transformer Engine imports it together with megatron-core, long before a model is built."""
+    pytest.importorskip("megatron.core")
+    package = tmp_path / "site" / "flash_attn" / "cute"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text("")
+    (package / "__init__.py").write_text(f"import os\nFOUND = os.environ.get({ENABLED!r})\n")
+    if installed:
+        (tmp_path / "site" / "flash_attn_4-4.0.dist-info").mkdir()
+        (tmp_path / "site" / "flash_attn_4-4.0.dist-info" / "METADATA").write_text("Name: flash-attn-4\nVersion: 4.0\n")
+    script = (
+        "import sys\nfrom model.parallel.startup import before_megatron\nbefore_megatron()\n"
+        "assert not [name for name in sys.modules if name.startswith('flash_attn')]\n"
+        "import flash_attn.cute\nprint(flash_attn.cute.FOUND)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in (ENABLED, FOLDER)}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path / "site")]), "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == ("1" if installed else "None"), done.stderr

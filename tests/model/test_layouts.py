@@ -22,6 +22,7 @@ from tests.model.layouts import (
     StepOutcome,
     fresh_tower,
     load_checkpoint,
+    refusal_of_split_experts,
     run_case,
     save_checkpoint,
     train_step,
@@ -139,9 +140,15 @@ def test_layout_equals_one_process(case: Case, data: Path, workers: Workers, ref
 def test_ranks_that_share_images_begin_with_the_same_tower(data: Path, workers: Workers) -> None:
     case = Case("tensor 4, images spread", {"tensor": 4}, SPREAD, {"mtp": 1})
     first, *others = workers.run(fresh_tower, case, data)
-    assert first["blocks.0.qkv.weight"].std() > 0
+    assert torch.equal(first["drawn"], first["blocks.0.qkv.weight"])
+    assert not any(torch.equal(other.pop("drawn"), first["drawn"]) for other in others)
+    first.pop("drawn")
     for other in others:
         assert all(torch.equal(other[name], weight) for name, weight in first.items())
+
+
+def test_groups_in_which_experts_are_cut_are_refused(workers: Workers) -> None:
+    assert all("experts are tensor parallel over 2 ranks" in said for said in workers.run(refusal_of_split_experts))
 
 
 #: Layouts between which checkpoints travel, by model: each is saved once and loaded by all others and by one process.
