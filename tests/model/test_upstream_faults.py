@@ -66,7 +66,8 @@ def test_gathering_rows_has_a_gradient(one_process: None) -> None:
         rows = torch.randn(count, 5, requires_grad=True)
         for gathered in (
             all_gather_rows(rows, [count], dist.group.WORLD),
-            _AllGatherRows.apply(rows, (count,), dist.group.WORLD),
+            _AllGatherRows.apply(rows, (count,), dist.group.WORLD, True),
+            _AllGatherRows.apply(rows, (count,), dist.group.WORLD, False),
         ):
             assert torch.equal(gathered, rows)
             (gradient,) = torch.autograd.grad((gathered * 2).sum(), rows)
