@@ -9,6 +9,7 @@ All ways run in one process, one after the other, on the same samples in the sam
 - packed, cuDNN: the same with Transformer Engine's attention in the vision tower, where the first takes
   FlashAttention 4 if that is installed;
 - packed, mtp: the first with multi-token prediction;
+- packed, tower frozen: the first with the vision blocks not trained, as is usual in fine-tuning (the merger is);
 - padded: the same samples in rectangles, each of as many samples, in their order, as fit the capacity when padded to
   the longest of them, which is better than the usual fixed number of samples;
 - stock: megatron-core's own GPTModel with its own specs for these sizes, language model only, on the packs' tokens.
@@ -59,7 +60,7 @@ from model.parallel import groups
 from model.training.config import TrainConfig, load_config
 from model.training.data import RankPlace
 from model.training.flops import StepFlops, peak_flops
-from model.training.optimizer import build_learner
+from model.training.optimizer import build_learner, freeze
 from model.training.setup import architecture_of, settings_of
 from model.training.step import Stepper
 from vlmdata import PackedBatch, StreamingLoader, VlmDataset, open_dataset
@@ -246,9 +247,15 @@ def measure(preset: str, options: argparse.Namespace) -> dict[str, Any]:
     plain = StepFlops.for_model(architecture, mtp=False)
     settings = settings_of(config, architecture, DEVICE)
 
-    def ours(mtp: int = 0, attention: str = "auto") -> Callable[[], torch.nn.Module]:
+    def ours(mtp: int = 0, attention: str = "auto", frozen: tuple[str, ...] = ()) -> Callable[[], torch.nn.Module]:
         changed = dataclasses.replace(settings, mtp_layers=mtp, vision_attention=attention)
-        return lambda: build_model(architecture, changed).to(DEVICE)
+
+        def make() -> torch.nn.Module:
+            model = build_model(architecture, changed).to(DEVICE)
+            freeze(model, frozen)
+            return model
+
+        return make
 
     ways: dict[str, tuple[Callable[[], torch.nn.Module], list[PackedBatch], StepFlops]] = {
         "packed": (ours(), packed, plain),
@@ -256,6 +263,11 @@ def measure(preset: str, options: argparse.Namespace) -> dict[str, Any]:
         "padded": (ours(), padded, plain),
         "stock": (lambda: StockLanguageModel(architecture, config).to(DEVICE), packed, without_vision(plain)),
         "packed, mtp": (ours(1), packed, StepFlops.for_model(architecture, mtp=True)),
+        "packed, tower frozen": (
+            ours(frozen=("vision",)),
+            packed,
+            StepFlops.for_model(architecture, mtp=False, frozen=("vision",)),
+        ),
     }
     found = {}
     for name in options.ways or ways:
@@ -291,10 +303,10 @@ def report(results: dict[str, Any]) -> str:
             )
     lines.append("")
     for preset, ways in results["presets"].items():
-        for name in ("padded", "stock"):
-            if name in ways and "packed" in ways:
-                ratio = ways["packed"]["tokens_per_second"] / ways[name]["tokens_per_second"]
-                lines.append(f"- {preset}: packed over {name}: {ratio:.2f}")
+        for ours, other in (("packed", "padded"), ("packed", "stock"), ("packed, tower frozen", "stock")):
+            if ours in ways and other in ways:
+                ratio = ways[ours]["tokens_per_second"] / ways[other]["tokens_per_second"]
+                lines.append(f"- {preset}: {ours} over {other}: {ratio:.2f}")
     return "\n".join([*lines, ""])
 
 
@@ -302,7 +314,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--presets", nargs="+", default=["0.8b", "2b"])
-    parser.add_argument("--ways", nargs="*", help="packed, 'packed, cuDNN', padded, stock, 'packed, mtp'; default: all")
+    parser.add_argument("--ways", nargs="*", help="of those above, such as packed 'packed, mtp' stock; default: all")
     parser.add_argument("--capacity", type=int, default=16384)
     parser.add_argument("--micro-batches", type=int, default=4, help="packs, or rectangles, of an optimizer step")
     parser.add_argument("--steps", type=int, default=5)
