@@ -1,7 +1,7 @@
 """The vision tower: patches of images in, one embedding per 2 x 2 patches out.
 
-Mirrors transformers' ``Qwen3_5VisionModel``, ``Qwen3_5VisionBlock``, ``Qwen3_5VisionAttention``, ``Qwen3_5VisionMLP``,
-``Qwen3_5VisionPatchMerger`` and ``Qwen3_5VisionRotaryEmbedding``.
+Mirrors transformers' ``Qwen3_5VisionModel``, ``Qwen3_5VisionBlock``, ``Qwen3_5VisionMLP`` and
+``Qwen3_5VisionPatchMerger``; attention and positions stand in ``vision_attention.py`` and ``patch_geometry.py``.
 
 Tensor-parallel ranks hold some heads and some feed-forward columns each, and the whole residual stream (no sequence
 parallelism: the number of patches is any). Or they hold all of it, and encode different images: then nothing is sent
@@ -103,7 +103,7 @@ class VisionTower(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """As megatron-core's, which would take a list of modules for replicated."""
+        """As megatron-core's, which would take a list of modules for replicated, and knows nothing of copies."""
         state: dict[str, Any] = {}
         for name, module in self.named_children():
             parts = module.named_children() if module is self.blocks else [("", module)]

@@ -23,6 +23,7 @@ _WORDS: dict[str, str] = {
     "model.moe_aux_loss": "moe_aux_loss_coeff router_aux_loss_coef",
     "model.backend": "attn_implementation attention_backend transformer_impl",
     "parallel.tp": "tensor_model_parallel_size tensor_parallel_size tensor_parallel tp_size",
+    "parallel.vision_tp": "encoder_tensor_model_parallel_size vision_tensor_parallel vision_tensor_parallel_size",
     "parallel.sp": "sequence_parallel",
     "parallel.cp": "context_parallel_size context_parallel cp_size",
     "parallel.pp": "pipeline_model_parallel_size pipeline_parallel_size pipeline_parallel pp_size",
