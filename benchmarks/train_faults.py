@@ -1,17 +1,18 @@
-"""What happens to a job of four GPUs: uneven and empty vision shares for 200 steps, and a rank that is killed.
+"""What happens to a job of several GPUs: uneven and empty vision shares for 200 steps, and a rank that is killed.
 
     python benchmarks/train_faults.py --data CHATS --work WORK --gpus 4
 
 CHATS should mix samples without images, with one and with several, so that under context parallelism 4 shares are
 uneven and often empty. Three jobs of the bundled trainer, started with torchrun as a user would:
 
-1. `whole`: 200 steps on context parallel 4, undisturbed: it must end, and no rank may wait for another for ever.
+1. `whole`: 200 steps with one context-parallel group of all GPUs, undisturbed: it must end, and no rank may wait for
+   another for ever.
 2. `killed`: the same with a checkpoint every ten steps; one rank is killed (SIGKILL) after step 25; the time until
    torchrun has ended and what it says are noted.
 3. the same command with --resume: it must go on from step 20 with the very samples of `whole`, and with its losses
    (bf16 kernels add in another order each time, so they agree to rounding only).
 
-Writes train-faults-<date>.md under --out after each of them. ``--parts`` makes some of them only, of which the last
+Writes train-faults-<GPUs>-gpus-<date>.md under --out after each of them. ``--parts`` makes some of them only, of which the last
 needs what the first two left under --work.
 """
 
@@ -103,7 +104,8 @@ def report(found: dict[str, Any], options: argparse.Namespace) -> str:
     lines = [
         f"# Uneven vision shares and a killed rank, {datetime.date.today().isoformat()}",
         "",
-        f"`python benchmarks/train_faults.py --steps {options.steps} --kill-after {options.kill_after}` on "
+        f"`python benchmarks/train_faults.py --gpus {options.gpus} --steps {options.steps} "
+        f"--kill-after {options.kill_after}` on "
         f"{options.gpus} x {torch.cuda.get_device_name(0)}: proxy preset, context parallel {options.gpus}, two packs "
         "of 1,024 tokens a step.",
         "",
@@ -163,7 +165,8 @@ def main() -> None:
             found[name] = parts[name]()
             print(f"{name}: {found[name]}", flush=True)
             notes.write_text(json.dumps(found))
-            (options.out / f"train-faults-{datetime.date.today().isoformat()}.md").write_text(report(found, options))
+            result = f"train-faults-{options.gpus}-gpus-{datetime.date.today().isoformat()}.md"
+            (options.out / result).write_text(report(found, options))
     finally:
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -72,7 +72,23 @@ CASES = {
     ),
     "4b": Case("memory", 1, f"--preset 4b --capacity 8192 --global-batch 1 {_FULL}", 6, 3),
     "9b-dp": Case("memory", 2, f"--preset 9b --capacity 8192 --global-batch 2 {_FULL}", 6, 3),
-    "9b-tp": Case("memory", 2, f"--preset 9b --tp 2 --sp --capacity 8192 --global-batch 1 {_FULL}", 6, 3),
+    "9b-tp": Case(
+        "speed, profile",
+        2,
+        "--preset 9b --tp 2 --sp --capacity 8192 --global-batch 2 --set model.recompute=selective",
+        8,
+        3,
+        profile=1,
+    ),
+    "9b-tp-spread": Case(
+        "speed, profile",
+        2,
+        "--preset 9b --tp 2 --sp --set parallel.vision_tp=1 --capacity 8192 --global-batch 2 "
+        "--set model.recompute=selective",
+        8,
+        3,
+        profile=1,
+    ),
     "9b": Case(
         "speed, profile",
         4,
