@@ -12,8 +12,8 @@ uneven and often empty. Three jobs of the bundled trainer, started with torchrun
 3. the same command with --resume: it must go on from step 20 with the very samples of `whole`, and with its losses
    (bf16 kernels add in another order each time, so they agree to rounding only).
 
-Writes train-faults-<GPUs>-gpus-<date>.md under --out after each of them. ``--parts`` makes some of them only, of which the last
-needs what the first two left under --work.
+Writes train-faults-<GPUs>-gpus-<date>.md under --out after each of them. ``--parts`` makes some of them only, of which
+the last needs what the first two left under --work.
 """
 
 from __future__ import annotations

@@ -89,6 +89,14 @@ CASES = {
         3,
         profile=1,
     ),
+    "9b-tp-16k": Case("speed", 2, f"--preset 9b --tp 2 --sp --capacity 16384 --global-batch 1 {_FULL}", 6, 3),
+    "9b-tp-16k-spread": Case(
+        "speed",
+        2,
+        f"--preset 9b --tp 2 --sp --set parallel.vision_tp=1 --capacity 16384 --global-batch 1 {_FULL}",
+        6,
+        3,
+    ),
     "9b": Case(
         "speed, profile",
         4,

@@ -26,10 +26,12 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
+import fcntl
 import gc
 import importlib.metadata
 import itertools
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -310,6 +312,19 @@ def report(results: dict[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
+def add(about: dict[str, Any], preset: str, found: dict[str, Any], stem: Path) -> None:
+    """Puts a preset into today's results; processes on several GPUs may do so at once."""
+    command = shlex.join(["python", "benchmarks/train_speed.py", *sys.argv[1:]])
+    with stem.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        file = stem.with_suffix(".json")
+        earlier = json.loads(file.read_text()) if file.exists() else {"commands": [], "presets": {}}
+        commands = list(dict.fromkeys([*earlier["commands"], command]))
+        results = {**about, "commands": commands, "presets": {**earlier["presets"], preset: found}}
+        file.write_text(json.dumps(results, indent=2) + "\n")
+        stem.with_suffix(".md").write_text(report(results))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True)
@@ -329,11 +344,9 @@ def main() -> None:
     dataset = open_dataset(options.data)
     today = datetime.date.today().isoformat()
     stem = options.out / "-".join(filter(None, ["train-speed", options.label, today]))
-    earlier = json.loads(stem.with_suffix(".json").read_text()) if stem.with_suffix(".json").exists() else {}
-    command = " ".join(["python", "benchmarks/train_speed.py", *sys.argv[1:]])
-    results: dict[str, Any] = {
+    options.out.mkdir(parents=True, exist_ok=True)
+    about = {
         "date": today,
-        "commands": [*earlier.get("commands", []), command],
         "note": options.note,
         "gpu": torch.cuda.get_device_name(0),
         "torch": torch.__version__,
@@ -341,14 +354,10 @@ def main() -> None:
         "samples": len(dataset),
         "mean_length": float(np.mean(dataset.index.lengths)),
         "longest": int(np.max(dataset.index.lengths)),
-        "presets": earlier.get("presets", {}),
     }
-    options.out.mkdir(parents=True, exist_ok=True)
     for preset in options.presets:
-        results["presets"][preset] = measure(preset, options)
-        stem.with_suffix(".json").write_text(json.dumps(results, indent=2) + "\n")
-        stem.with_suffix(".md").write_text(report(results))
-    print(report(results))
+        add(about, preset, measure(preset, options), stem)
+    print(stem.with_suffix(".md").read_text())
     groups.destroy()
 
 

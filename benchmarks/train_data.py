@@ -1,0 +1,76 @@
+"""Made-up data for the trainer's benchmarks: texts of very different lengths, and chats with few, small images.
+
+    python benchmarks/train_data.py texts --out T    # 700 chats of 20 to 5,000 words, without images
+    python benchmarks/train_data.py chats --out C    # 500 chats, two in five with one or three small images
+
+Receipts, which the others need, are yours: ``vlmdata preprocess naver-clova-ix/cord-v2 --out R``. The source is written
+beside the dataset, which `vlmdata preprocess` makes of it with the embedded tokenizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from loader_data import preprocess
+from PIL import Image
+
+WORDS = """total tax paid cash change item price receipt shop the of and is what how much was bread milk tea coffee two
+three blue red large small card date time street city"""
+
+
+def words(drawn: np.random.Generator, typical: float, spread: float, least: int, most: int) -> str:
+    """So many words that their number is long-tailed (log-normal)."""
+    return " ".join(drawn.choice(WORDS.split(), int(np.clip(drawn.lognormal(typical, spread), least, most))))
+
+
+def texts(rows: int, _: Path) -> list[dict[str, Any]]:
+    drawn = np.random.default_rng(3)
+    made = []
+    for _ in range(rows):
+        text = words(drawn, 6.2, 1.1, 20, 5000)
+        cut = len(text) // 2
+        asked, answered = {"role": "user", "content": text[:cut]}, {"role": "assistant", "content": text[cut:]}
+        made.append({"messages": [asked, answered]})
+    return made
+
+
+def chats(rows: int, images: Path) -> list[dict[str, Any]]:
+    """Neighbours with many, few and no images: the shares of context-parallel ranks are uneven and often empty."""
+    images.mkdir(parents=True, exist_ok=True)
+    drawn = np.random.default_rng(4)
+    made = []
+    for row in range(rows):
+        content: list[dict[str, str]] = []
+        for _ in range((1, 0, 3, 0, 0)[row % 5]):
+            file = images / f"{row}-{len(content)}.png"
+            height, width = drawn.choice([64, 96, 128], 2)
+            Image.fromarray(drawn.integers(0, 256, (height, width, 3), np.uint8)).save(file)
+            content.append({"type": "image", "image": str(file.relative_to(images.parent))})
+        content.append({"type": "text", "text": words(drawn, 2.5, 0.8, 2, 60)})
+        answer = {"role": "assistant", "content": words(drawn, 4.8, 1.0, 4, 500)}
+        made.append({"messages": [{"role": "user", "content": content}, answer]})
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("kind", choices=["texts", "chats"])
+    parser.add_argument("--rows", type=int, help="default: 700 texts, 500 chats")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    make, rows = {"texts": (texts, 700), "chats": (chats, 500)}[options.kind]
+    folder = options.out.absolute().with_name(f"{options.out.name}-source")
+    folder.mkdir(parents=True, exist_ok=True)
+    source = folder / f"{options.kind}.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in make(options.rows or rows, folder / "images")))
+    # Small images stay small: train_faults.py's packs have 1,024 tokens.
+    pixels = ("--min-pixels", "4096", "--max-pixels", "65536")
+    preprocess(str(source), options.out, "--recipe", "chat", "--pad-multiple", "1", "--rows-per-shard", "100", *pixels)
+
+
+if __name__ == "__main__":
+    main()
