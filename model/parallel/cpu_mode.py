@@ -11,6 +11,7 @@ megatron-core. Enter it once, around building and training, and only where there
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
+_NOTHING = contextlib.nullcontext()
 
 
 def needed() -> bool:
@@ -57,8 +59,7 @@ def cpu_as_cuda() -> Iterator[None]:
         # megatron-core's recompute reads the state through this second name.
         torch.cuda.random.get_rng_state = answers["get_rng_state"]
         dist.all_to_all_single = _with_sizes_as_lists(saved_exchange)
-        # megatron-core compiles small functions; on a CPU that costs more than it ever gains.
-        with _CudaToCpu(), torch.compiler.set_stance("force_eager"):
+        with _CudaToCpu(), _uncompiled():
             yield
     finally:
         for name, original in saved.items():
@@ -70,6 +71,16 @@ def cpu_as_cuda() -> Iterator[None]:
 def cpu_mode_if_needed() -> contextlib.AbstractContextManager[None]:
     """:func:`cpu_as_cuda` without CUDA, nothing with it."""
     return cpu_as_cuda() if needed() else contextlib.nullcontext()
+
+
+def _uncompiled() -> contextlib.AbstractContextManager[Any]:
+    """megatron-core marks small functions to be compiled; on a CPU that costs more than it ever gains.
+
+    After :func:`model.parallel.startup.before_megatron` it has marked none. Asking torch for as much would import its
+    compiler, which takes seconds.
+    """
+    jit = sys.modules.get("megatron.core.jit")
+    return torch.compiler.set_stance("force_eager") if jit is None or jit.jit_fuser is torch.compile else _NOTHING
 
 
 def _on_cpu(device: Any) -> Any:

@@ -6,6 +6,7 @@ torch itself is imported within functions only: a configuration is refused befor
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.util
 import logging
 import os
@@ -39,6 +40,7 @@ def before_megatron() -> None:
     for module in ("megatron", "transformer_engine", "torch.distributed.checkpoint", "model.parallel.cpu_mode"):
         warnings.filterwarnings("ignore", module=module)
     warnings.filterwarnings("ignore", category=SyntaxWarning)
+    _import_uncompiled_without_cuda()
 
 
 def adopt_slurm_ranks() -> None:
@@ -96,6 +98,24 @@ def _is_installed(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:  # not even the package it is in
         return False
+
+
+def _import_uncompiled_without_cuda() -> None:
+    """Imports megatron-core without torch's compiler where only CPUs are.
+
+    It marks small functions to be compiled, and with the first mark all of the compiler is imported: seconds of every
+    start, for functions that the CPU mode runs as they are.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    original = torch.compile
+    torch.compile = lambda function=None, **_: function or (lambda given: given)
+    try:
+        importlib.import_module("megatron.core.jit")  # and with it megatron.core, which imports most
+    finally:
+        torch.compile = original
 
 
 def _load_bundled_cudnn() -> None:

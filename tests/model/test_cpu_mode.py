@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import types
 import warnings
 
 import pytest
@@ -58,3 +61,30 @@ def test_megatron_cores_slips_are_not_told_as_ours() -> None:
         with cpu_mode.cpu_as_cuda():
             assert torch.zeros(2, 2)[[slice(None), slice(1)]].shape == (2, 1)  # as its get_parameter_local_cp does
     assert not told
+
+
+def test_a_start_does_not_import_torchs_compiler() -> None:
+    pytest.importorskip("megatron.core")
+    code = (
+        "import sys, torch\nfrom model.parallel.startup import before_megatron\noriginal = torch.compile\n"
+        "before_megatron()\nimport model.network.build, model.parallel.cpu_mode\n"
+        "with model.parallel.cpu_mode.cpu_as_cuda(): pass\n"
+        "assert torch.compile is original\nassert 'megatron.core.fusions.fused_bias_swiglu' in sys.modules\n"
+        "assert not {'torch._dynamo', 'torch._inductor'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("fuser", "stance"), [(torch.compile, "force_eager"), (lambda given: given, "default")])
+def test_what_megatron_core_had_compiled_before_runs_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, fuser: object, stance: str
+) -> None:
+    jit = types.ModuleType("megatron.core.jit")
+    monkeypatch.setitem(sys.modules, jit.__name__, jit)
+    monkeypatch.setattr(jit, "jit_fuser", fuser, raising=False)
+    from torch._dynamo import eval_frame
+
+    with cpu_mode.cpu_as_cuda():
+        assert eval_frame._stance.stance == stance
+    assert eval_frame._stance.stance == "default"
