@@ -1,6 +1,7 @@
 """Loss curves of packed, context-parallel and padded training on the same samples in the same steps.
 
     torchrun --nproc-per-node 1 --master-addr 127.0.0.1 benchmarks/train_curves.py --data DIR --way packed --out WORK
+    torchrun --nproc-per-node 1 --master-addr 127.0.0.1 benchmarks/train_curves.py --data DIR --way again --out WORK
     torchrun --nproc-per-node 1 --master-addr 127.0.0.1 benchmarks/train_curves.py --data DIR --way padded --out WORK
     torchrun --nproc-per-node 2 --master-addr 127.0.0.1 benchmarks/train_curves.py --data DIR --way context --out WORK
     python benchmarks/train_curves.py --compare --out WORK --results benchmarks/results

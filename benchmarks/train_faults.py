@@ -23,6 +23,7 @@ import contextlib
 import datetime
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -152,6 +153,8 @@ def main() -> None:
     whole, killed = options.work / "whole", options.work / "killed"
     notes = options.work / "found.json"
     found: dict[str, Any] = json.loads(notes.read_text()) if options.parts and notes.exists() else {}
+    for name in set(options.parts or ("whole", "killed")) & {"whole", "killed"}:
+        shutil.rmtree(options.work / name, ignore_errors=True)  # of an earlier time, which would be refused
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "whole": lambda: {
             "seconds": completed(options, "whole", str(whole)),

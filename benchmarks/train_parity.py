@@ -176,7 +176,7 @@ def compare(options: argparse.Namespace) -> None:
             found = json.loads((options.work / kind / f"{control}.json").read_text())
             rows[f"{name}, {kind}"] = compared(found, reference)
     for name in options.cases:
-        faulthandler.dump_traceback_later(240, exit=True)
+        faulthandler.dump_traceback_later(900, exit=True)  # a first step may tune kernels for minutes
         kind, layout = CASES[name]
         parallel_state.destroy_model_parallel()
         sizes = {"tensor": "tp", "context": "cp", "pipeline": "pp", "expert": "ep"}

@@ -247,7 +247,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=list(CASES), required=True)
     parser.add_argument("--work", type=Path, default=Path("/tmp/train-runs"))
     parser.add_argument("--port", type=int, default=29551)
-    parser.add_argument("--limit", type=float, default=240.0, help="seconds after which a case is given up")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds after which a case is given up")
     parser.add_argument("--note", default="", help="a sentence for the result, such as what else the machine did")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
     options = parser.parse_args()

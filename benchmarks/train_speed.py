@@ -12,7 +12,8 @@ All ways run in one process, one after the other, on the same samples in the sam
 - packed, tower frozen: the first with the vision blocks not trained, as is usual in fine-tuning (the merger is);
 - padded: the same samples in rectangles, each of as many samples, in their order, as fit the capacity when padded to
   the longest of them, which is better than the usual fixed number of samples;
-- stock: megatron-core's own GPTModel with its own specs for these sizes, language model only, on the packs' tokens.
+- stock: megatron-core's own GPTModel with its own specs for these sizes, language model only, on the packs' tokens. As
+  it comes it computes the logits of all tokens, where the bundled model computes those of targets; its FLOP count them.
 
 Tokens are true tokens. Times are medians over steps after the warm-up, which sees the same batches: kernels are
 compiled and tuned for shapes, of which padded batches of a long-tailed dataset have as many as there are batches. MFU
@@ -220,8 +221,10 @@ def flash_attention_version() -> str | None:
     return None
 
 
-def without_vision(flops: StepFlops) -> StepFlops:
-    return dataclasses.replace(flops, per_patch=0.0, per_patch_squared=0.0)
+def of_stock(flops: StepFlops) -> StepFlops:
+    """No vision, and logits of all tokens: stock megatron-core computes those, where ours computes targets' only."""
+    per_token = flops.per_token + flops.per_target
+    return dataclasses.replace(flops, per_token=per_token, per_target=0.0, per_patch=0.0, per_patch_squared=0.0)
 
 
 def measure(preset: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -263,7 +266,7 @@ def measure(preset: str, options: argparse.Namespace) -> dict[str, Any]:
         "packed": (ours(), packed, plain),
         "packed, cuDNN": (ours(attention="transformer_engine"), packed, plain),
         "padded": (ours(), padded, plain),
-        "stock": (lambda: StockLanguageModel(architecture, config).to(DEVICE), packed, without_vision(plain)),
+        "stock": (lambda: StockLanguageModel(architecture, config).to(DEVICE), packed, of_stock(plain)),
         "packed, mtp": (ours(1), packed, StepFlops.for_model(architecture, mtp=True)),
         "packed, tower frozen": (
             ours(frozen=("vision",)),

@@ -126,7 +126,9 @@ def engine_against_torch(moe: bool, vision_attention: str = "transformer_engine"
         *(f"{name} engine {errors[name][0]:.1e} torch {errors[name][1]:.1e}" for name in worst),
         sep="\n    ",
     )
-    assert abs(loss / exact_loss - 1) < 5e-3
+    ratio, name = max((engine / max(torchs, 4e-3), name) for name, (engine, torchs) in errors.items())
+    print(f"  largest ratio, engine over torch (or one rounding): {ratio:.1f}, {name}")
+    assert abs(loss / exact_loss - 1) < 5e-3  # about one rounding
     bad = [name for name, (engine, torchs) in errors.items() if engine > FACTOR * max(torchs, 4e-3)]
     assert not bad, bad
 
