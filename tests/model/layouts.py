@@ -1,6 +1,6 @@
 """One training step of a small model in any layout, and its gradients under canonical names.
 
-Runs in the test's own process for the reference, and in all processes of :class:`Workers` for a layout.
+Runs in the test's own process for the reference, and in four by :func:`tests.model.workers.run_in_all` for a layout.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def train_step(case: Case, data: Path) -> StepOutcome:
 
 
 def run_case(case: Case, data: Path) -> StepOutcome:
-    """:func:`train_step` in the case's groups, in every process of :class:`Workers`."""
+    """:func:`train_step` in the case's groups, in every process."""
     from model.parallel import groups
 
     groups.initialize(backend="gloo", **case.groups)
@@ -214,7 +214,7 @@ def refusal_of_split_experts() -> str:
 
 
 def fresh_tower(case: Case, data: Path) -> dict[str, torch.Tensor]:
-    """This rank's weights of the vision tower as training begins; every process of :class:`Workers` draws others."""
+    """This rank's weights of the vision tower as training begins; every process draws others."""
     from model.network.build import build_model
     from model.parallel import groups
     from model.training.config import load_config

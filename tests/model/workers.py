@@ -1,14 +1,16 @@
-"""Four gloo processes that start once and run any number of layouts: importing megatron-core is what costs."""
+"""Runs a function in four gloo processes at once."""
 
 from __future__ import annotations
 
 import faulthandler
 import multiprocessing
 import os
+import pickle
 import queue
 import tempfile
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 WORLD = 4
@@ -16,79 +18,58 @@ WORLD = 4
 PATIENCE = 240.0
 
 
-class Workers:
-    """The processes; tasks are module-level functions, called in all of them at once."""
+def run_in_all(task: Callable[..., Any], *args: Any) -> list[Any]:
+    """Calls a module-level function in every process.
 
-    def __init__(self) -> None:
-        self._start()
+    They are forked from one that has megatron-core, and end with the call: process groups that something still holds
+    would keep their threads, which wake up all the time.
 
-    def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._stores = tempfile.TemporaryDirectory()
-        self._count = 0
-        self._tasks = [context.Queue() for _ in range(WORLD)]
-        self._results = context.Queue()
-        self._processes = [
-            context.Process(target=_serve, args=(rank, self._tasks[rank], self._results), daemon=True)
-            for rank in range(WORLD)
-        ]
-        for process in self._processes:
+    Returns:
+        What each returned, by rank.
+
+    Raises:
+        AssertionError: If any failed, with all tracebacks, or did not answer in time.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.model.preloaded"])
+    results = context.Queue()
+    answers: dict[int, bytes] = {}
+    failures = []
+    with tempfile.TemporaryDirectory() as folder:
+        given = (str(Path(folder) / "store"), task, args, results)
+        processes = [context.Process(target=_call, args=(rank, *given), daemon=True) for rank in range(WORLD)]
+        for process in processes:
             process.start()
-
-    def run(self, task: Callable[..., Any], *args: Any) -> list[Any]:
-        """Calls a function in every process.
-
-        Returns:
-            What each returned, by rank.
-
-        Raises:
-            AssertionError: If any failed, with all tracebacks, or did not answer in time; the next task gets new ones.
-        """
-        if not all(process.is_alive() for process in self._processes):
-            self._start()
-        self._count += 1
-        for tasks in self._tasks:
-            tasks.put((f"{self._stores.name}/{self._count}", task, args))
-        answers: dict[int, Any] = {}
-        failures = []
-        for _ in range(WORLD):
-            try:
-                rank, failure, answer = self._results.get(timeout=PATIENCE if not failures else 5.0)
-            except queue.Empty:
-                break
-            answers[rank] = answer
-            if failure:
-                failures.append(f"rank {rank}: {failure}")
-        if failures or len(answers) < WORLD:
-            self.close()
-            raise AssertionError("\n".join(failures) or f"only ranks {sorted(answers)} answered: a collective hangs")
-        return [answers[rank] for rank in range(WORLD)]
-
-    def close(self) -> None:
-        """Ends the processes."""
-        for process in self._processes:
-            process.kill()
-            process.join()
-        self._stores.cleanup()
+        try:
+            for _ in range(WORLD):
+                rank, failure, answer = results.get(timeout=PATIENCE if not failures else 5.0)
+                answers[rank] = answer
+                if failure:
+                    failures.append(f"rank {rank}: {failure}")
+        except queue.Empty:
+            failures.append(f"only ranks {sorted(answers)} answered: a collective hangs")
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+    if failures:
+        raise AssertionError("\n".join(failures))
+    return [pickle.loads(answers[rank]) for rank in range(WORLD)]
 
 
-def _serve(rank: int, tasks: Any, results: Any) -> None:
-    """Runs tasks, each in a process group of its own: groups keep their threads until the last is left."""
+def _call(rank: int, store: str, task: Callable[..., Any], args: tuple[Any, ...], results: Any) -> None:
     faulthandler.enable()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    import torch
     import torch.distributed as dist
 
-    from model.parallel import cpu_mode, groups
+    from model.parallel import cpu_mode
 
-    torch.set_num_threads(1)
-    with cpu_mode.cpu_as_cuda():
-        while True:
-            store, task, args = tasks.get()
-            try:
-                dist.init_process_group("gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD)
-                answer = task(*args)
-                groups.destroy()
-                results.put((rank, None, answer))
-            except BaseException:
-                results.put((rank, traceback.format_exc(), None))
+    try:
+        with cpu_mode.cpu_as_cuda():
+            dist.init_process_group("gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD)
+            # As bytes: tensors in shared memory would need this process to live until they are read.
+            results.put((rank, None, pickle.dumps(task(*args))))
+    except BaseException:
+        results.put((rank, traceback.format_exc(), b""))
+    results.close()
+    results.join_thread()
+    os._exit(0)  # at once, whether or not the others are still in a collective

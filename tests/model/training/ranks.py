@@ -42,7 +42,7 @@ class Ranks:
         script: str = "train.py",
     ):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.model.training.preloaded"])
+        context.set_forkserver_preload(["tests.model.preloaded"])
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])

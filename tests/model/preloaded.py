@@ -1,7 +1,8 @@
-"""What the server of processes imports once."""
+"""What the server of processes imports once, for all that it forks."""
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 
@@ -9,3 +10,5 @@ os.environ["OMP_NUM_THREADS"] = "1"
 importlib.import_module("model.parallel.startup").before_megatron()
 importlib.import_module("model.training.loop")
 importlib.import_module("torch").set_num_threads(1)
+gc.collect()
+gc.freeze()  # the collector need not look through all of torch in every one of them
