@@ -66,7 +66,7 @@ def initialize(
         The layout.
 
     Raises:
-        ValueError: If the number of processes is no multiple of the layout's.
+        ValueError: If the number of processes is no multiple of the layout's, or ``MASTER_PORT`` is taken.
         RuntimeError: If groups exist already; call :func:`destroy` first.
     """
     from megatron.core import parallel_state
@@ -158,7 +158,15 @@ def _join(backend: str, world: int, timeout_minutes: float) -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if "MASTER_ADDR" in os.environ:
         rank = int(os.environ.get("RANK", "0"))
-        dist.init_process_group(backend, rank=rank, world_size=world, timeout=timeout)
+        try:
+            dist.init_process_group(backend, rank=rank, world_size=world, timeout=timeout)
+        except dist.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            raise ValueError(
+                f"port {os.environ.get('MASTER_PORT')} of {os.environ['MASTER_ADDR']} is taken by another process: "
+                "give another, as --master-port of torchrun or MASTER_PORT"
+            ) from error
         return
     if world != 1:
         raise ValueError(f"WORLD_SIZE is {world}, but MASTER_ADDR is not set: start the processes with torchrun")

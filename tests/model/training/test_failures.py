@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ import pytest
 pytest.importorskip("megatron.core")
 
 from model.training.failure import NotFiniteError
-from tests.model.training.conftest import SETTINGS, steps_of
+from tests.model.training.conftest import ROOT, SETTINGS, environment, steps_of
 from tests.model.training.ranks import Ranks, arguments_of
 from vlmdata import StreamingLoader, VlmDataset
 
@@ -158,3 +161,22 @@ class TestNotFinite:
         packs = json.loads((tmp_path / "run" / "not-finite-step-00000002.json").read_text())["packs"]
         assert [(pack["data_parallel_rank"], pack["micro_batch"]) for pack in packs] == [(0, 0), (1, 0)]
         assert "Traceback" not in both
+
+
+def test_a_taken_port_is_named(chats: Path, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        done = subprocess.run(
+            [sys.executable, "train.py", *arguments_of(chats, tmp_path / "run")],
+            env={**environment(), **rank},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+    assert done.returncode == 2, done.stderr
+    assert f"port {port} of 127.0.0.1 is taken by another process: give another, as --master-port" in done.stderr
