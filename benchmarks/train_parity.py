@@ -16,6 +16,7 @@ import datetime
 import faulthandler
 import gc
 import json
+import math
 import os
 import shutil
 import sys
@@ -73,7 +74,7 @@ def main() -> None:
     parser.add_argument("--prepare", type=Path, help="make weights, the reference and its noise there")
     parser.add_argument("--work", type=Path, help="where --prepare made them")
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--cases", nargs="*", default=list(CASES))
+    parser.add_argument("--cases", nargs="*", choices=list(CASES), help="default: all that this many processes can run")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
     options = parser.parse_args()
     if options.prepare is not None:
@@ -167,6 +168,15 @@ def steps_of(
     return lines
 
 
+def fitting(world: int) -> list[str]:
+    """Cases for this many processes; those of data parallelism say their number."""
+    named = {name: int(name.split(",")[0].split()[-1]) for name in CASES if name.startswith("data")}
+    sizes = {
+        name: math.prod(layout.get(axis, 1) for axis in ("tp", "cp", "pp", "ep")) for name, (_, layout) in CASES.items()
+    }
+    return [name for name in CASES if named.get(name, world) == world and world % sizes[name] == 0]
+
+
 def compare(options: argparse.Namespace) -> None:
     groups.initialize()
     rows = earlier(options.out)
@@ -175,7 +185,7 @@ def compare(options: argparse.Namespace) -> None:
         for control, (name, _) in CONTROLS.items():
             found = json.loads((options.work / kind / f"{control}.json").read_text())
             rows[f"{name}, {kind}"] = compared(found, reference)
-    for name in options.cases:
+    for name in options.cases or fitting(torch.distributed.get_world_size()):
         faulthandler.dump_traceback_later(900, exit=True)  # a first step may tune kernels for minutes
         kind, layout = CASES[name]
         parallel_state.destroy_model_parallel()
