@@ -88,7 +88,8 @@ def main(
 def _run(file: Path | None, overrides: list[str | tuple[str, Any]], resume: bool) -> int:
     """Joins the process group, trains, leaves it; the exit code."""
     from model.parallel.startup import adopt_slurm_ranks, before_megatron
-    from model.training.config import ConfigError, load_config
+    from model.training.config import ConfigError
+    from model.training.config_loading import load_config
     from model.training.preflight import require_known
 
     adopt_slurm_ranks()  # first: of several processes one is to say what is wrong

@@ -39,7 +39,7 @@ from safetensors.torch import save_file
 from model.architecture import Architecture, MoeArchitecture
 from model.parallel import groups
 from model.presets import PRESETS
-from model.training.config import load_config
+from model.training.config_loading import load_config
 from model.training.loop import train
 from model.training.setup import device_of_this_process
 from model.weights.convert import to_megatron

@@ -60,7 +60,8 @@ from model.architecture import Architecture
 from model.metrics import MetricSums
 from model.network.build import build_model, language_config
 from model.parallel import groups
-from model.training.config import TrainConfig, load_config
+from model.training.config import TrainConfig
+from model.training.config_loading import load_config
 from model.training.data import RankPlace
 from model.training.flops import StepFlops, peak_flops
 from model.training.optimizer import build_learner, freeze

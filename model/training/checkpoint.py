@@ -9,14 +9,10 @@ all of these, which are made in the background once the checkpoint has its name.
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import io
 import json
 import os
-import random
 import re
 import shutil
-import socket
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -24,13 +20,11 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-import numpy as np
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
 from model.architecture import Architecture
@@ -38,6 +32,8 @@ from model.training.agreement import decided, on_all_ranks, require_shared
 from model.training.config import ConfigError, TrainConfig
 from model.training.data import RankPlace
 from model.training.optimizer import Learner, unwrapped
+from model.training.random_state import restore_random_state, write_random_state
+from model.training.run_lock import claim
 from model.training.run_state import RunState, keep_settings, optimizer_form, read_state, require_resumable
 from model.weights.checksums import damaged_files, unchecked_files, without_checksum, write_checksums
 from model.weights.store import save_strategy
@@ -80,34 +76,11 @@ class Checkpoints:
         return None if name is None else self._folder / name
 
     def _tidy(self) -> str | None:
-        self._claim()
+        self._lock = claim(self._folder.parent)
         for leftover in self._folder.glob(".step-*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
         found = self.latest()
         return None if found is None else found.name
-
-    def _claim(self) -> None:
-        """Has the folder to itself as long as this process lives: children do not inherit locks of this kind."""
-        path = self._folder.parent / ".lock"
-        try:
-            self._lock = path.open("ab+", buffering=0)
-        except OSError as error:
-            raise ResourceError(
-                f"{path.resolve()} cannot be written: {error.strerror}; choose another --out"
-            ) from error
-        try:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as error:
-            self._lock.seek(0)
-            who = self._lock.read().decode() or "which just started"
-            raise ConfigError(
-                f"{self._config.run.out} is in use by another run ({who}): stop that one first, or choose another --out"
-            ) from error
-        except OSError:  # a file system without locks
-            return
-        with contextlib.suppress(OSError):  # a full disk has room for the lock, if not for whose it is
-            self._lock.truncate(0)
-            self._lock.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint that this rank sees."""
@@ -222,7 +195,7 @@ class Checkpoints:
 
     def _load_random_state(self, path: Path) -> None:
         with self._reading(path):
-            _set_random_state(torch.load(path / f"random-{self._place.rank:05d}.pt", weights_only=False))
+            restore_random_state(path / f"random-{self._place.rank:05d}.pt")
 
     def _prepare(self, temporary: Path) -> None:
         """An empty folder on a disk with enough room."""
@@ -241,8 +214,7 @@ class Checkpoints:
             if self._place.rank == 0:
                 (temporary / "run.json").write_text(json.dumps(vars(state), indent=1) + "\n")
                 (temporary / "config.toml").write_text(self._config.to_toml())
-            with (temporary / f"random-{self._place.rank:05d}.pt").open("wb") as file:
-                file.write(_as_bytes(_random_state()))
+            write_random_state(temporary / f"random-{self._place.rank:05d}.pt")
 
     def _finish(self, temporary: Path, final: Path) -> None:
         """Gives the checkpoint its name and removes old ones."""
@@ -337,25 +309,6 @@ def _content() -> dict[str, Any]:
     }
 
 
-def _random_state() -> dict[str, Any]:
-    return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),  # noqa: NPY002 (the global generator is what libraries use)
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "tracker": get_cuda_rng_tracker().get_states(),
-    }
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])  # noqa: NPY002
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-    get_cuda_rng_tracker().set_states(state["tracker"])
-
-
 def sharded_model(model: Any) -> dict[str, Any]:
     """The parameters as megatron-core's checkpoints hold them, by name."""
     state: dict[str, Any] = model.sharded_state_dict(metadata=_content())
@@ -388,12 +341,6 @@ def _bytes_of(sharded: dict[str, Any]) -> int:
     total = torch.tensor([float(mine)], dtype=torch.float64, device=torch.cuda.current_device())
     torch.distributed.all_reduce(total)
     return int(total.item())
-
-
-def _as_bytes(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
 
 
 def _refusal_of(folder: Path) -> str | None:

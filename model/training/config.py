@@ -1,20 +1,14 @@
-"""What a training run is told: five groups of settings, from defaults, a TOML file and overrides, in that order."""
+"""What a training run is told: five groups of settings. :mod:`model.training.config_loading` reads and checks them."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import json
-import math
-import tomllib
-import types
-import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, Union
+from typing import Any, Literal
 
-from model.training.setting_names import meant
 from vlmdata.errors import VlmdataError
 
 
@@ -240,49 +234,21 @@ class TrainConfig:
         made, and how data is fetched. Layout and back end, which change results by rounding, are in it, and so are
         paths: of the data, a ``config.json`` and weights it knows no more than the name.
         """
-        settings = {name: each for name, each in _flatten(self.to_dict()) if name not in WITHOUT_EFFECT_ON_RESULTS}
+        settings = {name: each for name, each in flattened(self.to_dict()) if name not in WITHOUT_EFFECT_ON_RESULTS}
         text = json.dumps(settings, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def to_toml(self) -> str:
-        """The configuration as a file that :func:`load_config` reads back to an equal one."""
+        """The configuration as TOML, of which ``load_config`` makes an equal one again."""
         import tomli_w
 
         groups = {name: {k: v for k, v in group.items() if v is not None} for name, group in self.to_dict().items()}
         return f"# configuration {self.hash()}\n" + tomli_w.dumps(groups)
 
 
-def load_config(file: Path | None = None, overrides: Sequence[str | tuple[str, Any]] = ()) -> TrainConfig:
-    """Defaults, then a TOML file, then overrides.
-
-    Args:
-        file: TOML with the groups as tables.
-        overrides: ``"group.name=value"`` texts, the value in TOML or a bare word; or ``("group.name", value)``.
-
-    Raises:
-        ConfigError: Naming the setting, and the nearest one where the name is unknown.
-    """
-    config = TrainConfig()
-    if file is not None:
-        config = _merge(config, dict(_settings_of(file)), where=str(file))
-    overridden = set()
-    for override in overrides:
-        name, value = _parse_override(override) if isinstance(override, str) else override
-        config = _merge(config, {name: value}, where="--set" if isinstance(override, str) else "the command line")
-        overridden.add(name)
-    _check(config)
-    if "model.preset" in overridden and config.model.hf is not None:
-        source = "" if "model.hf" in overridden else f", from {file}: --set model.hf=none takes it back"
-        raise ConfigError(
-            f"both model.preset ({config.model.preset}) and model.hf ({config.model.hf}{source}) say which model is "
-            "built; give one of --preset and --hf"
-        )
-    return config
-
-
 def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Lines ``data.capacity: 8192 -> 4096`` for what differs between two dictionaries, however deep they are."""
-    before, after = dict(_flatten(old)), dict(_flatten(new))
+    """Lines ``data.capacity: 8192 -> 4096`` for what differs between two dictionaries of any depth."""
+    before, after = dict(flattened(old)), dict(flattened(new))
     absent = object()
     return [
         f"{name}: {_change(before.get(name), after.get(name))}"
@@ -291,10 +257,11 @@ def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[s
     ]
 
 
-def _flatten(groups: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flattened(groups: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Pairs of ``group.name`` and value, however deep they are."""
     for name, value in groups.items():
         if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{name}.")
+            yield from flattened(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
@@ -306,133 +273,3 @@ def _change(old: Any, new: Any) -> str:
         for each in (old, new)
     ]
     return " -> ".join(ends) if ends[0] != ends[1] else f"{old} -> {new}"
-
-
-def _settings_of(file: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        groups = tomllib.loads(file.read_text())
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: not TOML: {error}") from error
-    for group, settings in groups.items():
-        if not isinstance(settings, dict):
-            names = ", ".join(f"[{name}]" for name in _group_names())
-            raise ConfigError(f"{file}: {group!r} stands outside a table; settings belong into one of {names}")
-        yield from ((f"{group}.{name}", value) for name, value in settings.items())
-
-
-def _parse_override(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise ConfigError(f"--set {text!r}: write it as group.name=value, such as optimizer.lr=1e-4")
-    if value.strip().lower() in ("none", ""):
-        return name.strip(), None
-    try:
-        return name.strip(), tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return name.strip(), value  # a bare word is a string
-
-
-def _group_names() -> list[str]:
-    return [each.name for each in dataclasses.fields(TrainConfig)]
-
-
-def _merge(config: TrainConfig, settings: Mapping[str, Any], where: str) -> TrainConfig:
-    for name, value in settings.items():
-        group_name, _, key = name.partition(".")
-        known = {f"{g}.{each.name}" for g in _group_names() for each in dataclasses.fields(getattr(config, g))}
-        if name not in known:
-            raise ConfigError(f"{where}: there is no setting {name!r}; {meant(name, known)}")
-        group = getattr(config, group_name)
-        kind = typing.get_type_hints(type(group))[key]
-        changed = dataclasses.replace(group, **{key: _as_type(kind, value, f"{where}: {name}")})
-        config = dataclasses.replace(config, **{group_name: changed})
-    return config
-
-
-def _as_type(kind: Any, value: Any, what: str) -> Any:
-    """The value as the field's type; whole floats may stand for ints and ints for floats, nothing else is bent."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (Union, types.UnionType):
-        if value is None:
-            return None
-        (kind,) = (each for each in arguments if each is not type(None))
-        return _as_type(kind, value, what)
-    if origin is Literal:
-        if value not in arguments:
-            raise ConfigError(f"{what} is {value!r}; it must be one of {', '.join(map(str, arguments))}")
-        return value
-    if origin is tuple:
-        items = [value] if isinstance(value, str | int) else value
-        if not isinstance(items, list | tuple):
-            raise ConfigError(f"{what} is {value!r}; it must be a list")
-        return tuple(_as_type(arguments[0], item, what) for item in items)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if kind is int and isinstance(value, float) and value.is_integer():
-        return int(value)
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise ConfigError(f"{what} is {value!r} ({type(value).__name__}); it must be {kind.__name__}")
-    return value
-
-
-def _check(config: TrainConfig) -> None:
-    least = {
-        "data.capacity": 1,
-        "data.global_batch": 1,
-        "data.workers": 0,
-        "data.pad_multiple": 1,
-        "parallel.tp": 1,
-        "parallel.cp": 1,
-        "parallel.pp": 1,
-        "parallel.ep": 1,
-        "run.steps": 1,
-        "run.save_every": 0,
-        "run.keep": 0,
-        "optimizer.warmup_steps": 0,
-        "optimizer.decay_steps": 1,
-        "optimizer.lr": 0,
-        "optimizer.min_lr": 0,
-        "optimizer.clip_grad": 0,
-        "optimizer.weight_decay": 0,
-        "optimizer.beta1": 0,
-        "optimizer.beta2": 0,
-        "optimizer.eps": 0,
-        "model.mtp_loss_scale": 0,
-        "model.moe_aux_loss": 0,
-    }
-    values = dict(_flatten({name: vars(getattr(config, name)) for name in _group_names()}))
-    for name, value in values.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{name} is {value}; it must be a finite number")
-    for name, bound in least.items():
-        if values[name] is not None and values[name] < bound:
-            raise ConfigError(f"{name} is {values[name]}; it must be at least {bound}")
-    for name in ("optimizer.beta1", "optimizer.beta2"):
-        if values[name] >= 1:
-            raise ConfigError(f"{name} is {values[name]}; it must be below 1")
-    if config.run.timeout_minutes <= 0:
-        raise ConfigError(f"run.timeout_minutes is {config.run.timeout_minutes}; it must be more than 0")
-    weights, paths = config.data.blend, config.data.paths
-    if weights and len(weights) != len(paths):
-        named = f": {', '.join(paths)}" if paths else ""
-        raise ConfigError(
-            f"data.blend has {len(weights)} weights for {len(paths)} datasets{named}; give one for each --data, in "
-            "their order"
-        )
-    if weights and (not min(weights) >= 0 or not 0 < sum(weights) < float("inf")):
-        raise ConfigError(f"data.blend is {list(weights)}; weights must be finite, at least 0, and not all 0")
-    if config.optimizer.last_lr > config.optimizer.lr:
-        raise ConfigError(f"optimizer.min_lr {config.optimizer.min_lr} is over optimizer.lr {config.optimizer.lr}")
-    unknown = set(config.model.freeze) - {"vision", "merger", "language"}
-    if unknown:
-        raise ConfigError(
-            f"model.freeze names {sorted(unknown)}; it knows vision, merger, language: --freeze vision,merger, or "
-            """--set 'model.freeze=["vision", "merger"]'"""
-        )
-    profile, steps = config.run.profile, config.run.steps
-    if profile and (len(profile) != 2 or not 1 <= profile[0] <= profile[1]):
-        raise ConfigError(f"run.profile is {list(profile)}; give the first and the last step, counted from 1")
-    if profile and profile[0] > steps:
-        raise ConfigError(f"run.profile {list(profile)} begins after the last step, run.steps {steps}; profile earlier")

@@ -185,12 +185,10 @@ class WeightsAndBiases:
         except ImportError as error:
             raise ConfigError("run.wandb is set, but wandb is not installed: pip install wandb") from error
         out = Path(config.run.out)
+        with _writing(out):
+            run_id = _run_id(out / "wandb-id", resumed)
         self._run = wandb.init(
-            project=config.run.wandb,
-            dir=str(out),
-            config=config.to_dict(),
-            id=_run_id(out / "wandb-id", resumed),
-            resume="allow",
+            project=config.run.wandb, dir=str(out), config=config.to_dict(), id=run_id, resume="allow"
         )
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:

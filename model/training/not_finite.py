@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from model.training.agreement import decided
 from model.training.checkpoint import Checkpoints
 from model.training.config import TrainConfig
 from model.training.data import RankPlace
 from model.training.failure import NotFiniteError
 from model.training.logs import RunLog
 from model.training.step import MicroBatch, StepResult, digest
+from vlmdata.errors import ResourceError
 
 #: Samples that a message names; the file beside it has all.
 _NAMED = 4
@@ -40,19 +44,31 @@ def not_finite_error(
     packs, first = _packs(everyone), digest(everyone[0][1])
     values = {"loss": result.loss, **result.extra_losses, "grad_norm": result.grad_norm}
     file = Path(config.run.out) / f"not-finite-step-{step:08d}.json"
-    if place.rank == 0:
-        shown = {name: str(value) for name, value in values.items()}
-        file.write_text(json.dumps({"step": step, "values": shown, "packs": packs}, indent=1) + "\n")
-    log.event("not_finite", step, {**values, "samples": first})
+    shown = {name: str(value) for name, value in values.items()}
+    unlisted = decided(partial(_list, file, {"step": step, "values": shown, "packs": packs}))
+    with contextlib.suppress(ResourceError):  # a full disk is the lesser news
+        log.event("not_finite", step, {**values, "samples": first})
     named = ", ".join(f"{name} {values[name]}" for name in result.not_finite)
     latest = checkpoints.latest()
     kept = "there is no checkpoint yet" if latest is None else f"the last good checkpoint is {latest}"
+    listed = f"are listed in {file}" if unlisted is None else f"could not be listed in {file}: {unlisted}"
     return NotFiniteError(
         f"step {step} gave {named}; nothing of it was saved, {kept}. {_where(packs)} All samples of the step (digest "
-        f"{first} on rank 0) are listed in {file}. Look at them with `vlmdata inspect "
+        f"{first} on rank 0) {listed}. Look at them with `vlmdata inspect "
         f"{config.data.paths[0]} --sample KEY`; try a lower optimizer.lr or optimizer.clip_grad, a longer "
         "optimizer.warmup_steps, or run.precision=fp32."
     )
+
+
+def _list(file: Path, what: dict[str, Any]) -> str | None:
+    """Writes the file; why not, if it cannot be written."""
+    try:
+        file.write_text(json.dumps(what, indent=1) + "\n")
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            file.unlink(missing_ok=True)
+        return error.strerror
+    return None
 
 
 def _packs(everyone: list[tuple[int, tuple[MicroBatch, ...]]]) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,13 +40,22 @@ class Profiler:
             self.close()
 
     def close(self) -> None:
-        """Ends the profile that is being made, if there is one, and writes it."""
+        """Ends the profile that is being made, if there is one, and writes it.
+
+        Where there is no room for it a warning is all that comes of it: a run does not depend on its profile.
+        """
         profile, self._profile = self._profile, None
         if profile is None:
             return
         profile.stop()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        profile.export_chrome_trace(str(self._path))
         by = "self_cuda_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
         table = profile.key_averages().table(sort_by=by, row_limit=40, max_name_column_width=80)
-        self._path.with_suffix(".txt").write_text(table)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            profile.export_chrome_trace(str(self._path))
+            if not self._path.exists():  # torch logs what failed, raises nothing, and leaves what it had written
+                self._path.with_name(self._path.name + ".tmp").unlink(missing_ok=True)
+                raise OSError(None, "the trace does not fit or may not be written")
+            self._path.with_suffix(".txt").write_text(table)
+        except OSError as error:
+            print(f"warning: {self._path}: no profile: {error.strerror}; training goes on", file=sys.stderr, flush=True)

@@ -32,7 +32,8 @@ from megatron.core import dist_checkpointing, parallel_state
 from model.network.build import ModelSettings, build_model
 from model.parallel import cpu_mode, groups
 from model.training.checkpoint import Checkpoints, sharded_model
-from model.training.config import TrainConfig, load_config
+from model.training.config import TrainConfig
+from model.training.config_loading import load_config
 from model.training.data import RankPlace
 from model.training.flops import StepFlops
 from model.training.optimizer import Learner, build_learner, unwrapped

@@ -217,7 +217,7 @@ def fresh_tower(case: Case, data: Path) -> dict[str, torch.Tensor]:
     """This rank's weights of the vision tower as training begins; every process draws others."""
     from model.network.build import build_model
     from model.parallel import groups
-    from model.training.config import load_config
+    from model.training.config_loading import load_config
     from model.training.optimizer import build_learner
 
     groups.initialize(backend="gloo", **case.groups)

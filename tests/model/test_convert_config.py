@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 pytest.importorskip("megatron.core")
 
-from model.training.config import ConfigError, load_config
+from model.training.config import ConfigError
+from model.training.config_loading import load_config
 from model.training.setup import architecture_of
 from model.weights.convert import to_hf, to_megatron
 from model.weights.hf_files import WeightsError

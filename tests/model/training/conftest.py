@@ -63,7 +63,7 @@ def _own_server_of_processes() -> Iterator[None]:
 def train_here(out: Path, data: Path, resume: bool = False, **settings: Any) -> Any:
     """Trains in this process, in the groups of ``one_process``; settings as ``group__name``."""
     from model.parallel import groups
-    from model.training.config import load_config
+    from model.training.config_loading import load_config
     from model.training.loop import train
 
     changed = {name.replace("__", "."): value for name, value in settings.items()}

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("megatron.core")
 
 from model.parallel import groups
-from model.training.config import load_config
+from model.training.config_loading import load_config
 from model.training.data import RankPlace, open_loader
 from model.training.loop import train
 from preprocess.config import ImageConfig

@@ -9,13 +9,8 @@ from typing import Any
 import pytest
 
 from model.training import setting_names
-from model.training.config import (
-    WITHOUT_EFFECT_ON_RESULTS,
-    ConfigError,
-    TrainConfig,
-    config_differences,
-    load_config,
-)
+from model.training.config import WITHOUT_EFFECT_ON_RESULTS, ConfigError, TrainConfig, config_differences
+from model.training.config_loading import load_config
 
 
 def test_a_file_and_then_overrides_win(tmp_path: Path) -> None:

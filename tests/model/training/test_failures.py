@@ -140,6 +140,11 @@ class TestNotFinite:
         assert f"micro-batch {named['micro_batch']} of data-parallel rank 0: samples {named['sample_keys'][0]}" in text
         assert capsys.readouterr().err.count("step 2 gave") == 1
 
+    def test_is_told_where_its_list_cannot_be_written(self, run: Callable[..., Any], tmp_path: Path) -> None:
+        (tmp_path / "run" / "not-finite-step-00000002.json").mkdir(parents=True)
+        with pytest.raises(NotFiniteError, match=r"could not be listed in .*/not-finite-step-00000002\.json: Is a dir"):
+            run(**DIVERGING)
+
     def test_a_gradient_that_overflows_on_its_own_is_told_from_a_loss_that_does(
         self, run: Callable[..., Any], tmp_path: Path
     ) -> None:

@@ -19,7 +19,7 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from model.training.config import load_config
+from model.training.config_loading import load_config
 from model.training.logs import JsonLines, RunLog, TensorBoard, WeightsAndBiases
 from model.training.profiling import Profiler
 from tests.model.training.conftest import steps_of
@@ -65,6 +65,21 @@ class TestProfiles:
         assert not (tmp_path / "run" / "profile").exists()
         run(run__steps=3, data__global_batch=1, resume=True, run__profile=[2, 5])
         assert any("aten::mm" in event.get("name", "") for event in events_of(tmp_path / "run/profile/rank-00000.json"))
+
+    @pytest.mark.parametrize("full", [False, True])  # no room for the trace; nor for its table
+    def test_that_cannot_be_written_do_not_end_the_run(
+        self, small_disk: Callable[..., Path], capfd: pytest.CaptureFixture[str], full: bool
+    ) -> None:
+        disk = small_disk(32)
+        if full:
+            with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+                (disk / "filling").write_bytes(bytes(1 << 20))
+        profiler = Profiler((1, 1), disk / "profile" / "rank-00000.json", torch.device("cpu"))
+        with profiler.at(1):
+            for _ in range(500):
+                torch.ones(2).add(1)
+        assert f"warning: {disk}/profile/rank-00000.json: no profile: " in capfd.readouterr().err
+        assert not list(disk.glob("profile/*.json*"))
 
 
 class TestWeightsAndBiasesIds:
@@ -149,6 +164,13 @@ class TestLogsOnAFullDisk:
         message = rf"{full}: logs could not be written: {os.strerror(errno.ENOSPC)}; 0.0 MB free.*Make room"
         with pytest.raises(ResourceError, match=message), RunLog(config, True, None) as log:
             log.event("noted", 1, {})
+
+    def test_end_it_before_a_run_of_weights_and_biases_begins(
+        self, full: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=None))  # type: ignore[arg-type]
+        with pytest.raises(ResourceError, match=f"{full}: logs could not be written"):
+            WeightsAndBiases(load_config(None, ["run.wandb=x", f"run.out={full}"]), resumed=False)
 
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
     def test_are_told_though_tensorboard_writes_behind_our_back(self, full: Path) -> None:

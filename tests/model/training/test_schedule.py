@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("megatron.core")
 
-from model.training.config import ConfigError, OptimizerConfig, RunConfig, TrainConfig, load_config
+from model.training.config import ConfigError, OptimizerConfig, RunConfig, TrainConfig
+from model.training.config_loading import load_config
 from model.training.optimizer import build_schedule
 from tests.model.training.conftest import steps_of
 

@@ -11,7 +11,8 @@ import torch
 pytest.importorskip("megatron.core")
 
 from model.network.build import language_config
-from model.training.config import ConfigError, load_config
+from model.training.config import ConfigError
+from model.training.config_loading import load_config
 from model.training.data import RankPlace
 from model.training.setup import build, settings_of
 from tests.model.helpers import small_architecture

@@ -1,0 +1,41 @@
+"""Where the random generators of this process stand: Python's, NumPy's, torch's, and megatron-core's for CUDA."""
+
+from __future__ import annotations
+
+import io
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+
+def write_random_state(path: Path) -> None:
+    """Writes the state of all generators to a file.
+
+    Raises:
+        OSError: If it cannot be written (by way of memory: torch tells of a full disk in its own words).
+    """
+    state = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),  # noqa: NPY002 (the global generator is what libraries use)
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "tracker": get_cuda_rng_tracker().get_states(),
+    }
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    with path.open("wb") as file:
+        file.write(buffer.getvalue())
+
+
+def restore_random_state(path: Path) -> None:
+    """Sets all generators to what :func:`write_random_state` wrote."""
+    state = torch.load(path, weights_only=False)
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])  # noqa: NPY002
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    get_cuda_rng_tracker().set_states(state["tracker"])
