@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 1 --master-addr 127.0.0.1 benchmarks/train_curves.py --data DIR --way again --out WORK
     torchrun --nproc-per-node 1 --master-addr 127.0.0.1 benchmarks/train_curves.py --data DIR --way padded --out WORK
     torchrun --nproc-per-node 2 --master-addr 127.0.0.1 benchmarks/train_curves.py --data DIR --way context --out WORK
-    python benchmarks/train_curves.py --compare --out WORK --results benchmarks/results
+    python benchmarks/train_curves.py --compare --out WORK    (draws with matplotlib, of the extra `dev`)
 
 Each way starts from the same random weights (same seed) and takes the loader's packs; "padded" spreads the samples of
 every pack out to rectangles, each sample padded to the longest of the dataset; "context" splits every sample over the
