@@ -67,7 +67,7 @@ def _list(file: Path, what: dict[str, Any]) -> str | None:
     except OSError as error:
         with contextlib.suppress(OSError):
             file.unlink(missing_ok=True)
-        return error.strerror
+        return error.strerror or str(error)
     return None
 
 

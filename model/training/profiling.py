@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,7 +56,17 @@ class Profiler:
             profile.export_chrome_trace(str(self._path))
             if not self._path.exists():  # torch logs what failed, raises nothing, and leaves what it had written
                 self._path.with_name(self._path.name + ".tmp").unlink(missing_ok=True)
-                raise OSError(None, "the trace does not fit or may not be written")
+                raise OSError("torch could not write the trace")
             self._path.with_suffix(".txt").write_text(table)
         except OSError as error:
-            print(f"warning: {self._path}: no profile: {error.strerror}; training goes on", file=sys.stderr, flush=True)
+            self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        folder = next(each for each in self._path.absolute().parents if each.is_dir())
+        free = shutil.disk_usage(folder).free / 1e6
+        print(
+            f"warning: {self._path}: no profile of these steps: {error.strerror or error} ({free:,.1f} MB free); the "
+            "run does not depend on it. Make room or give the rights, and profile later steps with run.profile",
+            file=sys.stderr,
+            flush=True,
+        )
