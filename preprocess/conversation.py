@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -12,22 +13,49 @@ ROLES: frozenset[str] = frozenset(get_args(Role))
 
 @dataclass(frozen=True)
 class TextPart:
-    """A piece of text, as it stands in the data."""
+    """A piece of text, unmodified from the data."""
 
     text: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str):
+            raise TypeError(f"TextPart.text is {self.text!r} ({_kind(self.text)}); it must be a str")
 
 
 @dataclass(frozen=True, eq=False)
 class ImagePart:
-    """An image file's bytes.
+    """The bytes of an image file, and the size to resize it to where the data asks for one.
+
+    The bounds of this image win over those of the run (``--min-pixels``, ``--max-pixels``).
 
     Attributes:
         data: The encoded file.
         field: Where in the row it came from, for messages.
+        min_pixels: Smallest area in pixels after resizing; None is the run's.
+        max_pixels: Largest area in pixels after resizing; None is the run's.
+        resized_height: Height in pixels to resize to, rounded to the family's grid; needs ``resized_width``.
+        resized_width: Width in pixels to resize to, rounded to the family's grid; needs ``resized_height``.
     """
 
     data: bytes
     field: str = "image"
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    resized_height: int | None = None
+    resized_width: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.data, bytes):
+            raise TypeError(
+                f"ImagePart.data is of type {_kind(self.data)}; it must be the bytes of an image file "
+                "(MediaLoader.load reads paths, data URIs and {'bytes': …} columns)"
+            )
+        for name in ("min_pixels", "max_pixels", "resized_height", "resized_width"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"ImagePart.{name} is {value!r}; it must be a positive int")
+        if (self.resized_height is None) != (self.resized_width is None):
+            raise ValueError("ImagePart.resized_height and resized_width must be given together")
 
 
 Part = TextPart | ImagePart
@@ -40,14 +68,31 @@ class Message:
     Attributes:
         role: Who speaks.
         parts: What is said, in order.
-        reasoning: The assistant's reasoning, apart from its answer.
+        reasoning: The assistant's reasoning, separate from its answer.
         tool_calls: The assistant's calls: mappings with ``name`` and ``arguments`` (a mapping).
+        loss_weight: Weight of the turn's targets in the loss, at least 0; 0 means the turn is not learned. Assistant
+            turns only. None is 1 and leaves the choice of turns to ``--train-turns``.
     """
 
     role: Role
     parts: tuple[Part, ...]
     reasoning: str | None = None
     tool_calls: tuple[Mapping[str, Any], ...] = ()
+    loss_weight: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES:
+            raise ValueError(f"Message.role is {self.role!r}; known roles: {', '.join(sorted(ROLES))}")
+        _require_tuple("Message.parts", self.parts, (TextPart, ImagePart), "TextPart and ImagePart")
+        _require_tuple("Message.tool_calls", self.tool_calls, (Mapping,), "mappings with name and arguments")
+        if self.reasoning is not None and not isinstance(self.reasoning, str):
+            raise TypeError(f"Message.reasoning is of type {_kind(self.reasoning)}; it must be a str or None")
+        if self.loss_weight is not None:
+            _require_weight("Message.loss_weight", self.loss_weight)
+            if self.role != "assistant":
+                raise ValueError(
+                    f"Message.loss_weight is {self.loss_weight} in a {self.role} turn; only assistant turns are learned"
+                )
 
     @property
     def text(self) -> str:
@@ -67,12 +112,43 @@ class Conversation:
     Attributes:
         messages: The turns.
         tools: Tool definitions (JSON-schema mappings), given to the chat template.
+        loss_weight: Factor on the weights of all targets of the sample, at least 0.
+        unused: Keys of the row that the recipe knows of or found, and did not use, such as ``id`` or
+            ``messages[].name``. The run's summary counts them.
     """
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
+    loss_weight: float = 1.0
+    unused: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require_tuple("Conversation.messages", self.messages, (Message,), "Message")
+        _require_tuple("Conversation.tools", self.tools, (Mapping,), "mappings")
+        _require_tuple("Conversation.unused", self.unused, (str,), "str")
+        _require_weight("Conversation.loss_weight", self.loss_weight)
 
     @property
     def images(self) -> list[ImagePart]:
         """All images in order of appearance."""
         return [image for message in self.messages for image in message.images]
+
+
+def _require_tuple(name: str, values: Any, kinds: tuple[type, ...], wanted: str) -> None:
+    if not isinstance(values, tuple):
+        hint = "; write (part,) with a comma for a single one" if isinstance(values, kinds) else ""
+        raise TypeError(f"{name} is of type {_kind(values)}; it must be a tuple of {wanted}{hint}")
+    for i, value in enumerate(values):
+        if not isinstance(value, kinds):
+            raise TypeError(f"{name}[{i}] is of type {_kind(value)}; it must be a tuple of {wanted}")
+
+
+def _require_weight(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} is {value!r} ({_kind(value)}); it must be a number")
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{name} is {value}; it must be finite and at least 0")
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__
