@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from preprocess.config import RecipeConfig
 from preprocess.conversation import Conversation
@@ -38,7 +38,31 @@ class Recipe(Protocol):
         """
 
 
-#: Recipes by name. A new one is a file beside this with a class taking RecipeConfig, and a line here.
+class BuiltInRecipe(Recipe, Protocol):
+    """What the class of a built-in recipe says of itself. A recipe of your own may leave these out.
+
+    Attributes:
+        needs: The columns it reads, in words for messages: ``messages or conversations``.
+        options: The options of the command that it obeys, of :data:`RECIPE_OPTIONS`. Others are refused if given.
+    """
+
+    needs: ClassVar[str]
+    options: ClassVar[frozenset[str]]
+
+    @staticmethod
+    def fits(columns: Collection[str]) -> bool:
+        """True if rows with these columns are meant for this recipe.
+
+        Where no recipe is named, the only one that fits is chosen. So this is about what the columns mean, not about
+        what the recipe could read: two recipes that fit the same columns make the user choose.
+        """
+
+
+#: Options of the command that a recipe may leave without effect: those of recipes, and those about turns.
+RECIPE_OPTIONS = frozenset({field.name for field in fields(RecipeConfig)} | {"train_turns", "train_think"})
+
+#: Recipes by name. A new one is a file beside this with a class as BuiltInRecipe says, taking RecipeConfig, and a
+#: line here.
 REGISTRY: Mapping[str, str] = {
     "cord_v2": "preprocess.recipes.cord_v2:CordV2",
     "chat": "preprocess.recipes.chat:Chat",
@@ -51,17 +75,22 @@ def load_recipe(name: str, config: RecipeConfig) -> Recipe:
     Raises:
         SourceError: If there is none.
     """
-    recipe: Recipe = _factory(name)(config)
+    recipe: Recipe = recipe_class(name)(config)
     return recipe
 
 
 def recipe_fingerprint(name: str) -> str:
     """sha256 of the source file that defines the recipe: a changed recipe is another recipe."""
-    source = inspect.getsource(inspect.getmodule(_factory(name)) or object)
+    source = inspect.getsource(inspect.getmodule(recipe_class(name)) or object)
     return hashlib.sha256(source.encode()).hexdigest()
 
 
-def _factory(name: str) -> Any:
+def recipe_class(name: str) -> Any:
+    """What makes a recipe: the class of a built-in one, or any callable that takes a RecipeConfig.
+
+    Raises:
+        SourceError: If there is none.
+    """
     target = REGISTRY.get(name, name)
     module, separator, attribute = target.partition(":")
     known = ", ".join(REGISTRY)

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, cast
 
 from preprocess.config import RecipeConfig
 from preprocess.conversation import ROLES, Conversation, ImagePart, Message, Part, Role, TextPart
-from preprocess.recipes.base import Row
+from preprocess.recipes.base import RECIPE_OPTIONS, Row
 from preprocess.recipes.media import MediaLoader
 from preprocess.reject import RowRejected, excerpt
 from vlmdata.format.ledger import Reason
+from vlmdata.wording import counted, with_article
 
 IMAGE_MARK = "<image>"
 _SHAREGPT_ROLES: Mapping[str, Role] = {
@@ -38,8 +39,16 @@ _SOURCE_KEYS = (*_VISION_KEYS, "url", "path", "base64")
 class Chat:
     """Rows with ``messages`` or ``conversations``."""
 
+    needs: ClassVar[str] = "messages or conversations"
+    options: ClassVar[frozenset[str]] = RECIPE_OPTIONS - {"prompt", "target"}
+
     def __init__(self, config: RecipeConfig):
         self._media = MediaLoader(config.image_root, config.allow_urls)
+
+    @staticmethod
+    def fits(columns: Collection[str]) -> bool:
+        """True for rows with either column."""
+        return "messages" in columns or "conversations" in columns
 
     def __call__(self, row: Row) -> Conversation:
         """The row's turns, each image loaded into its place."""
@@ -55,7 +64,10 @@ class Chat:
         marks_in_text = images.marks_in_text and role == "user"
         parts = tuple(self._parts(entry.get("content"), where, images, marks_in_text))
         if role in ("system", "assistant") and any(isinstance(part, ImagePart) for part in parts):
-            raise RowRejected(Reason.UNSUPPORTED_CONTENT, f"{where}: an image in a {role} turn")
+            raise RowRejected(
+                Reason.UNSUPPORTED_CONTENT,
+                f"{where}: an image in {with_article(role)} turn; only user and tool turns can hold images",
+            )
         reasoning = entry.get("reasoning_content")
         if reasoning is not None and (
             not isinstance(reasoning, str) or "<think>" in reasoning or "</think>" in reasoning
@@ -125,7 +137,7 @@ class _ImageColumn:
         if self._used > len(self._images):
             raise RowRejected(
                 Reason.IMAGE_COUNT_MISMATCH,
-                f"{where} is placeholder {self._used}, but the row has {len(self._images)} images",
+                f"{where} is placeholder {self._used}, but the row has {counted(len(self._images), 'image')}",
             )
         return ImagePart(self._media.load(self._images[self._used - 1], field), field)
 
@@ -135,7 +147,8 @@ class _ImageColumn:
         if self._used not in (0, len(self._images)) or (self._used == 0 and self.marks_in_text and self._images):
             raise RowRejected(
                 Reason.IMAGE_COUNT_MISMATCH,
-                f"{self._used} image placeholders in the text for {len(self._images)} images in {self._name}",
+                f"{counted(self._used, 'image placeholder')} in the text for "
+                f"{counted(len(self._images), 'image')} in {self._name}",
             )
 
 

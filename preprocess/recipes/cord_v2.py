@@ -6,14 +6,14 @@ Sources: the ``naver-clova-ix/cord-v2`` dataset card, and ``json2token`` of clov
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar
 
 import xxhash
 
 from preprocess.config import RecipeConfig, Target
 from preprocess.conversation import Conversation, ImagePart, Message, TextPart
-from preprocess.recipes.base import Row
+from preprocess.recipes.base import RECIPE_OPTIONS, Row
 from preprocess.recipes.media import MediaLoader
 from preprocess.reject import RowRejected, excerpt
 from vlmdata.format.ledger import Reason
@@ -22,10 +22,18 @@ from vlmdata.format.ledger import Reason
 class CordV2:
     """``image`` and ``ground_truth`` (JSON with ``gt_parse`` or ``gt_parses``) to one question and its answer."""
 
+    needs: ClassVar[str] = "image and ground_truth"
+    options: ClassVar[frozenset[str]] = RECIPE_OPTIONS
+
     def __init__(self, config: RecipeConfig):
         self._prompt = config.prompt
         self._target = config.target
         self._media = MediaLoader(config.image_root, config.allow_urls)
+
+    @staticmethod
+    def fits(columns: Collection[str]) -> bool:
+        """True for rows with both columns."""
+        return "image" in columns and "ground_truth" in columns
 
     def __call__(self, row: Row) -> Conversation:
         """The image and the prompt as the question, the parse as the answer."""

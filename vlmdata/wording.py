@@ -1,0 +1,43 @@
+"""Numbers in sentences: counts with their nouns, articles, and durations."""
+
+from __future__ import annotations
+
+
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """A count with its noun: ``1 shard``, ``2,000 shards``, ``0 shards``.
+
+    Args:
+        number: How many.
+        noun: What, in the singular. Words after the noun need a ``plural``.
+        plural: The noun for every number but 1; by default the usual ending is added (``-s``, ``-es``, ``-ies``).
+    """
+    return f"{number:,} {noun if number == 1 else plural or _plural(noun)}"
+
+
+def with_article(word: str) -> str:
+    """A word after its indefinite article: ``a user``, ``an assistant``.
+
+    Right for the words this project uses; English has exceptions (``an hour``) that it does not know.
+    """
+    vowel = word[:1].lower() in tuple("aeio")  # of the words with u, "user" and "uint8" are ours
+    return f"{'an' if vowel else 'a'} {word}"
+
+
+def duration(seconds: float) -> str:
+    """A time for people: ``0.4 s``, ``42 s``, ``2 min 5 s``, ``3 h 20 min``, ``2 d 4 h``."""
+    if seconds < 9.95:
+        return f"{max(seconds, 0):.1f} s"
+    whole = round(seconds)
+    for unit, size, smaller, part in (("d", 86_400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if whole >= size:
+            rest = whole % size // part
+            return f"{whole // size} {unit}" + (f" {rest} {smaller}" if rest else "")
+    return f"{whole} s"
+
+
+def _plural(noun: str) -> str:
+    if noun.endswith(("s", "x", "z", "ch", "sh")):
+        return f"{noun}es"
+    if noun.endswith("y") and noun[-2:-1] not in tuple("aeiou"):
+        return f"{noun[:-1]}ies"
+    return f"{noun}s"
