@@ -65,6 +65,21 @@ def mixed(shared_folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def documents(shared_folder: Path) -> Path:
+    """Short questions about images that take more tokens than the text, as documents do."""
+    rows = [
+        {"messages": [turn("user", image_item(seed=n, width=512, height=512), "?"), turn("assistant", "Noise.")]}
+        for n in range(3)
+    ]
+
+    def make(out: Path) -> None:
+        out.mkdir()
+        build_dataset(write_jsonl(out / "documents.jsonl", rows), out / "dataset", recipe="chat")
+
+    return once(shared_folder, "documents", make) / "dataset"
+
+
+@pytest.fixture(scope="session")
 def hostile(shared_folder: Path) -> Path:
     """Chats whose every text is an attack."""
     rows: list[Any] = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,85 @@ def test_packs_show_segments_and_ranks(visit: Visit) -> None:
     page.wait_for_selector(".detail .tokens")
 
 
+def test_a_pack_shows_its_empty_room(visit: Visit) -> None:
+    page = visit.page
+    page.keyboard.press("p")
+    page.wait_for_selector(".pack")
+    room = page.locator(".pack >> nth=0").locator(".room")
+    text = page.inner_text(".pack >> nth=0")
+    filled = float(room.get_attribute("x")) / 1000
+    tokens, padding = re.search(r"([\d,]+) tokens \+ (\d+) padding", text).groups()  # type: ignore[union-attr]
+    assert filled == pytest.approx((int(tokens.replace(",", "")) + int(padding)) / 2048)
+    assert filled + float(room.get_attribute("width")) / 1000 == pytest.approx(1)
+
+
+def test_the_list_shows_a_picture_and_the_first_words(visit: Visit, demo_raw: list[RawSample]) -> None:
+    page = visit.page
+    page.keyboard.press("s")
+    page.wait_for_function("(n) => document.querySelectorAll('#items .thumb').length === n", arg=len(demo_raw))
+    page.wait_for_function(
+        "() => [...document.querySelectorAll('#items .thumb')].every((i) => i.naturalWidth > 20 && i.naturalWidth < 97)"
+    )
+    words = page.locator("#items .words").all_inner_texts()
+    assert all(text.startswith(("<s_", "{")) for text in words), words
+    visit.shot(f"list-{'served' if page.url.startswith('http') else 'file'}")
+
+
+def test_more_is_promised_where_not_all_was_looked_at(mixed: Path, browser: Any) -> None:
+    with serving(mixed) as client:
+        visit = Visit(browser, f"{client.home}/#overview")
+        held: list[Any] = []  # the first page of the list says that there is more; then nothing answers
+        first = {"rows": [], "searched": 1, "candidates": 9, "done": False}
+        visit.page.route("**/api/samples?*", lambda route: held.append(route) if held else _answer(held, route, first))
+        visit.page.evaluate("location.hash = '#samples'")
+        visit.page.wait_for_function("() => document.querySelector('#items .more').textContent === 'scroll for more'")
+        visit.page.close()
+
+
+def _answer(held: list[Any], route: Any, body: object) -> None:
+    held.append(route)
+    route.fulfill(json=body)
+
+
+def test_rejected_rows_stand_beside_a_clean_bill(mixed: Path, browser: Any) -> None:
+    with serving(mixed) as client:
+        visit = Visit(browser, client.home)
+        panel = visit.page.locator(".panel", has_text="Nothing suspicious in the samples")
+        assert "rejected" in panel.locator(".rejects").inner_text()
+        panel.locator("button").click()
+        visit.page.wait_for_function(
+            "() => document.querySelector('#rejects').getBoundingClientRect().top < innerHeight"
+        )
+        visit.shot("overview-rejects")
+        assert visit.complaints == []
+        visit.page.close()
+
+
+def test_notes_that_hold_for_most_samples_are_folded(browser: Any, documents: Path) -> None:
+    with serving(documents) as client:
+        visit = Visit(browser, client.home)
+        notes = visit.page.locator("#overview details.notes")
+        assert notes.get_attribute("open") is None
+        assert "1 note" in notes.locator("summary").inner_text()
+        assert notes.locator(".finding.note").count() == 1
+        visit.open_sample(0)
+        assert visit.page.locator(".detail details.notes .finding").count() == 1
+        visit.page.close()
+
+
+def test_on_a_phone_text_comes_before_a_tall_picture(browser: Any, served: Client, demo_raw: list[RawSample]) -> None:
+    visit = Visit(browser, served.home, viewport={"width": 360, "height": 740})
+    for i, raw in enumerate(demo_raw):
+        visit.open_sample(i)
+        tops = [
+            visit.page.locator(chosen).bounding_box()["y"]
+            for chosen in (".detail .tokens", ".detail .picture >> nth=0")
+        ]
+        _, high, wide = raw.grids[0].tolist()
+        assert (tops[0] < tops[1]) == (high > wide), (i, tops)
+    visit.page.close()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_both_schemes_and_a_narrow_window(browser: Any, served: Client, scheme: str) -> None:
     visit = Visit(browser, served.home, color_scheme=scheme, viewport={"width": 360, "height": 740})
@@ -294,7 +374,10 @@ def look(browser: Any, url: str, samples: int) -> None:
         page.hover(".tokens .tok.target >> nth=0")
     assert page.evaluate("window.pwned") is None
     assert page.evaluate("document.querySelectorAll('script').length") == allowed
-    assert page.evaluate("document.querySelectorAll('#main img:not(.picture img), iframe, object, embed').length") == 0
+    assert (
+        page.evaluate("document.querySelectorAll('#main img:not(.picture img, .thumb), iframe, object, embed').length")
+        == 0
+    )
     assert not [link for link in page.locator("a").all() if not (link.get_attribute("href") or "").startswith("#")]
     assert [u for u in visit.requests if not u.startswith((url.split("#")[0], "data:"))] == []
     assert visit.complaints == []

@@ -132,7 +132,36 @@ def test_integer_bins_are_few_even_and_hold_everything(values: list[int]) -> Non
     found = histogram("x", "x", "integer", np.array(values))
     assert found is not None
     _check(found, values)
+    if found.scale == "log":
+        assert _crowded_by_one_far_value(values)
+        return
     assert len({b - a for a, b in zip(found.edges, found.edges[1:], strict=False)}) == 1
+
+
+def _crowded_by_one_far_value(values: list[int]) -> bool:
+    return max(values) >= 10 * max(float(np.median(values)), 1.0)
+
+
+@given(
+    st.lists(st.integers(0, 60), min_size=9, max_size=60),
+    st.integers(10_000, 10**7),
+    st.sampled_from(["integer", "ratio"]),
+)
+def test_one_outlier_does_not_eat_the_axis(values: list[int], outlier: int, kind: str) -> None:
+    found = histogram("x", "x", kind, np.array([*values, outlier]))
+    assert found is not None
+    assert found.scale == "log"
+    _check(found, [*values, outlier])
+    if kind == "integer":
+        assert all(isinstance(edge, int) for edge in found.edges)
+    spread = len({value // 10 for value in values if value}) > 3  # over several of the bins 1, 3, 10, 30
+    assert not spread or sum(count > 0 for count in found.counts) >= 3
+
+
+def test_values_of_one_size_keep_bins_of_one_width() -> None:
+    found = histogram("x", "x", "integer", np.array([900, 1_000, 1_100, 1_200, 4_000]))
+    assert found is not None
+    assert found.scale == "linear"
 
 
 @given(values=st.lists(st.floats(0, 1), min_size=1, max_size=60))

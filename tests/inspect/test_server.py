@@ -38,6 +38,24 @@ def test_the_page_comes_with_a_policy(client: Client) -> None:
     assert "access-control-allow-origin" not in answer.headers
 
 
+def test_a_thumbnail_is_the_first_image_made_small(client: Client, demo_raw: list[RawSample]) -> None:
+    answer = client.ask("/api/samples/2/thumbnail")
+    assert (answer.status, answer.headers["content-type"]) == (200, "image/webp")
+    small = Image.open(io.BytesIO(answer.body))
+    _, high, wide = demo_raw[2].grids[0].tolist()
+    assert max(small.size) == 96
+    assert small.width / small.height == pytest.approx(wide / high, rel=0.05)
+    assert client.ask("/api/samples/99/thumbnail").status == 404
+
+
+def test_a_sample_without_images_has_no_thumbnail(mixed: Path) -> None:
+    with serving(mixed) as client:
+        rows = client.ask("/api/samples").json()["rows"]
+        for row in rows:
+            assert client.ask(f"/api/samples/{row['index']}/thumbnail").status == (200 if row["images"] else 404)
+        assert [row["text"] for row in rows][:2] == ["Noise, nothing more.<|im_end|>", "Four.<|im_end|>"]
+
+
 @pytest.mark.parametrize("method", ["HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "GETT"])
 def test_only_get_is_answered(client: Client, method: str) -> None:
     for path in ("/", "/api/samples", "/api/samples/0"):

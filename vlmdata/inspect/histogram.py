@@ -1,14 +1,20 @@
-"""Histograms for people: round-numbered bins, few of them."""
+"""Histograms for people: few bins with round edges, which grow with the values where one outlier would eat the axis."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 BINS = 10
 PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
+#: Bins of equal width say little if this share of the values is in one of them, and the largest value is this many
+#: times the median.
+_CROWDED, _FAR = 0.8, 10.0
+#: Edges in a factor of ten, from fine to coarse; the first choice that gives at most this many bins is taken.
+_LOG_STEPS, _LOG_BINS = ((1, 2, 5), (1, 3), (1,)), 12
 
 
 @dataclass(frozen=True)
@@ -18,7 +24,8 @@ class Histogram:
     Attributes:
         name: Short name.
         title: What is counted, with its unit.
-        kind: "integer", "share" (of 1) or "ratio": how values are to be written.
+        kind: "integer", "share" (of 1) or "ratio": how values are written.
+        scale: "linear" if all bins are equally wide, "log" if they grow with the values.
         count: Values.
         mean: Mean.
         percentiles: (percent, value) pairs; a value is one that occurs.
@@ -29,6 +36,7 @@ class Histogram:
     name: str
     title: str
     kind: str
+    scale: Literal["linear", "log"]
     count: int
     mean: float
     percentiles: tuple[tuple[int, float], ...]
@@ -49,12 +57,17 @@ def histogram(name: str, title: str, kind: str, values: npt.NDArray[np.number]) 
         return None
     edges = _integer_edges(values) if kind == "integer" else _even_edges(values)
     counts, _ = np.histogram(values, edges)
+    scale: Literal["linear", "log"] = "linear"
+    if kind != "share" and _crowded(values, counts):
+        edges, scale = _log_edges(values), "log"
+        counts, _ = np.histogram(values, edges)
     marks = np.percentile(values, PERCENTILES, method="inverted_cdf")
     number = int if kind == "integer" else float
     return Histogram(
         name=name,
         title=title,
         kind=kind,
+        scale=scale,
         count=len(values),
         mean=float(values.mean(dtype=np.float64)),
         percentiles=tuple((p, number(v)) for p, v in zip(PERCENTILES, marks.tolist(), strict=True)),
@@ -81,6 +94,29 @@ def _even_edges(values: npt.NDArray[np.number]) -> npt.NDArray[np.float64]:
     # From whole numbers, so that the edges are the decimals one reads.
     edges: npt.NDArray[np.float64] = np.round(np.arange(first, last + 1) * step, 12)
     return edges
+
+
+def _crowded(values: npt.NDArray[np.number], counts: npt.NDArray[np.int64]) -> bool:
+    """Whether a far outlier leaves nearly all values in one bin of equal width."""
+    median = max(float(np.median(values)), 1.0)
+    low, high = float(values.min()), float(values.max())
+    return bool(low >= 0 and high >= _FAR * median and counts.max() >= _CROWDED * len(values))
+
+
+def _log_edges(values: npt.NDArray[np.number]) -> npt.NDArray[np.float64]:
+    """Edges 1, 2, 5, 10, 20, … (or fewer in a factor of ten) around values of at least 0; 0 is an edge if it is one."""
+    positive = values[values > 0]
+    low, high = float(positive.min()), float(values.max())
+    decades = range(int(np.floor(np.log10(low))) - 1, int(np.floor(np.log10(high))) + 2)
+    for steps in _LOG_STEPS:
+        # From decimals, so that 0.2 is the 0.2 one reads.
+        marks = np.array([float(f"{step}e{decade}") for decade in decades for step in steps])
+        first = int(np.searchsorted(marks, low, side="right")) - 1
+        last = int(np.searchsorted(marks, high, side="right"))
+        edges = marks[first : last + 1]
+        if len(edges) - 1 <= _LOG_BINS - 1:
+            break
+    return np.concatenate([[0.0], edges]) if (values == 0).any() else edges
 
 
 def _round_step(span: int) -> int:

@@ -16,6 +16,8 @@ from vlmdata.patches import unpatchify
 
 #: Longest side of an image in the one-file page, in pixels; the served page shows every pixel.
 PAGE_SIDE = 1024
+#: Longest side of an image in the list of samples, in pixels.
+THUMBNAIL_SIDE = 96
 _WEBP_QUALITY = 78
 
 

@@ -20,6 +20,8 @@ from vlmdata.inspect.dataset import source_name
 from vlmdata.inspect.findings import ContentCheck, Finding, IndexFindings, Severity, flat_images
 from vlmdata.inspect.tokens import TokenTexts, Turn, find_turns
 
+#: Tokens that a line of the sample list is made of.
+_FIRST_TOKENS = 40
 #: :data:`vlmdata.batch.IGNORE_INDEX`, without the seconds that importing torch takes.
 IGNORE_INDEX = -100
 
@@ -210,6 +212,13 @@ class SampleDescriber:
     def findings(self, i: int) -> tuple[Finding, ...]:
         """What deserves a look about the sample at position ``i``, without reading its pixels."""
         return _by_severity([*self.facts.of(i), *self._check.of(i)])
+
+    def first_words(self, i: int) -> str:
+        """The beginning of the first target of sample ``i``, or of its text if nothing is a target."""
+        sample, info = self.dataset[i], self.dataset.manifest.tokenizer
+        ids, mask = sample.input_ids[: sample.length], sample.loss_mask[: sample.length] != 0
+        text = ids[mask] if mask.any() else ids[(ids != info.image) & (ids != info.video)]
+        return self.texts.decode(text[:_FIRST_TOKENS].tolist()).strip()
 
 
 def describe_sample(dataset: VlmDataset, which: int | str) -> SampleDescription:

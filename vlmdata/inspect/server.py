@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -27,7 +29,7 @@ from vlmdata.format.dataset import VlmDataset
 from vlmdata.inspect.dataset import DatasetCard, suspicious_samples
 from vlmdata.inspect.page.build import Document, build_page
 from vlmdata.inspect.page.payload import dataset_payload, safe, sample_payload, summary_payload
-from vlmdata.inspect.pixels import encode_image, rebuild_image
+from vlmdata.inspect.pixels import THUMBNAIL_SIDE, encode_image, rebuild_image
 from vlmdata.inspect.query import candidates, parse_query, search
 from vlmdata.inspect.sample import SampleDescriber
 from vlmdata.inspect.serialise import to_json, to_jsonable
@@ -106,6 +108,7 @@ class InspectApp:
             Route("/api/samples", self._list, methods=["GET"]),
             Route("/api/samples/{index:int}", self._sample, methods=["GET"]),
             Route("/api/samples/{index:int}/images/{number:int}", self._image, methods=["GET"]),
+            Route("/api/samples/{index:int}/thumbnail", self._thumbnail, methods=["GET"]),
             Route("/api/packs", self._pack_list, methods=["GET"]),
         ]
 
@@ -136,12 +139,18 @@ class InspectApp:
         return _json(sample_payload(self._describe(self._index(request))))
 
     def _image(self, request: Request) -> Response:
-        sample, number = self._dataset[self._index(request)], int(request.path_params["number"])
+        pixels = self._pixels(request, int(request.path_params["number"]))
+        return Response(encode_image(pixels, "png"), media_type="image/png")
+
+    def _thumbnail(self, request: Request) -> Response:
+        pixels = self._pixels(request, 0)
+        return Response(encode_image(pixels, "webp", THUMBNAIL_SIDE), media_type="image/webp")
+
+    def _pixels(self, request: Request, number: int) -> npt.NDArray[np.uint8]:
         try:
-            pixels = rebuild_image(sample, number)
+            return rebuild_image(self._dataset[self._index(request)], number)
         except IndexError as error:
             raise HTTPException(404, str(error)) from error
-        return Response(encode_image(pixels, "png"), media_type="image/png")
 
     def _pack_list(self, request: Request) -> Response:
         return _json(self._packs.page(_number(request, "start"), _PACKS_A_PAGE))

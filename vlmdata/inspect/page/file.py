@@ -10,7 +10,7 @@ from vlmdata.format.dataset import VlmDataset
 from vlmdata.inspect.dataset import DatasetCard
 from vlmdata.inspect.page.build import Document, build_page
 from vlmdata.inspect.page.payload import dataset_payload, safe, sample_payload, summary_payload
-from vlmdata.inspect.pixels import PAGE_SIDE, data_uri, encode_image, rebuild_image
+from vlmdata.inspect.pixels import PAGE_SIDE, THUMBNAIL_SIDE, data_uri, encode_image, rebuild_image
 from vlmdata.inspect.sample import SampleDescriber
 from vlmdata.inspect.serialise import to_jsonable
 
@@ -36,7 +36,9 @@ def page_document(
     boot = {
         "mode": "file",
         "card": dataset_payload(dataset, card),
-        "samples": [summary_payload(describe, i, why) for i, why in chosen.items()],
+        "samples": [
+            summary_payload(describe, i, why, _image_uri(describe, i, 0, THUMBNAIL_SIDE)) for i, why in chosen.items()
+        ],
         "packs": packs,
     }
     return build_page(boot, {i: _with_images(describe, i) for i in chosen}, served=False)
@@ -55,11 +57,15 @@ def packs_payload(batches: list[Any], total: int, options: Mapping[str, Any]) ->
 
 def _with_images(describe: SampleDescriber, i: int) -> dict[str, Any]:
     payload = sample_payload(describe(i))
-    sample = describe.dataset[i]
     for image in payload["images"]:
-        try:
-            pixels = rebuild_image(sample, image["number"])
-        except DatasetFormatError:
-            continue  # its findings say so; the page is there to look at what is wrong
-        image["src"] = data_uri(encode_image(pixels, "webp", PAGE_SIDE), "webp")
+        image["src"] = _image_uri(describe, i, image["number"], PAGE_SIDE)
     return payload
+
+
+def _image_uri(describe: SampleDescriber, i: int, number: int, longest: int) -> str | None:
+    """An image as a ``data:`` address; None if there is none, or if its patches are damaged, which its findings say."""
+    try:
+        pixels = rebuild_image(describe.dataset[i], number)
+    except (IndexError, DatasetFormatError):
+        return None
+    return data_uri(encode_image(pixels, "webp", longest), "webp")

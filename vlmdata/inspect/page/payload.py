@@ -10,14 +10,18 @@ from vlmdata.inspect.sample import SampleDescriber, SampleDescription, Span, Spa
 from vlmdata.inspect.serialise import to_jsonable
 from vlmdata.inspect.text import one_line, visible
 
+#: Characters of a sample's first words in the list.
+_WORDS = 80
 
-def summary_payload(describe: SampleDescriber, i: int, why: str = "") -> dict[str, Any]:
+
+def summary_payload(describe: SampleDescriber, i: int, why: str = "", thumbnail: str | None = None) -> dict[str, Any]:
     """A sample's line in the list.
 
     Args:
         describe: Describes the dataset's samples.
         i: The sample's position.
         why: Why it was chosen, if it was.
+        thumbnail: Its first image as a ``data:`` address, for a page that asks no server.
     """
     index = describe.dataset.index
     return {
@@ -33,6 +37,8 @@ def summary_payload(describe: SampleDescriber, i: int, why: str = "") -> dict[st
         "truncated": bool(index.truncated[i]),
         "findings": [_finding(found) for found in describe.findings(i)],
         "why": why,
+        "text": one_line(describe.first_words(i), _WORDS),
+        "thumbnail": thumbnail,
     }
 
 

@@ -96,9 +96,16 @@ def _print_findings(console: Console, card: DatasetCard) -> None:
     samples = card.totals.samples
     looked = f"index of all {samples:,} samples, tokens of {card.checked:,}"
     more = "" if card.checked >= samples else "; --check all looks at every one"
+    rejected = (
+        f", {card.totals.rejected:,} row{'s' * (card.totals.rejected != 1)} rejected" if card.totals.rejected else ""
+    )
     serious = [group for group in card.findings if group.severity is not Severity.NOTE]
     if not serious:
-        console.print(Text("nothing suspicious", "bold green"), Text(f"({looked}{more})", "dim"), soft_wrap=True)
+        console.print(
+            Text(f"nothing suspicious in the samples{rejected}", "bold yellow" if rejected else "bold green"),
+            Text(f"({looked}{more})", "dim"),
+            soft_wrap=True,
+        )
     else:
         console.print(Text("deserves a look", "bold"), Text(f"({looked}{more})", "dim"), soft_wrap=True)
     for group in card.findings:

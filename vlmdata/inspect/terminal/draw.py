@@ -65,7 +65,10 @@ def columns(title: str, *names: str, left: tuple[str, ...] = ()) -> Table:
 
 def histogram_table(histogram: Histogram) -> Table:
     """A histogram as rows of range, count and bar, with mean and percentiles below."""
-    table = Table(title=histogram.title, title_justify="left", title_style="bold", show_header=False, box=None)
+    growing = ", bins grow" if histogram.scale == "log" else ""
+    table = Table(
+        title=histogram.title + growing, title_justify="left", title_style="bold", show_header=False, box=None
+    )
     table.pad_edge = False
     table.add_column(justify="right", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)

@@ -36,6 +36,13 @@ const letter = (i) => "abcdefghijklmnopqrstuvwxyz"[i % 26];
 function facts(...pairs) {
   return el("dl", { class: "facts" }, pairs.filter(Boolean).map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
 }
+// Notes that most samples share say little about one of them: they are folded.
+function foldedFindings(all, box) {
+  const usual = new Set(BOOT.card.findings.filter((group) => group.severity === "note" && group.count > BOOT.card.totals.samples / 2).map((group) => group.kind));
+  const [folded, open] = [all.filter((found) => usual.has(found.kind)), all.filter((found) => !usual.has(found.kind))];
+  const name = folded.length === 1 ? "1 note that holds for most samples" : `${folded.length} notes that hold for most samples`;
+  return [open.map(box), folded.length ? el("details", { class: "notes" }, el("summary", {}, name), folded.map(box)) : null];
+}
 function findingBox(found, ...extra) {
   return el("div", { class: `finding ${found.severity}` },
     el("span", { class: "kind" }, `${MARKS[found.severity]} ${found.kind.replaceAll("_", " ")}`),

@@ -51,7 +51,7 @@ async function load(round) {
     sentinel.before(...rows);
     const looked = page.done ? "" : `, ${count(page.searched)} of ${count(page.candidates)} looked at`;
     status.textContent = `${count(list.rows.length)} found${looked}`;
-    sentinel.textContent = page.done ? (list.rows.length ? "" : "no sample fits") : "…";
+    sentinel.textContent = page.done ? (list.rows.length ? "" : "no sample fits") : "scroll for more";
     mark();
   } catch (error) {
     if (round !== list.round) return;
@@ -69,8 +69,11 @@ async function load(round) {
 function itemOf(row) {
   const serious = row.findings.filter((found) => found.severity !== "note");
   const width = Math.max(100 * row.share, row.targets ? .7 : 0);
+  const picture = row.images ? store.thumbnail(row) : null;
   return el("li", {}, el("a", { href: `#samples/${Number(row.index)}`, data: { index: row.index } },
+    picture ? el("img", { class: "thumb", src: picture, alt: "", loading: "lazy", decoding: "async" }) : null,
     el("span", { class: "line" }, el("span", { class: "key mono" }, row.key), el("span", { class: "soft small" }, `row ${count(row.row)}`)),
+    el("span", { class: "words small" }, row.text),
     el("span", { class: "line small soft" }, el("span", {}, `${count(row.length)} tokens`), el("span", {}, `${percent(row.share)} targets`), el("span", {}, `${count(row.patches)} patches`)),
     svg("svg", { class: "meter", viewBox: "0 0 100 4", preserveAspectRatio: "none", "aria-hidden": "true" }, svg("rect", { width, height: 4 })),
     el("span", { class: "small row" }, serious.map((found) => el("span", { class: `badge ${found.severity}`, title: found.message }, `${MARKS[found.severity]} ${found.kind.replaceAll("_", " ")}`)),

@@ -14,6 +14,7 @@ function binLabel(low, high, kind) {
 
 function chart(histogram) {
   const width = 340, height = 118, base = height - 16, most = Math.max(...histogram.counts), step = width / histogram.counts.length;
+  const growing = histogram.scale === "log" ? el("span", { class: "soft small" }, " bins grow") : null;
   const bars = histogram.counts.map((value, i) => {
     const tall = value ? Math.max((base - 14) * value / most, 1.5) : 0;
     const label = `${binLabel(histogram.edges[i], histogram.edges[i + 1], histogram.kind)}: ${count(value)}`;
@@ -26,7 +27,7 @@ function chart(histogram) {
   const ends = [[histogram.edges[0], "start", 0], [last, "end", width]].filter(([value], i) => i === 0 || !whole || value > histogram.edges[0])
     .map(([value, anchor, x]) => svg("text", { x, y: height - 2, "text-anchor": anchor }, quantity(value, histogram.kind)));
   const of = Object.fromEntries(histogram.percentiles);
-  return el("div", { class: "panel" }, el("h2", {}, histogram.title),
+  return el("div", { class: "panel" }, el("h2", {}, histogram.title, growing),
     svg("svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `histogram of ${histogram.title}` }, bars, ends),
     el("div", { class: "soft small" }, `least ${quantity(of[0], histogram.kind)} · median ${quantity(of[50], histogram.kind)} · p95 ${quantity(of[95], histogram.kind)} · most ${quantity(of[100], histogram.kind)}`));
 }
@@ -34,10 +35,14 @@ function chart(histogram) {
 function findingsPanel(card) {
   const serious = card.findings.filter((group) => group.severity !== "note").length;
   const looked = `the index of all ${count(card.totals.samples)} samples and the tokens of ${count(card.checked)} were looked at`;
-  const boxes = card.findings.map((group) => findingBox(
+  const boxes = foldedFindings(card.findings, (group) => findingBox(
     { ...group, message: `${count(group.count)} of ${count(card.totals.samples)}: ${group.meaning}. ` },
     group.examples.map((example) => el("span", { title: example.message }, sampleLink(example.index, example.key), " "))));
-  return el("div", { class: "panel wide" }, el("h2", {}, serious ? "Deserves a look" : "Nothing suspicious"), el("div", { class: "soft small" }, looked), boxes);
+  const rejected = card.totals.rejected, rows = rejected === 1 ? "1 row" : `${count(rejected)} rows`;
+  return el("div", { class: "panel wide" }, el("h2", {}, serious ? "Deserves a look" : "Nothing suspicious in the samples"), el("div", { class: "soft small" }, looked),
+    rejected ? el("div", { class: "finding warning rejects" }, el("span", { class: "kind" }, `${MARKS.warning} ${rows} rejected`),
+      el("p", {}, card.rejects.map((group) => `${group.reason.replaceAll("_", " ")} ${count(group.count)}`).join(", "), " ",
+        el("button", { type: "button", on: { click: () => $("rejects").scrollIntoView() } }, "show"))) : null, boxes);
 }
 
 function buildOverview(root) {
@@ -56,7 +61,7 @@ function buildOverview(root) {
     el("div", { class: "grid charts" }, card.extremes.map((group) => el("div", { class: "panel" }, el("h2", {}, group.title),
       el("table", { class: "table" }, el("tbody", {}, group.samples.map((s) => el("tr", {},
         el("td", {}, quantity(s.value, group.kind)), el("td", { class: "text" }, sampleLink(s.index, s.key)), el("td", { class: "soft" }, `row ${count(s.source_row)}`)))))))),
-    card.rejects.length ? el("div", { class: "panel wide" }, el("h2", {}, "Rejected rows"), el("div", { class: "scroll" }, el("table", { class: "table" },
+    card.rejects.length ? el("div", { class: "panel wide", id: "rejects" }, el("h2", {}, "Rejected rows"), el("div", { class: "scroll" }, el("table", { class: "table" },
       el("thead", {}, el("tr", {}, el("th", {}, "rows"), el("th", { class: "text" }, "reason"), el("th", { class: "text" }, "first of them"))),
       el("tbody", {}, card.rejects.map((group) => el("tr", {}, el("td", {}, count(group.count)), el("td", { class: "text" }, group.reason),
         el("td", { class: "text" }, group.examples.length ? `row ${group.examples[0][0]}: ${group.examples[0][1]}` : ""))))))) : null,

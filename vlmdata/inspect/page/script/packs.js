@@ -19,7 +19,7 @@ async function morePacks() {
     packs.next += page.batches.length;
     packList.append(...page.batches.map(packOf));
     const all = packs.next >= packs.total || !SERVED;
-    packEnd.textContent = all ? (packs.next < packs.total ? `the first ${count(packs.next)} of ${count(packs.total)}; --serve shows all` : "") : "…";
+    packEnd.textContent = all ? (packs.next < packs.total ? `the first ${count(packs.next)} of ${count(packs.total)}; --serve shows all` : "") : "scroll for more";
     packs.busy = false;
     if (!all && packEnd.getBoundingClientRect().top < innerHeight + 400) setTimeout(morePacks, 0);
   } catch (error) {
@@ -29,7 +29,7 @@ async function morePacks() {
 }
 
 function packOf(batch) {
-  const wide = batch.total_tokens, several = batch.context_parallel > 1;
+  const wide = Math.max(batch.total_tokens, batch.capacity || 0), several = batch.context_parallel > 1;
   const drawing = svg("svg", { viewBox: `0 0 1000 ${several ? 58 : 32}`, preserveAspectRatio: "none", role: "img", "aria-label": `batch ${batch.number}`, class: several ? "two" : "one" });
   const x = (token) => 1000 * token / wide;
   batch.segments.forEach((segment, i) => {
@@ -38,6 +38,7 @@ function packOf(batch) {
       svg("title", {}, `${letter(i)}: ${segment.key}, ${count(segment.length)} tokens, ${count(segment.patches)} patches, ${percent(segment.cost_share)} of the cost`)));
     if (segment.stop > end) drawing.append(svg("rect", { class: "pad", x: x(end), y: 0, width: x(segment.stop - end), height: 30 }, svg("title", {}, `padding, ${count(segment.stop - end)} tokens`)));
   });
+  if (wide > batch.total_tokens) drawing.append(svg("rect", { class: "room", x: x(batch.total_tokens), y: 0, width: x(wide - batch.total_tokens), height: 30 }, svg("title", {}, `empty room, ${count(wide - batch.total_tokens)} tokens`)));
   if (several) for (const share of batch.ranks) for (const [start, stop] of share.ranges) {
     drawing.append(svg("rect", { class: "cp", x: x(start), y: 36, width: x(stop - start), height: 20, fill: colour(share.rank), data: { rank: share.rank } },
       svg("title", {}, `context-parallel rank ${share.rank}: tokens ${count(start)}–${count(stop - 1)}`)));
@@ -56,7 +57,7 @@ function packOf(batch) {
     el("div", { class: "row" }, el("h2", {}, `batch ${batch.number}`), el("span", { class: "soft" },
       `epoch ${batch.epoch}, step ${batch.step}, micro-batch ${batch.micro_batch} · ${batch.pack < 0 ? "empty" : `pack ${batch.pack}`} · ${count(batch.true_tokens)} tokens + ${count(batch.padding)} padding${used} · ${count(batch.targets)} targets · ${(batch.cost * 2 ** 20 / 1e12).toFixed(1)} TFLOP`)),
     el("div", { class: "packbar" }, drawing, labels),
-    el("div", { class: "small soft" }, several ? "above: samples; below: the context-parallel rank of every token" : "samples; padding is pale"),
+    el("div", { class: "small soft" }, (several ? "above: samples; below: the context-parallel rank of each token" : "samples; padding is pale") + (wide > batch.total_tokens ? "; the dashed room is empty" : "")),
     el("details", { open: batch.number === 0 }, el("summary", {}, "segments"), el("div", { class: "scroll" }, segments), ranks ? el("div", { class: "scroll" }, ranks) : null,
       el("p", { class: "small mono" }, `cu_seqlens ${batch.cu_seqlens.join(", ")}`), el("p", { class: "small mono" }, `cu_seqlens_padded ${batch.cu_seqlens_padded.join(", ")}`)));
 }

@@ -40,6 +40,7 @@ function drawSample(sample) {
   const buttons = el("div", { class: "row" }, toggle("unfold images", "u", false, toggleFolds), toggle("token bounds", "b", view.bounds, toggleBounds),
     toggle("patch grid", "g", view.grid, toggleGrid), toggle("token table", "t", false, toggleTable));
   const images = sample.images.length ? el("div", { class: "panel" }, sample.images.map((image) => pictureOf(sample, image))) : null;
+  const tall = sample.images.some((image) => image.grid[1] > image.grid[2]);
   const reading = el("div", { class: "panel" }, legend, text.holder);
   detail.dataset.index = sample.index;
   shown.place = el("div", { class: "panel", hidden: true });
@@ -47,8 +48,8 @@ function drawSample(sample) {
     el("header", {}, backButton(), el("h2", { class: "mono" }, sample.key),
       el("span", { class: "soft" }, `sample ${count(sample.index)} · source row ${count(sample.row)} of ${sample.source} · ${sample.shard}, bytes ${count(sample.offset)}–${count(sample.offset + sample.size)}`)),
     el("div", { class: "soft" }, `${count(sample.length)} tokens + ${count(sample.padded - sample.length)} padding · ${count(sample.targets)} targets (${percent(sample.share)})${sample.truncated ? " · answer cut" : ""}`),
-    ...sample.findings.map((found) => findingBox(found)), buttons,
-    el("div", { class: `split${images ? "" : " plain"}` }, ...[images, reading].filter(Boolean)), plotOf(sample), shown.place);
+    ...foldedFindings(sample.findings, (found) => findingBox(found)).flat().filter(Boolean), buttons,
+    el("div", { class: `split${images ? "" : " plain"}${tall ? " tall" : ""}` }, ...[images, reading].filter(Boolean)), plotOf(sample), shown.place);
 }
 
 function toggleFolds() {

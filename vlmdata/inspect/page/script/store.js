@@ -75,6 +75,9 @@ const store = {
   picture(sample, image) {
     return SERVED ? `/api/samples/${Number(sample.index)}/images/${Number(image.number)}` : image.src || "data:,";
   },
+  thumbnail(row) {
+    return SERVED ? `/api/samples/${Number(row.index)}/thumbnail` : row.thumbnail;
+  },
   has(index) {
     return SERVED ? index >= 0 && index < BOOT.card.totals.samples : Boolean($(`sample-${index}`));
   },
