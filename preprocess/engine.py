@@ -18,6 +18,7 @@ from preprocess.shard_job import RowOutcome, ShardContext, ShardJob, ShardRecord
 from preprocess.sources.rows import Source
 from preprocess.workers import WorkersDied, run_in_workers, start_worker_server
 from vlmdata.errors import ResourceError
+from vlmdata.format.manifest import TokenizerInfo
 
 #: What workers import, once, in the server they are forked from.
 _PRELOADED = ["preprocess.engine", "torchvision.transforms.v2", "transformers", "datasets"]
@@ -54,6 +55,7 @@ class Run:
     config: PreprocessConfig
     directory: Path
     counters: Counters
+    tokenizer: TokenizerInfo
 
 
 def run_jobs(run: Run, jobs: Sequence[ShardJob], workers: int) -> Generator[ShardRecord]:
@@ -79,7 +81,7 @@ def _run_here(run: Run, jobs: Sequence[ShardJob]) -> Generator[ShardRecord]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # one worker is one core, here as in a pool
     try:
-        context = ShardContext.build(run.source, run.config, run.directory)
+        context = ShardContext.build(run.source, run.config, run.directory, run.tokenizer)
         for job in jobs:
             yield _run_counted(job, context, run.counters)
     finally:
@@ -132,5 +134,5 @@ def _prepare(run: Run) -> Callable[[ShardJob], ShardRecord]:
     import torch
 
     torch.set_num_threads(1)
-    context = ShardContext.build(run.source, run.config, run.directory)
+    context = ShardContext.build(run.source, run.config, run.directory, run.tokenizer)
     return lambda job: _run_counted(job, context, run.counters)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
@@ -10,7 +13,7 @@ from PIL import features
 from preprocess.config import PreprocessConfig
 from preprocess.recipes.base import recipe_fingerprint
 from vlmdata import __version__
-from vlmdata.format.manifest import TokenizerInfo
+from vlmdata.format.manifest import TokenizerInfo, differences
 from vlmdata.format.schema import MERGE_SIZE, PATCH_SIZE, SCHEMA_VERSION, TEMPORAL_PATCH_SIZE
 
 #: Can change pixels (decoders, resize) or tokens (tokenizer, template engine).
@@ -37,6 +40,46 @@ def fingerprints(config: PreprocessConfig, tokenizer: TokenizerInfo) -> dict[str
         "libraries": {name: version(name) for name in _LIBRARIES},
         "decoders": {name: found for name in _DECODERS if (found := _decoder(name)) is not None},
     }
+
+
+def run_identity(config: PreprocessConfig, tokenizer: TokenizerInfo, source: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run must share with the one that it continues; JSON-able.
+
+    Args:
+        config: The options.
+        tokenizer: The tokenizer as it is now.
+        source: Identity of the source.
+    """
+    return {
+        "config": {"options": config.to_json(), "fingerprints": fingerprints(config, tokenizer)},
+        "source": dict(source),
+        "tokenizer": tokenizer_identity(tokenizer),
+    }
+
+
+def tokenizer_identity(tokenizer: TokenizerInfo) -> dict[str, Any]:
+    """What of a tokenizer can change a dataset beside its fingerprint and its template's: ids and named tokens.
+
+    ``special_tokens`` is absent for datasets of format 1.0, whose manifest does not record it.
+    """
+    told_elsewhere = ("name", "fingerprint", "chat_template")
+    fields = {name: value for name, value in asdict(tokenizer).items() if name not in told_elsewhere}
+    if not fields["special_tokens"]:
+        del fields["special_tokens"]
+    return fields
+
+
+def identity_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Where the identity of a run differs from an earlier one's, one line each; empty if one can continue the other.
+
+    What earlier versions did not record of the tokenizer is not compared.
+    """
+    known = dict(now)
+    if "tokenizer" not in before:
+        del known["tokenizer"]
+    else:
+        known["tokenizer"] = {name: value for name, value in now["tokenizer"].items() if name in before["tokenizer"]}
+    return differences(before, json.loads(json.dumps(known)))
 
 
 def _decoder(name: str) -> str | None:

@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 from preprocess.chat.tokenizer import ChatTokenizer, load_tokenizer
 from preprocess.config import PreprocessConfig
 from preprocess.engine import Counters, Run, describe, run_jobs, start_workers_early
-from preprocess.fingerprints import fingerprints
+from preprocess.fingerprints import identity_changes, run_identity, tokenizer_identity
 from preprocess.shard_job import (
     PROGRESS_DIR,
     ShardJob,
@@ -32,7 +32,7 @@ from vlmdata import __version__
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError
 from vlmdata.format.atomic import atomic_path, sync, temporary_target, write_atomically
 from vlmdata.format.index import INDEX_SCHEMA
-from vlmdata.format.manifest import Manifest, Totals, canonical_hash, differences
+from vlmdata.format.manifest import Manifest, Totals, canonical_hash
 from vlmdata.format.schema import (
     INDEX_NAME,
     LEDGER_NAME,
@@ -41,6 +41,7 @@ from vlmdata.format.schema import (
     TOKENIZER_DIR,
     shard_name,
 )
+from vlmdata.format.tokenizer_files import hash_tokenizer_files
 
 _RUN_FILE = "run.json"
 _LOCK_FILE = "lock"
@@ -107,10 +108,7 @@ def preprocess_dataset(
     if workers > 1 and (overwrite or not (directory / MANIFEST_NAME).exists()):
         start_workers_early()
     tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_revision)
-    identity = {
-        "config": {"options": config.to_json(), "fingerprints": fingerprints(config, tokenizer.info)},
-        "source": dict(source.identity),
-    }
+    identity = run_identity(config, tokenizer.info, source.identity)
     with _resource_errors(directory, "cannot be written"):
         _make_directory(directory)
     with _locked(directory), _resource_errors(directory, "the run failed"):
@@ -131,7 +129,7 @@ def preprocess_dataset(
         for job in missing:  # a shard without its record is as good as none; on a small disk it is in the way
             (directory / shard_name(job.number)).unlink(missing_ok=True)
         by_start = {job.row_start: job.number for job in jobs}
-        with closing(run_jobs(Run(source, config, directory, counters), missing, workers)) as made:
+        with closing(run_jobs(Run(source, config, directory, counters, tokenizer.info), missing, workers)) as made:
             for record in made:
                 records[by_start[record.info.row_start]] = record
                 watcher.shard_done(record)
@@ -224,7 +222,11 @@ def _continue(directory: Path, identity: dict[str, Any]) -> Manifest | None:
     run_file = directory / PROGRESS_DIR / _RUN_FILE
     manifest = Manifest.read(directory) if (directory / MANIFEST_NAME).exists() else None
     if manifest is not None:
-        before: Any = {"config": manifest.config, "source": manifest.source}
+        before: Any = {
+            "config": manifest.config,
+            "source": manifest.source,
+            "tokenizer": tokenizer_identity(manifest.tokenizer),
+        }
     elif run_file.exists():
         before = json.loads(run_file.read_bytes())
     else:
@@ -236,7 +238,7 @@ def _continue(directory: Path, identity: dict[str, Any]) -> Manifest | None:
             )
         write_atomically(run_file, json.dumps(identity, sort_keys=True).encode())
         return None
-    changed = differences(before, json.loads(json.dumps(identity)))
+    changed = identity_changes(before, identity)
     if changed:
         state = "a finished dataset" if manifest else "an unfinished run"
         listed = "\n".join(f"  {line}" for line in changed)
@@ -267,7 +269,7 @@ def _finish(
     try:
         index_hash = _merge_index(directory, len(records))
         ledger_hash = _merge_ledger(directory, len(records))
-        _save_tokenizer(directory, tokenizer)
+        tokenizer_files = _save_tokenizer(directory, tokenizer)
         rejects: Counter[str] = Counter()
         for record in records:
             rejects.update(record.rejects)
@@ -283,6 +285,7 @@ def _finish(
             ledger_sha256=ledger_hash,
             features=tuple(sorted(SUPPORTED_FEATURES)),
             created_by=f"vlmdata {__version__}",
+            tokenizer_files=tokenizer_files,
         )
         write_atomically(directory / MANIFEST_NAME, manifest.to_json())
     except OSError as error:
@@ -317,8 +320,8 @@ def _merge_ledger(directory: Path, shards: int) -> str:
         return _sha256(path)
 
 
-def _save_tokenizer(directory: Path, tokenizer: ChatTokenizer) -> None:
-    """Puts the tokenizer beside the data, so the dataset can be read and audited on its own."""
+def _save_tokenizer(directory: Path, tokenizer: ChatTokenizer) -> dict[str, str]:
+    """Puts the tokenizer beside the data, so the dataset can be read and audited on its own; returns its hashes."""
     final, partial = directory / TOKENIZER_DIR, directory / PROGRESS_DIR / TOKENIZER_DIR
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -327,11 +330,12 @@ def _save_tokenizer(directory: Path, tokenizer: ChatTokenizer) -> None:
         raise
     except Exception as error:  # its Rust half says so when the disk is full
         raise OSError(f"the tokenizer cannot be saved: {error}") from error
-    for file in partial.iterdir():
-        sync(file)
-    sync(partial)
+    for entry in [*partial.rglob("*"), partial]:
+        sync(entry)
+    hashes = hash_tokenizer_files(partial)
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
+    return hashes
 
 
 def _sha256(path: Path) -> str:

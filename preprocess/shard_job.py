@@ -24,10 +24,11 @@ from preprocess.encode import EncodedSample, Encoder
 from preprocess.recipes.base import Recipe, load_recipe
 from preprocess.reject import RowRejected
 from preprocess.sources.rows import Source
+from vlmdata.errors import SourceError
 from vlmdata.format.atomic import atomic_path, sync, temporary_path, write_atomically
 from vlmdata.format.index import IndexRow, index_table
 from vlmdata.format.ledger import Reason, Rejection
-from vlmdata.format.manifest import ShardInfo, Totals
+from vlmdata.format.manifest import ShardInfo, TokenizerInfo, Totals, differences
 from vlmdata.format.schema import PATCH_BYTES, sample_key, shard_name
 from vlmdata.format.shard import Placement, ShardWriter
 
@@ -82,12 +83,28 @@ class ShardContext:
     directory: Path
 
     @classmethod
-    def build(cls, source: Source, config: PreprocessConfig, directory: Path) -> ShardContext:
-        """Loads the tokenizer and the recipe."""
+    def build(cls, source: Source, config: PreprocessConfig, directory: Path, expected: TokenizerInfo) -> ShardContext:
+        """Loads the tokenizer and the recipe.
+
+        Args:
+            source: The rows.
+            config: The options.
+            directory: Where shards go.
+            expected: The tokenizer as the run found it when it began.
+
+        Raises:
+            SourceError: If the tokenizer's files were edited since, so that shards would differ in their tokens.
+        """
         options = config.recipe_options
         if options.image_root is None:
             options = dataclasses.replace(options, image_root=source.image_root)
         tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_revision)
+        if tokenizer.info != expected:
+            changed = differences(dataclasses.asdict(expected), dataclasses.asdict(tokenizer.info))
+            raise SourceError(
+                f"--tokenizer {expected.name}: changed while the run was under way ({'; '.join(changed)}). "
+                "Restore its files and run the same command again to continue."
+            )
         return cls(source, load_recipe(config.recipe, options), Encoder(config, tokenizer), directory)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from preprocess.assets import EMBEDDED_TOKENIZER
 from vlmdata.errors import SourceError
 from vlmdata.format.manifest import TokenizerInfo
+from vlmdata.format.tokenizer_files import fingerprint_of
 
 IM_START = "<|im_start|>"
 IM_END = "<|im_end|>"
@@ -86,7 +87,7 @@ def _describe(hf: Any, name: str) -> TokenizerInfo:
     pad = hf.pad_token_id
     return TokenizerInfo(
         name=name,
-        fingerprint=_fingerprint(hf),
+        fingerprint=fingerprint_of(hf.backend_tokenizer),
         chat_template=hashlib.sha256(_template_text(hf).encode()).hexdigest(),
         vocab_size=len(hf),
         pad=int(pad if pad is not None else hf.eos_token_id),
@@ -97,12 +98,8 @@ def _describe(hf: Any, name: str) -> TokenizerInfo:
         image=special("<|image_pad|>", "image_token"),
         video=special("<|video_pad|>", "video_token"),
         assistant_header=tuple(hf.encode(ASSISTANT_HEADER, add_special_tokens=False)),
+        special_tokens=dict(hf.special_tokens_map),
     )
-
-
-def _fingerprint(hf: Any) -> str:
-    """sha256 of the tokenizer proper: vocabulary, merges, added tokens, normaliser and pre-tokenizer."""
-    return hashlib.sha256(hf.backend_tokenizer.to_str().encode()).hexdigest()
 
 
 def _template_text(hf: Any) -> str:

@@ -71,7 +71,7 @@ def test_other_words_are_text() -> None:
 
 
 def test_text_is_found_in_any_case_and_keys_too(mixed_dataset: VlmDataset) -> None:
-    texts = TokenTexts(mixed_dataset.directory)
+    texts = TokenTexts(mixed_dataset.directory, mixed_dataset.manifest)
     order = np.arange(len(mixed_dataset))
     whole = [sample_text(mixed_dataset, texts, i) for i in order.tolist()]
     for wanted in ("NOISE", "two and two", "000000006", "nowhere", "<|image_pad|>"):
@@ -90,7 +90,7 @@ def test_a_whole_key_finds_its_sample_at_once(demo_dataset: VlmDataset) -> None:
 
 
 def test_a_search_goes_on_where_it_stopped(demo_dataset: VlmDataset) -> None:
-    texts = TokenTexts(demo_dataset.directory)
+    texts = TokenTexts(demo_dataset.directory, demo_dataset.manifest)
     order = np.arange(len(demo_dataset))
     found: list[int] = []
     start, rounds, done = 0, 0, False

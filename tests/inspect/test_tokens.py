@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import unicodedata
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +12,17 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.inspect.conftest import Command
+from tests.verify.rewriting import rotate_ids
 from vlmdata.errors import DatasetFormatError
+from vlmdata.format.manifest import Manifest
 from vlmdata.inspect.text import one_line, visible
 from vlmdata.inspect.tokens import TokenTexts
 
 
 @pytest.fixture(scope="module")
 def texts(demo: Path) -> TokenTexts:
-    return TokenTexts(demo)
+    return TokenTexts(demo, Manifest.read(demo))
 
 
 @given(text=st.text())
@@ -54,9 +59,32 @@ def test_special_tokens_are_what_the_tokenizer_says(texts: TokenTexts, tokenizer
     }
 
 
-def test_a_dataset_without_tokenizer_is_refused_with_the_path(tmp_path: Path) -> None:
-    with pytest.raises(DatasetFormatError, match=r"tokenizer/tokenizer\.json"):
-        TokenTexts(tmp_path)
+def test_a_dataset_without_tokenizer_is_refused_with_the_path(tmp_path: Path, demo: Path) -> None:
+    with pytest.raises(DatasetFormatError, match=r"tokenizer/tokenizer\.json.*same `vlmdata preprocess` command"):
+        TokenTexts(tmp_path, Manifest.read(demo))
+
+
+@pytest.mark.parametrize("hashed", [True, False], ids=["format 1.1", "format 1.0"])
+def test_another_tokenizer_is_refused_instead_of_spelling_other_words(
+    demo: Path, copy_of: Callable[[Path], Path], hashed: bool
+) -> None:
+    damaged = copy_of(demo)
+    rotate_ids(damaged)
+    manifest = Manifest.read(damaged)
+    if not hashed:
+        manifest = dataclasses.replace(manifest, tokenizer_files={})
+    with pytest.raises(
+        DatasetFormatError, match=r"tokenizer\.json: not the tokenizer that .*preprocess` command again"
+    ):
+        TokenTexts(damaged, manifest)
+
+
+def test_the_command_says_so_in_one_line(demo: Path, copy_of: Callable[[Path], Path], command: Command) -> None:
+    damaged = copy_of(demo)
+    rotate_ids(damaged)
+    code, out, error = command(damaged, "--sample", "0")
+    assert (code, out) == (2, "")
+    assert "not the tokenizer that the dataset was made with" in " ".join(error.split())
 
 
 @given(text=st.text(st.characters()))

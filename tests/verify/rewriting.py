@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from vlmdata.format.dataset import open_dataset
 from vlmdata.format.index import DatasetIndex, IndexRow, index_table
 from vlmdata.format.manifest import Manifest, TokenizerInfo
-from vlmdata.format.schema import INDEX_NAME, MANIFEST_NAME
+from vlmdata.format.schema import INDEX_NAME, MANIFEST_NAME, TOKENIZER_DIR
 from vlmdata.format.shard import ShardWriter
 
 
@@ -107,6 +107,15 @@ def edit_manifest_json(directory: Path, path: str, value: Any) -> None:
         target = target[int(name)] if isinstance(target, list) else target[name]
     target[last] = value
     (directory / MANIFEST_NAME).write_text(json.dumps(fields))
+
+
+def rotate_ids(directory: Path) -> None:
+    """Gives every ordinary token of a dataset's tokenizer the next one's id."""
+    path = directory / TOKENIZER_DIR / "tokenizer.json"
+    fields = json.loads(path.read_text())
+    vocabulary = fields["model"]["vocab"]
+    fields["model"]["vocab"] = {text: (id + 1) % len(vocabulary) for text, id in vocabulary.items()}
+    path.write_text(json.dumps(fields))
 
 
 def sha256(path: Path) -> str:

@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -34,6 +34,8 @@ class TokenizerInfo:
         image: Id of ``<|image_pad|>``.
         video: Id of ``<|video_pad|>``.
         assistant_header: Ids of ``assistant\n``, which follow ``<|im_start|>`` in an assistant turn.
+        special_tokens: Named special tokens (``pad_token``, ``eos_token`` …), which chat templates may write. Empty in
+            manifests of format 1.0.
     """
 
     name: str
@@ -48,6 +50,7 @@ class TokenizerInfo:
     image: int
     video: int
     assistant_header: tuple[int, ...]
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,7 @@ class Manifest:
         features: What a reader must understand; see :data:`SUPPORTED_FEATURES`.
         schema_version: MAJOR.MINOR of the format.
         created_by: Name and version of the writer.
+        tokenizer_files: sha256 of each file in ``tokenizer/``. Empty in manifests of format 1.0.
     """
 
     config: Mapping[str, Any]
@@ -120,6 +124,7 @@ class Manifest:
     features: tuple[str, ...]
     schema_version: str = SCHEMA_VERSION
     created_by: str = ""
+    tokenizer_files: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:
@@ -129,6 +134,10 @@ class Manifest:
     def to_json(self) -> bytes:
         """Canonical JSON text."""
         fields = {"format": FORMAT_NAME, **dataclasses.asdict(self)}
+        # What a manifest of format 1.0 lacks is not written, so that reading one does not change its fingerprint.
+        for owner, name in ((fields, "tokenizer_files"), (fields["tokenizer"], "special_tokens")):
+            if not owner[name]:
+                del owner[name]
         return (json.dumps(fields, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
     @classmethod

@@ -297,7 +297,7 @@ def _findings(dataset: VlmDataset, facts: IndexFindings, chosen: list[int]) -> t
             groups.append(FindingGroup(kind, severity, meaning, len(where), shown, tuple(where[:_LISTED].tolist())))
     content: dict[str, list[tuple[int, Finding]]] = {}
     if chosen:
-        check = ContentCheck(dataset, TokenTexts(dataset.directory))
+        check = ContentCheck(dataset, TokenTexts(dataset.directory, dataset.manifest))
         for i in chosen:
             for kind, found in {found.kind: found for found in reversed(check.of(i))}.items():
                 content.setdefault(kind, []).append((i, found))

@@ -91,7 +91,7 @@ class Run:
             describe_dataset(dataset, check=check, seed=self.options.seed) if "is:suspicious" in query.flags else None
         )
         order = candidates(IndexFindings(dataset.index), query, () if card is None else suspicious_samples(card))
-        hits = search(dataset, TokenTexts(dataset.directory), order, query.text, limit=len(dataset))
+        hits = search(dataset, TokenTexts(dataset.directory, dataset.manifest), order, query.text, limit=len(dataset))
         samples = found_samples(dataset, hits.samples)
         self._show(
             {"query": query, "samples": samples}, lambda console: print_found(console, samples, len(dataset), _LISTED)

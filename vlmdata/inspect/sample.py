@@ -170,7 +170,7 @@ class SampleDescriber:
 
     def __init__(self, dataset: VlmDataset):
         self.dataset = dataset
-        self.texts = TokenTexts(dataset.directory)
+        self.texts = TokenTexts(dataset.directory, dataset.manifest)
         self.facts = IndexFindings(dataset.index)
         self._check = ContentCheck(dataset, self.texts)
 

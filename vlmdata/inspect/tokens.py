@@ -14,10 +14,11 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from vlmdata.errors import DatasetFormatError
-from vlmdata.format.manifest import TokenizerInfo
+from vlmdata.format.manifest import Manifest, TokenizerInfo
 from vlmdata.format.schema import TOKENIZER_DIR
+from vlmdata.format.tokenizer_files import VOCABULARY_FILE, vocabulary_problem
 
-_TOKENIZER_FILE = "tokenizer.json"
+_REMEDY = "Run the same `vlmdata preprocess` command again; it writes the tokenizer anew."
 #: What Python's surrogateescape adds to a byte that is not UTF-8.
 _STRAY_BYTE = 0xDC00
 
@@ -27,19 +28,24 @@ class TokenTexts:
 
     Args:
         directory: The dataset's folder.
+        manifest: The dataset's manifest.
 
     Raises:
-        DatasetFormatError: If it holds no readable tokenizer.
+        DatasetFormatError: If it holds no readable tokenizer, or another one than the dataset was made with.
     """
 
-    def __init__(self, directory: Path):
-        path = directory / TOKENIZER_DIR / _TOKENIZER_FILE
+    def __init__(self, directory: Path, manifest: Manifest):
+        path = directory / TOKENIZER_DIR / VOCABULARY_FILE
         try:
+            problem = vocabulary_problem(directory, manifest)
             self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
+        except Exception as error:  # tokenizers raises bare Exception
+            raise DatasetFormatError(f"{path}: cannot read the tokenizer: {error}. {_REMEDY}") from error
+        if problem:
             raise DatasetFormatError(
-                f"{path}: cannot read the tokenizer: {error}. It is written by `vlmdata preprocess`; restore it."
-            ) from error
+                f"{path}: not the tokenizer that the dataset was made with ({problem}), so it would spell other words "
+                f"than the data holds. {_REMEDY}"
+            )
         self._byte_level = '"ByteLevel"' in json.dumps(json.loads(self._tokenizer.to_str()).get("decoder"))
         self._added = {id: token.content for id, token in self._tokenizer.get_added_tokens_decoder().items()}
         self._special = frozenset(

@@ -20,6 +20,7 @@ from vlmdata.format.index import DatasetIndex
 from vlmdata.format.ledger import read_ledger
 from vlmdata.format.manifest import Manifest, canonical_hash
 from vlmdata.format.schema import INDEX_NAME, LEDGER_NAME, MANIFEST_NAME
+from vlmdata.format.tokenizer_files import tokenizer_findings
 from vlmdata.verify.fault import Fault
 from vlmdata.verify.sample import SampleRules
 from vlmdata.verify.shard import ShardAudit, audit_shard
@@ -55,6 +56,7 @@ def verify_dataset(directory: Path, *, workers: int = 1, on_shard: Callable[[Sha
     """
     manifest = Manifest.read(directory)
     faults = list(_check_files(directory, manifest))
+    faults += [Fault(*found) for found in tokenizer_findings(directory, manifest)]
     try:
         index = DatasetIndex.read(directory / INDEX_NAME)
     except DatasetFormatError as error:
