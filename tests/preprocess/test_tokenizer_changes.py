@@ -115,5 +115,5 @@ def test_an_edit_while_the_run_is_under_way_ends_it(run: Any, folder: Path, monk
     def edit(rows: int, shards: int, done: int, counters: Any) -> None:
         set_token(folder, "pad_token", "<|vision_pad|>")
 
-    with pytest.raises(SourceError, match="changed while the run was under way.*pad: .*Restore its files"):
+    with pytest.raises(SourceError, match=r"changed while the run was under way.*pad: .*Restore its files"):
         run(Watcher(started=edit))
