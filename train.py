@@ -42,8 +42,10 @@ def main(
     context: typer.Context,
     data: Annotated[list[str] | None, typer.Option(help="Dataset directory or URL; may be repeated.")] = None,
     preset: Annotated[str | None, typer.Option(help="Model size: tiny, tiny-moe, proxy, 0.8b, 2b, 4b, 9b, …")] = None,
-    hf: Annotated[str | None, typer.Option(help="Build the model of this checkpoint: folder or hub id.")] = None,
-    weights: Annotated[str | None, typer.Option(help="Start from weights made by `vlmdata convert`.")] = None,
+    hf: Annotated[str | None, typer.Option(help="Train this Hugging Face checkpoint: folder or hub id.")] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="Folder of weights to start from; default: those of --hf; none: random.")
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps in all.")] = None,
     capacity: Annotated[int | None, typer.Option(help="Most tokens in a pack.")] = None,
     global_batch: Annotated[int | None, typer.Option(help="Packs per step, over all ranks.")] = None,

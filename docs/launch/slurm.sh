@@ -7,7 +7,7 @@
 #SBATCH --signal=TERM@180
 #SBATCH --requeue
 #SBATCH --open-mode=append
-# sbatch docs/launch/slurm.sh --data data/cord --hf models/Qwen3.5-9B --weights weights/qwen3.5-9b --tp 2 --sp --out runs/cord
+# sbatch docs/launch/slurm.sh --data data/cord --hf models/Qwen3.5-9B --tp 2 --sp --out runs/cord
 # One task a GPU: Slurm tells every rank itself, 180 s before the time limit, to finish the step and save. That is the
 # time a step and a save may take; ask for more with --signal=TERM@SECONDS. The requeued job goes on from there.
 set -euo pipefail

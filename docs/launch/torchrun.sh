@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One node: docs/launch/torchrun.sh 8 --data data/cord --hf models/Qwen3.5-9B --weights weights/qwen3.5-9b --tp 2 --sp --out runs/cord
+# One node: docs/launch/torchrun.sh 8 --data data/cord --hf models/Qwen3.5-9B --tp 2 --sp --out runs/cord
 # Ctrl-C or SIGTERM to torchrun reach every rank, but 30 s later torchrun kills them: a step and a save must take less.
 # Where they take longer, send SIGTERM to one of the ranks instead (they agree), or rely on --save-every.
 set -euo pipefail

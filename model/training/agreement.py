@@ -6,6 +6,7 @@ Everything here is a collective: every rank calls it, in the same order.
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import socket
 import time
@@ -74,6 +75,33 @@ def decided[T](action: Callable[[], T]) -> T:
         dist.broadcast_object_list(box, src=0)
     found: T = box[0]
     return found
+
+
+def by_leaders(action: Callable[[], object]) -> None:
+    """Runs something long, such as a download, on one process of each node, while the others wait.
+
+    They look at the store rather than wait in a collective, which would fail after ``run.timeout_minutes``.
+
+    Raises:
+        VlmdataError: If it fails on a node; on all ranks.
+    """
+    if dist.get_world_size() == 1:
+        action()
+        return
+    leads = os.environ.get("LOCAL_RANK", "0") == "0"
+    leaders, turn = sum(gathered(leads)), decided(lambda: secrets.token_hex(8))
+    store, error = dist.distributed_c10d._get_default_store(), None
+    if leads:
+        try:
+            action()
+        except Exception as caught:
+            error = caught
+        store.add(f"vlmdata/done/{turn}", 1)
+    while store.add(f"vlmdata/done/{turn}", 0) < leaders:
+        time.sleep(0.2)
+    with together():
+        if error is not None:
+            raise error
 
 
 def gathered[T](value: T) -> list[T]:

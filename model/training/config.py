@@ -11,6 +11,9 @@ from typing import Any, Literal
 
 from vlmdata.errors import VlmdataError
 
+#: The value of ``model.weights`` that means random ones.
+NO_WEIGHTS = "none"
+
 
 class ConfigError(VlmdataError):
     """A setting is unknown, of the wrong type, or out of range."""
@@ -66,7 +69,9 @@ class ModelConfig:
         preset: Name of a size in :data:`model.presets.PRESETS`; ignored with ``hf``.
         hf: Folder, ``config.json`` or hub id of a Hugging Face checkpoint whose architecture is built.
         ignore_config_fields: Fields of that ``config.json`` that are unknown here, but harmless.
-        weights: Checkpoint that ``vlmdata convert`` made, to start from; none starts from random weights.
+        weights: Folder of the weights to start from: a Hugging Face checkpoint, what ``vlmdata convert`` made, or a
+            run's checkpoint. Unset, they are those of ``hf``, and random without ``hf``. The word "none" starts from
+            random weights.
         backend: "transformer_engine", "torch", or "auto": Transformer Engine where there is CUDA.
         mtp: Whether multi-token prediction is trained; none means as the architecture has it.
         mtp_loss_scale: Weight of its loss.

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union
 
-from model.training.config import ConfigError, DataConfig, RunConfig, TrainConfig, flattened
+from model.training.config import NO_WEIGHTS, ConfigError, DataConfig, RunConfig, TrainConfig, flattened
 from model.training.setting_names import meant
 
 _LEAST = {
@@ -86,6 +86,8 @@ def _parse_override(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals:
         raise ConfigError(f"--set {text!r}: write it as group.name=value, such as optimizer.lr=1e-4")
+    if value.strip().lower() == NO_WEIGHTS and name.strip() == "model.weights":
+        return "model.weights", NO_WEIGHTS  # a value there; empty takes the setting back
     if value.strip().lower() in ("none", ""):
         return name.strip(), None
     try:

@@ -66,12 +66,12 @@ def train(config: TrainConfig, device: torch.device, resume: bool) -> Outcome:
             loader = stack.enter_context(open_loader(config, place, architecture.language.moe is not None, device))
         asynchronous = device.type == "cuda" if config.run.async_save is None else config.run.async_save
         checkpoints = Checkpoints(config, architecture, place, asynchronous)
-        found = find_start(config, checkpoints, resume)
+        start = find_start(config, checkpoints, resume)
         with together():
             model = build(config, architecture, place, device)
             trained = freeze(model, config.model.freeze)
         learner = build_learner(model, config, device, parameter_dtype(config, device))
-        done, notes = load_start(config, architecture, checkpoints, found, learner, loader)
+        done, notes = load_start(config, architecture, place, checkpoints, start, learner, loader)
         with together():
             log = stack.enter_context(RunLog(config, place.rank == 0, done if resume else None))
         log.say(_describe(config, architecture, place, trained, loader))

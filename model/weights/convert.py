@@ -32,11 +32,17 @@ from torch.distributed.checkpoint.storage import StorageReader
 from model.architecture import Architecture
 from model.network.build import ModelSettings, build_model, vocabulary_rows
 from model.weights.checksums import damaged_files, unchecked_files, write_checksums
-from model.weights.hf_files import HfTensors, PlannedTensor, WeightsError, differences, write_tensors
+from model.weights.hf_files import (
+    HfTensors,
+    PlannedTensor,
+    WeightsError,
+    differences,
+    require_none,
+    write_tensors,
+)
 from model.weights.hf_folder import CONFIG, architecture_in, config_for, copy_small_files, read_json, with_dtypes
+from model.weights.hf_load import holds_prediction, table_of
 from model.weights.names import ParameterMap, canonical_names, hf_names, parameter_maps
-
-_IGNORED = ("rotary_emb.inv_freq",)
 
 Progress = Callable[[int], None]
 
@@ -76,22 +82,15 @@ def to_megatron(
     """
     architecture = read_architecture(source, ignore)
     files = HfTensors(source)
-    mtp = any(name.startswith("mtp.") for name in files.tensors)
-    maps = _table(architecture, mtp, files.tensors)
+    mtp = holds_prediction(files)
+    maps = table_of(files, architecture, mtp=mtp, rows=vocabulary_rows(architecture.language.vocab_size, 1))
     wanted = hf_names(maps)
-    have = {
-        name: tensor.shape
-        for name, tensor in files.tensors.items()
-        # A tied output layer is written by some tools all the same; it is the embedding.
-        if not name.endswith(_IGNORED) and not (architecture.tie_embeddings and name == "lm_head.weight")
-    }
-    _require_no(differences(wanted, have), source)
     pieces = _pieces(_meta_model(architecture, mtp))
 
     @lru_cache(maxsize=1)  # the pieces of a parameter follow one another
     def parameter(name: str) -> Tensor:
         entry = maps[name]
-        return entry.to_mcore([each.take(files.read(each.name)) for each in entry.sources])
+        return entry.to_mcore([files.read(each.name, each.index) for each in entry.sources])
 
     def resolve(index: MetadataIndex) -> Tensor:
         name, number = pieces.where[(index.fqn, tuple(index.offset or ()))]
@@ -143,8 +142,9 @@ def to_hf(
     stored = {k: each for k, each in metadata.state_dict_metadata.items() if isinstance(each, TensorStorageMetadata)}
     mtp = any(key.startswith("language.predictor.") for key in stored)
     pieces = _pieces(_meta_model(architecture, mtp))
-    maps = _table(architecture, mtp, ())
-    _require_no(_key_differences(pieces, {key: tuple(each.size) for key, each in stored.items()}), source)
+    rows = vocabulary_rows(architecture.language.vocab_size, 1)
+    maps = parameter_maps(architecture, mtp=mtp, vocab_rows=rows)
+    require_none(_key_differences(pieces, {key: tuple(each.size) for key, each in stored.items()}), source)
     by_canonical = {canonical: ours for ours, canonical in pieces.canonical.items()}
 
     @lru_cache(maxsize=1)  # q, k and v are one parameter and follow one another
@@ -272,11 +272,6 @@ def _meta_model(architecture: Architecture, mtp: bool) -> torch.nn.Module:
         return build_model(architecture, ModelSettings(mtp_layers=architecture.mtp_layers if mtp else 0))
 
 
-def _table(architecture: Architecture, mtp: bool, names: Any) -> dict[str, ParameterMap]:
-    rows = vocabulary_rows(architecture.language.vocab_size, 1)
-    return parameter_maps(architecture, mtp=mtp, vocab_rows=rows, checkpoint_names=names)
-
-
 def _owners(maps: Mapping[str, ParameterMap]) -> dict[str, list[tuple[str, int, int | None]]]:
     """For every Hugging Face tensor: the parameters that hold it, as which of their sources and which entry."""
     owners: dict[str, list[tuple[str, int, int | None]]] = {}
@@ -302,13 +297,6 @@ def _key_differences(pieces: _Pieces, stored: Mapping[str, tuple[int, ...]]) -> 
             elif piece.key in stored:  # the vocabulary, filled up differently for other layouts
                 wanted[piece.key] = stored[piece.key]
     return differences(wanted, {key: shape for key, shape in stored.items() if not key.startswith("optimizer.")})
-
-
-def _require_no(lines: list[str], source: Path) -> None:
-    if lines:
-        shown = "\n  ".join(lines[:40])
-        more = f"\n  … and {len(lines) - 40} more" if len(lines) > 40 else ""
-        raise WeightsError(f"{source} and its config.json disagree in {len(lines)} tensors:\n  {shown}{more}")
 
 
 def _with_data(piece: ShardedTensor, data: Tensor) -> ShardedTensor:

@@ -89,10 +89,10 @@ class HfTensors:
                 self.tensors[name] = tensor
         self._require_all_files()
 
-    def read(self, name: str) -> Tensor:
-        """A tensor, in memory of its own."""
+    def read(self, name: str, entry: int | None = None) -> Tensor:
+        """A tensor, or one entry of its first axis (an expert), in memory of its own; nothing else is read."""
         with safe_open(self.tensors[name].file, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
+            tensor: Tensor = file.get_tensor(name) if entry is None else file.get_slice(name)[entry]
         return tensor
 
     def dtype(self, name: str) -> torch.dtype:
@@ -145,6 +145,22 @@ def differences(wanted: Mapping[str, tuple[int, ...]], have: Mapping[str, tuple[
         if name in have and wanted[name] != have[name]
     ]
     return lines
+
+
+def require_none(lines: Sequence[str], source: Path) -> None:
+    """Refuses weights that differ from what their architecture needs.
+
+    Args:
+        lines: What :func:`differences` gave.
+        source: Their folder.
+
+    Raises:
+        WeightsError: If there is a line; the first 40 are shown.
+    """
+    if lines:
+        shown = "\n  ".join(lines[:40])
+        more = f"\n  … and {len(lines) - 40} more" if len(lines) > 40 else ""
+        raise WeightsError(f"{source} and its config.json disagree in {len(lines)} tensors:\n  {shown}{more}")
 
 
 def write_tensors(

@@ -151,21 +151,23 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
 def load_from_hf(
     model: nn.Module,
     maps: Mapping[str, ParameterMap],
-    read: Callable[[str], Tensor],
+    take: Callable[[Source], Tensor],
     *,
     tensor_rank: int = 0,
     tensor_parallel: int = 1,
     vision_parallel: int | None = None,
+    leave: tuple[str, ...] = (),
 ) -> None:
     """Fills a model's parameters on this rank from Hugging Face tensors.
 
     Args:
         model: As for :func:`canonical_names`.
         maps: The table.
-        read: Gives a Hugging Face tensor by name.
+        take: Gives what a source means: a tensor, or one entry of it.
         tensor_rank: Tensor-parallel rank.
         tensor_parallel: Tensor-parallel size.
         vision_parallel: That of the vision tower: the same (None), or 1.
+        leave: What canonical names of parameters begin with that stay as they are.
 
     Raises:
         KeyError: If a parameter is not in the table.
@@ -173,8 +175,10 @@ def load_from_hf(
     """
     names = canonical_names(model)
     for name, parameter in model.named_parameters():
+        if names[name].startswith(leave):
+            continue
         entry = _entry(maps, names[name])
-        value = entry.to_mcore([source.take(read(source.name)) for source in entry.sources])
+        value = entry.to_mcore([take(source) for source in entry.sources])
         if vision_parallel != 1 or not names[name].startswith("vision."):
             value = entry.shard(value, tensor_rank, tensor_parallel)
         if value.shape != parameter.shape:

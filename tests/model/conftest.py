@@ -59,7 +59,7 @@ def make_pair(one_process: None) -> Callable[..., Pair]:
         maps = parameter_maps(architecture)
         weights = random_weights(hf_names(maps))
         ours = build_model(architecture, ModelSettings(**settings))
-        load_from_hf(ours, maps, weights.__getitem__)
+        load_from_hf(ours, maps, lambda source: source.take(weights[source.name]))
         return Pair(architecture, ours.train(), transformers_model(architecture, weights), weights, maps)
 
     return make

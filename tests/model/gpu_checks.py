@@ -77,7 +77,13 @@ def run(
     maps = parameter_maps(wanted, vocab_rows=vocabulary_rows(wanted.language.vocab_size, place.tensor))
     weights = random_weights(hf_names(maps))
     model = build_model(wanted, settings)
-    load_from_hf(model, maps, weights.__getitem__, tensor_rank=place.tensor_rank, tensor_parallel=place.tensor)
+    load_from_hf(
+        model,
+        maps,
+        lambda source: source.take(weights[source.name]),
+        tensor_rank=place.tensor_rank,
+        tensor_parallel=place.tensor,
+    )
     model.train()
     mine = packed.context_parallel_shard(place.context_rank, place.context) if place.context > 1 else packed
     losses = model(mine.to(CUDA))

@@ -104,7 +104,7 @@ def build(case: Case, data: Path) -> Any:
     load_from_hf(
         model,
         maps,
-        weights.__getitem__,
+        lambda source: source.take(weights[source.name]),
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         tensor_parallel=settings.tensor_parallel,
         vision_parallel=settings.vision_parallel,

@@ -68,6 +68,8 @@ def train_here(out: Path, data: Path, resume: bool = False, **settings: Any) -> 
 
     changed = {name.replace("__", "."): value for name, value in settings.items()}
     merged = SETTINGS | {"data.paths": [str(data)], "run.out": str(out)} | changed
+    if "model.hf" in changed:
+        del merged["model.preset"]
     groups.seed_all(merged.get("run.seed", 1234))
     return train(load_config(None, list(merged.items())), torch.device("cpu"), resume)
 

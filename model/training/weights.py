@@ -1,0 +1,215 @@
+"""The weights a fresh run begins from: of a Hugging Face checkpoint, of a distributed checkpoint, or random."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from model.architecture import Architecture
+from model.training.agreement import by_leaders, decided, on_all_ranks
+from model.training.checkpoint import checkpoints_in, reason, sharded_model
+from model.training.config import NO_WEIGHTS, ConfigError, TrainConfig, config_differences
+from model.training.data import RankPlace
+from model.training.optimizer import Learner, unwrapped
+from model.training.run_state import predicts
+from model.weights.checksums import damaged_files, unchecked_files, without_checksum
+from model.weights.convert import read_architecture
+from model.weights.hf_files import HfTensors, WeightsError
+from model.weights.hf_load import ModelPart, fill_from_folder, holds_prediction
+from vlmdata.errors import VlmdataError
+
+#: How the parameters of multi-token prediction are called.
+_PREDICTOR = "language.predictor."
+#: What is downloaded of a hub id: weights, and what `vlmdata convert --like` copies.
+_HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt")
+
+
+def find_weights(config: TrainConfig) -> Path | None:
+    """The folder that a fresh run's weights are read from, before a model is built; None for random weights.
+
+    ``model.weights`` decides; if it is not set, the weights are those of ``model.hf``. A hub id is downloaded, by one
+    process of each node. A collective.
+
+    Raises:
+        ConfigError: If ``model.hf`` has no weights and nothing says that random ones are meant, or if there is no
+            folder of that name.
+    """
+    model = config.model
+    if model.weights == NO_WEIGHTS or (model.weights is None and model.hf is None):
+        return None
+    if model.weights is not None:
+        return on_all_ranks(partial(_folder_of_weights, Path(model.weights)))
+    assert model.hf is not None
+    name = model.hf
+    # Rank 0 decides, so that ranks with different working folders do not part here.
+    if not decided(lambda: Path(name).exists()):
+        by_leaders(partial(_downloaded, name))
+        return on_all_ranks(lambda: _with_weights(name, _downloaded(name, again=True)))
+    return on_all_ranks(lambda: _with_weights(name, Path(name)))
+
+
+def _folder_of_weights(path: Path) -> Path:
+    if not path.is_dir():
+        raise ConfigError(
+            f"model.weights {path} is no folder; name a Hugging Face checkpoint, a run's checkpoint or what "
+            f"`vlmdata convert` made, or --weights {NO_WEIGHTS} for random weights"
+        )
+    if not _holds_weights(path):
+        found = [*checkpoints_in(path), *checkpoints_in(path / "checkpoints")]
+        newest = f"{found[-1]} is one" if found else "it holds no *.safetensors either"
+        raise ConfigError(f"model.weights {path} is no distributed checkpoint; {newest}")
+    return path
+
+
+def _with_weights(name: str, folder: Path) -> Path:
+    """A folder that ``model.hf`` names, if it holds weights."""
+    if folder.is_dir() and _holds_weights(folder):
+        return folder
+    what = "has no weights (*.safetensors)" if folder.is_dir() else "is a config.json, which has no weights"
+    raise ConfigError(
+        f"model.hf {name} {what}: --weights {NO_WEIGHTS} trains from random weights, --weights FOLDER from those of "
+        "another folder"
+    )
+
+
+def _holds_weights(folder: Path) -> bool:
+    return (folder / ".metadata").exists() or any(folder.glob("*.safetensors"))
+
+
+def _downloaded(name: str, again: bool = False) -> Path:
+    """The folder of a hub id's files.
+
+    Args:
+        name: The id.
+        again: Only look where a process of this node has put them.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(_HUB_FILES), local_files_only=again))
+    except (OSError, ValueError) as error:  # the hub's own errors are OSErrors
+        first = str(error).splitlines()[0]
+        raise ConfigError(
+            f"model.hf {name}: its weights could not be downloaded: {first}. Download them with `hf download {name} "
+            "--local-dir DIR` and name DIR"
+        ) from error
+
+
+def load_weights(
+    path: Path, learner: Learner, config: TrainConfig, architecture: Architecture, place: RankPlace
+) -> list[str]:
+    """Fills the model with weights, for any layout.
+
+    Args:
+        path: Holds ``*.safetensors`` of Hugging Face, or a distributed checkpoint that ``vlmdata convert`` or a run
+            made.
+        learner: The model they go to.
+        config: The run; whose multi-token prediction starts from random weights if the folder has none of it and
+            ``model.mtp`` is true (rather than left to the architecture).
+        architecture: Its model.
+        place: This process.
+
+    Returns:
+        Lines on where the weights come from and what is worth knowing.
+
+    Raises:
+        ConfigError: If they are damaged, or of another model.
+    """
+    load = _load_distributed if (path / ".metadata").exists() else partial(_load_hf, place=place)
+    notes = load(path, learner, config, architecture)
+    learner.optimizer.reload_model_params()
+    return notes
+
+
+def _load_hf(
+    path: Path, learner: Learner, config: TrainConfig, architecture: Architecture, place: RankPlace
+) -> list[str]:
+    def fill() -> list[str]:
+        try:
+            predicting = predicts(config.model.mtp, architecture)
+            lacking = predicting and not holds_prediction(HfTensors(path))
+            notes = [_without_prediction(path, fresh=config.model.mtp is True)] if lacking else []
+            parallel = config.parallel
+            part = ModelPart(place.tp_rank, parallel.tp, parallel.vision_tp, predicting and not lacking)
+            read = fill_from_folder(unwrapped(learner.model[0]), path, architecture, part)
+        except (WeightsError, OSError) as error:
+            if other := _difference(path, architecture, config.model.ignore_config_fields):
+                other = other.removesuffix(": ")
+                raise ConfigError(
+                    f"model.weights {path}: {other}. Name the model they are of with --preset or --hf"
+                ) from error
+            raise ConfigError(f"the weights in {path} cannot be loaded: {error}") from error
+        return [f"weights: Hugging Face checkpoint {path}, {read / 1e9:,.3f} GB", *notes]
+
+    return on_all_ranks(fill)
+
+
+def _load_distributed(path: Path, learner: Learner, config: TrainConfig, architecture: Architecture) -> list[str]:
+    notes = [f"weights: checkpoint {path}"]
+    notes += on_all_ranks(partial(_check_files, path)) if config.run.verify else []
+    model = unwrapped(learner.model[0])
+    wanted = sharded_model(model)
+    try:
+        stored = dist_checkpointing.load_tensors_metadata(str(path))
+        _require_same_sizes(path, stored, wanted, architecture)
+        if predicts(config.model.mtp, architecture) and not any(name.startswith(_PREDICTOR) for name in stored):
+            notes.append(_without_prediction(path, fresh=config.model.mtp is True))
+            wanted = {name: entry for name, entry in wanted.items() if not name.startswith(_PREDICTOR)}
+        loaded = dist_checkpointing.load({"model": wanted}, str(path))
+    except VlmdataError:
+        raise
+    except (Exception, CheckpointException) as error:
+        raise ConfigError(f"model.weights {path}: {_difference(path, architecture)}{reason(error)}") from error
+    model.load_state_dict(loaded["model"], strict=False)
+    return notes
+
+
+def _check_files(path: Path) -> list[str]:
+    """This rank's share of the files against their checksums; a line if there are some without."""
+    try:
+        damaged, unchecked = damaged_files(path, dist.get_rank(), dist.get_world_size()), unchecked_files(path)
+    except (OSError, ValueError) as error:
+        damaged = [str(error)]
+    if damaged:
+        raise ConfigError(f"model.weights {path}: {'; '.join(damaged)}. Convert them again, or take another checkpoint")
+    return [without_checksum(path, unchecked)] if unchecked else []
+
+
+def _require_same_sizes(
+    path: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any], architecture: Architecture
+) -> None:
+    """Tensors of other sizes are of another model, whatever else may be missing."""
+    for entry in nested_values(dict(wanted)):
+        theirs = stored.get(getattr(entry, "key", ""))
+        if isinstance(entry, ShardedTensor) and theirs is not None and theirs.global_shape != entry.global_shape:
+            raise ConfigError(
+                f"model.weights {path}: {_difference(path, architecture)}{entry.key} is {tuple(theirs.global_shape)} "
+                f"there and {tuple(entry.global_shape)} here. Name the model they are of with --preset or --hf"
+            )
+
+
+def _without_prediction(path: Path, fresh: bool) -> str:
+    if fresh:
+        return f"{path} has no weights of multi-token prediction: it starts from random ones"
+    raise ConfigError(
+        f"model.weights {path} has no weights of multi-token prediction, which this model has: train "
+        "without it, --set model.mtp=false, or train it from random weights, --set model.mtp=true"
+    )
+
+
+def _difference(path: Path, architecture: Architecture, ignore: Collection[str] = ()) -> str:
+    """What the weights' model has other than this one, if that can be told."""
+    try:
+        theirs = read_architecture(path, ignore)
+    except VlmdataError:
+        return ""
+    lines = config_differences({"model": theirs.to_hf()}, {"model": architecture.to_hf()})
+    return f"they are of another model ({'; '.join(lines)}): " if lines else ""

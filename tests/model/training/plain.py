@@ -1,0 +1,65 @@
+"""A tiny Hugging Face checkpoint for a dataset, and what transformers computes of its samples one by one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from model.architecture import Architecture
+from tests.model.helpers import random_weights, transformers_model
+from vlmdata.format.dataset import VlmDataset
+from vlmdata.patches import pixel_values
+
+
+def write_checkpoint(folder: Path, data: Path, preset: str = "tiny", weights: bool = True, mtp: bool = True) -> Any:
+    """Writes a checkpoint whose vocabulary is the dataset's.
+
+    Args:
+        folder: Where to.
+        data: The dataset.
+        preset: Size.
+        weights: Whether there are weights beside the ``config.json``.
+        mtp: Whether multi-token prediction is among them.
+
+    Returns:
+        transformers' model.
+    """
+    from safetensors.torch import save_file
+
+    from model.presets import PRESETS
+    from model.weights.names import hf_names, parameter_maps
+
+    tokenizer = VlmDataset(data).manifest.tokenizer
+    architecture: Architecture = PRESETS[preset].with_vocabulary(tokenizer, tokenizer.vocab_size)
+    made = random_weights(hf_names(parameter_maps(architecture, mtp=mtp)))
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(architecture.to_hf()))
+    if weights:
+        save_file(made, folder / "model.safetensors")
+    return transformers_model(architecture, made)
+
+
+@torch.no_grad()
+def plain_loss(model: Any, data: Path, samples: Iterable[int]) -> tuple[float, int]:
+    """Mean cross-entropy over the targets of some samples, each by itself, and the number of targets."""
+    dataset, total, targets = VlmDataset(data), 0.0, 0
+    for number in samples:
+        sample = dataset[number]
+        length = sample.length
+        ids = torch.from_numpy(sample.input_ids[:length].astype("int64"))
+        inputs: dict[str, Any] = {
+            "input_ids": ids[None],
+            "position_ids": torch.from_numpy(sample.position_ids[:, None, :length].astype("int64")),
+        }
+        if len(sample.image_grid_thw):
+            inputs["pixel_values"] = pixel_values(torch.from_numpy(sample.patches.copy()), torch.float32)
+            inputs["image_grid_thw"] = torch.from_numpy(sample.image_grid_thw.astype("int64"))
+        logits = model(use_cache=False, **inputs).logits[0, :-1].float()
+        labels = torch.where(torch.from_numpy(sample.loss_mask[1:length] != 0), ids[1:], -100)
+        total += float(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))
+        targets += int((labels != -100).sum())
+    return total / targets, targets
