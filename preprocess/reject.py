@@ -1,4 +1,4 @@
-"""How code deep in a row's processing says that this row cannot become a sample."""
+"""How code deep in a row's processing says that the row, or one sample of its list, cannot be used."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from vlmdata.format.ledger import Reason
 
 
 class RowRejected(Exception):
-    """This row gives no sample; the run goes on.
+    """This row, or this sample of the list that the row gave, is rejected; the run goes on.
 
     Args:
         reason: Which ledger reason.

@@ -15,7 +15,7 @@ from rich.table import Table
 from preprocess.job import RunResult
 from vlmdata.format.index import DatasetIndex
 from vlmdata.format.ledger import Reason
-from vlmdata.format.manifest import Manifest
+from vlmdata.format.manifest import Manifest, Totals, counts_to_json
 from vlmdata.format.schema import INDEX_NAME, LEDGER_NAME
 
 _PERCENTILES = (0, 25, 50, 75, 95, 99, 100)
@@ -50,7 +50,7 @@ class Report:
         seconds: Wall time of this run.
         made: Shards made in this run.
         kept: Shards already there.
-        max_reject_rate: Greatest share of rejected rows that is no failure.
+        max_reject_rate: Greatest rejected share that is no failure.
     """
 
     directory: Path
@@ -63,12 +63,12 @@ class Report:
 
     @property
     def reject_rate(self) -> float:
-        """Rejected share of the rows."""
-        return self.manifest.totals.rejected / max(self.manifest.totals.rows, 1)
+        """Rejected share of what could have become samples."""
+        return self.manifest.totals.rejected / max(self.manifest.totals.candidates, 1)
 
     @property
     def too_many_rejects(self) -> bool:
-        """Whether the share of rejected rows is a failure."""
+        """Whether the rejected share is a failure."""
         return self.reject_rate > self.max_reject_rate
 
     def to_json(self) -> dict[str, Any]:
@@ -77,7 +77,8 @@ class Report:
             "directory": str(self.directory),
             "fingerprint": self.manifest.fingerprint,
             "config_hash": self.manifest.config_hash,
-            "totals": dataclasses.asdict(self.manifest.totals),
+            "totals": counts_to_json(self.manifest.totals),
+            "candidates": self.manifest.totals.candidates,
             "rejects": dict(self.manifest.rejects),
             "reject_rate": self.reject_rate,
             "max_reject_rate": self.max_reject_rate,
@@ -102,7 +103,7 @@ class Report:
         """Says that too many rows were rejected."""
         totals = self.manifest.totals
         console.print(
-            f"[bold red]failed:[/] {totals.rejected} of {totals.rows} rows rejected "
+            f"[bold red]failed:[/] {totals.rejected} of {totals.candidates} {_candidates(totals)} rejected "
             f"({100 * self.reject_rate:.1f} %), more than --max-reject-rate {self.max_reject_rate} allows. "
             f"The dataset of the other {totals.samples} is complete; the reasons stand in "
             f"{escape(str(self.directory / LEDGER_NAME))}.",
@@ -126,7 +127,7 @@ class Report:
         table.add_row(
             "bytes", f"{totals.bytes:,}", f"{totals.bytes / 1e6:,.1f} MB in {len(self.manifest.shards)} shards"
         )
-        table.add_row("rejected", f"{totals.rejected:,}", f"{100 * self.reject_rate:.2f} % of rows")
+        table.add_row("rejected", f"{totals.rejected:,}", f"{100 * self.reject_rate:.2f} % of {_candidates(totals)}")
         for reason, count in self.manifest.rejects.items():
             style = "bold red" if reason == Reason.UNEXPECTED_ERROR else "yellow"
             table.add_row(f"  {reason}", f"{count:,}", "", style=style)
@@ -140,6 +141,11 @@ def report_of(directory: Path, result: RunResult, seconds: float, max_reject_rat
     return Report(
         directory, result.manifest, _distribution(lengths), seconds, result.made, result.kept, max_reject_rate
     )
+
+
+def _candidates(totals: Totals) -> str:
+    """What the rejected are a share of: rows, or, where rows gave lists, their samples."""
+    return "samples of the rows" if totals.extra_candidates else "rows"
 
 
 def _distribution(lengths: np.ndarray[Any, np.dtype[np.int32]]) -> LengthDistribution | None:

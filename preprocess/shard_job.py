@@ -10,7 +10,8 @@ import dataclasses
 import json
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
+from preprocess.candidates import Candidate, candidates_of, unexpected
 from preprocess.chat.tokenizer import load_tokenizer
 from preprocess.config import PreprocessConfig
 from preprocess.encode import EncodedSample, Encoder
@@ -27,7 +29,7 @@ from preprocess.sources.rows import Source
 from vlmdata.errors import SourceError
 from vlmdata.format.atomic import atomic_path, sync, temporary_path, write_atomically
 from vlmdata.format.index import IndexRow, index_table
-from vlmdata.format.ledger import Reason, Rejection
+from vlmdata.format.ledger import Rejection
 from vlmdata.format.manifest import ShardInfo, TokenizerInfo, Totals, differences
 from vlmdata.format.schema import PATCH_BYTES, sample_key, shard_name
 from vlmdata.format.shard import Placement, ShardWriter
@@ -66,11 +68,11 @@ class ShardRecord:
 
 @dataclass(frozen=True)
 class RowOutcome:
-    """What became of one row, for progress: images and true tokens, or that it was rejected."""
+    """What became of one row, for progress: images and true tokens of its samples, and how many were rejected."""
 
     images: int
     tokens: int
-    rejected: bool
+    rejected: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +155,8 @@ def run_shard(job: ShardJob, context: ShardContext, on_row: Callable[[RowOutcome
         sync(context.directory)
     finally:
         temporary.unlink(missing_ok=True)
-    info = ShardInfo(name, job.row_start, job.row_stop, len(rows), len(rejections), size, digest)
+    extra = len(rows) + len(rejections) - (job.row_stop - job.row_start)
+    info = ShardInfo(name, job.row_start, job.row_stop, len(rows), len(rejections), size, digest, extra)
     rejects = dict(sorted(Counter(rejection.reason.value for rejection in rejections).items()))
     record = ShardRecord(info, _totals(info, rows), rejects)
     with atomic_path(progress_path(context.directory, job.number, "parquet")) as path:
@@ -172,28 +175,47 @@ def _process_row(
     rows: list[IndexRow],
     rejections: list[Rejection],
 ) -> RowOutcome:
+    """Adds the row's samples to the shard and ``rows``, and what is wrong with the others to ``rejections``."""
     try:
-        encoded = _encode_row(number, context)
+        row = context.source.row(number)
+        with _foreseen(context.recipe):
+            candidates = candidates_of(context.recipe, row)
     except RowRejected as error:
         rejections.append(Rejection(number, error.reason, error.message))
-        return RowOutcome(0, 0, True)
-    rows.append(_write_sample(encoded, number, shard, writer))
-    return RowOutcome(len(encoded.images), encoded.length, False)
+        return RowOutcome(0, 0, 1)
+    images = tokens = rejected = 0
+    for candidate in candidates:
+        try:
+            encoded = _encode(candidate, context)
+        except RowRejected as error:
+            rejections.append(Rejection(number, error.reason, error.message, candidate.sample))
+            rejected += 1
+        else:
+            rows.append(_write_sample(encoded, number, candidate, shard, writer))
+            images, tokens = images + len(encoded.images), tokens + encoded.length
+    return RowOutcome(images, tokens, rejected)
 
 
-def _encode_row(number: int, context: ShardContext) -> EncodedSample:
-    row = context.source.row(number)
+def _encode(candidate: Candidate, context: ShardContext) -> EncodedSample:
+    if isinstance(candidate.made, RowRejected):
+        raise candidate.made
+    with _foreseen(context.recipe):
+        return context.encoder.encode(candidate.made)
+
+
+@contextmanager
+def _foreseen(recipe: Recipe) -> Iterator[None]:
+    """Turns what nobody foresaw into a rejection: one row must not lose the others; the summary shows it."""
     try:
-        return context.encoder.encode(context.recipe(row))
+        yield
     except (RowRejected, MemoryError):
         raise
     except Exception as error:
-        # What nobody foresaw in one row must not lose the others; the ledger keeps it and the summary shows it.
-        raise RowRejected(Reason.UNEXPECTED_ERROR, f"{type(error).__name__}: {error}") from error
+        raise unexpected(error, recipe) from error
 
 
-def _write_sample(encoded: EncodedSample, row: int, shard: int, writer: ShardWriter) -> IndexRow:
-    key = sample_key(row)
+def _write_sample(encoded: EncodedSample, row: int, candidate: Candidate, shard: int, writer: ShardWriter) -> IndexRow:
+    key = sample_key(row, candidate.sample, candidate.of)
     grids = tuple(image.grid for image in encoded.images)
     targets = int(encoded.loss_mask.sum())
     metadata = {
@@ -207,6 +229,8 @@ def _write_sample(encoded: EncodedSample, row: int, shard: int, writer: ShardWri
         "image_grid_thw": grids,
         "images": [dict(image.origin) for image in encoded.images],
     }
+    if candidate.sample is not None:
+        metadata["sample"] = candidate.sample
     placement: Placement = writer.add(key, metadata, _pieces(encoded))
     return IndexRow(
         key=key,
@@ -245,4 +269,5 @@ def _totals(info: ShardInfo, rows: list[IndexRow]) -> Totals:
         patches=sum(row.num_patches for row in rows),
         bytes=info.bytes,
         truncated=sum(row.truncated for row in rows),
+        extra_candidates=info.extra_candidates,
     )

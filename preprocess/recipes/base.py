@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any, ClassVar, Protocol
 
 from preprocess.config import RecipeConfig
 from preprocess.conversation import Conversation
+from preprocess.reject import RowRejected
 from vlmdata.errors import SourceError
 
 
@@ -28,13 +29,15 @@ class Row:
 
 
 class Recipe(Protocol):
-    """Turns rows into conversations. Called as a pure function of the row: the same row, the same conversation."""
+    """Turns rows into conversations. Called as a pure function of the row: the same row, the same conversations."""
 
-    def __call__(self, row: Row) -> Conversation:
-        """The row's conversation.
+    def __call__(self, row: Row) -> Conversation | Iterable[Conversation | RowRejected]:
+        """The row's conversation, or a list, tuple or generator of several.
+
+        A :class:`RowRejected` in the list, in place of a conversation, rejects that sample alone.
 
         Raises:
-            RowRejected: If the row cannot become one.
+            RowRejected: If nothing of the row can be used.
         """
 
 

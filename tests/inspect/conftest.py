@@ -15,6 +15,7 @@ from preprocess.config import SpecialText
 from tests.chat_rows import build_mixed, image_item, turn, write_jsonl
 from tests.conftest import build_dataset
 from tests.inspect.raw import RawSample, read_samples
+from tests.list_recipe import build_lists
 from vlmdata.format.dataset import VlmDataset, open_dataset
 
 #: Text that tries everything on whoever shows it.
@@ -94,6 +95,12 @@ def hostile(shared_folder: Path) -> Path:
         build_dataset(source, out / "dataset", recipe="chat", special_text=SpecialText.PLAIN)
 
     return once(shared_folder, "hostile", make) / "dataset"
+
+
+@pytest.fixture(scope="session")
+def lists(shared_folder: Path) -> Path:
+    """Rows that give lists of samples, of which some are rejected."""
+    return once(shared_folder, "lists", build_lists) / "dataset"
 
 
 @pytest.fixture(scope="session")

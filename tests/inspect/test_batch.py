@@ -13,7 +13,7 @@ from tests.inspect.raw import RawSample, read_rejects
 from vlmdata import StreamingLoader
 from vlmdata.batch import PackedBatch
 from vlmdata.context_parallel import partition_indices
-from vlmdata.format.dataset import VlmDataset
+from vlmdata.format.dataset import VlmDataset, open_dataset
 from vlmdata.inspect import BatchDescription, describe_batch, describe_row, describe_step
 from vlmdata.inspect.batch import batch_at, num_batches
 from vlmdata.inspect.options import PackOptions, default_capacity
@@ -173,9 +173,10 @@ def test_rows_lead_to_samples_and_to_where_they_are_used(mixed: Path, mixed_data
     for i in range(len(mixed_dataset)):
         row = int(mixed_dataset.index.source_row[i])
         trace = describe_row(mixed_dataset, row, loader, epoch=1)
-        assert (trace.status, trace.index, trace.key) == ("sample", i, mixed_dataset.index.key(i))
-        assert len(trace.uses) == 1
-        use = trace.uses[0]
+        (found,) = trace.candidates
+        assert (found.status, found.index, found.key) == ("sample", i, mixed_dataset.index.key(i))
+        assert len(found.uses) == 1
+        use = found.uses[0]
         assert use.step is not None
         packs = describe_step(loader, 1, use.step, use.dp_rank).packs
         assert row in [sample.source_row for sample in packs[use.micro_batch or 0].samples]
@@ -186,11 +187,28 @@ def test_rejected_rows_say_why(mixed: Path, mixed_dataset: VlmDataset) -> None:
     assert rejects
     for line in rejects:
         trace = describe_row(mixed_dataset, line["row"])
-        assert (trace.status, trace.reason, trace.message) == ("rejected", line["reason"], line["message"])
-        assert trace.index is None
+        (found,) = trace.candidates
+        assert (found.status, found.reason, found.message) == ("rejected", line["reason"], line["message"])
+        assert found.index is None
     for row in (-1, 10):
         with pytest.raises(IndexError, match=f"no source row {row}: the source has 10"):
             describe_row(mixed_dataset, row)
+
+
+def test_a_row_of_several_samples_leads_to_each_of_them(lists: Path) -> None:
+    dataset = open_dataset(lists)
+    loader = PackOptions(global_batch=1).loader([lists], 1024)
+    trace = describe_row(dataset, 1, loader)
+    assert [(each.sample, each.status, each.key or each.reason) for each in trace.candidates] == [
+        (0, "sample", "000000001-000"),
+        (1, "rejected", "empty_answer"),
+        (2, "sample", "000000001-002"),
+        (3, "rejected", "missing_column"),
+    ]
+    assert [len(each.uses) for each in trace.candidates] == [1, 0, 1, 0]
+    assert [each.reason for each in describe_row(dataset, 2).candidates] == ["no_samples"]
+    batches = [origin for batch in loader for origin in zip(batch.origins, batch.sample_keys, strict=True)]
+    assert sorted(key for origin, key in batches if origin.row == 1) == ["000000001-000", "000000001-002"]
 
 
 def test_the_default_capacity_holds_the_longest_sample(demo_dataset: VlmDataset, demo_raw: list[RawSample]) -> None:

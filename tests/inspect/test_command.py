@@ -38,7 +38,7 @@ def test_every_view_has_a_json_form(demo: Path, tmp_path: Path, command: Command
     step = as_json(command, demo, "--step", "1:0", "--dp", 2, "--dp-rank", 1)
     assert {each["dp_rank"] for each in step["packs"]} == {1}
     row = as_json(command, demo, "--row", 3)
-    assert (row["trace"]["key"], row["sample"]["source_row"]) == ("000000003", 3)
+    assert (row["trace"]["candidates"][0]["key"], row["samples"][0]["source_row"]) == ("000000003", 3)
     found = as_json(command, demo, "--find", "row>=2 row<=3")
     assert [each["source_row"] for each in found["samples"]] == [2, 3]
     written = as_json(command, demo, "--html", tmp_path / "page.html", "--samples", 2)
@@ -50,7 +50,7 @@ def test_a_rejected_row_says_why(mixed: Path, command: Command) -> None:
     code, out, _ = command(mixed, "--row", 3)
     assert code == 0
     assert "no_assistant_turn" in out
-    assert as_json(command, mixed, "--row", 3)["sample"] is None
+    assert as_json(command, mixed, "--row", 3)["samples"] == [None]
 
 
 WRONG: list[tuple[list[str], str]] = [

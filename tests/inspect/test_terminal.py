@@ -44,6 +44,16 @@ def test_the_demo_looks_as_it_did(view: str, demo: Path, command: Command) -> No
     assert plain(out, demo) == path.read_text()
 
 
+def test_all_samples_of_a_row_are_shown(lists: Path, command: Command) -> None:
+    code, out, _ = command(lists, "--row", "1")
+    assert code == 0
+    path = GOLDEN / "row_of_samples.txt"
+    text = plain(out, lists)
+    if os.environ.get("VLMDATA_UPDATE_GOLDEN"):
+        path.write_text(text)
+    assert text == path.read_text()
+
+
 def test_no_line_is_wider_than_the_terminal(demo: Path, command: Command) -> None:
     for name in ("card", "sample", "pack", "row"):
         _, out, _ = command(demo, *VIEWS[name])

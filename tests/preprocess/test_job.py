@@ -177,8 +177,8 @@ class TestRejects:
         lines = [json.loads(line) for line in (out / "rejected.jsonl").read_text().splitlines()]
         unforeseen = [line for line in lines if line["reason"] == "unexpected_error"]
         assert [(line["row"], line["message"]) for line in unforeseen] == [
-            (1, "ZeroDivisionError: no luck with 1"),
-            (6, "ZeroDivisionError: no luck with 6"),
+            (1, f"ZeroDivisionError: no luck with 1 (in __call__, {recipe.partition(':')[0]}.py:8)"),
+            (6, f"ZeroDivisionError: no luck with 6 (in __call__, {recipe.partition(':')[0]}.py:8)"),
         ]
         assert open_dataset(out).index.source_row.tolist() == [0, 4, 7]
 

@@ -69,7 +69,7 @@ def rewrite_sample(directory: Path, key: str, change: Callable[[Draft], None]) -
         changed = [_write(writer, draft, shard) for draft in drafts]
         size, digest = writer.close()
     rows = [index.row(i) for i in range(len(index)) if index.shard[i] != shard]
-    rows = sorted([*rows, *changed], key=lambda row: row.source_row)
+    rows = sorted([*rows, *changed], key=lambda row: (row.source_row, row.key))
     pq.write_table(index_table(rows), directory / INDEX_NAME)
     shards = list(manifest.shards)
     shards[shard] = dataclasses.replace(shards[shard], bytes=size, sha256=digest)

@@ -1,4 +1,7 @@
-"""``rejected.jsonl``: one line for every source row that gave no sample, with the reason."""
+"""``rejected.jsonl``: one line for every candidate that did not become a sample, with the reason.
+
+A candidate is a row, or one element of the list that a row gave.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from vlmdata.errors import DatasetFormatError
 
 
 class Reason(StrEnum):
-    """Why a row was rejected. The text is what stands in the ledger."""
+    """Why a row, or one sample of its list, was rejected. The text is what stands in the ledger."""
 
     MALFORMED_ROW = "malformed_row"
     MISSING_COLUMN = "missing_column"
@@ -20,6 +23,7 @@ class Reason(StrEnum):
     MALFORMED_MESSAGES = "malformed_messages"
     NO_ASSISTANT_TURN = "no_assistant_turn"
     EMPTY_ANSWER = "empty_answer"
+    NO_SAMPLES = "no_samples"
     IMAGE_COUNT_MISMATCH = "image_count_mismatch"
     UNSUPPORTED_CONTENT = "unsupported_content"
     SPECIAL_TOKEN_TEXT = "special_token_text"
@@ -39,21 +43,24 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True)
 class Rejection:
-    """A rejected row.
+    """A rejected row, or a rejected sample of a row that gave a list.
 
     Attributes:
         row: Source row.
         reason: One of :class:`Reason`.
         message: What was found, with field and value.
+        sample: Number within the row's list; None if the whole row was rejected.
     """
 
     row: int
     reason: Reason
     message: str
+    sample: int | None = None
 
     def to_line(self) -> bytes:
-        """The ledger line, newline included."""
-        return (json.dumps(asdict(self), ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+        """The ledger line, newline included; ``sample`` stands in it only if it is not None."""
+        fields = {name: value for name, value in asdict(self).items() if value is not None}
+        return (json.dumps(fields, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
 def read_ledger(path: Path) -> Iterator[Rejection]:
@@ -66,9 +73,14 @@ def read_ledger(path: Path) -> Iterator[Rejection]:
         for number, line in enumerate(file, start=1):
             try:
                 fields = json.loads(line)
-                row = fields["row"]
-                if type(row) is not int or not 0 <= row < 1 << 63:
-                    raise ValueError(f"row is {row!r}")
-                yield Rejection(row, Reason(fields["reason"]), str(fields["message"]))
+                row, sample = fields["row"], fields.get("sample")
+                for name, value in (("row", row), ("sample", sample)):
+                    if not (_is_number(value) or (name == "sample" and value is None)):
+                        raise ValueError(f"{name} is {value!r}")
+                yield Rejection(row, Reason(fields["reason"]), str(fields["message"]), sample)
             except (KeyError, TypeError, ValueError) as error:
                 raise DatasetFormatError(f"{path}:{number}: not a ledger line: {error}") from error
+
+
+def _is_number(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63

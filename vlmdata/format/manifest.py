@@ -61,10 +61,12 @@ class ShardInfo:
         name: File name.
         row_start: First source row.
         row_stop: One past the last source row.
-        samples: Accepted rows.
-        rejected: Rejected rows; ``samples + rejected == row_stop - row_start``.
+        samples: Accepted candidates. A row is one candidate; a row that gave a list is as many as the list is long,
+            and one if it is empty.
+        rejected: Rejected candidates; ``samples + rejected == candidates``.
         bytes: File size.
         sha256: Of the file.
+        extra_candidates: Candidates beyond one per row; 0 unless rows gave lists.
     """
 
     name: str
@@ -74,11 +76,20 @@ class ShardInfo:
     rejected: int
     bytes: int
     sha256: str
+    extra_candidates: int = 0
+
+    @property
+    def candidates(self) -> int:
+        """What could have become samples."""
+        return self.row_stop - self.row_start + self.extra_candidates
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over the dataset. Tokens are true tokens; ``padding`` is what ``pad_multiple`` added."""
+    """Sums over the dataset. Tokens are true tokens; ``padding`` is what ``pad_multiple`` added.
+
+    ``samples + rejected == candidates``; see :class:`ShardInfo`.
+    """
 
     rows: int
     samples: int
@@ -90,6 +101,12 @@ class Totals:
     patches: int
     bytes: int
     truncated: int
+    extra_candidates: int = 0
+
+    @property
+    def candidates(self) -> int:
+        """What could have become samples: one per row, and the further ones of rows that gave lists."""
+        return self.rows + self.extra_candidates
 
 
 @dataclass(frozen=True)
@@ -102,7 +119,7 @@ class Manifest:
         source: Identity of the source: kind, spec, split, rows, content hashes.
         tokenizer: Tokenizer facts.
         totals: Sums.
-        rejects: Rejected rows by reason.
+        rejects: Rejected candidates by reason.
         shards: All shards in order.
         index_sha256: Of ``index.parquet``.
         ledger_sha256: Of ``rejected.jsonl``.
@@ -133,7 +150,12 @@ class Manifest:
 
     def to_json(self) -> bytes:
         """Canonical JSON text."""
-        fields = {"format": FORMAT_NAME, **dataclasses.asdict(self)}
+        fields = {
+            "format": FORMAT_NAME,
+            **dataclasses.asdict(self),
+            "totals": counts_to_json(self.totals),
+            "shards": [counts_to_json(shard) for shard in self.shards],
+        }
         # What a manifest of format 1.0 lacks is not written, so that reading one does not change its fingerprint.
         for owner, name in ((fields, "tokenizer_files"), (fields["tokenizer"], "special_tokens")):
             if not owner[name]:
@@ -166,6 +188,17 @@ class Manifest:
             return _build(cls, fields)
         except (KeyError, TypeError) as error:
             raise DatasetFormatError(f"{path}: a field is missing or has the wrong form: {error}") from error
+
+
+def counts_to_json(counts: Totals | ShardInfo) -> dict[str, Any]:
+    """JSON-able form. Candidates beyond one per row stand in it only if there are any.
+
+    So manifests of format 1.0, which do not know them, keep their fingerprint.
+    """
+    fields = dataclasses.asdict(counts)
+    if not counts.extra_candidates:
+        del fields["extra_candidates"]
+    return fields
 
 
 def _absent(directory: Path) -> str:

@@ -5,6 +5,7 @@ Prose for readers of other languages and tools: ``docs/data-format.md``.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +36,9 @@ IMAGE_FACTOR = PATCH_SIZE * MERGE_SIZE
 PATCHES_PER_TOKEN = MERGE_SIZE * MERGE_SIZE
 
 METADATA_MEMBER = "json"
+
+_SAMPLE_DIGITS = 3
+_KEY = re.compile(r"(?P<row>\d{9,})(-(?P<sample>\d{3,}))?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,25 @@ def shard_name(shard: int) -> str:
     return f"shard-{shard:06d}.tar"
 
 
-def sample_key(source_row: int) -> str:
-    """Key of the sample made from a source row; holds no dot, as WebDataset demands."""
-    return f"{source_row:09d}"
+def sample_key(source_row: int, sample: int | None = None, of: int = 1) -> str:
+    """Key of a sample: nine digits of its source row, and its number in the row's list if the row gave a list.
+
+    Keys hold no dot, as WebDataset demands. Those of one row sort as strings in the order of the list.
+
+    Args:
+        source_row: The source row.
+        sample: Number within the row's list, from 0; None for a row that gave one sample without a list.
+        of: Length of the list.
+    """
+    if sample is None:
+        return f"{source_row:09d}"
+    width = max(_SAMPLE_DIGITS, len(str(of - 1)))
+    return f"{source_row:09d}-{sample:0{width}d}"
+
+
+def parse_key(key: str) -> tuple[int, int] | None:
+    """The source row and the number within the row's list (-1 without a list) that a key names; None if it is none."""
+    match = _KEY.fullmatch(key)
+    if match is None:
+        return None
+    return int(match["row"]), -1 if match["sample"] is None else int(match["sample"])

@@ -261,7 +261,8 @@ def _rejects(dataset: VlmDataset) -> tuple[RejectGroup, ...]:
         for rejection in read_ledger(dataset.directory / LEDGER_NAME):
             found = examples.setdefault(rejection.reason, [])
             if len(found) < EXAMPLES:
-                found.append((rejection.row, rejection.message))
+                within = "" if rejection.sample is None else f"sample {rejection.sample}: "
+                found.append((rejection.row, within + rejection.message))
             if len(found) == min(EXAMPLES, dataset.manifest.rejects.get(rejection.reason, 0)):
                 wanting.discard(rejection.reason)
             if not wanting:

@@ -56,9 +56,8 @@ class Run:
         self._show(found, lambda console: print_sample(console, found, tokens))
 
     def row(self, source_row: int, tokens: bool) -> None:
-        """Prints what became of a source row: its sample and where that is used, or why it was rejected."""
-        from vlmdata.inspect.sample import describe_sample
-        from vlmdata.inspect.terminal.sample import print_sample
+        """Prints what became of a source row: its samples and where they are used, and why others were rejected."""
+        from vlmdata.inspect.sample import SampleDescriber
         from vlmdata.inspect.terminal.trace import print_row
         from vlmdata.inspect.trace import describe_row
 
@@ -66,14 +65,10 @@ class Run:
         # Planning costs torch and seconds: only those who name the loader's capacity are told its steps.
         loader = self._loader([dataset]) if self.options.capacity is not None else None
         trace = describe_row(dataset, source_row, loader, self.epoch)
-        found = None if trace.index is None else describe_sample(dataset, trace.index)
-
-        def draw(console: Console) -> None:
-            if found is not None:
-                print_sample(console, found, tokens)
-            print_row(console, trace)
-
-        self._show({"trace": trace, "sample": found}, draw)
+        positions = [candidate.index for candidate in trace.candidates]
+        describe = SampleDescriber(dataset) if any(i is not None for i in positions) else None
+        samples = [None if i is None or describe is None else describe(i) for i in positions]
+        self._show({"trace": trace, "samples": samples}, lambda console: print_row(console, trace, samples, tokens))
 
     def find(self, text: str, check: int | None) -> None:
         """Lists the samples that fit a query."""

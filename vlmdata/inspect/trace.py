@@ -11,7 +11,7 @@ import numpy as np
 from vlmdata.errors import DatasetFormatError
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.ledger import read_ledger
-from vlmdata.format.schema import LEDGER_NAME
+from vlmdata.format.schema import LEDGER_NAME, parse_key
 from vlmdata.packing.plan import EMPTY_PACK
 
 if TYPE_CHECKING:
@@ -127,12 +127,11 @@ class RowUse:
 
 
 @dataclass(frozen=True)
-class RowTrace:
-    """What became of a source row.
+class CandidateTrace:
+    """What became of one candidate of a source row: a row without a list has one.
 
     Attributes:
-        source_row: The row.
-        rows: Rows of the source.
+        sample: Number within the row's list; None if the row gave no list.
         status: "sample" or "rejected".
         key: Key of its sample.
         index: Position of its sample.
@@ -144,8 +143,7 @@ class RowTrace:
         uses: Where the loader uses it, if a loader was given.
     """
 
-    source_row: int
-    rows: int
+    sample: int | None
     status: str
     key: str | None = None
     index: int | None = None
@@ -155,6 +153,21 @@ class RowTrace:
     reason: str | None = None
     message: str | None = None
     uses: tuple[RowUse, ...] = ()
+
+
+@dataclass(frozen=True)
+class RowTrace:
+    """What became of a source row.
+
+    Attributes:
+        source_row: The row.
+        rows: Rows of the source.
+        candidates: What became of each sample that the row offered, in the order of its list; at least one.
+    """
+
+    source_row: int
+    rows: int
+    candidates: tuple[CandidateTrace, ...]
 
 
 def describe_step(loader: StreamingLoader, epoch: int, step: int, dp_rank: int | None = None) -> StepDescription:
@@ -191,7 +204,7 @@ def describe_step(loader: StreamingLoader, epoch: int, step: int, dp_rank: int |
 def describe_row(
     dataset: VlmDataset, source_row: int, loader: StreamingLoader | None = None, epoch: int = 0
 ) -> RowTrace:
-    """What became of a source row: its sample, or why there is none.
+    """What became of a source row: its samples, and why others were rejected.
 
     Args:
         dataset: The dataset.
@@ -210,18 +223,30 @@ def describe_row(
     if not 0 <= source_row < rows:
         raise IndexError(f"no source row {source_row}: the source has {rows:,}, from 0")
     index = dataset.index
-    i = int(np.searchsorted(index.source_row, source_row))
-    if i < len(index) and int(index.source_row[i]) == source_row:
-        shard = dataset.shard_path(int(index.shard[i])).name
-        uses = () if loader is None else _uses(loader, epoch, i)
-        place = (index.key(i), i, shard, int(index.offset[i]), int(index.size[i]))
-        return RowTrace(source_row, rows, "sample", *place, uses=uses)
-    for rejection in read_ledger(dataset.directory / LEDGER_NAME):
-        if rejection.row == source_row:
-            return RowTrace(source_row, rows, "rejected", reason=rejection.reason.value, message=rejection.message)
-    raise DatasetFormatError(
-        f"{dataset.directory}: source row {source_row} is neither a sample nor rejected. Run `vlmdata verify` on it."
-    )
+    first, stop = (int(np.searchsorted(index.source_row, source_row, side)) for side in ("left", "right"))
+    found = [_sample_trace(dataset, i, loader, epoch) for i in range(first, stop)]
+    # A row without a list is a sample or rejected: only lists are looked up in the ledger too.
+    if not found or found[0].sample is not None:
+        found += [
+            CandidateTrace(rejection.sample, "rejected", reason=rejection.reason.value, message=rejection.message)
+            for rejection in read_ledger(dataset.directory / LEDGER_NAME)
+            if rejection.row == source_row
+        ]
+    if not found:
+        raise DatasetFormatError(
+            f"{dataset.directory}: source row {source_row} is neither a sample nor rejected. "
+            "Run `vlmdata verify` on it."
+        )
+    return RowTrace(source_row, rows, tuple(sorted(found, key=lambda each: each.sample or 0)))
+
+
+def _sample_trace(dataset: VlmDataset, i: int, loader: StreamingLoader | None, epoch: int) -> CandidateTrace:
+    index, key = dataset.index, dataset.index.key(i)
+    named = parse_key(key)
+    shard = dataset.shard_path(int(index.shard[i])).name
+    uses = () if loader is None else _uses(loader, epoch, i)
+    sample = named[1] if named is not None and named[1] >= 0 else None
+    return CandidateTrace(sample, "sample", key, i, shard, int(index.offset[i]), int(index.size[i]), uses=uses)
 
 
 def found_samples(dataset: VlmDataset, positions: Iterable[int]) -> tuple[FoundSample, ...]:

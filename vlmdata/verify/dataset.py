@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -17,9 +18,9 @@ import numpy as np
 
 from vlmdata.errors import DatasetFormatError, ResourceError
 from vlmdata.format.index import DatasetIndex
-from vlmdata.format.ledger import read_ledger
-from vlmdata.format.manifest import Manifest, canonical_hash
-from vlmdata.format.schema import INDEX_NAME, LEDGER_NAME, MANIFEST_NAME
+from vlmdata.format.ledger import Rejection, read_ledger
+from vlmdata.format.manifest import Manifest, Totals, canonical_hash
+from vlmdata.format.schema import INDEX_NAME, LEDGER_NAME, MANIFEST_NAME, parse_key
 from vlmdata.format.tokenizer_files import tokenizer_findings
 from vlmdata.verify.fault import Fault
 from vlmdata.verify.sample import SampleRules
@@ -140,13 +141,14 @@ def _check_files(directory: Path, manifest: Manifest) -> Iterator[Fault]:
             yield Fault(name, "stray", "a shard that the manifest does not name")
     start = 0
     for shard in manifest.shards:
-        if shard.row_start != start or shard.samples + shard.rejected != shard.row_stop - shard.row_start:
+        if shard.row_start != start or shard.samples + shard.rejected != shard.candidates:
             yield Fault(MANIFEST_NAME, "shards", f"{shard.name}: its rows and counts do not add up: {shard}")
         start = shard.row_stop
     sums = {
         "rows": start,
         "rejected": sum(shard.rejected for shard in manifest.shards),
         "bytes": sum(shard.bytes for shard in manifest.shards),
+        "extra_candidates": sum(shard.extra_candidates for shard in manifest.shards),
     }
     yield from _check_totals(MANIFEST_NAME, "shards", sums, manifest)
 
@@ -155,13 +157,7 @@ def _check_index(index: DatasetIndex, manifest: Manifest) -> Iterator[Fault]:
     rows = index.source_row
     if len(rows) and (np.diff(index.shard) < 0).any():
         yield Fault(INDEX_NAME, "order", "the samples are not in the order of their shards")
-    if len(rows) > 1 and (np.diff(rows) <= 0).any():
-        at = int(np.flatnonzero(np.diff(rows) <= 0)[0])
-        yield Fault(INDEX_NAME, "order", f"source row {rows[at + 1]} follows row {rows[at]}")
-    keys = index.keys.to_pylist()
-    if len(set(keys)) != len(keys):
-        key, count = Counter(keys).most_common(1)[0]
-        yield Fault(INDEX_NAME, "keys", f"the key {key} occurs {count} times")
+    yield from _check_keys(index)
     ends = np.concatenate([[0], np.cumsum(index.grids.astype(np.int64).prod(axis=1))])
     implied = np.diff(ends[index.grid_offsets])
     if (wrong := np.flatnonzero(implied != index.num_patches)).size:
@@ -179,6 +175,26 @@ def _check_index(index: DatasetIndex, manifest: Manifest) -> Iterator[Fault]:
         "truncated": int(index.truncated.sum()),
     }
     yield from _check_totals(INDEX_NAME, "totals", sums, manifest)
+
+
+def _check_keys(index: DatasetIndex) -> Iterator[Fault]:
+    """Rows ascend; keys name their rows, and ascend within the list that a row gave."""
+    rows, keys = index.source_row, index.keys.to_pylist()
+    if (np.diff(rows) < 0).any():
+        at = int(np.flatnonzero(np.diff(rows) < 0)[0])
+        yield Fault(INDEX_NAME, "order", f"source row {rows[at + 1]} follows row {rows[at]}")
+    if len(set(keys)) != len(keys):
+        key, count = Counter(keys).most_common(1)[0]
+        yield Fault(INDEX_NAME, "keys", f"the key {key} occurs {count} times")
+    named = list(zip(rows.tolist(), keys, strict=True))
+    for row, key in named:
+        if (parse_key(key) or (-1, -1))[0] != row:
+            yield Fault(INDEX_NAME, "keys", f"the key {key!r} is not of source row {row}", row, key)
+            break
+    for before, (row, key) in pairwise(named):
+        if before[0] == row and before[1] >= key:
+            yield Fault(INDEX_NAME, "order", f"the key {key} follows {before[1]}", row, key)
+            break
 
 
 def _check_totals(file: str, check: str, sums: dict[str, int], manifest: Manifest) -> Iterator[Fault]:
@@ -200,11 +216,36 @@ def _check_ledger(directory: Path, index: DatasetIndex, manifest: Manifest) -> I
     reasons = dict(sorted(Counter(rejection.reason.value for rejection in rejections).items()))
     if reasons != dict(manifest.rejects):
         yield Fault(LEDGER_NAME, "reasons", f"{reasons}, the manifest says {dict(manifest.rejects)}")
-    rows = np.concatenate([index.source_row, np.array([r.row for r in rejections], dtype=np.int64)])
-    if len(rows) != manifest.totals.rows or not np.array_equal(np.sort(rows), np.arange(manifest.totals.rows)):
+    problem = _uncovered(index, rejections, manifest.totals)
+    if problem:
         yield Fault(
             LEDGER_NAME,
             "coverage",
-            f"{len(index)} samples and {len(rejections)} rejected rows are not each of the "
-            f"{manifest.totals.rows} source rows once",
+            f"{len(index)} samples and {len(rejections)} rejections are not each candidate of the "
+            f"{manifest.totals.rows} source rows once: {problem}",
         )
+
+
+def _uncovered(index: DatasetIndex, rejections: list[Rejection], totals: Totals) -> str:
+    """Where samples and rejections leave a gap or meet; empty if they make up all rows and their lists.
+
+    A row is covered by one entry without a number, or by entries 0, 1, 2, … of its list, each once.
+    """
+    named = [parse_key(key) or (-1, -1) for key in index.keys.to_pylist()]
+    named += [(r.row, -1 if r.sample is None else r.sample) for r in rejections]
+    entries = np.array(named, dtype=np.int64).reshape(-1, 2)
+    entries = entries[np.lexsort((entries[:, 1], entries[:, 0]))]
+    rows, numbers = entries.T
+    first = np.diff(rows, prepend=-1) != 0
+    expected = np.where(first, np.minimum(numbers, 0), np.roll(numbers, 1) + 1)
+    # After an entry that stands for the whole row there is none to come.
+    wrong = (numbers != expected) | (~first & (np.roll(numbers, 1) < 0))
+    if wrong.any():
+        row, number = entries[np.flatnonzero(wrong)[0]].tolist()
+        return f"row {row} has an entry too many, or lacks one" + (f", before sample {number}" if number > 0 else "")
+    if not np.array_equal(rows[first], np.arange(totals.rows)):
+        missing = np.setdiff1d(np.arange(totals.rows), rows)
+        return f"row {missing[0]} is missing" if len(missing) else f"row {rows[-1]} is not of the source"
+    if len(entries) != totals.candidates:
+        return f"the manifest counts {totals.candidates} candidates, there are {len(entries)}"
+    return ""

@@ -17,7 +17,7 @@ import xxhash
 
 from vlmdata.format.index import IndexRow
 from vlmdata.format.manifest import ShardInfo
-from vlmdata.format.schema import MEMBERS, METADATA_MEMBER, PATCH_BYTES, Sample
+from vlmdata.format.schema import MEMBERS, METADATA_MEMBER, PATCH_BYTES, Sample, parse_key
 from vlmdata.verify.fault import Fault
 from vlmdata.verify.sample import SampleRules, audit_sample
 
@@ -193,7 +193,7 @@ def _metadata_problem(data: mmap.mmap, members: dict[str, tuple[int, int]], row:
         metadata = json.loads(data[place.json_offset : place.json_offset + place.json_size])
     except ValueError as error:
         return f"not JSON: {error}"
-    indexed = {
+    indexed: dict[str, Any] = {
         "key": row.key,
         "source_row": row.source_row,
         "length": row.length,
@@ -203,6 +203,8 @@ def _metadata_problem(data: mmap.mmap, members: dict[str, tuple[int, int]], row:
         "truncated": row.truncated,
         "image_grid_thw": [list(grid) for grid in row.image_grid_thw],
     }
+    named = parse_key(row.key)
+    indexed["sample"] = named[1] if named is not None and named[1] >= 0 else None
     wrong = [name for name, value in indexed.items() if metadata.get(name) != value]
     return f"differs from the index in {', '.join(wrong)}" if wrong else ""
 

@@ -56,7 +56,7 @@ def _identity(card: DatasetCard) -> Table:
 def _totals(card: DatasetCard) -> Table:
     totals = card.totals
     share = totals.targets / max(totals.tokens, 1)
-    rejected = totals.rejected / max(totals.rows, 1)
+    rejected = totals.rejected / max(totals.candidates, 1)
     truncated = f"{totals.truncated:,} with a cut answer" if totals.truncated else ""
     each = f"{totals.patches / totals.images:,.0f} per image" if totals.images else ""
     table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))

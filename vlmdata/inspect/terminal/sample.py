@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from vlmdata.format.schema import parse_key
 from vlmdata.inspect.findings import Finding
 from vlmdata.inspect.sample import ImageDescription, SampleDescription, Span, SpanKind
 from vlmdata.inspect.terminal.draw import SEVERITY, columns, data, facts
@@ -53,12 +54,18 @@ def _identity(sample: SampleDescription) -> Table:
     turns = ", ".join(turn.role or "?" for turn in sample.turns)
     return facts(
         ("sample", data(sample.key, "bold"), f"number {sample.index:,} of the dataset"),
-        ("source row", f"{sample.source_row:,}", data(f"of {sample.source}")),
+        ("source row", f"{sample.source_row:,}{_within_row(sample.key)}", data(f"of {sample.source}")),
         ("stored", data(sample.shard), f"bytes {sample.offset:,} to {sample.offset + sample.size:,}"),
         ("tokens", f"{sample.length:,}", f"+ {padding:,} padding" + (", answer cut" if sample.truncated else "")),
         ("targets", f"{sample.num_targets:,}", f"{100 * sample.target_share:.1f} % of tokens"),
         ("turns", data(turns, limit=80), f"{sample.target_turns} with targets"),
     )
+
+
+def _within_row(key: str) -> str:
+    """Where the sample stands in its row's list, if the row gave one."""
+    named = parse_key(key)
+    return f", sample {named[1]}" if named is not None and named[1] >= 0 else ""
 
 
 def _text(sample: SampleDescription) -> Text:

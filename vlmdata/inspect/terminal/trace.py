@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
+from vlmdata.inspect.sample import SampleDescription
 from vlmdata.inspect.terminal.draw import columns, data, facts
-from vlmdata.inspect.trace import RowTrace, StepDescription
+from vlmdata.inspect.terminal.sample import print_sample
+from vlmdata.inspect.trace import RowTrace, RowUse, StepDescription
 
 
 def print_step(console: Console, step: StepDescription) -> None:
@@ -44,18 +47,42 @@ def print_step(console: Console, step: StepDescription) -> None:
         console.print(table)
 
 
-def print_row(console: Console, trace: RowTrace) -> None:
-    """Prints what became of a source row (for an accepted one, the lines that its sample does not say)."""
-    if trace.status == "rejected":
+def print_row(
+    console: Console, trace: RowTrace, samples: Sequence[SampleDescription | None], tokens: bool = False
+) -> None:
+    """Prints what became of a source row.
+
+    Args:
+        console: Where to.
+        trace: What became of the row.
+        samples: For each of its candidates the description of its sample, None if it was rejected.
+        tokens: Whether to print the token tables.
+    """
+    if len(trace.candidates) > 1:
+        accepted = sum(sample is not None for sample in samples)
+        rejected = len(samples) - accepted
+        total = f"{accepted} of {len(samples)} samples accepted" + (f", {rejected} rejected" if rejected else "")
+        console.print(Text(f"source row {trace.source_row:,}: {total}", "bold"))
+        console.print()
+    for number, (candidate, sample) in enumerate(zip(trace.candidates, samples, strict=True)):
+        if number:
+            console.print()
+        if sample is not None:
+            print_sample(console, sample, tokens)
+            _print_uses(console, candidate.uses)
+            continue
+        within = "" if candidate.sample is None else f", sample {candidate.sample}"
         console.print(
             facts(
-                ("source row", f"{trace.source_row:,}", f"of {trace.rows:,}"),
-                ("rejected", data(trace.reason, "yellow"), ""),
-                ("because", data(trace.message), ""),
+                ("source row", f"{trace.source_row:,}{within}", f"of {trace.rows:,}"),
+                ("rejected", data(candidate.reason, "yellow"), ""),
+                ("because", data(candidate.message), ""),
             )
         )
-        return
-    for use in trace.uses:
+
+
+def _print_uses(console: Console, uses: Sequence[RowUse]) -> None:
+    for use in uses:
         where = f"epoch {use.epoch}, pack {use.pack}"
         if use.step is None:
             console.print(f"used in {where}, which is dropped with the incomplete last step")

@@ -1,0 +1,80 @@
+"""What a recipe makes of a row: one candidate, or a numbered list of them, and what to say when it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from traceback import walk_tb
+from typing import Any
+
+from preprocess.conversation import Conversation
+from preprocess.recipes.base import Recipe, Row
+from preprocess.reject import RowRejected
+from vlmdata.format.ledger import Reason
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """What may become one sample.
+
+    Attributes:
+        made: The recipe's conversation, or why the recipe refuses this element of its list.
+        sample: Number within the row's list; None if the recipe gave no list.
+        of: Length of the list.
+    """
+
+    made: Conversation | RowRejected
+    sample: int | None = None
+    of: int = 1
+
+
+def candidates_of(recipe: Recipe, row: Row) -> list[Candidate]:
+    """Calls the recipe.
+
+    Args:
+        recipe: The recipe.
+        row: The row.
+
+    Returns:
+        One candidate without a number for a Conversation; for a list, tuple or generator, its elements, numbered.
+
+    Raises:
+        RowRejected: What the recipe raised; NO_SAMPLES for an empty list.
+        TypeError: If the recipe returned something else.
+    """
+    made: Any = recipe(row)
+    if isinstance(made, Conversation):
+        return [Candidate(made)]
+    if not isinstance(made, list | tuple | Iterator):
+        raise TypeError(f"the recipe returned {_described(made)}; it must return a Conversation or a list of them")
+    elements = list(made)
+    if not elements:
+        raise RowRejected(Reason.NO_SAMPLES, "the recipe returned an empty list")
+    return [Candidate(_element(element, i), i, len(elements)) for i, element in enumerate(elements)]
+
+
+def _element(element: Any, number: int) -> Conversation | RowRejected:
+    if isinstance(element, Conversation | RowRejected):
+        return element
+    wrong = f"the recipe returned a list whose element {number} is {_described(element)}; it must be a Conversation"
+    return RowRejected(Reason.UNEXPECTED_ERROR, wrong)
+
+
+def _described(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def unexpected(error: Exception, recipe: Recipe) -> RowRejected:
+    """An error that nobody foresaw as a rejection that says where in the recipe it was raised.
+
+    Outside the recipe, the place is the innermost one. It is named by module, so that it is the same in any folder.
+    """
+    frames = [
+        (frame.f_globals.get("__name__", "?"), line, frame.f_code) for frame, line in walk_tb(error.__traceback__)
+    ]
+    own = [frame for frame in frames if frame[0] == getattr(recipe, "__module__", None)]
+    where = ""
+    if frames:
+        module, line, code = (own or frames)[-1]
+        where = f" (in {code.co_name}, {module.replace('.', '/')}.py:{line})"
+    return RowRejected(Reason.UNEXPECTED_ERROR, f"{type(error).__name__}: {error}{where}")
