@@ -75,6 +75,7 @@ def draw(name: str, count: int, seed: int = 0) -> SampleTable:
     patches = (4 * image).astype(np.int32)
     return SampleTable(
         lengths=length.astype(np.int32),
+        num_targets=(length - image).astype(np.int32),
         num_patches=patches,
         sum_patches_squared=patches.astype(np.int64) ** 2,
         shard=(np.arange(count) // SHARD).astype(np.int32),

@@ -225,7 +225,7 @@ def flash_attention_version() -> str | None:
 def of_stock(flops: StepFlops) -> StepFlops:
     """No vision, and logits of all tokens: stock megatron-core computes those, where ours computes targets' only."""
     per_token = flops.per_token + flops.per_target
-    return dataclasses.replace(flops, per_token=per_token, per_target=0.0, per_patch=0.0, per_patch_squared=0.0)
+    return dataclasses.replace(flops, per_token=per_token, per_target=0, per_patch=0, per_patch_squared=0)
 
 
 def measure(preset: str, options: argparse.Namespace) -> dict[str, Any]:

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import torch
 
+from model.architecture import Architecture
 from model.training.config import ConfigError, TrainConfig
+from model.training.flops import StepFlops
 from model.training.preflight import require_data_named
 from vlmdata import Blend, PackedBatch, StreamingLoader
 from vlmdata.format.manifest import TokenizerInfo
@@ -77,14 +79,17 @@ def parts_needed(first_stage: bool, last_stage: bool, every_stage_weighs: bool) 
     return (*parts, "labels") if last_stage or every_stage_weighs else tuple(parts)
 
 
-def open_loader(config: TrainConfig, place: RankPlace, moe: bool, device: torch.device) -> StreamingLoader:
-    """The loader of this rank.
+def open_loader(
+    config: TrainConfig, place: RankPlace, architecture: Architecture, device: torch.device
+) -> StreamingLoader:
+    """The loader of this rank; packs are spread over ranks by what they cost this model, frozen parts considered.
 
     Raises:
         ConfigError: If no data is named, or sizes do not fit together.
     """
-    data, parallel = config.data, config.parallel
+    data, parallel, model = config.data, config.parallel, config.model
     require_data_named(data)
+    weighs = architecture.language.moe is not None and model.moe_aux_loss != 0
     try:
         return StreamingLoader(
             data.paths,
@@ -103,7 +108,8 @@ def open_loader(config: TrainConfig, place: RankPlace, moe: bool, device: torch.
             shuffle_window=data.shuffle_window,
             blend=Blend(data.blend_by, data.blend) if data.blend else None,
             balance=data.balance,
-            parts=parts_needed(place.first_stage, place.last_stage, moe and config.model.moe_aux_loss != 0),
+            cost=StepFlops.for_model(architecture, model.mtp is not False, model.freeze).cost_model(),
+            parts=parts_needed(place.first_stage, place.last_stage, weighs),
             num_workers=data.workers,
             timeout=data.timeout,
             verify=data.verify,

@@ -19,14 +19,18 @@ figures of the data sheets.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from model.architecture import FULL_ATTENTION, Architecture, LanguageArchitecture, VisionArchitecture
+from model.presets import PRESETS
 from vlmdata.format.schema import PATCH_BYTES
+from vlmdata.packing.cost import CostModel
+
+if TYPE_CHECKING:
+    import torch
 
 #: Dense bf16 FLOP/s by a part of the device's name.
 _PEAKS = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "B200": 2250e12, "A100": 312e12, "A800": 312e12}
@@ -44,11 +48,11 @@ class StepFlops:
         per_target: FLOP per target.
     """
 
-    per_token: float
-    per_token_squared: float
-    per_patch: float
-    per_patch_squared: float
-    per_target: float
+    per_token: int
+    per_token_squared: int
+    per_patch: int
+    per_patch_squared: int
+    per_target: int
 
     @classmethod
     def for_model(cls, model: Architecture, mtp: bool = True, frozen: tuple[str, ...] = ()) -> Self:
@@ -90,11 +94,24 @@ class StepFlops:
         text = self.per_token * tokens.sum() + self.per_token_squared * (tokens**2).sum()
         return float(text + self.per_patch * spans.sum() + self.per_patch_squared * (spans**2).sum())
 
+    def cost_model(self) -> CostModel:
+        """The same formula as the loader's cost model, by which packs are spread over ranks."""
+        return CostModel(
+            self.per_token, self.per_token_squared, self.per_target, self.per_patch, self.per_patch_squared
+        )
+
+
+def preset_costs() -> dict[str, CostModel]:
+    """Cost models of all presets, all parts trained; found by ``vlmdata plan --cost NAME`` through an entry point."""
+    return {name: StepFlops.for_model(architecture).cost_model() for name, architecture in PRESETS.items()}
+
 
 def peak_flops(device: torch.device) -> float | None:
     """Dense bf16 FLOP/s of a device, or None where it is not known."""
     if device.type != "cuda":
         return None
+    import torch
+
     name = torch.cuda.get_device_name(device)
     return next((peak for part, peak in _PEAKS.items() if part in name), None)
 
@@ -137,6 +154,6 @@ def _blocks_per_patch(vision: VisionArchitecture) -> int:
     return 2 * PATCH_BYTES * width + vision.depth * block
 
 
-def _merger_per_patch(vision: VisionArchitecture) -> float:
+def _merger_per_patch(vision: VisionArchitecture) -> int:
     merged = vision.hidden_size * vision.merge_unit
-    return 2 * merged * (merged + vision.out_hidden_size) / vision.merge_unit
+    return 2 * vision.hidden_size * (merged + vision.out_hidden_size)

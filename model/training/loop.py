@@ -63,7 +63,7 @@ def train(config: TrainConfig, device: torch.device, resume: bool) -> Outcome:
         # The data first: what is wrong with it is told before a large model is built.
         with together():
             architecture = architecture_of(config)
-            loader = stack.enter_context(open_loader(config, place, architecture.language.moe is not None, device))
+            loader = stack.enter_context(open_loader(config, place, architecture, device))
         asynchronous = device.type == "cuda" if config.run.async_save is None else config.run.async_save
         checkpoints = Checkpoints(config, architecture, place, asynchronous)
         start = find_start(config, checkpoints, resume)

@@ -20,6 +20,7 @@ def make_table(lengths: npt.ArrayLike, patches: npt.ArrayLike | None = None, sha
     counts = np.zeros(len(tokens), np.int32) if patches is None else np.asarray(patches, dtype=np.int32)
     return SampleTable(
         lengths=tokens,
+        num_targets=tokens // 3,
         num_patches=counts,
         sum_patches_squared=counts.astype(np.int64) ** 2,
         shard=(np.arange(len(tokens)) // shard_size).astype(np.int32),

@@ -8,8 +8,8 @@ from vlmdata.packing import Blend, CostModel, PlanConfig, config_differences, co
 
 def test_fingerprint_is_pinned() -> None:
     # Checkpoints hold it: it may change only together with the algorithm's version or the settings' names.
-    config = PlanConfig(8192, 32, cost=CostModel(1, 2, 3, 4))
-    assert config.fingerprint() == "a724b9762219b0107f266041b4e312e4d2e259241341382980f261fc8c5dccb1"
+    config = PlanConfig(8192, 32, cost=CostModel(1, 2, 3, 4, 5))
+    assert config.fingerprint() == "5d0bb932cd96185fb4b34f05311bb0668d5f4ccb9c5fc7bc6800c6231198f6e4"
 
 
 def test_every_setting_is_in_the_fingerprint() -> None:

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from tests.packing.helpers import blended, make_table, pack_sets, receipts, tables, uses
 from vlmdata.alignment import aligned
-from vlmdata.packing import Blend, EpochPlan, PlanConfig, SampleTable, concatenate_tables, plan_epoch
+from vlmdata.packing import Blend, EpochPlan, PlanConfig, SampleTable, concatenate_tables, cost_model, plan_epoch
 from vlmdata.packing.blend import epoch_passes
+from vlmdata.packing.config import ASSIGNMENT_SETTINGS
 from vlmdata.packing.seeding import hash64
 
 
@@ -194,15 +195,27 @@ def test_assignment_balances_cost() -> None:
     assert unbalanced.assignment(0, 8).ravel().tolist() == unbalanced.step(0).tolist()
 
 
+@given(tables(), st.integers(1, 4), st.integers(0, 3), st.booleans(), st.sampled_from(["0.8b", "27b"]))
+def test_cost_and_balance_change_no_pack_and_no_step(
+    table: SampleTable, global_batch: int, epoch: int, balance: bool, size: str
+) -> None:
+    plan = plan_epoch(table, PlanConfig(80, global_batch), epoch)
+    other = plan_epoch(table, PlanConfig(80, global_batch, balance=balance, cost=cost_model(size)), epoch)
+    for name in ("samples", "repeats", "offsets", "window_offsets"):
+        assert np.array_equal(getattr(plan, name), getattr(other, name))
+    assert set(ASSIGNMENT_SETTINGS) == {"balance", "cost"}
+    for number in range(plan.num_steps):
+        assert sorted(plan.assignment(number, 1).ravel()) == sorted(other.assignment(number, 1).ravel())
+
+
 def test_pack_costs_by_hand() -> None:
     table = make_table([60, 3, 5], [0, 16, 0])
     free = plan_epoch(table, PlanConfig(72, 1, alignment=4), 0)
     cost = free.config.cost
-    full = (cost.per_token * 60 + cost.per_token_squared * 3600) >> 20
-    image = (
-        cost.per_token * 4 + cost.per_token_squared * 16 + cost.per_patch * 16 + cost.per_patch_squared * 256
-    ) >> 20
-    text = (cost.per_token * 8 + cost.per_token_squared * 64) >> 20
+    full = (cost.per_token * 60 + cost.per_token_squared * 3600 + cost.per_target * 20) >> 20
+    vision = cost.per_patch * 16 + cost.per_patch_squared * 256
+    image = (cost.per_token * 4 + cost.per_token_squared * 16 + cost.per_target * 1 + vision) >> 20
+    text = (cost.per_token * 8 + cost.per_token_squared * 64 + cost.per_target * 1) >> 20
     assert free.num_packs == 1
     assert free.pack_costs(np.array([-1, 0])).tolist() == [0, full + image + text]
     padded = plan_epoch(table, PlanConfig(76, 1, alignment=4, pad_to_capacity=True), 0)

@@ -42,7 +42,10 @@ def plan(
         int, typer.Option(help="Any further multiple for sample lengths.", rich_help_panel=_LAYOUT)
     ] = 1,
     cost: Annotated[
-        str, typer.Option(help="Cost model preset for balance: 0.8b, 2b, 4b, 9b.", rich_help_panel=_LAYOUT)
+        str,
+        typer.Option(
+            help="Model size whose cost balances packs over ranks: 0.8b, 2b, 4b, 9b, 27b, ….", rich_help_panel=_LAYOUT
+        ),
     ] = "4b",
     weights: Annotated[
         str | None, typer.Option(help="One weight a dataset, e.g. 0.7,0.3.", rich_help_panel=_BLEND)

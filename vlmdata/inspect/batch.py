@@ -242,8 +242,9 @@ def _segments(
         patches[image.segment] += image.patches
         squared[image.segment] += image.grid[0] * frame * frame  # attention stays within a frame
     costs = np.zeros(count, np.int64)
+    per_segment = np.add.reduceat(targets.astype(np.int64), bounds[:-1])
     if batch.pack != EMPTY_PACK:
-        costs = cost.sample_costs(np.diff(bounds), patches, squared)
+        costs = cost.sample_costs(np.diff(bounds), per_segment, patches, squared)
     total = max(int(costs.sum()), 1)
     segments = []
     for i, (start, stop) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)):
@@ -258,7 +259,7 @@ def _segments(
                 stop=stop,
                 length=int(lengths[i]),
                 padding=stop - start - int(lengths[i]),
-                targets=int(targets[start:stop].sum()),
+                targets=int(per_segment[i]),
                 images=int(counts[i]),
                 patches=int(patches[i]),
                 cost=int(costs[i]),

@@ -118,5 +118,9 @@ def sample_table(datasets: Sequence[VlmDataset]) -> SampleTable:
     tables = []
     for dataset in datasets:
         index = dataset.index
-        tables.append(table_from_columns(index.lengths, index.grids, index.grid_offsets, np.asarray(index.shard)))
+        tables.append(
+            table_from_columns(
+                index.lengths, index.num_targets, index.grids, index.grid_offsets, np.asarray(index.shard)
+            )
+        )
     return concatenate_tables(tables)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vlmdata.errors import ConfigMismatchError
-from vlmdata.packing.config import PlanConfig, config_differences
+from vlmdata.packing.config import PlanConfig, concerns_assignment, config_differences
 
 STATE_VERSION = 1
 
@@ -69,7 +69,9 @@ def restore(
             f"the loader state has version {state.get('version')}, this vlmdata reads {STATE_VERSION}"
         )
     position = Position(int(state["epoch"]), int(state["step"]), int(state["micro_batch"]))
-    changed = config_differences(dict(state["plan"]), plan)
+    differences = config_differences(dict(state["plan"]), plan)
+    # Between steps it does not matter which rank ran which pack; within one it decides what is left for whom.
+    changed = [line for line in differences if position.micro_batch or not concerns_assignment(line)]
     saved = [(str(each["name"]), str(each["fingerprint"])) for each in state["datasets"]]
     if len(saved) != len(datasets):
         changed.append(f"datasets: {len(saved)} -> {len(datasets)}")

@@ -5,7 +5,7 @@
 
 from vlmdata.packing.blend import DatasetShare, passes_per_epoch, realised_shares
 from vlmdata.packing.config import Blend, PlanConfig, config_differences
-from vlmdata.packing.cost import CostModel, ModelDims, cost_model, cost_model_from_dims
+from vlmdata.packing.cost import CostModel, cost_model
 from vlmdata.packing.plan import EMPTY_PACK, EpochPlan, Pack, check_limits, plan_epoch
 from vlmdata.packing.report import Balance, PlanReport, measure_balance, report_plan
 from vlmdata.packing.table import SampleTable, concatenate_tables, table_from_columns
@@ -17,7 +17,6 @@ __all__ = [
     "CostModel",
     "DatasetShare",
     "EpochPlan",
-    "ModelDims",
     "Pack",
     "PlanConfig",
     "PlanReport",
@@ -26,7 +25,6 @@ __all__ = [
     "concatenate_tables",
     "config_differences",
     "cost_model",
-    "cost_model_from_dims",
     "measure_balance",
     "passes_per_epoch",
     "plan_epoch",

@@ -10,11 +10,14 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Literal
 
-from vlmdata.packing.cost import CostModel, cost_model
+from vlmdata.packing.cost import DEFAULT_COST, CostModel, cost_model
 
 # Changes whenever the same inputs give another plan, so that a resume across versions is refused, not silently
 # different.
 ALGORITHM_VERSION = 1
+
+#: Settings that decide which rank runs which pack of a step. They change no pack and no step.
+ASSIGNMENT_SETTINGS = ("balance", "cost")
 
 LastStep = Literal["drop", "pad", "keep"]
 BlendUnit = Literal["epochs", "tokens", "samples"]
@@ -78,7 +81,7 @@ class PlanConfig:
     seed: int = 0
     blend: Blend | None = None
     balance: bool = True
-    cost: CostModel = field(default_factory=lambda: cost_model("4b"))
+    cost: CostModel = field(default_factory=lambda: cost_model(DEFAULT_COST))
 
     def __post_init__(self) -> None:
         for name in ("capacity", "global_batch", "alignment", "max_patches", "shuffle_window", "seed"):
@@ -127,6 +130,11 @@ def config_differences(old: PlanConfig | dict[str, Any], new: PlanConfig | dict[
         for name in sorted(before.keys() | after.keys())
         if name not in before or name not in after or before[name] != after[name]
     ]
+
+
+def concerns_assignment(difference: str) -> bool:
+    """Whether a line of :func:`config_differences` is about one of :data:`ASSIGNMENT_SETTINGS`."""
+    return difference.split(":")[0].split(".")[0] in ASSIGNMENT_SETTINGS
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

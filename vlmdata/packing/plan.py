@@ -183,7 +183,10 @@ class EpochPlan:
         samples = self.samples[flat]
         lengths = aligned(self.table.lengths[samples], self.config.alignment)
         costs = self.config.cost.sample_costs(
-            lengths, self.table.num_patches[samples], self.table.sum_patches_squared[samples]
+            lengths,
+            self.table.num_targets[samples],
+            self.table.num_patches[samples],
+            self.table.sum_patches_squared[samples],
         )
         result = np.zeros(len(packs), np.int64)
         if len(ends):
@@ -191,7 +194,7 @@ class EpochPlan:
             if self.config.pad_to_capacity:
                 tails = self.config.capacity - np.add.reduceat(lengths, ends - counts)
                 nothing = np.zeros(len(tails), np.int64)
-                totals += self.config.cost.sample_costs(tails, nothing, nothing)
+                totals += self.config.cost.sample_costs(tails, nothing, nothing, nothing)
             result[real] = totals
         return result
 

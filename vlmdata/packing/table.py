@@ -15,6 +15,7 @@ class SampleTable:
 
     Attributes:
         lengths: int32 (n,), true token lengths (unpadded), at least 1.
+        num_targets: int32 (n,), target tokens.
         num_patches: int32 (n,), vision patches over all images of the sample; 0 for text.
         sum_patches_squared: int64 (n,), sum over the sample's vision attention spans of (patches in the span) squared.
             A span is an image, or one temporal patch of a video.
@@ -23,6 +24,7 @@ class SampleTable:
     """
 
     lengths: npt.NDArray[np.int32]
+    num_targets: npt.NDArray[np.int32]
     num_patches: npt.NDArray[np.int32]
     sum_patches_squared: npt.NDArray[np.int64]
     shard: npt.NDArray[np.int32]
@@ -41,8 +43,9 @@ class SampleTable:
         if self.lengths.min() < 1:
             at = int(np.argmin(self.lengths))
             raise ValueError(f"sample {at} has length {self.lengths[at]}; every sample needs at least 1 token")
-        if self.num_patches.min() < 0 or self.sum_patches_squared.min() < 0:
-            raise ValueError("patch counts must not be negative")
+        for name in ("num_targets", "num_patches", "sum_patches_squared"):
+            if getattr(self, name).min() < 0:
+                raise ValueError(f"{name} has the value {getattr(self, name).min()}; counts must not be negative")
         step = np.diff(self.dataset)
         if self.dataset[0] != 0 or ((step != 0) & (step != 1)).any():
             raise ValueError("datasets must be numbered 0, 1, 2, … and stand one after another")
@@ -65,12 +68,17 @@ class SampleTable:
 
 
 def table_from_columns(
-    lengths: npt.ArrayLike, grids: npt.ArrayLike, grid_offsets: npt.ArrayLike, shard: npt.ArrayLike
+    lengths: npt.ArrayLike,
+    num_targets: npt.ArrayLike,
+    grids: npt.ArrayLike,
+    grid_offsets: npt.ArrayLike,
+    shard: npt.ArrayLike,
 ) -> SampleTable:
     """Build the table of one dataset from index columns.
 
     Args:
         lengths: (n,) integers, true token lengths.
+        num_targets: (n,) integers, target tokens.
         grids: (G, 3) integers, ``(t, h, w)`` of every image in sample order, in patches.
         grid_offsets: (n + 1,) integers; the images of sample i are ``grids[offsets[i]:offsets[i + 1]]``.
         shard: (n,) integers, non-decreasing shard numbers.
@@ -95,6 +103,7 @@ def table_from_columns(
     squares = _segment_sums(grid[:, 0] * span * span, offsets)
     return SampleTable(
         lengths=true_lengths,
+        num_targets=np.asarray(num_targets, dtype=np.int32),
         num_patches=patches.astype(np.int32),
         sum_patches_squared=squares,
         shard=np.asarray(shard, dtype=np.int32),
@@ -119,6 +128,7 @@ def concatenate_tables(tables: Sequence[SampleTable]) -> SampleTable:
     first = np.cumsum([0] + [table.num_datasets for table in tables])
     return SampleTable(
         lengths=np.concatenate([t.lengths for t in tables]),
+        num_targets=np.concatenate([t.num_targets for t in tables]),
         num_patches=np.concatenate([t.num_patches for t in tables]),
         sum_patches_squared=np.concatenate([t.sum_patches_squared for t in tables]),
         shard=np.concatenate([t.shard for t in tables]),

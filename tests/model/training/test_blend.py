@@ -11,9 +11,12 @@ import torch
 
 pytest.importorskip("megatron.core")
 
+from model.architecture import Architecture
 from model.parallel import groups
+from model.presets import PRESETS
 from model.training.config_loading import load_config
 from model.training.data import RankPlace, open_loader
+from model.training.flops import StepFlops
 from model.training.loop import train
 from preprocess.config import ImageConfig
 from tests.chat_rows import write_jsonl
@@ -22,7 +25,7 @@ from tests.loader.rows import chat_rows
 from tests.model.training.conftest import SETTINGS, steps_of
 from vlmdata.errors import ConfigMismatchError
 
-ALONE = RankPlace(0, 1, 0, 1, 0, 1, 0, True, True)
+ALONE, TINY = RankPlace(0, 1, 0, 1, 0, 1, 0, True, True), PRESETS["tiny"]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +55,7 @@ def config_of(two: list[str], out: Path, **settings: Any) -> Any:
 def test_an_epoch_holds_what_the_weights_say(
     two: list[str], tmp_path: Path, settings: dict[str, Any], times: dict[int, set[int]]
 ) -> None:
-    with open_loader(config_of(two, tmp_path, **settings), ALONE, False, torch.device("cpu")) as loader:
+    with open_loader(config_of(two, tmp_path, **settings), ALONE, TINY, torch.device("cpu")) as loader:
         uses = Counter((origin.dataset, origin.index) for batch in loader for origin in batch.origins)
     for number in (0, 1):
         assert {count for (dataset, _), count in uses.items() if dataset == number} == times.get(number, set())
@@ -62,11 +65,25 @@ def test_an_epoch_holds_what_the_weights_say(
 def test_weights_are_shares(two: list[str], tmp_path: Path, by: str, value: str) -> None:
     config = config_of(two, tmp_path, data__blend=[0.25, 0.75], data__blend_by=by)
     mass: Counter[int] = Counter()
-    with open_loader(config, ALONE, False, torch.device("cpu")) as loader:
+    with open_loader(config, ALONE, TINY, torch.device("cpu")) as loader:
         for batch in loader:
             for origin, length in zip(batch.origins, batch.cu_seqlens.diff().tolist(), strict=False):
                 mass[origin.dataset] += length if value == "tokens" else 1
     assert mass[1] / mass.total() == pytest.approx(0.75, abs=0.01)
+
+
+@pytest.mark.parametrize("architecture", [TINY, PRESETS["2b"], PRESETS["35b-a3b"]])
+def test_packs_are_balanced_by_the_cost_of_the_model_that_is_trained(
+    two: list[str], tmp_path: Path, architecture: Architecture
+) -> None:
+    cpu = torch.device("cpu")
+    with open_loader(config_of(two, tmp_path), ALONE, architecture, cpu) as loader:
+        assert loader.config.cost == StepFlops.for_model(architecture).cost_model()
+        trained_tower = loader.config.cost
+    frozen = config_of(two, tmp_path, model__freeze=["vision"], model__mtp=False)
+    with open_loader(frozen, ALONE, architecture, cpu) as loader:
+        assert loader.config.cost.per_patch < trained_tower.per_patch / 2
+        assert loader.config.cost.per_target == trained_tower.per_target / 2
 
 
 def trained(config: Any, resume: bool) -> None:
