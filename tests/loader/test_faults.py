@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from tests.loader.consumer import consume
 from tests.loader.helpers import assert_same, epoch_of, packs_of, stream, wait_until, worker_pids
 from vlmdata.errors import ResourceError
 from vlmdata.loader.loader import StreamingLoader
+from vlmdata.loader.state import Position
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -113,6 +115,60 @@ class TestStuckWorkers:
         with stream(chat) as another:
             another.load_state_dict(state)
             assert packs_of(another) == packs_of(epoch_of(chat))[given:]
+
+
+class TestEpochsThatCannotBePlanned:
+    """An error belongs to its position in the order: prefetching into the next epoch does not bring it forward."""
+
+    @pytest.fixture
+    def options(self, chat: Path) -> dict[str, Any]:
+        """Epoch 0 has just enough packs for a step, epoch 1 has not."""
+        for seed, limit in itertools.product(range(4), range(160, 480, 16)):
+            found = {"parts": (), "last": "drop", "max_patches": limit, "seed": seed}
+            first, second = (stream(chat, **found, global_batch=1).steps(epoch) for epoch in (0, 1))
+            if second < first:
+                return {**found, "global_batch": first}
+        raise AssertionError("all epochs have equally many packs")
+
+    @pytest.mark.parametrize("num_workers", [0, 1, 2])
+    def test_the_current_epoch_is_completed_first(self, chat: Path, options: dict[str, Any], num_workers: int) -> None:
+        with stream(chat, num_workers=num_workers, **options) as loader:
+            whole = packs_of(loader)
+            assert len(whole) == options["global_batch"]
+            for _ in range(2):  # it is the same error whenever it is asked for
+                with pytest.raises(ValueError, match=r"epoch 1: \d+ packs make no step"):
+                    next(iter(loader))
+                assert loader.position == Position(1, 0, 0)
+
+    @pytest.mark.parametrize("num_workers", [0, 2])
+    def test_a_state_saved_on_the_way_comes_to_the_same_place(
+        self, chat: Path, options: dict[str, Any], num_workers: int
+    ) -> None:
+        with stream(chat, **options) as loader:
+            whole = packs_of(loader)
+        with stream(chat, num_workers=num_workers, **options) as loader:
+            assert packs_of(islice(loader, 3)) == whole[:3]
+            middle = loader.state_dict()
+            assert packs_of(loader) == whole[3:]
+            end = loader.state_dict()
+        for state, rest in ((middle, whole[3:]), (end, [])):
+            with stream(chat, num_workers=num_workers, **options) as loader:
+                loader.load_state_dict(json.loads(json.dumps(state)))
+                if rest:
+                    assert packs_of(loader) == rest
+                with pytest.raises(ValueError, match="epoch 1"):
+                    next(iter(loader))
+
+    @pytest.mark.usefixtures("quick")
+    def test_killed_workers_do_not_bring_it_forward(self, chat: Path, options: dict[str, Any]) -> None:
+        with stream(chat, num_workers=2, prefetch_factor=4, **options) as loader:
+            whole = packs_of(stream(chat, **options))
+            found = []
+            for batch in loader:
+                found += packs_of([batch])
+                if len(found) == len(whole) - 5:  # the error is behind what is under way
+                    kill(worker_pids())
+            assert found == whole
 
 
 def test_an_interrupted_wait_loses_nothing(chat: Path) -> None:

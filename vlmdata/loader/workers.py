@@ -24,6 +24,7 @@ from vlmdata.loader.assemble import assemble, layout_of
 from vlmdata.loader.buffers import BufferMaps, BufferName, BufferPool, Lease
 from vlmdata.loader.request import PackRequest
 from vlmdata.loader.shards import DatasetShards, ShardStore
+from vlmdata.loader.starting import worker_context
 
 #: Worker deaths in a row, with no batch in between, before we give up.
 _MAX_RESTARTS = 3
@@ -140,6 +141,7 @@ class WorkerPipeline[T]:
         self._ready: queue.Queue[Any] = queue.Queue(maxsize=1)  # one ahead of the consumer
         self._stopped = threading.Event()
         self._iterator: Any = None
+        self._failure: Exception | None = None  # why there are no further jobs, if they did not just end
         self._thread = threading.Thread(target=self._run, name="vlmdata-pipeline", daemon=True)
         self._thread.start()
 
@@ -180,12 +182,13 @@ class WorkerPipeline[T]:
         pending: list[tuple[Job[T], Lease]] = []
         restarts = 0
         try:
-            self._iterator = self._loader(pending)
             while not self._stopped.is_set():
                 try:
+                    if self._iterator is None:
+                        self._iterator = self._loader(pending)
                     outcome = next(self._iterator)
                 except StopIteration:
-                    self._put(None)
+                    self._put(self._failure)
                     return
                 except RuntimeError as error:
                     if self._stopped.is_set():
@@ -202,7 +205,7 @@ class WorkerPipeline[T]:
                             "a loader worker died and another one cannot be stopped: storage hangs. Look at the disk "
                             "or the network; the loader's state is intact."
                         ) from error
-                    self._iterator = self._loader(pending)
+                    self._iterator = None
                     continue
                 restarts = 0
                 if isinstance(outcome, VlmdataError):
@@ -213,7 +216,7 @@ class WorkerPipeline[T]:
             self._put(error)
         finally:
             _kill_workers(self._iterator)
-            self._iterator = None
+            self._iterator = self._failure = None  # its traceback holds this object
 
     def _loader(self, pending: list[tuple[Job[T], Lease]]) -> Any:
         """A new DataLoader over what is pending and then the jobs that follow."""
@@ -222,10 +225,17 @@ class WorkerPipeline[T]:
         def requests() -> Iterator[tuple[PackRequest, BufferName]]:
             for job, lease in again:
                 yield job.request, lease.name
-            for job in self._jobs:
-                if self._stopped.is_set():
+            while not self._stopped.is_set():
+                try:
+                    job = next(self._jobs, None)
+                    if job is None:
+                        return
+                    lease = self._pool.acquire(layout_of(job.request).bytes)
+                except Exception as error:
+                    # The next epoch cannot be planned, say. That is an error of this position in the order: batches
+                    # under way are delivered first, which raising it here would prevent.
+                    self._failure = error
                     return
-                lease = self._pool.acquire(layout_of(job.request).bytes)
                 pending.append((job, lease))
                 yield job.request, lease.name
 
@@ -238,7 +248,7 @@ class WorkerPipeline[T]:
             collate_fn=_as_it_is,
             worker_init_fn=_leave_process_group,
             generator=torch.Generator(),  # else every start draws from the training's own random numbers
-            multiprocessing_context=self._config.multiprocessing_context,
+            multiprocessing_context=worker_context(self._config.multiprocessing_context),
         )
         return iter(loader)
 

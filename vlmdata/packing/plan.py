@@ -227,7 +227,8 @@ def plan_epoch(
     plan = _pack_windows(table, config, epoch, windows)
     if plan.num_steps == 0:
         raise ValueError(
-            f"{plan.num_packs} packs make no step of global_batch {config.global_batch}; lower it or use last='pad'"
+            f"epoch {epoch}: {plan.num_packs} packs make no step of global_batch {config.global_batch}; lower it or "
+            "use last='pad'"
         )
     return plan
 
