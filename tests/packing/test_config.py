@@ -12,6 +12,13 @@ def test_fingerprint_is_pinned() -> None:
     assert config.fingerprint() == "5d0bb932cd96185fb4b34f05311bb0668d5f4ccb9c5fc7bc6800c6231198f6e4"
 
 
+def test_the_windows_version_is_no_part_of_plans_without_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, windowed = PlanConfig(8192, 32).to_dict(), PlanConfig(8192, 32, shuffle_window=4).to_dict()
+    monkeypatch.setattr("vlmdata.packing.config.WINDOWS_VERSION", 99)
+    assert config_differences(plain, PlanConfig(8192, 32)) == []
+    assert config_differences(windowed, PlanConfig(8192, 32, shuffle_window=4)) == ["windows_algorithm: 2 -> 99"]
+
+
 def test_every_setting_is_in_the_fingerprint() -> None:
     base = PlanConfig(8192, 32)
     changed = [

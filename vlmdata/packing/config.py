@@ -15,6 +15,8 @@ from vlmdata.packing.cost import DEFAULT_COST, CostModel, cost_model
 # Changes whenever the same inputs give another plan, so that a resume across versions is refused, not silently
 # different.
 ALGORITHM_VERSION = 1
+# The same for plans with a shuffle_window only; others stay valid when it changes.
+WINDOWS_VERSION = 2
 
 #: Settings that decide which rank runs which pack of a step. They change no pack and no step.
 ASSIGNMENT_SETTINGS = ("balance", "cost")
@@ -104,8 +106,9 @@ class PlanConfig:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Settings as JSON-ready values, the algorithm's version included."""
-        return {"algorithm": ALGORITHM_VERSION, **json.loads(json.dumps(dataclasses.asdict(self)))}
+        """Settings as JSON-ready values, with the version of the algorithm that plans depend on."""
+        windows = {} if self.shuffle_window is None else {"windows_algorithm": WINDOWS_VERSION}
+        return {"algorithm": ALGORITHM_VERSION, **windows, **json.loads(json.dumps(dataclasses.asdict(self)))}
 
     def fingerprint(self) -> str:
         """SHA-256 (hex) of the canonical JSON of :meth:`to_dict`: equal exactly if the settings are."""

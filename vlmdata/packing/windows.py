@@ -1,8 +1,11 @@
 """Windows over shards: which uses of samples are packed and shuffled together.
 
-A pass visits each shard once, in an order drawn anew for every epoch. The visits of all datasets are dealt to windows
-in proportion, so that every window has nearly the blend of the epoch, and about ``shuffle_window`` visits. Storage is
-then read window after window, and a reader needs no more than a window's shards at hand.
+A pass visits each shard once, in an order drawn anew for every epoch. The visits of each dataset are spread evenly over
+the windows, from a phase drawn for each dataset and epoch. So a window holds about ``shuffle_window`` visits and, of
+each dataset, its share of the epoch to within one visit. A dataset with fewer visits than windows would be missing from
+most of them: a few such datasets are spread sample by sample, and are in every window.
+
+Storage is read window after window, and a reader needs only a window's shards at hand.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlmdata.packing.blend import Pass
-from vlmdata.packing.seeding import derive_key, permutation
+from vlmdata.packing.seeding import derive_key, grouped_permutation, permutation
 from vlmdata.packing.table import SampleTable
 
 IntArray = npt.NDArray[np.int64]
@@ -51,19 +54,77 @@ def make_windows(table: SampleTable, passes: list[Pass], shuffle_window: int | N
     repeats = np.concatenate([p.repeats for p in passes]) if len(passes) > 1 else passes[0].repeats
     if shuffle_window is None:
         return Windows(samples, repeats, np.array([0, len(samples)]))
-    visit_of_use, dataset_of_visit = _visits(table, passes)
-    num_visits = len(dataset_of_visit)
-    num_windows = -(-num_visits // shuffle_window)
-    window_of_visit = np.empty(num_visits, np.int64)
-    for dataset in np.unique(dataset_of_visit):
-        visits = np.flatnonzero(dataset_of_visit == dataset)
-        order = _visit_order(table, passes, int(dataset), derive_key("visits", seed, epoch, int(dataset)))
-        # Visit j of J goes to window floor(j W / J): all datasets advance through the epoch at one pace.
-        window_of_visit[visits[order]] = np.arange(len(visits)) * num_windows // len(visits)
-    window = window_of_visit[visit_of_use]
+    window, num_windows = _window_of_uses(table, passes, shuffle_window, seed, epoch)
     uses = np.argsort(window, kind="stable")
     offsets = np.searchsorted(window[uses], np.arange(num_windows + 1))
     return Windows(samples[uses], repeats[uses], np.unique(offsets))
+
+
+def _window_of_uses(
+    table: SampleTable, passes: list[Pass], shuffle_window: int, seed: int, epoch: int
+) -> tuple[IntArray, int]:
+    """Deal an epoch's uses to windows: int64 (m,) the window of each use, and the number of windows."""
+    visit_of_use, dataset_of_visit = _visits(table, passes)
+    num_visits = len(dataset_of_visit)
+    num_windows = -(-num_visits // shuffle_window)
+    counts = np.bincount(dataset_of_visit, minlength=table.num_datasets)
+    split, few = _small_datasets(counts, num_windows, shuffle_window)
+    turn = np.empty(num_visits, np.int64)  # each visit's place in the order of its dataset
+    for dataset in np.flatnonzero(counts).tolist():
+        order = _visit_order(table, passes, dataset, derive_key("visits", seed, epoch, dataset))
+        turn[np.flatnonzero(dataset_of_visit == dataset)[order]] = np.arange(len(order))
+    phases = np.array([derive_key("phase", seed, epoch, dataset) % num_windows for dataset in range(len(counts))])
+    place = turn * num_windows + phases[dataset_of_visit]
+    window_of_visit = place // counts[dataset_of_visit]
+    # Whole visits of small datasets are dealt out together, in the order of their places: each on its own, many small
+    # datasets would crowd some windows and leave others out.
+    visits = np.flatnonzero(np.isin(dataset_of_visit, few))
+    order = np.lexsort((dataset_of_visit[visits], place[visits] / counts[dataset_of_visit[visits]]))
+    phase = derive_key("phase", seed, epoch) % num_windows
+    window_of_visit[visits[order]] = _spread(len(visits), num_windows, phase)
+    window = window_of_visit[visit_of_use]
+    bounds = np.searchsorted(dataset_of_visit[visit_of_use], np.arange(len(counts) + 1)).tolist()
+    for dataset in split:
+        uses = slice(bounds[dataset], bounds[dataset + 1])  # passes stand in the order of datasets
+        key = derive_key("split", seed, epoch, dataset)
+        order = grouped_permutation(turn[visit_of_use[uses]], int(counts[dataset]), key)
+        window[uses][order] = _spread(len(order), num_windows, int(phases[dataset]))
+    return window, num_windows
+
+
+def _small_datasets(visits: IntArray, num_windows: int, shuffle_window: int) -> tuple[list[int], list[int]]:
+    """Find the datasets with fewer visits than windows, and decide which of them are spread sample by sample.
+
+    Each of those adds a shard, or two, to what a reader has at hand in every window. So they are the ones with the
+    fewest visits, which gain most, and at most a quarter of ``shuffle_window``.
+
+    Args:
+        visits: int64 (D,), visits of each dataset.
+        num_windows: Number of windows.
+        shuffle_window: Visits per window.
+
+    Returns:
+        Numbers of the datasets that are spread sample by sample, and of those whose visits stay whole.
+    """
+    small = np.flatnonzero((visits > 0) & (visits < num_windows))
+    small = small[np.argsort(visits[small], kind="stable")]
+    return small[: shuffle_window // 4].tolist(), small[shuffle_window // 4 :].tolist()
+
+
+def _spread(count: int, num_windows: int, phase: int) -> IntArray:
+    """Spread items evenly over windows, in their order.
+
+    Args:
+        count: Number of items.
+        num_windows: Number of windows.
+        phase: In ``[0, num_windows)``: moves all items on by ``phase / num_windows`` of the distance between two. Drawn
+            at random, it makes every window equally likely for an item where there are fewer items than windows.
+
+    Returns:
+        int64 (count,), the window of each item, non-decreasing. Windows differ by at most one item.
+    """
+    spread: IntArray = (np.arange(count) * num_windows + phase) // max(1, count)
+    return spread
 
 
 def _visits(table: SampleTable, passes: list[Pass]) -> tuple[IntArray, IntArray]:
