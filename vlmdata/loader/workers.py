@@ -227,10 +227,10 @@ class WorkerPipeline[T]:
                 yield job.request, lease.name
             while not self._stopped.is_set():
                 try:
-                    job = next(self._jobs, None)
-                    if job is None:
-                        return
+                    job = next(self._jobs)
                     lease = self._pool.acquire(layout_of(job.request).bytes)
+                except StopIteration:
+                    return
                 except Exception as error:
                     # The next epoch cannot be planned, say. That is an error of this position in the order: batches
                     # under way are delivered first, which raising it here would prevent.
