@@ -13,6 +13,7 @@ from preprocess.config import (
     PreprocessConfig,
     RecipeConfig,
     SpecialText,
+    StrayMarks,
     Target,
     TrainThink,
     TrainTurns,
@@ -82,6 +83,16 @@ def preprocess(
         SpecialText,
         typer.Option(help="Data that spells a special token: reject, or encode as plain text.", rich_help_panel=_TEXT),
     ] = PreprocessConfig.special_text,
+    stray_marks: Annotated[
+        StrayMarks,
+        typer.Option(
+            help="chat: a mark such as <image> without an image: reject, or keep as text.", rich_help_panel=_TEXT
+        ),
+    ] = RecipeConfig.stray_marks,
+    strict: Annotated[
+        bool,
+        typer.Option("--strict", help="Reject rows with keys that the recipe does not know.", rich_help_panel=_DATA),
+    ] = False,
     pad_multiple: Annotated[
         int,
         typer.Option(help="Stored lengths are multiples of this (a loader can re-pad).", rich_help_panel=_TEXT),
@@ -135,12 +146,13 @@ def preprocess(
             tokenizer=tokenizer,
             tokenizer_revision=tokenizer_revision,
             image=ImageConfig(min_pixels, max_pixels, max_source_pixels),
-            recipe_options=RecipeConfig(prompt, target, image_root, allow_urls),
+            recipe_options=RecipeConfig(prompt, target, image_root, allow_urls, stray_marks),
             train_turns=train_turns,
             train_think=train_think,
             max_length=max_length,
             overlong=overlong,
             special_text=special_text,
+            strict=strict,
             pad_multiple=pad_multiple,
             rows_per_shard=rows_per_shard,
         )

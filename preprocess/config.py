@@ -46,6 +46,13 @@ class SpecialText(StrEnum):
     PLAIN = "plain"
 
 
+class StrayMarks(StrEnum):
+    """What ``chat`` does with marks such as ``<image>`` that stand for nothing."""
+
+    REJECT = "reject"
+    PLAIN = "plain"
+
+
 @dataclass(frozen=True)
 class ImageConfig:
     """Image geometry and limits.
@@ -80,12 +87,14 @@ class RecipeConfig:
         target: ``cord_v2``: Donut tokens or JSON.
         image_root: ``chat``: folder that image paths in the data are relative to and may not leave.
         allow_urls: ``chat``: whether http(s) image URLs in the data are fetched.
+        stray_marks: ``chat``: what to do with marks such as ``<image>`` that stand for nothing.
     """
 
     prompt: str = "Describe this image."
     target: Target = Target.DONUT
     image_root: str | None = None
     allow_urls: bool = False
+    stray_marks: StrayMarks = StrayMarks.REJECT
 
 
 @dataclass(frozen=True)
@@ -103,6 +112,7 @@ class PreprocessConfig:
         max_length: Most tokens (true length) in a sample.
         overlong: What to do with more.
         special_text: What to do with special-token text in data.
+        strict: Whether rows with keys that the recipe does not know are rejected.
         pad_multiple: Stored lengths are multiples of this.
         rows_per_shard: Source rows per shard.
     """
@@ -117,6 +127,7 @@ class PreprocessConfig:
     max_length: int = 8192
     overlong: Overlong = Overlong.REJECT
     special_text: SpecialText = SpecialText.REJECT
+    strict: bool = False
     pad_multiple: int = 16
     rows_per_shard: int = 256
 

@@ -113,19 +113,23 @@ class Conversation:
         messages: The turns.
         tools: Tool definitions (JSON-schema mappings), given to the chat template.
         loss_weight: Factor on the weights of all targets of the sample, at least 0.
-        unused: Keys of the row that the recipe knows of or found, and did not use, such as ``id`` or
+        unused: Keys of the row that the recipe does not use and knows to be harmless, such as ``id`` or
             ``messages[].name``. The run's summary counts them.
+        unknown: Keys of the row that the recipe does not use and knows nothing of. The run's summary counts them;
+            ``--strict`` rejects the row.
     """
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     loss_weight: float = 1.0
     unused: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _require_tuple("Conversation.messages", self.messages, (Message,), "Message")
         _require_tuple("Conversation.tools", self.tools, (Mapping,), "mappings")
         _require_tuple("Conversation.unused", self.unused, (str,), "str")
+        _require_tuple("Conversation.unknown", self.unknown, (str,), "str")
         _require_weight("Conversation.loss_weight", self.loss_weight)
 
     @property

@@ -14,8 +14,9 @@ from preprocess.chat.targets import TargetSpans, find_turns, target_spans, token
 from preprocess.chat.tokenizer import ChatTokenizer
 from preprocess.config import ImageConfig, Overlong, PreprocessConfig, TrainTurns
 from preprocess.conversation import Conversation, ImagePart
+from preprocess.images.bounds import target_size
 from preprocess.images.decode import DecodedImage, decode_image
-from preprocess.images.resize import resize_image, smart_resize
+from preprocess.images.resize import resize_image
 from preprocess.reject import RowRejected
 from vlmdata.format.ledger import Reason
 from vlmdata.format.schema import PATCH_BYTES, PATCH_SIZE, Sample
@@ -93,6 +94,12 @@ class Encoder:
         Raises:
             RowRejected: With the reason, whatever is wrong with it.
         """
+        if self.config.strict and conversation.unknown:
+            raise RowRejected(
+                Reason.UNKNOWN_KEYS,
+                f"keys that the recipe does not know: {', '.join(conversation.unknown)}. --strict rejects such rows; "
+                "drop the keys, or leave --strict out.",
+            )
         _check_turns(conversation, self.config.train_turns)
         # Text first: it is cheap, and a row it rejects needs no image decoded.
         ids, spans = self._encode_text(conversation)
@@ -165,7 +172,7 @@ def encode_image(part: ImagePart, config: ImageConfig, what: str) -> EncodedImag
     """
     decoded = decode_image(part.data, config.max_source_pixels, what)
     source_height, source_width = decoded.pixels.shape[:2]
-    height, width = smart_resize(source_height, source_width, config.min_pixels, config.max_pixels)
+    height, width = target_size(source_height, source_width, part, config, what)
     patches = patchify(resize_image(decoded.pixels, height, width))
     return EncodedImage(patches, (1, height // PATCH_SIZE, width // PATCH_SIZE), _origin(decoded))
 

@@ -20,6 +20,7 @@ from preprocess.chat.tokenizer import ChatTokenizer, load_tokenizer
 from preprocess.config import PreprocessConfig
 from preprocess.engine import Counters, Run, describe, run_jobs, start_workers_early
 from preprocess.fingerprints import identity_changes, run_identity, tokenizer_identity
+from preprocess.key_counts import KeyCounts
 from preprocess.shard_job import (
     PROGRESS_DIR,
     ShardJob,
@@ -270,6 +271,7 @@ def _finish(
         index_hash = _merge_index(directory, len(records))
         ledger_hash = _merge_ledger(directory, len(records))
         tokenizer_files = _save_tokenizer(directory, tokenizer)
+        keys = KeyCounts.sum(record.keys for record in records).to_json()
         rejects: Counter[str] = Counter()
         for record in records:
             rejects.update(record.rejects)
@@ -284,6 +286,8 @@ def _finish(
             index_sha256=index_hash,
             ledger_sha256=ledger_hash,
             features=tuple(sorted(SUPPORTED_FEATURES)),
+            unused_keys=keys["unused"],
+            unknown_keys=keys["unknown"],
             created_by=f"vlmdata {__version__}",
             tokenizer_files=tokenizer_files,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,12 @@ from vlmdata.format.index import DatasetIndex
 from vlmdata.format.ledger import Reason
 from vlmdata.format.manifest import Manifest, Totals, counts_to_json
 from vlmdata.format.schema import INDEX_NAME, LEDGER_NAME
+from vlmdata.wording import counted
 
 _PERCENTILES = (0, 25, 50, 75, 95, 99, 100)
 _BINS, _BAR_WIDTH = 10, 32
+#: Keys listed in a line; --json has all.
+_SHOWN_KEYS = 12
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,8 @@ class Report:
             "candidates": self.manifest.totals.candidates,
             "rejects": dict(self.manifest.rejects),
             "reject_rate": self.reject_rate,
+            "unused_keys": dict(self.manifest.unused_keys),
+            "unknown_keys": dict(self.manifest.unknown_keys),
             "max_reject_rate": self.max_reject_rate,
             "lengths": dataclasses.asdict(self.lengths) if self.lengths else None,
             "shards": len(self.manifest.shards),
@@ -94,6 +100,8 @@ class Report:
         console.print(self._table())
         if self.lengths is not None:
             console.print(_histogram(self.lengths))
+        for line in self._key_lines():
+            console.print(line, soft_wrap=True, markup=False)
         ledger = self.directory / LEDGER_NAME
         if self.manifest.totals.rejected:
             console.print(f"rejected rows, with reasons: {ledger}", soft_wrap=True, markup=False)
@@ -109,6 +117,14 @@ class Report:
             f"{escape(str(self.directory / LEDGER_NAME))}.",
             soft_wrap=True,
         )
+
+    def _key_lines(self) -> Iterator[str]:
+        """Keys of the rows that nothing was made of, the most frequent first."""
+        if self.manifest.unused_keys:
+            yield f"keys not used, and harmless: {_shown(self.manifest.unused_keys)}"
+        if self.manifest.unknown_keys:
+            yield f"keys the recipe does not know, not used: {_shown(self.manifest.unknown_keys)}"
+            yield "  check that they do not matter; --strict rejects rows that have such keys"
 
     def _table(self) -> Table:
         totals = self.manifest.totals
@@ -146,6 +162,13 @@ def report_of(directory: Path, result: RunResult, seconds: float, max_reject_rat
 def _candidates(totals: Totals) -> str:
     """What the rejected are a share of: rows, or, where rows gave lists, their samples."""
     return "samples of the rows" if totals.extra_candidates else "rows"
+
+
+def _shown(counts: Mapping[str, int]) -> str:
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    shown = ", ".join(f"{key} ({counted(count, 'sample')})" for key, count in ordered[:_SHOWN_KEYS])
+    rest = len(ordered) - _SHOWN_KEYS
+    return f"{shown}, and {counted(rest, 'other')}" if rest > 0 else shown
 
 
 def _distribution(lengths: np.ndarray[Any, np.dtype[np.int32]]) -> LengthDistribution | None:

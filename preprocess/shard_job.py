@@ -23,6 +23,7 @@ from preprocess.candidates import Candidate, candidates_of, unexpected
 from preprocess.chat.tokenizer import load_tokenizer
 from preprocess.config import PreprocessConfig
 from preprocess.encode import EncodedSample, Encoder
+from preprocess.key_counts import KeyCounts
 from preprocess.recipes.base import Recipe, load_recipe
 from preprocess.reject import RowRejected
 from preprocess.sources.rows import Source
@@ -54,16 +55,24 @@ class ShardRecord:
     info: ShardInfo
     totals: Totals
     rejects: dict[str, int]
+    keys: KeyCounts
 
     def to_json(self) -> bytes:
         """JSON text of the record."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True).encode()
+        fields = {
+            "info": dataclasses.asdict(self.info),
+            "totals": dataclasses.asdict(self.totals),
+            "rejects": self.rejects,
+            "keys": self.keys.to_json(),
+        }
+        return json.dumps(fields, sort_keys=True).encode()
 
     @classmethod
     def read(cls, path: Path) -> ShardRecord:
         """Reads a record written by :meth:`to_json`."""
         fields = json.loads(path.read_bytes())
-        return cls(ShardInfo(**fields["info"]), Totals(**fields["totals"]), fields["rejects"])
+        keys = KeyCounts.from_json(fields["keys"])
+        return cls(ShardInfo(**fields["info"]), Totals(**fields["totals"]), fields["rejects"], keys)
 
 
 @dataclass(frozen=True)
@@ -144,10 +153,11 @@ def run_shard(job: ShardJob, context: ShardContext, on_row: Callable[[RowOutcome
     temporary = temporary_path(context.directory / name)
     rows: list[IndexRow] = []
     rejections: list[Rejection] = []
+    keys = KeyCounts()
     try:
         with ShardWriter(temporary) as writer:
             for number in range(job.row_start, job.row_stop):
-                outcome = _process_row(number, job.number, context, writer, rows, rejections)
+                outcome = _process_row(number, job.number, context, writer, rows, rejections, keys)
                 if on_row is not None:
                     on_row(outcome)
             size, digest = writer.close()
@@ -158,7 +168,7 @@ def run_shard(job: ShardJob, context: ShardContext, on_row: Callable[[RowOutcome
     extra = len(rows) + len(rejections) - (job.row_stop - job.row_start)
     info = ShardInfo(name, job.row_start, job.row_stop, len(rows), len(rejections), size, digest, extra)
     rejects = dict(sorted(Counter(rejection.reason.value for rejection in rejections).items()))
-    record = ShardRecord(info, _totals(info, rows), rejects)
+    record = ShardRecord(info, _totals(info, rows), rejects, keys)
     with atomic_path(progress_path(context.directory, job.number, "parquet")) as path:
         pq.write_table(index_table(rows), path)
     ledger = b"".join(rejection.to_line() for rejection in rejections)
@@ -174,6 +184,7 @@ def _process_row(
     writer: ShardWriter,
     rows: list[IndexRow],
     rejections: list[Rejection],
+    keys: KeyCounts,
 ) -> RowOutcome:
     """Adds the row's samples to the shard and ``rows``, and what is wrong with the others to ``rejections``."""
     try:
@@ -186,7 +197,7 @@ def _process_row(
     images = tokens = rejected = 0
     for candidate in candidates:
         try:
-            encoded = _encode(candidate, context)
+            encoded = _encode(candidate, context, keys)
         except RowRejected as error:
             rejections.append(Rejection(number, error.reason, error.message, candidate.sample))
             rejected += 1
@@ -196,11 +207,13 @@ def _process_row(
     return RowOutcome(images, tokens, rejected)
 
 
-def _encode(candidate: Candidate, context: ShardContext) -> EncodedSample:
+def _encode(candidate: Candidate, context: ShardContext, keys: KeyCounts) -> EncodedSample:
     if isinstance(candidate.made, RowRejected):
         raise candidate.made
     with _foreseen(context.recipe):
-        return context.encoder.encode(candidate.made)
+        encoded = context.encoder.encode(candidate.made)
+    keys.add(candidate.made)
+    return encoded
 
 
 @contextmanager

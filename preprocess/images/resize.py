@@ -20,7 +20,7 @@ from vlmdata.format.schema import IMAGE_FACTOR
 MAX_ASPECT_RATIO = 200
 
 
-def smart_resize(height: int, width: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+def smart_resize(height: int, width: int, min_pixels: int, max_pixels: int, *, least_side: int = 0) -> tuple[int, int]:
     """The (height, width) an image is resized to.
 
     Both are multiples of 32, their product lies within [min_pixels, max_pixels] where that is possible, and the
@@ -31,6 +31,8 @@ def smart_resize(height: int, width: int, min_pixels: int, max_pixels: int) -> t
         width: Source width in pixels, positive.
         min_pixels: Least product.
         max_pixels: Greatest product.
+        least_side: Sides that round to less count as this, when the product is compared with the bounds. 0 is
+            transformers' rule, 32 is qwen_vl_utils'; they differ for sides under 16 pixels.
 
     Raises:
         RowRejected: ASPECT_RATIO over 200.
@@ -40,8 +42,8 @@ def smart_resize(height: int, width: int, min_pixels: int, max_pixels: int) -> t
         raise RowRejected(
             Reason.ASPECT_RATIO, f"{width}x{height} pixels: aspect ratio {ratio:.1f}, over {MAX_ASPECT_RATIO}"
         )
-    new_height = round(height / IMAGE_FACTOR) * IMAGE_FACTOR
-    new_width = round(width / IMAGE_FACTOR) * IMAGE_FACTOR
+    new_height = max(least_side, round(height / IMAGE_FACTOR) * IMAGE_FACTOR)
+    new_width = max(least_side, round(width / IMAGE_FACTOR) * IMAGE_FACTOR)
     if new_height * new_width > max_pixels:
         scale = math.sqrt((height * width) / max_pixels)
         new_height = max(IMAGE_FACTOR, math.floor(height / scale / IMAGE_FACTOR) * IMAGE_FACTOR)

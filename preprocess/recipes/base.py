@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from importlib import import_module
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from preprocess.config import RecipeConfig
@@ -64,8 +65,8 @@ class BuiltInRecipe(Recipe, Protocol):
 #: Options of the command that a recipe may leave without effect: those of recipes, and those about turns.
 RECIPE_OPTIONS = frozenset({field.name for field in fields(RecipeConfig)} | {"train_turns", "train_think"})
 
-#: Recipes by name. A new one is a file beside this with a class as BuiltInRecipe says, taking RecipeConfig, and a
-#: line here.
+#: Recipes by name. A new one is a file or package beside this with a class as BuiltInRecipe says, taking
+#: RecipeConfig, and a line here.
 REGISTRY: Mapping[str, str] = {
     "cord_v2": "preprocess.recipes.cord_v2:CordV2",
     "chat": "preprocess.recipes.chat:Chat",
@@ -83,9 +84,18 @@ def load_recipe(name: str, config: RecipeConfig) -> Recipe:
 
 
 def recipe_fingerprint(name: str) -> str:
-    """sha256 of the source file that defines the recipe: a changed recipe is another recipe."""
-    source = inspect.getsource(inspect.getmodule(recipe_class(name)) or object)
-    return hashlib.sha256(source.encode()).hexdigest()
+    """sha256 of the source that defines the recipe: a changed recipe is another recipe.
+
+    That is the file that defines it. If the recipe is found in a package (``preprocess.recipes.chat:Chat``), it is
+    every Python file of the package too, by its path within.
+    """
+    digest = hashlib.sha256(inspect.getsource(inspect.getmodule(recipe_class(name)) or object).encode())
+    package = import_module(REGISTRY.get(name, name).partition(":")[0])
+    for folder in map(Path, getattr(package, "__path__", ())):
+        for file in sorted(folder.rglob("*.py")):
+            source = file.read_bytes()
+            digest.update(f"{file.relative_to(folder).as_posix()} {len(source)}\n".encode() + source)
+    return digest.hexdigest()
 
 
 def recipe_class(name: str) -> Any:

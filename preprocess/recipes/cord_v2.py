@@ -14,16 +14,22 @@ import xxhash
 from preprocess.config import RecipeConfig, Target
 from preprocess.conversation import Conversation, ImagePart, Message, TextPart
 from preprocess.recipes.base import RECIPE_OPTIONS, Row
+from preprocess.recipes.keys import HARMLESS_COLUMNS, KeyLog
 from preprocess.recipes.media import MediaLoader
 from preprocess.reject import RowRejected, excerpt
 from vlmdata.format.ledger import Reason
+
+_USED_COLUMNS = frozenset({"image", "ground_truth"})
+_USED_KEYS = frozenset({"gt_parse", "gt_parses"})
+#: What CORD says of the picture and of the words on it, beside the parse.
+_HARMLESS_KEYS = frozenset({"meta", "valid_line", "roi", "repeating_symbol", "dontcare"})
 
 
 class CordV2:
     """``image`` and ``ground_truth`` (JSON with ``gt_parse`` or ``gt_parses``) to one question and its answer."""
 
     needs: ClassVar[str] = "image and ground_truth"
-    options: ClassVar[frozenset[str]] = RECIPE_OPTIONS
+    options: ClassVar[frozenset[str]] = RECIPE_OPTIONS - {"stray_marks"}
 
     def __init__(self, config: RecipeConfig):
         self._prompt = config.prompt
@@ -37,7 +43,8 @@ class CordV2:
 
     def __call__(self, row: Row) -> Conversation:
         """The image and the prompt as the question, the parse as the answer."""
-        parse = _choose_parse(_ground_truth(row), row.number)
+        ground_truth = _ground_truth(row)
+        parse = _choose_parse(ground_truth, row.number)
         answer = donut_tokens(parse) if self._target is Target.DONUT else json.dumps(parse, ensure_ascii=False)
         if parse in ({}, [], "", None) or not answer.strip():
             raise RowRejected(Reason.EMPTY_ANSWER, f"the ground truth is empty: {excerpt(parse)}")
@@ -45,7 +52,11 @@ class CordV2:
             "user",
             (ImagePart(self._media.load(row.values.get("image"), "image"), "image"), TextPart(self._prompt)),
         )
-        return Conversation((user, Message("assistant", (TextPart(answer),))))
+        keys = KeyLog()
+        keys.note(row.values, _USED_COLUMNS, HARMLESS_COLUMNS)
+        keys.note(ground_truth, _USED_KEYS, _HARMLESS_KEYS, "ground_truth.")
+        answered = Message("assistant", (TextPart(answer),))
+        return Conversation((user, answered), unused=keys.harmless, unknown=keys.unknown)
 
 
 def donut_tokens(value: Any) -> str:

@@ -43,11 +43,11 @@ def human(value: Any, **columns: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("values", "reason", "message"),
     [
-        ({}, Reason.MISSING_COLUMN, "neither messages nor conversations; columns with values: none"),
+        ({}, Reason.MISSING_COLUMN, "neither messages nor conversations, nor a pair .*; columns with values: none"),
         (
             {"text": "x", "messages": None},
             Reason.MISSING_COLUMN,
-            "neither messages nor conversations; columns with values: text",
+            "neither messages nor conversations, nor a pair .*; columns with values: text",
         ),
         ({"messages": []}, MESSAGES, r"messages is not a list of turns: \[\]"),
         ({"messages": {"role": "user"}}, MESSAGES, "messages is not a list of turns: {'role'"),
@@ -83,7 +83,7 @@ def test_a_turn_without_a_role(missing):
         ({"from": "human", "value": ["x"]}, r"conversations\[0\]\.value is not text: \['x'\]"),
         ({"from": "human"}, r"conversations\[0\]\.value is not text: None"),
         ({"from": "function_call", "value": "f(x)"}, r"conversations\[0\]\.value is not JSON: .*: f\(x\)"),
-        ({"from": "function_call", "value": "[1]"}, r"conversations\[0\]\.tool_calls\[0\] names no function: \[1\]"),
+        ({"from": "function_call", "value": "[1]"}, r"conversations\[0\]\.tool_calls\[0\] names no function: 1"),
     ],
 )
 def test_sharegpt_turns(turn, message):

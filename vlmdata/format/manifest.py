@@ -124,6 +124,8 @@ class Manifest:
         index_sha256: Of ``index.parquet``.
         ledger_sha256: Of ``rejected.jsonl``.
         features: What a reader must understand; see :data:`SUPPORTED_FEATURES`.
+        unused_keys: Samples by key of their rows that the recipe does not use and knows to be harmless.
+        unknown_keys: Samples by key of their rows that the recipe does not know.
         schema_version: MAJOR.MINOR of the format.
         created_by: Name and version of the writer.
         tokenizer_files: sha256 of each file in ``tokenizer/``. Empty in manifests of format 1.0.
@@ -139,6 +141,8 @@ class Manifest:
     index_sha256: str
     ledger_sha256: str
     features: tuple[str, ...]
+    unused_keys: Mapping[str, int] = field(default_factory=dict)
+    unknown_keys: Mapping[str, int] = field(default_factory=dict)
     schema_version: str = SCHEMA_VERSION
     created_by: str = ""
     tokenizer_files: Mapping[str, str] = field(default_factory=dict)
@@ -157,7 +161,8 @@ class Manifest:
             "shards": [counts_to_json(shard) for shard in self.shards],
         }
         # What a manifest of format 1.0 lacks is not written, so that reading one does not change its fingerprint.
-        for owner, name in ((fields, "tokenizer_files"), (fields["tokenizer"], "special_tokens")):
+        optional = [(fields, name) for name in ("tokenizer_files", "unused_keys", "unknown_keys")]
+        for owner, name in (*optional, (fields["tokenizer"], "special_tokens")):
             if not owner[name]:
                 del owner[name]
         return (json.dumps(fields, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()

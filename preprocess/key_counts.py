@@ -1,0 +1,60 @@
+"""How many samples came from rows with keys that the recipe did not use."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from preprocess.conversation import Conversation
+
+#: More keys than this are counted together, so that data whose keys are names or ids cannot fill the manifest.
+_MOST_KEYS = 200
+_OTHERS = "(other keys)"
+_LONGEST_KEY = 120
+
+
+@dataclass(frozen=True)
+class KeyCounts:
+    """Samples by key.
+
+    Attributes:
+        unused: Keys that the recipe knows to be harmless.
+        unknown: Keys that the recipe does not know.
+    """
+
+    unused: Counter[str] = field(default_factory=Counter)
+    unknown: Counter[str] = field(default_factory=Counter)
+
+    def add(self, conversation: Conversation) -> None:
+        """Counts the keys of a sample's conversation."""
+        for counter, keys in ((self.unused, conversation.unused), (self.unknown, conversation.unknown)):
+            if keys:
+                counter.update(key[:_LONGEST_KEY] for key in keys)
+
+    def to_json(self) -> dict[str, dict[str, int]]:
+        """JSON-able form, sorted by key."""
+        return {"unused": dict(sorted(self.unused.items())), "unknown": dict(sorted(self.unknown.items()))}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> KeyCounts:
+        """What :meth:`to_json` gave."""
+        return cls(Counter(fields["unused"]), Counter(fields["unknown"]))
+
+    @classmethod
+    def sum(cls, counts: Iterable[KeyCounts]) -> KeyCounts:
+        """The counts of a whole run; of very many keys, the most frequent."""
+        total = cls()
+        for each in counts:
+            total.unused.update(each.unused)
+            total.unknown.update(each.unknown)
+        return cls(_limited(total.unused), _limited(total.unknown))
+
+
+def _limited(counter: Counter[str]) -> Counter[str]:
+    ordered = sorted(counter.items(), key=lambda item: (-item[1], item[0]))
+    limited = Counter(dict(ordered[:_MOST_KEYS]))
+    if len(ordered) > _MOST_KEYS:
+        limited[_OTHERS] = sum(count for _, count in ordered[_MOST_KEYS:])
+    return limited

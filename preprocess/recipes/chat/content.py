@@ -1,0 +1,140 @@
+"""The content of a turn as parts: text, and images at content items and marks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from preprocess.config import StrayMarks
+from preprocess.conversation import Part, Role, TextPart
+from preprocess.recipes.chat.images import ITEM_KEYS, RowImages
+from preprocess.recipes.chat.turns import Turn
+from preprocess.recipes.keys import KeyLog, filled
+from preprocess.reject import RowRejected, excerpt
+from vlmdata.format.ledger import Reason
+from vlmdata.wording import with_article
+
+IMAGE_MARK = "<image>"
+#: Marks stand for media in text, with a backslash before them for themselves.
+_MARK = re.compile(r"(\\?)(<image>|<video>|<audio>)")
+_IMAGE_TYPES = ("image", "image_url")
+_MEDIA_KEYS = ("video", "video_url", "audio", "audio_url", "input_audio")
+_TEXT_KEYS = frozenset({"type", "text"})
+_ITEM_HARMLESS = frozenset({"cache_control", "id"})
+_KEEP = "To keep the mark as text, write \\{mark} or give --stray-marks plain"
+
+
+class ContentReader:
+    """Reads the contents of one row's turns.
+
+    A mark ``<image>`` in a user or tool turn takes the next image of the row, unless content items do. Any other mark
+    is stray: text that may have lost its medium.
+
+    Args:
+        turns: All turns of the row.
+        images: The row's images.
+        stray_marks: What to do with stray marks in rows without images, and in turns without.
+        keys: Takes note of keys that are not used.
+    """
+
+    def __init__(self, turns: Iterable[Turn], images: RowImages, stray_marks: StrayMarks, keys: KeyLog):
+        self._images = images
+        self._keys = keys
+        self._placed_by_items = any(_is_image(item) for turn in turns for item in _items(turn.content))
+        self._keep_stray = stray_marks is StrayMarks.PLAIN
+        self._marks_take = not self._placed_by_items and (images.any_in_column or not self._keep_stray)
+
+    def parts(self, turn: Turn) -> Iterator[Part]:
+        """The parts of a turn's content, in order.
+
+        Raises:
+            RowRejected: With the reason.
+        """
+        content = turn.content
+        if content is None:
+            return
+        if isinstance(content, str):
+            yield from self._text(content, turn.role, turn.where)
+        elif isinstance(content, list):
+            for i, item in enumerate(content):
+                yield from self._item(item, turn.role, f"{turn.where}.content[{i}]")
+        else:
+            raise RowRejected(
+                Reason.MALFORMED_MESSAGES, f"{turn.where}.content is neither text nor a list: {excerpt(content)}"
+            )
+
+    def _item(self, item: Any, role: Role, where: str) -> Iterator[Part]:
+        if isinstance(item, str):
+            item = {"type": "text", "text": item}
+        if not isinstance(item, Mapping):
+            raise RowRejected(Reason.MALFORMED_MESSAGES, f"{where} is no object: {excerpt(item)}")
+        # Arrow gives every struct every key; the absent ones are null.
+        item = {key: value for key, value in item.items() if value is not None}
+        kind = _kind(item)
+        if kind == "text":
+            if not isinstance(item.get("text"), str):
+                raise RowRejected(Reason.MALFORMED_MESSAGES, f"{where}.text is not text: {excerpt(item.get('text'))}")
+            self._refuse(item, (*_IMAGE_TYPES, *_MEDIA_KEYS), where)
+            self._keys.note(item, _TEXT_KEYS, _ITEM_HARMLESS, "messages[].content[].")
+            yield from self._text(item["text"], role, where)
+        elif kind in _IMAGE_TYPES:
+            self._refuse(item, ("text", *_MEDIA_KEYS), where)
+            self._keys.note(item, ITEM_KEYS, _ITEM_HARMLESS, "messages[].content[].")
+            yield self._images.from_item(item, where)
+        else:
+            raise RowRejected(
+                Reason.UNSUPPORTED_CONTENT, f"{where}: content of type {kind!r}; text and image are supported"
+            )
+
+    def _refuse(self, item: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
+        for key in filled(item, keys):
+            raise RowRejected(
+                Reason.UNSUPPORTED_CONTENT,
+                f"{where} is {with_article(str(_kind(item)))} item, but holds {key} too: {excerpt(item[key])}. Write "
+                "one item for each.",
+            )
+
+    def _text(self, text: str, role: Role, where: str) -> Iterator[Part]:
+        """Text between images; marks with a backslash lose it."""
+        kept, end = "", 0
+        for found in _MARK.finditer(text):
+            escaped, mark = found.groups()
+            kept, end = kept + text[end : found.start()], found.end()
+            if not escaped and mark == IMAGE_MARK and self._marks_take and role in ("user", "tool"):
+                if kept:
+                    yield TextPart(kept)
+                kept = ""
+                yield self._images.take(IMAGE_MARK)
+            elif escaped or self._keep_stray:
+                kept += mark
+            else:
+                raise self._stray(mark, role, where)
+        if kept + text[end:]:
+            yield TextPart(kept + text[end:])
+
+    def _stray(self, mark: str, role: Role, where: str) -> RowRejected:
+        keep = _KEEP.format(mark=mark)
+        if mark != IMAGE_MARK:
+            what = f"{where} holds the mark {mark}, and the recipe reads text and images only"
+            return RowRejected(Reason.UNSUPPORTED_CONTENT, f"{what}. {keep}")
+        if role not in ("user", "tool"):
+            what = (
+                f"{where} holds the mark {mark} in {with_article(role)} turn; only user and tool turns can hold images"
+            )
+        else:
+            what = f"{where} holds the mark {mark}, but content items of the row place its images"
+        return RowRejected(Reason.IMAGE_COUNT_MISMATCH, f"{what}. {keep}")
+
+
+def _items(content: Any) -> Iterator[Mapping[str, Any]]:
+    return (item for item in content if isinstance(item, Mapping)) if isinstance(content, list) else iter(())
+
+
+def _is_image(item: Mapping[str, Any]) -> bool:
+    return _kind({key: value for key, value in item.items() if value is not None}) in _IMAGE_TYPES
+
+
+def _kind(item: Mapping[str, Any]) -> Any:
+    """The type of a content item; without one, the first key that says it."""
+    return item.get("type") or next((key for key in ("text", *_IMAGE_TYPES, "video") if key in item), None)

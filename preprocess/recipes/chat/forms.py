@@ -1,0 +1,166 @@
+"""The turns of a row, whichever columns hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from preprocess.recipes.chat.tools import parse_json
+from preprocess.recipes.chat.turns import Turn, read_turn, text_turn
+from preprocess.recipes.keys import filled
+from preprocess.reject import RowRejected, excerpt
+from vlmdata.format.ledger import Reason
+
+#: Columns that hold a list of turns.
+LIST_COLUMNS = ("messages", "conversations", "conversation")
+#: Columns that hold the last question and its answer: alpaca's, ms-swift's, TRL's.
+PAIRS = (("instruction", "output"), ("query", "response"), ("prompt", "completion"))
+_SYSTEM_COLUMNS = ("system", "system_prompt")
+
+
+@dataclass(frozen=True)
+class Form:
+    """The turns of a row.
+
+    Attributes:
+        turns: In order.
+        columns: The columns they were read from.
+    """
+
+    turns: tuple[Turn, ...]
+    columns: frozenset[str]
+
+
+def fits(columns: Collection[str]) -> bool:
+    """True if rows with these columns have turns in one of the forms."""
+    return any(column in columns for column in LIST_COLUMNS) or any(set(pair) <= set(columns) for pair in PAIRS)
+
+
+def read_form(values: Mapping[str, Any]) -> Form:
+    """The turns of a row, a system prompt in a column of its own first.
+
+    Args:
+        values: Columns that are not null.
+
+    Raises:
+        RowRejected: MISSING_COLUMN without turns; MALFORMED_MESSAGES.
+    """
+    lists = filled(values, LIST_COLUMNS)
+    if len(lists) > 1:
+        raise RowRejected(
+            Reason.MALFORMED_MESSAGES, f"turns stand both in {lists[0]} and in {lists[1]}; one of them is wanted"
+        )
+    pair = None if lists else _pair(values)
+    if pair is not None:
+        form = _from_pair(values, *pair)
+    else:
+        name = next((name for name in (*lists, *LIST_COLUMNS) if name in values), None)
+        if name is None:
+            columns = ", ".join(values) or "none"
+            raise RowRejected(
+                Reason.MISSING_COLUMN,
+                "neither messages nor conversations, nor a pair such as instruction and output; columns with "
+                f"values: {columns}",
+            )
+        if filled(values, ["history"]):
+            raise RowRejected(
+                Reason.MALFORMED_MESSAGES, f"history stands beside {name}; write its turns into {name} and drop it"
+            )
+        form = Form(tuple(_list(values[name], name)), frozenset({name, "history"}))
+    _refuse_split_calls(form.turns)
+    return Form(_with_system_prompt(values, form.turns), form.columns)
+
+
+def _pair(values: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The columns of question and answer: a complete pair, or the only question and the only answer."""
+    complete = [pair for pair in PAIRS if len(filled(values, pair)) == 2]
+    if len(complete) > 1:
+        shown = " and ".join("/".join(pair) for pair in complete)
+        raise RowRejected(Reason.MALFORMED_MESSAGES, f"two pairs hold a question and an answer: {shown}")
+    if complete:
+        return complete[0]
+    questions = filled(values, [question for question, _ in PAIRS]) or filled(values, ["input"])
+    answers = filled(values, [answer for _, answer in PAIRS])
+    return (questions[0], answers[0]) if len(questions) == len(answers) == 1 else None
+
+
+def _from_pair(values: Mapping[str, Any], question: str, answer: str) -> Form:
+    columns = {question, answer, "history"}
+    turns = list(_history(values.get("history")))
+    if isinstance(values[question], list):
+        # As TRL learns these: the completion alone. Answers within the prompt are context.
+        turns += _list(values[question], question, learned=False)
+    else:
+        text = values[question]
+        if question == "instruction":
+            columns.add("input")
+            if filled(values, ["input"]):
+                text = "\n".join(text_turn("user", values[name], name).content for name in ("instruction", "input"))
+        turns.append(text_turn("user", text, question))
+    if isinstance(values[answer], list):
+        turns += _list(values[answer], answer)
+    else:
+        turns.append(text_turn("assistant", values[answer], answer))
+    return Form(tuple(turns), frozenset(columns))
+
+
+def _history(history: Any) -> Iterator[Turn]:
+    """Earlier questions and answers, ``[[question, answer], …]``, oldest first."""
+    if isinstance(history, str) and history.strip():
+        history = parse_json(history, "history")
+    for i, exchange in enumerate(history or []):
+        if not isinstance(exchange, list | tuple) or len(exchange) != 2:
+            raise RowRejected(
+                Reason.MALFORMED_MESSAGES, f"history[{i}] is not a question and its answer: {excerpt(exchange)}"
+            )
+        yield text_turn("user", exchange[0], f"history[{i}][0]")
+        yield text_turn("assistant", exchange[1], f"history[{i}][1]")
+
+
+def _list(turns: Any, name: str, learned: bool = True) -> Iterator[Turn]:
+    if isinstance(turns, str):
+        turns = parse_json(turns, name)
+    if not isinstance(turns, list) or not turns:
+        raise RowRejected(Reason.MALFORMED_MESSAGES, f"{name} is not a list of turns: {excerpt(turns)}")
+    for i, turn in enumerate(turns):
+        yield read_turn(turn, f"{name}[{i}]", learned)
+
+
+def _with_system_prompt(values: Mapping[str, Any], turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
+    """The turns after the system prompt of a column; a system turn may only repeat it."""
+    prompts = [text_turn("system", values[name], name) for name in filled(values, _SYSTEM_COLUMNS)]
+    prompts = [turn for turn in prompts if _text(turn.content)]
+    if not prompts:
+        return turns
+    turns = tuple(turn for turn in turns if turn.role != "system" or _text(turn.content))
+    told = [turn for turn in turns if turn.role == "system"]
+    first = _text(prompts[0].content)
+    for turn in (*prompts, *told):
+        if _text(turn.content) != first:
+            raise RowRejected(
+                Reason.MALFORMED_MESSAGES,
+                f"{prompts[0].where} and {turn.where} hold different system prompts: {excerpt(first)!r} and "
+                f"{excerpt(_text(turn.content))!r}. Keep one of them.",
+            )
+    return turns if told else (prompts[0], *turns)
+
+
+def _text(content: Any) -> str:
+    """The text of a content in any form, for comparing."""
+    if isinstance(content, list):
+        texts = (item.get("text") if isinstance(item, Mapping) else item for item in content)
+        content = "".join(text for text in texts if isinstance(text, str))
+    return content.strip() if isinstance(content, str) else ""
+
+
+def _refuse_split_calls(turns: tuple[Turn, ...]) -> None:
+    """Turns that are calls alone, one after the other, are one turn at inference."""
+    for before, turn in pairwise(turns):
+        if before.calls and turn.calls and before.role == turn.role and not before.content and not turn.content:
+            raise RowRejected(
+                Reason.MALFORMED_MESSAGES,
+                f"{before.where} and {turn.where} are calls in turns of their own; write them as one turn: a JSON list "
+                "of calls, or tool_calls",
+            )

@@ -1,0 +1,156 @@
+"""The images of a row: named by content items, or taken in order from a column."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from preprocess.conversation import ImagePart
+from preprocess.recipes.chat.tools import parse_json
+from preprocess.recipes.keys import KeyLog, filled
+from preprocess.recipes.media import MediaLoader
+from preprocess.reject import RowRejected, excerpt
+from vlmdata.format.ledger import Reason
+from vlmdata.wording import counted
+
+#: Where an image item may name its file: Qwen's and OpenAI's keys, then those of transformers' chat templates.
+SOURCE_KEYS = ("image", "image_url", "url", "path", "base64")
+#: The size an image item asks for: qwen_vl_utils' keys.
+BOUND_KEYS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+ITEM_KEYS = frozenset({"type", "index", *SOURCE_KEYS, *BOUND_KEYS})
+_FILE_KEYS = frozenset({"url", "bytes", "path"})
+_FILE_HARMLESS = frozenset({"detail"})  # how OpenAI's service looks at it
+
+
+class RowImages:
+    """Loads the images of one row, and counts that each has its place.
+
+    Attributes:
+        column: The column with images, ``images`` or ``image``.
+        left: The images of the column that no placeholder has taken yet.
+    """
+
+    def __init__(self, values: Mapping[str, Any], media: MediaLoader, keys: KeyLog):
+        self.column = _column(values)
+        self._images = _as_list(values.get(self.column), self.column)
+        self._media = media
+        self._keys = keys
+        self._taken = self._named = 0
+
+    @property
+    def any_in_column(self) -> bool:
+        """Whether there are images to take."""
+        return bool(self._images)
+
+    def from_item(self, item: Mapping[str, Any], where: str) -> ImagePart:
+        """The image of a content item: the one it names, or the next of the column.
+
+        Raises:
+            RowRejected: For an image that does not load, or an item that contradicts itself.
+        """
+        sources = filled(item, SOURCE_KEYS) or [key for key in SOURCE_KEYS if key in item]
+        if not sources:
+            part = self.take(where, item.get("index"))
+        else:
+            if any(item[key] != item[sources[0]] for key in sources[1:]):
+                raise RowRejected(Reason.UNSUPPORTED_CONTENT, f"{where} names several images: {', '.join(sources)}")
+            self._named += 1
+            part = ImagePart(self._media.load(self._source(sources[0], item[sources[0]]), where), where)
+        bounds: dict[str, Any] = _bounds(item, where)
+        return dataclasses.replace(part, **bounds)
+
+    def take(self, where: str, index: Any = None) -> ImagePart:
+        """The next image of the column.
+
+        Args:
+            where: The placeholder, for messages.
+            index: The number of the image by the data's own count, which must agree.
+
+        Raises:
+            RowRejected: IMAGE_COUNT_MISMATCH if there is none.
+        """
+        number = self._taken
+        if number >= len(self._images):
+            raise RowRejected(
+                Reason.IMAGE_COUNT_MISMATCH,
+                f"{where} is placeholder {number + 1}, but the row has {counted(len(self._images), 'image')}"
+                + (
+                    ". To keep the mark as text, write \\<image> or give --stray-marks plain"
+                    if where == "<image>"
+                    else ""
+                ),
+            )
+        if index not in (None, number):
+            raise RowRejected(
+                Reason.IMAGE_COUNT_MISMATCH,
+                f"{where}.index is {excerpt(index)}, but placeholders take the images of {self.column} in order and "
+                f"this one takes {number}",
+            )
+        self._taken += 1
+        field = f"{self.column}[{number}]"
+        return ImagePart(self._media.load(self._images[number], field), field)
+
+    def require_all_used(self) -> None:
+        """Checks that every image of the column has its place.
+
+        Raises:
+            RowRejected: IMAGE_COUNT_MISMATCH.
+        """
+        count = len(self._images)
+        if self._taken == count or (self._taken == 0 and self._named == count):
+            return  # a column that only repeats what the items name themselves (Qwen style) is no mismatch
+        if self._named:
+            found = f"{counted(self._named, 'image')} named by content items and {self._taken} placeholders"
+        else:
+            found = f"{counted(self._taken, 'image placeholder')} in the text"
+        raise RowRejected(
+            Reason.IMAGE_COUNT_MISMATCH,
+            f"{found} for {counted(count, 'image')} in {self.column}; write <image> where each belongs",
+        )
+
+    def _source(self, key: str, source: Any) -> Any:
+        if isinstance(source, Mapping):
+            self._keys.note(source, _FILE_KEYS, _FILE_HARMLESS, f"messages[].content[].{key}.")
+            if "url" in source:
+                return source["url"]
+        if key == "base64" and isinstance(source, str) and not source.startswith("data:"):
+            return f"data:image;base64,{source}"
+        return source
+
+
+def _column(values: Mapping[str, Any]) -> str:
+    """The column that holds images; both may if they hold the same."""
+    given = filled(values, ("images", "image"))
+    if len(given) == 2 and _as_list(values["images"], "images") != _as_list(values["image"], "image"):
+        raise RowRejected(
+            Reason.IMAGE_COUNT_MISMATCH, "both images and image hold images, and not the same; keep one of the columns"
+        )
+    return next((name for name in (*given, "images", "image") if name in values), "images")
+
+
+def _as_list(value: Any, column: str) -> list[Any]:
+    if isinstance(value, str) and value.startswith("["):
+        value = parse_json(value, column)
+    if isinstance(value, list):
+        return value
+    return [value] if filled({column: value}, [column]) else []
+
+
+def _bounds(item: Mapping[str, Any], where: str) -> dict[str, int]:
+    """The size the item asks for, whole numbers only; whether it can be obeyed is seen when the image is resized."""
+    bounds = {}
+    for key in BOUND_KEYS:
+        value = item.get(key)
+        if value is None:
+            continue
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if type(value) is not int or value < 1:
+            raise RowRejected(
+                Reason.IMAGE_BOUNDS, f"{where}.{key} is {excerpt(item[key])}; a positive number of pixels is wanted"
+            )
+        bounds[key] = value
+    if ("resized_height" in bounds) != ("resized_width" in bounds):
+        raise RowRejected(Reason.IMAGE_BOUNDS, f"{where} has only one of resized_height and resized_width")
+    return bounds

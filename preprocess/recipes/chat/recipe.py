@@ -1,0 +1,80 @@
+"""The recipe ``chat``: turns from the row, each with its parts, calls and weight."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import ClassVar
+
+from preprocess.config import RecipeConfig
+from preprocess.conversation import Conversation, ImagePart, Message
+from preprocess.recipes.base import RECIPE_OPTIONS, Row
+from preprocess.recipes.chat.content import ContentReader
+from preprocess.recipes.chat.forms import fits, read_form
+from preprocess.recipes.chat.images import RowImages
+from preprocess.recipes.chat.row_keys import USED_COLUMNS, refuse_box_marks, refuse_row
+from preprocess.recipes.chat.tools import read_calls, read_tools
+from preprocess.recipes.chat.turns import HARMLESS_KEYS, REASONING_KEYS, USED_KEYS, Turn
+from preprocess.recipes.chat.weights import row_weight, turn_weight
+from preprocess.recipes.keys import HARMLESS_COLUMNS, KeyLog, filled
+from preprocess.recipes.media import MediaLoader
+from preprocess.reject import RowRejected, excerpt
+from vlmdata.format.ledger import Reason
+from vlmdata.wording import with_article
+
+
+class Chat:
+    """Rows with a list of turns, or with a question and its answer."""
+
+    needs: ClassVar[str] = "messages, conversations, or a pair such as instruction and output"
+    options: ClassVar[frozenset[str]] = RECIPE_OPTIONS - {"prompt", "target"}
+
+    def __init__(self, config: RecipeConfig):
+        self._media = MediaLoader(config.image_root, config.allow_urls)
+        self._stray_marks = config.stray_marks
+
+    @staticmethod
+    def fits(columns: Collection[str]) -> bool:
+        """True for rows with a list of turns or a pair of question and answer."""
+        return fits(columns)
+
+    def __call__(self, row: Row) -> Conversation:
+        """The row's turns, each image loaded into its place."""
+        values = {name: value for name, value in row.values.items() if value is not None}
+        refuse_row(values)
+        form = read_form(values)
+        keys = KeyLog()
+        keys.note(values, USED_COLUMNS | form.columns, HARMLESS_COLUMNS)
+        images = RowImages(values, self._media, keys)
+        reader = ContentReader(form.turns, images, self._stray_marks, keys)
+        messages = tuple(_message(turn, reader, keys) for turn in form.turns)
+        images.require_all_used()
+        refuse_box_marks(values, messages)
+        return Conversation(messages, read_tools(values), row_weight(values), keys.harmless, keys.unknown)
+
+
+def _message(turn: Turn, reader: ContentReader, keys: KeyLog) -> Message:
+    keys.note(turn.entry, USED_KEYS, HARMLESS_KEYS, "messages[].")
+    parts = tuple(reader.parts(turn))
+    if turn.role in ("system", "assistant") and any(isinstance(part, ImagePart) for part in parts):
+        raise RowRejected(
+            Reason.UNSUPPORTED_CONTENT,
+            f"{turn.where}: an image in {with_article(turn.role)} turn; only user and tool turns can hold images",
+        )
+    weight = turn_weight(turn.entry, turn.role, turn.where)
+    if turn.role == "assistant" and not turn.learned:
+        weight = 0.0
+    calls = () if turn.calls is None else tuple(read_calls(turn.calls, f"{turn.where}.tool_calls", keys))
+    return Message(turn.role, parts, _reasoning(turn), calls, weight)
+
+
+def _reasoning(turn: Turn) -> str | None:
+    given = filled(turn.entry, REASONING_KEYS) or [key for key in REASONING_KEYS if key in turn.entry]
+    for key in given:
+        text = turn.entry[key]
+        if not isinstance(text, str) or "<think>" in text or "</think>" in text:
+            raise RowRejected(
+                Reason.MALFORMED_MESSAGES, f"{turn.where}.{key} must be text without think tags: {excerpt(text)}"
+            )
+        if text != turn.entry[given[0]]:
+            raise RowRejected(Reason.MALFORMED_MESSAGES, f"{turn.where}: {given[0]} and {key} differ; keep one of them")
+    return turn.entry[given[0]] if given else None

@@ -1,0 +1,87 @@
+"""Columns of a row that change what is learned in a way that this recipe cannot carry out: refused, never ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from preprocess.conversation import Message
+from preprocess.recipes.keys import is_empty
+from preprocess.reject import RowRejected, excerpt
+from vlmdata.format.ledger import Reason
+
+#: Columns that are read whatever form the turns have.
+USED_COLUMNS = frozenset(
+    {"system", "system_prompt", "images", "image", "tools", "functions", "weight", "loss_weight", "loss_scale"}
+)
+
+_MEDIA = frozenset({"videos", "video", "audios", "audio"})
+_PREFERENCE = frozenset(
+    {
+        "rejected_response",
+        "rejected",
+        "rejected_messages",
+        "rejected_images",
+        "chosen",
+        "preferred_output",
+        "non_preferred_output",
+    }
+)
+_LABELS = frozenset({"label", "kto_tag"})
+_BOX_COLUMNS = frozenset({"objects", "bbox"})
+_BOX_MARKS = ("<bbox>", "<ref-object>")
+_REFUSED = _MEDIA | _PREFERENCE | _LABELS | {"chat_template_kwargs"}
+
+
+def refuse_row(values: Mapping[str, Any]) -> None:
+    """Refuses rows with columns that this recipe cannot obey.
+
+    Raises:
+        RowRejected: UNSUPPORTED_CONTENT for video, audio and arguments of the chat template; PREFERENCE_DATA for
+            pairs of a better and a worse answer, and for answers labelled good or bad.
+    """
+    for key in sorted(values.keys() & _REFUSED):
+        value = values[key]
+        if is_empty(value):
+            continue
+        if key in _MEDIA:
+            raise RowRejected(
+                Reason.UNSUPPORTED_CONTENT, f"{key} holds {excerpt(value)}; the recipe reads text and images only"
+            )
+        if key in _PREFERENCE:
+            raise RowRejected(
+                Reason.PREFERENCE_DATA,
+                f"{key} holds {excerpt(value)}: preference data, of which supervised training would learn one side "
+                "only. To learn the better answer, make it the assistant's turn and drop this column.",
+            )
+        if key == "chat_template_kwargs":
+            raise RowRejected(
+                Reason.UNSUPPORTED_CONTENT,
+                f"{key} holds {excerpt(value)}; rows cannot set arguments of the chat template. Drop the column if "
+                "the default rendering is right.",
+            )
+        if isinstance(value, bool):  # other labels are classes
+            raise RowRejected(
+                Reason.PREFERENCE_DATA,
+                f"{key} is {value}: the answer is labelled good or bad (KTO), which supervised training does not "
+                "learn. Keep the rows with good answers and drop this column.",
+            )
+
+
+def refuse_box_marks(values: Mapping[str, Any], messages: Iterable[Message]) -> None:
+    """Refuses text whose marks stand for boxes and names in a column (ms-swift's grounding rows).
+
+    Raises:
+        RowRejected: UNSUPPORTED_CONTENT.
+    """
+    column = next(iter(sorted(values.keys() & _BOX_COLUMNS)), None)
+    if column is None:
+        return
+    text = "".join(message.text for message in messages)
+    mark = next((mark for mark in _BOX_MARKS if mark in text), None)
+    if mark is not None:
+        raise RowRejected(
+            Reason.UNSUPPORTED_CONTENT,
+            f"the text holds the mark {mark} for what stands in {column}; the recipe does not fill it in. Write boxes "
+            f"and names into the text in the model's own notation and drop {column}.",
+        )

@@ -1,0 +1,79 @@
+"""Tool calls of the assistant, and the tools it was offered."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from preprocess.recipes.keys import KeyLog, is_empty
+from preprocess.reject import RowRejected, excerpt
+from vlmdata.format.ledger import Reason
+
+_CALL_KEYS = frozenset({"id", "type", "function", "name", "arguments"})
+_CALL_HARMLESS = frozenset({"index"})
+
+
+def read_calls(calls: Any, where: str, keys: KeyLog) -> Iterator[Mapping[str, Any]]:
+    """Calls as ``name`` and ``arguments`` mappings; OpenAI writes the arguments as JSON text.
+
+    Raises:
+        RowRejected: MALFORMED_MESSAGES.
+    """
+    if not isinstance(calls, list):
+        raise RowRejected(Reason.MALFORMED_MESSAGES, f"{where} is no list: {excerpt(calls)}")
+    for i, call in enumerate(calls):
+        field = f"{where}[{i}]"
+        function = (call.get("function") or call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise RowRejected(Reason.MALFORMED_MESSAGES, f"{field} names no function: {excerpt(call)}")
+        keys.note(call, _CALL_KEYS, _CALL_HARMLESS, "messages[].tool_calls[].")
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            arguments = parse_json(arguments, f"{field}.arguments")  # a null in JSON text was meant
+        else:
+            arguments = without_nulls(arguments)
+        if not isinstance(arguments, Mapping):
+            raise RowRejected(Reason.MALFORMED_MESSAGES, f"{field}.arguments is no object: {excerpt(arguments)}")
+        yield {"name": function["name"], "arguments": arguments}
+
+
+def read_tools(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    """Tool definitions of the columns ``tools`` (as they are) and ``functions`` (OpenAI's earlier form).
+
+    Raises:
+        RowRejected: MALFORMED_MESSAGES.
+    """
+    functions = _definitions(values, "functions")
+    return (*_definitions(values, "tools"), *({"type": "function", "function": each} for each in functions))
+
+
+def _definitions(values: Mapping[str, Any], column: str) -> tuple[Mapping[str, Any], ...]:
+    tools = values.get(column)
+    if is_empty(tools):
+        return ()
+    tools = parse_json(tools, column) if isinstance(tools, str) else without_nulls(tools)
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise RowRejected(Reason.MALFORMED_MESSAGES, f"{column} is not a list of objects: {excerpt(tools)}")
+    return tuple(tools)
+
+
+def without_nulls(value: Any) -> Any:
+    """The value without keys that are null: Arrow gives every struct every key."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
+
+
+def parse_json(text: str, where: str) -> Any:
+    """The value of JSON text.
+
+    Raises:
+        RowRejected: MALFORMED_MESSAGES if it is not JSON.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RowRejected(Reason.MALFORMED_MESSAGES, f"{where} is not JSON: {error}: {excerpt(text)}") from error

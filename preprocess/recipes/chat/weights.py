@@ -1,0 +1,60 @@
+"""Loss weights of turns and rows, by whatever name the data gives them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from preprocess.conversation import Role
+from preprocess.reject import RowRejected, excerpt
+from vlmdata.format.ledger import Reason
+from vlmdata.wording import with_article
+
+#: Flags of a turn: ms-swift's ``loss`` and ``loss_scale``, OpenAI's ``weight``, Axolotl's ``train`` and ``training``.
+TURN_WEIGHTS = ("loss", "train", "training", "weight", "loss_scale", "loss_weight")
+_ROW_WEIGHTS = ("weight", "loss_weight", "loss_scale")
+
+
+def turn_weight(turn: Mapping[str, Any], role: Role, where: str) -> float | None:
+    """The product of a turn's flags; None without any, and for turns that are not learned anyway.
+
+    Args:
+        turn: The turn as it stands in the row, without nulls.
+        role: Who speaks.
+        where: Its place, for messages.
+
+    Raises:
+        RowRejected: MALFORMED_MESSAGES for a flag that is no weight; UNSUPPORTED_CONTENT for a turn of another role
+            that is to be learned.
+    """
+    weight = None
+    for key in TURN_WEIGHTS:
+        if key in turn:
+            factor = _weight(turn[key], f"{where}.{key}")
+            if factor > 0 and role != "assistant":
+                raise RowRejected(
+                    Reason.UNSUPPORTED_CONTENT,
+                    f"{where}.{key} is {turn[key]} in {with_article(role)} turn; only assistant turns are learned. "
+                    "Set it to 0 or leave it out.",
+                )
+            weight = factor if weight is None else weight * factor
+    return weight if role == "assistant" else None
+
+
+def row_weight(values: Mapping[str, Any]) -> float:
+    """The product of a row's weights; 1 without any.
+
+    Raises:
+        RowRejected: MALFORMED_MESSAGES for a value that is no weight.
+    """
+    return math.prod((_weight(values[key], key) for key in _ROW_WEIGHTS if key in values), start=1.0)
+
+
+def _weight(value: Any, where: str) -> float:
+    if not isinstance(value, bool | int | float) or not (math.isfinite(value) and value >= 0):
+        raise RowRejected(
+            Reason.MALFORMED_MESSAGES,
+            f"{where} is {excerpt(value)}; a loss weight is true, false or a number that is at least 0",
+        )
+    return float(value)
