@@ -229,9 +229,9 @@ class TestImagesFromAColumn:
         assert seen(convert({"conversations": human("<image>?"), **column}, root))[0] == ("user", ["[a]", "?"])
 
     def test_conversations_with_image_items_may_repeat_them_in_a_column(self, root):
-        turns = [{"role": "user", "content": [{"type": "image", "image": "a.png"}, text("<image>?")]}, *human("x")[1:]]
+        turns = [{"role": "user", "content": [{"type": "image", "image": "a.png"}, text("?")]}, *human("x")[1:]]
         conversation = convert({"conversations": turns, "images": ["a.png"]}, root)
-        assert seen(conversation)[0] == ("user", ["[a]", "<image>?"])
+        assert seen(conversation)[0] == ("user", ["[a]", "?"])
 
     def test_a_null_images_column_gives_way_to_image(self, root):
         values = {"conversations": human("<image>"), "images": None, "image": "a.png"}
@@ -241,19 +241,32 @@ class TestImagesFromAColumn:
         images = convert({"conversations": human("<image><image>"), "images": ["a.png", "b.png"]}, root).images
         assert [image.field for image in images] == ["images[0]", "images[1]"]
 
-    def test_the_mark_is_a_word_like_any_other_where_items_name_their_images(self, root):
-        content = [{"type": "image"}, text("What does <image> mean in HTML?")]
-        for messages in (user(content), json.dumps(user(content))):
-            conversation = convert({"messages": messages, "images": ["a.png"]}, root)
-            assert seen(conversation)[0] == ("user", ["[a]", "What does <image> mean in HTML?"])
+    def test_a_single_image_beside_an_empty_images_column(self, root):
+        values = {"messages": user("<image>\nWhat?"), "images": [], "image": "a.png"}
+        assert seen(convert(values, root))[0] == ("user", ["[a]", "\nWhat?"])
 
-    def test_the_mark_is_a_word_like_any_other_in_a_message_row_without_images(self):
-        assert seen(convert({"messages": user("Explain <image>.")}))[0] == ("user", ["Explain <image>."])
+    def test_both_columns_may_hold_the_same(self, root):
+        values = {"messages": user("<image>?"), "images": ["a.png"], "image": "a.png"}
+        assert seen(convert(values, root))[0] == ("user", ["[a]", "?"])
 
-    @pytest.mark.parametrize("role", ["assistant", "system"])
-    def test_the_mark_is_a_word_like_any_other_in_other_turns(self, root, role):
-        messages = [*user("<image>?"), {"role": role, "content": "an <image>"}]
-        assert seen(convert({"messages": messages, "images": ["a.png"]}, root))[-1] == (role, ["an <image>"])
+    @pytest.mark.parametrize("empty", ["", [], {"bytes": None, "path": None}, {"bytes": b"", "path": ""}])
+    def test_an_empty_image_is_none(self, empty):
+        assert seen(convert({"conversations": human("hello"), "image": empty}))[0] == ("user", ["hello"])
+
+    def test_marks_in_tool_turns_take_them_too(self, root):
+        messages = [*user("<image>?"), {"role": "tool", "content": "<image> found"}, *user("z")]
+        conversation = convert({"messages": messages, "images": ["b.png", "a.png"]}, root)
+        assert seen(conversation)[2] == ("tool", ["[a]", " found"])
+
+    def test_placeholders_may_number_their_images(self, root):
+        content = [{"type": "image", "index": 0, "text": None}, {"type": "text", "index": None, "text": "x"}]
+        content += [{"type": "image", "index": 1}]
+        conversation = convert({"messages": user(content), "images": ["b.png", "a.png"]}, root)
+        assert seen(conversation)[0] == ("user", ["[b]", "x", "[a]"])
+
+    def test_the_column_may_be_json_text(self, root):
+        values = {"messages": json.dumps(user("<image>?")), "images": '["a.png"]'}
+        assert seen(convert(values, root))[0] == ("user", ["[a]", "?"])
 
 
 class TestTools:
