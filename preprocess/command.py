@@ -29,7 +29,10 @@ def preprocess(
             help="`demo`, a hub dataset id, a parquet/arrow/JSONL file, a folder of them, or a save_to_disk folder."
         ),
     ] = "demo",
-    out: Annotated[Path, typer.Option("--out", "-o", help="Dataset directory to make or continue.")] = ...,  # type: ignore[assignment]
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Dataset directory to make or continue. Required, except with --trace."),
+    ] = None,
     recipe: Annotated[
         str, typer.Option(help="`cord_v2`, `chat`, or `module:attribute` of your own.", rich_help_panel=_DATA)
     ] = "cord_v2",
@@ -118,6 +121,14 @@ def preprocess(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Start anew if --out holds a dataset.", rich_help_panel=_RUN)
     ] = False,
+    trace: Annotated[
+        int | None,
+        typer.Option(
+            metavar="ROW",
+            help="Write nothing; show what the recipe and the tokenizer make of this row, or the traceback.",
+            rich_help_panel=_RUN,
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the summary as JSON on stdout.", rich_help_panel=_RUN)
     ] = False,
@@ -135,8 +146,10 @@ def preprocess(
 
     - `vlmdata preprocess chats.jsonl --recipe chat --image-root images/ --out data/chat -j 8`
 
-    **Exit codes**: 0 done; 1 done, but more rows rejected than allowed; 2 wrong options, source or configuration;
-    3 no space or no workers left; 130 interrupted.
+    - `vlmdata preprocess chats.jsonl --recipe chat --trace 17`
+
+    **Exit codes**: 0 done; 1 done, but more rows rejected than allowed, or the traced row is rejected; 2 wrong
+    options, source or configuration; 3 no space or no workers left; 130 interrupted.
     """
     from preprocess.run_command import run_command
 
@@ -162,6 +175,10 @@ def preprocess(
             raise ValueError(f"workers is {workers}; it must be at least 1")
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+    if out is None and trace is None:
+        raise typer.BadParameter("missing; it names the dataset directory to make", param_hint="--out")
+    if trace is not None and as_json:
+        raise typer.BadParameter("--trace prints text; leave out --json")
     code = run_command(
         source,
         out,
@@ -174,5 +191,6 @@ def preprocess(
         overwrite=overwrite,
         max_reject_rate=max_reject_rate,
         as_json=as_json,
+        trace=trace,
     )
     raise typer.Exit(code)

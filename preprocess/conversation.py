@@ -140,7 +140,9 @@ class Conversation:
 
 def _require_tuple(name: str, values: Any, kinds: tuple[type, ...], wanted: str) -> None:
     if not isinstance(values, tuple):
-        hint = "; write (part,) with a comma for a single one" if isinstance(values, kinds) else ""
+        single = isinstance(values, kinds)
+        hint = "; write (value,) with a comma for a single one" if single else ""
+        hint = "; write tuple(…) around the list" if isinstance(values, list) else hint
         raise TypeError(f"{name} is of type {_kind(values)}; it must be a tuple of {wanted}{hint}")
     for i, value in enumerate(values):
         if not isinstance(value, kinds):

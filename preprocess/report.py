@@ -15,7 +15,7 @@ from rich.table import Table
 
 from preprocess.job import RunResult
 from vlmdata.format.index import DatasetIndex
-from vlmdata.format.ledger import Reason
+from vlmdata.format.ledger import Reason, read_ledger
 from vlmdata.format.manifest import Manifest, Totals, counts_to_json
 from vlmdata.format.schema import INDEX_NAME, LEDGER_NAME
 from vlmdata.wording import counted
@@ -66,6 +66,14 @@ class Report:
     max_reject_rate: float
 
     @property
+    def failed_row(self) -> int | None:
+        """The first row with an error that nobody foresaw, if there is any."""
+        if not self.manifest.rejects.get(Reason.UNEXPECTED_ERROR):
+            return None
+        rejections = read_ledger(self.directory / LEDGER_NAME)
+        return next((each.row for each in rejections if each.reason is Reason.UNEXPECTED_ERROR), None)
+
+    @property
     def reject_rate(self) -> float:
         """Rejected share of what could have become samples."""
         return self.manifest.totals.rejected / max(self.manifest.totals.candidates, 1)
@@ -105,6 +113,11 @@ class Report:
         ledger = self.directory / LEDGER_NAME
         if self.manifest.totals.rejected:
             console.print(f"rejected rows, with reasons: {ledger}", soft_wrap=True, markup=False)
+        if self.failed_row is not None:
+            console.print(
+                f"unexpected errors: add --trace {self.failed_row} to the command for the traceback of the first",
+                soft_wrap=True,
+            )
         console.print(f"next: vlmdata verify {self.directory}", soft_wrap=True, markup=False)
 
     def print_reject_failure(self, console: Console) -> None:

@@ -11,12 +11,18 @@ from pathlib import Path
 
 from rich.console import Console
 
+from preprocess.chat.tokenizer import load_tokenizer
 from preprocess.config import PreprocessConfig
+from preprocess.encode import Encoder
 from preprocess.job import Watcher, preprocess_dataset
 from preprocess.progress import progress_display
 from preprocess.recipes.base import load_recipe
 from preprocess.report import report_of
+from preprocess.shard_job import recipe_for
 from preprocess.sources.open import open_source
+from preprocess.sources.rows import Source
+from preprocess.trace import trace_row
+from preprocess.trace_text import print_trace
 from vlmdata.cli.machine import available_cores
 
 #: Off a terminal, one line for so many drawn receipts.
@@ -25,7 +31,7 @@ _DRAWN_PER_LINE = 64
 
 def run_command(
     spec: str,
-    directory: Path,
+    directory: Path | None,
     config: PreprocessConfig,
     *,
     split: str | None,
@@ -36,8 +42,9 @@ def run_command(
     overwrite: bool,
     max_reject_rate: float,
     as_json: bool,
+    trace: int | None = None,
 ) -> int:
-    """Runs the command; returns its exit code."""
+    """Runs the command; returns its exit code. A traced row needs no directory."""
     # stdout is for the summary alone; progress, like all talk, goes to stderr.
     talk = Console(stderr=True, highlight=False)
     quiet_libraries()
@@ -54,6 +61,9 @@ def run_command(
             limit=limit,
             drawn=drawn,
         )
+    if trace is not None:
+        return _trace(source, config, trace)
+    assert directory is not None
     with progress_display(talk) as display:
         result = preprocess_dataset(
             source,
@@ -72,6 +82,13 @@ def run_command(
         report.print_reject_failure(talk)
         return 1
     return 0
+
+
+def _trace(source: Source, config: PreprocessConfig, row: int) -> int:
+    tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_revision)
+    traced = trace_row(source, recipe_for(source, config), Encoder(config, tokenizer), row)
+    print_trace(Console(highlight=False), traced, config.recipe, tokenizer)
+    return 0 if traced.accepted else 1
 
 
 def quiet_libraries() -> None:

@@ -106,9 +106,6 @@ class ShardContext:
         Raises:
             SourceError: If the tokenizer's files were edited since, so that shards would differ in their tokens.
         """
-        options = config.recipe_options
-        if options.image_root is None:
-            options = dataclasses.replace(options, image_root=source.image_root)
         tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_revision)
         if tokenizer.info != expected:
             changed = differences(dataclasses.asdict(expected), dataclasses.asdict(tokenizer.info))
@@ -116,7 +113,15 @@ class ShardContext:
                 f"--tokenizer {expected.name}: changed while the run was under way ({'; '.join(changed)}). "
                 "Restore its files and run the same command again to continue."
             )
-        return cls(source, load_recipe(config.recipe, options), Encoder(config, tokenizer), directory)
+        return cls(source, recipe_for(source, config), Encoder(config, tokenizer), directory)
+
+
+def recipe_for(source: Source, config: PreprocessConfig) -> Recipe:
+    """The recipe of a run, which looks for images where the source lies unless told another place."""
+    options = config.recipe_options
+    if options.image_root is None:
+        options = dataclasses.replace(options, image_root=source.image_root)
+    return load_recipe(config.recipe, options)
 
 
 def progress_path(directory: Path, shard: int, suffix: str) -> Path:

@@ -1,0 +1,109 @@
+"""``--trace ROW``: what a recipe and the tokenizer make of a row, or why they make nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.chat_rows import image_item, turn, write_jsonl
+from tests.list_recipe import LIST_ROWS, NAME
+from vlmdata.cli.main import main
+
+Trace = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def trace(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Trace:
+    """Runs ``vlmdata preprocess`` in this process; gives exit code, stdout and stderr."""
+    source = write_jsonl(tmp_path / "rows.jsonl", [*LIST_ROWS, {"form": "list", "samples": 3}])
+
+    def run(row: int, *arguments: object, of: Path = source, recipe: str = NAME) -> tuple[int, str, str]:
+        monkeypatch.setenv("COLUMNS", "120")
+        options = ("--recipe", recipe, "--trace", row, *arguments)
+        monkeypatch.setattr(sys, "argv", ["vlmdata", "preprocess", str(of), *map(str, options)])
+        before = sorted(tmp_path.iterdir())
+        try:
+            main()
+            code = 0
+        except SystemExit as error:
+            code = int(error.code or 0)
+        assert sorted(tmp_path.iterdir()) == before  # nothing is written
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def test_each_sample_of_a_list_is_shown_or_says_why_not(trace: Trace) -> None:
+    code, out, _ = trace(1)
+    assert code == 1
+    assert "returned a list of 4" in out
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("sample ")] == [
+        f"000000001-{i:03d}" for i in range(4)
+    ]
+    assert out.count("⟦Two.<|im_end|>↵\n⟧") == out.count("⟦Three.<|im_end|>↵\n⟧") == 1
+    assert "empty_answer" in out
+    assert "missing_column" in out
+
+
+def test_turns_images_and_tokens_of_a_conversation_are_shown(trace: Trace, tmp_path: Path) -> None:
+    row = {
+        "messages": [
+            turn("user", image_item(width=96, height=64), "Which\x1b[31m one?"),
+            {"role": "assistant", "content": "That one.", "reasoning_content": "I see two."},
+        ]
+    }
+    code, out, _ = trace(0, "--min-pixels", 1024, of=write_jsonl(tmp_path / "chat.jsonl", [row]), recipe="chat")
+    assert code == 0
+    words = " ".join(out.split())
+    assert "PNG of 96 × 64, stored as 96 × 64: 6 tokens" in words
+    assert "<|vision_start|><|image_pad|> × 6<|vision_end|>Which\\x1b[31m one?" in out
+    assert "I see two. reasoning" in words
+    assert "⟦<think>↵\nI see two.↵\n</think>↵\n↵\nThat one.<|im_end|>↵\n⟧" in out
+    assert "\x1b" not in out
+
+
+def test_a_failing_recipe_shows_its_traceback(trace: Trace) -> None:
+    code, out, _ = trace(6)
+    assert code == 1
+    assert f"recipe {NAME} failed:\nTraceback (most recent call last):" in out
+    assert 'raise KeyError("answer")' in out
+    assert "KeyError: 'answer'" in out.splitlines()[-1]
+    assert "TypeError: 'int' object is not iterable" in trace(8)[1]
+
+
+def test_a_row_of_no_samples_and_a_row_that_is_none(trace: Trace, tmp_path: Path) -> None:
+    assert "no_samples" in trace(2)[1]
+    (tmp_path / "bad.jsonl").write_text("{\n")
+    code, out, _ = trace(0, of=tmp_path / "bad.jsonl")
+    assert (code, "malformed_row" in out) == (1, True)
+
+
+@pytest.mark.parametrize("row", [9, -1])
+def test_a_row_outside_the_source_is_refused(trace: Trace, row: int) -> None:
+    code, _, error = trace(row)
+    assert code == 2
+    assert f"--trace {row}: the source has 9 rows, numbered from 0" in error
+
+
+def test_a_run_with_unexpected_errors_suggests_it(
+    trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--recipe", NAME, "--max-reject-rate", "1", "-j", "1"]
+    arguments = [str(tmp_path / "rows.jsonl"), *options, "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["vlmdata", "preprocess", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    assert "unexpected errors: add --trace 6 to the command" in capsys.readouterr().out
+    lines = [json.loads(line) for line in (tmp_path / "out" / "rejected.jsonl").read_text().splitlines()]
+    (found,) = [line["message"] for line in lines if line["row"] == 6]
+    assert found.startswith("KeyError: 'answer' (in _made, tests/list_recipe.py:")
+
+
+def test_it_goes_without_out_and_without_json(trace: Trace) -> None:
+    assert "--trace prints text" in " ".join(trace(0, "--json")[2].split())
