@@ -18,6 +18,7 @@ from preprocess.images.bounds import target_size
 from preprocess.images.decode import DecodedImage, decode_image
 from preprocess.images.resize import resize_image
 from preprocess.reject import RowRejected
+from preprocess.weights import turn_weights
 from vlmdata.format.ledger import Reason
 from vlmdata.format.schema import PATCH_BYTES, PATCH_SIZE, Sample
 from vlmdata.patches import patchify
@@ -52,6 +53,8 @@ class EncodedSample:
         image_starts: First token of every image.
         target_turns: Assistant turns that are targets.
         truncated: Whether the last answer was cut.
+        loss_weights: float32 (L,), 0 where ``loss_mask`` is; None if all targets weigh 1.
+        turn_weights: Weight of each assistant turn; empty if all that ``train_turns`` chooses weigh 1.
     """
 
     length: int
@@ -62,6 +65,8 @@ class EncodedSample:
     image_starts: tuple[int, ...]
     target_turns: int
     truncated: bool
+    loss_weights: npt.NDArray[np.float32] | None
+    turn_weights: tuple[float, ...]
 
     @property
     def image_grid_thw(self) -> npt.NDArray[np.int32]:
@@ -72,7 +77,16 @@ class EncodedSample:
         """The sample a reader will see, with the patches of all images joined."""
         empty = np.zeros((0, PATCH_BYTES), dtype=np.uint8)
         patches = np.concatenate([empty, *(image.patches for image in self.images)])
-        return Sample(key, self.length, self.input_ids, self.loss_mask, self.position_ids, self.image_grid_thw, patches)
+        return Sample(
+            key,
+            self.length,
+            self.input_ids,
+            self.loss_mask,
+            self.position_ids,
+            self.image_grid_thw,
+            patches,
+            self.loss_weights,
+        )
 
 
 class Encoder:
@@ -100,14 +114,18 @@ class Encoder:
                 f"keys that the recipe does not know: {', '.join(conversation.unknown)}. --strict rejects such rows; "
                 "drop the keys, or leave --strict out.",
             )
-        _check_turns(conversation, self.config.train_turns)
+        _check_turns(conversation)
+        weights = turn_weights(conversation, self.config.train_turns)
+        _check_answers(conversation, weights)
         # Text first: it is cheap, and a row it rejects needs no image decoded.
-        ids, spans = self._encode_text(conversation)
+        ids, spans = self._encode_text(conversation, weights)
         images = tuple(encode_image(part, self.config.image, part.field) for part in conversation.images)
         return self._assemble(ids, spans, images)
 
-    def _encode_text(self, conversation: Conversation) -> tuple[npt.NDArray[np.int64], TargetSpans]:
-        """Token ids with one placeholder an image, and the targets among them."""
+    def _encode_text(
+        self, conversation: Conversation, weights: tuple[float, ...]
+    ) -> tuple[npt.NDArray[np.int64], TargetSpans]:
+        """Token ids with one placeholder per image, and the targets among them."""
         info, config = self.tokenizer.info, self.config
         rendered = self._renderer.render(conversation)
         tokens = tokenize(self.tokenizer, rendered)
@@ -124,7 +142,7 @@ class Encoder:
                 Reason.TEMPLATE_ERROR,
                 f"the chat template wrote {placeholders} image placeholders for {len(conversation.images)} images",
             )
-        return tokens.ids, target_spans(tokens, turns, config.train_turns, config.train_think, rendered.text)
+        return tokens.ids, target_spans(tokens, turns, weights, config.train_think, rendered.text)
 
     def _assemble(
         self, ids: npt.NDArray[np.int64], spans: TargetSpans, images: tuple[EncodedImage, ...]
@@ -133,22 +151,33 @@ class Encoder:
         grids = np.array([image.grid for image in images], dtype=np.int64).reshape(-1, 3)
         repeats = np.ones(len(ids), dtype=np.int64)
         repeats[ids == self.tokenizer.info.image] = image_token_counts(grids)
-        full_ids, mask = np.repeat(ids, repeats), np.repeat(spans.mask, repeats)
+        full_ids, weights = np.repeat(ids, repeats), np.repeat(spans.weights, repeats)
         length, truncated = len(full_ids), False
         if length > self.config.max_length:
             grown = length - len(ids)  # all images stand before the last answer, or truncation is refused
             length = self._truncated_length(length, spans.last[0] + grown, spans.last[1] + grown, len(images))
-            full_ids, mask, truncated = full_ids[:length], mask[:length], True
+            full_ids, weights, truncated = full_ids[:length], weights[:length], True
+        chosen = spans.turn_weights if self.config.train_turns is TrainTurns.ALL else spans.turn_weights[-1:]
         starts = locate_images(full_ids, grids, self.tokenizer.info.image)
         padded = -(-length // self.config.pad_multiple) * self.config.pad_multiple
         input_ids = np.full(padded, self.tokenizer.info.pad, dtype=np.int32)
         input_ids[:length] = full_ids
-        loss_mask = np.zeros(padded, dtype=np.uint8)
-        loss_mask[:length] = mask
+        loss_weights = np.zeros(padded, dtype=np.float32)
+        loss_weights[:length] = weights
+        loss_mask = (loss_weights > 0).astype(np.uint8)
         position_ids = np.zeros((3, padded), dtype=np.int32)
         position_ids[:, :length] = mrope_position_ids(length, starts, grids)
         return EncodedSample(
-            length, input_ids, loss_mask, position_ids, images, tuple(starts.tolist()), spans.turns, truncated
+            length=length,
+            input_ids=input_ids,
+            loss_mask=loss_mask,
+            position_ids=position_ids,
+            images=images,
+            image_starts=tuple(starts.tolist()),
+            target_turns=spans.turns,
+            truncated=truncated,
+            loss_weights=None if np.array_equal(loss_weights, loss_mask) else loss_weights,
+            turn_weights=() if set(chosen) == {1.0} else spans.turn_weights,
         )
 
     def _truncated_length(self, length: int, start: int, stop: int, images: int) -> int:
@@ -158,7 +187,7 @@ class Encoder:
         if self.config.overlong is Overlong.REJECT:
             raise RowRejected(Reason.OVERLONG, what)
         if stop != length:
-            raise RowRejected(Reason.OVERLONG, f"{what}, and no answer ends the sample that could be cut")
+            raise RowRejected(Reason.OVERLONG, f"{what}, and no learned answer ends the sample that could be cut")
         if most <= start:
             raise RowRejected(Reason.OVERLONG, f"{what}: the {start} tokens before the last answer alone fill it")
         return most
@@ -188,7 +217,7 @@ def _origin(decoded: DecodedImage) -> dict[str, Any]:
     }
 
 
-def _check_turns(conversation: Conversation, train_turns: TrainTurns) -> None:
+def _check_turns(conversation: Conversation) -> None:
     answers = [message for message in conversation.messages if message.role == "assistant"]
     if not answers:
         roles = ", ".join(message.role for message in conversation.messages) or "none"
@@ -196,6 +225,11 @@ def _check_turns(conversation: Conversation, train_turns: TrainTurns) -> None:
     for number, message in enumerate(answers, start=1):
         if any(message.images):
             raise RowRejected(Reason.UNSUPPORTED_CONTENT, f"assistant turn {number} of {len(answers)} holds an image")
-        trained = train_turns is TrainTurns.ALL or number == len(answers)
-        if trained and not message.text.strip() and not message.tool_calls:
+
+
+def _check_answers(conversation: Conversation, weights: tuple[float, ...]) -> None:
+    """A turn that is learned must say something; any other may be empty."""
+    answers = [message for message in conversation.messages if message.role == "assistant"]
+    for number, (message, weight) in enumerate(zip(answers, weights, strict=True), start=1):
+        if weight and not message.text.strip() and not message.tool_calls:
             raise RowRejected(Reason.EMPTY_ANSWER, f"assistant turn {number} of {len(answers)} has no text")

@@ -32,13 +32,12 @@ from preprocess.sources.rows import Source
 from vlmdata import __version__
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError
 from vlmdata.format.atomic import atomic_path, sync, temporary_target, write_atomically
-from vlmdata.format.index import INDEX_SCHEMA
+from vlmdata.format.index import index_schema
 from vlmdata.format.manifest import Manifest, Totals, canonical_hash
 from vlmdata.format.schema import (
     INDEX_NAME,
     LEDGER_NAME,
     MANIFEST_NAME,
-    SUPPORTED_FEATURES,
     TOKENIZER_DIR,
     shard_name,
 )
@@ -268,7 +267,8 @@ def _finish(
 ) -> Manifest:
     """Merges the shards' records and writes the manifest, last of all."""
     try:
-        index_hash = _merge_index(directory, len(records))
+        features = tuple(sorted({feature for record in records for feature in record.features}))
+        index_hash = _merge_index(directory, len(records), features)
         ledger_hash = _merge_ledger(directory, len(records))
         tokenizer_files = _save_tokenizer(directory, tokenizer)
         keys = KeyCounts.sum(record.keys for record in records).to_json()
@@ -285,7 +285,7 @@ def _finish(
             shards=tuple(record.info for record in records),
             index_sha256=index_hash,
             ledger_sha256=ledger_hash,
-            features=tuple(sorted(SUPPORTED_FEATURES)),
+            features=features,
             unused_keys=keys["unused"],
             unknown_keys=keys["unknown"],
             created_by=f"vlmdata {__version__}",
@@ -305,12 +305,13 @@ def _sum(totals: list[Totals]) -> Totals:
     return Totals(**{name: sum(getattr(each, name) for each in totals) for name in names})
 
 
-def _merge_index(directory: Path, shards: int) -> str:
-    """One row group a shard, streamed: memory does not grow with the dataset."""
+def _merge_index(directory: Path, shards: int, features: tuple[str, ...]) -> str:
+    """One row group per shard, streamed: memory does not grow with the dataset. Only columns of used features stay."""
+    schema = index_schema(features)
     with atomic_path(directory / INDEX_NAME) as path:
-        with pq.ParquetWriter(path, INDEX_SCHEMA, compression="zstd") as writer:
+        with pq.ParquetWriter(path, schema, compression="zstd") as writer:
             for shard in range(shards):
-                table = pq.read_table(progress_path(directory, shard, "parquet"), schema=INDEX_SCHEMA)
+                table = pq.read_table(progress_path(directory, shard, "parquet"), schema=schema)
                 if table.num_rows:
                     writer.write_table(table, row_group_size=max(1, table.num_rows))
         return _sha256(path)

@@ -29,10 +29,10 @@ from preprocess.reject import RowRejected
 from preprocess.sources.rows import Source
 from vlmdata.errors import SourceError
 from vlmdata.format.atomic import atomic_path, sync, temporary_path, write_atomically
-from vlmdata.format.index import IndexRow, index_table
+from vlmdata.format.index import IndexRow, index_table, used_features
 from vlmdata.format.ledger import Rejection
 from vlmdata.format.manifest import ShardInfo, TokenizerInfo, Totals, differences
-from vlmdata.format.schema import PATCH_BYTES, sample_key, shard_name
+from vlmdata.format.schema import PATCH_BYTES, SUPPORTED_FEATURES, sample_key, shard_name
 from vlmdata.format.shard import Placement, ShardWriter
 
 PROGRESS_DIR = ".progress"
@@ -50,12 +50,21 @@ class ShardJob:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """What is known of a finished shard without opening it."""
+    """What is known of a finished shard without opening it.
+
+    Attributes:
+        info: Its entry in the manifest.
+        totals: Its sums.
+        rejects: Rejected rows by reason.
+        keys: Keys of rows that were not used.
+        features: Format features that its samples use, sorted.
+    """
 
     info: ShardInfo
     totals: Totals
     rejects: dict[str, int]
     keys: KeyCounts
+    features: tuple[str, ...]
 
     def to_json(self) -> bytes:
         """JSON text of the record."""
@@ -64,6 +73,7 @@ class ShardRecord:
             "totals": dataclasses.asdict(self.totals),
             "rejects": self.rejects,
             "keys": self.keys.to_json(),
+            "features": self.features,
         }
         return json.dumps(fields, sort_keys=True).encode()
 
@@ -71,8 +81,9 @@ class ShardRecord:
     def read(cls, path: Path) -> ShardRecord:
         """Reads a record written by :meth:`to_json`."""
         fields = json.loads(path.read_bytes())
+        info, totals = ShardInfo(**fields["info"]), Totals(**fields["totals"])
         keys = KeyCounts.from_json(fields["keys"])
-        return cls(ShardInfo(**fields["info"]), Totals(**fields["totals"]), fields["rejects"], keys)
+        return cls(info, totals, fields["rejects"], keys, tuple(fields["features"]))
 
 
 @dataclass(frozen=True)
@@ -173,9 +184,10 @@ def run_shard(job: ShardJob, context: ShardContext, on_row: Callable[[RowOutcome
     extra = len(rows) + len(rejections) - (job.row_stop - job.row_start)
     info = ShardInfo(name, job.row_start, job.row_stop, len(rows), len(rejections), size, digest, extra)
     rejects = dict(sorted(Counter(rejection.reason.value for rejection in rejections).items()))
-    record = ShardRecord(info, _totals(info, rows), rejects, keys)
+    record = ShardRecord(info, _totals(info, rows), rejects, keys, tuple(sorted(used_features(rows))))
     with atomic_path(progress_path(context.directory, job.number, "parquet")) as path:
-        pq.write_table(index_table(rows), path)
+        # All columns: which of them the whole dataset has is known when all its shards are made.
+        pq.write_table(index_table(rows, SUPPORTED_FEATURES), path)
     ledger = b"".join(rejection.to_line() for rejection in rejections)
     write_atomically(progress_path(context.directory, job.number, "jsonl"), ledger)
     write_atomically(progress_path(context.directory, job.number, "json"), record.to_json())
@@ -236,7 +248,7 @@ def _write_sample(encoded: EncodedSample, row: int, candidate: Candidate, shard:
     key = sample_key(row, candidate.sample, candidate.of)
     grids = tuple(image.grid for image in encoded.images)
     targets = int(encoded.loss_mask.sum())
-    metadata = {
+    metadata: dict[str, Any] = {
         "key": key,
         "source_row": row,
         "length": encoded.length,
@@ -249,6 +261,8 @@ def _write_sample(encoded: EncodedSample, row: int, candidate: Candidate, shard:
     }
     if candidate.sample is not None:
         metadata["sample"] = candidate.sample
+    if encoded.turn_weights:
+        metadata["turn_weights"] = encoded.turn_weights
     placement: Placement = writer.add(key, metadata, _pieces(encoded))
     return IndexRow(
         key=key,
@@ -266,13 +280,14 @@ def _write_sample(encoded: EncodedSample, row: int, candidate: Candidate, shard:
 
 
 def _pieces(encoded: EncodedSample) -> dict[str, list[Any]]:
-    return {
+    pieces: dict[str, list[Any]] = {
         "input_ids": [encoded.input_ids],
         "loss_mask": [encoded.loss_mask],
         "position_ids": [encoded.position_ids],
         "image_grid_thw": [encoded.image_grid_thw],
         "patches": [image.patches for image in encoded.images] or [_NO_PATCHES],
     }
+    return pieces if encoded.loss_weights is None else pieces | {"loss_weights": [encoded.loss_weights]}
 
 
 def _totals(info: ShardInfo, rows: list[IndexRow]) -> Totals:

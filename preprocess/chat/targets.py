@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from preprocess.chat.render import Rendered
 from preprocess.chat.tokenizer import ASSISTANT_HEADER, IM_END, IM_START, ChatTokenizer
-from preprocess.config import TrainThink, TrainTurns
+from preprocess.config import TrainThink
 from preprocess.reject import RowRejected, excerpt
 from vlmdata.format.ledger import Reason
 
@@ -66,14 +66,19 @@ class TargetSpans:
     """Token ranges under the loss.
 
     Attributes:
-        mask: bool (L,).
+        weights: float32 (L,), weight of each token in the loss; 0 off target.
         last: Token range ``[start, stop)`` of the last target turn, its end token and newline included.
-        turns: Number of target turns.
+        turn_weights: Weight of each assistant turn.
     """
 
-    mask: npt.NDArray[np.bool_]
+    weights: npt.NDArray[np.float32]
     last: tuple[int, int]
-    turns: int
+    turn_weights: tuple[float, ...]
+
+    @property
+    def turns(self) -> int:
+        """Number of target turns."""
+        return sum(weight > 0 for weight in self.turn_weights)
 
 
 def tokenize(tokenizer: ChatTokenizer, rendered: Rendered) -> Tokens:
@@ -174,18 +179,26 @@ def _turn(text: str, body: int, end: int) -> Turn:
 
 
 def target_spans(
-    tokens: Tokens, turns: list[Turn], train_turns: TrainTurns, train_think: TrainThink, text: str
+    tokens: Tokens, turns: list[Turn], turn_weights: tuple[float, ...], train_think: TrainThink, text: str
 ) -> TargetSpans:
-    """Marks the tokens under the loss.
+    """Weighs the tokens under the loss.
+
+    Args:
+        tokens: Tokens of the rendered text.
+        turns: Its assistant turns.
+        turn_weights: Their weights; a turn of weight 0 has no targets. At least one is above 0.
+        train_think: Whether think blocks are targets.
+        text: The rendered text.
 
     Raises:
         RowRejected: TEMPLATE_ERROR if a target would begin inside a token (the template then lets header and answer
             run together, and at inference the prompt would be tokenized differently).
     """
-    chosen = turns if train_turns is TrainTurns.ALL else turns[-1:]
-    mask = np.zeros(len(tokens.ids), dtype=np.bool_)
+    weights = np.zeros(len(tokens.ids), dtype=np.float32)
     last = (0, 0)
-    for turn in chosen:
+    for turn, weight in zip(turns, turn_weights, strict=True):
+        if not weight:
+            continue
         begin = turn.target_start(train_think)
         first = int(np.searchsorted(tokens.starts, begin, side="left"))
         stop = int(np.searchsorted(tokens.starts, turn.stop, side="left"))
@@ -195,6 +208,6 @@ def target_spans(
                 f"the answer {excerpt(text[begin : turn.stop], 40)!r} begins inside the token "
                 f"{text[tokens.starts[first - 1] : tokens.ends[first - 1]]!r} of the turn's header",
             )
-        mask[first:stop] = True
+        weights[first:stop] = weight
         last = (first, stop)
-    return TargetSpans(mask, last, len(chosen))
+    return TargetSpans(weights, last, turn_weights)

@@ -249,7 +249,7 @@ def test_truncation_never_reaches_the_prompt_or_an_image(tokenizer: Any, keep: i
 
 def test_truncation_of_a_sample_that_ends_in_a_question_is_refused(tokenizer: Any) -> None:
     conversation = talk(("user", "q"), ("assistant", "a " * 30), ("user", "and " * 10))
-    with pytest.raises(RowRejected, match="no answer ends the sample"):
+    with pytest.raises(RowRejected, match="no learned answer ends the sample"):
         encode(tokenizer, conversation, max_length=30, overlong=Overlong.TRUNCATE)
 
 

@@ -37,6 +37,7 @@ class Draft:
     truncated: bool
     image_starts: tuple[int, ...]
     rest: dict[str, Any]
+    loss_weights: np.ndarray | None = None
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -55,7 +56,8 @@ class Draft:
     def pieces(self) -> dict[str, list[np.ndarray]]:
         """The arrays as the writer takes them: patches image by image."""
         per_image = np.split(self.patches, np.cumsum(self.image_grid_thw.prod(axis=1))[:-1])
-        names = ("input_ids", "loss_mask", "position_ids", "image_grid_thw")
+        names = ["input_ids", "loss_mask", "position_ids", "image_grid_thw"]
+        names += ["loss_weights"] if self.loss_weights is not None else []
         return {**{name: [getattr(self, name)] for name in names}, "patches": per_image}
 
 

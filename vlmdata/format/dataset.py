@@ -16,7 +16,7 @@ import numpy as np
 from vlmdata.errors import DatasetFormatError
 from vlmdata.format.index import DatasetIndex
 from vlmdata.format.manifest import Manifest
-from vlmdata.format.schema import INDEX_NAME, MEMBER_BY_NAME, PATCH_BYTES, Sample
+from vlmdata.format.schema import INDEX_NAME, MEMBER_BY_NAME, OPTIONAL_MEMBERS, PATCH_BYTES, Sample
 
 
 class VlmDataset:
@@ -40,6 +40,12 @@ class VlmDataset:
                 f"{self.directory}: the index has {len(self.index)} rows, the manifest {self.manifest.totals.samples} "
                 "samples. Run `vlmdata verify` on it."
             )
+        for member in OPTIONAL_MEMBERS:
+            if member.feature in self.manifest.features and member.name not in self.index.optional_members:
+                raise DatasetFormatError(
+                    f"{self.directory}: the manifest lists the feature {member.feature}, but the index lacks "
+                    f"{member.name}_offset. Run `vlmdata verify` on it."
+                )
         self._maps: dict[int, mmap.mmap] = {}
         self._lock = threading.Lock()
 
@@ -66,7 +72,9 @@ class VlmDataset:
 
         def view(name: str, shape: tuple[int, ...]) -> Any:
             dtype = MEMBER_BY_NAME[name].dtype
-            offset = int(index.data_offsets[name][i])
+            offset = int(index.data_offsets[name][i]) if name in index.data_offsets else -1
+            if offset < 0:
+                return None
             count = int(np.prod(shape))
             return np.frombuffer(data, dtype=dtype, count=count, offset=offset).reshape(shape)
 
@@ -78,6 +86,7 @@ class VlmDataset:
             position_ids=view("position_ids", (3, padded)),
             image_grid_thw=view("image_grid_thw", (images, 3)),
             patches=view("patches", (patches, PATCH_BYTES)),
+            loss_weights=view("loss_weights", (padded,)),
         )
 
     def metadata(self, i: int) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vlmdata.errors import DatasetFormatError
-from vlmdata.format.schema import MEMBERS
-from vlmdata.format.shard import Placement
+from vlmdata.format.schema import IMAGES, MEMBERS, OPTIONAL_MEMBERS, PATCHES_RAW
+from vlmdata.format.shard import ArrayPlace, Placement
 
 _PATCHES = next(i for i, member in enumerate(MEMBERS) if member.name == "patches")
 _GRID = pa.list_(pa.list_(pa.int32(), 3))
@@ -23,7 +23,7 @@ _GRID = pa.list_(pa.list_(pa.int32(), 3))
 #: Members hashed as one array; ``patches`` is hashed image by image.
 TOKEN_MEMBERS = tuple(member for member in MEMBERS if member.name != "patches")
 
-#: Column name -> arrow type. Documented in docs/data-format.md.
+#: Column name -> arrow type of the columns that every index has. Documented in docs/data-format.md.
 INDEX_SCHEMA = pa.schema(
     [
         pa.field("key", pa.string(), nullable=False),
@@ -47,6 +47,19 @@ INDEX_SCHEMA = pa.schema(
         pa.field("image_checksums", pa.list_(pa.uint64()), nullable=False),
     ]
 )
+
+#: What stands in the columns of an optional member for a sample that lacks it.
+ABSENT = ArrayPlace(offset=-1, checksum=0)
+
+
+def index_schema(features: Collection[str]) -> pa.Schema:
+    """The columns of the index of a dataset with these features."""
+    fields = list(INDEX_SCHEMA)
+    for member in OPTIONAL_MEMBERS:
+        if member.feature in features:
+            fields.append(pa.field(f"{member.name}_offset", pa.int64(), nullable=False))
+            fields.append(pa.field(f"{member.name}_checksum", pa.uint64(), nullable=False))
+    return pa.schema(fields)
 
 
 @dataclass(frozen=True)
@@ -85,11 +98,29 @@ class IndexRow:
         return sum(t * h * w for t, h, w in self.image_grid_thw)
 
 
-def index_table(rows: Iterable[IndexRow]) -> pa.Table:
-    """Rows as an arrow table of :data:`INDEX_SCHEMA`."""
+def used_features(rows: Iterable[IndexRow]) -> frozenset[str]:
+    """The features that a reader of these samples must know."""
+    used: set[str] = set()
+    for row in rows:
+        if row.image_grid_thw:
+            used |= {IMAGES, PATCHES_RAW}
+        used |= {str(member.feature) for member in OPTIONAL_MEMBERS if member.name in row.placement.optional}
+    return frozenset(used)
+
+
+def index_table(rows: Sequence[IndexRow], features: Collection[str] | None = None) -> pa.Table:
+    """Rows as an arrow table of :func:`index_schema`.
+
+    Args:
+        rows: The rows.
+        features: Features that get their columns; None is those that the rows use.
+    """
+    schema = index_schema(used_features(rows) if features is None else features)
+    optional = [member.name for member in OPTIONAL_MEMBERS if f"{member.name}_offset" in schema.names]
     records: list[dict[str, Any]] = []
     for row in rows:
         place = row.placement
+        extra = {name: place.optional.get(name, ABSENT) for name in optional}
         records.append(
             {
                 "key": row.key,
@@ -111,9 +142,11 @@ def index_table(rows: Iterable[IndexRow]) -> pa.Table:
                 **{f"{m.name}_offset": o for m, o in zip(MEMBERS, place.data_offsets, strict=True)},
                 **{f"{m.name}_checksum": place.data_checksums[MEMBERS.index(m)][0] for m in TOKEN_MEMBERS},
                 "image_checksums": place.data_checksums[_PATCHES][: len(row.image_grid_thw)],
+                **{f"{name}_offset": found.offset for name, found in extra.items()},
+                **{f"{name}_checksum": found.checksum for name, found in extra.items()},
             }
         )
-    return pa.Table.from_pylist(records, schema=INDEX_SCHEMA)
+    return pa.Table.from_pylist(records, schema=schema)
 
 
 class DatasetIndex:
@@ -141,12 +174,14 @@ class DatasetIndex:
             raise DatasetFormatError(
                 f"{path}: cannot read the index: {error}. Run the same `vlmdata preprocess` command again."
             ) from error
-        missing = [name for name in INDEX_SCHEMA.names if name not in table.column_names]
+        features = [str(m.feature) for m in OPTIONAL_MEMBERS if f"{m.name}_offset" in table.column_names]
+        schema = index_schema(features)
+        missing = [name for name in schema.names if name not in table.column_names]
         if missing:
             raise DatasetFormatError(f"{path}: the index lacks the columns {', '.join(missing)}")
         try:
             # Columns a later minor version added are of no concern here.
-            index = cls(table.select(INDEX_SCHEMA.names).cast(INDEX_SCHEMA))
+            index = cls(table.select(schema.names).cast(schema))
         except (pa.ArrowException, ValueError) as error:
             raise DatasetFormatError(f"{path}: a column of the index has the wrong type or nulls: {error}") from error
         for name in ("image_starts", "image_checksums"):
@@ -230,14 +265,21 @@ class DatasetIndex:
         return self.column("checksum")
 
     @cached_property
+    def optional_members(self) -> tuple[str, ...]:
+        """Names of the optional members that samples of this dataset may have."""
+        return tuple(m.name for m in OPTIONAL_MEMBERS if f"{m.name}_offset" in self.table.column_names)
+
+    @cached_property
     def data_offsets(self) -> dict[str, npt.NDArray[np.int64]]:
-        """For each member, the first byte of its array data in the shard: int64 (n,)."""
-        return {member.name: self.column(f"{member.name}_offset") for member in MEMBERS}
+        """For each member, the first byte of its array data in the shard: int64 (n,); -1 for samples without it."""
+        names = [*(member.name for member in MEMBERS), *self.optional_members]
+        return {name: self.column(f"{name}_offset") for name in names}
 
     @cached_property
     def token_checksums(self) -> dict[str, npt.NDArray[np.uint64]]:
         """For each member but ``patches``, the xxh3-64 of its array data: uint64 (n,)."""
-        return {member.name: self.column(f"{member.name}_checksum") for member in TOKEN_MEMBERS}
+        names = [*(member.name for member in TOKEN_MEMBERS), *self.optional_members]
+        return {name: self.column(f"{name}_checksum") for name in names}
 
     @cached_property
     def image_checksums(self) -> npt.NDArray[np.uint64]:
@@ -319,6 +361,11 @@ class DatasetIndex:
                 *((int(self.token_checksums[m.name][i]),) for m in TOKEN_MEMBERS),
                 tuple(self.image_checksums[self.grid_offsets[i] : self.grid_offsets[i + 1]].tolist()),
             ),
+            optional={
+                name: ArrayPlace(int(self.data_offsets[name][i]), int(self.token_checksums[name][i]))
+                for name in self.optional_members
+                if self.data_offsets[name][i] >= 0
+            },
         )
         grids = self.grids[self.grid_offsets[i] : self.grid_offsets[i + 1]].tolist()
         return IndexRow(

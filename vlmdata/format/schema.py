@@ -13,10 +13,11 @@ import numpy.typing as npt
 
 FORMAT_NAME = "vlmdata"
 #: MAJOR.MINOR. A reader refuses another MAJOR; a higher MINOR only adds what old readers may ignore.
-SCHEMA_VERSION = "1.0"
+SCHEMA_VERSION = "1.1"
+IMAGES, PATCHES_RAW, LOSS_WEIGHTS = "images", "patches-raw", "loss-weights"
 #: What a reader must understand to read a dataset rightly. A writer lists the ones it used in the manifest;
 #: a reader refuses any it does not know (so video items or compressed patches can come without a new MAJOR).
-SUPPORTED_FEATURES = frozenset({"images", "patches-raw"})
+SUPPORTED_FEATURES = frozenset({IMAGES, PATCHES_RAW, LOSS_WEIGHTS})
 
 MANIFEST_NAME = "manifest.json"
 INDEX_NAME = "index.parquet"
@@ -49,11 +50,14 @@ class Member:
         name: Field name, the same in :class:`Sample` and in the tar.
         dtype: Little-endian numpy dtype of the stored array.
         meaning: One line for documentation and ``vlmdata inspect``.
+        feature: None if every sample has the member. Otherwise some samples have it, and their dataset lists this
+            feature in its manifest.
     """
 
     name: str
     dtype: np.dtype[np.generic]
     meaning: str
+    feature: str | None = None
 
     @property
     def suffix(self) -> str:
@@ -61,14 +65,19 @@ class Member:
         return f"{self.name}.npy"
 
 
-MEMBERS: tuple[Member, ...] = (
+#: All members in the order in which a sample's are stored. What is read per token stands together.
+ALL_MEMBERS: tuple[Member, ...] = (
     Member("input_ids", np.dtype("<i4"), "(L,) token ids, padded at the end"),
     Member("loss_mask", np.dtype("|u1"), "(L,) 1 where the token is a training target"),
+    Member("loss_weights", np.dtype("<f4"), "(L,) weight of each token in the loss; 0 off target", LOSS_WEIGHTS),
     Member("position_ids", np.dtype("<i4"), "(3, L) MRoPE positions: t, h, w; 0 on padding"),
     Member("image_grid_thw", np.dtype("<i4"), "(N, 3) patches per image along t, h, w"),
     Member("patches", np.dtype("|u1"), "(P, 768) pixels of all images in merge-block order"),
 )
-MEMBER_BY_NAME = {member.name: member for member in MEMBERS}
+#: The members that every sample has, and those that some samples have.
+MEMBERS = tuple(member for member in ALL_MEMBERS if member.feature is None)
+OPTIONAL_MEMBERS = tuple(member for member in ALL_MEMBERS if member.feature is not None)
+MEMBER_BY_NAME = {member.name: member for member in ALL_MEMBERS}
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +94,8 @@ class Sample:
         position_ids: int32 (3, L), rows t, h, w, starting from 0; padding holds 0.
         image_grid_thw: int32 (N, 3), in patches of 16 pixels.
         patches: uint8 (P, 768), columns (C, 16, 16), rows in 2x2 merge-block order.
+        loss_weights: float32 (L,), weight of each token in the loss: above 0 where ``loss_mask`` is 1, 0 elsewhere.
+            None if all targets weigh 1.
     """
 
     key: str
@@ -94,6 +105,7 @@ class Sample:
     position_ids: npt.NDArray[np.int32]
     image_grid_thw: npt.NDArray[np.int32]
     patches: npt.NDArray[np.uint8]
+    loss_weights: npt.NDArray[np.float32] | None = None
 
     @property
     def num_targets(self) -> int:
@@ -101,8 +113,9 @@ class Sample:
         return int(self.loss_mask.sum())
 
     def arrays(self) -> dict[str, npt.NDArray[np.generic]]:
-        """The member arrays by name, in the order they are stored."""
-        return {member.name: getattr(self, member.name) for member in MEMBERS}
+        """The arrays of the members that the sample has, by name, in the order they are stored."""
+        arrays = {member.name: getattr(self, member.name) for member in ALL_MEMBERS}
+        return {name: array for name, array in arrays.items() if array is not None}
 
 
 def shard_name(shard: int) -> str:

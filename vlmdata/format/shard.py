@@ -14,7 +14,7 @@ import os
 import tarfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,12 +23,25 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from vlmdata.format.schema import MEMBERS, METADATA_MEMBER
+from vlmdata.format.schema import ALL_MEMBERS, METADATA_MEMBER
 
 BLOCK = tarfile.BLOCKSIZE
 _END_OF_ARCHIVE = bytes(2 * BLOCK)
 #: Bytes written between two flushes to the disk.
 _FLUSH_BYTES = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class ArrayPlace:
+    """Where the array of an optional member lies.
+
+    Attributes:
+        offset: First byte of its data in the shard.
+        checksum: xxh3-64 of its data.
+    """
+
+    offset: int
+    checksum: int
 
 
 @dataclass(frozen=True)
@@ -44,6 +57,7 @@ class Placement:
         data_offsets: Start of each array's data, in the order of :data:`MEMBERS`.
         data_checksums: For each member, the xxh3-64 of each of the pieces it was written in: of the whole array, for
             ``patches`` of every image's own part. So whatever a reader reads alone, it can check alone.
+        optional: By name, the members of :data:`OPTIONAL_MEMBERS` that the sample has.
     """
 
     offset: int
@@ -53,6 +67,7 @@ class Placement:
     json_size: int
     data_offsets: tuple[int, ...]
     data_checksums: tuple[tuple[int, ...], ...]
+    optional: Mapping[str, ArrayPlace] = field(default_factory=dict)
 
 
 def npy_header(array: npt.NDArray[np.generic]) -> bytes:
@@ -102,7 +117,8 @@ class ShardWriter:
             metadata: JSON-able facts of the sample.
             arrays: For every member of :data:`MEMBERS` the pieces that, joined along axis 0, are its array. Pieces
                 are C-contiguous, so several images are written without being copied together first. ``patches`` has
-                one piece an image; a sample without images has one empty piece.
+                one piece per image; a sample without images has one empty piece. A member of
+                :data:`OPTIONAL_MEMBERS`, if it is given, has one piece.
 
         Returns:
             Where everything lies.
@@ -113,15 +129,23 @@ class ShardWriter:
         json_offset = self._member(f"{key}.{METADATA_MEMBER}", b"", [memoryview(text)])
         offsets: list[int] = []
         checksums: list[tuple[int, ...]] = []
-        for member in MEMBERS:
+        optional: dict[str, ArrayPlace] = {}
+        for member in ALL_MEMBERS:
+            if member.feature is not None and member.name not in arrays:
+                continue
             pieces = arrays[member.name]
             shape = (sum(piece.shape[0] for piece in pieces), *pieces[0].shape[1:])
             for piece in pieces:
                 assert piece.dtype == member.dtype, (member.name, piece.dtype)
                 assert piece.flags.c_contiguous, member.name
             views = [memoryview(piece).cast("B") for piece in pieces if piece.size]
-            offsets.append(self._member(f"{key}.{member.suffix}", npy_header_for(member.dtype, shape), views))
-            checksums.append(tuple(xxhash.xxh3_64_intdigest(piece) for piece in pieces))
+            offset = self._member(f"{key}.{member.suffix}", npy_header_for(member.dtype, shape), views)
+            hashes = tuple(xxhash.xxh3_64_intdigest(piece) for piece in pieces)
+            if member.feature is None:
+                offsets.append(offset)
+                checksums.append(hashes)
+            else:
+                optional[member.name] = ArrayPlace(offset, *hashes)
         return Placement(
             offset=start,
             size=self._position - start,
@@ -130,6 +154,7 @@ class ShardWriter:
             json_size=len(text),
             data_offsets=tuple(offsets),
             data_checksums=tuple(checksums),
+            optional=optional,
         )
 
     def _member(self, name: str, header: bytes, views: Sequence[memoryview]) -> int:

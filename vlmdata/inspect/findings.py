@@ -21,7 +21,7 @@ from vlmdata.format.index import DatasetIndex
 from vlmdata.format.schema import PATCHES_PER_TOKEN, Sample
 from vlmdata.inspect.text import one_line
 from vlmdata.inspect.tokens import TokenTexts, Turn, find_turns
-from vlmdata.verify.sample import SampleRules, audit_sample
+from vlmdata.verify.sample import SampleRules, audit_sample, turn_weights_of
 
 #: Below this share of targets a sample costs a hundred tokens of compute for one of learning.
 MIN_TARGET_SHARE = 0.01
@@ -162,12 +162,20 @@ class ContentCheck:
         if not (sample.input_ids[: sample.length] == self.dataset.manifest.tokenizer.im_start).any():
             # The audit is about turns and takes it for granted that there is one.
             return [finding("no_turn", f"none of {sample.length:,} tokens is <|im_start|>, so nobody speaks in it")]
-        audited = [] if self._rules is None else audit_sample(sample, self.dataset.index.row(i), self._rules)
+        audited = []
+        if self._rules is not None:
+            audited = audit_sample(sample, self.dataset.index.row(i), self._rules, self._turn_weights(i))
         # "no_target" is told from the index, for every sample.
         found = [finding(check, message) for check, message in audited if check != "no_target"]
         if 0 < sample.length <= len(sample.input_ids):
             found += self._answers(sample)
         return found
+
+    def _turn_weights(self, i: int) -> tuple[float, ...]:
+        try:
+            return turn_weights_of(self.dataset.metadata(i))
+        except (ValueError, AttributeError):
+            return ()  # metadata that cannot be read is for `vlmdata verify` to tell
 
     def _answers(self, sample: Sample) -> Iterator[Finding]:
         """Answers that begin to be learned too late, or of which nothing but the end is learned."""

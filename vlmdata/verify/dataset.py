@@ -20,7 +20,15 @@ from vlmdata.errors import DatasetFormatError, ResourceError
 from vlmdata.format.index import DatasetIndex
 from vlmdata.format.ledger import Rejection, read_ledger
 from vlmdata.format.manifest import Manifest, Totals, canonical_hash
-from vlmdata.format.schema import INDEX_NAME, LEDGER_NAME, MANIFEST_NAME, parse_key
+from vlmdata.format.schema import (
+    IMAGES,
+    INDEX_NAME,
+    LEDGER_NAME,
+    MANIFEST_NAME,
+    OPTIONAL_MEMBERS,
+    PATCHES_RAW,
+    parse_key,
+)
 from vlmdata.format.tokenizer_files import tokenizer_findings
 from vlmdata.verify.fault import Fault
 from vlmdata.verify.sample import SampleRules
@@ -63,6 +71,7 @@ def verify_dataset(directory: Path, *, workers: int = 1, on_shard: Callable[[Sha
     except DatasetFormatError as error:
         return Audit(manifest, 0, 0, [*faults, Fault(INDEX_NAME, "unreadable", str(error))])
     faults += _check_index(index, manifest)
+    faults += _check_features(index, manifest)
     faults += _check_ledger(directory, index, manifest)
     try:
         opened = _Opened(directory, manifest, index, SampleRules.of(manifest))
@@ -195,6 +204,21 @@ def _check_keys(index: DatasetIndex) -> Iterator[Fault]:
         if before[0] == row and before[1] >= key:
             yield Fault(INDEX_NAME, "order", f"the key {key} follows {before[1]}", row, key)
             break
+
+
+def _check_features(index: DatasetIndex, manifest: Manifest) -> Iterator[Fault]:
+    """The manifest lists every feature that samples use. Writers of schema 1.0 listed image features always."""
+    used = {IMAGES, PATCHES_RAW} if len(index.grids) else set()
+    optional = {str(member.feature): member.name for member in OPTIONAL_MEMBERS}
+    used |= {
+        feature
+        for feature, name in optional.items()
+        if name in index.optional_members and (index.data_offsets[name] >= 0).any()
+    }
+    for feature in sorted(used - set(manifest.features)):
+        yield Fault(MANIFEST_NAME, "features", f"samples use {feature}, which the features do not list")
+    for feature in sorted((optional.keys() & set(manifest.features)) - used):
+        yield Fault(MANIFEST_NAME, "features", f"the features list {feature}, which no sample in the index uses")
 
 
 def _check_totals(file: str, check: str, sums: dict[str, int], manifest: Manifest) -> Iterator[Fault]:

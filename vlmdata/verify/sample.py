@@ -5,8 +5,10 @@ Pure functions of a sample and the tokenizer facts in the manifest; no tokenizer
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -54,18 +56,36 @@ class SampleRules:
         return cls(manifest.tokenizer, pad_multiple, train_turns == "all")
 
 
-def audit_sample(sample: Sample, row: IndexRow, rules: SampleRules) -> list[Finding]:
+def turn_weights_of(metadata: Mapping[str, Any]) -> tuple[float, ...]:
+    """The loss weight of each assistant turn that a sample's metadata tells; empty if it tells none.
+
+    Raises:
+        ValueError: If ``turn_weights`` is not a list of finite numbers that are at least 0.
+    """
+    found = metadata.get("turn_weights", [])
+    if not isinstance(found, list) or not all(
+        type(each) in (int, float) and math.isfinite(each) and each >= 0 for each in found
+    ):
+        raise ValueError(f"turn_weights is {found!r}; it must be a list of finite numbers that are at least 0")
+    return tuple(map(float, found))
+
+
+def audit_sample(
+    sample: Sample, row: IndexRow, rules: SampleRules, turn_weights: tuple[float, ...] = ()
+) -> list[Finding]:
     """Everything wrong with a sample; empty if nothing is.
 
     Args:
         sample: The sample as read from its shard.
         row: What the index says of it.
         rules: What it must obey.
+        turn_weights: Weight of each assistant turn by the metadata; empty if all that are to be learned weigh 1.
     """
     tokenizer, padded = rules.tokenizer, len(sample.input_ids)
     if not 0 < sample.length <= padded:
         return [("length", f"{sample.length} tokens stored as {padded}")]  # no part of it can be told from another
-    findings = [*_lengths(sample, row, tokenizer, rules.pad_multiple), *_targets(sample, row, rules)]
+    findings = [*_lengths(sample, row, tokenizer, rules.pad_multiple), *_targets(sample, row, rules, turn_weights)]
+    findings += _weights(sample)
     bad_grid = _bad_grid(sample)
     if bad_grid is not None:
         return [*findings, ("grid", bad_grid)]  # nothing can be said of images whose size is unknown
@@ -112,7 +132,22 @@ def _patches(sample: Sample) -> Iterator[Finding]:
         yield "patches", f"the grids ask for {expected} patches, {len(sample.patches)} are stored"
 
 
-def _targets(sample: Sample, row: IndexRow, rules: SampleRules) -> Iterator[Finding]:
+def _weights(sample: Sample) -> Iterator[Finding]:
+    weights = sample.loss_weights
+    if weights is None:
+        return
+    if len(odd := np.flatnonzero(~np.isfinite(weights) | (weights < 0))):
+        yield "weights", f"the loss weight of token {odd[0]} is {weights[odd[0]]} ({len(odd)} such)"
+    elif len(odd := np.flatnonzero((weights > 0) != (sample.loss_mask != 0))):
+        at = int(odd[0])
+        yield (
+            "weights",
+            f"token {at} has loss weight {weights[at]} and mask {sample.loss_mask[at]} ({len(odd)} such); targets "
+            "weigh more than 0, other tokens 0",
+        )
+
+
+def _targets(sample: Sample, row: IndexRow, rules: SampleRules, turn_weights: tuple[float, ...]) -> Iterator[Finding]:
     tokenizer = rules.tokenizer
     ids, mask = sample.input_ids[: sample.length], sample.loss_mask[: sample.length]
     if (mask > 1).any():
@@ -133,23 +168,56 @@ def _targets(sample: Sample, row: IndexRow, rules: SampleRules) -> Iterator[Find
         hits = np.flatnonzero(target & (ids == token))
         if len(hits) and token != tokenizer.im_end:  # some tokenizers pad with the end token
             yield "forbidden_target", f"token {hits[0]} is {name} and a target ({len(hits)} such)"
-    yield from _target_turns(ids, target, row, rules)
+    yield from _target_turns(ids, target, row, rules, turn_weights)
+    if turn_weights:
+        yield from _turn_weights(sample, rules.tokenizer, turn_weights)
+
+
+def _turn_weights(sample: Sample, tokenizer: TokenizerInfo, turn_weights: tuple[float, ...]) -> Iterator[Finding]:
+    """The targets of a turn weigh what the metadata says of the turn."""
+    ids, mask = sample.input_ids[: sample.length], sample.loss_mask[: sample.length]
+    weights = mask.astype(np.float32) if sample.loss_weights is None else sample.loss_weights[: sample.length]
+    answers = _answers(ids, tokenizer)
+    if len(answers) != len(turn_weights):
+        yield "turn_weights", f"the metadata has {len(turn_weights)} turn weights for {len(answers)} assistant turns"
+        return
+    for (start, stop), weight in zip(answers, turn_weights, strict=True):
+        targets = start + np.flatnonzero(mask[start:stop])
+        if len(wrong := targets[weights[targets] != np.float32(weight)]):
+            yield (
+                "turn_weights",
+                f"token {wrong[0]} has loss weight {weights[wrong[0]]}, its turn at token {start} has {weight:g} by "
+                "the metadata",
+            )
+
+
+def _answers(ids: npt.NDArray[np.int32], tokenizer: TokenizerInfo) -> list[tuple[int, int]]:
+    """First token of each assistant turn, and one past its last."""
+    header = np.array(tokenizer.assistant_header, dtype=ids.dtype)
+    starts = np.flatnonzero(ids == tokenizer.im_start).tolist()
+    turns = zip(starts, [*starts, len(ids)][1:], strict=True)
+    return [turn for turn in turns if np.array_equal(ids[turn[0] + 1 : turn[0] + 1 + len(header)], header)]
 
 
 def _target_turns(
-    ids: npt.NDArray[np.int32], target: npt.NDArray[np.bool_], row: IndexRow, rules: SampleRules
+    ids: npt.NDArray[np.int32],
+    target: npt.NDArray[np.bool_],
+    row: IndexRow,
+    rules: SampleRules,
+    turn_weights: tuple[float, ...],
 ) -> Iterator[Finding]:
     """Targets lie in assistant turns only, after the header, and run unbroken to the end of the turn."""
     tokenizer = rules.tokenizer
-    header = np.array(tokenizer.assistant_header, dtype=ids.dtype)
     starts = np.flatnonzero(ids == tokenizer.im_start)
     stops = [*starts.tolist(), len(ids)][1:]
     first = starts[0] if len(starts) else len(ids)
     if target[:first].any():
         yield "outside_turn", "a target stands before the first turn"
-    body = 1 + len(header)
-    answers = [start for start in starts.tolist() if np.array_equal(ids[start + 1 : start + body], header)]
-    taught = answers if rules.all_turns else answers[-1:]
+    body = 1 + len(tokenizer.assistant_header)
+    answers = [start for start, _ in _answers(ids, tokenizer)]
+    chosen = answers if rules.all_turns else answers[-1:]
+    weight_of = dict(zip(answers, turn_weights, strict=False))
+    taught = [start for start in chosen if weight_of.get(start, 1) > 0]
     for start, stop in zip(starts.tolist(), stops, strict=True):
         inside = target[start:stop]
         if start in taught and not inside.any():
@@ -162,7 +230,8 @@ def _target_turns(
                 f"the turn at token {start} is not the assistant's, yet {inside.sum()} tokens are targets",
             )
         elif start not in taught:
-            yield "prompt_target", f"the turn at token {start} is not the last answer, yet it has targets"
+            why = "weighs 0 by the metadata" if start in chosen else "is not the last answer"
+            yield "prompt_target", f"the turn at token {start} {why}, yet it has targets"
         elif inside[:body].any():
             yield "header_target", f"the header of the assistant turn at token {start} is a target"
         if not _runs_to_the_end(inside, ids[start:stop], tokenizer):

@@ -17,9 +17,9 @@ import xxhash
 
 from vlmdata.format.index import IndexRow
 from vlmdata.format.manifest import ShardInfo
-from vlmdata.format.schema import MEMBERS, METADATA_MEMBER, PATCH_BYTES, Sample, parse_key
+from vlmdata.format.schema import MEMBERS, METADATA_MEMBER, OPTIONAL_MEMBERS, PATCH_BYTES, Member, Sample, parse_key
 from vlmdata.verify.fault import Fault
-from vlmdata.verify.sample import SampleRules, audit_sample
+from vlmdata.verify.sample import SampleRules, audit_sample, turn_weights_of
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def _audit(data: mmap.mmap, info: ShardInfo, rows: list[IndexRow], rules: Sample
     if len(rows) != info.samples:
         yield Fault(info.name, "index", f"{len(rows)} index rows, the manifest says {info.samples} samples")
     members, problem = _tar_members(data)
-    expected_members = len(rows) * (1 + len(MEMBERS))
+    expected_members = sum(1 + len(MEMBERS) + len(row.placement.optional) for row in rows)
     if not problem and any(data[-1024:]):
         problem = "the archive does not end in two zero blocks; it was cut"
     if not problem and len(members) != expected_members:
@@ -137,11 +137,16 @@ def _audit_row(
     if members is None:
         own, _ = _tar_members(data[place.offset : place.offset + place.size])
         members = {name: (place.offset + start, size) for name, (start, size) in own.items()}
-    problem = _metadata_problem(data, members, row)
-    if problem:
-        yield "metadata", problem
+    turn_weights: tuple[float, ...] = ()
+    try:
+        turn_weights = _check_metadata(data, members, row)
+    except ValueError as error:
+        yield "metadata", str(error)
     arrays: dict[str, Any] = {}
-    for member, offset in zip(MEMBERS, place.data_offsets, strict=True):
+    for member in OPTIONAL_MEMBERS:
+        if member.name not in place.optional and f"{row.key}.{member.suffix}" in members:
+            yield "member", f"{member.suffix}: in the tar, but not in the index"
+    for member, offset, _ in _indexed(row):
         loaded = _load_member(data, members.get(f"{row.key}.{member.suffix}"), offset)
         if isinstance(loaded, str):
             yield "member", f"{member.suffix}: {loaded}"
@@ -154,7 +159,17 @@ def _audit_row(
     problem = _checksum_problem(arrays, row)
     if problem:
         yield "index", problem
-    yield from audit_sample(Sample(row.key, row.length, **arrays), row, rules)
+    yield from audit_sample(Sample(row.key, row.length, **arrays), row, rules, turn_weights)
+
+
+def _indexed(row: IndexRow) -> list[tuple[Member, int, tuple[int, ...]]]:
+    """The members that the index gives a sample, with the first byte and the checksums of their data."""
+    place = row.placement
+    optional = [(member, place.optional[member.name]) for member in OPTIONAL_MEMBERS if member.name in place.optional]
+    return [
+        *zip(MEMBERS, place.data_offsets, place.data_checksums, strict=True),
+        *((member, found.offset, (found.checksum,)) for member, found in optional),
+    ]
 
 
 def _load_member(data: mmap.mmap, found: tuple[int, int] | None, offset: int) -> Any:
@@ -176,7 +191,7 @@ def _load_member(data: mmap.mmap, found: tuple[int, int] | None, offset: int) ->
 def _checksum_problem(arrays: dict[str, Any], row: IndexRow) -> str:
     """Whether the index's hashes of single arrays and images are those of the data."""
     sizes = [t * h * w for t, h, w in row.image_grid_thw]
-    for member, expected in zip(MEMBERS, row.placement.data_checksums, strict=True):
+    for member, _, expected in _indexed(row):
         array = arrays[member.name]
         pieces = np.split(array, np.cumsum(sizes))[:-1] if member.name == "patches" else [array]
         actual = tuple(xxhash.xxh3_64_intdigest(piece) for piece in pieces)
@@ -185,14 +200,21 @@ def _checksum_problem(arrays: dict[str, Any], row: IndexRow) -> str:
     return ""
 
 
-def _metadata_problem(data: mmap.mmap, members: dict[str, tuple[int, int]], row: IndexRow) -> str:
+def _check_metadata(data: mmap.mmap, members: dict[str, tuple[int, int]], row: IndexRow) -> tuple[float, ...]:
+    """The turn weights that a sample's metadata tells.
+
+    Raises:
+        ValueError: If the metadata is damaged or contradicts the index.
+    """
     place = row.placement
     if members.get(f"{row.key}.{METADATA_MEMBER}") != (place.json_offset, place.json_size):
-        return "the JSON member is not where the index says"
+        raise ValueError("the JSON member is not where the index says")
     try:
         metadata = json.loads(data[place.json_offset : place.json_offset + place.json_size])
     except ValueError as error:
-        return f"not JSON: {error}"
+        raise ValueError(f"not JSON: {error}") from error
+    if not isinstance(metadata, dict):
+        raise ValueError(f"{metadata!r} is not a JSON object")
     indexed: dict[str, Any] = {
         "key": row.key,
         "source_row": row.source_row,
@@ -206,7 +228,9 @@ def _metadata_problem(data: mmap.mmap, members: dict[str, tuple[int, int]], row:
     named = parse_key(row.key)
     indexed["sample"] = named[1] if named is not None and named[1] >= 0 else None
     wrong = [name for name, value in indexed.items() if metadata.get(name) != value]
-    return f"differs from the index in {', '.join(wrong)}" if wrong else ""
+    if wrong:
+        raise ValueError(f"differs from the index in {', '.join(wrong)}")
+    return turn_weights_of(metadata)
 
 
 def _shape_problem(arrays: dict[str, Any], row: IndexRow) -> str:
@@ -217,8 +241,9 @@ def _shape_problem(arrays: dict[str, Any], row: IndexRow) -> str:
         "position_ids": (3, padded),
         "image_grid_thw": (len(row.image_grid_thw), 3),
         "patches": (row.num_patches, PATCH_BYTES),
+        "loss_weights": (padded,),
     }
-    for member in MEMBERS:
+    for member, _, _ in _indexed(row):
         array = arrays[member.name]
         if array.dtype != member.dtype or array.shape != shapes[member.name]:
             return f"{member.suffix} is {array.dtype} {array.shape}, should be {member.dtype} {shapes[member.name]}"

@@ -1,0 +1,57 @@
+"""What each assistant turn of a conversation counts in the loss."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from preprocess.config import TrainTurns
+from preprocess.conversation import Conversation
+from preprocess.reject import RowRejected
+from vlmdata.format.ledger import Reason
+
+#: Weights other than 0 lie within these bounds. Gradients travel through the network multiplied by the weights, and
+#: are divided by their sum at the end of the step: this leaves float32 and bfloat16 (1e-38 to 3e38) 30 decimal places
+#: on either side. Only ratios of weights matter, so no sensible weights are lost.
+LEAST, MOST = 1e-8, 1e8
+
+
+def turn_weights(conversation: Conversation, train_turns: TrainTurns) -> tuple[float, ...]:
+    """The weight of the targets of each assistant turn: 0 where the turn is not learned.
+
+    Args:
+        conversation: The sample.
+        train_turns: Which assistant turns are learned.
+
+    Returns:
+        One float32 value per assistant turn: weight of the sample x weight of the turn, or 0.
+
+    Raises:
+        RowRejected: NO_TARGETS if no turn is learned; LOSS_WEIGHT if a weight is out of bounds.
+    """
+    answers = [message for message in conversation.messages if message.role == "assistant"]
+    factor = float(conversation.loss_weight)
+    weights = []
+    for number, message in enumerate(answers, start=1):
+        chosen = train_turns is TrainTurns.ALL or number == len(answers)
+        own = 1.0 if message.loss_weight is None else float(message.loss_weight)
+        weight = factor * own if chosen else 0.0
+        meant = chosen and factor > 0 and own > 0  # a product may round to 0
+        if meant and not LEAST <= weight <= MOST:
+            raise RowRejected(
+                Reason.LOSS_WEIGHT,
+                f"the loss weight of assistant turn {number} of {len(answers)} is {weight:g} ({factor:g} of the sample "
+                f"x {own:g} of the turn); it must be 0 or from {LEAST:g} to {MOST:g}. Only ratios of weights matter: "
+                "multiply all of them by one number",
+            )
+        weights.append(float(np.float32(weight)))
+    if not any(weights):
+        raise RowRejected(Reason.NO_TARGETS, _nothing_to_learn(conversation, len(answers), train_turns))
+    return tuple(weights)
+
+
+def _nothing_to_learn(conversation: Conversation, answers: int, train_turns: TrainTurns) -> str:
+    if conversation.loss_weight == 0:
+        return "nothing to learn: the loss weight of the sample is 0"
+    if train_turns is TrainTurns.LAST:
+        return "nothing to learn: the loss weight of the last assistant turn is 0, and only that turn is trained"
+    return f"nothing to learn: the loss weights of all {answers} assistant turns are 0"
