@@ -15,6 +15,7 @@ pytest.importorskip("megatron.core")
 
 from model.architecture import FULL_ATTENTION
 from model.network.build import ModelSettings, build_model
+from model.presets import PRESETS
 from model.training.flops import StepFlops
 from tests.model.helpers import mixed_samples, pack, small_architecture
 
@@ -94,3 +95,22 @@ def test_multi_token_prediction_adds_a_layer_and_a_head() -> None:
     assert full.per_target == 2 * without.per_target
     assert full.per_token_squared == 2 * without.per_token_squared  # the model has one full-attention layer
     assert full.per_patch == without.per_patch
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    # Parameters of the published checkpoints without their embedding tables and vision towers, output layer included.
+    [("0.8b", 0.75), ("2b", 1.88), ("4b", 4.21), ("9b", 7.94)],
+)
+def test_tokens_cost_six_flop_per_weight(name: str, billions: float) -> None:
+    # The usual rule. Targets alone meet the output layer; the delta rule's own arithmetic is small.
+    flops = StepFlops.for_model(PRESETS[name], mtp=False)
+    assert (flops.per_token + flops.per_target) / 6e9 == pytest.approx(billions, rel=0.04)
+
+
+def test_attention_by_hand() -> None:
+    # 9b: 8 full layers, 16 heads of 256. Causal Q K^T and A V: 2 * 2 * 256 / 2 FLOP per head and pair; times 3.
+    flops = StepFlops.for_model(PRESETS["9b"], mtp=False)
+    assert flops.per_token_squared == 3 * 8 * 16 * 2 * 256
+    # Vision: 27 layers, width 1152, all pairs: 4 * 1152; times 3.
+    assert flops.per_patch_squared == 3 * 27 * 4 * 1152
