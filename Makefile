@@ -12,12 +12,13 @@ DEMO_STEPS ?= 20
 # Where nothing compiled is kept, every process compiles half of torch and megatron-core anew: 15 s instead of 5.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help env demo test browser check bench lock clean
+.PHONY: help env demo test browser check docs bench lock clean
 
 help:
 	@echo "make demo    draw receipts, make shards, verify, plan, look at them, train on them  ($(DEMO_DIR))"
 	@echo "make test    the whole test suite (what .ci/run calls)"
 	@echo "make check   ruff, mypy strict, import boundaries"
+	@echo "make docs    the documentation as a site, in build/docs; a broken link is an error"
 	@echo "make bench   benchmarks; results are written under benchmarks/results/"
 	@echo "make env     only make .venv, with .venv/bin/vlmdata in it"
 	@echo "make lock    resolve $(LOCK) anew"
@@ -70,6 +71,14 @@ check: .venv/.stamp-dev
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 
+.venv/.stamp-docs: pyproject.toml $(LOCK) | .venv/bin/python
+	$(UV) pip install --quiet --python $(PY) --constraint $(LOCK) --editable '.[docs]'
+	@touch $@
+
+docs: .venv/.stamp-docs
+	$(PY) -m mkdocs build  # without --quiet, which would also hide warnings from "strict"
+	@echo "the site is in build/docs/index.html"
+
 bench: .venv/.stamp-dev
 	$(PY) benchmarks/preprocess.py
 	$(PY) benchmarks/packing.py
@@ -78,7 +87,7 @@ bench: .venv/.stamp-dev
 # No index URL and no host stands in the lock; wheels come from whatever index the user's uv is set to.
 lock: | $(filter .uv/bin/uv,$(UV))
 	$(UV) pip compile --quiet --upgrade --python-version 3.12 --no-emit-index-url --no-header --no-annotate \
-	  --extra dev --extra train --constraint requirements/pins.txt pyproject.toml --output-file $(LOCK)
+	  --extra dev --extra train --extra docs --constraint requirements/pins.txt pyproject.toml --output-file $(LOCK)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,55 @@
+"""What the documentation site needs beyond MkDocs: links to files outside `docs/`, and a navigation entry by pattern.
+
+Pages are written to be read in the repository, where `../benchmarks/results/x.md` is a link. The site has no such
+files, except for the results of benchmarks, which it takes along.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files, InclusionLevel
+
+_ROOT = Path(__file__).resolve().parents[2]
+_RESULTS, _SHOWN = "benchmarks/results", (".md", ".png")
+_LINK = re.compile(r"(!?)\[([^\]]*)\]\(((?:\.\./)+)([^)#]+)(#[^)]*)?\)")
+
+
+def on_config(config: Any) -> Any:
+    """Replaces a `folder/*.md` in the navigation by the pages of that folder."""
+    docs = Path(config.docs_dir)
+    for entry in config.nav:
+        for title, value in entry.items():
+            if isinstance(value, str) and "*" in value:
+                entry[title] = [path.relative_to(docs).as_posix() for path in sorted(docs.glob(value))]
+    return config
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds the results of benchmarks as pages under `results/`."""
+    for path in sorted((_ROOT / _RESULTS).iterdir()):
+        if path.suffix in _SHOWN:
+            made = File.generated(config, f"results/{path.name}", abs_src_path=str(path))
+            made.inclusion = InclusionLevel.NOT_IN_NAV
+            files.append(made)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Turns links that leave `docs/` into links to results, or into plain file names."""
+    depth = page.file.src_uri.count("/")
+
+    def changed(link: re.Match[str]) -> str:
+        mark, text, up, target, anchor = link.groups()
+        if up.count("..") <= depth:
+            return link[0]
+        if not (_ROOT / target).exists():
+            raise PluginError(f"{page.file.src_uri}: the link to {up}{target} leads to no file of the repository")
+        if target.startswith(_RESULTS) and Path(target).suffix in _SHOWN:
+            return f"{mark}[{text}]({'../' * depth}results/{Path(target).name}{anchor or ''})"
+        return text if text.startswith("`") else f"{text} (`{target}`)"
+
+    return _LINK.sub(changed, markdown)
