@@ -41,7 +41,7 @@ _NO_PATCHES = np.zeros((0, PATCH_BYTES), dtype=np.uint8)
 
 @dataclass(frozen=True)
 class ShardJob:
-    """Rows ``[row_start, row_stop)`` to be made into shard ``number``."""
+    """Rows ``[row_start, row_stop)`` of those in ``Source.numbers``, to be made into shard ``number``."""
 
     number: int
     row_start: int
@@ -172,7 +172,7 @@ def run_shard(job: ShardJob, context: ShardContext, on_row: Callable[[RowOutcome
     keys = KeyCounts()
     try:
         with ShardWriter(temporary) as writer:
-            for number in range(job.row_start, job.row_stop):
+            for number in context.source.numbers[job.row_start : job.row_stop]:
                 outcome = _process_row(number, job.number, context, writer, rows, rejections, keys)
                 if on_row is not None:
                     on_row(outcome)

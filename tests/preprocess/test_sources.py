@@ -220,10 +220,18 @@ class TestFolders:
         }
 
     def test_nothing_to_read(self, tmp_path):
-        fails("doesn't contain any data files", tmp_path)
+        fails("no data files in this folder. Found: nothing. Read are: .parquet, ", tmp_path)
+        (tmp_path / "train.py").write_text("")
+        fails("no data files in this folder. Found: 1 .py. Read are: .parquet, ", tmp_path)
 
-    def test_brackets_in_the_path_of_a_folder_are_refused_with_the_remedy(self, tmp_path):
+    def test_brackets_in_the_path_of_a_folder_are_meant_literally(self, tmp_path):
+        write_parquet(tmp_path / "set1" / "train.parquet", 2)
         write_parquet(tmp_path / "set[1]" / "train.parquet", 1)
+        assert numbers(opened(tmp_path / "set[1]")) == [1]
+
+    def test_brackets_in_the_path_of_an_image_folder_are_refused_with_the_remedy(self, tmp_path):
+        (tmp_path / "set[1]").mkdir()
+        (tmp_path / "set[1]" / "0.png").write_bytes(encoded_image())
         fails("for a pattern; rename it, link to it by another name, or give its files", tmp_path / "set[1]")
 
 
@@ -346,13 +354,13 @@ class TestErrors:
         fails("no file matches", tmp_path / "*.parquet")
 
     def test_an_unknown_kind_of_file(self, tmp_path):
-        (tmp_path / "rows.csv").write_text("n\n1\n")
-        fails(r"files of one kind of \.parquet, .* are read, not \.csv", tmp_path / "rows.csv")
+        (tmp_path / "rows.xlsx").write_text("n\n1\n")
+        fails(r"rows.xlsx is no data file; these are read: \.parquet, .*, \.tar$", tmp_path / "rows.xlsx")
 
     def test_several_kinds_of_files_at_once(self, tmp_path):
         write_jsonl(tmp_path / "a.jsonl", numbered(1))
         write_parquet(tmp_path / "b.parquet", 1)
-        fails(r"are read, not \.jsonl, \.parquet", tmp_path / "*")
+        fails(r"several kinds: 1 JSON lines \(a.jsonl\), 1 parquet \(b.parquet\). Name files of one", tmp_path / "*")
 
     def test_a_file_has_no_splits(self, tmp_path):
         path = write_parquet(tmp_path / "rows.parquet", 1)

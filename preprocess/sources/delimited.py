@@ -1,0 +1,156 @@
+"""CSV and TSV files: a header line, then one record per row. Every value is text; an empty field is None.
+
+Quotes follow RFC 4180 in both: a field that begins with a quote ends at the next one that is not doubled, and may hold
+separators and line ends.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from preprocess.reject import RowRejected, excerpt
+from preprocess.sources.byte_files import ByteFile
+from vlmdata.errors import SourceError
+from vlmdata.format.ledger import Reason
+
+#: The csv module's own limit, 128 KiB, is less than an image in base64.
+_FIELD_LIMIT = min(sys.maxsize, (1 << 31) - 1)
+
+
+@dataclass(frozen=True)
+class _Damaged:
+    """A record that the csv module cannot read."""
+
+    problem: str
+
+
+@dataclass(frozen=True)
+class DelimitedFile:
+    """A CSV or TSV file, which may be compressed with gzip.
+
+    Attributes:
+        file: The file.
+        delimiter: What separates fields.
+        columns: Names from the header.
+        body: Offset of the first record after the header.
+    """
+
+    file: ByteFile
+    delimiter: str
+    columns: tuple[str, ...]
+    body: int
+
+    @classmethod
+    def read_header(cls, file: ByteFile) -> DelimitedFile:
+        """Reads the names of the columns.
+
+        Raises:
+            SourceError: If there is no usable header.
+        """
+        delimiter = "\t" if ".tsv" in file.path.lower()[-7:] else ","
+        with file.open() as stream:
+            lines = _Lines(stream)
+            try:
+                columns = tuple(next(_reader(lines, delimiter), []))
+            except csv.Error as error:
+                raise SourceError(f"SOURCE {file.path}: the header, line 1, cannot be read: {error}") from error
+        columns = (columns[0].removeprefix("\ufeff"), *columns[1:]) if columns else ()
+        _require_names(file.path, columns)
+        return cls(file, delimiter, columns, lines.offset)
+
+    @property
+    def path(self) -> str:
+        """Where the file is."""
+        return self.file.path
+
+    def open(self, offset: int) -> BinaryIO:
+        """A stream of the records from an offset on."""
+        return self.file.open(max(offset, self.body))
+
+    def records(self, stream: BinaryIO) -> Iterator[tuple[int, list[str] | _Damaged]]:
+        """The records and their offsets. Blank lines between records are passed over.
+
+        Raises:
+            SourceError: If a quote is opened that is never closed: all that follows would be one field.
+        """
+        lines = _Lines(stream)
+        reader = _reader(lines, self.delimiter)
+        while True:
+            offset = lines.offset
+            try:
+                record: list[str] | _Damaged = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                if lines.ended:
+                    raise SourceError(
+                        f"SOURCE {self.path}: the record at byte {offset} opens a quote that is not closed before the "
+                        f"end of the file ({error}); double a quote that is part of the text"
+                    ) from error
+                record = _Damaged(f"{error}: {excerpt(lines.last.strip())}")
+            if record:
+                yield offset, record
+
+    def values(self, record: list[str] | _Damaged, stream: BinaryIO) -> Mapping[str, Any]:
+        """The fields by column.
+
+        Raises:
+            RowRejected: MALFORMED_ROW if they do not fit the header, or are not UTF-8.
+        """
+        if isinstance(record, _Damaged):
+            raise RowRejected(Reason.MALFORMED_ROW, f"not a record of {self.path}: {record.problem}")
+        if len(record) != len(self.columns):
+            raise RowRejected(
+                Reason.MALFORMED_ROW,
+                f"{len(record)} fields, but the header has {len(self.columns)}: {excerpt(self.delimiter.join(record))}",
+            )
+        for name, text in zip(self.columns, record, strict=True):
+            if not text.isascii() and any("\udc80" <= character <= "\udcff" for character in text):
+                shown = text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+                raise RowRejected(Reason.MALFORMED_ROW, f"{name} is not UTF-8: {excerpt(shown)}")
+        return {name: text or None for name, text in zip(self.columns, record, strict=True)}
+
+
+class _Lines:
+    """Lines of text for the csv module, and where they stand."""
+
+    def __init__(self, stream: BinaryIO):
+        self._stream = stream
+        self.offset = stream.tell()
+        self.last = ""
+        self.ended = False
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = self._stream.readline()
+        if not line:
+            self.ended = True
+            raise StopIteration
+        self.offset += len(line)
+        self.last = line.decode("utf-8", "surrogateescape")
+        return self.last
+
+
+def _reader(lines: _Lines, delimiter: str) -> Iterator[list[str]]:
+    csv.field_size_limit(_FIELD_LIMIT)
+    return csv.reader(lines, delimiter=delimiter, strict=True)
+
+
+def _require_names(path: str, columns: tuple[str, ...]) -> None:
+    if not columns:
+        raise SourceError(f"SOURCE {path}: it has no rows")
+    repeated = sorted({name for name in columns if columns.count(name) > 1})
+    if "" in columns or repeated:
+        problem = f"names {', '.join(repeated)} twice" if repeated and repeated[0] else "has a column without a name"
+        raise SourceError(f"SOURCE {path}: the header, line 1, {problem}: {excerpt(', '.join(columns))}")
+    if len(columns) == 1 and (found := next((mark for mark in ";\t|" if mark in columns[0]), None)):
+        raise SourceError(
+            f"SOURCE {path}: the header, line 1, has one column, {columns[0]!r}. Fields of .csv are separated by "
+            f"commas and of .tsv by tabs, not by {found!r}; save it in one of these forms."
+        )

@@ -1,0 +1,55 @@
+"""JSON lines: one JSON object per line. A line that is none costs one row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from preprocess.reject import RowRejected, excerpt
+from preprocess.sources.byte_files import ByteFile
+from vlmdata.format.ledger import Reason
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class JsonLinesFile:
+    """A file of JSON lines, which may be compressed with gzip."""
+
+    file: ByteFile
+
+    @property
+    def path(self) -> str:
+        """Where the file is."""
+        return self.file.path
+
+    def open(self, offset: int) -> BinaryIO:
+        """A stream of the lines from an offset on."""
+        return self.file.open(offset)
+
+    def records(self, stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
+        """The lines and their offsets."""
+        offset = stream.tell()
+        for line in stream:
+            yield offset, line
+            offset += len(line)
+
+    def values(self, record: bytes, stream: BinaryIO) -> Mapping[str, Any]:
+        """The object in a line.
+
+        Raises:
+            RowRejected: MALFORMED_ROW if there is none.
+        """
+        # Bytes that are not UTF-8 become invalid JSON escapes, so the row is rejected, and the message shows them.
+        line = record.removeprefix(_BYTE_ORDER_MARK).decode("utf-8", "backslashreplace").rstrip("\r\n")
+        if not line.strip():
+            raise RowRejected(Reason.MALFORMED_ROW, "a blank line")
+        try:
+            values = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise RowRejected(Reason.MALFORMED_ROW, f"not JSON: {error}: {excerpt(line)}") from error
+        if not isinstance(values, dict):
+            raise RowRejected(Reason.MALFORMED_ROW, f"not a JSON object: {excerpt(line)}")
+        return values

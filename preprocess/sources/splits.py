@@ -1,0 +1,68 @@
+"""Splits of a folder by the names of its files, as the Hugging Face hub reads them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import PurePosixPath
+
+from vlmdata.errors import SourceError
+
+_KEYWORDS: Mapping[str, Sequence[str]] = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+#: ``data/NAME-00000-of-00003.parquet``: any name.
+_NUMBERED = re.compile(r"data/(?P<split>\w+(?:\.\w+)*)-\d{5}-of-\d{5}[^/]*\.[^/]*")
+_SEPARATOR = "[-._ 0-9]"
+
+
+def splits_by_name(names: Iterable[str]) -> dict[str, list[str]]:
+    """Sorts files into splits.
+
+    The first rule that fits any file holds: numbered files in ``data/``; a folder named like a split
+    (``train/``, ``val-images/``); a file named like one (``train.jsonl``, ``my-test.csv``); else all are ``train``.
+
+    Args:
+        names: Paths below the folder, with forward slashes.
+
+    Returns:
+        Names of splits to sorted paths. A path that fits no split where others do is in none.
+    """
+    names = sorted(names)
+    numbered: dict[str, list[str]] = {}
+    for name in names:
+        if found := _NUMBERED.fullmatch(name):
+            numbered.setdefault(found["split"], []).append(name)
+    if numbered:
+        first = [split for split in _KEYWORDS if split in numbered]
+        return {split: numbered[split] for split in dict.fromkeys([*first, *numbered])}
+    for place in (lambda path: path.parts[:-1], lambda path: path.parts[-1:]):
+        splits = {
+            split: [name for name in names if any(_is_named(part, split) for part in place(PurePosixPath(name)))]
+            for split in _KEYWORDS
+        }
+        if any(splits.values()):
+            return {split: files for split, files in splits.items() if files}
+    return {"train": names} if names else {}
+
+
+def _is_named(part: str, split: str) -> bool:
+    """Whether a word of the part, between separators, is a keyword of the split."""
+    return any(re.search(rf"(?:^|{_SEPARATOR}){word}(?:$|{_SEPARATOR})", part) for word in _KEYWORDS[split])
+
+
+def choose_split(what: str, splits: Iterable[object], split: str | None) -> str:
+    """The split that was asked for, or the default: ``train``, or the only one.
+
+    Raises:
+        SourceError: If there is no such split, or none was asked for and there are several.
+    """
+    names = [str(name) for name in splits]
+    if split is None:
+        split = "train" if "train" in names else names[0] if len(names) == 1 else None
+    if split is None or split not in names:
+        asked = "it has several splits" if split is None else f"it has no split {split}"
+        raise SourceError(f"{what}: {asked}; choose with --split one of: {', '.join(names) or '(none found)'}")
+    return split

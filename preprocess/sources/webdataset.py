@@ -1,0 +1,218 @@
+"""WebDataset tars: neighbouring members with the same key, such as ``000017.jpg`` and ``000017.json``, are one row.
+
+Columns come from the members' extensions (the part of the file name after its first dot):
+
+- an image gives ``image``; several give ``images``, in natural order of their extensions (``0.jpg`` … ``10.jpg``);
+- the object in ``json`` gives a column per key; ``NAME.json`` gives its parsed content as ``NAME``;
+- text (``txt``, ``text``, ``caption``, ``cls``, ``md``, ``html``) gives a column by its extension;
+- a film gives ``video`` and a sound ``audio``, so that recipes see them; any other member gives its bytes;
+- ``__key__`` is the key.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from preprocess.reject import RowRejected, excerpt
+from preprocess.sources.byte_files import ByteFile
+from preprocess.sources.kinds import IMAGE_ENDINGS
+from vlmdata.errors import SourceError
+from vlmdata.format.ledger import Reason
+
+KEY_COLUMN = "__key__"
+#: As WebDataset splits names: folders belong to the key, and so do files without a dot or with nothing before it.
+_NAME = re.compile(r"((?:.*/|)[^./]+)[.]([^/]*)")
+_TEXT = ("txt", "text", "caption", "cls", "md", "html")
+_MEDIA = {
+    **dict.fromkeys(("mp4", "avi", "mov", "mkv", "webm", "m4v"), "video"),
+    **dict.fromkeys(("wav", "mp3", "flac", "ogg", "m4a", "opus"), "audio"),
+}
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A file in a tar: its name, its extension in lower case, and where its bytes are."""
+
+    name: str
+    extension: str
+    offset: int
+    size: int
+    is_link: bool
+
+    @property
+    def suffix(self) -> str:
+        """The last part of the extension."""
+        return self.extension.rpartition(".")[2]
+
+
+@dataclass(frozen=True)
+class _Sample:
+    key: str
+    members: tuple[_Member, ...]
+
+
+@dataclass(frozen=True)
+class TarFile:
+    """A tar of samples."""
+
+    file: ByteFile
+
+    @property
+    def path(self) -> str:
+        """Where the file is."""
+        return self.file.path
+
+    def open(self, offset: int) -> BinaryIO:
+        """A stream of the tar from a member's header on."""
+        return self.file.open(offset)
+
+    def records(self, stream: BinaryIO) -> Iterator[tuple[int, _Sample]]:
+        """The samples and the offsets of their first headers. Only headers are read.
+
+        Raises:
+            SourceError: If the tar is damaged, or members of a sample are apart from each other.
+        """
+        seen: set[str] = set()
+        key, begins, members = "", 0, list[_Member]()
+        for offset, member_key, member in self._members(stream):
+            if members and member_key != key:
+                yield begins, _Sample(key, tuple(members))
+                members = []
+            if not members:
+                key, begins = member_key, offset
+                if key in seen:
+                    raise SourceError(
+                        f"SOURCE {self.path}: {member.name} is apart from the other members of sample {key}. "
+                        "Members of a sample must follow each other; make the tar with `tar --sort=name`."
+                    )
+                seen.add(key)
+            members.append(member)
+        if members:
+            yield begins, _Sample(key, tuple(members))
+
+    def _members(self, stream: BinaryIO) -> Iterator[tuple[int, str, _Member]]:
+        try:
+            with tarfile.open(fileobj=stream, mode="r:") as tar:
+                while (info := tar.next()) is not None:
+                    tar.members.clear()  # type: ignore[attr-defined]  # or it would keep every header in memory
+                    name = _NAME.fullmatch(info.name)
+                    if name is not None and (info.isreg() or info.issym() or info.islnk()):
+                        member = _Member(info.name, name[2].lower(), info.offset_data, info.size, not info.isreg())
+                        yield info.offset, name[1], member
+                self._require_end(stream, tar.offset)
+        except tarfile.TarError as error:
+            raise SourceError(f"SOURCE {self.path}: the tar is damaged or cut off: {error}") from error
+
+    def _require_end(self, stream: BinaryIO, offset: int) -> None:
+        """Checks that the tar ends here. ``tarfile`` stops without a word at a damaged header."""
+        stream.seek(offset)
+        end = stream.read(tarfile.BLOCKSIZE)
+        if end != bytes(tarfile.BLOCKSIZE):
+            found = "the file ends without an end mark" if not end else "there is no header"
+            raise SourceError(f"SOURCE {self.path}: the tar is damaged or cut off: at byte {offset} {found}")
+        while chunk := stream.read(1 << 20):
+            if chunk.count(0) != len(chunk):
+                raise SourceError(
+                    f"SOURCE {self.path}: there is data after the end mark at byte {offset}. Tars that were joined "
+                    "with `cat` are read only up to there; give them as separate files."
+                )
+
+    def values(self, record: _Sample, stream: BinaryIO) -> Mapping[str, Any]:
+        """The columns of a sample.
+
+        Raises:
+            RowRejected: MALFORMED_ROW if a member cannot be read, or two members claim one column.
+        """
+        columns = _Columns(record.key)
+        images = []
+        for member in record.members:
+            if member.is_link:
+                raise _malformed(record.key, f"{member.name} is a link; make the tar with --dereference")
+            stream.seek(member.offset)
+            data = stream.read(member.size)
+            if f".{member.suffix}" in IMAGE_ENDINGS:
+                images.append((member, data))
+            else:
+                columns.add_member(member, data)
+        columns.add_images(images)
+        return columns.values
+
+
+class _Columns:
+    """Columns of one sample, filled member by member."""
+
+    def __init__(self, key: str):
+        self._key = key
+        self.values: dict[str, Any] = {KEY_COLUMN: key}
+
+    def add_member(self, member: _Member, data: bytes) -> None:
+        """Adds what is no image."""
+        name, _, suffix = member.extension.rpartition(".")
+        if suffix == "json":
+            content = self._json(member, data)
+            if name or not isinstance(content, dict):
+                self._set(name or "json", content, member)
+            else:
+                for column, value in content.items():
+                    self._set(column, value, member)
+        elif suffix in _TEXT:
+            self._set(name or suffix, self._text(member, data), member)
+        else:
+            self._set(_MEDIA.get(suffix, member.extension), data, member)
+
+    def add_images(self, images: Sequence[tuple[_Member, bytes]]) -> None:
+        """Adds the images, in the order of the file names that the JSON gives, else in natural order."""
+        if not images:
+            return
+        named = [name for name in ("images", "image") if name in self.values]
+        files = {member.name.rpartition("/")[2]: (member, data) for member, data in images}
+        ordered = sorted(images, key=lambda image: _natural(image[0].extension))
+        for column in named:
+            names = self.values.pop(column)
+            if names is None:
+                continue
+            names = names if isinstance(names, list) else [names]
+            if not all(isinstance(name, str) for name in names) or len(names) != len(images):
+                raise _malformed(
+                    self._key, f"{column} in the JSON is {excerpt(names)}, and the sample has {len(images)} image files"
+                )
+            found = [files.get(name.rpartition("/")[2]) for name in names]
+            if len(names) > 1 and (None in found or len(set(names)) != len(names)):
+                raise _malformed(self._key, f"{column} in the JSON names {excerpt(names)}, not {', '.join(files)}")
+            ordered = [image for image in found if image is not None] or ordered
+        values = [{"bytes": data, "path": member.name} for member, data in ordered]
+        if len(values) > 1:
+            self.values["images"] = values
+        else:
+            self.values["image"] = values[0]
+
+    def _set(self, column: str, value: Any, member: _Member) -> None:
+        if column in self.values and self.values[column] != value:
+            raise _malformed(self._key, f"{member.name} gives {column} a second value: {excerpt(value)}")
+        self.values[column] = value
+
+    def _json(self, member: _Member, data: bytes) -> Any:
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise _malformed(self._key, f"{member.name} is not JSON: {error}") from error
+
+    def _text(self, member: _Member, data: bytes) -> str:
+        try:
+            return data.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise _malformed(self._key, f"{member.name} is not UTF-8: {error}") from error
+
+
+def _malformed(key: str, problem: str) -> RowRejected:
+    return RowRejected(Reason.MALFORMED_ROW, f"sample {key}: {problem}")
+
+
+def _natural(extension: str) -> list[tuple[int, str]]:
+    """Sorts numbers in names by value: ``2.jpg`` before ``10.jpg``."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", extension)]
