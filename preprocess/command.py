@@ -26,7 +26,8 @@ def preprocess(
     source: Annotated[
         str,
         typer.Argument(
-            help="`demo`, a hub dataset id, a parquet/arrow/JSONL file, a folder of them, or a save_to_disk folder."
+            help="`demo`, a hub dataset id, a parquet/arrow/JSONL/CSV file or WebDataset tar, a folder of them, or a "
+            "save_to_disk folder."
         ),
     ] = "demo",
     out: Annotated[

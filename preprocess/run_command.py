@@ -17,6 +17,7 @@ from preprocess.encode import Encoder
 from preprocess.job import Watcher, preprocess_dataset
 from preprocess.progress import progress_display
 from preprocess.recipes.base import load_recipe
+from preprocess.recipes.media import require_image_root
 from preprocess.report import report_of
 from preprocess.shard_job import recipe_for
 from preprocess.sources.open import open_source
@@ -50,6 +51,7 @@ def run_command(
     quiet_libraries()
     begun = time.monotonic()
     load_recipe(config.recipe, config.recipe_options)  # a wrong name is told at once
+    require_image_root(config.recipe_options.image_root)
     talk.print(f"opening {spec} …", markup=False)
     with _drawing(talk) as drawn:
         source = open_source(

@@ -11,12 +11,26 @@ from typing import Any
 from urllib.parse import unquote
 
 from preprocess.reject import RowRejected, excerpt
+from vlmdata.errors import SourceError
 from vlmdata.format.ledger import Reason
 
 #: A file larger than this is not read or downloaded.
 MAX_FILE_BYTES = 256 * 1024 * 1024
 _TIMEOUT_SECONDS = (10, 60)  # to connect, and between two packets
 _ATTEMPTS = 3
+
+
+def require_image_root(image_root: str | None) -> None:
+    """Checks that the folder the user named is there, before work is paid for.
+
+    Raises:
+        SourceError: If it is not.
+    """
+    if image_root is not None and not Path(image_root).is_dir():
+        found = "is no folder" if Path(image_root).exists() else "does not exist"
+        raise SourceError(
+            f"--image-root {image_root}: it {found}; name the folder that image paths in the data begin at"
+        )
 
 
 class MediaLoader:
