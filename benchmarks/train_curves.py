@@ -72,6 +72,7 @@ def padded(batch: PackedBatch, longest: int) -> PackedBatch:
         input_ids=spread(batch.input_ids, 0),
         labels=spread(batch.labels, IGNORE_INDEX),
         loss_mask=spread(batch.loss_mask, 0),
+        loss_weights=spread(batch.loss_weights, 0),
         position_ids=spread(batch.position_ids, 0),
         padding_mask=spread(batch.padding_mask, True),
         cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),

@@ -92,6 +92,25 @@ def test_clones_share_nothing_and_moves_to_the_same_device_share_all() -> None:
         assert tensor.data_ptr() == getattr(batch, name).data_ptr()
 
 
+def test_weights_that_are_not_given_are_the_mask_itself_and_stay_one_tensor() -> None:
+    batch = make_batch()
+    for made in (batch, batch.to("cpu"), batch.to("meta"), batch.context_parallel_shard(1, 2)):
+        assert made.loss_weights is made.loss_mask
+    clone = batch.clone()
+    assert clone.loss_weights is not None
+    clone.loss_weights.mul_(2)  # a clone may be written to, tensor by tensor
+    assert torch.equal(clone.loss_mask, batch.loss_mask)
+
+
+def test_weights_that_are_given_go_where_the_labels_go() -> None:
+    weights = (make_batch().labels != -100) * torch.linspace(0.5, 2, 12)
+    batch = make_batch(loss_weights=weights)
+    assert torch.equal(batch.to("cpu").loss_weights, weights)
+    shard = batch.context_parallel_shard(1, 2)
+    assert torch.equal(shard.loss_weights, weights[:, [2, 3, 4, 5, 9, 10]])
+    assert torch.equal(shard.loss_weights > 0, shard.labels != -100)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_pinned_tensors_are_equal() -> None:
     batch = make_batch()
@@ -105,7 +124,7 @@ def test_a_shard_has_two_chunks_of_every_segment_and_its_images() -> None:
     # Chunks of 2 tokens in the first segment and of 1 in the second; rank 1 of 2 has the two in the middle.
     middle = [2, 3, 4, 5, 9, 10]
     shard = batch.context_parallel_shard(1, 2)
-    for name in ("input_ids", "labels", "loss_mask", "padding_mask"):
+    for name in ("input_ids", "labels", "loss_mask", "loss_weights", "padding_mask"):
         assert torch.equal(getattr(shard, name), getattr(batch, name)[:, middle])
     for name in ("position_ids", "cu_seqlens", "cu_seqlens_padded", "image_grid_thw", "image_starts"):
         assert torch.equal(getattr(shard, name), getattr(batch, name))

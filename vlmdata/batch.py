@@ -75,6 +75,8 @@ class PackedBatch:
         input_ids: int64 (1, t), token ids; padding holds the pad id.
         labels: int64 (1, t), the next token where it is a target, else -100; never across samples.
         loss_mask: float32 (1, t), 1 where ``labels`` is a target.
+        loss_weights: float32 (1, t), weight of each target in the loss, which is sum(weight x loss) / sum(weight); 0
+            off target. If all targets of the pack weigh 1, it is the tensor ``loss_mask`` itself; also if not given.
         position_ids: int64 (3, 1, T), MRoPE rows t, h, w, from 0 in every sample; 0 on padding. Always whole.
         padding_mask: bool (1, t), True on padding (as megatron-core's router takes it).
         cu_seqlens: int32 (segments + 1,), running sum of true lengths.
@@ -118,8 +120,11 @@ class PackedBatch:
     pack: int
     context_parallel: Slice | None = None
     host: HostLayout = None  # type: ignore[assignment]
+    loss_weights: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
+        if self.loss_weights is None:
+            object.__setattr__(self, "loss_weights", self.loss_mask)
         if cast(HostLayout | None, self.host) is None:
             names = [field.name for field in dataclasses.fields(HostLayout)]
             arrays = [getattr(self, name).cpu().numpy().astype(np.int64) for name in names]
@@ -145,7 +150,8 @@ class PackedBatch:
 
     def clone(self) -> Self:
         """The batch with tensors of its own, which may be written to."""
-        return self._map(torch.Tensor.clone)
+        changed: dict[str, Any] = {name: tensor.clone() for name, tensor in self.tensors().items()}
+        return dataclasses.replace(self, **changed)
 
     def pixel_values(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The ``pixel_values`` of transformers' processor for the images held here, exactly.
@@ -199,11 +205,13 @@ class PackedBatch:
         def take(tensor: torch.Tensor | None) -> torch.Tensor | None:
             return None if tensor is None else tensor.index_select(1, tokens)
 
+        mask = take(self.loss_mask)
         return dataclasses.replace(
             self,
             input_ids=take(self.input_ids),
             labels=take(self.labels),
-            loss_mask=take(self.loss_mask),
+            loss_mask=mask,
+            loss_weights=mask if self.loss_weights is self.loss_mask else take(self.loss_weights),
             padding_mask=self.padding_mask.index_select(1, tokens),
             image_indices=torch.from_numpy(mine).to(device),
             patches=patches,
@@ -212,5 +220,8 @@ class PackedBatch:
         )
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        changed: dict[str, Any] = {name: function(tensor) for name, tensor in self.tensors().items()}
-        return dataclasses.replace(self, **changed)
+        tensors = self.tensors()
+        if self.loss_weights is self.loss_mask:
+            tensors.pop("loss_weights", None)  # one tensor stays one
+        changed: dict[str, Any] = {name: function(tensor) for name, tensor in tensors.items()}
+        return dataclasses.replace(self, **{"loss_weights": None} | changed)

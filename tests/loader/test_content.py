@@ -111,6 +111,7 @@ def test_shapes_and_dtypes_are_the_documented_ones(chat: Path) -> None:
             "input_ids": (torch.int64, (1, tokens)),
             "labels": (torch.int64, (1, tokens)),
             "loss_mask": (torch.float32, (1, tokens)),
+            "loss_weights": (torch.float32, (1, tokens)),
             "position_ids": (torch.int64, (3, 1, tokens)),
             "padding_mask": (torch.bool, (1, tokens)),
             "cu_seqlens": (torch.int32, (len(batch.cu_seqlens),)),

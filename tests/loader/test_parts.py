@@ -33,7 +33,7 @@ POSITION_BYTES, ID_BYTES, MASK_BYTES = 12, 4, 1
 
 @pytest.mark.parametrize("parts", PARTS, ids="+".join)
 def test_what_is_asked_for_is_there_and_equal_and_nothing_else(chat: Path, parts: tuple[str, ...]) -> None:
-    fields = {"tokens": ["input_ids"], "labels": ["labels", "loss_mask"], "pixels": ["patches"]}
+    fields = {"tokens": ["input_ids"], "labels": ["labels", "loss_mask", "loss_weights"], "pixels": ["patches"]}
     present = {field for part in parts for field in fields[part]}
     absent = {field for names in fields.values() for field in names} - present
     for batch, whole in zip(epoch_of(chat, parts=parts), epoch_of(chat), strict=True):

@@ -61,6 +61,7 @@ def test_a_pack_that_is_all_padding_adds_nothing(make_pair: Callable[..., Pair])
         batch,
         labels=torch.full_like(batch.labels, IGNORE_INDEX),
         loss_mask=torch.zeros_like(batch.loss_mask),
+        loss_weights=None,
         padding_mask=torch.ones_like(batch.padding_mask),
     )
     loss = pair.ours(nothing).sum()

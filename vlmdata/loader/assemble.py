@@ -16,7 +16,7 @@ from vlmdata.loader.request import TOKEN_MEMBERS, IntArray, PackRequest, Part, S
 from vlmdata.loader.shards import ShardStore
 
 _ALIGN = 64
-_BYTES_PER_TOKEN = {"input_ids": 4, "loss_mask": 1, "position_ids": 12}
+_BYTES_PER_TOKEN = {"input_ids": 4, "loss_mask": 1, "loss_weights": 4, "position_ids": 12}
 #: Bytes between two arrays that are read along rather than skipped with a read of their own: a page of the cache.
 _READ_THROUGH = 4096
 
@@ -62,6 +62,8 @@ def layout_of(request: PackRequest) -> Layout:
         wanted.append(("input_ids", "<i8", (1, local)))
     if Part.LABELS in request.parts:
         wanted += [("labels", "<i8", (1, local)), ("loss_mask", "<f4", (1, local))]
+    if request.weighted:
+        wanted.append(("loss_weights", "<f4", (1, local)))
     if Part.PIXELS in request.parts:
         wanted.append(("patches", "|u1", (request.local_patches, PATCH_BYTES)))
     fields, offset = [], 0
@@ -104,6 +106,8 @@ def _fill_tokens(request: PackRequest, store: ShardStore, views: dict[str, npt.N
         fills["input_ids"] = (request.pad_id, "<i8")
     if Part.LABELS in request.parts:
         fills |= {"labels": (IGNORE_INDEX, "<i8"), "loss_mask": (0, "<f4")}
+    if request.weighted:
+        fills["loss_weights"] = (0, "<f4")
     whole: dict[str, npt.NDArray[Any]] = {}
     for name, (fill, dtype) in fills.items():
         in_place = name in views and not sliced
@@ -120,23 +124,30 @@ def _fill_samples(
 ) -> None:
     """Fills the columns (T,) of a whole pack, and the positions (3, T), where samples are."""
     samples = request.samples
-    needed = {"input_ids": "input_ids" in whole, "loss_mask": "loss_mask" in whole, "position_ids": True}
-    stored = _read_members(samples, [name for name in TOKEN_MEMBERS if needed[name]], store)
-    targets = np.zeros(request.total_tokens, np.uint8) if needed["loss_mask"] else None
+    wanted = {"position_ids", *whole.keys() & {"input_ids", "loss_mask", "loss_weights"}}
+    stored = _read_members(samples, [name for name in TOKEN_MEMBERS if name in wanted], store)
+    targets = np.zeros(request.total_tokens, np.uint8) if "loss_mask" in wanted else None
+    weights = np.zeros(request.total_tokens, np.float32) if "loss_weights" in wanted else None
     spans = zip(samples.begins.tolist(), samples.lengths.tolist(), samples.padded.tolist(), strict=True)
     for i, (begin, length, padded) in enumerate(spans):
         span = slice(begin, begin + length)
         whole["padding_mask"][span] = False
         positions[:, span] = stored["position_ids"][i].view("<i4").reshape(3, padded)[:, :length]
-        if needed["input_ids"]:
+        if "input_ids" in wanted:
             whole["input_ids"][span] = stored["input_ids"][i].view("<i4")[:length]
         if targets is not None:
             targets[span] = stored["loss_mask"][i][:length]
+        if weights is not None:
+            own = stored["loss_weights"][i]
+            weights[span] = own.view("<f4")[:length] if len(own) else stored["loss_mask"][i][:length]
     if targets is not None:
         # Token i predicts token i + 1; the last token of a sample predicts nothing.
         targets[samples.begins] = 0
         np.copyto(whole["labels"][:-1], whole["input_ids"][1:], where=targets[1:] != 0)
         whole["loss_mask"][:-1] = targets[1:]
+    if weights is not None:
+        weights[samples.begins] = 0
+        whole["loss_weights"][:-1] = weights[1:]
 
 
 def _read_members(
@@ -150,16 +161,23 @@ def _read_members(
         store: Where from.
 
     Returns:
-        For each member, the bytes of each sample's array.
+        For each member, the bytes of each sample's array; none of a member that the sample lacks.
     """
     which = [TOKEN_MEMBERS.index(member) for member in members]
     # Flat, sample by sample and member by member: that is file order within a shard.
     starts = samples.offsets[which].T.ravel()
     sizes = np.outer(samples.padded, [_BYTES_PER_TOKEN[member] for member in members]).ravel()
     dataset, shard = np.repeat(samples.dataset, len(members)), np.repeat(samples.shard, len(members))
+    checksums = samples.checksums[which].T.ravel()
+    place: npt.NDArray[np.intp] = np.arange(len(starts))
+    found: list[npt.NDArray[np.uint8]] = [np.zeros(0, np.uint8)] * len(place)
+    if "loss_weights" in members:
+        place = np.flatnonzero(starts >= 0)
+        starts, sizes, checksums = starts[place], sizes[place], checksums[place]
+        dataset, shard = dataset[place], shard[place]
 
     def what(number: int) -> str:
-        i, j = divmod(number, len(members))
+        i, j = divmod(int(place[number]), len(members))
         return f"row {samples.row[i]} key {samples.keys[i]} {members[j]}"
 
     first, run_sizes = _runs(starts, starts + sizes, dataset, shard)
@@ -171,11 +189,12 @@ def _read_members(
     for number, of, file, begin, a, b in zip(*(column.tolist() for column in reads), strict=True):
         store.read(of, file, begin, memory[a:b], None, what(number))
     inside = starts + np.repeat(at - starts[first], np.diff(first, append=len(starts)))
-    arrays = [scratch[a:b] for a, b in zip(inside.tolist(), (inside + sizes).tolist(), strict=True)]
-    for number, (array, checksum) in enumerate(zip(arrays, samples.checksums[which].T.ravel().tolist(), strict=True)):
+    spans = zip(place.tolist(), inside.tolist(), (inside + sizes).tolist(), checksums.tolist(), strict=True)
+    for number, (into, a, b, checksum) in enumerate(spans):
+        array = found[into] = scratch[a:b]
         if not store.is_sound(array, checksum):
             raise store.changed(int(dataset[number]), int(shard[number]), array, checksum, what(number))
-    return {member: arrays[j :: len(members)] for j, member in enumerate(members)}
+    return {member: found[j :: len(members)] for j, member in enumerate(members)}
 
 
 def _runs(starts: IntArray, stops: IntArray, dataset: IntArray, shard: IntArray) -> tuple[IntArray, IntArray]:

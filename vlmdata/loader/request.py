@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Flag, auto
 from typing import Any
@@ -12,14 +12,16 @@ import numpy.typing as npt
 
 from vlmdata.context_parallel import chunk_ranges
 from vlmdata.format.dataset import VlmDataset
+from vlmdata.format.index import ABSENT
 from vlmdata.format.schema import PATCH_BYTES
 from vlmdata.packing.plan import Pack
 from vlmdata.vision_split import image_owners
 
 IntArray = npt.NDArray[np.int64]
 
-#: Members with an entry a token, in the order in which they are stored.
-TOKEN_MEMBERS = ("input_ids", "loss_mask", "position_ids")
+#: Members with an entry per token, in the order in which they are stored. Some samples lack ``loss_weights``.
+TOKEN_MEMBERS = ("input_ids", "loss_mask", "loss_weights", "position_ids")
+_WEIGHTS = TOKEN_MEMBERS.index("loss_weights")
 
 
 class Part(Flag):
@@ -43,8 +45,8 @@ class SampleReads:
         lengths: int64 (k,), true lengths.
         padded: int64 (k,), stored lengths.
         begins: int64 (k,), first token of each sample's segment in the pack.
-        offsets: int64 (3, k), first bytes of input_ids, loss_mask and position_ids in the shard.
-        checksums: uint64 (3, k), their xxh3-64.
+        offsets: int64 (4, k), first bytes of the :data:`TOKEN_MEMBERS` in the shard; -1 for a member it lacks.
+        checksums: uint64 (4, k), their xxh3-64.
     """
 
     keys: tuple[str, ...]
@@ -111,6 +113,11 @@ class PackRequest:
     def local_tokens(self) -> int:
         """Tokens held here."""
         return int((self.ranges[:, 1] - self.ranges[:, 0]).sum())
+
+    @property
+    def weighted(self) -> bool:
+        """Whether the batch has loss weights of its own: a sample with targets that weigh other than 1."""
+        return Part.LABELS in self.parts and bool((self.samples.offsets[_WEIGHTS] >= 0).any())
 
     @property
     def local_patches(self) -> int:
@@ -181,8 +188,8 @@ def _reads(pack: Pack | None, datasets: Sequence[VlmDataset], begins: IntArray) 
         lengths=column("lengths"),
         padded=column("padded"),
         begins=begins,
-        offsets=column("offsets", shape=(3, 0)),
-        checksums=column("checksums", np.uint64, (3, 0)),
+        offsets=column("offsets", shape=(len(TOKEN_MEMBERS), 0)),
+        checksums=column("checksums", np.uint64, (len(TOKEN_MEMBERS), 0)),
     )
     images = ImageReads(
         sample=column("image_sample"),
@@ -211,14 +218,21 @@ def _look_up(dataset: VlmDataset, chosen: IntArray, begins: IntArray, first: int
         "row": index.source_row[chosen],
         "lengths": index.lengths[chosen],
         "padded": index.padded_lengths[chosen],
-        "offsets": np.array([index.data_offsets[name][chosen] for name in TOKEN_MEMBERS]),
-        "checksums": np.array([index.token_checksums[name][chosen] for name in TOKEN_MEMBERS]),
+        "offsets": _member_columns(index.data_offsets, chosen, ABSENT.offset),
+        "checksums": _member_columns(index.token_checksums, chosen, ABSENT.checksum),
         "image_sample": owner + first,
         "image_grids": grids.T,
         "image_starts": index.image_starts[images] + begins[owner],
         "image_offsets": before[:-1] + first_byte[owner],
         "image_checksums": index.image_checksums[images],
     }
+
+
+def _member_columns(columns: Mapping[str, npt.NDArray[Any]], chosen: IntArray, absent: int) -> npt.NDArray[Any]:
+    """A fact of the token members of some samples, (4, k); ``absent`` for a member that the dataset lacks."""
+    rows = [columns[name][chosen] if name in columns else None for name in TOKEN_MEMBERS]
+    filling = np.full_like(rows[0], absent)
+    return np.array([filling if row is None else row for row in rows])
 
 
 def _running_sum(lengths: IntArray, tail: int | None) -> IntArray:

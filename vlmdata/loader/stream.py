@@ -87,6 +87,7 @@ class RankStream:
             input_ids=fields.get("input_ids"),
             labels=fields.get("labels"),
             loss_mask=fields.get("loss_mask"),
+            loss_weights=fields.get("loss_weights"),
             position_ids=fields["position_ids"],
             padding_mask=fields["padding_mask"],
             cu_seqlens=torch.from_numpy(request.cu_seqlens.astype(np.int32)),
