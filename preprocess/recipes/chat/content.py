@@ -17,7 +17,8 @@ from vlmdata.wording import with_article
 
 IMAGE_MARK = "<image>"
 #: Marks stand for media in text, with a backslash before them for themselves.
-_MARK = re.compile(r"(\\?)(<image>|<video>|<audio>)")
+_MARKS = (IMAGE_MARK, "<video>", "<audio>")
+_MARK = re.compile(rf"(\\?)({'|'.join(_MARKS)})")
 _IMAGE_TYPES = ("image", "image_url")
 _MEDIA_KEYS = ("video", "video_url", "audio", "audio_url", "input_audio")
 _TEXT_KEYS = frozenset({"type", "text"})
@@ -97,6 +98,9 @@ class ContentReader:
 
     def _text(self, text: str, role: Role, where: str) -> Iterator[Part]:
         """Text between images; marks with a backslash lose it."""
+        if not any(mark in text for mark in _MARKS):
+            yield TextPart(text)
+            return
         kept, end = "", 0
         for found in _MARK.finditer(text):
             escaped, mark = found.groups()
@@ -105,7 +109,7 @@ class ContentReader:
                 if kept:
                     yield TextPart(kept)
                 kept = ""
-                yield self._images.take(IMAGE_MARK)
+                yield self._images.take(f"{where}: {mark}", remedy=_KEEP.format(mark=mark))
             elif escaped or self._keep_stray:
                 kept += mark
             else:

@@ -28,7 +28,6 @@ class RowImages:
 
     Attributes:
         column: The column with images, ``images`` or ``image``.
-        left: The images of the column that no placeholder has taken yet.
     """
 
     def __init__(self, values: Mapping[str, Any], media: MediaLoader, keys: KeyLog):
@@ -60,27 +59,21 @@ class RowImages:
         bounds: dict[str, Any] = _bounds(item, where)
         return dataclasses.replace(part, **bounds)
 
-    def take(self, where: str, index: Any = None) -> ImagePart:
+    def take(self, where: str, index: Any = None, remedy: str = "") -> ImagePart:
         """The next image of the column.
 
         Args:
             where: The placeholder, for messages.
             index: The number of the image by the data's own count, which must agree.
+            remedy: What to do if there is none.
 
         Raises:
             RowRejected: IMAGE_COUNT_MISMATCH if there is none.
         """
         number = self._taken
         if number >= len(self._images):
-            raise RowRejected(
-                Reason.IMAGE_COUNT_MISMATCH,
-                f"{where} is placeholder {number + 1}, but the row has {counted(len(self._images), 'image')}"
-                + (
-                    ". To keep the mark as text, write \\<image> or give --stray-marks plain"
-                    if where == "<image>"
-                    else ""
-                ),
-            )
+            there = f"{where} is placeholder {number + 1}, but the row has {counted(len(self._images), 'image')}"
+            raise RowRejected(Reason.IMAGE_COUNT_MISMATCH, f"{there}. {remedy}" if remedy else there)
         if index not in (None, number):
             raise RowRejected(
                 Reason.IMAGE_COUNT_MISMATCH,

@@ -1,0 +1,51 @@
+"""Chat rows for tests: calling the recipe, and showing what came of a row."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from preprocess.config import RecipeConfig, StrayMarks
+from preprocess.conversation import Conversation, TextPart
+from preprocess.recipes.base import Row
+from preprocess.recipes.chat import Chat
+from preprocess.reject import RowRejected
+from vlmdata.format.ledger import Reason
+
+
+def convert(values: dict[str, Any], root: Path | None = None, stray: StrayMarks = StrayMarks.REJECT) -> Conversation:
+    """What the recipe makes of a row."""
+    config = RecipeConfig(image_root=None if root is None else str(root), stray_marks=stray)
+    return Chat(config)(Row(0, values))
+
+
+def check_rejected(values: dict[str, Any], reason: Reason, message: str) -> None:
+    """Checks that a row is rejected with a reason and a message that matches a pattern."""
+    with pytest.raises(RowRejected) as rejected:
+        convert(values)
+    found = rejected.value
+    assert (found.reason, re.search(message, found.message) is not None) == (reason, True), found.message
+
+
+def seen(conversation: Conversation) -> list[tuple[str, list[str]]]:
+    """Every turn with its parts in order; an image is shown as its bytes in brackets."""
+    return [
+        (
+            message.role,
+            [part.text if isinstance(part, TextPart) else f"[{part.data.decode()}]" for part in message.parts],
+        )
+        for message in conversation.messages
+    ]
+
+
+def user(content: Any, **more: Any) -> list[dict[str, Any]]:
+    """A question, and the answer ``yes``."""
+    return [{"role": "user", "content": content, **more}, {"role": "assistant", "content": "yes"}]
+
+
+def answer(**more: Any) -> dict[str, Any]:
+    """A row whose assistant turn has further keys."""
+    return {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "yes", **more}]}

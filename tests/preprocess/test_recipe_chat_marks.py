@@ -1,0 +1,117 @@
+"""Marks of media in text: each has its image, is escaped, or rejects the row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from preprocess.config import StrayMarks
+from preprocess.reject import RowRejected
+from tests.preprocess.chat_rows import check_rejected, convert, seen, user
+from vlmdata.format.ledger import Reason
+
+COUNT, CONTENT = Reason.IMAGE_COUNT_MISMATCH, Reason.UNSUPPORTED_CONTENT
+
+
+def forms(text: str) -> list[dict[str, Any]]:
+    """Rows of every form with the same question."""
+    return [
+        {"messages": user(text)},
+        {"messages": user([{"type": "text", "text": text}])},
+        {"messages": user([text])},
+        {"conversations": [{"from": "human", "value": text}, {"from": "gpt", "value": "yes"}]},
+        {"instruction": text, "output": "yes"},
+        {"query": text, "response": "yes"},
+        {"prompt": text, "completion": "yes"},
+        {"prompt": user(text)[:1], "completion": user(text)[1:]},
+    ]
+
+
+@pytest.mark.parametrize(
+    "columns", [{}, {"images": []}, {"images": None}, {"image": None, "images": []}, {"image": ""}]
+)
+def test_a_mark_without_an_image_rejects_the_row_in_every_form(columns: dict[str, Any]) -> None:
+    for row in forms("<image>\nWhat?"):
+        pattern = r"<image> is placeholder 1, but the row has 0 images\. To keep .* write \\<image> or .*--stray-marks"
+        check_rejected({**row, **columns}, COUNT, pattern)
+
+
+@pytest.mark.parametrize("mark", ["<video>", "<audio>"])
+def test_marks_of_other_media_reject_the_row(mark: str) -> None:
+    for row in forms(f"{mark}\nWhat?"):
+        check_rejected(row, CONTENT, rf"holds the mark {mark}, and the recipe reads text and images only. To keep")
+
+
+@pytest.mark.parametrize("role", ["assistant", "system"])
+def test_marks_in_turns_that_hold_no_images(role: str) -> None:
+    row = {"messages": [*user("<image>?"), {"role": role, "content": "an <image>"}], "images": [b"a"]}
+    check_rejected(row, COUNT, rf"messages\[2\] holds the mark <image> in an? {role} turn")
+
+
+def test_marks_beside_items_that_place_the_images() -> None:
+    row = {"messages": user([{"type": "image"}, {"type": "text", "text": "<image>\nWhat?"}]), "images": [b"a"]}
+    check_rejected(
+        row, COUNT, r"messages\[0\]\.content\[1\] holds the mark <image>, but content items of the row place"
+    )
+
+
+@pytest.mark.parametrize("mark", ["<image>", "<video>", "<audio>"])
+def test_a_backslash_makes_a_mark_text_in_every_form(mark: str) -> None:
+    for row in forms(f"What is \\{mark}?"):
+        assert seen(convert(row))[0] == ("user", [f"What is {mark}?"])
+    for role in ("assistant", "system", "tool"):
+        messages = [{"role": role, "content": f"\\{mark} is a tag"}, *user("x")]
+        assert seen(convert({"messages": messages}))[0] == (role, [f"{mark} is a tag"])
+
+
+PIECES = st.lists(
+    st.sampled_from(["<image>", "\\<image>", "\\<video>", "\\\\<image>", "a", "\\a", "\n", "<img>"]), max_size=8
+)
+
+
+@given(pieces=PIECES)
+def test_marks_and_escapes_side_by_side(pieces: list[str]) -> None:
+    """Every mark takes its image, escapes lose one backslash, all else stays."""
+    count = pieces.count("<image>")
+    row = {"messages": user("".join(pieces)), "images": [f"{n}".encode() for n in range(count)]}
+    shown, number = [], 0
+    for piece in pieces:
+        shown.append(f"[{number}]" if piece == "<image>" else piece.replace("\\<", "<"))
+        number += piece == "<image>"
+    assert "".join(seen(convert(row))[0][1]) == "".join(shown)
+
+
+class TestPlain:
+    """``--stray-marks plain``."""
+
+    def test_rows_without_images_keep_marks_as_text(self) -> None:
+        for text in ("Explain <image>.", "a <video> and <audio>", "\\<image>"):
+            for row in forms(text):
+                assert seen(convert(row, stray=StrayMarks.PLAIN))[0] == ("user", [text.replace("\\", "")])
+
+    def test_turns_and_rows_where_items_place_images_keep_them_too(self) -> None:
+        row = {"messages": [*user([{"type": "image"}, "<image>?"]), *user("x")], "images": [b"a"]}
+        row["messages"][1]["content"] = "<image>!"
+        conversation = convert(row, stray=StrayMarks.PLAIN)
+        assert seen(conversation)[:2] == [("user", ["[a]", "<image>?"]), ("assistant", ["<image>!"])]
+
+    @pytest.mark.parametrize("text", ["<image><image>", "no mark"])
+    def test_rows_with_images_must_still_agree(self, text: str) -> None:
+        with pytest.raises(RowRejected, match="image"):
+            convert({"messages": user(text), "images": [b"a"]}, stray=StrayMarks.PLAIN)
+
+
+def test_images_named_by_items_must_be_as_many_as_in_a_column_that_repeats_them() -> None:
+    item = {"type": "image", "image": b"a"}
+    check_rejected(
+        {"messages": user([item]), "images": [b"a", b"b"]}, COUNT, "1 image named by content items .*2 images"
+    )
+
+
+@pytest.mark.parametrize("index", [1, "0", -1])
+def test_placeholders_numbered_out_of_order(index: Any) -> None:
+    row = {"messages": user([{"type": "image", "index": index}]), "images": [b"a", b"b"]}
+    check_rejected(row, COUNT, r"content\[0\]\.index is .*, but placeholders take the images of images in order")
