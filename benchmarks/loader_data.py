@@ -29,11 +29,12 @@ def source_named(name: str) -> str | None:
 
 
 def preprocess(source: str, out: Path, *options: str) -> Path:
-    """Runs ``vlmdata preprocess``; does nothing if the dataset is there."""
+    """Runs ``vlmdata preprocess`` with the embedded tokenizer; does nothing if the dataset is there."""
+    tokenizer = ("--tokenizer", "embedded")
     command = [str(Path(sys.executable).parent / "vlmdata"), "preprocess", source, "--out", str(out), "-j", "1"]
-    done = subprocess.run([*command, *options], capture_output=True, text=True)
+    done = subprocess.run([*command, *tokenizer, *options], capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"{' '.join([*command, *options])}: exit code {done.returncode}\n{done.stderr}")
+        raise SystemExit(f"{' '.join([*command, *tokenizer, *options])}: exit code {done.returncode}\n{done.stderr}")
     return out
 
 

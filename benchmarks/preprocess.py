@@ -227,6 +227,8 @@ def timed_command(source: Path, out: Path, workers: int) -> tuple[float, int]:
         str(source),
         "--out",
         str(out),
+        "--tokenizer",
+        "embedded",
         "-j",
         str(workers),
         "--rows-per-shard",

@@ -3,8 +3,11 @@
     python benchmarks/train_data.py texts --out T    # 700 chats of 20 to 5,000 words, without images
     python benchmarks/train_data.py chats --out C    # 500 chats, two in five with one or three small images
 
-Receipts, which the others need, are yours: ``vlmdata preprocess naver-clova-ix/cord-v2 --out R``. The source is written
-beside the dataset, which `vlmdata preprocess` makes of it with the embedded tokenizer.
+Receipts, which the others need, are yours:
+
+    vlmdata preprocess naver-clova-ix/cord-v2 --tokenizer embedded --out R
+
+The source is written beside the dataset, which `vlmdata preprocess` makes of it with the embedded tokenizer too.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -23,6 +22,7 @@ _IMAGES, _TEXT, _DATA, _RUN = "Images", "Text and targets", "Data", "Run"
 
 
 def preprocess(
+    context: typer.Context,
     source: Annotated[
         str,
         typer.Argument(
@@ -31,12 +31,19 @@ def preprocess(
         ),
     ] = "demo",
     out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", help="Dataset directory to make or continue. Required, except with --trace."),
+        str | None,
+        typer.Option(
+            "--out", "-o", help="Local folder of the dataset to make or continue. Required, except with --trace."
+        ),
     ] = None,
     recipe: Annotated[
-        str, typer.Option(help="`cord_v2`, `chat`, or `module:attribute` of your own.", rich_help_panel=_DATA)
-    ] = "cord_v2",
+        str,
+        typer.Option(
+            help="`cord_v2`, `chat`, or `module:attribute` of your own. Default: the one that fits the columns.",
+            rich_help_panel=_DATA,
+            show_default=False,
+        ),
+    ] = PreprocessConfig.recipe,
     split: Annotated[
         str | None, typer.Option(help="Split to read. Default: train, or the only one.", rich_help_panel=_DATA)
     ] = None,
@@ -58,14 +65,19 @@ def preprocess(
         bool, typer.Option("--allow-urls", help="Fetch http(s) images named in the data.", rich_help_panel=_DATA)
     ] = False,
     tokenizer: Annotated[
-        str | None,
-        typer.Option(help="Hub id or folder, e.g. Qwen/Qwen3.5-9B. Default: embedded.", rich_help_panel=_TEXT),
-    ] = None,
+        str,
+        typer.Option(
+            help="Your model's tokenizer: hub id or folder, e.g. Qwen/Qwen3.5-9B. Required, but for the demo. "
+            "`embedded`: a small one for trials.",
+            rich_help_panel=_TEXT,
+            show_default=False,
+        ),
+    ] = PreprocessConfig.tokenizer,
     tokenizer_revision: Annotated[
-        str | None, typer.Option(help="Branch, tag or commit of the tokenizer.", rich_help_panel=_TEXT)
+        str | None, typer.Option(help="Branch, tag or commit of a hub tokenizer.", rich_help_panel=_TEXT)
     ] = None,
     prompt: Annotated[
-        str, typer.Option(help="cord_v2: what the user asks of each image.", rich_help_panel=_TEXT)
+        str, typer.Option(help="cord_v2: what the user asks about each image.", rich_help_panel=_TEXT)
     ] = RecipeConfig.prompt,
     target: Annotated[
         Target, typer.Option(help="cord_v2: answer in Donut tokens or JSON.", rich_help_panel=_TEXT)
@@ -114,13 +126,13 @@ def preprocess(
         int, typer.Option(help="Source rows per shard.", rich_help_panel=_RUN)
     ] = PreprocessConfig.rows_per_shard,
     workers: Annotated[
-        int | None, typer.Option("--workers", "-j", help="Processes. Default: one a core.", rich_help_panel=_RUN)
+        int | None, typer.Option("--workers", "-j", help="Processes. Default: one per core.", rich_help_panel=_RUN)
     ] = None,
     max_reject_rate: Annotated[
-        float, typer.Option(help="More rejected rows than this share end in exit code 1.", rich_help_panel=_RUN)
+        float, typer.Option(help="Exit with code 1 if a larger share of the rows is rejected.", rich_help_panel=_RUN)
     ] = 0.01,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Start anew if --out holds a dataset.", rich_help_panel=_RUN)
+        bool, typer.Option("--overwrite", help="Remove a dataset in --out and start anew.", rich_help_panel=_RUN)
     ] = False,
     trace: Annotated[
         int | None,
@@ -134,10 +146,11 @@ def preprocess(
         bool, typer.Option("--json", help="Print the summary as JSON on stdout.", rich_help_panel=_RUN)
     ] = False,
 ) -> None:
-    """Turn rows of images and text into tokenized, verified, packed-ready shards.
+    """Turn rows of images and text into tokenized samples in shards, ready to be packed.
 
-    A run that was interrupted continues where it stopped when the same command is given again. The result is
-    byte-identical for any number of workers and any interruption.
+    The recipe turns a row into a conversation; without `--recipe`, the source's columns choose it. Options that would
+    have no effect are refused. Repeat the command to continue an interrupted run: the result is byte-identical for any
+    number of workers and any interruption.
 
     **Examples**
 
@@ -145,15 +158,17 @@ def preprocess(
 
     - `vlmdata preprocess naver-clova-ix/cord-v2 --split train --tokenizer Qwen/Qwen3.5-9B --out data/cord`
 
-    - `vlmdata preprocess chats.jsonl --recipe chat --image-root images/ --out data/chat -j 8`
+    - `vlmdata preprocess chats.jsonl --image-root images/ --tokenizer Qwen/Qwen3.5-9B --out data/chat -j 8`
 
-    - `vlmdata preprocess chats.jsonl --recipe chat --trace 17`
+    - `vlmdata preprocess chats.jsonl --tokenizer Qwen/Qwen3.5-9B --trace 17`
 
-    **Exit codes**: 0 done; 1 done, but more rows rejected than allowed, or the traced row is rejected; 2 wrong
+    **Exit codes**: 0 done; 1 done, but more rows rejected than allowed, or all, or the traced row is rejected; 2 wrong
     options, source or configuration; 3 no space or no workers left; 130 interrupted.
     """
     from preprocess.run_command import run_command
 
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = frozenset(name for name, how in sources.items() if how is not None and how.name != "DEFAULT")
     try:
         config = PreprocessConfig(
             recipe=recipe,
@@ -184,6 +199,7 @@ def preprocess(
         source,
         out,
         config,
+        given,
         split=split,
         subset=subset,
         revision=revision,

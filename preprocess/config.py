@@ -9,6 +9,9 @@ from typing import Any
 
 from vlmdata.format.schema import IMAGE_FACTOR
 
+#: Name of the tokenizer that comes with vlmdata: 6,144 ids that no published model shares.
+EMBEDDED = "embedded"
+
 
 class Target(StrEnum):
     """How ``cord_v2`` writes the ground truth as the answer."""
@@ -80,14 +83,14 @@ class ImageConfig:
 
 @dataclass(frozen=True)
 class RecipeConfig:
-    """What recipes may be told.
+    """What recipes may be told. Each says in ``options`` which of these it obeys.
 
     Attributes:
-        prompt: ``cord_v2``: the user's text after the image.
-        target: ``cord_v2``: Donut tokens or JSON.
-        image_root: ``chat``: folder that image paths in the data are relative to and may not leave.
-        allow_urls: ``chat``: whether http(s) image URLs in the data are fetched.
-        stray_marks: ``chat``: what to do with marks such as ``<image>`` that stand for nothing.
+        prompt: The user's text after the image.
+        target: Donut tokens or JSON.
+        image_root: Folder that image paths in the data are relative to and may not leave.
+        allow_urls: Whether http(s) image URLs in the data are fetched.
+        stray_marks: What to do with marks such as ``<image>`` that stand for nothing.
     """
 
     prompt: str = "Describe this image."
@@ -102,8 +105,9 @@ class PreprocessConfig:
     """All of a run but its source, output folder and degree of parallelism.
 
     Attributes:
-        recipe: Name of a registered recipe, or ``module:attribute``.
-        tokenizer: Hub id or folder; None is the embedded one.
+        recipe: Name of a registered recipe, or ``module:attribute``. The command chooses by the source's columns.
+        tokenizer: Hub id or folder, or ``embedded``, which is for the demo and trials. The command makes its user
+            name one.
         tokenizer_revision: Hub revision.
         image: Image geometry.
         recipe_options: Recipe options.
@@ -118,7 +122,7 @@ class PreprocessConfig:
     """
 
     recipe: str = "cord_v2"
-    tokenizer: str | None = None
+    tokenizer: str = EMBEDDED
     tokenizer_revision: str | None = None
     image: ImageConfig = field(default_factory=ImageConfig)
     recipe_options: RecipeConfig = field(default_factory=RecipeConfig)

@@ -239,6 +239,10 @@ def _continue(directory: Path, identity: dict[str, Any]) -> Manifest | None:
         write_atomically(run_file, json.dumps(identity, sort_keys=True).encode())
         return None
     changed = identity_changes(before, identity)
+    if _accepted_nothing(directory, manifest, bool(changed)):
+        _clear(directory)
+        write_atomically(run_file, json.dumps(identity, sort_keys=True).encode())
+        return None
     if changed:
         state = "a finished dataset" if manifest else "an unfinished run"
         listed = "\n".join(f"  {line}" for line in changed)
@@ -249,6 +253,29 @@ def _continue(directory: Path, identity: dict[str, Any]) -> Manifest | None:
     if manifest is not None:
         _require_shards(directory, manifest)
     return manifest
+
+
+def _accepted_nothing(directory: Path, manifest: Manifest | None, changed: bool) -> bool:
+    """True if nothing is lost by starting anew: no row was accepted, with these options or others.
+
+    A finished dataset without samples is made again even with the same options, as what they refer to (files, URLs,
+    installed packages) may have been mended. An unfinished run with the same options is continued.
+    """
+    if manifest is not None:
+        return manifest.totals.samples == 0
+    if not changed:
+        return False
+    # A shard without its record may hold samples, and so may one whose shard is being removed.
+    shards = {path.stem for path in directory.glob("shard-*.tar")}
+    records = {path.stem: path for path in (directory / PROGRESS_DIR).glob("shard-*.json")}
+    return all(name in records for name in shards) and all(_is_empty(path) for path in records.values())
+
+
+def _is_empty(record: Path) -> bool:
+    try:
+        return ShardRecord.read(record).info.samples == 0
+    except (OSError, ValueError, KeyError, TypeError):  # of another version, perhaps
+        return False
 
 
 def _require_shards(directory: Path, manifest: Manifest) -> None:

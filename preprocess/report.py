@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,19 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from preprocess.config import EMBEDDED
 from preprocess.job import RunResult
 from vlmdata.format.index import DatasetIndex
-from vlmdata.format.ledger import Reason, read_ledger
+from vlmdata.format.ledger import Reason, Rejection, read_ledger
 from vlmdata.format.manifest import Manifest, Totals, counts_to_json
 from vlmdata.format.schema import INDEX_NAME, LEDGER_NAME
-from vlmdata.wording import counted
+from vlmdata.inspect.text import one_line
+from vlmdata.wording import counted, duration
 
 _PERCENTILES = (0, 25, 50, 75, 95, 99, 100)
 _BINS, _BAR_WIDTH = 10, 32
+#: Reasons of rejection that are shown with an example, and characters of an example's message.
+_EXAMPLES, _MESSAGE_LENGTH = 3, 240
 #: Keys listed in a line; --json has all.
 _SHOWN_KEYS = 12
 
@@ -54,7 +58,8 @@ class Report:
         seconds: Wall time of this run.
         made: Shards made in this run.
         kept: Shards already there.
-        max_reject_rate: Greatest rejected share that is no failure.
+        max_reject_rate: Largest rejected share that is no failure.
+        examples: The first rejection for each of the commonest reasons, commonest first.
     """
 
     directory: Path
@@ -64,6 +69,7 @@ class Report:
     made: int
     kept: int
     max_reject_rate: float
+    examples: tuple[Rejection, ...]
 
     @property
     def failed_row(self) -> int | None:
@@ -79,9 +85,26 @@ class Report:
         return self.manifest.totals.rejected / max(self.manifest.totals.candidates, 1)
 
     @property
-    def too_many_rejects(self) -> bool:
-        """Whether the rejected share is a failure."""
-        return self.reject_rate > self.max_reject_rate
+    def failure(self) -> str | None:
+        """Why the command ends in exit code 1; None if it does not."""
+        totals = self.manifest.totals
+        if totals.samples == 0:
+            return (
+                f"no sample came of {counted(totals.rows, 'row')}, so there is nothing to train on. Mend the data, or "
+                "try another --recipe or other options; --overwrite is not needed for that. "
+                f"{self._ledger} has each row's reason."
+            )
+        if self.reject_rate > self.max_reject_rate:
+            return (
+                f"{totals.rejected:,} of {_candidates(totals)} rejected ({100 * self.reject_rate:.1f} %), more than "
+                f"--max-reject-rate {self.max_reject_rate} allows. The dataset of the others is complete. "
+                f"{self._ledger} has the reasons."
+            )
+        return None
+
+    @property
+    def _ledger(self) -> Path:
+        return self.directory / LEDGER_NAME
 
     def to_json(self) -> dict[str, Any]:
         """JSON-able form."""
@@ -89,10 +112,13 @@ class Report:
             "directory": str(self.directory),
             "fingerprint": self.manifest.fingerprint,
             "config_hash": self.manifest.config_hash,
+            "recipe": self._recipe,
+            "tokenizer": self.manifest.tokenizer.name,
             "totals": counts_to_json(self.manifest.totals),
             "candidates": self.manifest.totals.candidates,
             "rejects": dict(self.manifest.rejects),
             "reject_rate": self.reject_rate,
+            "reject_examples": [dataclasses.asdict(example) for example in self.examples],
             "unused_keys": dict(self.manifest.unused_keys),
             "unknown_keys": dict(self.manifest.unknown_keys),
             "max_reject_rate": self.max_reject_rate,
@@ -105,31 +131,28 @@ class Report:
 
     def print(self, console: Console) -> None:
         """Prints the summary."""
+        tokenizer = self.manifest.tokenizer
+        trial = ", for trials: no published model shares it" if tokenizer.name == EMBEDDED else ""
         console.print(self._table())
         if self.lengths is not None:
             console.print(_histogram(self.lengths))
-        for line in self._key_lines():
-            console.print(line, soft_wrap=True, markup=False)
-        ledger = self.directory / LEDGER_NAME
-        if self.manifest.totals.rejected:
-            console.print(f"rejected rows, with reasons: {ledger}", soft_wrap=True, markup=False)
+        lines = [f"recipe {self._recipe}, tokenizer {tokenizer.name} ({counted(tokenizer.vocab_size, 'id')}{trial})"]
+        lines += self._key_lines()
+        for example in self.examples:
+            message = one_line(example.message, _MESSAGE_LENGTH)
+            lines.append(f"{example.reason}, for example row {example.row}: {message}")
+        if self.examples:
+            lines.append(f"rejected rows, with reasons: {self._ledger}")
         if self.failed_row is not None:
-            console.print(
-                f"unexpected errors: add --trace {self.failed_row} to the command for the traceback of the first",
-                soft_wrap=True,
-            )
-        console.print(f"next: vlmdata verify {self.directory}", soft_wrap=True, markup=False)
+            lines.append(f"unexpected errors: add --trace {self.failed_row} to the command for the first traceback")
+        if self.manifest.totals.samples:
+            lines.append(f"next: vlmdata verify {self.directory}")
+        for line in lines:
+            console.print(line, soft_wrap=True, markup=False)
 
-    def print_reject_failure(self, console: Console) -> None:
-        """Says that too many rows were rejected."""
-        totals = self.manifest.totals
-        console.print(
-            f"[bold red]failed:[/] {totals.rejected} of {totals.candidates} {_candidates(totals)} rejected "
-            f"({100 * self.reject_rate:.1f} %), more than --max-reject-rate {self.max_reject_rate} allows. "
-            f"The dataset of the other {totals.samples} is complete; the reasons stand in "
-            f"{escape(str(self.directory / LEDGER_NAME))}.",
-            soft_wrap=True,
-        )
+    @property
+    def _recipe(self) -> str:
+        return str(self.manifest.config["options"]["recipe"])
 
     def _key_lines(self) -> Iterator[str]:
         """Keys of the rows that nothing was made of, the most frequent first."""
@@ -146,7 +169,7 @@ class Report:
         table.add_column(justify="right")
         table.add_column()
         share = 100 * totals.targets / max(totals.tokens, 1)
-        done = f"{self.made} shards made" + (f", {self.kept} kept" if self.kept else "")
+        done = f"{counted(self.made, 'shard')} made" + (f", {self.kept:,} kept" if self.kept else "")
         table.add_row("rows", f"{totals.rows:,}", "")
         table.add_row("samples", f"{totals.samples:,}", f"{totals.truncated:,} truncated" if totals.truncated else "")
         table.add_row("tokens", f"{totals.tokens:,}", f"+ {totals.padding:,} padding")
@@ -154,27 +177,55 @@ class Report:
         table.add_row("images", f"{totals.images:,}", "")
         table.add_row("patches", f"{totals.patches:,}", f"{totals.patches / max(totals.images, 1):,.0f} per image")
         table.add_row(
-            "bytes", f"{totals.bytes:,}", f"{totals.bytes / 1e6:,.1f} MB in {len(self.manifest.shards)} shards"
+            "bytes",
+            f"{totals.bytes:,}",
+            f"{totals.bytes / 1e6:,.1f} MB in {counted(len(self.manifest.shards), 'shard')}",
         )
-        table.add_row("rejected", f"{totals.rejected:,}", f"{100 * self.reject_rate:.2f} % of {_candidates(totals)}")
-        for reason, count in self.manifest.rejects.items():
+        rejected = f"{100 * self.reject_rate:.2f} % of {'samples of the rows' if totals.extra_candidates else 'rows'}"
+        table.add_row("rejected", f"{totals.rejected:,}", rejected)
+        for reason, count in _commonest_first(self.manifest):
             style = "bold red" if reason == Reason.UNEXPECTED_ERROR else "yellow"
             table.add_row(f"  {reason}", f"{count:,}", "", style=style)
-        table.add_row("time", f"{self.seconds:.1f} s", done)
+        table.add_row("time", duration(self.seconds), done)
         return table
 
 
 def report_of(directory: Path, result: RunResult, seconds: float, max_reject_rate: float) -> Report:
     """The report of a finished run."""
-    lengths = DatasetIndex.read(directory / INDEX_NAME).lengths
+    manifest = result.manifest
     return Report(
-        directory, result.manifest, _distribution(lengths), seconds, result.made, result.kept, max_reject_rate
+        directory=directory,
+        manifest=manifest,
+        lengths=_distribution(DatasetIndex.read(directory / INDEX_NAME).lengths),
+        seconds=seconds,
+        made=result.made,
+        kept=result.kept,
+        max_reject_rate=max_reject_rate,
+        examples=_examples(directory / LEDGER_NAME, [reason for reason, _ in _commonest_first(manifest)[:_EXAMPLES]]),
     )
 
 
 def _candidates(totals: Totals) -> str:
-    """What the rejected are a share of: rows, or, where rows gave lists, their samples."""
-    return "samples of the rows" if totals.extra_candidates else "rows"
+    """What the rejected are a share of: the rows or, where rows gave lists, their samples."""
+    if totals.extra_candidates:
+        return f"{counted(totals.candidates, 'sample')} of {counted(totals.rows, 'row')}"
+    return counted(totals.rows, "row")
+
+
+def _commonest_first(manifest: Manifest) -> list[tuple[str, int]]:
+    return sorted(manifest.rejects.items(), key=lambda reason: (-reason[1], reason[0]))
+
+
+def _examples(ledger: Path, reasons: Sequence[str]) -> tuple[Rejection, ...]:
+    """The first rejection for each reason. Reads no further in the ledger than it must."""
+    found: dict[str, Rejection] = {}
+    if reasons:
+        for rejection in read_ledger(ledger):
+            if rejection.reason in reasons:
+                found.setdefault(rejection.reason, rejection)
+            if len(found) == len(reasons):
+                break
+    return tuple(found[reason] for reason in reasons if reason in found)
 
 
 def _shown(counts: Mapping[str, int]) -> str:

@@ -2,38 +2,43 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
 from preprocess.chat.tokenizer import load_tokenizer
 from preprocess.config import PreprocessConfig
+from preprocess.effects import refuse_foreign_options, refuse_without_effect, require_tokenizer
 from preprocess.encode import Encoder
 from preprocess.job import Watcher, preprocess_dataset
+from preprocess.locations import local_source, output_directory
 from preprocess.progress import progress_display
 from preprocess.recipes.base import load_recipe
+from preprocess.recipes.choice import choose_recipe, misfit, recipe_for
 from preprocess.recipes.media import require_image_root
 from preprocess.report import report_of
-from preprocess.shard_job import recipe_for
-from preprocess.sources.open import open_source
+from preprocess.sources.open import DEMO, open_source
 from preprocess.sources.rows import Source
 from preprocess.trace import trace_row
 from preprocess.trace_text import print_trace
 from vlmdata.cli.machine import available_cores
+from vlmdata.wording import counted
 
-#: Off a terminal, one line for so many drawn receipts.
+#: Without a terminal, one line per so many drawn receipts.
 _DRAWN_PER_LINE = 64
 
 
 def run_command(
     spec: str,
-    directory: Path | None,
+    out: str | None,
     config: PreprocessConfig,
+    given: Collection[str],
     *,
     split: str | None,
     subset: str | None,
@@ -45,14 +50,30 @@ def run_command(
     as_json: bool,
     trace: int | None = None,
 ) -> int:
-    """Runs the command; returns its exit code. A traced row needs no directory."""
+    """Runs the command; returns its exit code.
+
+    Args:
+        spec: The source, as typed.
+        out: The output folder, as typed; a traced row needs none.
+        config: Options that decide the bytes; a recipe or tokenizer in it counts only if the user gave it.
+        given: Names of the options that the user gave.
+        split: Split to read.
+        subset: Configuration of a hub dataset.
+        revision: Revision of a hub dataset.
+        limit: Most rows to read.
+        workers: Processes; None is one per core.
+        overwrite: Whether to remove a dataset that stands in the output folder.
+        max_reject_rate: Largest share of rejected rows that is no failure.
+        as_json: Whether to print the summary as JSON.
+        trace: A row to show instead of making a dataset.
+    """
     # stdout is for the summary alone; progress, like all talk, goes to stderr.
     talk = Console(stderr=True, highlight=False)
-    quiet_libraries()
     begun = time.monotonic()
-    load_recipe(config.recipe, config.recipe_options)  # a wrong name is told at once
-    require_image_root(config.recipe_options.image_root)
-    talk.print(f"opening {spec} …", markup=False)
+    spec, directory = local_source(spec), None if out is None else output_directory(out)
+    _check_options(spec, config, given)
+    quiet_libraries()
+    talk.print(f"opening {spec} …", markup=False, soft_wrap=True)
     with _drawing(talk) as drawn:
         source = open_source(
             spec,
@@ -63,15 +84,17 @@ def run_command(
             limit=limit,
             drawn=drawn,
         )
+    config = _with_recipe(config, source, spec, given, talk)
     if trace is not None:
         return _trace(source, config, trace)
     assert directory is not None
-    with progress_display(talk) as display:
+    workers = workers or available_cores()
+    with progress_display(talk, config, workers) as display:
         result = preprocess_dataset(
             source,
             directory,
             config,
-            workers=workers or available_cores(),
+            workers=workers,
             overwrite=overwrite,
             watcher=Watcher(display.start, display.shard_done),
         )
@@ -80,10 +103,36 @@ def run_command(
         print(json.dumps(report.to_json(), indent=2))
     else:
         report.print(Console(highlight=False))
-    if report.too_many_rejects:
-        report.print_reject_failure(talk)
+    if report.failure is not None:
+        talk.print("[bold red]failed:[/]", end=" ")
+        talk.print(report.failure, soft_wrap=True, markup=False)
         return 1
     return 0
+
+
+def _check_options(spec: str, config: PreprocessConfig, given: Collection[str]) -> None:
+    """All that can be refused before the source is opened, which may take a while."""
+    if "recipe" in given:
+        load_recipe(config.recipe, config.recipe_options)  # a wrong name is told at once
+        refuse_foreign_options(config.recipe, given)
+    refuse_without_effect(spec, config.tokenizer, given)
+    require_image_root(config.recipe_options.image_root)
+    require_tokenizer(spec, given)
+
+
+def _with_recipe(
+    config: PreprocessConfig, source: Source, spec: str, given: Collection[str], talk: Console
+) -> PreprocessConfig:
+    """The config with the recipe that the user named, or that the columns choose."""
+    if "recipe" in given:
+        if warning := misfit(source, spec, config):
+            talk.print(f"[yellow]warning:[/] {escape(warning)}", soft_wrap=True)
+        return config
+    if spec != DEMO:  # which has the default's rows
+        config = dataclasses.replace(config, recipe=choose_recipe(source, spec))
+        talk.print(f"recipe {config.recipe}, chosen by the columns", markup=False)
+    refuse_foreign_options(config.recipe, given)
+    return config
 
 
 def _trace(source: Source, config: PreprocessConfig, row: int) -> int:
@@ -105,14 +154,14 @@ def quiet_libraries() -> None:
 
 @contextmanager
 def _drawing(talk: Console) -> Iterator[Callable[[int], None]]:
-    """Says how far the demo's receipts are drawn; silent where they are drawn already, and for other sources."""
+    """Prints how many of the demo's receipts are drawn; nothing if they are drawn already, and for other sources."""
     with talk.status("") as status:
         if not talk.is_terminal:
             status.stop()
 
         def drawn(rows: int) -> None:
-            status.update(f"drawing receipts: {rows}")
+            status.update(f"{counted(rows, 'receipt')} drawn")
             if not talk.is_terminal and rows % _DRAWN_PER_LINE == 0:
-                talk.print(f"drawing receipts: {rows}")
+                talk.print(f"{counted(rows, 'receipt')} drawn")
 
         yield drawn

@@ -24,7 +24,8 @@ from preprocess.chat.tokenizer import load_tokenizer
 from preprocess.config import PreprocessConfig
 from preprocess.encode import EncodedSample, Encoder
 from preprocess.key_counts import KeyCounts
-from preprocess.recipes.base import Recipe, load_recipe
+from preprocess.recipes.base import Recipe
+from preprocess.recipes.choice import recipe_for
 from preprocess.reject import RowRejected
 from preprocess.sources.rows import Source
 from vlmdata.errors import SourceError
@@ -125,14 +126,6 @@ class ShardContext:
                 "Restore its files and run the same command again to continue."
             )
         return cls(source, recipe_for(source, config), Encoder(config, tokenizer), directory)
-
-
-def recipe_for(source: Source, config: PreprocessConfig) -> Recipe:
-    """The recipe of a run, which looks for images where the source lies unless told another place."""
-    options = config.recipe_options
-    if options.image_root is None:
-        options = dataclasses.replace(options, image_root=source.image_root)
-    return load_recipe(config.recipe, options)
 
 
 def progress_path(directory: Path, shard: int, suffix: str) -> Path:

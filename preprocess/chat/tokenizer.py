@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from preprocess.assets import EMBEDDED_TOKENIZER
+from preprocess.config import EMBEDDED
 from vlmdata.errors import SourceError
 from vlmdata.format.manifest import TokenizerInfo
 from vlmdata.format.tokenizer_files import fingerprint_of
@@ -46,11 +47,11 @@ class ChatTokenizer:
         self.hf.save_pretrained(directory)
 
 
-def load_tokenizer(name: str | None = None, revision: str | None = None) -> ChatTokenizer:
+def load_tokenizer(name: str = EMBEDDED, revision: str | None = None) -> ChatTokenizer:
     """Loads a tokenizer by hub id or folder.
 
     Args:
-        name: What ``AutoTokenizer.from_pretrained`` takes; None is the embedded one.
+        name: What ``AutoTokenizer.from_pretrained`` takes, or ``embedded``.
         revision: Hub branch, tag or commit.
 
     Raises:
@@ -58,22 +59,22 @@ def load_tokenizer(name: str | None = None, revision: str | None = None) -> Chat
     """
     from transformers import AutoTokenizer
 
-    shown = name if name is not None else "embedded"
+    place = str(EMBEDDED_TOKENIZER) if name == EMBEDDED else name
     try:
-        hf = AutoTokenizer.from_pretrained(name or str(EMBEDDED_TOKENIZER), revision=revision)
+        hf = AutoTokenizer.from_pretrained(place, revision=revision)
     except (OSError, ValueError, ImportError) as error:
-        where = "the folder" if name and Path(name).exists() else "the hub (is the network reachable?)"
+        where = "the folder" if Path(name).exists() else "the hub (is the network reachable?)"
         raise SourceError(
-            f"--tokenizer {shown}: cannot load it from {where}: {_first_line(error)}\n"
-            "Give a hub id such as Qwen/Qwen3.5-9B, a folder with tokenizer.json, or nothing for the embedded one."
+            f"--tokenizer {name}: cannot load it from {where}: {_first_line(error)}\n"
+            "Give a hub id such as Qwen/Qwen3.5-9B, a folder with tokenizer.json, or `embedded` (small, for trials)."
         ) from error
     if not getattr(hf, "is_fast", False):
-        raise SourceError(f"--tokenizer {shown}: a fast tokenizer (tokenizer.json) is needed for exact offsets")
+        raise SourceError(f"--tokenizer {name}: a fast tokenizer (tokenizer.json) is needed for exact offsets")
     if not hf.chat_template:
-        raise SourceError(f"--tokenizer {shown}: it has no chat template; targets are found through the template")
+        raise SourceError(f"--tokenizer {name}: it has no chat template; targets are found through the template")
     specials = frozenset(t.content for t in hf.added_tokens_decoder.values() if t.special)
     reserved = frozenset(s for s in specials if not any(mark in s for mark in _CONTENT_MARKUP))
-    return ChatTokenizer(hf, _describe(hf, shown), reserved, specials)
+    return ChatTokenizer(hf, _describe(hf, name), reserved, specials)
 
 
 def _describe(hf: Any, name: str) -> TokenizerInfo:

@@ -16,8 +16,9 @@ import psutil
 SCRIPT = Path(sys.executable).with_name("vlmdata")
 COMMAND = [str(SCRIPT)] if SCRIPT.exists() else [sys.executable, "-c", "from vlmdata.cli.main import main; main()"]
 
-#: Fewer pixels than the command's defaults: tests want many rows, not large ones.
-SMALL_IMAGES = ("--min-pixels", "1024", "--max-pixels", "65536")
+TOKENIZER = ("--tokenizer", "embedded")
+#: The embedded tokenizer, and fewer pixels than the command's defaults: tests want many rows, not large ones.
+SMALL_IMAGES = (*TOKENIZER, "--min-pixels", "1024", "--max-pixels", "65536")
 
 
 def environment(**more: str) -> dict[str, str]:

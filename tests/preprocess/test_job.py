@@ -380,7 +380,7 @@ class TestOverwrite:
             preprocess(rows, out, config=other, overwrite=True)
             assert tree_bytes(out) == fresh
         assert steps >= 5  # the files of the old dataset and its records
-        assert refused >= 4
+        assert refused >= (4 if finished else 2)  # an unfinished run whose shard and record are gone is continued
 
 
 class TestTheDirectory:

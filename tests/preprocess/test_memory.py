@@ -15,7 +15,7 @@ from PIL import Image
 
 from preprocess.sources.open import open_source
 from tests.conftest import cord_row, write_cord_parquet
-from tests.preprocess.command_line import start, workers_of
+from tests.preprocess.command_line import TOKENIZER, start, workers_of
 from vlmdata.format.manifest import Manifest
 
 pytestmark = pytest.mark.slow
@@ -44,7 +44,7 @@ class Peaks:
 def measure(source: Path, out: Path, rows_per_shard: int, *options: Any) -> Peaks:
     """Runs the command with two workers and watches it, after `datasets` has made its Arrow copy of the source."""
     open_source(str(source))
-    arguments = ["--out", out, "-j", 2, "--rows-per-shard", rows_per_shard, *options]
+    arguments = ["--out", out, *TOKENIZER, "-j", 2, "--rows-per-shard", rows_per_shard, *options]
     process = start("preprocess", source, *arguments)
     parent, workers = 0, dict[int, int]()
     while process.poll() is None:

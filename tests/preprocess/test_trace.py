@@ -11,6 +11,7 @@ import pytest
 
 from tests.chat_rows import image_item, turn, write_jsonl
 from tests.list_recipe import LIST_ROWS, NAME
+from tests.preprocess.command_line import TOKENIZER
 from vlmdata.cli.main import main
 
 Trace = Callable[..., tuple[int, str, str]]
@@ -23,7 +24,7 @@ def trace(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], t
 
     def run(row: int, *arguments: object, of: Path = source, recipe: str = NAME) -> tuple[int, str, str]:
         monkeypatch.setenv("COLUMNS", "120")
-        options = ("--recipe", recipe, "--trace", row, *arguments)
+        options = (*TOKENIZER, "--recipe", recipe, "--trace", row, *arguments)
         monkeypatch.setattr(sys, "argv", ["vlmdata", "preprocess", str(of), *map(str, options)])
         before = sorted(tmp_path.iterdir())
         try:
@@ -93,7 +94,7 @@ def test_a_row_outside_the_source_is_refused(trace: Trace, row: int) -> None:
 def test_a_run_with_unexpected_errors_suggests_it(
     trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--recipe", NAME, "--max-reject-rate", "1", "-j", "1"]
+    options = [*TOKENIZER, "--recipe", NAME, "--max-reject-rate", "1", "-j", "1"]
     arguments = [str(tmp_path / "rows.jsonl"), *options, "--out", str(tmp_path / "out")]
     monkeypatch.setattr(sys, "argv", ["vlmdata", "preprocess", *arguments])
     with pytest.raises(SystemExit) as ended:

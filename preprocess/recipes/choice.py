@@ -1,0 +1,107 @@
+"""Choosing a recipe by the columns of a source, and telling early that a named one cannot be meant."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from itertools import islice
+
+from preprocess.candidates import candidates_of
+from preprocess.config import PreprocessConfig
+from preprocess.recipes.base import REGISTRY, Recipe, Row, load_recipe, recipe_class
+from preprocess.reject import RowRejected
+from preprocess.sources.rows import Source
+from vlmdata.errors import SourceError
+from vlmdata.wording import counted
+
+#: Rows of JSON text in which columns are looked for, and rows that a recipe is tried on.
+_READ_ROWS, _TRIED_ROWS = 100, 8
+
+
+def choose_recipe(source: Source, spec: str) -> str:
+    """The name of the only built-in recipe that fits the source's columns.
+
+    Args:
+        source: The opened source.
+        spec: What the user called it, for messages.
+
+    Raises:
+        SourceError: If no recipe fits, or several do.
+    """
+    columns = columns_of(source)
+    if not columns:
+        raise SourceError(
+            f"SOURCE {spec}: no recipe can be chosen, as no row among the first can be read: {_first_fault(source)}"
+        )
+    fitting = [name for name in REGISTRY if recipe_class(name).fits(columns)]
+    if len(fitting) == 1:
+        return fitting[0]
+    found = f"several recipes fit ({', '.join(fitting)})" if fitting else "no built-in recipe fits"
+    needs = "; ".join(f"{name} needs {recipe_class(name).needs}" for name in fitting or REGISTRY)
+    own = "" if fitting else "; or write one of your own and give it as module:attribute"
+    raise SourceError(
+        f"SOURCE {spec}: {found} its columns, {', '.join(columns)}. Choose one with --recipe: {needs}{own}."
+    )
+
+
+def recipe_for(source: Source, config: PreprocessConfig) -> Recipe:
+    """The config's recipe; image paths are relative to the source's folder where the config names none."""
+    options = config.recipe_options
+    if options.image_root is None:
+        options = dataclasses.replace(options, image_root=source.image_root)
+    return load_recipe(config.recipe, options)
+
+
+def misfit(source: Source, spec: str, config: PreprocessConfig) -> str | None:
+    """Why the recipe that the user named cannot be meant for this source; None if it can.
+
+    A recipe may read more than it fits, so it must also reject each of the first rows.
+
+    Raises:
+        SourceError: If later rows have no other columns, so that none can succeed.
+    """
+    name = config.recipe
+    fits, columns = getattr(recipe_class(name), "fits", None), columns_of(source)
+    if fits is None or not columns or fits(columns):
+        return None
+    recipe, rejections = recipe_for(source, config), []
+    for row in islice(_readable_rows(source), _TRIED_ROWS):
+        try:
+            made = [candidate.made for candidate in candidates_of(recipe, row)]
+        except RowRejected as rejected:
+            made = [rejected]
+        except Exception:  # a fault in the recipe is reported, row by row, by the run
+            return None
+        if not all(isinstance(each, RowRejected) for each in made):
+            return None
+        rejections.append(f"row {row.number}: {made[0]}")
+    why = (
+        f"--recipe {name} needs {recipe_class(name).needs}; SOURCE {spec} has the columns {', '.join(columns)}. "
+        f"It rejects the first {counted(len(rejections), 'row')}: {rejections[0]}"
+    )
+    if not source.json_lines or source.num_rows <= _READ_ROWS:
+        raise SourceError(why)
+    return why
+
+
+def columns_of(source: Source) -> tuple[str, ...]:
+    """The source's columns; of lines of JSON, the keys in the first rows that can be read."""
+    if not source.json_lines:
+        return tuple(source.dataset.column_names)
+    return tuple(dict.fromkeys(name for row in _readable_rows(source) for name in row.values))
+
+
+def _readable_rows(source: Source) -> Iterator[Row]:
+    for number in range(min(source.num_rows, _READ_ROWS)):
+        try:
+            yield source.row(number)
+        except RowRejected:
+            continue
+
+
+def _first_fault(source: Source) -> str:
+    try:
+        source.row(0)
+    except RowRejected as rejected:
+        return f"row 0: {rejected}"
+    return "row 0 has no columns"
