@@ -14,7 +14,7 @@ from preprocess.sources.rows import Source
 from vlmdata.errors import SourceError
 from vlmdata.wording import counted
 
-#: Rows of JSON text in which columns are looked for, and rows that a recipe is tried on.
+#: Rows in which columns are looked for where rows differ, and rows that a recipe is tried on.
 _READ_ROWS, _TRIED_ROWS = 100, 8
 
 
@@ -79,20 +79,21 @@ def misfit(source: Source, spec: str, config: PreprocessConfig) -> str | None:
         f"--recipe {name} needs {recipe_class(name).needs}; SOURCE {spec} has the columns {', '.join(columns)}. "
         f"It rejects the first {counted(len(rejections), 'row')}: {rejections[0]}"
     )
-    if not source.json_lines or source.num_rows <= _READ_ROWS:
+    if source.rows.columns() is not None or source.num_rows <= _READ_ROWS:
         raise SourceError(why)
     return why
 
 
 def columns_of(source: Source) -> tuple[str, ...]:
-    """The source's columns; of lines of JSON, the keys in the first rows that can be read."""
-    if not source.json_lines:
-        return tuple(source.dataset.column_names)
+    """The source's columns; where rows differ, those in the first rows that can be read."""
+    columns = source.rows.columns()
+    if columns is not None:
+        return columns
     return tuple(dict.fromkeys(name for row in _readable_rows(source) for name in row.values))
 
 
 def _readable_rows(source: Source) -> Iterator[Row]:
-    for number in range(min(source.num_rows, _READ_ROWS)):
+    for number in source.numbers[:_READ_ROWS]:
         try:
             yield source.row(number)
         except RowRejected:
@@ -100,8 +101,9 @@ def _readable_rows(source: Source) -> Iterator[Row]:
 
 
 def _first_fault(source: Source) -> str:
+    number = source.numbers[0]
     try:
-        source.row(0)
+        source.row(number)
     except RowRejected as rejected:
-        return f"row 0: {rejected}"
-    return "row 0 has no columns"
+        return f"row {number}: {rejected}"
+    return f"row {number} has no columns"

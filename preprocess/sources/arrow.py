@@ -28,6 +28,10 @@ class ArrowRows:
     def __len__(self) -> int:
         return len(self.dataset)
 
+    def columns(self) -> tuple[str, ...]:
+        """All columns; every row has them."""
+        return tuple(self.dataset.column_names)
+
     def values(self, number: int) -> Mapping[str, Any]:
         """Column values of one row."""
         record = self.dataset[number : number + 1].to_pylist()[0]

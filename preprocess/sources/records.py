@@ -117,6 +117,9 @@ class RecordRows:
     def __len__(self) -> int:
         return int(self.starts[-1])
 
+    def columns(self) -> None:
+        """Rows may differ in their columns."""
+
     def values(self, number: int) -> Mapping[str, Any]:
         """Column values of a row.
 

@@ -15,6 +15,9 @@ class Rows(Protocol):
     def __len__(self) -> int:
         """Number of rows."""
 
+    def columns(self) -> tuple[str, ...] | None:
+        """The columns that every row has; None if rows may differ."""
+
     def values(self, number: int) -> Mapping[str, Any]:
         """Column values of one row; images are undecoded ``{"bytes": …, "path": …}`` mappings.
 

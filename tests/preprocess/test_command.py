@@ -306,7 +306,7 @@ class TestExitCodes:
             ("/no/such/file.parquet", "SOURCE /no/such/file.parquet: no such file or folder"),
             ("naver-clova-ix/cord-v2", "the Hugging Face hub cannot be reached"),
             ("{tmp}/empty", "SOURCE"),
-            ("{tmp}/notes.txt", "not .txt"),
+            ("{tmp}/notes.txt", "notes.txt is no data file"),
             ("{tmp}/broken.parquet", "cannot be read through `datasets`"),
         ],
     )
