@@ -21,7 +21,7 @@ from vlmdata.errors import ResourceError
 from vlmdata.format.manifest import TokenizerInfo
 
 #: What workers import, once, in the server they are forked from.
-_PRELOADED = ["preprocess.engine", "torchvision.transforms.v2", "transformers", "datasets"]
+PRELOADED = ["preprocess.engine", "torchvision.transforms.v2", "transformers", "datasets"]
 _FIELDS = ("rows", "images", "tokens", "rejected")
 
 
@@ -98,13 +98,13 @@ def _run_counted(job: ShardJob, context: ShardContext, counters: Counters) -> Sh
         else:
             what, remedy = describe(error), "make room (or permission)"
         raise ResourceError(
-            f"{context.directory}: shard {job.number} ({_rows(job)}) failed: {what}. "
+            f"{context.directory}: shard {job.number} ({_rows(job, context.source)}) failed: {what}. "
             f"Finished shards are kept; {remedy} and run the same command again to continue."
         ) from error
 
 
-def _rows(job: ShardJob) -> str:
-    return f"rows {job.row_start} to {job.row_stop - 1}"
+def _rows(job: ShardJob, source: Source) -> str:
+    return f"rows {source.numbers[job.row_start]} to {source.numbers[job.row_stop - 1]}"
 
 
 def describe(error: OSError) -> str:
@@ -113,21 +113,21 @@ def describe(error: OSError) -> str:
 
 
 def _run_in_processes(run: Run, jobs: Sequence[ShardJob], workers: int) -> Generator[ShardRecord]:
-    with closing(run_in_workers(partial(_prepare, run), jobs, workers, _PRELOADED)) as records:
+    with closing(run_in_workers(partial(_prepare, run), jobs, workers, PRELOADED)) as records:
         try:
             yield from records
         except WorkersDied as error:
             job: ShardJob = error.job
             raise ResourceError(
                 f"{run.directory}: {error.deaths} worker processes died, one after the other, over shard {job.number} "
-                f"({_rows(job)}). Out of memory? Finished shards are kept; use fewer --workers or a lower "
+                f"({_rows(job, run.source)}). Out of memory? Finished shards are kept; use fewer --workers or a lower "
                 "--max-source-pixels and run the same command again to continue."
             ) from None
 
 
 def start_workers_early() -> None:
     """Lets the libraries of workers be imported while this process is still busy with other things."""
-    start_worker_server(_PRELOADED)
+    start_worker_server(PRELOADED)
 
 
 def _prepare(run: Run) -> Callable[[ShardJob], ShardRecord]:

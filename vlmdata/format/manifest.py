@@ -55,7 +55,7 @@ class TokenizerInfo:
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """One shard: rows ``[row_start, row_stop)`` of the source.
+    """One shard: rows ``[row_start, row_stop)`` of the source, or of its selected rows (see ``format.selection``).
 
     Attributes:
         name: File name.

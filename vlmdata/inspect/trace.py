@@ -12,6 +12,7 @@ from vlmdata.errors import DatasetFormatError
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.ledger import read_ledger
 from vlmdata.format.schema import LEDGER_NAME, parse_key
+from vlmdata.format.selection import Selection
 from vlmdata.packing.plan import EMPTY_PACK
 
 if TYPE_CHECKING:
@@ -216,10 +217,11 @@ def describe_row(
         The trace.
 
     Raises:
-        IndexError: If the source has no such row.
+        IndexError: If the source has no such row, or the dataset is made of others.
         DatasetFormatError: If the row is neither in the index nor in the ledger.
     """
-    rows = dataset.manifest.totals.rows
+    selection = Selection.read(dataset.manifest.source)
+    rows = dataset.manifest.totals.rows if selection is None else selection.of_rows
     if not 0 <= source_row < rows:
         raise IndexError(f"no source row {source_row}: the source has {rows:,}, from 0")
     index = dataset.index
@@ -232,6 +234,11 @@ def describe_row(
             for rejection in read_ledger(dataset.directory / LEDGER_NAME)
             if rejection.row == source_row
         ]
+    if not found and selection is not None:
+        raise IndexError(
+            f"source row {source_row} is not in this dataset: it is made of {dataset.manifest.totals.rows:,} of the "
+            f"source's {rows:,} rows"
+        )
     if not found:
         raise DatasetFormatError(
             f"{dataset.directory}: source row {source_row} is neither a sample nor rejected. "

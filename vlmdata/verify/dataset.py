@@ -19,7 +19,7 @@ import numpy as np
 from vlmdata.errors import DatasetFormatError, ResourceError
 from vlmdata.format.index import DatasetIndex
 from vlmdata.format.ledger import Rejection, read_ledger
-from vlmdata.format.manifest import Manifest, Totals, canonical_hash
+from vlmdata.format.manifest import Manifest, canonical_hash
 from vlmdata.format.schema import (
     IMAGES,
     INDEX_NAME,
@@ -29,6 +29,7 @@ from vlmdata.format.schema import (
     PATCHES_RAW,
     parse_key,
 )
+from vlmdata.format.selection import SELECTION, Selection
 from vlmdata.format.tokenizer_files import tokenizer_findings
 from vlmdata.verify.fault import Fault
 from vlmdata.verify.sample import SampleRules
@@ -73,6 +74,7 @@ def verify_dataset(directory: Path, *, workers: int = 1, on_shard: Callable[[Sha
     faults += _check_index(index, manifest)
     faults += _check_features(index, manifest)
     faults += _check_ledger(directory, index, manifest)
+    faults += _check_shard_rows(directory, index, manifest)
     try:
         opened = _Opened(directory, manifest, index, SampleRules.of(manifest))
     except DatasetFormatError as error:
@@ -240,7 +242,7 @@ def _check_ledger(directory: Path, index: DatasetIndex, manifest: Manifest) -> I
     reasons = dict(sorted(Counter(rejection.reason.value for rejection in rejections).items()))
     if reasons != dict(manifest.rejects):
         yield Fault(LEDGER_NAME, "reasons", f"{reasons}, the manifest says {dict(manifest.rejects)}")
-    problem = _uncovered(index, rejections, manifest.totals)
+    problem = _uncovered(index, rejections, manifest)
     if problem:
         yield Fault(
             LEDGER_NAME,
@@ -250,7 +252,7 @@ def _check_ledger(directory: Path, index: DatasetIndex, manifest: Manifest) -> I
         )
 
 
-def _uncovered(index: DatasetIndex, rejections: list[Rejection], totals: Totals) -> str:
+def _uncovered(index: DatasetIndex, rejections: list[Rejection], manifest: Manifest) -> str:
     """Where samples and rejections leave a gap or meet; empty if they make up all rows and their lists.
 
     A row is covered by one entry without a number, or by entries 0, 1, 2, … of its list, each once.
@@ -267,9 +269,33 @@ def _uncovered(index: DatasetIndex, rejections: list[Rejection], totals: Totals)
     if wrong.any():
         row, number = entries[np.flatnonzero(wrong)[0]].tolist()
         return f"row {row} has an entry too many, or lacks one" + (f", before sample {number}" if number > 0 else "")
-    if not np.array_equal(rows[first], np.arange(totals.rows)):
+    totals, selection = manifest.totals, Selection.read(manifest.source)
+    if selection is not None:
+        if not (len(rows[first]) == totals.rows and selection.names(rows[first])):
+            return f"they are not the rows that the manifest's {SELECTION} names"
+    elif not np.array_equal(rows[first], np.arange(totals.rows)):
         missing = np.setdiff1d(np.arange(totals.rows), rows)
         return f"row {missing[0]} is missing" if len(missing) else f"row {rows[-1]} is not of the source"
     if len(entries) != totals.candidates:
         return f"the manifest counts {totals.candidates} candidates, there are {len(entries)}"
     return ""
+
+
+def _check_shard_rows(directory: Path, index: DatasetIndex, manifest: Manifest) -> Iterator[Fault]:
+    """Every sample is in the shard whose rows, counted over the rows of this dataset, hold its source row."""
+    rows = index.source_row.astype(np.int64)
+    if Selection.read(manifest.source) is not None:
+        try:
+            rejected = [rejection.row for rejection in read_ledger(directory / LEDGER_NAME)]
+        except (DatasetFormatError, OSError):  # a fault of its own; without the ledger rows cannot be counted
+            return
+        rows = np.searchsorted(np.union1d(rows, np.array(rejected, dtype=np.int64)), rows)
+    starts, stops = (
+        np.array([[shard.row_start, shard.row_stop] for shard in manifest.shards], np.int64).reshape(-1, 2).T
+    )
+    known = np.flatnonzero((index.shard >= 0) & (index.shard < len(manifest.shards)))
+    of = index.shard[known]
+    for i in known[(rows[known] < starts[of]) | (rows[known] >= stops[of])].tolist():
+        shard = manifest.shards[index.shard[i]]
+        message = f"source row {index.source_row[i]} is not of this shard's [{shard.row_start}, {shard.row_stop})"
+        yield Fault(shard.name, "index", message, int(index.source_row[i]), index.key(i))

@@ -72,7 +72,7 @@ def _audit(data: mmap.mmap, info: ShardInfo, rows: list[IndexRow], rules: Sample
         yield Fault(info.name, "tar", problem)
     for row in rows:
         # Of a damaged archive every sample is read on its own, so that those behind the damage are not blamed for it.
-        for check, message in _audit_row(data, None if problem else members, info, row, rules):
+        for check, message in _audit_row(data, None if problem else members, row, rules):
             yield Fault(info.name, check, message, row.source_row, row.key)
 
 
@@ -120,13 +120,10 @@ class _Reader(io.RawIOBase):
 def _audit_row(
     data: mmap.mmap,
     members: dict[str, tuple[int, int]] | None,
-    info: ShardInfo,
     row: IndexRow,
     rules: SampleRules,
 ) -> Iterator[tuple[str, str]]:
     place = row.placement
-    if not info.row_start <= row.source_row < info.row_stop:
-        yield "index", f"source row {row.source_row} is not of this shard's [{info.row_start}, {info.row_stop})"
     if place.offset + place.size > len(data):
         yield "cut", f"its bytes [{place.offset}, {place.offset + place.size}) lie beyond the {len(data)} of the file"
         return

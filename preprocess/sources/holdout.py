@@ -1,0 +1,157 @@
+"""Holding out a share of the rows for validation, by what is in them.
+
+A row is held out if a hash of its content is below the share. So neither its place nor the other rows matter: more
+rows, another order or another kind of file leave it on its side, equal rows are on the same side, and the rows of a
+smaller share are among those of a larger one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from preprocess.reject import RowRejected
+from preprocess.sources.rows import Rows, Source
+from preprocess.sources.selected import SelectedRows
+from preprocess.sources.webdataset import KEY_COLUMN
+from preprocess.workers import WorkersDied, run_in_workers
+from vlmdata.errors import ResourceError, SourceError
+from vlmdata.format.selection import SELECTION, rows_digest
+
+TRAIN, VALIDATION = "train", "validation"
+_ROWS_PER_JOB = 1024
+#: Workers take seconds to start; small sources are done before.
+_SECONDS_ALONE = 3.0
+
+
+def hold_out(
+    source: Source,
+    share: float,
+    *,
+    workers: int = 1,
+    preload: Sequence[str] = (),
+    on_rows: Callable[[int], None] = lambda rows: None,
+) -> dict[str, Source]:
+    """Divides a source. Reads all rows, but decodes nothing.
+
+    Args:
+        source: The source: all its rows, or the first few.
+        share: Share of the rows to hold out, between 0 and 1.
+        workers: Processes to use; the result does not depend on it.
+        preload: Modules that workers import before they are forked.
+        on_rows: Called from time to time with the number of rows read so far.
+
+    Returns:
+        ``train`` and ``validation``, each with some of the rows under their old numbers.
+
+    Raises:
+        SourceError: If one of the two would be empty.
+    """
+    held = _held_out(source, share, workers, preload, on_rows)
+    divided = {}
+    for side, mask in ((TRAIN, ~held), (VALIDATION, held)):
+        numbers = np.flatnonzero(mask)
+        if not len(numbers):
+            raise SourceError(
+                f"--holdout {share}: of {len(mask):,} rows none would be for {side}; "
+                f"choose a {'smaller' if side == TRAIN else 'larger'} share"
+            )
+        selection = {"holdout": share, "side": side, "of_rows": len(mask), "rows_sha256": rows_digest(numbers)}
+        identity = {**source.identity, "rows": len(numbers), SELECTION: selection}
+        divided[side] = dataclasses.replace(source, numbers=SelectedRows.of(mask), identity=identity)
+    return divided
+
+
+def is_held_out(values: Mapping[str, Any], share: float) -> bool:
+    """Whether a row with these column values is held out."""
+    return content_hash(values) < share * 2.0**64
+
+
+def content_hash(values: Mapping[str, Any]) -> int:
+    """A 64-bit hash of a row's content.
+
+    Images that are stored in the row count by their bytes, whatever they are called, and image files by their path.
+    Keys without a value count as absent, and 1.0 as 1: both depend on other rows in some kinds of files. The key of a
+    WebDataset sample does not count.
+    """
+    digest = xxhash.xxh3_64()
+    _feed(digest.update, {name: value for name, value in values.items() if name != KEY_COLUMN})
+    return digest.intdigest()
+
+
+def _feed(update: Callable[[bytes], object], value: Any) -> None:
+    """Writes a value so that different values are different bytes."""
+    if isinstance(value, Mapping) and isinstance(value.get("bytes"), bytes):
+        value = value["bytes"]  # a stored image, and what its file was called
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, Mapping):
+        update(b"{")
+        for name in sorted(name for name, item in value.items() if item is not None):
+            _feed(update, name)
+            _feed(update, value[name])
+        update(b"}")
+    elif isinstance(value, list | tuple):
+        update(b"[")
+        for item in value:
+            _feed(update, item)
+        update(b"]")
+    else:
+        data = value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
+        update(f"{type(value).__name__}:{len(data)}:".encode())
+        update(data)
+
+
+def _held_out(
+    source: Source, share: float, workers: int, preload: Sequence[str], on_rows: Callable[[int], None]
+) -> npt.NDArray[np.bool_]:
+    """Which rows are held out: bool (rows,)."""
+    held = np.zeros(source.num_rows, dtype=bool)
+    jobs = [range(start, min(start + _ROWS_PER_JOB, len(held))) for start in range(0, len(held), _ROWS_PER_JOB)]
+    done = 0
+    with closing(_parts(source.rows, share, jobs, workers, preload)) as parts:
+        for start, part in parts:
+            held[start : start + len(part)] = part
+            on_rows(done := done + len(part))
+    return held
+
+
+def _parts(
+    rows: Rows, share: float, jobs: list[range], workers: int, preload: Sequence[str]
+) -> Generator[tuple[int, npt.NDArray[np.bool_]]]:
+    """The results of jobs, each with its first row."""
+    begun = time.monotonic()
+    do_job = _prepare(rows, share)
+    for i, job in enumerate(jobs):
+        if workers > 1 and time.monotonic() - begun > _SECONDS_ALONE:
+            try:
+                yield from run_in_workers(partial(_prepare, rows, share), jobs[i:], workers, preload)
+            except WorkersDied as error:
+                raise ResourceError(
+                    f"--holdout {share}: {error.deaths} worker processes died, one after the other, over rows "
+                    f"{error.job.start} to {error.job.stop - 1}. Out of memory? Use fewer --workers."
+                ) from None
+            return
+        yield do_job(job)
+
+
+def _prepare(rows: Rows, share: float) -> Callable[[range], tuple[int, npt.NDArray[np.bool_]]]:
+    def do_job(numbers: range) -> tuple[int, npt.NDArray[np.bool_]]:
+        return numbers.start, np.array([_row_is_held_out(rows, number, share) for number in numbers], dtype=bool)
+
+    return do_job
+
+
+def _row_is_held_out(rows: Rows, number: int, share: float) -> bool:
+    try:
+        return is_held_out(rows.values(number), share)
+    except RowRejected:  # it becomes no sample on either side
+        return False
