@@ -20,6 +20,7 @@ _SETTINGS = {
     "capacity": "data.capacity",
     "global_batch": "data.global_batch",
     "workers": "data.workers",
+    "eval_data": "data.eval_paths",
     "preset": "model.preset",
     "hf": "model.hf",
     "weights": "model.weights",
@@ -32,6 +33,8 @@ _SETTINGS = {
     "lr": "optimizer.lr",
     "steps": "run.steps",
     "save_every": "run.save_every",
+    "eval_every": "run.eval_every",
+    "keep_best": "run.keep_best",
     "out": "run.out",
     "seed": "run.seed",
 }
@@ -59,7 +62,14 @@ def main(
     lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
     out: Annotated[str | None, typer.Option(help="Folder of logs and checkpoints.")] = None,
     save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints; 0: at the end only.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of fresh weights.")] = None,
+    eval_data: Annotated[
+        list[str] | None, typer.Option(help="Dataset directory or URL to evaluate on; may be repeated.")
+    ] = None,
+    eval_every: Annotated[int | None, typer.Option(help="Steps between evaluations; 0: at the end only.")] = None,
+    keep_best: Annotated[
+        bool | None, typer.Option("--keep-best/--no-keep-best", help="Keep the checkpoint of the lowest loss there.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of random weights.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file; options given here win over it.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Any setting: group.name=value.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out.")] = False,

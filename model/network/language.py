@@ -193,8 +193,7 @@ class Qwen35Language(GPTModel):
         angles = self.rotary_pos_emb(position_ids, self.mrope_section)
         predicted = self.predictor(hidden_states, following.embeddings, angles, layout, following.padding_mask)
         extra, count = self._losses(predicted, output_weight, targets.after_next)
-        if self.training:
-            self.metrics.add("mtp_loss", extra.detach().sum(), count)
+        self.metrics.add("mtp_loss", extra.detach().sum(), count)
         attached: Tensor = AttachLoss.apply(losses, extra.sum() * self.mtp_loss_scale)
         return attached
 

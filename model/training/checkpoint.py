@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from model.architecture import Architecture
 from model.training.agreement import decided, on_all_ranks, require_shared
+from model.training.best import BestCheckpoint
 from model.training.config import ConfigError, TrainConfig
 from model.training.data import RankPlace
 from model.training.optimizer import Learner, unwrapped
@@ -47,6 +48,9 @@ _OPTIMIZER_FORMAT = "fully_reshardable"
 class Checkpoints:
     """The checkpoints of one run.
 
+    Attributes:
+        best: Which of them has the lowest evaluation loss.
+
     Args:
         config: The run.
         architecture: Its model.
@@ -61,6 +65,7 @@ class Checkpoints:
         self._pending: Path | None = None
         self._checksums: Thread | None = None
         self._size = 0
+        self.best = BestCheckpoint(self._folder)
 
     def agree_on_latest(self) -> Path | None:
         """The newest whole checkpoint, as rank 0 sees it, once ``run.out`` is one writable folder for all ranks.
@@ -217,7 +222,7 @@ class Checkpoints:
             write_random_state(temporary / f"random-{self._place.rank:05d}.pt")
 
     def _finish(self, temporary: Path, final: Path) -> None:
-        """Gives the checkpoint its name and removes old ones."""
+        """Gives the checkpoint its name and removes old ones, but for the best."""
         torch.distributed.barrier()
         on_all_ranks(partial(self._rename, temporary, final))
         self._checksums = Thread(target=_note_checksums, args=(final, self._place.rank), name="checksums")
@@ -230,9 +235,11 @@ class Checkpoints:
             if final.exists():  # a run that was resumed before it writes the same step again
                 shutil.rmtree(final)
             os.rename(temporary, final)
+            self.best.note(final.name)
             keep = self._config.run.keep
             for old in checkpoints_in(self._folder)[:-keep] if keep else []:
-                shutil.rmtree(old)
+                if old.name != self.best.name:
+                    shutil.rmtree(old)
 
     @contextlib.contextmanager
     def _writing(self, temporary: Path | None) -> Iterator[None]:

@@ -42,6 +42,7 @@ class DataConfig:
         verify: Whether everything read is checked against its checksum.
         timeout: Seconds to wait for a batch.
         cache_dir: Where remote shards are kept.
+        eval_paths: Dataset directories or URLs of evaluation; each has a loss of its own.
     """
 
     paths: tuple[str, ...] = ()
@@ -59,6 +60,7 @@ class DataConfig:
     verify: bool = True
     timeout: float = 120.0
     cache_dir: str | None = None
+    eval_paths: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,9 @@ class RunConfig:
             ("delayed", which is not kept in checkpoints), or of blocks ("blockwise").
         save_every: Steps between checkpoints; 0 saves at the end only.
         keep: Newest checkpoints that are kept; 0 keeps all.
+        eval_every: Steps between evaluations, the first of which comes before step 1; 0 evaluates at the end only.
+        keep_best: Whether the checkpoint with the lowest evaluation loss is kept. An evaluation that finds a lower loss
+            than all before saves one.
         async_save: Checkpoints written in the background; none means where there is CUDA.
         verify: Whether a checkpoint is compared with its checksums before it is loaded.
         tensorboard: Whether TensorBoard files are written.
@@ -189,6 +194,8 @@ class RunConfig:
     fp8_recipe: Literal["tensorwise", "delayed", "blockwise"] = "tensorwise"
     save_every: int = 0
     keep: int = 2
+    eval_every: int = 0
+    keep_best: bool = False
     async_save: bool | None = None
     verify: bool = True
     tensorboard: bool = True
@@ -204,10 +211,13 @@ WITHOUT_EFFECT_ON_RESULTS = frozenset(
         "data.verify",
         "data.timeout",
         "data.cache_dir",
+        "data.eval_paths",
         "model.ignore_config_fields",
         "run.out",
         "run.save_every",
         "run.keep",
+        "run.eval_every",
+        "run.keep_best",
         "run.async_save",
         "run.verify",
         "run.tensorboard",

@@ -26,6 +26,7 @@ _LEAST = {
     "run.steps": 1,
     "run.save_every": 0,
     "run.keep": 0,
+    "run.eval_every": 0,
     "optimizer.warmup_steps": 0,
     "optimizer.decay_steps": 1,
     "optimizer.lr": 0,
@@ -143,6 +144,7 @@ def _check(config: TrainConfig) -> None:
     _check_numbers(config)
     _check_blend(config.data)
     _check_profile(config.run)
+    _check_evaluation(config)
     if config.optimizer.last_lr > config.optimizer.lr:
         raise ConfigError(f"optimizer.min_lr {config.optimizer.min_lr} is over optimizer.lr {config.optimizer.lr}")
     unknown = set(config.model.freeze) - {"vision", "merger", "language"}
@@ -188,3 +190,14 @@ def _check_profile(run: RunConfig) -> None:
         raise ConfigError(
             f"run.profile {list(profile)} begins after the last step, run.steps {run.steps}; profile earlier"
         )
+
+
+def _check_evaluation(config: TrainConfig) -> None:
+    settings = {"run.eval_every": config.run.eval_every, "run.keep_best": config.run.keep_best}
+    idle = [name for name, value in settings.items() if value]
+    paths = [path.rstrip("/") for path in config.data.eval_paths]
+    if idle and not paths:
+        raise ConfigError(f"{' and '.join(idle)} without evaluation data: name a dataset directory with --eval-data")
+    twice = sorted({path for path in paths if paths.count(path) > 1})
+    if twice:
+        raise ConfigError(f"data.eval_paths names {', '.join(twice)} twice; name each evaluation set once")

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from model.training.config import ConfigError, TrainConfig
+from model.training.evaluation import Evaluation
 from model.training.step import StepResult
 from vlmdata.errors import ResourceError
 
@@ -92,7 +93,10 @@ class Sink(Protocol):
     """Somewhere metrics go."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes the numbers of a step."""
+        """Takes the numbers of a training step."""
+
+    def write_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Takes the numbers of an evaluation after a step."""
 
     def close(self) -> None:
         """Flushes and ends."""
@@ -165,10 +169,17 @@ class TensorBoard:
             self._writer = SummaryWriter(str(folder), purge_step=None if resumed_at is None else resumed_at + 1)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds scalars."""
+        """Adds scalars ``train/NAME``."""
+        self._add("train", step, metrics)
+
+    def write_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds scalars ``eval/NAME``."""
+        self._add("eval", step, metrics)
+
+    def _add(self, group: str, step: int, metrics: Mapping[str, float]) -> None:
         with _writing(self._folder):
             for name, value in metrics.items():
-                self._writer.add_scalar(f"train/{name}", value, step)
+                self._writer.add_scalar(f"{group}/{name}", value, step)
 
     def close(self) -> None:
         """Flushes the files."""
@@ -194,6 +205,10 @@ class WeightsAndBiases:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs scalars."""
         self._run.log(dict(metrics), step=step)
+
+    def write_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Logs scalars ``eval/NAME``."""
+        self._run.log({f"eval/{name}": value for name, value in metrics.items()}, step=step)
 
     def close(self) -> None:
         """Ends the run."""
@@ -263,6 +278,15 @@ class RunLog:
         self._lines.write(report.step, {**report.metrics, "epoch": report.epoch, "samples": report.samples})
         for sink in self._sinks:
             sink.write(report.step, report.metrics)
+
+    def evaluation(self, found: Evaluation) -> None:
+        """Logs an evaluation."""
+        if self._lines is None:
+            return
+        self.say(found.line(self._steps))
+        self._lines.event("evaluation", found.step, found.metrics)
+        for sink in self._sinks:
+            sink.write_evaluation(found.step, found.metrics)
 
     def event(self, name: str, step: int, values: Mapping[str, Any]) -> None:
         """Notes something in ``metrics.jsonl`` that is not a step that was made."""

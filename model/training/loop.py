@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shlex
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +15,11 @@ import torch
 
 from model.architecture import Architecture
 from model.training.agreement import raise_together, together
+from model.training.best import Best
 from model.training.checkpoint import Checkpoints
 from model.training.config import TrainConfig
 from model.training.data import RankPlace, endless, open_loader
+from model.training.evaluation import EvaluationSet, Evaluator, also_trained_on, open_evaluation_sets
 from model.training.failure import ending
 from model.training.flops import StepFlops, peak_flops
 from model.training.interruption import Interruption
@@ -64,6 +68,9 @@ def train(config: TrainConfig, device: torch.device, resume: bool) -> Outcome:
         with together():
             architecture = architecture_of(config)
             loader = stack.enter_context(open_loader(config, place, architecture, device))
+            sets = open_evaluation_sets(config, place, architecture, device, loader)
+        for each in sets:
+            stack.enter_context(each.loader)
         asynchronous = device.type == "cuda" if config.run.async_save is None else config.run.async_save
         checkpoints = Checkpoints(config, architecture, place, asynchronous)
         start = find_start(config, checkpoints, resume)
@@ -76,9 +83,9 @@ def train(config: TrainConfig, device: torch.device, resume: bool) -> Outcome:
             log = stack.enter_context(RunLog(config, place.rank == 0, done if resume else None))
         log.say(_describe(config, architecture, place, trained, loader))
         log.say(computed_by(model, settings_of(config, architecture, device), device))
-        for note in [*_empty_packs(loader), *notes]:
+        for note in [*_empty_packs(loader), *also_trained_on(sets, loader), *notes]:
             log.say(note)
-        run = _Run(config, architecture, place, learner, checkpoints, loader, log, device)
+        run = _Run(config, architecture, place, learner, checkpoints, loader, sets, log, device)
         stack.callback(run.profiler.close)
         stack.enter_context(ending())
         return run.until_end(done)
@@ -122,6 +129,7 @@ class _Run:
         learner: Learner,
         checkpoints: Checkpoints,
         loader: StreamingLoader,
+        sets: Sequence[EvaluationSet],
         log: RunLog,
         device: torch.device,
     ):
@@ -138,19 +146,25 @@ class _Run:
             device=device,
             stop_requested=self._interruption.requested,
         )
+        stop = self._interruption.requested
+        self._evaluator = Evaluator(sets, learner, place, config, device, stop) if sets else None
+        self._data = tuple(each.loader.datasets[0].manifest.fingerprint for each in sets)
         peak = peak_flops(device)
         self._peak = None if peak is None else peak * place.world
         trace = Path(config.run.out) / "profile" / f"rank-{place.rank:05d}.json"
         self.profiler = Profiler(config.run.profile, trace, device)
+        self._best: Best | None = None
+        self._saved = -1
 
     def until_end(self, done: int) -> Outcome:
-        """Steps until the last one or a signal, saves, and says how it ended."""
+        """Steps until the last one or a signal, evaluates, saves, and says how it ended."""
         run, batches = self._config.run, endless(self._loader)
-        loss, saved, stopped = float("nan"), done, False
-        if done >= run.steps:
-            self._log.say(f"nothing to do: step {done} is saved in {run.out}, and run.steps is {run.steps}")
-            return Outcome(done, loss, None)
+        loss, stopped, finished = float("nan"), False, done >= run.steps
+        self._saved = done
+        self._recall_best()
         with self._interruption.watched():
+            if finished or (done == 0 and run.eval_every):
+                stopped = not self._evaluated(done) and finished
             while done < run.steps and not stopped:
                 lr = self._learner.optimizer.param_groups[0]["lr"]
                 with self.profiler.at(done + 1):
@@ -165,19 +179,63 @@ class _Run:
                 self._checkpoints.poll()
                 # Who is told to stop in the last step is done anyway.
                 stopped = result.interrupted and done < run.steps
-                if stopped or done == run.steps or (run.save_every and done % run.save_every == 0):
-                    self._checkpoints.save(done, self._learner, self._loader.state_dict())
-                    saved = done
+                if stopped or self._due(done, run.save_every):
+                    self._save(done)
+                # After saving: whatever happens in an evaluation, the step is not lost.
+                if not stopped and self._due(done, run.eval_every) and not self._evaluated(done):
+                    stopped = True
+                    self._save(done)
             self._checkpoints.wait()
+        self._say_end(done, stopped, finished)
         if stopped:
-            self._log.say(
-                f"interrupted: step {saved} is saved in {run.out}; go on with:\n  {self._resume_command(saved)}"
-            )
             # A rank may have been told to stop by another one, without a signal of its own.
             return Outcome(done, loss, self._interruption.signal or signal.SIGTERM)
-        if saved == done:
-            self._log.say(f"done: step {saved} is saved in {run.out}")
         return Outcome(done, loss, None)
+
+    def _due(self, done: int, every: int) -> bool:
+        """Whether something that happens so often, and at the end, happens after this step."""
+        return done == self._config.run.steps or (every > 0 and done % every == 0)
+
+    def _save(self, done: int) -> None:
+        if self._saved != done:
+            self._checkpoints.save(done, self._learner, self._loader.state_dict())
+            self._saved = done
+
+    def _evaluated(self, done: int) -> bool:
+        """Evaluates if there are sets to do it on, and keeps the checkpoint if it is the best; False if cut off."""
+        if self._evaluator is None:
+            return True
+        found = self._evaluator(done)
+        if found is None:
+            self._log.say(f"the evaluation after step {done} was interrupted")
+            return False
+        self._log.evaluation(found)
+        better = self._best is None or found.loss < self._best.loss
+        # Nothing is saved of step 0, whose weights are where they came from.
+        if self._config.run.keep_best and done > 0 and math.isfinite(found.loss) and better:
+            self._save(done)
+            self._best = Best(self._checkpoints.path_of(done).name, done, found.loss, self._data)
+            self._checkpoints.best.mark(self._best)
+        return True
+
+    def _recall_best(self) -> None:
+        if self._config.run.keep_best:
+            self._best, notes = self._checkpoints.best.recall(self._data)
+            for note in notes:
+                self._log.say(note)
+
+    def _say_end(self, done: int, stopped: bool, finished: bool) -> None:
+        run = self._config.run
+        if self._best is not None:
+            best = self._checkpoints.path_of(self._best.step)
+            self._log.say(f"best: step {self._best.step}, evaluation loss {self._best.loss:.4f}, {best}")
+        if stopped:
+            command = self._resume_command(done)
+            self._log.say(f"interrupted: step {done} is saved in {run.out}; go on with:\n  {command}")
+        elif finished:
+            self._log.say(f"nothing to do: step {done} is saved in {run.out}, and run.steps is {run.steps}")
+        else:
+            self._log.say(f"done: step {done} is saved in {run.out}")
 
     def _report(self, step: int, result: StepResult, lr: float) -> StepReport:
         mfu = None if self._peak is None else result.flops / result.seconds / self._peak

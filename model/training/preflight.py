@@ -25,7 +25,7 @@ def require_known(config: TrainConfig) -> None:
         return
     from vlmdata.format.manifest import Manifest
 
-    for path in config.data.paths:
+    for path in (*config.data.paths, *config.data.eval_paths):
         if "://" not in path:
             Manifest.read(Path(path))
 

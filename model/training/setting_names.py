@@ -46,6 +46,10 @@ _WORDS: dict[str, str] = {
     "num_train_epochs num_epochs epochs max_epochs",
     "run.precision": "bf16 fp16 fp32 dtype torch_dtype mixed_precision params_dtype",
     "run.save_every": "save_steps save_interval checkpoint_interval",
+    "data.eval_paths": "eval_data eval_dataset eval_file validation_data validation_file val_data val_dataset "
+    "valid_data_path valid_data",
+    "run.eval_every": "eval_steps eval_interval eval_strategy val_check_interval validation_steps",
+    "run.keep_best": "load_best_model_at_end save_best save_best_model",
     "run.keep": "save_total_limit keep_last",
     "run.wandb": "wandb_project report_to",
     "run.tensorboard": "tensorboard_dir",

@@ -158,7 +158,7 @@ class Stepper:
             chunk.zero_grad_buffer()
         learner.optimizer.zero_grad()
         found = self._forward_backward(
-            forward_step_func=_forward,
+            forward_step_func=forward_step,
             data_iterator=counted,
             model=learner.model,
             num_microbatches=self._micro_batches,
@@ -212,7 +212,8 @@ def peak_memory(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
-def _forward(batches: Iterator[PackedBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+def forward_step(batches: Iterator[PackedBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    """What megatron-core's schedules call for each micro-batch, in training and in evaluation."""
     batch = next(batches)
     return model(batch), partial(_loss, batch)
 

@@ -37,18 +37,32 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+def short_rows(count: int) -> list[dict[str, Any]]:
+    """Those of so many chats that fit a pack."""
+    return [
+        row
+        for row in chat_rows(count)
+        if sum(len(message["content"][-1]["text"].split()) for message in row["messages"]) < 200
+    ]
+
+
 @pytest.fixture(scope="session")
 def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Chats with no, one or two images."""
     folder = tmp_path_factory.mktemp("training")
-    rows = [
-        row
-        for row in chat_rows(160)
-        if sum(len(message["content"][-1]["text"].split()) for message in row["messages"]) < 200
-    ]
-    source = write_jsonl(folder / "chat.jsonl", rows)
+    source = write_jsonl(folder / "chat.jsonl", short_rows(160))
     return build_dataset(
         source, folder / "chat", recipe="chat", image=ImageConfig(1024, 16384), rows_per_shard=12, pad_multiple=16
+    )
+
+
+@pytest.fixture(scope="session")
+def validation(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Seven chats with no, one or two images, of other packs than any number of ranks divides."""
+    folder = tmp_path_factory.mktemp("validation")
+    source = write_jsonl(folder / "chat.jsonl", short_rows(210)[-7:])
+    return build_dataset(
+        source, folder / "validation", recipe="chat", image=ImageConfig(1024, 16384), rows_per_shard=4, pad_multiple=16
     )
 
 
@@ -119,3 +133,9 @@ def steps_of(out: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     by_step = {line["step"]: line for line in lines if "event" not in line}
     return [by_step[step] for step in sorted(by_step)]
+
+
+def evaluations_of(out: Path) -> list[dict[str, Any]]:
+    """What the log says of evaluations, in order."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line.get("event") == "evaluation"]

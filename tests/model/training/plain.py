@@ -44,10 +44,10 @@ def write_checkpoint(folder: Path, data: Path, preset: str = "tiny", weights: bo
 
 
 @torch.no_grad()
-def plain_loss(model: Any, data: Path, samples: Iterable[int]) -> tuple[float, int]:
-    """Mean cross-entropy over the targets of some samples, each by itself, and the number of targets."""
+def plain_loss(model: Any, data: Path, samples: Iterable[int] | None = None) -> tuple[float, int]:
+    """Mean cross-entropy over the targets of samples (all if None), each by itself, and the number of targets."""
     dataset, total, targets = VlmDataset(data), 0.0, 0
-    for number in samples:
+    for number in range(len(dataset)) if samples is None else samples:
         sample = dataset[number]
         length = sample.length
         ids = torch.from_numpy(sample.input_ids[:length].astype("int64"))

@@ -14,7 +14,7 @@ pytest.importorskip("megatron.core")
 
 from model.training.config import ConfigError
 from model.training.config_loading import load_config
-from tests.model.training.conftest import SETTINGS, steps_of, train_here
+from tests.model.training.conftest import SETTINGS, evaluations_of, steps_of, train_here
 from tests.model.training.plain import plain_loss, write_checkpoint
 from tests.model.training.ranks import Ranks, arguments_of
 from vlmdata import StreamingLoader
@@ -51,13 +51,16 @@ def test_the_first_loss_is_transformers_loss(
 
 @pytest.mark.slow
 def test_also_where_each_rank_reads_its_part(
-    chats: Path, checkpoint: tuple[Path, Any], first_loss: float, tmp_path: Path
+    chats: Path, validation: Path, checkpoint: tuple[Path, Any], first_loss: float, tmp_path: Path
 ) -> None:
+    """And what it is before the first step, over a whole evaluation set."""
     out = tmp_path / "run"
-    given = arguments_of(chats, out, "--hf", str(checkpoint[0]), "--tp", "2", "--sp", steps=1)
-    ranks = Ranks(given, tmp_path / "said", 2)
+    given = ("--hf", str(checkpoint[0]), "--tp", "2", "--sp", "--eval-data", str(validation), "--eval-every", "9")
+    ranks = Ranks(arguments_of(chats, out, *given, steps=1), tmp_path / "said", 2)
     assert ranks.wait() == [0, 0], ranks.said(0) + ranks.said(1)
     assert steps_of(out)[0]["loss"] == pytest.approx(first_loss, rel=1e-5)
+    before, _ = evaluations_of(out)
+    assert (before["loss"], before["targets"]) == pytest.approx(plain_loss(checkpoint[1], validation), rel=1e-5)
 
 
 def test_weights_name_a_hugging_face_folder_too(

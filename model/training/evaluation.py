@@ -1,0 +1,244 @@
+"""The loss over whole evaluation sets: forward passes only, in the run's own layout.
+
+Every sample counts once, and the loss is the sum over all targets divided by their number, so it depends neither on
+packing nor on layout. Packs are spread over data-parallel ranks evenly; empty ones fill up, so that all ranks make
+equally many forward passes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from model.architecture import Architecture
+from model.training.checkpoint import gather_weights
+from model.training.config import ConfigError, TrainConfig
+from model.training.data import RankPlace, open_loader
+from model.training.optimizer import Learner, unwrapped
+from model.training.step import forward_step
+from vlmdata import PackedBatch, StreamingLoader
+from vlmdata.loader.open import require_one_tokenizer
+
+#: Most loader processes of a rank that read evaluation data; they live for one evaluation.
+_WORKERS = 2
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """A dataset that losses are computed on.
+
+    Attributes:
+        name: What it is called in logs.
+        loader: Of this rank; each pass over it is epoch 0.
+    """
+
+    name: str
+    loader: StreamingLoader
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation found, over all ranks.
+
+    Attributes:
+        step: Optimizer steps done before it.
+        loss: Mean cross-entropy over the targets of all sets, in nats.
+        losses: The same of each set, by name.
+        mtp_loss: Mean loss of multi-token prediction over all sets; None without it.
+        targets: Targets of all sets.
+        samples: Samples of all sets.
+        seconds: Wall time.
+    """
+
+    step: int
+    loss: float
+    losses: dict[str, float]
+    mtp_loss: float | None
+    targets: int
+    samples: int
+    seconds: float
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Numbers by name; with several sets ``loss/NAME`` is the loss of each."""
+        values = {"loss": self.loss}
+        if len(self.losses) > 1:
+            values |= {f"loss/{name}": loss for name, loss in self.losses.items()}
+        if self.mtp_loss is not None:
+            values["mtp_loss"] = self.mtp_loss
+        return values | {"targets": self.targets, "samples": self.samples, "seconds": self.seconds}
+
+    def line(self, steps: int) -> str:
+        """One line for people."""
+        parts = [f"eval {self.step:>{len(str(steps))}}/{steps}", f"loss {self.loss:.4f}"]
+        if len(self.losses) > 1:
+            parts += [f"{name} {loss:.4f}" for name, loss in self.losses.items()]
+        if self.mtp_loss is not None:
+            parts.append(f"mtp {self.mtp_loss:.4f}")
+        return "  ".join([*parts, f"{self.targets:,} targets", f"{self.samples:,} samples", f"{self.seconds:.2f} s"])
+
+
+def open_evaluation_sets(
+    config: TrainConfig,
+    place: RankPlace,
+    architecture: Architecture,
+    device: torch.device,
+    training: StreamingLoader,
+) -> list[EvaluationSet]:
+    """Opens the datasets of ``data.eval_paths``.
+
+    They are packed as the training data is, but for balance and blend.
+
+    Raises:
+        ConfigError: If a sample fits no pack.
+        ConfigMismatchError: If a set was made with another tokenizer than the training data.
+        DatasetFormatError: If there is no finished dataset.
+    """
+    sets = []
+    for path, name in zip(config.data.eval_paths, set_names(config.data.eval_paths), strict=True):
+        data = dataclasses.replace(
+            config.data,
+            paths=(path,),
+            blend=(),
+            global_batch=place.dp_size,
+            balance=False,
+            workers=min(config.data.workers, _WORKERS),
+        )
+        try:
+            loader = open_loader(dataclasses.replace(config, data=data), place, architecture, device)
+        except ConfigError as error:
+            raise ConfigError(f"data.eval_paths {path}: {error}") from error
+        require_one_tokenizer([*training.datasets, *loader.datasets])
+        sets.append(EvaluationSet(name, loader))
+    return sets
+
+
+def set_names(paths: Sequence[str]) -> list[str]:
+    """Names of different datasets: the end of each path, as long as it takes to tell them apart."""
+    parts = [path.rstrip("/").split("/") for path in paths]
+    longest = max(map(len, parts), default=1)
+    names = (["/".join(part[-length:]) for part in parts] for length in range(1, longest + 1))
+    return next(found for found in names if len(set(found)) == len(paths))
+
+
+def also_trained_on(sets: Sequence[EvaluationSet], training: StreamingLoader) -> list[str]:
+    """A line for each evaluation set that is training data, too."""
+    trained = {dataset.manifest.fingerprint for dataset in training.datasets}
+    return [
+        f"warning: the evaluation set {each.name} is training data, too: its loss says nothing about other data"
+        for each in sets
+        if each.loader.datasets[0].manifest.fingerprint in trained
+    ]
+
+
+class Evaluator:
+    """Evaluates a model that is being trained, and leaves no trace in it.
+
+    Args:
+        sets: What to evaluate on.
+        learner: The model.
+        place: This process.
+        config: The run.
+        device: Where sums over ranks are made.
+        stop_requested: Whether this process was asked to stop; asked after as many packs as a training step has.
+    """
+
+    def __init__(
+        self,
+        sets: Sequence[EvaluationSet],
+        learner: Learner,
+        place: RankPlace,
+        config: TrainConfig,
+        device: torch.device,
+        stop_requested: Callable[[], bool] = lambda: False,
+    ):
+        self._sets, self._learner, self._place = sets, learner, place
+        self._device, self._stop_requested = device, stop_requested
+        self._capacity = config.data.capacity
+        self._most = config.data.global_batch // place.dp_size
+        self._forward_backward = get_forward_backward_func()
+        self._starts = [each.loader.state_dict() for each in sets]
+
+    def __call__(self, step: int) -> Evaluation | None:
+        """Passes over all sets once; a collective.
+
+        Args:
+            step: Optimizer steps done.
+
+        Returns:
+            What was found; None if a rank was asked to stop before the end.
+        """
+        begun = time.perf_counter()
+        gather_weights(self._learner)
+        model = self._learner.model[0]
+        model.eval()
+        try:
+            with torch.no_grad():
+                table = self._pass_over_all()
+        finally:
+            model.train()
+        network = unwrapped(model)
+        # Also after an evaluation that was cut off: what it has counted is not the next step's.
+        extra = network.metrics.pop(network.metric_names, device=self._device)
+        if table is None:
+            return None
+        total = [sum(column) for column in zip(*table, strict=True)]
+        return Evaluation(
+            step=step,
+            loss=_mean(*total),
+            losses={each.name: _mean(*row) for each, row in zip(self._sets, table, strict=True)},
+            mtp_loss=extra.get("mtp_loss"),
+            targets=int(total[1]),
+            samples=sum(len(each.loader.datasets[0]) for each in self._sets),
+            seconds=time.perf_counter() - begun,
+        )
+
+    def _pass_over_all(self) -> list[list[float]] | None:
+        """For each set the sum of losses and the number of targets; None if a rank was asked to stop."""
+        table = []
+        for each, start in zip(self._sets, self._starts, strict=True):
+            found = self._pass_over(each.loader)
+            each.loader.load_state_dict(start)  # ends its workers
+            if found is None:
+                return None
+            table.append(found.tolist())
+        return table
+
+    def _pass_over(self, loader: StreamingLoader) -> torch.Tensor | None:
+        """Sum of losses and number of targets over all ranks, float64 (2,); None if a rank was asked to stop."""
+        total = torch.zeros(2, dtype=torch.float64, device=self._device)
+        left, batches = loader.steps(0), iter(loader)
+        while left:
+            count = min(left, self._most)
+            total += self._forward(batches, count)
+            left -= count
+            stop = torch.tensor([float(self._stop_requested())], device=self._device)
+            torch.distributed.all_reduce(stop, op=torch.distributed.ReduceOp.MAX)
+            if stop.item():
+                return None
+        torch.distributed.all_reduce(total)
+        return total
+
+    def _forward(self, batches: Iterator[PackedBatch], count: int) -> torch.Tensor:
+        found = self._forward_backward(
+            forward_step_func=forward_step,
+            data_iterator=batches,
+            model=self._learner.model,
+            num_microbatches=count,
+            seq_length=self._capacity,
+            micro_batch_size=1,
+            forward_only=True,
+        )
+        if not self._place.speaks:
+            return torch.zeros(2, dtype=torch.float64, device=self._device)
+        return torch.stack([each["loss"] for each in found]).sum(0, dtype=torch.float64)
+
+
+def _mean(total: float, targets: float) -> float:
+    return total / targets if targets else math.nan
