@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,20 @@ COMMAND = [str(SCRIPT)] if SCRIPT.exists() else [sys.executable, "-c", "from vlm
 TOKENIZER = ("--tokenizer", "embedded")
 #: The embedded tokenizer, and fewer pixels than the command's defaults: tests want many rows, not large ones.
 SMALL_IMAGES = (*TOKENIZER, "--min-pixels", "1024", "--max-pixels", "65536")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def said(self) -> str:
+        """All it said, the line breaks and frames of a terminal taken out."""
+        return re.sub(r"[\s│╭╮╰╯─]+", " ", self.stdout + self.stderr)
 
 
 def environment(**more: str) -> dict[str, str]:

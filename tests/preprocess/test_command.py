@@ -14,49 +14,16 @@ import sys
 import termios
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import cord_row, tree_bytes, write_cord_parquet
-from tests.preprocess.command_line import COMMAND, SMALL_IMAGES, TOKENIZER, environment, run, start
+from tests.preprocess.command_line import COMMAND, SMALL_IMAGES, TOKENIZER, Ended, environment, run, start
 from vlmdata import __version__
-from vlmdata.cli.main import main
 
 HEAVY = ("torch", "transformers", "datasets", "pyarrow", "torchvision", "pandas", "PIL")
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a command ended."""
-
-    code: int
-    stdout: str
-    stderr: str
-
-    @property
-    def said(self) -> str:
-        """All it said, the line breaks and frames of a terminal taken out."""
-        return re.sub(r"[\s│╭╮╰╯─]+", " ", self.stdout + self.stderr)
-
-
-@pytest.fixture
-def vlmdata(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
-    """Runs the console script's function in this process: what it says and how it exits, without its start-up."""
-
-    def call(*arguments: Any) -> Ended:
-        monkeypatch.setattr(sys, "argv", ["vlmdata", *map(str, arguments)])
-        monkeypatch.setenv("COLUMNS", "120")
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as caught:
-            main()
-        output = capsys.readouterr()
-        code = caught.value.code
-        return Ended(code if isinstance(code, int) else int(code is not None), output.out, output.err)
-
-    return call
 
 
 @pytest.fixture(scope="module")

@@ -254,6 +254,16 @@ class TestRunningAgain:
             preprocess(cord_parquet, tmp_path / "out")
 
     @pytest.mark.parametrize("finished", [True, False], ids=["finished", "unfinished"])
+    def test_other_options_may_follow_a_run_that_accepted_nothing(self, tmp_path: Path, finished: bool) -> None:
+        bad = [{**cord_row(n), "ground_truth": "{" if n < 12 or finished else '{"gt_parse": "x"}'} for n in range(18)]
+        source, out = write_cord_parquet(tmp_path / "source" / "train.parquet", bad), tmp_path / "out"
+        _begin(source, out, finished)
+        other = config(pad_multiple=64)
+        assert preprocess(source, out, config=other).kept == 0
+        preprocess(source, tmp_path / "fresh", config=other)
+        assert tree_bytes(out) == tree_bytes(tmp_path / "fresh")
+
+    @pytest.mark.parametrize("finished", [True, False], ids=["finished", "unfinished"])
     def test_other_options_are_refused_with_each_option_and_both_values_named(
         self, cord_parquet: Path, tmp_path: Path, finished: bool
     ) -> None:
