@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from preprocess.chat.agreement import encode_turns
 from preprocess.chat.render import Renderer
-from preprocess.chat.targets import TargetSpans, find_turns, target_spans, tokenize
+from preprocess.chat.targets import TargetSpans, target_spans
 from preprocess.chat.tokenizer import ChatTokenizer
 from preprocess.config import ImageConfig, Overlong, PreprocessConfig, TrainTurns
 from preprocess.conversation import Conversation, ImagePart
@@ -95,12 +96,13 @@ class Encoder:
     Attributes:
         config: The configuration.
         tokenizer: The tokenizer.
+        renderer: Applies its chat template.
     """
 
     def __init__(self, config: PreprocessConfig, tokenizer: ChatTokenizer):
         self.config = config
         self.tokenizer = tokenizer
-        self._renderer = Renderer(tokenizer, config.special_text)
+        self.renderer = Renderer(tokenizer, config.special_text)
 
     def encode(self, conversation: Conversation) -> EncodedSample:
         """Encodes one conversation.
@@ -126,23 +128,8 @@ class Encoder:
         self, conversation: Conversation, weights: tuple[float, ...]
     ) -> tuple[npt.NDArray[np.int64], TargetSpans]:
         """Token ids with one placeholder per image, and the targets among them."""
-        info, config = self.tokenizer.info, self.config
-        rendered = self._renderer.render(conversation)
-        tokens = tokenize(self.tokenizer, rendered)
-        turns = find_turns(rendered.text, tokens, info.im_start, info.im_end)
-        said = sum(message.role == "assistant" for message in conversation.messages)
-        if len(turns) != said:
-            raise RowRejected(
-                Reason.TEMPLATE_ERROR,
-                f"the chat template wrote {len(turns)} assistant turns for {said} assistant messages",
-            )
-        placeholders = int((tokens.ids == info.image).sum())
-        if placeholders != len(conversation.images):
-            raise RowRejected(
-                Reason.TEMPLATE_ERROR,
-                f"the chat template wrote {placeholders} image placeholders for {len(conversation.images)} images",
-            )
-        return tokens.ids, target_spans(tokens, turns, weights, config.train_think, rendered.text)
+        rendered, tokens, turns = encode_turns(self.renderer, conversation)
+        return tokens.ids, target_spans(tokens, turns, weights, self.config.train_think, rendered.text)
 
     def _assemble(
         self, ids: npt.NDArray[np.int64], spans: TargetSpans, images: tuple[EncodedImage, ...]

@@ -21,6 +21,7 @@ from preprocess.config import PreprocessConfig
 from preprocess.engine import Counters, Run, describe, run_jobs, start_workers_early
 from preprocess.fingerprints import identity_changes, run_identity, tokenizer_identity
 from preprocess.key_counts import KeyCounts
+from preprocess.probe import require_usable
 from preprocess.shard_job import (
     PROGRESS_DIR,
     ShardJob,
@@ -108,6 +109,7 @@ def preprocess_dataset(
     if workers > 1 and (overwrite or not (directory / MANIFEST_NAME).exists()):
         start_workers_early()
     tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_revision)
+    require_usable(tokenizer, config)
     identity = run_identity(config, tokenizer.info, source.identity)
     with _resource_errors(directory, "cannot be written"):
         _make_directory(directory)

@@ -29,10 +29,12 @@ class Rendered:
 
     Attributes:
         text: The whole conversation as text.
+        reserved_spans: Character spans of the reserved tokens that the template wrote; ordered.
         plain_spans: Character spans of ``text`` that spell a reserved token but are data; ordered.
     """
 
     text: str
+    reserved_spans: tuple[tuple[int, int], ...]
     plain_spans: tuple[tuple[int, int], ...] = ()
 
 
@@ -53,18 +55,23 @@ class Renderer:
 
         Raises:
             RowRejected: TEMPLATE_ERROR if the template refuses it; SPECIAL_TOKEN_TEXT if data spells a reserved
-                token and the policy is ``reject``.
+                token and the policy is ``reject``; INVALID_UNICODE if a text cannot be encoded.
         """
+        _require_unicode(conversation)
         suspicious = any(self._opening.search(text) for text in _strings(conversation))
         if not suspicious:
-            return Rendered(self._apply(conversation, lambda text: text))
+            text = self._apply(conversation, lambda text: text)
+            return Rendered(text, self._spans(text))
         marker = _unused_character(conversation)
         broken = self._apply(conversation, lambda text: self._opening.sub(lambda m: m[0] + marker, text))
         text = broken.replace(marker, "")
-        written = [m.start() - broken.count(marker, 0, m.start()) for m in self._reserved.finditer(broken)]
-        forged = [m.span() for m in self._reserved.finditer(text) if m.start() not in set(written)]
+        starts = ((m.start() - broken.count(marker, 0, m.start()), len(m[0])) for m in self._reserved.finditer(broken))
+        written = {(start, start + length) for start, length in starts}
+        spans = self._spans(text)
+        genuine = tuple(span for span in spans if span in written)
+        forged = tuple(span for span in spans if span not in written)
         if not forged:
-            return Rendered(text)
+            return Rendered(text, genuine)
         if self.special_text is SpecialText.REJECT:
             start, end = forged[0]
             raise RowRejected(
@@ -73,7 +80,10 @@ class Renderer:
                 f"{excerpt(text[max(0, start - 30) : end + 30], 120)!r}; --special-text plain keeps such rows and "
                 "encodes it as ordinary text",
             )
-        return Rendered(text, tuple(forged))
+        return Rendered(text, genuine, forged)
+
+    def _spans(self, text: str) -> tuple[tuple[int, int], ...]:
+        return tuple(match.span() for match in self._reserved.finditer(text))
 
     @cached_property
     def _reserved(self) -> re.Pattern[str]:
@@ -130,6 +140,27 @@ def _edit(value: Any, edit: Callable[[str], str]) -> Any:
     if isinstance(value, list | tuple):
         return [_edit(item, edit) for item in value]
     return value
+
+
+def _require_unicode(conversation: Conversation) -> None:
+    """Refuses lone surrogates: halves of a character, which no encoding can write."""
+    for number, message in enumerate(conversation.messages):
+        for text in _strings(Conversation((message,))):
+            _require_encodable(text, f"message {number + 1} of {len(conversation.messages)} ({message.role})")
+    for text in _nested_strings(conversation.tools):
+        _require_encodable(text, "tools")
+
+
+def _require_encodable(text: str, where: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        before = excerpt(text[max(0, error.start - 30) : error.start], 60)
+        raise RowRejected(
+            Reason.INVALID_UNICODE,
+            f"{where}: character {error.start} is the lone surrogate \\u{ord(text[error.start]):04x}, half of a "
+            f"character, after {before!r}; correct the source's text",
+        ) from None
 
 
 def _strings(conversation: Conversation) -> Iterable[str]:

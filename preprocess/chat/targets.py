@@ -19,6 +19,7 @@ from preprocess.chat.tokenizer import ASSISTANT_HEADER, IM_END, IM_START, ChatTo
 from preprocess.config import TrainThink
 from preprocess.reject import RowRejected, excerpt
 from vlmdata.format.ledger import Reason
+from vlmdata.format.manifest import TokenizerInfo
 
 _THINK_OPEN, _THINK_CLOSE = "<think>\n", "\n</think>\n\n"
 _THINK_CLOSE_EMPTY = "</think>\n\n"
@@ -47,7 +48,7 @@ class Turn:
         body: Start of what follows ``<|im_start|>assistant\n``.
         answer: Start of what follows the think block; equals ``body`` where there is none.
         reasoning: Whether the think block holds anything.
-        stop: One past ``<|im_end|>`` and its newline.
+        stop: One past ``<|im_end|>`` and the newline after it, if that is a token of its own.
     """
 
     body: int
@@ -86,14 +87,13 @@ def tokenize(tokenizer: ChatTokenizer, rendered: Rendered) -> Tokens:
 
     Spans that only look like reserved tokens are encoded as ordinary text instead.
     """
-    backend = tokenizer.hf.backend_tokenizer
     if not rendered.plain_spans:
-        encoding = backend.encode(rendered.text, add_special_tokens=False)
+        encoding = tokenizer.hf.backend_tokenizer.encode(rendered.text, add_special_tokens=False)
         return _tokens([(0, encoding)])
-    return _tokens(list(_encode_pieces(backend, tokenizer.specials, rendered)))
+    return _tokens(list(_encode_pieces(tokenizer, rendered)))
 
 
-def _encode_pieces(backend: Any, specials: frozenset[str], rendered: Rendered) -> Iterator[tuple[int, Any]]:
+def _encode_pieces(tokenizer: ChatTokenizer, rendered: Rendered) -> Iterator[tuple[int, Any]]:
     """Encodes the text around look-alikes normally, and each stretch holding them without special tokens.
 
     A stretch runs from one true special token to the next: tokenizers split there anyway, so every other token is
@@ -101,7 +101,7 @@ def _encode_pieces(backend: Any, specials: frozenset[str], rendered: Rendered) -
     """
     text, forged = rendered.text, dict(rendered.plain_spans)
     bounds, cursor = [0], 0
-    while (found := _next_special(text, cursor, specials)) is not None:
+    while (found := _next_special(text, cursor, tokenizer.specials)) is not None:
         start, end = found
         if forged.get(start) != end:
             bounds += [start, end]
@@ -109,11 +109,8 @@ def _encode_pieces(backend: Any, specials: frozenset[str], rendered: Rendered) -
     bounds.append(len(text))
     for start, end in pairwise(bounds):
         plain = any(start <= span < end for span in forged)
-        backend.encode_special_tokens = plain
-        try:
-            yield start, backend.encode(text[start:end], add_special_tokens=False)
-        finally:
-            backend.encode_special_tokens = False
+        backend = tokenizer.plain_backend if plain else tokenizer.hf.backend_tokenizer
+        yield start, backend.encode(text[start:end], add_special_tokens=False)
 
 
 def _next_special(text: str, cursor: int, specials: frozenset[str]) -> tuple[int, int] | None:
@@ -132,20 +129,20 @@ def _tokens(pieces: list[tuple[int, Any]]) -> Tokens:
     return Tokens(ids, offsets[:, 0], offsets[:, 1])
 
 
-def find_turns(text: str, tokens: Tokens, im_start: int, im_end: int) -> list[Turn]:
+def find_turns(text: str, tokens: Tokens, info: TokenizerInfo) -> list[Turn]:
     """The assistant turns of a rendered conversation.
 
     Args:
         text: The rendered text.
-        tokens: Its tokens.
-        im_start: Id of ``<|im_start|>``.
-        im_end: Id of ``<|im_end|>``. (Look-alikes in data were given other ids by :func:`tokenize`.)
+        tokens: Its tokens. (Look-alikes in data were given other ids by :func:`tokenize`.)
+        info: Ids of ``<|im_start|>`` and ``<|im_end|>``, and of the newline that may follow it.
 
     Raises:
         RowRejected: TEMPLATE_ERROR if the text is not a sequence of ChatML turns.
     """
-    starts = tokens.starts[tokens.ids == im_start].tolist()
-    ends = tokens.starts[tokens.ids == im_end].tolist()
+    starts = tokens.starts[tokens.ids == info.im_start].tolist()
+    end_tokens = np.flatnonzero(tokens.ids == info.im_end)
+    ends = tokens.starts[end_tokens].tolist()
     alternating = len(starts) == len(ends) and all(
         start < end and (i + 1 == len(starts) or end < starts[i + 1])
         for i, (start, end) in enumerate(zip(starts, ends, strict=True))
@@ -157,16 +154,16 @@ def find_turns(text: str, tokens: Tokens, im_start: int, im_end: int) -> list[Tu
             f"turns of the form {IM_START}role … {IM_END} are needed",
         )
     turns = []
-    for start, end in zip(starts, ends, strict=True):
+    for start, end, token in zip(starts, ends, end_tokens.tolist(), strict=True):
         body = start + len(IM_START) + len(ASSISTANT_HEADER)
         if text[start + len(IM_START) : body] == ASSISTANT_HEADER:
-            turns.append(_turn(text, body, end))
+            # Only a token that is the newline alone: one that holds more ("\n\n") is the template's, between turns.
+            newline = tokens.ids[token + 1 : token + 2].tolist() == [info.assistant_header[-1]]
+            turns.append(_turn(text, body, end, int(tokens.ends[token + newline])))
     return turns
 
 
-def _turn(text: str, body: int, end: int) -> Turn:
-    stop = end + len(IM_END)
-    stop += text[stop : stop + 1] == "\n"
+def _turn(text: str, body: int, end: int, stop: int) -> Turn:
     content = text[body:end]
     if not content.startswith(_THINK_OPEN):
         return Turn(body, body, False, stop)
@@ -210,4 +207,6 @@ def target_spans(
             )
         weights[first:stop] = weight
         last = (first, stop)
+    if len(tokens.ids) == last[1] + 1 and text[tokens.starts[-1] :].isspace():
+        last = last[0], last[1] + 1  # "\n\n" after the last turn: the turn still ends the sample
     return TargetSpans(weights, last, turn_weights)

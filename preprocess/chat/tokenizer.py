@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
 
 from preprocess.assets import EMBEDDED_TOKENIZER
 from preprocess.config import EMBEDDED
@@ -28,8 +35,9 @@ class ChatTokenizer:
     Attributes:
         hf: The transformers tokenizer.
         info: Ids and fingerprints, as written to the manifest.
-        reserved: Texts that make turns, media or the end of text: what data must not be able to forge.
-        specials: Texts of all tokens flagged special, ``reserved`` among them.
+        reserved: Texts that make turns, media or the end of text: what data must not be able to forge. Those that
+            the code relies on are reserved even if the tokenizer does not flag them special.
+        specials: Texts of all tokens flagged special, and ``reserved``.
     """
 
     hf: Any
@@ -41,6 +49,21 @@ class ChatTokenizer:
     def image_text(self) -> str:
         """Text of the image placeholder token."""
         return str(self.hf.convert_ids_to_tokens(self.info.image))
+
+    @cached_property
+    def reserved_ids(self) -> npt.NDArray[np.int64]:
+        """Ids of ``reserved``, int64 (R,)."""
+        return np.array(sorted(self.hf.convert_tokens_to_ids(list(self.reserved))), dtype=np.int64)
+
+    @cached_property
+    def plain_backend(self) -> Tokenizer:
+        """A copy of the tokenizer to which ``specials`` are ordinary text. Made when a row first needs it."""
+        fields = json.loads(self.hf.backend_tokenizer.to_str())
+        for token in fields["added_tokens"]:
+            token["special"] = token["special"] or token["content"] in self.reserved
+        plain = Tokenizer.from_str(json.dumps(fields))
+        plain.encode_special_tokens = True
+        return plain
 
     def save(self, directory: Path) -> None:
         """Writes the tokenizer's files, for ``AutoTokenizer.from_pretrained(directory)``."""
@@ -72,9 +95,19 @@ def load_tokenizer(name: str = EMBEDDED, revision: str | None = None) -> ChatTok
         raise SourceError(f"--tokenizer {name}: a fast tokenizer (tokenizer.json) is needed for exact offsets")
     if not hf.chat_template:
         raise SourceError(f"--tokenizer {name}: it has no chat template; targets are found through the template")
-    specials = frozenset(t.content for t in hf.added_tokens_decoder.values() if t.special)
-    reserved = frozenset(s for s in specials if not any(mark in s for mark in _CONTENT_MARKUP))
-    return ChatTokenizer(hf, _describe(hf, name), reserved, specials)
+    # What tokenizer.json says of cutting and filling would apply to every row.
+    hf.backend_tokenizer.no_truncation()
+    hf.backend_tokenizer.no_padding()
+    info = _describe(hf, name)
+    relied = _relied_tokens(hf, info)
+    flagged = frozenset(token.content for token in hf.added_tokens_decoder.values() if token.special)
+    reserved = relied | {text for text in flagged if not any(mark in text for mark in _CONTENT_MARKUP)}
+    if short := sorted(text for text in reserved if len(text) < 2):
+        raise SourceError(
+            f"--tokenizer {name}: its special token {short[0]!r} is an ordinary character, which text holds; name "
+            "another one in its tokenizer_config.json (pad_token: <|endoftext|>)"
+        )
+    return ChatTokenizer(hf, info, reserved, flagged | reserved)
 
 
 def _describe(hf: Any, name: str) -> TokenizerInfo:
@@ -85,22 +118,77 @@ def _describe(hf: Any, name: str) -> TokenizerInfo:
             raise SourceError(f"--tokenizer {name}: it has no token {text}, so it is not a Qwen-VL chat tokenizer")
         return int(token)
 
-    pad = hf.pad_token_id
+    pad = hf.pad_token_id if hf.pad_token_id is not None else hf.eos_token_id
+    if pad is None:
+        raise SourceError(
+            f"--tokenizer {name}: it has neither a pad token nor an end token to fill sequences with; set pad_token in "
+            "its tokenizer_config.json"
+        )
     return TokenizerInfo(
         name=name,
         fingerprint=fingerprint_of(hf.backend_tokenizer),
         chat_template=hashlib.sha256(_template_text(hf).encode()).hexdigest(),
         vocab_size=len(hf),
-        pad=int(pad if pad is not None else hf.eos_token_id),
+        pad=int(pad),
         im_start=special(IM_START),
         im_end=special(IM_END),
         vision_start=special("<|vision_start|>", "vision_bos_token"),
         vision_end=special("<|vision_end|>", "vision_eos_token"),
         image=special("<|image_pad|>", "image_token"),
         video=special("<|video_pad|>", "video_token"),
-        assistant_header=tuple(hf.encode(ASSISTANT_HEADER, add_special_tokens=False)),
+        assistant_header=_assistant_header(hf, name),
         special_tokens=dict(hf.special_tokens_map),
     )
+
+
+def _assistant_header(hf: Any, name: str) -> tuple[int, ...]:
+    # After the turn's start, as in a conversation: some tokenizers put a space before the first word of a text.
+    text = IM_START + ASSISTANT_HEADER
+    encoding = hf.backend_tokenizer.encode(text, add_special_tokens=False)
+    if encoding.offsets[-1][1] != len(text):
+        raise SourceError(
+            f"--tokenizer {name}: it drops the newline at the end of {text!r}, so answers could not be told from "
+            "headers; remove what strips whitespace (normalizer) from its tokenizer.json"
+        )
+    return tuple(encoding.ids[1:])
+
+
+def _relied_tokens(hf: Any, info: TokenizerInfo) -> frozenset[str]:
+    """Texts of the tokens that turns, images and padding are made of.
+
+    Raises:
+        SourceError: If one of them cannot be told from text, or from another one.
+    """
+    ids = {
+        "the turn's start": info.im_start,
+        "the turn's end": info.im_end,
+        "the vision start": info.vision_start,
+        "the vision end": info.vision_end,
+        "the image placeholder": info.image,
+        "the video placeholder": info.video,
+    }
+    shared = [(a, b) for a, b in combinations(ids, 2) if ids[a] == ids[b]]
+    shared += [("padding", role) for role, id in ids.items() if id == info.pad and id != info.im_end]
+    if shared:
+        a, b = shared[0]
+        token = hf.convert_ids_to_tokens(ids[b])
+        raise SourceError(
+            f"--tokenizer {info.name}: it uses {token} for both {a} and {b}; each needs a token of its own"
+        )
+    for role, id in (*ids.items(), ("padding", info.pad)):
+        token = hf.added_tokens_decoder.get(id)
+        text = hf.convert_ids_to_tokens(id)
+        if token is None:
+            raise SourceError(
+                f"--tokenizer {info.name}: {text!r}, its token for {role}, is an ordinary entry of the vocabulary, so "
+                "text could spell it; make it an added token (pad_token in tokenizer_config.json may name another one)"
+            )
+        if token.lstrip or token.rstrip or token.single_word:
+            raise SourceError(
+                f"--tokenizer {info.name}: {text} is marked lstrip, rstrip or single_word, so it takes text beside it "
+                "along or is not always found; set all three to false in its tokenizer.json"
+            )
+    return frozenset(hf.convert_ids_to_tokens([*ids.values(), info.pad]))
 
 
 def _template_text(hf: Any) -> str:

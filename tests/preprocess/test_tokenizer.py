@@ -132,7 +132,7 @@ BAD_TEMPLATES = {
     ),
     "header runs into the answer": (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n\n\n{{ m.content }}<|im_end|>\n{% endfor %}",
-        "begins inside the token",
+        "it runs into the answer",
     ),
 }
 

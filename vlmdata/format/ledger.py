@@ -31,6 +31,7 @@ class Reason(StrEnum):
     PREFERENCE_DATA = "preference_data"
     UNKNOWN_KEYS = "unknown_keys"
     SPECIAL_TOKEN_TEXT = "special_token_text"
+    INVALID_UNICODE = "invalid_unicode"
     TEMPLATE_ERROR = "template_error"
     MISSING_IMAGE = "missing_image"
     IMAGE_PATH = "image_path"

@@ -1,0 +1,174 @@
+"""Whether what the chat template and the tokenizer made of a conversation is that conversation.
+
+Templates and tokenizers are other people's code. One that moves a message, loses an image or builds a special token
+from the data's text would teach something that the data does not say, so every row is compared with its conversation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from preprocess.chat.render import Rendered, Renderer
+from preprocess.chat.targets import Tokens, Turn, find_turns, tokenize
+from preprocess.chat.tokenizer import ASSISTANT_HEADER, IM_START, ChatTokenizer
+from preprocess.conversation import Conversation, Message, TextPart
+from preprocess.reject import RowRejected, excerpt
+from vlmdata.format.ledger import Reason
+from vlmdata.format.manifest import TokenizerInfo
+
+
+def encode_turns(renderer: Renderer, conversation: Conversation) -> tuple[Rendered, Tokens, list[Turn]]:
+    """Renders and tokenizes a conversation, and finds its assistant turns.
+
+    Returns:
+        The rendered text, its tokens, and one turn for each assistant message, in order.
+
+    Raises:
+        RowRejected: TEMPLATE_ERROR if the result is not the conversation: a turn, an image or a text is missing or
+            in another place. SPECIAL_TOKEN_TEXT if the data forged a special token.
+    """
+    tokenizer = renderer.tokenizer
+    rendered = renderer.render(conversation)
+    tokens = tokenize(tokenizer, rendered)
+    _require_reserved(rendered, tokens, tokenizer)
+    turns = find_turns(rendered.text, tokens, tokenizer.info)
+    said = sum(message.role == "assistant" for message in conversation.messages)
+    if len(turns) != said:
+        raise _template_error(f"wrote {len(turns)} assistant turns for {said} assistant messages")
+    _require_headers(rendered.text, tokens, tokenizer.info)
+    _require_images(tokens, tokenizer.info, len(conversation.images))
+    for number, stretch in enumerate(_stretches(conversation)):
+        _require_stretch(number, stretch, rendered.text, tokens, turns, tokenizer.info)
+    return rendered, tokens, turns
+
+
+def _template_error(message: str) -> RowRejected:
+    return RowRejected(Reason.TEMPLATE_ERROR, f"the chat template {message}")
+
+
+def _require_reserved(rendered: Rendered, tokens: Tokens, tokenizer: ChatTokenizer) -> None:
+    """Reserved ids stand where the template wrote their texts and nowhere else, whatever the normaliser does."""
+    at = np.flatnonzero(np.isin(tokens.ids, tokenizer.reserved_ids))
+    found = list(zip(tokens.starts[at].tolist(), tokens.ends[at].tolist(), strict=True))
+    if found == list(rendered.reserved_spans):
+        return
+    for token, (start, stop) in zip(tokens.ids[at].tolist(), found, strict=True):
+        if (start, stop) not in rendered.reserved_spans:
+            raise RowRejected(
+                Reason.SPECIAL_TOKEN_TEXT,
+                f"the tokenizer makes the special token {tokenizer.hf.convert_ids_to_tokens(token)} of the text "
+                f"{excerpt(rendered.text[start:stop], 40)!r}",
+            )
+    lost, end = next(span for span in rendered.reserved_spans if span not in found)
+    raise RowRejected(
+        Reason.TEMPLATE_ERROR,
+        f"the tokenizer does not make one token of {rendered.text[lost:end]}, which the chat template wrote in "
+        f"{excerpt(rendered.text[max(0, lost - 20) : end + 20], 60)!r}",
+    )
+
+
+def _require_headers(text: str, tokens: Tokens, info: TokenizerInfo) -> None:
+    """Assistant headers have the ids that readers look for; a tokenizer may merge them with what follows."""
+    header = np.array(info.assistant_header)
+    for at in np.flatnonzero(tokens.ids == info.im_start).tolist():
+        body = int(tokens.starts[at]) + len(IM_START)
+        found = tokens.ids[at + 1 : at + 1 + len(header)]
+        if text.startswith(ASSISTANT_HEADER, body) and not np.array_equal(found, header):
+            raise RowRejected(
+                Reason.TEMPLATE_ERROR,
+                f"the tokenizer encodes the header of the turn {excerpt(text[body:], 40)!r} as {found.tolist()} "
+                f"instead of {header.tolist()}: it runs into the answer",
+            )
+
+
+def _require_images(tokens: Tokens, info: TokenizerInfo, images: int) -> None:
+    """One placeholder for each image, each between vision marks, and no further marks."""
+    ids = tokens.ids
+    at = np.flatnonzero(ids == info.image)
+    if len(at) != images:
+        raise _template_error(f"wrote {len(at)} image placeholders for {images} images")
+    marks = int((ids == info.vision_start).sum()), int((ids == info.vision_end).sum())
+    enclosed = marks == (images, images) and not (images and (at[0] == 0 or at[-1] + 1 == len(ids)))
+    if not enclosed or (ids[at - 1] != info.vision_start).any() or (ids[at + 1] != info.vision_end).any():
+        raise _template_error(
+            f"wrote {marks[0]} <|vision_start|> and {marks[1]} <|vision_end|> around {images} image placeholders; "
+            "each <|image_pad|> must stand directly between the two, where Qwen-VL models look for images"
+        )
+
+
+def _stretches(conversation: Conversation) -> Iterator[tuple[list[Message], Message | None]]:
+    """The conversation cut behind each assistant message: what comes before the message, and the message.
+
+    The last stretch, which may be empty, has no assistant message.
+    """
+    before: list[Message] = []
+    for message in conversation.messages:
+        if message.role == "assistant":
+            yield before, message
+            before = []
+        else:
+            before.append(message)
+    yield before, None
+
+
+def _require_stretch(
+    number: int,
+    stretch: tuple[list[Message], Message | None],
+    text: str,
+    tokens: Tokens,
+    turns: list[Turn],
+    info: TokenizerInfo,
+) -> None:
+    """The text between two assistant turns holds the images and user texts of the messages between them."""
+    before, answer = stretch
+    start = turns[number - 1].stop if number else 0
+    stop = turns[number].body if answer is not None else len(text)
+    first, last = np.searchsorted(tokens.starts, [start, stop]).tolist()
+    images = int((tokens.ids[first:last] == info.image).sum())
+    expected = sum(1 for message in before for _ in message.images)
+    where = f"before assistant turn {number + 1}" if answer is not None else "after the last assistant turn"
+    if images != expected:
+        raise _template_error(f"wrote {images} image placeholders {where}, where the messages have {expected}")
+    said = [part.text for message in before if message.role == "user" for part in message.parts if _is_text(part)]
+    missing = _missing(said, text[start:stop])
+    if missing is not None:
+        raise _template_error(f"left out or moved the user's text {excerpt(missing, 60)!r}, which belongs {where}")
+    if answer is None:
+        return
+    turn = turns[number]
+    # Templates take reasoning that stands inside the text for a think block, and drop it from earlier turns.
+    words = answer.text.rpartition("</think>")[2]
+    if _missing([words], text[turn.body : turn.stop]) is not None:
+        raise _template_error(
+            f"wrote {excerpt(text[turn.body : turn.stop], 60)!r} as assistant turn {number + 1}; the message says "
+            f"{excerpt(words, 60)!r}"
+        )
+
+
+def _is_text(part: object) -> bool:
+    return isinstance(part, TextPart)
+
+
+def _missing(pieces: list[str], text: str) -> str | None:
+    """The first piece that ``text`` does not hold after the pieces before it; whitespace does not count."""
+    cursor = 0
+    for piece in pieces:
+        at = text.find(piece.strip(), cursor)
+        if at < 0:
+            return _missing_words(pieces, text)
+        cursor = at + len(piece.strip())
+    return None
+
+
+def _missing_words(pieces: list[str], text: str) -> str | None:
+    """As :func:`_missing`, where a template changed the whitespace within a piece."""
+    cursor, words = 0, "".join(text.split())
+    for piece in pieces:
+        squeezed = "".join(piece.split())
+        at = words.find(squeezed, cursor)
+        if at < 0:
+            return piece
+        cursor = at + len(squeezed)
+    return None

@@ -1,0 +1,117 @@
+"""A tokenizer and its chat template, tried on small conversations before any row is paid for."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Iterator
+from typing import Any
+
+from jinja2 import Environment
+from PIL import Image
+
+from preprocess.chat.tokenizer import ChatTokenizer
+from preprocess.config import ImageConfig, PreprocessConfig, TrainTurns
+from preprocess.conversation import Conversation, ImagePart, Message, TextPart
+from preprocess.encode import EncodedSample, Encoder
+from preprocess.reject import RowRejected
+from vlmdata.errors import SourceError
+from vlmdata.format.index import IndexRow
+from vlmdata.format.ledger import Reason
+from vlmdata.format.schema import sample_key
+from vlmdata.format.shard import Placement
+from vlmdata.verify.sample import SampleRules, audit_sample
+
+_REMEDY = (
+    "Give the tokenizer of a Qwen-VL model, or a copy of this one with chat_template.jinja or tokenizer.json corrected."
+)
+#: Functions and filters of templates whose result changes from call to call, and what they give.
+_IMPURE = {"strftime_now": "the date", "lipsum": "random text", "random": "a random choice"}
+_NO_PLACE = Placement(0, 0, 0, 0, 0, (), ())
+
+
+def require_usable(tokenizer: ChatTokenizer, config: PreprocessConfig) -> None:
+    """Encodes conversations of known form, with and without images, and audits the samples as ``verify`` would.
+
+    A template that knows no images passes: text rows need none.
+
+    Raises:
+        SourceError: Naming the tokenizer, what was found and the remedy.
+    """
+    for name, what in _impure_names(tokenizer.hf.chat_template):
+        raise SourceError(
+            f"--tokenizer {tokenizer.info.name}: its chat template uses {name}, which writes {what}: the same rows "
+            "would give other tokens each time. Write a constant instead in a copy of its chat_template.jinja."
+        )
+    config = dataclasses.replace(
+        config, image=ImageConfig(1024, 4096), train_turns=TrainTurns.ALL, max_length=1 << 20, pad_multiple=16
+    )
+    encoder, rules = Encoder(config, tokenizer), SampleRules(tokenizer.info, config.pad_multiple, True)
+    for conversation in (_talk(()), _talk((_image(),))):
+        try:
+            sample = encoder.encode(conversation)
+        except RowRejected as error:
+            if conversation.images and not _knows_images(encoder, conversation):
+                continue
+            raise SourceError(f"--tokenizer {tokenizer.info.name}: {error.message}. {_REMEDY}") from error
+        findings = audit_sample(sample.to_sample(sample_key(0)), _index_row(sample), rules)
+        if findings:
+            check, message = findings[0]
+            raise SourceError(
+                f"--tokenizer {tokenizer.info.name}: `vlmdata verify` would find fault with every sample: {check}: "
+                f"{message}. {_REMEDY}"
+            )
+
+
+def _talk(images: tuple[ImagePart, ...]) -> Conversation:
+    """Two exchanges of distinct texts; images stand in both questions, amid text and before it."""
+    return Conversation(
+        (
+            Message("user", (TextPart("Which colour is "), *images, TextPart(" this square?"))),
+            Message("assistant", (TextPart("It is black."),)),
+            Message("user", (*images, *images, TextPart("And these two?"))),
+            Message("assistant", (TextPart("Just the same."),)),
+        )
+    )
+
+
+def _image() -> ImagePart:
+    buffer = io.BytesIO()
+    Image.new("RGB", (32, 32)).save(buffer, "PNG")
+    return ImagePart(buffer.getvalue(), "the probe's image")
+
+
+def _knows_images(encoder: Encoder, conversation: Conversation) -> bool:
+    """Whether the template writes image placeholders at all; one for text may refuse images or print them as text."""
+    try:
+        return encoder.tokenizer.image_text in encoder.renderer.render(conversation).text
+    except RowRejected as error:
+        return error.reason is not Reason.TEMPLATE_ERROR
+
+
+def _index_row(sample: EncodedSample) -> IndexRow:
+    return IndexRow(
+        key=sample_key(0),
+        source_row=0,
+        shard=0,
+        placement=_NO_PLACE,
+        length=sample.length,
+        padded_length=len(sample.input_ids),
+        num_targets=int(sample.loss_mask.sum()),
+        target_turns=sample.target_turns,
+        truncated=sample.truncated,
+        image_grid_thw=tuple(image.grid for image in sample.images),
+        image_starts=sample.image_starts,
+    )
+
+
+def _impure_names(template: Any) -> Iterator[tuple[str, str]]:
+    """Names in a template, or in any of several, whose value changes from call to call."""
+    for source in [template] if isinstance(template, str) else template.values():
+        before = ""
+        for _, kind, text in Environment().lex(source):
+            # `random` is a name like any other unless it is used as a filter.
+            if kind == "name" and text in _IMPURE and (text != "random" or before == "|"):
+                yield text, _IMPURE[text]
+            if kind != "whitespace":
+                before = text
