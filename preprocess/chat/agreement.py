@@ -17,6 +17,7 @@ from preprocess.conversation import Conversation, Message, TextPart
 from preprocess.reject import RowRejected, excerpt
 from vlmdata.format.ledger import Reason
 from vlmdata.format.manifest import TokenizerInfo
+from vlmdata.wording import counted
 
 
 def encode_turns(renderer: Renderer, conversation: Conversation) -> tuple[Rendered, Tokens, list[Turn]]:
@@ -36,7 +37,7 @@ def encode_turns(renderer: Renderer, conversation: Conversation) -> tuple[Render
     turns = find_turns(rendered.text, tokens, tokenizer.info)
     said = sum(message.role == "assistant" for message in conversation.messages)
     if len(turns) != said:
-        raise _template_error(f"wrote {len(turns)} assistant turns for {said} assistant messages")
+        raise _template_error(f"wrote {counted(len(turns), 'assistant turn')} for {counted(said, 'assistant message')}")
     _require_headers(rendered.text, tokens, tokenizer.info)
     _require_images(tokens, tokenizer.info, len(conversation.images))
     for number, stretch in enumerate(_stretches(conversation)):
@@ -88,13 +89,13 @@ def _require_images(tokens: Tokens, info: TokenizerInfo, images: int) -> None:
     ids = tokens.ids
     at = np.flatnonzero(ids == info.image)
     if len(at) != images:
-        raise _template_error(f"wrote {len(at)} image placeholders for {images} images")
+        raise _template_error(f"wrote {counted(len(at), 'image placeholder')} for {counted(images, 'image')}")
     marks = int((ids == info.vision_start).sum()), int((ids == info.vision_end).sum())
     enclosed = marks == (images, images) and not (images and (at[0] == 0 or at[-1] + 1 == len(ids)))
     if not enclosed or (ids[at - 1] != info.vision_start).any() or (ids[at + 1] != info.vision_end).any():
         raise _template_error(
-            f"wrote {marks[0]} <|vision_start|> and {marks[1]} <|vision_end|> around {images} image placeholders; "
-            "each <|image_pad|> must stand directly between the two, where Qwen-VL models look for images"
+            f"wrote {marks[0]} <|vision_start|> and {marks[1]} <|vision_end|> around "
+            f"{counted(images, 'image placeholder')}; each <|image_pad|> must stand directly between the two, where Qwen-VL models look for images"
         )
 
 
@@ -130,8 +131,17 @@ def _require_stretch(
     expected = sum(1 for message in before for _ in message.images)
     where = f"before assistant turn {number + 1}" if answer is not None else "after the last assistant turn"
     if images != expected:
-        raise _template_error(f"wrote {images} image placeholders {where}, where the messages have {expected}")
-    said = [part.text for message in before if message.role == "user" for part in message.parts if _is_text(part)]
+        raise _template_error(
+            f"wrote {counted(images, 'image placeholder')} {where}, where the messages have "
+            f"{counted(expected, 'image')}"
+        )
+    said = [
+        part.text
+        for message in before
+        if message.role == "user"
+        for part in message.parts
+        if isinstance(part, TextPart)
+    ]
     missing = _missing(said, text[start:stop])
     if missing is not None:
         raise _template_error(f"left out or moved the user's text {excerpt(missing, 60)!r}, which belongs {where}")
@@ -145,10 +155,6 @@ def _require_stretch(
             f"wrote {excerpt(text[turn.body : turn.stop], 60)!r} as assistant turn {number + 1}; the message says "
             f"{excerpt(words, 60)!r}"
         )
-
-
-def _is_text(part: object) -> bool:
-    return isinstance(part, TextPart)
 
 
 def _missing(pieces: list[str], text: str) -> str | None:

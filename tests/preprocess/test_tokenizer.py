@@ -128,7 +128,7 @@ BAD_TEMPLATES = {
     ),
     "a turn left out": (
         "{% for m in messages[:1] %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}",
-        "0 assistant turns for 1 assistant messages",
+        "0 assistant turns for 1 assistant message",
     ),
     "header runs into the answer": (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n\n\n{{ m.content }}<|im_end|>\n{% endfor %}",

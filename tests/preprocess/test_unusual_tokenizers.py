@@ -188,7 +188,7 @@ def test_a_template_for_text_takes_text_and_rejects_rows_with_images(tmp_path: P
     require_usable(tokenizer, PreprocessConfig())
     encoder = Encoder(PreprocessConfig(image=IMAGES), tokenizer)
     assert encoder.encode(talk(("user", "Hi"), ("assistant", "Ho"))).target_turns == 1
-    with pytest.raises(RowRejected, match="0 image placeholders for 1 images"):
+    with pytest.raises(RowRejected, match="0 image placeholders for 1 image"):
         encoder.encode(talk(("user", (ImagePart(encoded_image()),)), ("assistant", "Ho")))
 
 
