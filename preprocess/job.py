@@ -103,7 +103,7 @@ def preprocess_dataset(
     Raises:
         ConfigMismatchError: If the directory holds a dataset of another configuration or source, or other files.
         ResourceError: If the disk is full or another run is at work there.
-        SourceError: If the tokenizer or the recipe cannot be loaded.
+        SourceError: If the tokenizer or the recipe cannot be loaded, or the tokenizer cannot be used.
     """
     watcher = watcher or Watcher()
     if workers > 1 and (overwrite or not (directory / MANIFEST_NAME).exists()):

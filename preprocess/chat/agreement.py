@@ -95,7 +95,8 @@ def _require_images(tokens: Tokens, info: TokenizerInfo, images: int) -> None:
     if not enclosed or (ids[at - 1] != info.vision_start).any() or (ids[at + 1] != info.vision_end).any():
         raise _template_error(
             f"wrote {marks[0]} <|vision_start|> and {marks[1]} <|vision_end|> around "
-            f"{counted(images, 'image placeholder')}; each <|image_pad|> must stand directly between the two, where Qwen-VL models look for images"
+            f"{counted(images, 'image placeholder')}; each <|image_pad|> must stand directly between the two, "
+            "where Qwen-VL models look for images"
         )
 
 
