@@ -18,7 +18,7 @@ from preprocess.conversation import Conversation, ImagePart
 from preprocess.images.bounds import target_size
 from preprocess.images.decode import DecodedImage, decode_image
 from preprocess.images.resize import resize_image
-from preprocess.reject import RowRejected
+from preprocess.reject import RowRejected, excerpt
 from preprocess.weights import turn_weights
 from vlmdata.format.ledger import Reason
 from vlmdata.format.schema import PATCH_BYTES, PATCH_SIZE, Sample
@@ -111,10 +111,11 @@ class Encoder:
             RowRejected: With the reason, whatever is wrong with it.
         """
         if self.config.strict and conversation.unknown:
+            keys = excerpt(", ".join(conversation.unknown), 400)
             raise RowRejected(
                 Reason.UNKNOWN_KEYS,
-                f"keys that the recipe does not know: {', '.join(conversation.unknown)}. --strict rejects such rows; "
-                "drop the keys, or leave --strict out.",
+                f"keys that the recipe does not know: {keys}. --strict rejects such rows; drop the keys, or leave "
+                "--strict out.",
             )
         _check_turns(conversation)
         weights = turn_weights(conversation, self.config.train_turns)

@@ -34,6 +34,7 @@ EMPTY = [None, "", [], {}, [None], {"ref": [], "bbox": None}]
         ({"non_preferred_output": user("x")}, PREFERENCE, "non_preferred_output holds"),
         ({"label": False}, PREFERENCE, "label is False: .*KTO.*Keep the rows with good answers"),
         ({"label": True}, PREFERENCE, "label is True"),
+        ({"label": "true"}, PREFERENCE, "label is true"),
         ({"kto_tag": True}, PREFERENCE, "kto_tag is True"),
         ({"chat_template_kwargs": {"enable_thinking": False}}, CONTENT, "cannot set arguments of the chat template"),
         ({"history": [["a", "b"]]}, MESSAGES, "history stands beside messages; write its turns into messages"),
@@ -73,6 +74,12 @@ def test_preference_rows_without_turns_are_called_what_they_are():
 )
 def test_keys_of_turns_that_cannot_be_obeyed(turn, message):
     check_rejected(answer(**turn), CONTENT, message)
+
+
+def test_of_several_reasons_the_same_is_given_in_every_process():
+    media = ("videos", "video", "images", "image", "audios", "audio")
+    for turn in (dict.fromkeys(media, "x"), dict.fromkeys(reversed(media), "x")):
+        check_rejected(answer(**turn), CONTENT, r"messages\[1\]\.audio holds")
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking", "tool_calls", "function_call"])

@@ -29,7 +29,7 @@ def test_the_turns_of_sharegpt_have_them_too(flag: str) -> None:
 
 
 @pytest.mark.parametrize("flag", FLAGS)
-@pytest.mark.parametrize("value", [0, 0.0, False, None])
+@pytest.mark.parametrize("value", [0, 0.0, False, None, ""])
 def test_other_turns_are_not_learned_and_may_say_so(flag: str, value: Any) -> None:
     conversation = convert({"messages": user("?", **{flag: value})})
     assert [message.loss_weight for message in conversation.messages] == [None, None]
@@ -42,7 +42,7 @@ def test_other_turns_cannot_be_learned(role: str) -> None:
     check_rejected(row, Reason.UNSUPPORTED_CONTENT, rf"messages\[0\]\.train is True in a {role} turn; only assistant")
 
 
-@pytest.mark.parametrize("value", ["true", "0.5", -1, -0.5, math.nan, math.inf, [1], {"a": 1}])
+@pytest.mark.parametrize("value", ["x", -1, -0.5, math.nan, math.inf, [1], {"a": 1}])
 def test_values_that_are_no_weights(value: Any) -> None:
     message = "is .*; a loss weight is true, false or a number that is at least 0"
     check_rejected(answer(loss=value), Reason.MALFORMED_MESSAGES, rf"messages\[1\]\.loss {message}")
@@ -55,6 +55,11 @@ def test_weights_of_a_row_multiply(weights: dict[str, Any]) -> None:
     assert conversation.loss_weight == pytest.approx(math.prod(map(float, weights.values())))
     assert isinstance(conversation.loss_weight, float)
     assert conversation.messages[1].loss_weight is None
+
+
+@pytest.mark.parametrize(("text", "weight"), [("0.5", 0.5), ("2", 2), ("false", 0)])
+def test_a_weight_of_a_row_may_be_text_as_in_csv(text: str, weight: float) -> None:
+    assert convert({**answer(), "weight": text}).loss_weight == weight
 
 
 def test_a_row_without_weights_has_weight_1() -> None:

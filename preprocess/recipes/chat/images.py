@@ -57,7 +57,7 @@ class RowImages:
             self._named += 1
             part = ImagePart(self._media.load(self._source(sources[0], item[sources[0]]), where), where)
         bounds: dict[str, Any] = _bounds(item, where)
-        return dataclasses.replace(part, **bounds)
+        return dataclasses.replace(part, **bounds) if bounds else part
 
     def take(self, where: str, index: Any = None, remedy: str = "") -> ImagePart:
         """The next image of the column.

@@ -60,7 +60,7 @@ def refuse_row(values: Mapping[str, Any]) -> None:
                 f"{key} holds {excerpt(value)}; rows cannot set arguments of the chat template. Drop the column if "
                 "the default rendering is right.",
             )
-        if isinstance(value, bool):  # other labels are classes
+        if key == "kto_tag" or str(value).lower() in ("true", "false"):  # other labels are classes
             raise RowRejected(
                 Reason.PREFERENCE_DATA,
                 f"{key} is {value}: the answer is labelled good or bad (KTO), which supervised training does not "

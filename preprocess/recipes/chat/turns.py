@@ -109,7 +109,7 @@ def read_turn(turn: Any, where: str, learned: bool = True) -> Turn:
     if not isinstance(turn, Mapping):
         raise RowRejected(Reason.MALFORMED_MESSAGES, f"{where} is no object: {excerpt(turn)}")
     turn = {key: value for key, value in turn.items() if value is not None}
-    for key in filled(turn, turn.keys() & _REFUSED_KEYS.keys()):
+    for key in filled(turn, sorted(turn.keys() & _REFUSED_KEYS.keys())):
         raise RowRejected(Reason.UNSUPPORTED_CONTENT, f"{where}.{key} holds {excerpt(turn[key])}; {_REFUSED_KEYS[key]}")
     for one, other in (("from", "role"), ("value", "content")):
         if one in turn and other in turn:

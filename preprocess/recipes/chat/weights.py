@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from preprocess.conversation import Role
+from preprocess.recipes.keys import filled
 from preprocess.reject import RowRejected, excerpt
 from vlmdata.format.ledger import Reason
 from vlmdata.wording import with_article
@@ -29,16 +31,15 @@ def turn_weight(turn: Mapping[str, Any], role: Role, where: str) -> float | None
             that is to be learned.
     """
     weight = None
-    for key in TURN_WEIGHTS:
-        if key in turn:
-            factor = _weight(turn[key], f"{where}.{key}")
-            if factor > 0 and role != "assistant":
-                raise RowRejected(
-                    Reason.UNSUPPORTED_CONTENT,
-                    f"{where}.{key} is {turn[key]} in {with_article(role)} turn; only assistant turns are learned. "
-                    "Set it to 0 or leave it out.",
-                )
-            weight = factor if weight is None else weight * factor
+    for key in filled(turn, TURN_WEIGHTS):
+        factor = _weight(turn[key], f"{where}.{key}")
+        if factor > 0 and role != "assistant":
+            raise RowRejected(
+                Reason.UNSUPPORTED_CONTENT,
+                f"{where}.{key} is {turn[key]} in {with_article(role)} turn; only assistant turns are learned. "
+                "Set it to 0 or leave it out.",
+            )
+        weight = factor if weight is None else weight * factor
     return weight if role == "assistant" else None
 
 
@@ -48,7 +49,16 @@ def row_weight(values: Mapping[str, Any]) -> float:
     Raises:
         RowRejected: MALFORMED_MESSAGES for a value that is no weight.
     """
-    return math.prod((_weight(values[key], key) for key in _ROW_WEIGHTS if key in values), start=1.0)
+    given = filled(values, _ROW_WEIGHTS)
+    return math.prod((_weight(_parsed(values[key]), key) for key in given), start=1.0)
+
+
+def _parsed(value: Any) -> Any:
+    """The value of a column; CSV has text only."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def _weight(value: Any, where: str) -> float:
