@@ -84,7 +84,9 @@ def _parts(made: Conversation, images: tuple[EncodedImage, ...]) -> Iterator[tup
             yield name, value, remark
             name = ""
     if made.unused:
-        yield "unused keys", data(", ".join(made.unused)), ""
+        yield "unused keys", data(", ".join(made.unused)), "harmless"
+    if made.unknown:
+        yield "unused keys", data(", ".join(made.unknown)), "unknown to the recipe"
 
 
 def _content(message: Message, images: Iterator[EncodedImage]) -> Iterator[tuple[Any, str]]:

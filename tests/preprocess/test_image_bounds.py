@@ -18,7 +18,7 @@ from preprocess.images.bounds import MAX_PIXELS, target_size
 from preprocess.images.resize import smart_resize
 from preprocess.reject import RowRejected
 from tests.conftest import encoded_image
-from tests.preprocess.chat_rows import check_rejected, convert, user
+from tests.preprocess.chat_recipe import check_rejected, convert, user
 from vlmdata.format.ledger import Reason
 
 RUN = ImageConfig(min_pixels=16_384, max_pixels=65_536)

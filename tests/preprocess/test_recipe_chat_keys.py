@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from preprocess.config import RecipeConfig
 from preprocess.recipes.base import Row
 from preprocess.recipes.cord_v2 import CordV2
-from tests.preprocess.chat_rows import answer, check_rejected, convert, seen, user
+from tests.preprocess.chat_recipe import answer, check_rejected, convert, seen, user
 from vlmdata.format.ledger import Reason
 
 CONTENT, MESSAGES, PREFERENCE = Reason.UNSUPPORTED_CONTENT, Reason.MALFORMED_MESSAGES, Reason.PREFERENCE_DATA

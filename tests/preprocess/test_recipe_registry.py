@@ -30,6 +30,9 @@ class TestEveryRecipe:
         ("chat", ["messages"]),
         ("chat", ["messages", "images"]),
         ("chat", ["conversations", "image", "id"]),
+        ("chat", ["instruction", "input", "output", "images"]),
+        ("chat", ["query", "response", "history", "system"]),
+        ("chat", ["prompt", "completion", "images"]),
     ],
 )
 def test_these_columns_fit_one_recipe(name: str, columns: list[str]) -> None:

@@ -68,6 +68,13 @@ def test_turns_images_and_tokens_of_a_conversation_are_shown(trace: Trace, tmp_p
     assert "\x1b" not in out
 
 
+def test_keys_that_are_not_used_are_shown(trace: Trace, tmp_path: Path) -> None:
+    row = {"id": 1, "mood": "fine", "messages": [turn("user", "?"), turn("assistant", "yes")]}
+    out = trace(0, of=write_jsonl(tmp_path / "chat.jsonl", [row]), recipe="chat")[1]
+    words = " ".join(out.split())
+    assert "unused keys id harmless unused keys mood unknown to the recipe" in words
+
+
 def test_a_failing_recipe_shows_its_traceback(trace: Trace) -> None:
     code, out, _ = trace(6)
     assert code == 1

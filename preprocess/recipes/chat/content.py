@@ -29,13 +29,13 @@ _KEEP = "To keep the mark as text, write \\{mark} or give --stray-marks plain"
 class ContentReader:
     """Reads the contents of one row's turns.
 
-    A mark ``<image>`` in a user or tool turn takes the next image of the row, unless content items do. Any other mark
-    is stray: text that may have lost its medium.
+    A mark ``<image>`` in a user or tool turn takes the next image of the row, unless content items place the images.
+    Any other mark is stray: text that may have lost its medium.
 
     Args:
         turns: All turns of the row.
         images: The row's images.
-        stray_marks: What to do with stray marks in rows without images, and in turns without.
+        stray_marks: What to do with stray marks. If they are kept, so are all marks of rows without images.
         keys: Takes note of keys that are not used.
     """
 

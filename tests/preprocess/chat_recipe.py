@@ -1,4 +1,4 @@
-"""Chat rows for tests: calling the recipe, and showing what came of a row."""
+"""Calling the chat recipe in tests, and showing what came of a row."""
 
 from __future__ import annotations
 
