@@ -79,6 +79,14 @@ class TestPromptsOfMessages:
     def test_the_completion_may_be_text(self):
         assert seen(convert({"prompt": PROMPT, "completion": "y"}))[-1] == ("assistant", ["y"])
 
+    def test_they_may_be_json_text_as_in_csv(self):
+        row = {"prompt": json.dumps(PROMPT), "completion": json.dumps(user("?")[1:])}
+        assert convert(row) == convert({name: json.loads(text) for name, text in row.items()})
+
+    @pytest.mark.parametrize("text", ["[{", '[{"a": 1}]', "[1]", "[{]"])
+    def test_other_text_in_brackets_is_text(self, text):
+        assert seen(convert({"prompt": text, "completion": text})) == [("user", [text]), ("assistant", [text])]
+
     def test_turns_are_checked_as_anywhere(self):
         check_rejected({"prompt": "?", "completion": [{"role": "bot"}]}, MESSAGES, r"completion\[0\]\.role is bot")
 
@@ -90,6 +98,7 @@ class TestPromptsOfMessages:
         ({"instruction": "?", "input": 5, "output": "x"}, "input is not text: 5"),
         ({"query": {"a": 1}, "response": "x"}, "query is not text: {'a': 1}"),
         ({"query": "?", "response": "x", "history": "a"}, "history is not JSON: .*: a"),
+        ({"query": "?", "response": "x", "history": {"a": "b"}}, "history is not a list of exchanges: {'a': 'b'}"),
         ({"query": "?", "response": "x", "history": ["a"]}, r"history\[0\] is not a question and its answer: a"),
         ({"query": "?", "response": "x", "history": [["a"]]}, r"history\[0\] is not a question and its answer"),
         ({"query": "?", "response": "x", "history": [["a", None]]}, r"history\[0\]\[1\] is not text: None"),
@@ -106,6 +115,11 @@ def test_rows_that_are_refused(row: dict[str, Any], message: str):
 @pytest.mark.parametrize("row", [{"query": "?"}, {"response": "x"}, {"query": "?", "prompt": "?", "response2": "x"}])
 def test_rows_without_a_question_or_an_answer(row: dict[str, Any]):
     check_rejected(row, Reason.MISSING_COLUMN, "nor a pair such as instruction and output; columns with values: ")
+
+
+@pytest.mark.parametrize(("question", "answer"), PAIRS)
+def test_an_empty_answer_is_left_to_be_rejected_as_such(question: str, answer: str):
+    assert seen(convert({question: "?", answer: ""})) == [("user", ["?"]), ("assistant", [""])]
 
 
 def test_question_and_answer_may_be_of_different_pairs():

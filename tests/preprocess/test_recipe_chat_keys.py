@@ -161,6 +161,11 @@ class TestReported:
         conversation = convert({**PLAIN, "prompt": "hello", "text": "user: hello"})
         assert conversation.unknown == ("prompt", "text")
 
+    def test_keys_of_images_in_a_column(self):
+        image = {"bytes": b"a", "path": None, "caption": "c"}
+        conversation = convert({"messages": user("<image>?"), "images": [image]})
+        assert conversation.unknown == ("images[].caption",)
+
     def test_a_label_that_is_a_class_is_unknown(self):
         assert convert({**PLAIN, "label": 3}).unknown == ("label",)
 
@@ -238,6 +243,10 @@ class TestCalls:
     def test_two_kinds_of_calls_are_refused(self):
         row = answer(tool_calls=[{"name": "f"}], function_call={"name": "g"})
         check_rejected(row, MESSAGES, r"messages\[1\] has both tool_calls and function_call")
+
+    def test_a_turn_that_is_a_call_and_has_calls_is_refused(self):
+        call = {"role": "tool_call", "content": '{"name": "f", "arguments": {}}', "tool_calls": [{"name": "g"}]}
+        check_rejected({"messages": [*user("?"), call]}, MESSAGES, "is a tool_call turn and has tool_calls; keep one")
 
     def test_functions_are_tools(self):
         function = {"name": "f", "parameters": {"type": "object"}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from preprocess.recipes.base import recipe_fingerprint
 from preprocess.report import report_of
 from preprocess.sources.open import open_source
 from tests.conftest import tree_bytes
+from tests.preprocess.command_line import TOKENIZER
+from vlmdata.cli.main import main
 from vlmdata.format.ledger import Reason, read_ledger
 from vlmdata.format.manifest import Manifest
 from vlmdata.verify.dataset import verify_dataset
@@ -66,6 +69,19 @@ def test_strict_rejects_rows_with_unknown_keys_alone(tmp_path: Path) -> None:
     rejections = list(read_ledger(tmp_path / "out" / "rejected.jsonl"))
     assert [(each.row, each.reason) for each in rejections] == [(n, Reason.UNKNOWN_KEYS) for n in (0, 3, 6)]
     assert rejections[0].message.startswith("keys that the recipe does not know: mood. --strict")
+
+
+def test_the_command_has_the_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"query": "What is <image>?", "response": "A tag."}, {"query": "?", "response": "x", "mood": "fine"}]
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ("--strict", "--stray-marks", "plain", "-j", "1", "--json", *TOKENIZER)
+    monkeypatch.setattr(sys, "argv", ["vlmdata", "preprocess", str(source), "--out", str(tmp_path / "out"), *options])
+    with pytest.raises(SystemExit):
+        main()
+    assert json.loads(capsys.readouterr().out)["rejects"] == {"unknown_keys": 1}
 
 
 def test_are_shown_in_the_summary_and_in_its_json(tmp_path: Path) -> None:

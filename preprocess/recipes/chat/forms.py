@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -82,16 +83,17 @@ def _pair(values: Mapping[str, Any]) -> tuple[str, str] | None:
     if complete:
         return complete[0]
     questions = filled(values, [question for question, _ in PAIRS]) or filled(values, ["input"])
-    answers = filled(values, [answer for _, answer in PAIRS])
+    names = [answer for _, answer in PAIRS]
+    answers = filled(values, names) or [name for name in names if name in values]  # an empty answer is told as such
     return (questions[0], answers[0]) if len(questions) == len(answers) == 1 else None
 
 
 def _from_pair(values: Mapping[str, Any], question: str, answer: str) -> Form:
     columns = {question, answer, "history"}
     turns = list(_history(values.get("history")))
-    if isinstance(values[question], list):
+    if (prompt := _messages(values[question])) is not None:
         # As TRL learns these: the completion alone. Answers within the prompt are context.
-        turns += _list(values[question], question, learned=False)
+        turns += _list(prompt, question, learned=False)
     else:
         text = values[question]
         if question == "instruction":
@@ -99,8 +101,8 @@ def _from_pair(values: Mapping[str, Any], question: str, answer: str) -> Form:
             if filled(values, ["input"]):
                 text = "\n".join(text_turn("user", values[name], name).content for name in ("instruction", "input"))
         turns.append(text_turn("user", text, question))
-    if isinstance(values[answer], list):
-        turns += _list(values[answer], answer)
+    if (completion := _messages(values[answer])) is not None:
+        turns += _list(completion, answer)
     else:
         turns.append(text_turn("assistant", values[answer], answer))
     return Form(tuple(turns), frozenset(columns))
@@ -108,8 +110,10 @@ def _from_pair(values: Mapping[str, Any], question: str, answer: str) -> Form:
 
 def _history(history: Any) -> Iterator[Turn]:
     """Earlier questions and answers, ``[[question, answer], …]``, oldest first."""
-    if isinstance(history, str) and history.strip():
-        history = parse_json(history, "history")
+    if isinstance(history, str):
+        history = parse_json(history, "history") if history.strip() else []
+    if not isinstance(history or [], list):
+        raise RowRejected(Reason.MALFORMED_MESSAGES, f"history is not a list of exchanges: {excerpt(history)}")
     for i, exchange in enumerate(history or []):
         if not isinstance(exchange, list | tuple) or len(exchange) != 2:
             raise RowRejected(
@@ -117,6 +121,18 @@ def _history(history: Any) -> Iterator[Turn]:
             )
         yield text_turn("user", exchange[0], f"history[{i}][0]")
         yield text_turn("assistant", exchange[1], f"history[{i}][1]")
+
+
+def _messages(value: Any) -> list[Any] | None:
+    """The value of a pair's column if it is a list of messages, or JSON text of one (as in CSV)."""
+    if isinstance(value, str) and value.lstrip().startswith("[{"):
+        try:
+            parsed = json.loads(value)
+        except (ValueError, RecursionError):
+            return None
+        roles = isinstance(parsed, list) and all(isinstance(each, Mapping) and "role" in each for each in parsed)
+        return parsed if roles else None
+    return value if isinstance(value, list) else None
 
 
 def _list(turns: Any, name: str, learned: bool = True) -> Iterator[Turn]:

@@ -81,8 +81,10 @@ class RowImages:
                 f"this one takes {number}",
             )
         self._taken += 1
-        field = f"{self.column}[{number}]"
-        return ImagePart(self._media.load(self._images[number], field), field)
+        field, image = f"{self.column}[{number}]", self._images[number]
+        if isinstance(image, Mapping):
+            self._keys.note(image, _FILE_KEYS, _FILE_HARMLESS, f"{self.column}[].")
+        return ImagePart(self._media.load(image, field), field)
 
     def require_all_used(self) -> None:
         """Checks that every image of the column has its place.

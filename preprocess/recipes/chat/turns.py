@@ -120,6 +120,8 @@ def read_turn(turn: Any, where: str, learned: bool = True) -> Turn:
         raise RowRejected(Reason.MALFORMED_MESSAGES, f"{where}.value is not text: {excerpt(content)}")
     calls = _calls(turn, role, where)
     if name in _CALL_ROLES:
+        if calls:
+            raise RowRejected(Reason.MALFORMED_MESSAGES, f"{where} is a {name} turn and has tool_calls; keep one")
         if not isinstance(content, str):
             raise RowRejected(Reason.MALFORMED_MESSAGES, f"{where}.content is not a call as JSON: {excerpt(content)}")
         call = parse_json(content, f"{where}.{'value' if 'value' in turn else 'content'}")
