@@ -149,8 +149,8 @@ def preprocess(
     """Turn rows of images and text into tokenized samples in shards, ready to be packed.
 
     The recipe turns a row into a conversation; without `--recipe`, the source's columns choose it. Options that would
-    have no effect are refused. Repeat the command to continue an interrupted run: the result is byte-identical for any
-    number of workers and any interruption.
+    have no effect are refused. Repeat the command to continue an interrupted run, or to make again what a finished
+    dataset has lost. The result is byte-identical for any number of workers and any interruption.
 
     **Examples**
 

@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 from filelock import FileLock, Timeout
 
-from preprocess.chat.tokenizer import ChatTokenizer, load_tokenizer
+from preprocess.chat.tokenizer import load_tokenizer
+from preprocess.closing import close_dataset
 from preprocess.config import PreprocessConfig
 from preprocess.engine import Counters, Run, describe, run_jobs, start_workers_early
 from preprocess.fingerprints import identity_changes, run_identity, tokenizer_identity
-from preprocess.key_counts import KeyCounts
 from preprocess.probe import require_usable
+from preprocess.repair import Repair, find_damage
 from preprocess.shard_job import (
     PROGRESS_DIR,
     ShardJob,
     ShardRecord,
     finished_record,
-    progress_path,
 )
 from preprocess.sources.rows import Source
-from vlmdata import __version__
-from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError
-from vlmdata.format.atomic import atomic_path, sync, temporary_target, write_atomically
-from vlmdata.format.index import index_schema
-from vlmdata.format.manifest import Manifest, Totals, canonical_hash
+from vlmdata.errors import ConfigMismatchError, ResourceError
+from vlmdata.format.atomic import temporary_target, write_atomically
+from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import (
     INDEX_NAME,
     LEDGER_NAME,
@@ -42,7 +37,6 @@ from vlmdata.format.schema import (
     TOKENIZER_DIR,
     shard_name,
 )
-from vlmdata.format.tokenizer_files import hash_tokenizer_files
 
 _RUN_FILE = "run.json"
 _LOCK_FILE = "lock"
@@ -71,11 +65,13 @@ class RunResult:
         manifest: Of the finished dataset.
         made: Shards made in this run.
         kept: Shards that were already whole.
+        mended: Names of the files and folders that a finished dataset had lost and that were made again.
     """
 
     manifest: Manifest
     made: int
     kept: int
+    mended: tuple[str, ...] = ()
 
 
 def preprocess_dataset(
@@ -89,6 +85,8 @@ def preprocess_dataset(
 ) -> RunResult:
     """Makes a dataset directory, or continues one that an earlier run of the same configuration began.
 
+    Of a finished dataset it makes again what is missing or cut.
+
     Args:
         source: An opened source.
         directory: Where the dataset goes; made if absent.
@@ -101,6 +99,7 @@ def preprocess_dataset(
         The finished dataset's manifest, and what this run did.
 
     Raises:
+        DatasetFormatError: If a file of a finished dataset that was lost cannot be made again as it was.
         ConfigMismatchError: If the directory holds a dataset of another configuration or source, or other files.
         ResourceError: If the disk is full or another run is at work there.
         SourceError: If the tokenizer or the recipe cannot be loaded, or the tokenizer cannot be used.
@@ -119,7 +118,8 @@ def preprocess_dataset(
         jobs = _plan(source.num_rows, config.rows_per_shard)
         finished = _continue(directory, identity)
         if finished is not None:
-            return RunResult(finished, made=0, kept=len(finished.shards))
+            run = Run(source, config, directory, Counters(len(jobs)), tokenizer.info)
+            return _mend(Repair(run, finished, jobs, tokenizer, workers), watcher)
         records = {job.number: record for job in jobs if (record := finished_record(directory, job))}
         counters = Counters(len(jobs))
         for number, record in records.items():
@@ -136,7 +136,23 @@ def preprocess_dataset(
                 records[by_start[record.info.row_start]] = record
                 watcher.shard_done(record)
         ordered = [records[job.number] for job in jobs]
-        return RunResult(_finish(directory, identity, ordered, tokenizer), made=len(missing), kept=kept)
+        return RunResult(close_dataset(directory, identity, ordered, tokenizer), made=len(missing), kept=kept)
+
+
+def _mend(repair: Repair, watcher: Watcher) -> RunResult:
+    """Makes again what a finished dataset lost, if anything."""
+    manifest, run = repair.manifest, repair.run
+    damage = find_damage(run.directory, manifest)
+    if not damage:
+        return RunResult(manifest, made=0, kept=len(manifest.shards))
+    needed = repair.shards_to_make(damage)
+    for number, info in enumerate(manifest.shards):
+        if number not in needed:
+            run.counters.table()[number] = (info.row_stop - info.row_start, 0, 0, info.rejected)
+    watcher.started(run.source.num_rows, len(manifest.shards), len(manifest.shards) - len(needed), run.counters)
+    mended = repair.mend(damage, watcher.shard_done)
+    made = len(mended.shards)
+    return RunResult(manifest, made, len(manifest.shards) - made, mended.names(manifest))
 
 
 def _plan(rows: int, rows_per_shard: int) -> list[ShardJob]:
@@ -252,8 +268,6 @@ def _continue(directory: Path, identity: dict[str, Any]) -> Manifest | None:
             f"{directory}: holds {state} of another configuration:\n{listed}\n"
             "Repeat the earlier options to continue it, give another --out, or --overwrite to start anew."
         )
-    if manifest is not None:
-        _require_shards(directory, manifest)
     return manifest
 
 
@@ -278,100 +292,3 @@ def _is_empty(record: Path) -> bool:
         return ShardRecord.read(record).info.samples == 0
     except (OSError, ValueError, KeyError, TypeError):  # of another version, perhaps
         return False
-
-
-def _require_shards(directory: Path, manifest: Manifest) -> None:
-    for shard in manifest.shards:
-        path = directory / shard.name
-        size = path.stat().st_size if path.exists() else -1
-        if size != shard.bytes:
-            found = "is missing" if size < 0 else f"has {size} bytes instead of {shard.bytes}"
-            raise DatasetFormatError(
-                f"{path}: the dataset is marked finished, but this shard {found}. Restore it, or --overwrite."
-            )
-
-
-def _finish(
-    directory: Path, identity: dict[str, Any], records: list[ShardRecord], tokenizer: ChatTokenizer
-) -> Manifest:
-    """Merges the shards' records and writes the manifest, last of all."""
-    try:
-        features = tuple(sorted({feature for record in records for feature in record.features}))
-        index_hash = _merge_index(directory, len(records), features)
-        ledger_hash = _merge_ledger(directory, len(records))
-        tokenizer_files = _save_tokenizer(directory, tokenizer)
-        keys = KeyCounts.sum(record.keys for record in records).to_json()
-        rejects: Counter[str] = Counter()
-        for record in records:
-            rejects.update(record.rejects)
-        manifest = Manifest(
-            config=identity["config"],
-            config_hash=canonical_hash(identity["config"]),
-            source=identity["source"],
-            tokenizer=tokenizer.info,
-            totals=_sum([record.totals for record in records]),
-            rejects=dict(sorted(rejects.items())),
-            shards=tuple(record.info for record in records),
-            index_sha256=index_hash,
-            ledger_sha256=ledger_hash,
-            features=features,
-            unused_keys=keys["unused"],
-            unknown_keys=keys["unknown"],
-            created_by=f"vlmdata {__version__}",
-            tokenizer_files=tokenizer_files,
-        )
-        write_atomically(directory / MANIFEST_NAME, manifest.to_json())
-    except OSError as error:
-        raise ResourceError(
-            f"{directory}: all {len(records)} shards are made, but closing the dataset failed: {describe(error)}. "
-            "Make room and run the same command again."
-        ) from error
-    return manifest
-
-
-def _sum(totals: list[Totals]) -> Totals:
-    names = Totals.__dataclass_fields__
-    return Totals(**{name: sum(getattr(each, name) for each in totals) for name in names})
-
-
-def _merge_index(directory: Path, shards: int, features: tuple[str, ...]) -> str:
-    """One row group per shard, streamed: memory does not grow with the dataset. Only columns of used features stay."""
-    schema = index_schema(features)
-    with atomic_path(directory / INDEX_NAME) as path:
-        with pq.ParquetWriter(path, schema, compression="zstd") as writer:
-            for shard in range(shards):
-                table = pq.read_table(progress_path(directory, shard, "parquet"), schema=schema)
-                if table.num_rows:
-                    writer.write_table(table, row_group_size=max(1, table.num_rows))
-        return _sha256(path)
-
-
-def _merge_ledger(directory: Path, shards: int) -> str:
-    with atomic_path(directory / LEDGER_NAME) as path:
-        with open(path, "wb") as ledger:
-            for shard in range(shards):
-                ledger.write(progress_path(directory, shard, "jsonl").read_bytes())
-        return _sha256(path)
-
-
-def _save_tokenizer(directory: Path, tokenizer: ChatTokenizer) -> dict[str, str]:
-    """Puts the tokenizer beside the data, so the dataset can be read and audited on its own; returns its hashes."""
-    final, partial = directory / TOKENIZER_DIR, directory / PROGRESS_DIR / TOKENIZER_DIR
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        tokenizer.save(partial)
-    except OSError:
-        raise
-    except Exception as error:  # its Rust half says so when the disk is full
-        raise OSError(f"the tokenizer cannot be saved: {error}") from error
-    for entry in [*partial.rglob("*"), partial]:
-        sync(entry)
-    hashes = hash_tokenizer_files(partial)
-    shutil.rmtree(final, ignore_errors=True)
-    partial.rename(final)
-    return hashes
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

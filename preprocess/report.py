@@ -58,6 +58,7 @@ class Report:
         seconds: Wall time of this run.
         made: Shards made in this run.
         kept: Shards already there.
+        mended: Files and folders that the finished dataset had lost and that were made again.
         max_reject_rate: Largest rejected share that is no failure.
         examples: The first rejection for each of the commonest reasons, commonest first.
     """
@@ -68,6 +69,7 @@ class Report:
     seconds: float
     made: int
     kept: int
+    mended: tuple[str, ...]
     max_reject_rate: float
     examples: tuple[Rejection, ...]
 
@@ -126,6 +128,7 @@ class Report:
             "shards": len(self.manifest.shards),
             "shards_made": self.made,
             "shards_kept": self.kept,
+            "mended": list(self.mended),
             "seconds": round(self.seconds, 3),
         }
 
@@ -145,6 +148,8 @@ class Report:
             lines.append(f"rejected rows, with reasons: {self._ledger}")
         if self.failed_row is not None:
             lines.append(f"unexpected errors: add --trace {self.failed_row} to the command for the first traceback")
+        if self.mended:
+            lines.append(f"made again, as the manifest has them: {', '.join(self.mended)}")
         if self.manifest.totals.samples:
             lines.append(f"next: vlmdata verify {self.directory}")
         for line in lines:
@@ -200,6 +205,7 @@ def report_of(directory: Path, result: RunResult, seconds: float, max_reject_rat
         seconds=seconds,
         made=result.made,
         kept=result.kept,
+        mended=result.mended,
         max_reject_rate=max_reject_rate,
         examples=_examples(directory / LEDGER_NAME, [reason for reason, _ in _commonest_first(manifest)[:_EXAMPLES]]),
     )

@@ -22,7 +22,7 @@ from preprocess.job import RunResult, Watcher, preprocess_dataset
 from preprocess.sources.open import open_source
 from tests.conftest import cord_row, encoded_image, tree_bytes, write_cord_parquet
 from vlmdata import open_dataset
-from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError, SourceError
+from vlmdata.errors import ConfigMismatchError, ResourceError, SourceError
 from vlmdata.format.ledger import read_ledger
 from vlmdata.format.manifest import Manifest
 from vlmdata.verify.dataset import verify_dataset
@@ -246,12 +246,6 @@ class TestRunningAgain:
         result = preprocess(cord_parquet, out)
         assert (result.made, result.kept) == (5, 2)
         assert tree_bytes(out) == tree_bytes(tmp_path / "whole")
-
-    def test_a_finished_dataset_that_lost_a_shard_is_not_called_whole(self, cord_parquet: Path, tmp_path: Path) -> None:
-        preprocess(cord_parquet, tmp_path / "out")
-        (tmp_path / "out" / "shard-000002.tar").unlink()
-        with pytest.raises(DatasetFormatError, match=r"shard-000002\.tar: .* is missing.*--overwrite"):
-            preprocess(cord_parquet, tmp_path / "out")
 
     @pytest.mark.parametrize("finished", [True, False], ids=["finished", "unfinished"])
     def test_other_options_may_follow_a_run_that_accepted_nothing(self, tmp_path: Path, finished: bool) -> None:

@@ -43,8 +43,10 @@ def test_a_sound_dataset_ends_with_0_and_one_line(verify, sound_dataset):
 def test_faults_end_with_1_and_a_line_each(verify, damaged):
     damage(damaged)
     code, out, _ = verify(damaged, "-j", "1")
-    *faults, verdict = out.splitlines()
+    *faults, verdict, remove, run = out.splitlines()
     assert code == 1
+    assert remove == f"next: Remove {damaged}/shard-000000.tar."
+    assert run.startswith("next: Run the `vlmdata preprocess` command")
     assert len(faults) == 3
     assert verdict.startswith("3 faults: ")
     assert any(line.startswith("shard-000000.tar row 1 key 000000001: checksum: ") for line in faults)
@@ -56,6 +58,7 @@ def test_json_tells_every_fault(verify, damaged):
     result = json.loads(out)
     assert code == 1
     assert (result["sound"], result["samples"], result["shards"]) == (False, 6, 4)
+    assert len(result["remedies"]) == 2
     fault = next(fault for fault in result["faults"] if fault["check"] == "checksum")
     assert (fault["file"], fault["row"], fault["key"]) == ("shard-000000.tar", 1, "000000001")
 

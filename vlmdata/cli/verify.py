@@ -19,7 +19,7 @@ def verify(
     workers: Annotated[int | None, typer.Option("--workers", "-j", help="Processes. Default: one a core.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result, every fault in it, as JSON.")] = False,
 ) -> None:
-    """Re-hash every shard, check index and ledger against them, and audit every sample.
+    """Re-hash every shard, check index, ledger and tokenizer, and audit every sample; say what mends the faults.
 
     Of each sample: targets exist and lie in assistant turns, after the header, unbroken to the end; the supervised
     end tokens equal the turns; no pad, vision or header token is a target; no image block is cut; patches match the
@@ -39,6 +39,7 @@ def verify(
     from vlmdata.cli.machine import available_cores
     from vlmdata.format.manifest import Manifest
     from vlmdata.verify.dataset import verify_dataset
+    from vlmdata.verify.remedy import remedies
 
     talk = Console(stderr=True, highlight=False)
     begun = time.monotonic()
@@ -51,6 +52,7 @@ def verify(
             directory, workers=workers or available_cores(), on_shard=lambda result: bar.advance(task)
         )
     seconds = time.monotonic() - begun
+    steps = remedies(str(directory), audit.faults)
     if as_json:
         fields = {
             "directory": str(directory),
@@ -59,6 +61,7 @@ def verify(
             "shards": shards,
             "bytes": audit.bytes,
             "faults": [dataclasses.asdict(fault) for fault in audit.faults],
+            "remedies": steps,
         }
         print(json.dumps(fields, indent=2))
     else:
@@ -70,4 +73,6 @@ def verify(
         size = f"{audit.samples:,} samples, {shards:,} shards, {audit.bytes / 1e6:,.1f} MB in {seconds:.1f} s"
         verdict = f"[bold red]{len(audit.faults):,} faults[/]" if audit.faults else "[bold green]sound[/]"
         out.print(f"{verdict}: {size}")
+        for step in steps:
+            out.print(f"next: {step}", markup=False)
     raise typer.Exit(1 if audit.faults else 0)

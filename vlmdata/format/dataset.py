@@ -125,12 +125,14 @@ class VlmDataset:
             with open(path, "rb") as file:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
-            raise DatasetFormatError(f"{path}: cannot map the shard: {error}") from error
+            raise DatasetFormatError(
+                f"{path}: cannot map the shard: {error}. Run `vlmdata verify` on the dataset; it says how to mend it."
+            ) from error
         if len(mapped) != info.bytes:
             # Views past the end of a short file would be a SIGBUS rather than an exception.
             raise DatasetFormatError(
                 f"{path}: {len(mapped)} bytes, but the manifest says {info.bytes}; the shard was cut or replaced. "
-                "Restore it, or preprocess again."
+                "Run `vlmdata verify` on the dataset; it says how to mend it."
             )
         return mapped
 

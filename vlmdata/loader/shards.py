@@ -125,7 +125,7 @@ class ShardStore:
             if got == 0:
                 raise DatasetFormatError(
                     f"{self._path(dataset, shard)}: {what}: the file ends at byte {offset + done}, "
-                    f"{into.nbytes - done} bytes early; restore it or preprocess again"
+                    f"{into.nbytes - done} bytes early. Run `vlmdata verify` on the dataset; it says how to mend it."
                 )
             done += got
         self.bytes_read += done
@@ -140,8 +140,8 @@ class ShardStore:
         """The error for bytes that are not :meth:`is_sound`."""
         return DatasetFormatError(
             f"{self._path(dataset, shard)}: {what}: the data changed after preprocessing: xxh3 is "
-            f"{xxhash.xxh3_64_intdigest(data):016x}, expected {checksum:016x}. Run `vlmdata verify` and restore the "
-            "shard, or preprocess it again."
+            f"{xxhash.xxh3_64_intdigest(data):016x}, expected {checksum:016x}. Run `vlmdata verify` on the "
+            "dataset; it says how to mend it."
         )
 
     def _file(self, dataset: int, shard: int) -> int:
@@ -156,7 +156,8 @@ class ShardStore:
             os.close(file)
             raise DatasetFormatError(
                 f"{self._path(dataset, shard)}: {size} bytes, but the manifest says {info.bytes} (sha256 "
-                f"{info.sha256}); the shard was cut or replaced. Restore it, or preprocess again."
+                f"{info.sha256}); the shard was cut or replaced. Run `vlmdata verify` on the dataset; "
+                "it says how to mend it."
             )
         self._open[key] = file
         if len(self._open) > _OPEN_FILES:

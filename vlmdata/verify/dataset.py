@@ -7,7 +7,7 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import pairwise
@@ -33,7 +33,7 @@ from vlmdata.format.selection import SELECTION, Selection
 from vlmdata.format.tokenizer_files import tokenizer_findings
 from vlmdata.verify.fault import Fault
 from vlmdata.verify.sample import SampleRules
-from vlmdata.verify.shard import ShardAudit, audit_shard
+from vlmdata.verify.shard import ShardAudit, audit_shard, hash_shard
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,8 @@ def verify_dataset(directory: Path, *, workers: int = 1, on_shard: Callable[[Sha
     try:
         index = DatasetIndex.read(directory / INDEX_NAME)
     except DatasetFormatError as error:
-        return Audit(manifest, 0, 0, [*faults, Fault(INDEX_NAME, "unreadable", str(error))])
+        faults.append(Fault(INDEX_NAME, "unreadable", str(error)))
+        return _audit(manifest, faults, _hash_shards(directory, manifest, workers), on_shard)
     faults += _check_index(index, manifest)
     faults += _check_features(index, manifest)
     faults += _check_ledger(directory, index, manifest)
@@ -79,13 +80,27 @@ def verify_dataset(directory: Path, *, workers: int = 1, on_shard: Callable[[Sha
         opened = _Opened(directory, manifest, index, SampleRules.of(manifest))
     except DatasetFormatError as error:
         return Audit(manifest, 0, 0, [*faults, Fault(MANIFEST_NAME, "config", str(error))])
+    return _audit(manifest, faults, _audit_shards(opened, workers), on_shard)
+
+
+def _audit(
+    manifest: Manifest,
+    faults: list[Fault],
+    shards: Iterator[ShardAudit],
+    on_shard: Callable[[ShardAudit], None] | None,
+) -> Audit:
     samples = 0
-    for result in _audit_shards(opened, workers):
+    for result in shards:
         samples += result.samples
         faults += result.faults
         if on_shard is not None:
             on_shard(result)
     return Audit(manifest, samples, sum(shard.bytes for shard in manifest.shards), faults)
+
+
+def _hash_shards(directory: Path, manifest: Manifest, workers: int) -> Iterator[ShardAudit]:
+    with ThreadPoolExecutor(workers) as pool:  # hashing releases the GIL
+        yield from pool.map(lambda info: hash_shard(directory, info), manifest.shards)
 
 
 @dataclass(frozen=True, eq=False)

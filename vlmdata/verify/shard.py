@@ -7,7 +7,7 @@ import io
 import json
 import mmap
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,22 +44,37 @@ def audit_shard(directory: Path, info: ShardInfo, rows: list[IndexRow], rules: S
         rows: Its index rows.
         rules: What its samples must obey.
     """
+    return _opened(directory, info, len(rows), lambda data: _audit(data, info, rows, rules))
+
+
+def hash_shard(directory: Path, info: ShardInfo) -> ShardAudit:
+    """Checks size and sha256 of one shard: all that can be checked without an index."""
+    return _opened(directory, info, 0, lambda data: _hash(data, info))
+
+
+def _opened(
+    directory: Path, info: ShardInfo, samples: int, check: Callable[[mmap.mmap], Iterator[Fault]]
+) -> ShardAudit:
     path = directory / info.name
     if not path.is_file():
         return ShardAudit(0, [Fault(info.name, "missing", f"no such file; it holds {info.samples} samples")])
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return ShardAudit(len(rows), list(_audit(data, info, rows, rules)))
+            return ShardAudit(samples, list(check(data)))
     except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
         return ShardAudit(0, [Fault(info.name, "unreadable", str(error))])
 
 
-def _audit(data: mmap.mmap, info: ShardInfo, rows: list[IndexRow], rules: SampleRules) -> Iterator[Fault]:
+def _hash(data: mmap.mmap, info: ShardInfo) -> Iterator[Fault]:
     if len(data) != info.bytes:
         yield Fault(info.name, "size", f"{len(data)} bytes, the manifest says {info.bytes}")
     digest = hashlib.sha256(data).hexdigest()
     if digest != info.sha256:
         yield Fault(info.name, "sha256", f"{digest}, the manifest says {info.sha256}")
+
+
+def _audit(data: mmap.mmap, info: ShardInfo, rows: list[IndexRow], rules: SampleRules) -> Iterator[Fault]:
+    yield from _hash(data, info)
     if len(rows) != info.samples:
         yield Fault(info.name, "index", f"{len(rows)} index rows, the manifest says {info.samples} samples")
     members, problem = _tar_members(data)
