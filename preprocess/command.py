@@ -45,7 +45,12 @@ def preprocess(
         ),
     ] = PreprocessConfig.recipe,
     split: Annotated[
-        str | None, typer.Option(help="Split to read. Default: train, or the only one.", rich_help_panel=_DATA)
+        str | None,
+        typer.Option(
+            help="Split to read. Default: train, or the only one. Several, as in `train,validation`: a dataset for "
+            "each, in a folder of its name in --out.",
+            rich_help_panel=_DATA,
+        ),
     ] = None,
     subset: Annotated[str | None, typer.Option(help="Configuration of a hub dataset.", rich_help_panel=_DATA)] = None,
     revision: Annotated[
@@ -53,6 +58,14 @@ def preprocess(
     ] = None,
     limit: Annotated[
         int | None, typer.Option(help="Read only the first so many rows (demo: draw so many).", rich_help_panel=_DATA)
+    ] = None,
+    holdout: Annotated[
+        float | None,
+        typer.Option(
+            help="Hold out this share of the rows, such as 0.02, chosen by a hash of their content: datasets "
+            "`train` and `validation` in --out.",
+            rich_help_panel=_DATA,
+        ),
     ] = None,
     image_root: Annotated[
         str | None,
@@ -160,6 +173,8 @@ def preprocess(
 
     - `vlmdata preprocess chats.jsonl --image-root images/ --tokenizer Qwen/Qwen3.5-9B --out data/chat -j 8`
 
+    - `vlmdata preprocess chats.jsonl --tokenizer Qwen/Qwen3.5-9B --holdout 0.02 --out data/chat`
+
     - `vlmdata preprocess chats.jsonl --tokenizer Qwen/Qwen3.5-9B --trace 17`
 
     **Exit codes**: 0 done; 1 done, but more rows rejected than allowed, or all, or the traced row is rejected; 2 wrong
@@ -187,6 +202,8 @@ def preprocess(
         )
         if not 0 <= max_reject_rate <= 1:
             raise ValueError(f"max_reject_rate is {max_reject_rate}; it is a share between 0 and 1")
+        if holdout is not None and not 0 < holdout < 1:
+            raise ValueError(f"holdout is {holdout}; it is a share between 0 and 1")
         if workers is not None and workers < 1:
             raise ValueError(f"workers is {workers}; it must be at least 1")
     except ValueError as error:
@@ -195,6 +212,8 @@ def preprocess(
         raise typer.BadParameter("missing; it names the dataset directory to make", param_hint="--out")
     if trace is not None and as_json:
         raise typer.BadParameter("--trace prints text; leave out --json")
+    if trace is not None and holdout is not None:
+        raise typer.BadParameter("--trace shows one row and makes no dataset; leave out --holdout")
     code = run_command(
         source,
         out,
@@ -204,6 +223,7 @@ def preprocess(
         subset=subset,
         revision=revision,
         limit=limit,
+        holdout=holdout,
         workers=workers,
         overwrite=overwrite,
         max_reject_rate=max_reject_rate,

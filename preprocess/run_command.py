@@ -6,7 +6,7 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -18,20 +18,22 @@ from preprocess.effects import refuse_foreign_options, refuse_without_effect, re
 from preprocess.encode import Encoder
 from preprocess.job import Watcher, preprocess_dataset
 from preprocess.locations import local_source, output_directory
+from preprocess.parts import Part, divide, split_names
 from preprocess.progress import progress_display
 from preprocess.recipes.base import load_recipe
 from preprocess.recipes.choice import choose_recipe, misfit, recipe_for
 from preprocess.recipes.media import require_image_root
-from preprocess.report import report_of
+from preprocess.report import Report, report_of
 from preprocess.sources.open import DEMO, open_source
 from preprocess.sources.rows import Source
 from preprocess.trace import trace_row
 from preprocess.trace_text import print_trace
 from vlmdata.cli.machine import available_cores
+from vlmdata.errors import SourceError
 from vlmdata.wording import counted
 
-#: Without a terminal, one line per so many drawn receipts.
-_DRAWN_PER_LINE = 64
+#: Without a terminal, there is a line at this count and whenever it has doubled.
+_LEAST_COUNT = 64
 
 
 def run_command(
@@ -44,6 +46,7 @@ def run_command(
     subset: str | None,
     revision: str | None,
     limit: int | None,
+    holdout: float | None,
     workers: int | None,
     overwrite: bool,
     max_reject_rate: float,
@@ -57,10 +60,11 @@ def run_command(
         out: The output folder, as typed; a traced row needs none.
         config: Options that decide the bytes; a recipe or tokenizer in it counts only if the user gave it.
         given: Names of the options that the user gave.
-        split: Split to read.
+        split: Split to read, or several, separated by commas: each gives a dataset in a folder of its own.
         subset: Configuration of a hub dataset.
         revision: Revision of a hub dataset.
-        limit: Most rows to read.
+        limit: Most rows to read of each split.
+        holdout: Share of the rows to hold out as a dataset of its own.
         workers: Processes; None is one per core.
         overwrite: Whether to remove a dataset that stands in the output folder.
         max_reject_rate: Largest share of rejected rows that is no failure.
@@ -69,45 +73,62 @@ def run_command(
     """
     # stdout is for the summary alone; progress, like all talk, goes to stderr.
     talk = Console(stderr=True, highlight=False)
-    begun = time.monotonic()
     spec, directory = local_source(spec), None if out is None else output_directory(out)
     _check_options(spec, config, given)
+    names = split_names(split, holdout=holdout, trace=trace)
     quiet_libraries()
     talk.print(f"opening {spec} …", markup=False, soft_wrap=True)
-    with _drawing(talk) as drawn:
-        source = open_source(
-            spec,
-            layout=config.recipe,
-            split=split,
-            config_name=subset,
-            revision=revision,
-            limit=limit,
-            drawn=drawn,
-        )
-    config = _with_recipe(config, source, spec, given, talk)
+    with _counting(talk, "receipt", "drawn") as drawn:
+        sources = {
+            name: open_source(
+                spec,
+                layout=config.recipe,
+                split=name,
+                config_name=subset,
+                revision=revision,
+                limit=limit,
+                drawn=drawn,
+            )
+            for name in names
+        }
+    config = _with_recipe(config, sources, spec, given, talk)
     if trace is not None:
-        return _trace(source, config, trace)
+        return _trace(sources[names[0]], config, trace)
     assert directory is not None
     workers = workers or available_cores()
+    with _counting(talk, "row", "read to divide them") as read:
+        parts = divide(sources, directory, holdout=holdout, workers=workers, on_rows=read)
+    reports = {}
+    for part in parts:
+        report = reports[part.name] = _make(part, config, workers, overwrite, max_reject_rate, talk)
+        if not as_json:
+            report.print(Console(highlight=False))
+        if report.failure is not None:
+            talk.print("[bold red]failed:[/]", end=" ")
+            talk.print(report.failure, soft_wrap=True, markup=False)
+    if as_json:
+        summaries = {name: report.to_json() for name, report in reports.items()}
+        print(json.dumps(summaries.get(None, summaries), indent=2))
+    return int(any(report.failure is not None for report in reports.values()))
+
+
+def _make(
+    part: Part, config: PreprocessConfig, workers: int, overwrite: bool, max_reject_rate: float, talk: Console
+) -> Report:
+    """Makes one dataset, or continues it."""
+    begun = time.monotonic()
+    if part.name is not None:
+        talk.print(f"{part.name}: {part.directory}", markup=False, soft_wrap=True)
     with progress_display(talk, config, workers) as display:
         result = preprocess_dataset(
-            source,
-            directory,
+            part.source,
+            part.directory,
             config,
             workers=workers,
             overwrite=overwrite,
             watcher=Watcher(display.start, display.shard_done),
         )
-    report = report_of(directory, result, time.monotonic() - begun, max_reject_rate)
-    if as_json:
-        print(json.dumps(report.to_json(), indent=2))
-    else:
-        report.print(Console(highlight=False))
-    if report.failure is not None:
-        talk.print("[bold red]failed:[/]", end=" ")
-        talk.print(report.failure, soft_wrap=True, markup=False)
-        return 1
-    return 0
+    return report_of(part.directory, result, time.monotonic() - begun, max_reject_rate)
 
 
 def _check_options(spec: str, config: PreprocessConfig, given: Collection[str]) -> None:
@@ -121,15 +142,20 @@ def _check_options(spec: str, config: PreprocessConfig, given: Collection[str]) 
 
 
 def _with_recipe(
-    config: PreprocessConfig, source: Source, spec: str, given: Collection[str], talk: Console
+    config: PreprocessConfig, sources: Mapping[str | None, Source], spec: str, given: Collection[str], talk: Console
 ) -> PreprocessConfig:
     """The config with the recipe that the user named, or that the columns choose."""
     if "recipe" in given:
-        if warning := misfit(source, spec, config):
-            talk.print(f"[yellow]warning:[/] {escape(warning)}", soft_wrap=True)
+        for source in sources.values():
+            if warning := misfit(source, spec, config):
+                talk.print(f"[yellow]warning:[/] {escape(warning)}", soft_wrap=True)
         return config
     if spec != DEMO:  # which has the default's rows
-        config = dataclasses.replace(config, recipe=choose_recipe(source, spec))
+        chosen = {name: choose_recipe(source, spec) for name, source in sources.items()}
+        if len(set(chosen.values())) > 1:
+            listed = ", ".join(f"{recipe} for {name}" for name, recipe in chosen.items())
+            raise SourceError(f"SOURCE {spec}: the columns of its splits choose several recipes ({listed}). Name one.")
+        config = dataclasses.replace(config, recipe=next(iter(chosen.values())))
         talk.print(f"recipe {config.recipe}, chosen by the columns", markup=False)
     refuse_foreign_options(config.recipe, given)
     return config
@@ -153,15 +179,18 @@ def quiet_libraries() -> None:
 
 
 @contextmanager
-def _drawing(talk: Console) -> Iterator[Callable[[int], None]]:
-    """Prints how many of the demo's receipts are drawn; nothing if they are drawn already, and for other sources."""
+def _counting(talk: Console, what: str, done: str) -> Iterator[Callable[[int], None]]:
+    """Gives a function that shows a growing number; nothing is shown unless it is called."""
+    shown = 0
     with talk.status("") as status:
         if not talk.is_terminal:
             status.stop()
 
-        def drawn(rows: int) -> None:
-            status.update(f"{counted(rows, 'receipt')} drawn")
-            if not talk.is_terminal and rows % _DRAWN_PER_LINE == 0:
-                talk.print(f"{counted(rows, 'receipt')} drawn")
+        def count(number: int) -> None:
+            nonlocal shown
+            status.update(f"{counted(number, what)} {done}")
+            if not talk.is_terminal and number >= max(_LEAST_COUNT, 2 * shown):
+                talk.print(f"{counted(number, what)} {done}")
+                shown = number
 
-        yield drawn
+        yield count
