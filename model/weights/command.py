@@ -21,6 +21,13 @@ def convert(
         Path | None,
         typer.Option(help="To Hugging Face: keep config, tokenizer, processor and other small files of this folder."),
     ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="To Hugging Face: dataset to write tokenizer, processor and generation settings from; default: the "
+            "files of --like, or else the dataset that the run was trained on."
+        ),
+    ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="To Hugging Face: float32, bfloat16 or float16; default: as stored.")
     ] = None,
@@ -45,12 +52,16 @@ def convert(
 
         torchrun --nproc-per-node 8 train.py --data data/cord --hf models/Qwen3.5-9B --weights weights/qwen3.5-9b
 
+        vlmdata convert runs/cord/checkpoints/step-00000500 --out models/cord
+
         vlmdata convert runs/cord/checkpoints/step-00000500 --out models/cord --like models/Qwen3.5-9B
+
+    To Hugging Face, the folder is complete: AutoProcessor, AutoModelForImageTextToText and generate take it as it is.
 
     Exit codes: 0 done; 2 tensors are missing, unexpected or mis-shaped (all are listed), or wrong paths.
     """
     # Megatron-core takes seconds to import: only once the arguments are known to make sense.
-    to_megatron = _direction(source, out, like, dtype)
+    to_megatron = _direction(source, out, like, data, dtype)
     from model.parallel.startup import before_megatron
 
     before_megatron()
@@ -68,7 +79,7 @@ def convert(
                     import torch
 
                     kind = None if dtype is None else getattr(torch, dtype)
-                    done = conversion.to_hf(source, out, like, kind, int(file_gb * 1e9), advance, ignore)
+                    done = conversion.to_hf(source, out, like, kind, int(file_gb * 1e9), advance, ignore, data)
         finally:
             groups.destroy()
     seconds = time.perf_counter() - begun
@@ -79,11 +90,15 @@ def convert(
         return
     without = "" if done.mtp else ", without multi-token prediction (the source has none)"
     typer.echo(f"{kind_of} in {out}: {done.tensors:,} tensors, {_size(done.bytes)} in {seconds:.1f} s{without}")
+    if done.data is not None:
+        typer.echo(f"tokenizer, processor and generation settings from {done.data}")
+    for note in done.notes:
+        typer.echo(f"note: {note}", err=True)
     if done.unchecked:
         typer.echo(f"{done.unchecked} files of {source} have no checksums and were not checked", err=True)
 
 
-def _direction(source: Path, out: Path, like: Path | None, dtype: str | None) -> bool:
+def _direction(source: Path, out: Path, like: Path | None, data: str | None, dtype: str | None) -> bool:
     """Whether it goes to Megatron.
 
     Raises:
@@ -105,8 +120,10 @@ def _direction(source: Path, out: Path, like: Path | None, dtype: str | None) ->
         raise VlmdataError(
             f"{source} holds neither *.safetensors nor a distributed checkpoint (.metadata){_within(source)}"
         )
-    if like is not None or dtype is not None:
-        raise VlmdataError("--like and --dtype are for the way to Hugging Face; SOURCE is a Hugging Face checkpoint")
+    if like is not None or data is not None or dtype is not None:
+        raise VlmdataError(
+            "--like, --data and --dtype are for the way to Hugging Face; SOURCE is a Hugging Face checkpoint"
+        )
     return True
 
 

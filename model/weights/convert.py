@@ -42,6 +42,7 @@ from model.weights.hf_files import (
 )
 from model.weights.hf_folder import CONFIG, architecture_in, config_for, copy_small_files, read_json, with_dtypes
 from model.weights.hf_load import holds_prediction, table_of
+from model.weights.hf_processor import choose_dataset, opened, write_processor
 from model.weights.names import ParameterMap, canonical_names, hf_names, parameter_maps
 
 Progress = Callable[[int], None]
@@ -56,12 +57,16 @@ class Converted:
         bytes: Their bytes.
         mtp: Whether multi-token prediction is among them.
         unchecked: Files of a distributed checkpoint that was read without checksums to compare them with.
+        data: The dataset that tokenizer and processor were made from.
+        notes: Lines on what is worth knowing.
     """
 
     tensors: int
     bytes: int
     mtp: bool
     unchecked: int = 0
+    data: str | None = None
+    notes: tuple[str, ...] = ()
 
 
 def to_megatron(
@@ -117,6 +122,7 @@ def to_hf(
     file_bytes: int = 5_000_000_000,
     progress: Progress = lambda count: None,
     ignore: Collection[str] = (),
+    data: str | None = None,
 ) -> Converted:
     """Writes a Hugging Face folder from a distributed checkpoint: one of ``to_megatron``'s, or one of a training run.
 
@@ -129,6 +135,8 @@ def to_hf(
         file_bytes: Most bytes in a file, unless one tensor is larger.
         progress: Called with bytes as they are written.
         ignore: Fields of ``like``'s ``config.json`` that are unknown and harmless; they are kept.
+        data: A dataset that the model was trained on, which tokenizer, processor and generation settings are made from;
+            None for those of ``like``, or else of the run's own dataset.
 
     Raises:
         WeightsError: If the checkpoint is damaged or not of the architecture it names, or ``like`` is of another one.
@@ -136,6 +144,7 @@ def to_hf(
     architecture = read_architecture(source)
     unchecked = _check_files(source)
     config = config_for(architecture, like, ignore)
+    chosen, notes = choose_dataset(source, like, data, architecture)
     reader = torch_strategies._get_filesystem_reader(str(source))
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, True)
@@ -167,9 +176,13 @@ def to_hf(
     out.mkdir(parents=True, exist_ok=True)
     if like is not None:
         copy_small_files(like, out)
+    if chosen is not None:
+        with opened(chosen) as dataset:
+            write_processor(dataset, out)
     write_tensors(out, planned, tensor, file_bytes, progress)
     (out / CONFIG).write_text(json.dumps(with_dtypes(config, planned), indent=2) + "\n")
-    return Converted(len(planned), sum(each.bytes for each in planned.values()), mtp, unchecked)
+    total = sum(each.bytes for each in planned.values())
+    return Converted(len(planned), total, mtp, unchecked, chosen, tuple(notes))
 
 
 def _check_files(folder: Path) -> int:

@@ -201,7 +201,7 @@ class TestWhatIsWrongIsListed:
 
         (tmp_path / ".metadata").touch()
         with pytest.raises(VlmdataError, match=r"--like nowhere is no folder of a Hugging Face checkpoint"):
-            _direction(tmp_path, tmp_path / "out", Path("nowhere"), None)
+            _direction(tmp_path, tmp_path / "out", Path("nowhere"), None, None)
 
     def test_a_checkpoint_in_which_a_bit_changed(self, tmp_path: Path) -> None:
         hf_folder(tmp_path / "hf", "dense")
@@ -225,7 +225,7 @@ class TestWhatIsWrongIsListed:
             (folder / ".metadata").touch()
         newest = tmp_path / "checkpoints" / "step-00000012"
         with pytest.raises(VlmdataError, match=rf"holds neither .*; {newest} is one$"):
-            _direction(tmp_path / named, tmp_path / "out", None, None)
+            _direction(tmp_path / named, tmp_path / "out", None, None, None)
 
     def test_a_checkpoint_of_another_model(self, tmp_path: Path) -> None:
         hf_folder(tmp_path / "hf", "dense")

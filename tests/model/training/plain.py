@@ -12,6 +12,7 @@ import torch
 from model.architecture import Architecture
 from tests.model.helpers import random_weights, transformers_model
 from vlmdata.format.dataset import VlmDataset
+from vlmdata.format.schema import Sample
 from vlmdata.patches import pixel_values
 
 
@@ -49,17 +50,23 @@ def plain_loss(model: Any, data: Path, samples: Iterable[int] | None = None) -> 
     dataset, total, targets = VlmDataset(data), 0.0, 0
     for number in range(len(dataset)) if samples is None else samples:
         sample = dataset[number]
-        length = sample.length
-        ids = torch.from_numpy(sample.input_ids[:length].astype("int64"))
-        inputs: dict[str, Any] = {
-            "input_ids": ids[None],
-            "position_ids": torch.from_numpy(sample.position_ids[:, None, :length].astype("int64")),
-        }
-        if len(sample.image_grid_thw):
-            inputs["pixel_values"] = pixel_values(torch.from_numpy(sample.patches.copy()), torch.float32)
-            inputs["image_grid_thw"] = torch.from_numpy(sample.image_grid_thw.astype("int64"))
-        logits = model(use_cache=False, **inputs).logits[0, :-1].float()
-        labels = torch.where(torch.from_numpy(sample.loss_mask[1:length] != 0), ids[1:], -100)
+        ids = torch.from_numpy(sample.input_ids[1 : sample.length].astype("int64"))
+        labels = torch.where(torch.from_numpy(sample.loss_mask[1 : sample.length] != 0), ids, -100)
+        logits = plain_logits(model, sample)[:-1]
         total += float(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))
         targets += int((labels != -100).sum())
     return total / targets, targets
+
+
+@torch.no_grad()
+def plain_logits(model: Any, sample: Sample) -> torch.Tensor:
+    """Logits of a sample by itself, float32 (L, vocabulary)."""
+    inputs: dict[str, Any] = {
+        "input_ids": torch.from_numpy(sample.input_ids[None, : sample.length].astype("int64")),
+        "position_ids": torch.from_numpy(sample.position_ids[:, None, : sample.length].astype("int64")),
+    }
+    if len(sample.image_grid_thw):
+        inputs["pixel_values"] = pixel_values(torch.from_numpy(sample.patches.copy()), torch.float32)
+        inputs["image_grid_thw"] = torch.from_numpy(sample.image_grid_thw.astype("int64"))
+    logits: torch.Tensor = model(use_cache=False, **inputs).logits
+    return logits[0].float()

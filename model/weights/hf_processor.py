@@ -1,0 +1,222 @@
+"""What ``AutoProcessor`` and ``generate`` need beside the weights: made from a dataset that the model was trained on.
+
+The tokenizer and its chat template are the dataset's own files. The image processor has the bounds and constants that
+the dataset's images were resized with. Generation stops at the end of a turn.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from model.architecture import Architecture
+from model.weights.hf_files import WeightsError
+from vlmdata.errors import VlmdataError
+from vlmdata.format.manifest import Manifest
+from vlmdata.format.schema import MANIFEST_NAME, TOKENIZER_DIR
+from vlmdata.format.tokenizer_files import tokenizer_findings
+from vlmdata.loader.remote import download
+
+_IMAGES, _VIDEOS, _GENERATION = "preprocessor_config.json", "video_preprocessor_config.json", "generation_config.json"
+_PROCESSOR = "Qwen3VLProcessor"
+#: As published checkpoints have it; datasets hold no videos.
+_VIDEO_SIZE = {"shortest_edge": 4096, "longest_edge": 25_165_824}
+#: Pillow's number of the bicubic filter.
+_BICUBIC = 3
+
+
+@dataclass(frozen=True)
+class DatasetFiles:
+    """What a folder is completed from.
+
+    Attributes:
+        name: The dataset, as it was named.
+        manifest: Its manifest.
+        tokenizer: Its tokenizer's folder.
+    """
+
+    name: str
+    manifest: Manifest
+    tokenizer: Path
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Least and most pixels of an image."""
+        image = self.manifest.config["options"]["image"]
+        return int(image["min_pixels"]), int(image["max_pixels"])
+
+
+@contextmanager
+def opened(location: str) -> Iterator[DatasetFiles]:
+    """Opens a dataset for its tokenizer; that of a URL is fetched for as long.
+
+    Raises:
+        VlmdataError: If there is no finished dataset, or its tokenizer folder is not the one it was made with.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(location)
+        if "://" in location:
+            directory = Path(temporary)
+            _fetch(location.rstrip("/"), directory)
+        manifest = Manifest.read(directory)
+        for file, _, problem in tokenizer_findings(directory, manifest):
+            raise WeightsError(f"{location}/{file}: {problem}. Run `vlmdata verify {location}` to list all damage")
+        yield DatasetFiles(location, manifest, directory / TOKENIZER_DIR)
+
+
+def _fetch(url: str, directory: Path) -> None:
+    try:
+        download(f"{url}/{MANIFEST_NAME}", directory / MANIFEST_NAME, None)
+        files = Manifest.read(directory).tokenizer_files
+        for name, sha256 in files.items():
+            path = directory / TOKENIZER_DIR / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            download(f"{url}/{TOKENIZER_DIR}/{name}", path, sha256)
+    except FileNotFoundError as error:
+        raise WeightsError(f"{error}: no such file, so {url} is not a finished dataset") from error
+
+
+def choose_dataset(
+    source: Path, like: Path | None, data: str | None, architecture: Architecture
+) -> tuple[str | None, list[str]]:
+    """Which dataset tokenizer and processor are made from.
+
+    Args:
+        source: The checkpoint; one of a run names the run's datasets.
+        like: A Hugging Face folder whose own tokenizer and processor are kept, unless ``data`` is given.
+        data: The dataset that is wanted; None for the first of the run's that can be read.
+        architecture: Of the weights.
+
+    Returns:
+        The dataset, or None; and lines on what is worth knowing.
+
+    Raises:
+        VlmdataError: If ``data`` is no finished dataset, or not of this model's tokenizer.
+    """
+    if data is not None:
+        with opened(data) as dataset:
+            _require_vocabulary(dataset, architecture)
+        return data, []
+    readable: dict[str, tuple[int, int]] = {}
+    notes = []
+    for location in _recorded(source):
+        try:
+            with opened(location) as dataset:
+                _require_vocabulary(dataset, architecture)
+                readable[location] = dataset.bounds
+        except (VlmdataError, OSError) as error:
+            notes.append(f"the run's dataset {location} is not used: {error}")
+    first = next(iter(readable), None)
+    if like is not None:
+        theirs = _bounds_in(like)
+        if first is None or theirs in (None, readable[first]):
+            return None, []
+        return None, [
+            f"images: the processor of {like} has {_pixels(theirs)}, the model was trained with "
+            f"{_pixels(readable[first])}; --data {first} writes the latter"
+        ]
+    if first is None:
+        return None, [*notes, "without tokenizer and processor: add --data DATASET or --like FOLDER to write them"]
+    notes += [
+        f"images: the processor has the {_pixels(readable[first])} of {first}; {other} was made with {_pixels(bounds)}"
+        for other, bounds in readable.items()
+        if bounds != readable[first]
+    ]
+    return first, notes
+
+
+def _recorded(source: Path) -> list[str]:
+    """Datasets of the run that a checkpoint is from."""
+    try:
+        return list(json.loads((source / "run.json").read_text())["config"]["data"]["paths"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return []
+
+
+def _pixels(bounds: tuple[int, int] | None) -> str:
+    assert bounds is not None
+    return f"{bounds[0]:,} to {bounds[1]:,} pixels"
+
+
+def _require_vocabulary(dataset: DatasetFiles, architecture: Architecture) -> None:
+    """Refuses a tokenizer that is not the model's.
+
+    Raises:
+        WeightsError: If its ids are not those of the architecture.
+    """
+    tokenizer, size = dataset.manifest.tokenizer, architecture.language.vocab_size
+    if tokenizer.image != architecture.image_token_id or tokenizer.vocab_size > size:
+        raise WeightsError(
+            f"the tokenizer of {dataset.name} has {tokenizer.vocab_size} ids and image token {tokenizer.image}, the "
+            f"weights {size} ids and image token {architecture.image_token_id}: name the data that they were trained on"
+        )
+
+
+def write_processor(dataset: DatasetFiles, out: Path) -> None:
+    """Writes tokenizer, chat template, processor and generation settings; files of the same names are replaced."""
+    for file in sorted(dataset.tokenizer.rglob("*")):
+        if file.is_file():
+            to = out / file.relative_to(dataset.tokenizer)
+            to.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, to)
+    least, most = dataset.bounds
+    processor = dataset.manifest.config["fingerprints"]["processor"]
+    names = ("image_mean", "image_std", "merge_size", "patch_size", "temporal_patch_size")
+    constants = {name: processor[name] for name in names}
+    image = {"shortest_edge": least, "longest_edge": most}
+    tokenizer = dataset.manifest.tokenizer
+    stops = [tokenizer.im_end, *([tokenizer.pad] if tokenizer.pad != tokenizer.im_end else [])]
+    # A processor of another version of transformers would be preferred to these files.
+    (out / "processor_config.json").unlink(missing_ok=True)
+    _write(
+        out / _IMAGES,
+        {
+            "processor_class": _PROCESSOR,
+            "image_processor_type": "Qwen2VLImageProcessorFast",
+            "size": image,
+            "do_convert_rgb": True,
+            "resample": _BICUBIC,
+            **constants,
+        },
+    )
+    _write(
+        out / _VIDEOS,
+        {
+            "processor_class": _PROCESSOR,
+            "video_processor_type": "Qwen3VLVideoProcessor",
+            "size": _VIDEO_SIZE,
+            **constants,
+        },
+    )
+    _write(out / _GENERATION, _generation(out / _GENERATION, stops, tokenizer.pad))
+
+
+def _generation(path: Path, stops: list[int], pad: int) -> dict[str, Any]:
+    """Generation settings of another folder, if they were copied, with the dataset's ids."""
+    try:
+        kept = dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        kept = {}
+    return {**kept, "eos_token_id": stops, "pad_token_id": pad}
+
+
+def _bounds_in(folder: Path) -> tuple[int, int] | None:
+    """Least and most pixels of an image in a Hugging Face folder's processor; None if it does not say."""
+    for name in (_IMAGES, "processor_config.json"):
+        try:
+            found = json.loads((folder / name).read_text())
+            size: Mapping[str, Any] = found.get("image_processor", found)["size"]
+            return int(size["shortest_edge"]), int(size["longest_edge"])
+        except (OSError, ValueError, TypeError, KeyError):
+            continue
+    return None
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
