@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from traceback import walk_tb
 from typing import Any
 
-from preprocess.conversation import Conversation
+from preprocess.conversation import Conversation, Document
 from preprocess.recipes.base import Recipe, Row
 from preprocess.reject import RowRejected
 from vlmdata.format.ledger import Reason
+
+_WANTED = "a Conversation or Document"
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,12 +20,12 @@ class Candidate:
     """What may become one sample.
 
     Attributes:
-        made: The recipe's conversation, or why the recipe refuses this element of its list.
+        made: What the recipe made, or why it refuses this element of its list.
         sample: Number within the row's list; None if the recipe gave no list.
         of: Length of the list.
     """
 
-    made: Conversation | RowRejected
+    made: Conversation | Document | RowRejected
     sample: int | None = None
     of: int = 1
 
@@ -36,27 +38,28 @@ def candidates_of(recipe: Recipe, row: Row) -> list[Candidate]:
         row: The row.
 
     Returns:
-        One candidate without a number for a Conversation; for a list, tuple or generator, its elements, numbered.
+        One candidate without a number for a Conversation or Document; for a list, tuple or generator its elements,
+        numbered.
 
     Raises:
         RowRejected: What the recipe raised; NO_SAMPLES for an empty list.
         TypeError: If the recipe returned something else.
     """
     made: Any = recipe(row)
-    if isinstance(made, Conversation):
+    if isinstance(made, Conversation | Document):
         return [Candidate(made)]
     if not isinstance(made, list | tuple | Iterator):
-        raise TypeError(f"the recipe returned {_described(made)}; it must return a Conversation or a list of them")
+        raise TypeError(f"the recipe returned {_described(made)}; it must return {_WANTED}, or a list of them")
     elements = list(made)
     if not elements:
         raise RowRejected(Reason.NO_SAMPLES, "the recipe returned an empty list")
     return [Candidate(_element(element, i), i, len(elements)) for i, element in enumerate(elements)]
 
 
-def _element(element: Any, number: int) -> Conversation | RowRejected:
-    if isinstance(element, Conversation | RowRejected):
+def _element(element: Any, number: int) -> Conversation | Document | RowRejected:
+    if isinstance(element, Conversation | Document | RowRejected):
         return element
-    wrong = f"the recipe returned a list whose element {number} is {_described(element)}; it must be a Conversation"
+    wrong = f"the recipe returned a list whose element {number} is {_described(element)}; it must be {_WANTED}"
     return RowRejected(Reason.UNEXPECTED_ERROR, wrong)
 
 

@@ -106,7 +106,11 @@ def preprocess(
         int, typer.Option(help="Most tokens in a sample.", rich_help_panel=_TEXT)
     ] = PreprocessConfig.max_length,
     overlong: Annotated[
-        Overlong, typer.Option(help="Over it: reject, or cut the end of the last answer.", rich_help_panel=_TEXT)
+        Overlong,
+        typer.Option(
+            help="Over it: reject, cut the end of the last answer or document, or split a document into samples.",
+            rich_help_panel=_TEXT,
+        ),
     ] = PreprocessConfig.overlong,
     special_text: Annotated[
         SpecialText,

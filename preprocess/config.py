@@ -36,10 +36,15 @@ class TrainThink(StrEnum):
 
 
 class Overlong(StrEnum):
-    """What happens to a sample over ``max_length``."""
+    """What happens to a sample over ``max_length``.
+
+    ``truncate`` cuts the end of the last answer or of the document. ``split`` makes several samples of a document,
+    and rejects a conversation.
+    """
 
     REJECT = "reject"
     TRUNCATE = "truncate"
+    SPLIT = "split"
 
 
 class SpecialText(StrEnum):

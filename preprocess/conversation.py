@@ -1,4 +1,4 @@
-"""What a recipe makes of a row: a conversation of text and images, before any template or tokenizer."""
+"""What a recipe makes of a row: a conversation or a document of text and images, before template and tokenizer."""
 
 from __future__ import annotations
 
@@ -136,6 +136,39 @@ class Conversation:
     def images(self) -> list[ImagePart]:
         """All images in order of appearance."""
         return [image for message in self.messages for image in message.images]
+
+
+@dataclass(frozen=True)
+class Document:
+    """A whole sample for continued pre-training: text and images in order, without turns. All text is learned.
+
+    Attributes:
+        parts: The content. Texts that follow each other are joined with nothing between them.
+        loss_weight: Weight of all targets of the sample, at least 0.
+        unused: As in :class:`Conversation`.
+        unknown: As in :class:`Conversation`.
+    """
+
+    parts: tuple[Part, ...]
+    loss_weight: float = 1.0
+    unused: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require_tuple("Document.parts", self.parts, (TextPart, ImagePart), "TextPart and ImagePart")
+        _require_tuple("Document.unused", self.unused, (str,), "str")
+        _require_tuple("Document.unknown", self.unknown, (str,), "str")
+        _require_weight("Document.loss_weight", self.loss_weight)
+
+    @property
+    def text(self) -> str:
+        """All text, joined."""
+        return "".join(part.text for part in self.parts if isinstance(part, TextPart))
+
+    @property
+    def images(self) -> list[ImagePart]:
+        """All images in order of appearance."""
+        return [part for part in self.parts if isinstance(part, ImagePart)]
 
 
 def _require_tuple(name: str, values: Any, kinds: tuple[type, ...], wanted: str) -> None:

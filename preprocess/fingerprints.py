@@ -66,6 +66,8 @@ def tokenizer_identity(tokenizer: TokenizerInfo) -> dict[str, Any]:
     fields = {name: value for name, value in asdict(tokenizer).items() if name not in told_elsewhere}
     if not fields["special_tokens"]:
         del fields["special_tokens"]
+    if fields["end_of_text"] < 0:
+        del fields["end_of_text"]
     return fields
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from preprocess.conversation import Conversation
+from preprocess.conversation import Conversation, Document
 
 #: More keys than this are counted together, so that data whose keys are names or ids cannot fill the manifest.
 _MOST_KEYS = 200
@@ -27,9 +27,9 @@ class KeyCounts:
     unused: Counter[str] = field(default_factory=Counter)
     unknown: Counter[str] = field(default_factory=Counter)
 
-    def add(self, conversation: Conversation) -> None:
-        """Counts the keys of a sample's conversation."""
-        for counter, keys in ((self.unused, conversation.unused), (self.unknown, conversation.unknown)):
+    def add(self, made: Conversation | Document) -> None:
+        """Counts the keys of what a recipe made."""
+        for counter, keys in ((self.unused, made.unused), (self.unknown, made.unknown)):
             if keys:
                 counter.update(key[:_LONGEST_KEY] for key in keys)
 

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from preprocess.candidates import Candidate, candidates_of, unexpected
 from preprocess.chat.tokenizer import load_tokenizer
-from preprocess.config import PreprocessConfig
+from preprocess.config import Overlong, PreprocessConfig
 from preprocess.encode import EncodedSample, Encoder
 from preprocess.key_counts import KeyCounts
 from preprocess.recipes.base import Recipe
@@ -205,23 +205,48 @@ def _process_row(
         rejections.append(Rejection(number, error.reason, error.message))
         return RowOutcome(0, 0, 1)
     images = tokens = rejected = 0
-    for candidate in candidates:
-        try:
-            encoded = _encode(candidate, context, keys)
-        except RowRejected as error:
-            rejections.append(Rejection(number, error.reason, error.message, candidate.sample))
+    for place, outcome in _outcomes(candidates, context, keys):
+        if isinstance(outcome, RowRejected):
+            rejections.append(Rejection(number, outcome.reason, outcome.message, place.sample))
             rejected += 1
         else:
-            rows.append(_write_sample(encoded, number, candidate, shard, writer))
-            images, tokens = images + len(encoded.images), tokens + encoded.length
+            rows.append(_write_sample(outcome, number, place, shard, writer))
+            images, tokens = images + len(outcome.images), tokens + outcome.length
     return RowOutcome(images, tokens, rejected)
 
 
-def _encode(candidate: Candidate, context: ShardContext, keys: KeyCounts) -> EncodedSample:
+@dataclass(frozen=True)
+class _Place:
+    """Where a sample stands in the list of its row: its number, None without a list, and the list's length."""
+
+    sample: int | None
+    of: int
+
+
+def _outcomes(
+    candidates: list[Candidate], context: ShardContext, keys: KeyCounts
+) -> Iterator[tuple[_Place, EncodedSample | RowRejected]]:
+    """What became of each candidate, one after the other."""
+    if context.encoder.config.overlong != Overlong.SPLIT:
+        for candidate in candidates:
+            (outcome,) = _encode(candidate, context, keys)
+            yield _Place(candidate.sample, candidate.of), outcome
+        return
+    # How many samples documents give is known when all of them are encoded.
+    outcomes = [outcome for candidate in candidates for outcome in _encode(candidate, context, keys)]
+    listed = len(outcomes) > 1 or candidates[0].sample is not None
+    for number, outcome in enumerate(outcomes):
+        yield _Place(number if listed else None, len(outcomes)), outcome
+
+
+def _encode(candidate: Candidate, context: ShardContext, keys: KeyCounts) -> Sequence[EncodedSample | RowRejected]:
     if isinstance(candidate.made, RowRejected):
-        raise candidate.made
-    with _foreseen(context.recipe):
-        encoded = context.encoder.encode(candidate.made)
+        return [candidate.made]
+    try:
+        with _foreseen(context.recipe):
+            encoded = context.encoder.encode_all(candidate.made)
+    except RowRejected as error:
+        return [error]
     keys.add(candidate.made)
     return encoded
 
@@ -237,8 +262,8 @@ def _foreseen(recipe: Recipe) -> Iterator[None]:
         raise unexpected(error, recipe) from error
 
 
-def _write_sample(encoded: EncodedSample, row: int, candidate: Candidate, shard: int, writer: ShardWriter) -> IndexRow:
-    key = sample_key(row, candidate.sample, candidate.of)
+def _write_sample(encoded: EncodedSample, row: int, place: _Place, shard: int, writer: ShardWriter) -> IndexRow:
+    key = sample_key(row, place.sample, place.of)
     grids = tuple(image.grid for image in encoded.images)
     targets = int(encoded.loss_mask.sum())
     metadata: dict[str, Any] = {
@@ -252,8 +277,8 @@ def _write_sample(encoded: EncodedSample, row: int, candidate: Candidate, shard:
         "image_grid_thw": grids,
         "images": [dict(image.origin) for image in encoded.images],
     }
-    if candidate.sample is not None:
-        metadata["sample"] = candidate.sample
+    if place.sample is not None:
+        metadata["sample"] = place.sample
     if encoded.turn_weights:
         metadata["turn_weights"] = encoded.turn_weights
     placement: Placement = writer.add(key, metadata, _pieces(encoded))

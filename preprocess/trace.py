@@ -18,11 +18,17 @@ class TracedCandidate:
 
     Attributes:
         candidate: What the recipe made.
-        outcome: The sample; or the rejection, or the error that nobody foresaw.
+        outcome: The sample, or those of a document that was split; or the rejection, or the error that nobody
+            foresaw.
     """
 
     candidate: Candidate
-    outcome: EncodedSample | Exception
+    outcome: list[EncodedSample | RowRejected] | Exception
+
+    @property
+    def accepted(self) -> bool:
+        """Whether all of it became samples."""
+        return isinstance(self.outcome, list) and all(isinstance(each, EncodedSample) for each in self.outcome)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +52,7 @@ class TracedRow:
     @property
     def accepted(self) -> bool:
         """Whether everything that the recipe made became a sample."""
-        return self.error is None and all(isinstance(each.outcome, EncodedSample) for each in self.candidates)
+        return self.error is None and all(candidate.accepted for candidate in self.candidates)
 
 
 def trace_row(source: Source, recipe: Recipe, encoder: Encoder, number: int) -> TracedRow:
@@ -73,6 +79,6 @@ def _traced(candidate: Candidate, encoder: Encoder) -> TracedCandidate:
     if isinstance(candidate.made, RowRejected):
         return TracedCandidate(candidate, candidate.made)
     try:
-        return TracedCandidate(candidate, encoder.encode(candidate.made))
+        return TracedCandidate(candidate, encoder.encode_all(candidate.made))
     except Exception as error:
         return TracedCandidate(candidate, error)

@@ -11,13 +11,14 @@ from rich.console import Console
 from rich.text import Text
 
 from preprocess.chat.tokenizer import ChatTokenizer
-from preprocess.conversation import Conversation, ImagePart, Message
+from preprocess.conversation import Conversation, Document, ImagePart, Message, Part
 from preprocess.encode import EncodedImage, EncodedSample
 from preprocess.reject import RowRejected
 from preprocess.trace import TracedCandidate, TracedRow
 from vlmdata.format.schema import PATCH_SIZE, PATCHES_PER_TOKEN, sample_key
 from vlmdata.inspect.terminal.draw import data, facts
 from vlmdata.inspect.text import visible
+from vlmdata.wording import counted
 
 _VALUE, _PART = 100, 200  # characters shown of a column's value, of a text part
 _TARGET = "bold green"
@@ -42,51 +43,74 @@ def print_trace(console: Console, traced: TracedRow, recipe: str, tokenizer: Cha
     made = len(traced.candidates)
     listed = traced.candidates[0].candidate.sample is not None
     console.print(Text(f"recipe {recipe} returned " + (f"a list of {made}" if listed else "one sample"), "bold"))
+    total = sum(len(each.outcome) if isinstance(each.outcome, list) else 1 for each in traced.candidates)
+    listed = listed or total > 1
+    number = 0
     for each in traced.candidates:
+        count = len(each.outcome) if isinstance(each.outcome, list) else 1
+        keys = [sample_key(traced.number, n if listed else None, total) for n in range(number, number + count)]
+        number += count
         console.print()
-        _print_candidate(console, each, traced.number, tokenizer)
+        _print_candidate(console, each, keys, tokenizer)
 
 
-def _print_candidate(console: Console, traced: TracedCandidate, row: int, tokenizer: ChatTokenizer) -> None:
-    candidate, outcome = traced.candidate, traced.outcome
-    console.print(Text(f"sample {sample_key(row, candidate.sample, candidate.of)}", "bold"))
-    encoded = outcome if isinstance(outcome, EncodedSample) else None
-    if isinstance(candidate.made, Conversation):
-        console.print(facts(*_parts(candidate.made, encoded.images if encoded else ())))
-    if encoded is None:
-        assert isinstance(outcome, Exception)
-        refused = isinstance(candidate.made, RowRejected)
-        _print_error(console, outcome, "the recipe refuses it" if refused else "encoding it")
+def _print_candidate(console: Console, traced: TracedCandidate, keys: list[str], tokenizer: ChatTokenizer) -> None:
+    made, outcome = traced.candidate.made, traced.outcome
+    console.print(Text("sample " + (keys[0] if len(keys) == 1 else f"{keys[0]} to {keys[-1]}"), "bold"))
+    if not isinstance(made, RowRejected):
+        samples = [each for each in outcome if isinstance(each, EncodedSample)] if isinstance(outcome, list) else []
+        console.print(facts(*_parts(made, [image for sample in samples for image in sample.images])))
+    if isinstance(outcome, Exception):
+        _print_error(console, outcome, "the recipe refuses it" if isinstance(made, RowRejected) else "encoding it")
         return
-    tokens = encoded.length - sum(_tokens(image) for image in encoded.images)
-    cut = ", the last answer is cut" if encoded.truncated else ""
-    turns = f"in {encoded.target_turns} turn" + "s" * (encoded.target_turns != 1)
+    for key, encoded in zip(keys, outcome, strict=True):
+        if len(keys) > 1:
+            console.print()
+            console.print(Text(f"piece {key}", "bold"))
+        if isinstance(encoded, RowRejected):
+            _print_error(console, encoded, "this piece")
+        else:
+            _print_sample(console, encoded, tokenizer)
+
+
+def _print_sample(console: Console, encoded: EncodedSample, tokenizer: ChatTokenizer) -> None:
+    images = sum(_tokens(image) for image in encoded.images)
+    cut = ", cut at the end" if encoded.truncated else ""
+    tokens = f"{encoded.length - images:,} of text, {images:,} of images{cut}"
+    where = f"in {counted(encoded.target_turns, 'turn')}" if encoded.target_turns else "of a document"
     console.print(
         facts(
-            ("tokens", f"{encoded.length:,}", f"{tokens:,} of text, {encoded.length - tokens:,} of images{cut}"),
-            ("targets", f"{int(encoded.loss_mask.sum()):,}", turns),
+            ("tokens", f"{encoded.length:,}", tokens),
+            ("targets", f"{int(encoded.loss_mask.sum()):,}", where),
         )
     )
     console.print(Text("⟦targets⟧", _TARGET) + Text(" are what the loss is taken over; ↵ is a newline", "dim"))
     console.print(_marked(encoded, tokenizer))
 
 
-def _parts(made: Conversation, images: tuple[EncodedImage, ...]) -> Iterator[tuple[str, Any, str]]:
-    """A line for every part of every turn."""
+def _parts(made: Conversation | Document, images: list[EncodedImage]) -> Iterator[tuple[str, Any, str]]:
+    """A line for every part of every turn, or of the document."""
     remaining = iter(images)
     if made.loss_weight != 1:
         yield "weight", f"{made.loss_weight}", "of the sample"
+    if isinstance(made, Document):
+        for number, part in enumerate(made.parts):
+            yield "" if number else "document", *_part(part, remaining, "")
+    else:
+        yield from _turns(made, remaining)
+    for keys, remark in ((made.unused, "harmless"), (made.unknown, "unknown to the recipe")):
+        if keys:
+            yield "unused keys", data(", ".join(keys)), remark
+
+
+def _turns(made: Conversation, images: Iterator[EncodedImage]) -> Iterator[tuple[str, Any, str]]:
     if made.tools:
         yield "tools", f"{len(made.tools)}", ""
     for message in made.messages:
         name: str = message.role
-        for value, remark in _content(message, remaining):
+        for value, remark in _content(message, images):
             yield name, value, remark
             name = ""
-    if made.unused:
-        yield "unused keys", data(", ".join(made.unused)), "harmless"
-    if made.unknown:
-        yield "unused keys", data(", ".join(made.unknown)), "unknown to the recipe"
 
 
 def _content(message: Message, images: Iterator[EncodedImage]) -> Iterator[tuple[Any, str]]:
@@ -94,14 +118,17 @@ def _content(message: Message, images: Iterator[EncodedImage]) -> Iterator[tuple
     if message.reasoning is not None:
         yield data(message.reasoning, "italic", limit=_PART), "reasoning"
     for part in message.parts:
-        if isinstance(part, ImagePart):
-            yield data(f"image {part.field}"), _sizes(part, next(images, None))
-        else:
-            yield data(part.text, limit=_PART), weight
+        yield _part(part, images, weight)
     for call in message.tool_calls:
         yield data(dict(call), limit=_PART), "tool call"
     if not (message.parts or message.reasoning is not None or message.tool_calls):
         yield Text("nothing", "dim"), weight
+
+
+def _part(part: Part, images: Iterator[EncodedImage], remark: str) -> tuple[Any, str]:
+    if isinstance(part, ImagePart):
+        return data(f"image {part.field}"), _sizes(part, next(images, None))
+    return data(part.text, limit=_PART), remark
 
 
 def _sizes(part: ImagePart, image: EncodedImage | None) -> str:

@@ -1,11 +1,11 @@
-"""What each assistant turn of a conversation counts in the loss."""
+"""What each assistant turn of a conversation, or a document, counts in the loss."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from preprocess.config import TrainTurns
-from preprocess.conversation import Conversation
+from preprocess.conversation import Conversation, Document
 from preprocess.reject import RowRejected
 from vlmdata.format.ledger import Reason
 
@@ -47,6 +47,24 @@ def turn_weights(conversation: Conversation, train_turns: TrainTurns) -> tuple[f
     if not any(weights):
         raise RowRejected(Reason.NO_TARGETS, _nothing_to_learn(conversation, len(answers), train_turns))
     return tuple(weights)
+
+
+def document_weight(document: Document) -> float:
+    """The weight of the targets of a document, as a float32 value.
+
+    Raises:
+        RowRejected: NO_TARGETS if it is 0; LOSS_WEIGHT if it is out of bounds.
+    """
+    weight = float(document.loss_weight)
+    if weight == 0:
+        raise RowRejected(Reason.NO_TARGETS, "nothing to learn: the loss weight of the document is 0")
+    if not LEAST <= weight <= MOST:
+        raise RowRejected(
+            Reason.LOSS_WEIGHT,
+            f"the loss weight of the document is {weight:g}; it must be 0 or from {LEAST:g} to {MOST:g}. Only ratios "
+            "of weights matter: multiply all of them by one number",
+        )
+    return float(np.float32(weight))
 
 
 def _nothing_to_learn(conversation: Conversation, answers: int, train_turns: TrainTurns) -> str:

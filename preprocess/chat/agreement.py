@@ -13,7 +13,7 @@ import numpy as np
 from preprocess.chat.render import Rendered, Renderer
 from preprocess.chat.targets import Tokens, Turn, find_turns, tokenize
 from preprocess.chat.tokenizer import ASSISTANT_HEADER, IM_START, ChatTokenizer
-from preprocess.conversation import Conversation, Message, TextPart
+from preprocess.conversation import Conversation, Document, Message, TextPart
 from preprocess.reject import RowRejected, excerpt
 from vlmdata.format.ledger import Reason
 from vlmdata.format.manifest import TokenizerInfo
@@ -45,12 +45,24 @@ def encode_turns(renderer: Renderer, conversation: Conversation) -> tuple[Render
     return rendered, tokens, turns
 
 
+def encode_document_text(renderer: Renderer, document: Document) -> Tokens:
+    """Tokenizes a document, with one placeholder per image and the end of text last.
+
+    Raises:
+        RowRejected: SPECIAL_TOKEN_TEXT if the data forged a special token, TEMPLATE_ERROR if one was lost.
+    """
+    rendered = renderer.render_document(document)
+    tokens = tokenize(renderer.tokenizer, rendered)
+    _require_reserved(rendered, tokens, renderer.tokenizer)
+    return tokens
+
+
 def _template_error(message: str) -> RowRejected:
     return RowRejected(Reason.TEMPLATE_ERROR, f"the chat template {message}")
 
 
 def _require_reserved(rendered: Rendered, tokens: Tokens, tokenizer: ChatTokenizer) -> None:
-    """Reserved ids stand where the template wrote their texts and nowhere else, whatever the normaliser does."""
+    """Reserved ids stand where their texts were written and nowhere else, whatever the normaliser does."""
     at = np.flatnonzero(np.isin(tokens.ids, tokenizer.reserved_ids))
     found = list(zip(tokens.starts[at].tolist(), tokens.ends[at].tolist(), strict=True))
     if found == list(rendered.reserved_spans):
@@ -65,7 +77,7 @@ def _require_reserved(rendered: Rendered, tokens: Tokens, tokenizer: ChatTokeniz
     lost, end = next(span for span in rendered.reserved_spans if span not in found)
     raise RowRejected(
         Reason.TEMPLATE_ERROR,
-        f"the tokenizer does not make one token of {rendered.text[lost:end]}, which the chat template wrote in "
+        f"the tokenizer does not make one token of {rendered.text[lost:end]} in "
         f"{excerpt(rendered.text[max(0, lost - 20) : end + 20], 60)!r}",
     )
 

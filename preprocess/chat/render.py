@@ -9,14 +9,14 @@ nothing of the kind, nearly all, are rendered as they are.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from preprocess.chat.tokenizer import ChatTokenizer
 from preprocess.config import SpecialText
-from preprocess.conversation import Conversation, Message, TextPart
+from preprocess.conversation import Conversation, Document, ImagePart, Message, TextPart
 from preprocess.reject import RowRejected, excerpt
 from vlmdata.format.ledger import Reason
 
@@ -73,17 +73,49 @@ class Renderer:
         if not forged:
             return Rendered(text, genuine)
         if self.special_text is SpecialText.REJECT:
-            start, end = forged[0]
-            raise RowRejected(
-                Reason.SPECIAL_TOKEN_TEXT,
-                f"the data spells the special token {text[start:end]} ({len(forged)} times), near "
-                f"{excerpt(text[max(0, start - 30) : end + 30], 120)!r}; --special-text plain keeps such rows and "
-                "encodes it as ordinary text",
-            )
+            raise self._forgery(text, forged)
         return Rendered(text, genuine, forged)
 
     def _spans(self, text: str) -> tuple[tuple[int, int], ...]:
         return tuple(match.span() for match in self._reserved.finditer(text))
+
+    def render_document(self, document: Document) -> Rendered:
+        """A document as text: a placeholder with vision marks for each image, and the end of text.
+
+        No template is involved, so it is known where reserved tokens stand; any other is the data's.
+
+        Raises:
+            RowRejected: SPECIAL_TOKEN_TEXT if data spells a reserved token and the policy is ``reject``, or if data
+                and a reserved token read as another one. INVALID_UNICODE if the text cannot be encoded.
+        """
+        info, spell = self.tokenizer.info, self.tokenizer.hf.convert_ids_to_tokens
+        image = [spell(info.vision_start), spell(info.image), spell(info.vision_end)]
+        pieces: list[str] = []
+        written: set[tuple[int, int]] = set()
+        length = 0
+        for part in (*document.parts, None):
+            own = [spell(info.end_of_text)] if part is None else image if isinstance(part, ImagePart) else []
+            for piece in [part.text] if isinstance(part, TextPart) else own:
+                if own:
+                    written.add((length, length + len(piece)))
+                pieces.append(piece)
+                length += len(piece)
+        text = "".join(pieces)
+        _require_encodable(text, "the document")
+        forged = tuple(span for span in self._spans(text) if span not in written)
+        genuine = tuple(span for span in self._spans(text) if span in written)
+        if forged and (self.special_text is SpecialText.REJECT or len(genuine) < len(written)):
+            raise self._forgery(text, forged)
+        return Rendered(text, genuine, forged)
+
+    def _forgery(self, text: str, forged: Sequence[tuple[int, int]]) -> RowRejected:
+        start, end = forged[0]
+        return RowRejected(
+            Reason.SPECIAL_TOKEN_TEXT,
+            f"the data spells the special token {text[start:end]} ({len(forged)} times), near "
+            f"{excerpt(text[max(0, start - 30) : end + 30], 120)!r}; --special-text plain keeps such rows and "
+            "encodes it as ordinary text",
+        )
 
     @cached_property
     def _reserved(self) -> re.Pattern[str]:

@@ -22,6 +22,7 @@ from vlmdata.format.tokenizer_files import fingerprint_of
 
 IM_START = "<|im_start|>"
 IM_END = "<|im_end|>"
+END_OF_TEXT = "<|endoftext|>"
 ASSISTANT_HEADER = "assistant\n"
 
 #: Special tokens that data may hold as text: they mark up content (grounding boxes), not turns or media.
@@ -138,6 +139,7 @@ def _describe(hf: Any, name: str) -> TokenizerInfo:
         video=special("<|video_pad|>", "video_token"),
         assistant_header=_assistant_header(hf, name),
         special_tokens=dict(hf.special_tokens_map),
+        end_of_text=_end_of_text(hf),
     )
 
 
@@ -189,6 +191,16 @@ def _relied_tokens(hf: Any, info: TokenizerInfo) -> frozenset[str]:
                 "along or is not always found; set all three to false in its tokenizer.json"
             )
     return frozenset(hf.convert_ids_to_tokens([*ids.values(), info.pad]))
+
+
+def _end_of_text(hf: Any) -> int:
+    """The token that ends documents: ``<|endoftext|>``, else the tokenizer's end token, else the end of turns.
+
+    It is flagged special, so that data cannot spell it.
+    """
+    special = {token.content: id for id, token in hf.added_tokens_decoder.items() if token.special}
+    found = next((special[text] for text in (END_OF_TEXT, hf.eos_token) if text in special), None)
+    return int(hf.convert_tokens_to_ids(IM_END) if found is None else found)
 
 
 def _template_text(hf: Any) -> str:

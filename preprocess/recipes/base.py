@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from preprocess.config import RecipeConfig
-from preprocess.conversation import Conversation
+from preprocess.conversation import Conversation, Document
 from preprocess.reject import RowRejected
 from vlmdata.errors import SourceError
 
@@ -30,12 +30,12 @@ class Row:
 
 
 class Recipe(Protocol):
-    """Turns rows into conversations. Called as a pure function of the row: the same row, the same conversations."""
+    """Turns rows into conversations or documents. A pure function of the row: the same row gives the same."""
 
-    def __call__(self, row: Row) -> Conversation | Iterable[Conversation | RowRejected]:
-        """The row's conversation, or a list, tuple or generator of several.
+    def __call__(self, row: Row) -> Conversation | Document | Iterable[Conversation | Document | RowRejected]:
+        """The row's conversation or document, or a list, tuple or generator of several.
 
-        A :class:`RowRejected` in the list, in place of a conversation, rejects that sample alone.
+        A :class:`RowRejected` in the list, in place of a sample, rejects that sample alone.
 
         Raises:
             RowRejected: If nothing of the row can be used.
@@ -70,6 +70,7 @@ RECIPE_OPTIONS = frozenset({field.name for field in fields(RecipeConfig)} | {"tr
 REGISTRY: Mapping[str, str] = {
     "cord_v2": "preprocess.recipes.cord_v2:CordV2",
     "chat": "preprocess.recipes.chat:Chat",
+    "text": "preprocess.recipes.text:Text",
 }
 
 

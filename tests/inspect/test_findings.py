@@ -148,6 +148,7 @@ def test_an_unusual_share_is_measured_against_the_dataset() -> None:
         lengths = np.full(100, 1000, np.int32)
         num_patches = np.zeros(100, np.int32)
         truncated = np.zeros(100, np.bool_)
+        target_turns = np.ones(100, np.int32)
         num_targets = np.linspace(280, 320, 100).astype(np.int32)
 
     index = Index()

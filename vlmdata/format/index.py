@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vlmdata.errors import DatasetFormatError
-from vlmdata.format.schema import IMAGES, MEMBERS, OPTIONAL_MEMBERS, PATCHES_RAW
+from vlmdata.format.schema import DOCUMENTS, IMAGES, MEMBERS, OPTIONAL_MEMBERS, PATCHES_RAW
 from vlmdata.format.shard import ArrayPlace, Placement
 
 _PATCHES = next(i for i, member in enumerate(MEMBERS) if member.name == "patches")
@@ -104,6 +104,8 @@ def used_features(rows: Iterable[IndexRow]) -> frozenset[str]:
     for row in rows:
         if row.image_grid_thw:
             used |= {IMAGES, PATCHES_RAW}
+        if row.target_turns == 0:
+            used.add(DOCUMENTS)
         used |= {str(member.feature) for member in OPTIONAL_MEMBERS if member.name in row.placement.optional}
     return frozenset(used)
 

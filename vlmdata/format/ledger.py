@@ -24,6 +24,8 @@ class Reason(StrEnum):
     NO_ASSISTANT_TURN = "no_assistant_turn"
     EMPTY_ANSWER = "empty_answer"
     NO_SAMPLES = "no_samples"
+    MALFORMED_DOCUMENT = "malformed_document"
+    EMPTY_DOCUMENT = "empty_document"
     NO_TARGETS = "no_targets"
     LOSS_WEIGHT = "loss_weight"
     IMAGE_COUNT_MISMATCH = "image_count_mismatch"

@@ -36,6 +36,7 @@ class TokenizerInfo:
         assistant_header: Ids of ``assistant\n``, which follow ``<|im_start|>`` in an assistant turn.
         special_tokens: Named special tokens (``pad_token``, ``eos_token`` …), which chat templates may write. Empty in
             manifests of format 1.0.
+        end_of_text: Id of the token that ends documents. -1 in manifests of format 1.0.
     """
 
     name: str
@@ -51,6 +52,7 @@ class TokenizerInfo:
     video: int
     assistant_header: tuple[int, ...]
     special_tokens: Mapping[str, str] = field(default_factory=dict)
+    end_of_text: int = -1
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,8 @@ class Manifest:
         for owner, name in (*optional, (fields["tokenizer"], "special_tokens")):
             if not owner[name]:
                 del owner[name]
+        if fields["tokenizer"]["end_of_text"] < 0:
+            del fields["tokenizer"]["end_of_text"]
         return (json.dumps(fields, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
     @classmethod

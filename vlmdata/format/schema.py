@@ -14,10 +14,10 @@ import numpy.typing as npt
 FORMAT_NAME = "vlmdata"
 #: MAJOR.MINOR. A reader refuses another MAJOR; a higher MINOR only adds what old readers may ignore.
 SCHEMA_VERSION = "1.1"
-IMAGES, PATCHES_RAW, LOSS_WEIGHTS = "images", "patches-raw", "loss-weights"
+IMAGES, PATCHES_RAW, LOSS_WEIGHTS, DOCUMENTS = "images", "patches-raw", "loss-weights", "documents"
 #: What a reader must understand to read a dataset rightly. A writer lists the ones it used in the manifest;
 #: a reader refuses any it does not know (so video items or compressed patches can come without a new MAJOR).
-SUPPORTED_FEATURES = frozenset({IMAGES, PATCHES_RAW, LOSS_WEIGHTS})
+SUPPORTED_FEATURES = frozenset({IMAGES, PATCHES_RAW, LOSS_WEIGHTS, DOCUMENTS})
 
 MANIFEST_NAME = "manifest.json"
 INDEX_NAME = "index.parquet"

@@ -115,7 +115,8 @@ class IndexFindings:
         return {
             "no_targets": np.flatnonzero(shares == 0),
             "low_target_share": _ordered(low, shares),
-            "truncated_answer": np.flatnonzero(self.index.truncated),
+            # A document that is split goes on in the next sample.
+            "truncated_answer": np.flatnonzero(self.index.truncated & (self.index.target_turns > 0)),
             "image_larger_than_text": _ordered(self.image_tokens > text, -self.image_tokens / np.maximum(text, 1)),
         }
 
@@ -128,7 +129,7 @@ class IndexFindings:
         elif share < self.low_target_share:
             message = f"{int(self.index.num_targets[i]):,} of {length:,} tokens are targets: {share:.2%}"
             found.append(finding("low_target_share", f"{message}, unusual below {self.low_target_share:.2%} here"))
-        if self.index.truncated[i]:
+        if self.index.truncated[i] and self.index.target_turns[i]:
             found.append(finding("truncated_answer", f"the last answer was cut at {length:,} tokens"))
         if images > length - images:
             found.append(
@@ -159,7 +160,8 @@ class ContentCheck:
     def of(self, i: int) -> list[Finding]:
         """The findings of sample ``i``: the audit of ``vlmdata verify``, and where its answers begin."""
         sample = self.dataset[i]
-        if not (sample.input_ids[: sample.length] == self.dataset.manifest.tokenizer.im_start).any():
+        document = self._rules is not None and self._rules.documents and int(self.dataset.index.target_turns[i]) == 0
+        if not document and not (sample.input_ids[: sample.length] == self.dataset.manifest.tokenizer.im_start).any():
             # The audit is about turns and takes it for granted that there is one.
             return [finding("no_turn", f"none of {sample.length:,} tokens is <|im_start|>, so nobody speaks in it")]
         audited = []
@@ -167,7 +169,7 @@ class ContentCheck:
             audited = audit_sample(sample, self.dataset.index.row(i), self._rules, self._turn_weights(i))
         # "no_target" is told from the index, for every sample.
         found = [finding(check, message) for check, message in audited if check != "no_target"]
-        if 0 < sample.length <= len(sample.input_ids):
+        if 0 < sample.length <= len(sample.input_ids) and not document:
             found += self._answers(sample)
         return found
 

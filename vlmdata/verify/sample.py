@@ -16,8 +16,9 @@ import numpy.typing as npt
 from vlmdata.errors import DatasetFormatError
 from vlmdata.format.index import IndexRow
 from vlmdata.format.manifest import Manifest, TokenizerInfo
-from vlmdata.format.schema import MERGE_SIZE, Sample
+from vlmdata.format.schema import DOCUMENTS, MERGE_SIZE, Sample
 from vlmdata.positions import locate_images, mrope_position_ids
+from vlmdata.verify.document import audit_document
 
 Finding = tuple[str, str]
 """(check, message)."""
@@ -31,11 +32,13 @@ class SampleRules:
         tokenizer: Special ids.
         pad_multiple: Of which stored lengths are multiples.
         all_turns: Whether every assistant turn is a target, or the last alone.
+        documents: Whether samples without target turns are documents. Elsewhere they are faults.
     """
 
     tokenizer: TokenizerInfo
     pad_multiple: int
     all_turns: bool
+    documents: bool = False
 
     @classmethod
     def of(cls, manifest: Manifest) -> SampleRules:
@@ -53,7 +56,7 @@ class SampleRules:
                 f"options.pad_multiple is {pad_multiple!r} and options.train_turns is {train_turns!r}; "
                 "without these two samples cannot be audited"
             )
-        return cls(manifest.tokenizer, pad_multiple, train_turns == "all")
+        return cls(manifest.tokenizer, pad_multiple, train_turns == "all", DOCUMENTS in manifest.features)
 
 
 def turn_weights_of(metadata: Mapping[str, Any]) -> tuple[float, ...]:
@@ -154,6 +157,9 @@ def _targets(sample: Sample, row: IndexRow, rules: SampleRules, turn_weights: tu
         yield "mask", f"the mask holds {int(mask.max())}; only 0 and 1 mean something"
     if not mask.any():
         yield "no_target", "no token is a target, so the sample teaches nothing"
+        return
+    if rules.documents and row.target_turns == 0:
+        yield from audit_document(sample, row, tokenizer)
         return
     target = mask == 1
     forbidden = {

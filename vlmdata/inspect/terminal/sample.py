@@ -52,13 +52,17 @@ def finding_line(found: Finding) -> Text:
 def _identity(sample: SampleDescription) -> Table:
     padding = sample.padded_length - sample.length
     turns = ", ".join(turn.role or "?" for turn in sample.turns)
+    document = sample.target_turns == 0 and [turn.role for turn in sample.turns] == [""]
+    cut = ", cut at its end" if document else ", answer cut"
     return facts(
         ("sample", data(sample.key, "bold"), f"number {sample.index:,} of the dataset"),
         ("source row", f"{sample.source_row:,}{_within_row(sample.key)}", data(f"of {sample.source}")),
         ("stored", data(sample.shard), f"bytes {sample.offset:,} to {sample.offset + sample.size:,}"),
-        ("tokens", f"{sample.length:,}", f"+ {padding:,} padding" + (", answer cut" if sample.truncated else "")),
+        ("tokens", f"{sample.length:,}", f"+ {padding:,} padding" + (cut if sample.truncated else "")),
         ("targets", f"{sample.num_targets:,}", f"{100 * sample.target_share:.1f} % of tokens"),
-        ("turns", data(turns, limit=80), f"{sample.target_turns} with targets"),
+        ("turns", "none", "a document: all text is learned")
+        if document
+        else ("turns", data(turns, limit=80), f"{sample.target_turns} with targets"),
     )
 
 

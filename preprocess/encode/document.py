@@ -1,0 +1,115 @@
+"""From a document to its samples: all text is learned, images stand between, and long documents are cut."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from preprocess.chat.agreement import encode_document_text
+from preprocess.chat.render import Renderer
+from preprocess.config import Overlong, PreprocessConfig
+from preprocess.conversation import Document
+from preprocess.encode.image import encode_image
+from preprocess.encode.sample import EncodedImage, EncodedSample, WeightedTokens, finish_sample, grids_of
+from preprocess.reject import RowRejected
+from preprocess.weights import document_weight
+from vlmdata.format.ledger import Reason
+from vlmdata.format.schema import PATCHES_PER_TOKEN
+from vlmdata.positions import locate_images
+from vlmdata.wording import counted
+
+#: An image's tokens and the vision marks around them, ``[start, stop)``.
+Block = tuple[int, int]
+
+
+def encode_document(
+    document: Document, renderer: Renderer, config: PreprocessConfig
+) -> list[EncodedSample | RowRejected]:
+    """Encodes a document.
+
+    Targets are all tokens but the first, which nothing precedes that could predict it, and images with their vision
+    marks. The last token is the end of text.
+
+    Returns:
+        One sample; or the pieces of a document over ``max_length`` that ``overlong`` splits, in place of a piece that
+        holds images alone its rejection.
+
+    Raises:
+        RowRejected: With the reason, whatever is wrong with it.
+    """
+    if not document.text.strip():
+        raise RowRejected(Reason.EMPTY_DOCUMENT, f"no text to learn, and {counted(len(document.images), 'image')}")
+    weight = document_weight(document)
+    info = renderer.tokenizer.info
+    # Text first: it is cheap, and what it rejects needs no image decoded.
+    ids = encode_document_text(renderer, document).ids
+    images = tuple(encode_image(part, config.image, part.field) for part in document.images)
+    learned = ~np.isin(ids, (info.image, info.vision_start, info.vision_end))
+    tokens = WeightedTokens(ids, learned * np.float32(weight)).with_images(images, info.image)
+    starts = locate_images(tokens.ids, grids_of(images), info.image).tolist()
+    blocks = [(start - 1, start + _tokens(image) + 1) for start, image in zip(starts, images, strict=True)]
+    pieces: list[EncodedSample | RowRejected] = []
+    for start, stop in pairwise(_bounds(len(tokens), blocks, config)):
+        within = tuple(image for image, block in zip(images, blocks, strict=True) if start <= block[0] < stop)
+        piece = tokens[start:stop]
+        piece.weights[0] = 0
+        if piece.weights.any():
+            pieces.append(finish_sample(piece, within, config, info, truncated=stop < len(tokens)))
+        else:
+            what = f"tokens {start:,} to {stop - 1:,} of {len(tokens):,} of the document"
+            pieces.append(RowRejected(Reason.NO_TARGETS, f"{what} hold {counted(len(within), 'image')} and no text"))
+    return pieces
+
+
+def _bounds(length: int, blocks: list[Block], config: PreprocessConfig) -> list[int]:
+    """Where the pieces begin and end."""
+    most = config.max_length
+    if length <= most:
+        return [0, length]
+    if config.overlong == Overlong.REJECT:
+        raise RowRejected(
+            Reason.OVERLONG,
+            f"{length} tokens ({counted(len(blocks), 'image')}), over --max-length {most}; --overlong split makes "
+            "several samples of such documents",
+        )
+    bounds = cut(length, blocks, most)
+    return bounds[:2] if config.overlong == Overlong.TRUNCATE else bounds
+
+
+def cut(length: int, blocks: list[Block], most: int) -> list[int]:
+    """Cuts a sequence into pieces of at most ``most`` tokens, each as long as it can be, and no block in two.
+
+    The last piece is no single token where that can be avoided: nothing would precede it that could predict it.
+
+    Args:
+        length: Tokens of the sequence.
+        blocks: Ranges that stay whole, in order, apart from each other.
+        most: Most tokens in a piece.
+
+    Returns:
+        0, the cuts, and ``length``.
+
+    Raises:
+        RowRejected: OVERLONG if a block is longer than ``most``.
+    """
+
+    def before(end: int) -> int:
+        return next((start for start, stop in blocks if start < end < stop), end)
+
+    bounds = [0]
+    while length - bounds[-1] > most:
+        end = before(bounds[-1] + most)
+        if length - end == 1 and before(end - 1) > bounds[-1]:
+            end = before(end - 1)
+        if end <= bounds[-1]:
+            size = next(stop for start, stop in blocks if start == end) - end
+            what = f"an image of {size} tokens with its marks"
+            raise RowRejected(Reason.OVERLONG, f"{what} does not fit in --max-length {most}")
+        bounds.append(end)
+    return [*bounds, length]
+
+
+def _tokens(image: EncodedImage) -> int:
+    t, h, w = image.grid
+    return t * h * w // PATCHES_PER_TOKEN

@@ -1,0 +1,127 @@
+"""From what a recipe made to samples. Pure: no files, no state that outlives a call."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from preprocess.chat.agreement import encode_turns
+from preprocess.chat.render import Renderer
+from preprocess.chat.targets import TargetSpans, target_spans
+from preprocess.chat.tokenizer import ChatTokenizer
+from preprocess.config import Overlong, PreprocessConfig, TrainTurns
+from preprocess.conversation import Conversation, Document
+from preprocess.encode.document import encode_document
+from preprocess.encode.image import encode_image
+from preprocess.encode.sample import EncodedImage, EncodedSample, WeightedTokens, finish_sample
+from preprocess.reject import RowRejected, excerpt
+from preprocess.weights import turn_weights
+from vlmdata.format.ledger import Reason
+
+
+class Encoder:
+    """Turns conversations and documents into samples under one configuration.
+
+    Attributes:
+        config: The configuration.
+        tokenizer: The tokenizer.
+        renderer: Applies its chat template.
+    """
+
+    def __init__(self, config: PreprocessConfig, tokenizer: ChatTokenizer):
+        self.config = config
+        self.tokenizer = tokenizer
+        self.renderer = Renderer(tokenizer, config.special_text)
+
+    def encode_all(self, made: Conversation | Document) -> list[EncodedSample | RowRejected]:
+        """Encodes what a recipe made: one sample, or several of a document that is split.
+
+        Raises:
+            RowRejected: With the reason, whatever is wrong with all of it.
+        """
+        if isinstance(made, Conversation):
+            return [self.encode(made)]
+        self._require_known_keys(made)
+        return encode_document(made, self.renderer, self.config)
+
+    def encode(self, conversation: Conversation) -> EncodedSample:
+        """Encodes one conversation.
+
+        Raises:
+            RowRejected: With the reason, whatever is wrong with it.
+        """
+        self._require_known_keys(conversation)
+        _check_turns(conversation)
+        weights = turn_weights(conversation, self.config.train_turns)
+        _check_answers(conversation, weights)
+        # Text first: it is cheap, and a row it rejects needs no image decoded.
+        ids, spans = self._encode_text(conversation, weights)
+        images = tuple(encode_image(part, self.config.image, part.field) for part in conversation.images)
+        return self._assemble(ids, spans, images)
+
+    def _require_known_keys(self, made: Conversation | Document) -> None:
+        if self.config.strict and made.unknown:
+            keys = excerpt(", ".join(made.unknown), 400)
+            raise RowRejected(
+                Reason.UNKNOWN_KEYS,
+                f"keys that the recipe does not know: {keys}. --strict rejects such rows; drop the keys, or leave "
+                "--strict out.",
+            )
+
+    def _encode_text(
+        self, conversation: Conversation, weights: tuple[float, ...]
+    ) -> tuple[npt.NDArray[np.int64], TargetSpans]:
+        """Token ids with one placeholder per image, and the targets among them."""
+        rendered, tokens, turns = encode_turns(self.renderer, conversation)
+        return tokens.ids, target_spans(tokens, turns, weights, self.config.train_think, rendered.text)
+
+    def _assemble(
+        self, ids: npt.NDArray[np.int64], spans: TargetSpans, images: tuple[EncodedImage, ...]
+    ) -> EncodedSample:
+        """Expands placeholders, and cuts or refuses what is too long."""
+        tokens = WeightedTokens(ids, spans.weights).with_images(images, self.tokenizer.info.image)
+        length = len(tokens)
+        if truncated := length > self.config.max_length:
+            grown = length - len(ids)  # all images stand before the last answer, or truncation is refused
+            most = self._truncated_length(length, spans.last[0] + grown, spans.last[1] + grown, len(images))
+            tokens = tokens[:most]
+        chosen = spans.turn_weights if self.config.train_turns is TrainTurns.ALL else spans.turn_weights[-1:]
+        return finish_sample(
+            tokens,
+            images,
+            self.config,
+            self.tokenizer.info,
+            target_turns=spans.turns,
+            truncated=truncated,
+            turn_weights=() if set(chosen) == {1.0} else spans.turn_weights,
+        )
+
+    def _truncated_length(self, length: int, start: int, stop: int, images: int) -> int:
+        """Where to cut: within the last answer ``[start, stop)``, which must end the sequence."""
+        most = self.config.max_length
+        what = f"{length} tokens ({images} images), over --max-length {most}"
+        if self.config.overlong != Overlong.TRUNCATE:  # a conversation is not split
+            raise RowRejected(Reason.OVERLONG, what)
+        if stop != length:
+            raise RowRejected(Reason.OVERLONG, f"{what}, and no learned answer ends the sample that could be cut")
+        if most <= start:
+            raise RowRejected(Reason.OVERLONG, f"{what}: the {start} tokens before the last answer alone fill it")
+        return most
+
+
+def _check_turns(conversation: Conversation) -> None:
+    answers = [message for message in conversation.messages if message.role == "assistant"]
+    if not answers:
+        roles = ", ".join(message.role for message in conversation.messages) or "none"
+        raise RowRejected(Reason.NO_ASSISTANT_TURN, f"no assistant turn to learn from; roles: {roles}")
+    for number, message in enumerate(answers, start=1):
+        if any(message.images):
+            raise RowRejected(Reason.UNSUPPORTED_CONTENT, f"assistant turn {number} of {len(answers)} holds an image")
+
+
+def _check_answers(conversation: Conversation, weights: tuple[float, ...]) -> None:
+    """A turn that is learned must say something; any other may be empty."""
+    answers = [message for message in conversation.messages if message.role == "assistant"]
+    for number, (message, weight) in enumerate(zip(answers, weights, strict=True), start=1):
+        if weight and not message.text.strip() and not message.tool_calls:
+            raise RowRejected(Reason.EMPTY_ANSWER, f"assistant turn {number} of {len(answers)} has no text")

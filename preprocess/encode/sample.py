@@ -1,0 +1,154 @@
+"""A sample as arrays: what the encoder makes and the shard writer takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from preprocess.config import PreprocessConfig
+from vlmdata.format.manifest import TokenizerInfo
+from vlmdata.format.schema import PATCH_BYTES, Sample
+from vlmdata.positions import image_token_counts, locate_images, mrope_position_ids
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedImage:
+    """An image as it is stored.
+
+    Attributes:
+        patches: uint8 (P, 768).
+        grid: Patches along t, h, w.
+        origin: What the file held: width, height, mode, format, normalisation steps.
+    """
+
+    patches: npt.NDArray[np.uint8]
+    grid: tuple[int, int, int]
+    origin: Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedSample:
+    """A sample ready for the shard writer.
+
+    Attributes:
+        length: True length.
+        input_ids: int32 (L,), L a multiple of ``pad_multiple``.
+        loss_mask: uint8 (L,).
+        position_ids: int32 (3, L).
+        images: Per image, its patches, grid and origin.
+        image_starts: First token of every image.
+        target_turns: Assistant turns that are targets; 0 for a document.
+        truncated: Whether the end was cut, so that the last answer or the document has no end token.
+        loss_weights: float32 (L,), 0 where ``loss_mask`` is; None if all targets weigh 1.
+        turn_weights: Weight of each assistant turn; empty if all that ``train_turns`` chooses weigh 1.
+    """
+
+    length: int
+    input_ids: npt.NDArray[np.int32]
+    loss_mask: npt.NDArray[np.uint8]
+    position_ids: npt.NDArray[np.int32]
+    images: tuple[EncodedImage, ...]
+    image_starts: tuple[int, ...]
+    target_turns: int
+    truncated: bool
+    loss_weights: npt.NDArray[np.float32] | None
+    turn_weights: tuple[float, ...]
+
+    @property
+    def image_grid_thw(self) -> npt.NDArray[np.int32]:
+        """int32 (N, 3)."""
+        return np.array([image.grid for image in self.images], dtype=np.int32).reshape(-1, 3)
+
+    def to_sample(self, key: str) -> Sample:
+        """The sample a reader will see, with the patches of all images joined."""
+        empty = np.zeros((0, PATCH_BYTES), dtype=np.uint8)
+        patches = np.concatenate([empty, *(image.patches for image in self.images)])
+        return Sample(
+            key,
+            self.length,
+            self.input_ids,
+            self.loss_mask,
+            self.position_ids,
+            self.image_grid_thw,
+            patches,
+            self.loss_weights,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class WeightedTokens:
+    """True tokens with the loss weight of each.
+
+    Attributes:
+        ids: int64 (L,).
+        weights: float32 (L,), 0 off target.
+    """
+
+    ids: npt.NDArray[np.int64]
+    weights: npt.NDArray[np.float32]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, span: slice) -> WeightedTokens:
+        return WeightedTokens(self.ids[span], self.weights[span])
+
+    def with_images(self, images: tuple[EncodedImage, ...], image_token: int) -> WeightedTokens:
+        """The tokens with one placeholder per merged patch where there was one per image."""
+        repeats = np.ones(len(self.ids), dtype=np.int64)
+        repeats[self.ids == image_token] = image_token_counts(grids_of(images))
+        return WeightedTokens(np.repeat(self.ids, repeats), np.repeat(self.weights, repeats))
+
+
+def grids_of(images: tuple[EncodedImage, ...]) -> npt.NDArray[np.int64]:
+    """The grids of images, int64 (N, 3)."""
+    return np.array([image.grid for image in images], dtype=np.int64).reshape(-1, 3)
+
+
+def finish_sample(
+    tokens: WeightedTokens,
+    images: tuple[EncodedImage, ...],
+    config: PreprocessConfig,
+    info: TokenizerInfo,
+    *,
+    target_turns: int = 0,
+    truncated: bool = False,
+    turn_weights: tuple[float, ...] = (),
+) -> EncodedSample:
+    """Pads a sample's tokens and computes their positions.
+
+    Args:
+        tokens: The tokens, image placeholders expanded.
+        images: Their images.
+        config: Says how to pad.
+        info: Says with what.
+        target_turns: As in :class:`EncodedSample`.
+        truncated: As in :class:`EncodedSample`.
+        turn_weights: As in :class:`EncodedSample`.
+    """
+    length, grids = len(tokens), grids_of(images)
+    starts = locate_images(tokens.ids, grids, info.image)
+    padded = -(-length // config.pad_multiple) * config.pad_multiple
+    input_ids = np.full(padded, info.pad, dtype=np.int32)
+    input_ids[:length] = tokens.ids
+    loss_weights = np.zeros(padded, dtype=np.float32)
+    loss_weights[:length] = tokens.weights
+    loss_mask = (loss_weights > 0).astype(np.uint8)
+    position_ids = np.zeros((3, padded), dtype=np.int32)
+    position_ids[:, :length] = mrope_position_ids(length, starts, grids)
+    return EncodedSample(
+        length=length,
+        input_ids=input_ids,
+        loss_mask=loss_mask,
+        position_ids=position_ids,
+        images=images,
+        image_starts=tuple(starts.tolist()),
+        target_turns=target_turns,
+        truncated=truncated,
+        loss_weights=None if np.array_equal(loss_weights, loss_mask) else loss_weights,
+        turn_weights=turn_weights,
+    )

@@ -1,0 +1,179 @@
+"""Raw text and interleaved documents for continued pre-training: every text token is learned.
+
+Sources: the dataset cards of HuggingFaceM4/OBELICS (``texts`` and ``images``) and of MMC4 (``text_list`` and
+``image_info``), and ms-swift's documentation of pre-training data (``messages`` with one assistant turn).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, ClassVar
+
+from preprocess.config import RecipeConfig
+from preprocess.conversation import Document, ImagePart, Part, TextPart
+from preprocess.recipes.base import RECIPE_OPTIONS, Row
+from preprocess.recipes.chat.content import ContentReader
+from preprocess.recipes.chat.forms import LIST_COLUMNS
+from preprocess.recipes.chat.forms import fits as fits_chat
+from preprocess.recipes.chat.images import RowImages
+from preprocess.recipes.chat.row_keys import refuse_row
+from preprocess.recipes.chat.turns import HARMLESS_KEYS, Turn, read_turn
+from preprocess.recipes.chat.weights import TURN_WEIGHTS, row_weight, turn_weight
+from preprocess.recipes.keys import HARMLESS_COLUMNS, KeyLog, filled, is_empty
+from preprocess.recipes.media import MediaLoader
+from preprocess.reject import RowRejected, excerpt
+from vlmdata.format.ledger import Reason
+from vlmdata.wording import counted
+
+_CONTENT_COLUMNS = ("text", "content")
+_WEIGHT_COLUMNS = frozenset({"weight", "loss_weight", "loss_scale"})
+_HARMLESS_COLUMNS = HARMLESS_COLUMNS | {
+    "title",
+    "dump",
+    "file_path",
+    "language_score",
+    "token_count",
+    "score",
+    "domain",
+}
+_TURN_KEYS = frozenset({"role", "from", "content", "value", *TURN_WEIGHTS})
+_MMC4_KEYS = frozenset({"image_name", "raw_url", "matched_text_index"})
+_MMC4_HARMLESS = frozenset({"matched_sim", "face_detections"})
+
+
+class Text:
+    """Rows with ``text`` or ``content``, or with texts and images in turn."""
+
+    needs: ClassVar[str] = "text, content, texts and images, or text_list and image_info"
+    options: ClassVar[frozenset[str]] = RECIPE_OPTIONS - {"prompt", "target", "train_turns", "train_think"}
+
+    def __init__(self, config: RecipeConfig):
+        self._media = MediaLoader(config.image_root, config.allow_urls)
+        self._stray_marks = config.stray_marks
+
+    @staticmethod
+    def fits(columns: Collection[str]) -> bool:
+        """True for rows with text but no turns; a single image beside the text may be meant as a caption's."""
+        if fits_chat(columns):
+            return False
+        interleaved = {"texts", "images"} <= set(columns) or {"text_list", "image_info"} <= set(columns)
+        return interleaved or ("text" in columns and "image" not in columns)
+
+    def __call__(self, row: Row) -> Document:
+        """The row's text and images in order."""
+        values = {name: value for name, value in row.values.items() if value is not None}
+        refuse_row(values)
+        keys = KeyLog()
+        weight, column = row_weight(values), _column(values)
+        if column == "texts":
+            parts, images = tuple(self._in_turn(values)), {"images"}
+        elif column == "text_list":
+            parts, images = tuple(self._beside_sentences(values, keys)), {"image_info"}
+        else:
+            turn, factor = _turn(values[column], column, keys)
+            parts, images = self._content(turn, values, keys), {"images", "image"}
+            weight *= factor
+        keys.note(values, _WEIGHT_COLUMNS | images | {column}, _HARMLESS_COLUMNS)
+        return Document(parts, weight, keys.harmless, keys.unknown)
+
+    def _content(self, turn: Turn, values: Mapping[str, Any], keys: KeyLog) -> tuple[Part, ...]:
+        """Text with marks, or a list of text and image items; images of a column take the places in order."""
+        images = RowImages(values, self._media, keys)
+        parts = tuple(ContentReader([turn], images, self._stray_marks, keys).parts(turn))
+        images.require_all_used()
+        return parts
+
+    def _in_turn(self, values: Mapping[str, Any]) -> Iterator[Part]:
+        """OBELICS: two lists of one length, of which each place holds a text or an image."""
+        texts, images = _list(values, "texts"), _list(values, "images")
+        if images and len(texts) != len(images):
+            raise RowRejected(
+                Reason.MALFORMED_DOCUMENT,
+                f"texts has {counted(len(texts), 'place')} and images has {len(images)}; they must be of one length, "
+                "with a null in images where a text stands and the other way round",
+            )
+        for i, (text, image) in enumerate(zip(texts, images or [None] * len(texts), strict=True)):
+            if not is_empty(text) and not is_empty(image):
+                raise RowRejected(
+                    Reason.MALFORMED_DOCUMENT,
+                    f"both texts[{i}] and images[{i}] hold something, so their order is not known: {excerpt(text)!r}",
+                )
+            if not is_empty(image):
+                yield ImagePart(self._media.load(image, f"images[{i}]"), f"images[{i}]")
+            elif not is_empty(text):
+                yield _text(text, f"texts[{i}]")
+
+    def _beside_sentences(self, values: Mapping[str, Any], keys: KeyLog) -> Iterator[Part]:
+        """MMC4: sentences, and images each of which stands before the sentence that it matches."""
+        sentences, infos = _list(values, "text_list"), _list(values, "image_info")
+        before: dict[int, list[Part]] = {}
+        for i, info in enumerate(infos):
+            where = f"image_info[{i}]"
+            if not isinstance(info, Mapping):
+                raise RowRejected(Reason.MALFORMED_DOCUMENT, f"{where} is not an object: {excerpt(info)}")
+            keys.note(info, _MMC4_KEYS, _MMC4_HARMLESS, "image_info[].")
+            place, names = info.get("matched_text_index"), filled(info, ("image_name", "raw_url"))
+            if type(place) is not int or not 0 <= place < len(sentences) or not names:
+                raise RowRejected(
+                    Reason.MALFORMED_DOCUMENT,
+                    f"{where}: matched_text_index is {excerpt(place)} of {counted(len(sentences), 'sentence')}, and "
+                    f"the image is named by {', '.join(names) or 'neither image_name nor raw_url'}",
+                )
+            field = f"{where}.{names[0]}"
+            before.setdefault(place, []).append(ImagePart(self._media.load(info[names[0]], field), field))
+        for i, sentence in enumerate(sentences):
+            yield from before.get(i, [])
+            part = _text(sentence, f"text_list[{i}]")
+            yield TextPart(part.text + " ") if i + 1 < len(sentences) else part
+
+
+def _column(values: Mapping[str, Any]) -> str:
+    """The column that holds the text.
+
+    Raises:
+        RowRejected: MISSING_COLUMN without any; MALFORMED_DOCUMENT with several.
+    """
+    known = (*_CONTENT_COLUMNS, "texts", "text_list", *LIST_COLUMNS)
+    found = filled(values, known) or [name for name in known if name in values]
+    if not found:
+        columns = ", ".join(values) or "none"
+        raise RowRejected(
+            Reason.MISSING_COLUMN, f"none of {', '.join(known)} holds anything; columns with values: {columns}"
+        )
+    if len(found) > 1:
+        raise RowRejected(
+            Reason.MALFORMED_DOCUMENT, f"text stands in {' and in '.join(found)}; keep one of the columns"
+        )
+    return found[0]
+
+
+def _turn(value: Any, column: str, keys: KeyLog) -> tuple[Turn, float]:
+    """The document as a user's turn, as which :class:`ContentReader` puts text and images in order; and its weight."""
+    if column not in LIST_COLUMNS:
+        return Turn("row" if isinstance(value, list) else column, "user", value, {}), 1.0
+    found = [read_turn(turn, f"{column}[{i}]") for i, turn in enumerate(value)] if isinstance(value, list) else []
+    if [turn.role for turn in found] != ["assistant"] or found[0].calls:
+        what = ", ".join(turn.role for turn in found) if found else excerpt(value)
+        raise RowRejected(
+            Reason.MALFORMED_DOCUMENT,
+            f"{column} holds {what}; as a document it must be one assistant turn without calls. --recipe chat reads "
+            "conversations",
+        )
+    turn = found[0]
+    keys.note(turn.entry, _TURN_KEYS, HARMLESS_KEYS, f"{column}[].")
+    weight = turn_weight(turn.entry, "assistant", turn.where)
+    return dataclasses.replace(turn, role="user"), 1.0 if weight is None else weight
+
+
+def _list(values: Mapping[str, Any], column: str) -> list[Any]:
+    value = values.get(column, [])
+    if not isinstance(value, list):
+        raise RowRejected(Reason.MALFORMED_DOCUMENT, f"{column} is not a list: {excerpt(value)}")
+    return value
+
+
+def _text(value: Any, where: str) -> TextPart:
+    if not isinstance(value, str):
+        raise RowRejected(Reason.MALFORMED_DOCUMENT, f"{where} is not text: {excerpt(value)}")
+    return TextPart(value)
