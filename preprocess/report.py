@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from preprocess.config import EMBEDDED
+from preprocess.config import EMBEDDED, Overlong
 from preprocess.job import RunResult
 from vlmdata.format.index import DatasetIndex
 from vlmdata.format.ledger import Reason, Rejection, read_ledger
@@ -176,7 +176,11 @@ class Report:
         share = 100 * totals.targets / max(totals.tokens, 1)
         done = f"{counted(self.made, 'shard')} made" + (f", {self.kept:,} kept" if self.kept else "")
         table.add_row("rows", f"{totals.rows:,}", "")
-        table.add_row("samples", f"{totals.samples:,}", f"{totals.truncated:,} truncated" if totals.truncated else "")
+        # Where documents are split, nothing is lost by a cut.
+        cut = "truncated"
+        if self.manifest.config["options"]["overlong"] == Overlong.SPLIT:
+            cut = "go on in the next sample"
+        table.add_row("samples", f"{totals.samples:,}", f"{totals.truncated:,} {cut}" if totals.truncated else "")
         table.add_row("tokens", f"{totals.tokens:,}", f"+ {totals.padding:,} padding")
         table.add_row("target tokens", f"{totals.targets:,}", f"{share:.1f} % of tokens")
         table.add_row("images", f"{totals.images:,}", "")

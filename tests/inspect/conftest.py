@@ -14,6 +14,7 @@ from filelock import FileLock
 from preprocess.config import SpecialText
 from tests.chat_rows import build_mixed, image_item, turn, write_jsonl
 from tests.conftest import build_dataset
+from tests.documents import build_documents
 from tests.inspect.raw import RawSample, read_samples
 from tests.list_recipe import build_lists
 from vlmdata.format.dataset import VlmDataset, open_dataset
@@ -101,6 +102,12 @@ def hostile(shared_folder: Path) -> Path:
 def lists(shared_folder: Path) -> Path:
     """Rows that give lists of samples, of which some are rejected."""
     return once(shared_folder, "lists", build_lists) / "dataset"
+
+
+@pytest.fixture(scope="session")
+def texts(shared_folder: Path) -> Path:
+    """Documents with and without images, of which one is split."""
+    return once(shared_folder, "texts", build_documents) / "dataset"
 
 
 @pytest.fixture(scope="session")

@@ -54,6 +54,18 @@ def test_all_samples_of_a_row_are_shown(lists: Path, command: Command) -> None:
     assert text == path.read_text()
 
 
+def test_documents_are_shown(texts: Path, command: Command) -> None:
+    _, out, _ = command(texts, "--row", 2)
+    assert "source row 2: 3 of 3 samples accepted" in out
+    assert out.count("turns       none") == 3
+    assert out.count("cut at its end") == 2
+    assert out.count("⟦") == out.count("⟧") == 3 + 3 + 1  # legends, pieces, and the text after the image
+    for view in ((), ("--pack", "0"), ("--find", "word1")):
+        code, out, _ = command(texts, *view)
+        assert code == 0
+        assert "no_turn" not in out
+
+
 def test_no_line_is_wider_than_the_terminal(demo: Path, command: Command) -> None:
     for name in ("card", "sample", "pack", "row"):
         _, out, _ = command(demo, *VIEWS[name])
