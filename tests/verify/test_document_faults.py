@@ -81,6 +81,11 @@ def said_to_have_a_turn(draft: Draft, t: TokenizerInfo) -> None:
     draft.target_turns = 1
 
 
+def one_weight_changed(draft: Draft, t: TokenizerInfo) -> None:
+    assert draft.loss_weights is not None
+    draft.loss_weights[1] = 2
+
+
 @pytest.mark.parametrize(
     ("change", "key", "expected"),
     [
@@ -93,6 +98,7 @@ def said_to_have_a_turn(draft: Draft, t: TokenizerInfo) -> None:
         (turn_within, PLAIN, {"document_token"}),
         (said_to_be_cut, PLAIN, {"document_end"}),
         (said_to_be_whole, SPLIT_KEYS[0], {"document_end"}),
+        (one_weight_changed, WEIGHTED, {"document_weight"}),
         (said_to_have_a_turn, PLAIN, {"outside_turn", "end_token"}),
     ],
     ids=lambda value: getattr(value, "__name__", None),

@@ -29,6 +29,8 @@ def audit_document(sample: Sample, row: IndexRow, tokenizer: TokenizerInfo) -> I
             f"token {at} is {'a' if mask[at] else 'no'} target ({len(wrong)} such); in a document all tokens are but "
             "the first and images with their marks",
         )
+    if sample.loss_weights is not None and len(np.unique(sample.loss_weights[: sample.length][mask])) > 1:
+        yield "document_weight", "the targets have several loss weights; a document has one"
     end = tokenizer.end_of_text
     strange = {
         "<|im_start|>": tokenizer.im_start,
