@@ -153,18 +153,19 @@ def test_a_closing_file_that_cannot_be_written_keeps_all_shards(
 ) -> None:
     """Without root: the limit on file sizes is set once the shards are made, lower than the file in question."""
     out = tmp_path / "out"
-    import preprocess.job as job
+    import preprocess.closing as closing
 
     size = len(next(content for path, content in whole.items() if path.rpartition("/")[2] == name))
-    step = {"index.parquet": "_merge_index", "rejected.jsonl": "_merge_ledger"}.get(name, "_save_tokenizer")
-    original = getattr(job, step)
+    step = {"index.parquet": "merged_index", "rejected.jsonl": "merged_ledger"}.get(name, "saved_tokenizer")
+    original = getattr(closing, step)
 
-    def limited(*arguments: Any) -> Any:
-        with files_up_to(size - 1):
-            return original(*arguments)
+    @contextmanager
+    def limited(*arguments: Any) -> Iterator[Path]:
+        with files_up_to(size - 1), original(*arguments) as path:
+            yield path
 
     with monkeypatch.context() as patch:
-        patch.setattr(job, step, limited)
+        patch.setattr(closing, step, limited)
         with pytest.raises(ResourceError) as caught:
             preprocess_dataset(open_source(str(source)), out, CONFIG)
     assert "all 6 shards are made, but closing the dataset failed" in str(caught.value)

@@ -40,6 +40,7 @@ def verify(
     from vlmdata.format.manifest import Manifest
     from vlmdata.verify.dataset import verify_dataset
     from vlmdata.verify.remedy import remedies
+    from vlmdata.wording import counted
 
     talk = Console(stderr=True, highlight=False)
     begun = time.monotonic()
@@ -70,8 +71,8 @@ def verify(
             out.print(str(fault), markup=False)
         if len(audit.faults) > _SHOWN:
             out.print(f"… and {len(audit.faults) - _SHOWN} more; --json lists them all")
-        size = f"{audit.samples:,} samples, {shards:,} shards, {audit.bytes / 1e6:,.1f} MB in {seconds:.1f} s"
-        verdict = f"[bold red]{len(audit.faults):,} faults[/]" if audit.faults else "[bold green]sound[/]"
+        size = f"{counted(audit.samples, 'sample')}, {counted(shards, 'shard')}, {audit.bytes / 1e6:,.1f} MB in {seconds:.1f} s"
+        verdict = f"[bold red]{counted(len(audit.faults), 'fault')}[/]" if audit.faults else "[bold green]sound[/]"
         out.print(f"{verdict}: {size}")
         for step in steps:
             out.print(f"next: {step}", markup=False)

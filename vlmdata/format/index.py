@@ -173,8 +173,9 @@ class DatasetIndex:
         try:
             table = pq.read_table(path, memory_map=False)
         except (OSError, pa.ArrowException) as error:
+            what = "no such file" if isinstance(error, FileNotFoundError) else error
             raise DatasetFormatError(
-                f"{path}: cannot read the index: {error}. Run the same `vlmdata preprocess` command again."
+                f"{path}: cannot read the index: {what}. Run the same `vlmdata preprocess` command again."
             ) from error
         features = [str(m.feature) for m in OPTIONAL_MEMBERS if f"{m.name}_offset" in table.column_names]
         schema = index_schema(features)
