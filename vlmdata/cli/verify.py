@@ -71,9 +71,9 @@ def verify(
             out.print(str(fault), markup=False)
         if len(audit.faults) > _SHOWN:
             out.print(f"… and {len(audit.faults) - _SHOWN} more; --json lists them all")
-        size = f"{counted(audit.samples, 'sample')}, {counted(shards, 'shard')}, {audit.bytes / 1e6:,.1f} MB in {seconds:.1f} s"
+        size = f"{counted(audit.samples, 'sample')}, {counted(shards, 'shard')}, {audit.bytes / 1e6:,.1f} MB"
         verdict = f"[bold red]{counted(len(audit.faults), 'fault')}[/]" if audit.faults else "[bold green]sound[/]"
-        out.print(f"{verdict}: {size}")
+        out.print(f"{verdict}: {size} in {seconds:.1f} s")
         for step in steps:
             out.print(f"next: {step}", markup=False)
     raise typer.Exit(1 if audit.faults else 0)

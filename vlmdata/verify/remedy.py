@@ -43,8 +43,8 @@ def _steps(directory: str, checks: dict[str, set[str]]) -> Iterator[str]:
         yield f"Remove {_listed([f'{directory}/{name}' for name in [*strays, *silent]])}."
     if lost:
         yield (
-            f"Run the `vlmdata preprocess` command that made the dataset once more. It makes again, and compares with the "
-            f"manifest: {_listed(lost)}."
+            f"Run the `vlmdata preprocess` command that made the dataset once more. It makes again, and "
+            f"compares with the manifest: {_listed(lost)}."
         )
     if others and not (lost or MANIFEST_NAME in checks):
         yield (
