@@ -40,6 +40,9 @@ def encode_turns(renderer: Renderer, conversation: Conversation) -> tuple[Render
         raise _template_error(f"wrote {counted(len(turns), 'assistant turn')} for {counted(said, 'assistant message')}")
     _require_headers(rendered.text, tokens, tokenizer.info)
     _require_images(tokens, tokenizer.info, len(conversation.images))
+    for message in conversation.messages:
+        if message.role == "system" and _missing([message.text], rendered.text) is not None:
+            raise _template_error(f"left out the system prompt {excerpt(message.text, 60)!r}")
     for number, stretch in enumerate(_stretches(conversation)):
         _require_stretch(number, stretch, rendered.text, tokens, turns, tokenizer.info)
     return rendered, tokens, turns

@@ -177,7 +177,7 @@ def _edit(value: Any, edit: Callable[[str], str]) -> Any:
 def _require_unicode(conversation: Conversation) -> None:
     """Refuses lone surrogates: halves of a character, which no encoding can write."""
     for number, message in enumerate(conversation.messages):
-        for text in _strings(Conversation((message,))):
+        for text in _message_strings(message):
             _require_encodable(text, f"message {number + 1} of {len(conversation.messages)} ({message.role})")
     for text in _nested_strings(conversation.tools):
         _require_encodable(text, "tools")
@@ -197,13 +197,17 @@ def _require_encodable(text: str, where: str) -> None:
 
 def _strings(conversation: Conversation) -> Iterable[str]:
     for message in conversation.messages:
-        for part in message.parts:
-            if isinstance(part, TextPart):
-                yield part.text
-        if message.reasoning is not None:
-            yield message.reasoning
-        yield from _nested_strings(message.tool_calls)
+        yield from _message_strings(message)
     yield from _nested_strings(conversation.tools)
+
+
+def _message_strings(message: Message) -> Iterable[str]:
+    for part in message.parts:
+        if isinstance(part, TextPart):
+            yield part.text
+    if message.reasoning is not None:
+        yield message.reasoning
+    yield from _nested_strings(message.tool_calls)
 
 
 def _nested_strings(value: Any) -> Iterable[str]:

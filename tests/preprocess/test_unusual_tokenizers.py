@@ -213,6 +213,17 @@ def test_a_row_on_which_the_template_misbehaves_is_rejected(tmp_path: Path) -> N
         assert raised.value.reason is Reason.TEMPLATE_ERROR
 
 
+def test_a_system_prompt_may_move_but_not_vanish(tmp_path: Path) -> None:
+    conversation = talk(("system", "Be brief."), ("user", "Hi"), ("assistant", "Ho"))
+    elsewhere = "{{ messages[0].content }}\n" + TEMPLATE.replace("in messages", "in messages[1:]")
+    moved = load_tokenizer(write_tokenizer(tmp_path / "moved", template=elsewhere))
+    assert "Be brief." in moved.hf.decode(Encoder(PreprocessConfig(), moved).encode(conversation).input_ids)
+    nowhere = TEMPLATE.replace("in messages", "in messages if m.role != 'system'")
+    dropped = load_tokenizer(write_tokenizer(tmp_path / "dropped", template=nowhere))
+    with pytest.raises(RowRejected, match=r"left out the system prompt 'Be brief\.'"):
+        Encoder(PreprocessConfig(), dropped).encode(conversation)
+
+
 def test_an_overlong_answer_is_cut_though_turns_end_in_two_newlines(tmp_path: Path) -> None:
     tokenizer = variant(tmp_path, template=TEMPLATE.replace("<|im_end|>\n", "<|im_end|>\n\n"))
     conversation = talk(("user", "Hi"), ("assistant", "one two three four five six seven eight nine ten"))

@@ -48,13 +48,14 @@ class TokenTexts:
             )
         self._byte_level = '"ByteLevel"' in json.dumps(json.loads(self._tokenizer.to_str()).get("decoder"))
         self._added = {id: token.content for id, token in self._tokenizer.get_added_tokens_decoder().items()}
-        self._special = frozenset(
-            id for id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
-        )
+        flagged = (id for id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special)
+        info = manifest.tokenizer
+        marks = (info.im_start, info.im_end, info.vision_start, info.vision_end, info.image, info.video)
+        self._special = frozenset((*flagged, *marks))
         self._bytes: dict[int, bytes] = {}
 
     def is_special(self, token: int) -> bool:
-        """Whether an id is flagged special in the tokenizer (turn marks, vision marks, pads)."""
+        """Whether an id is a turn or vision mark, or flagged special in the tokenizer."""
         return token in self._special
 
     def bytes_of(self, token: int) -> bytes:
