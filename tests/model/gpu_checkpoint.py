@@ -8,12 +8,14 @@ and the same on CPUs, where the distributed optimizer and its overlapped gather 
 the exit code is the number of failures.
 
 With ``optimizer.overlap`` a rank has new weights for its own share of the optimizer's state only, until the next
-forward pass gathers the others. A checkpoint must hold all of them new, and the forward pass after it must be right.
+forward pass gathers the others. A checkpoint must hold all of them new, and the forward pass after it must be right; an
+evaluation between steps must see all of them new, and training must not notice it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
 import tempfile
@@ -35,6 +37,7 @@ from model.training.checkpoint import Checkpoints, sharded_model
 from model.training.config import TrainConfig
 from model.training.config_loading import load_config
 from model.training.data import RankPlace
+from model.training.evaluation import EvaluationSet, Evaluator
 from model.training.flops import StepFlops
 from model.training.optimizer import Learner, build_learner, unwrapped
 from model.training.step import Stepper
@@ -112,12 +115,40 @@ class Trainee:
         """Trains; the losses."""
         return [self._step(self._batches).loss for _ in range(count)]
 
+    def evaluate(self) -> float:
+        """The loss over three packs of each rank."""
+        sets = [EvaluationSet("packs", Packs(list(itertools.islice(self._packs(), 3))))]  # type: ignore[arg-type]
+        device = DEVICE if CUDA else torch.device("cpu")
+        found = Evaluator(sets, self.learner, self.place, self.config, device)(STEPS)
+        assert found is not None
+        return found.loss
+
     def save(self) -> Path:
         """The checkpoint of the step."""
         checkpoints = Checkpoints(self.config, self.architecture, self.place, async_save=False)
         checkpoints.agree_on_latest()
         checkpoints.save(STEPS, self.learner, {})
         return Path(self.config.run.out) / "checkpoints" / f"step-{STEPS:08d}"
+
+
+class Packs:
+    """A loader of packs in memory, as far as an evaluation needs one."""
+
+    def __init__(self, packs: list[PackedBatch]):
+        self._packs, self.datasets = packs, ([],)
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        return iter(self._packs)
+
+    def steps(self, epoch: int) -> int:
+        """Packs of this rank."""
+        return len(self._packs)
+
+    def state_dict(self) -> None:
+        """It has none."""
+
+    def load_state_dict(self, state: None) -> None:
+        """It always begins anew."""
 
 
 def check(layout: dict[str, int], out: Path) -> str:
@@ -128,7 +159,10 @@ def check(layout: dict[str, int], out: Path) -> str:
     """
     trainee = Trainee(layout, out / "saved")
     losses = trainee.steps(STEPS)
+    evaluated = trainee.evaluate()
     folder = trainee.save()
+    again = trainee.evaluate()
+    assert abs(evaluated - again) <= TOLERANCE * again, f"evaluation loss {evaluated} before saving, {again} after it"
     live = _as_the_owners_have_it(trainee.learner)
     wanted = sharded_model(unwrapped(trainee.learner.model[0]))
     for entry in wanted.values():
@@ -152,7 +186,8 @@ def check(layout: dict[str, int], out: Path) -> str:
         assert abs(ours - theirs) <= TOLERANCE * abs(theirs), (
             f"losses {losses} {after} with saving, {undisturbed} without"
         )
-    return f"{len(live)} weights and {len(masters)} fp32 ones are as saved; loss {losses[0]:.4f} to {after[-1]:.4f}"
+    weights = f"{len(live)} weights and {len(masters)} fp32 ones are as saved"
+    return f"{weights}; loss {losses[0]:.4f} to {after[-1]:.4f}, evaluated {again:.4f}"
 
 
 def _as_the_owners_have_it(learner: Learner) -> dict[str, torch.Tensor]:

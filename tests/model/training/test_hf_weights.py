@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("megatron.core")
 
+from model.training.agreement import by_leaders
 from model.training.config import ConfigError
 from model.training.config_loading import load_config
 from tests.model.training.conftest import SETTINGS, evaluations_of, steps_of, train_here
 from tests.model.training.plain import plain_loss, write_checkpoint
 from tests.model.training.ranks import Ranks, arguments_of
+from tests.model.workers import run_in_all
 from vlmdata import StreamingLoader
 
 
@@ -93,6 +98,32 @@ def test_a_hub_id_is_downloaded(
     run(model__hf="someone/tiny", run__steps=1)
     assert asked == [("someone/tiny", False), ("someone/tiny", True)]
     assert steps_of(tmp_path / "run")[0]["loss"] == pytest.approx(first_loss, rel=1e-5)
+
+
+def download_on_two_nodes() -> tuple[float, float, str]:
+    """Of ranks 0, 1 on one node and 2, 3 on another: when a rank began and ended, and what it was told."""
+    rank = torch.distributed.get_rank()
+    os.environ["LOCAL_RANK"] = str(rank % 2)
+    begun = time.time()
+
+    def download() -> None:
+        assert rank % 2 == 0, "one process of each node downloads"
+        time.sleep(0.3 + rank / 4)
+        if rank == 2:
+            raise ConfigError("node 2 cannot")
+
+    told = ""
+    try:
+        by_leaders(download)
+    except ConfigError as error:
+        told = str(error)
+    return begun, time.time(), told
+
+
+def test_nodes_wait_for_each_other_s_download_and_fail_together() -> None:
+    found = run_in_all(download_on_two_nodes)
+    assert all(ended >= found[2][0] + 0.8 for _, ended, _ in found)
+    assert {told for _, _, told in found} == {"node 2 cannot"}
 
 
 def test_a_hub_id_without_a_hub_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
