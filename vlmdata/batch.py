@@ -62,7 +62,7 @@ class HostLayout:
     image_indices: npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PackedBatch:
     """One pack: n samples one after another, each padded to the alignment, and perhaps a padded tail.
 
@@ -129,6 +129,18 @@ class PackedBatch:
             names = [field.name for field in dataclasses.fields(HostLayout)]
             arrays = [getattr(self, name).cpu().numpy().astype(np.int64) for name in names]
             object.__setattr__(self, "host", HostLayout(*arrays))
+
+    def __repr__(self) -> str:
+        held = (
+            ""
+            if self.context_parallel is None
+            else f", slice {self.context_parallel.rank} of {self.context_parallel.size}"
+        )
+        return (
+            f"PackedBatch(epoch={self.epoch}, step={self.step}, micro_batch={self.micro_batch}, pack={self.pack}, "
+            f"samples={self.num_samples}, tokens={self.true_tokens} of {self.total_tokens}, "
+            f"images={len(self.host.image_grid_thw)}{held}, device={str(self.position_ids.device)!r})"
+        )
 
     @property
     def num_samples(self) -> int:

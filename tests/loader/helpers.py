@@ -23,8 +23,9 @@ OPTIONS: dict[str, Any] = {"capacity": 832, "global_batch": 4, "max_patches": 20
 
 
 def stream(data: Any, **options: Any) -> StreamingLoader:
-    """A loader over small packs."""
-    return StreamingLoader(data, **{**OPTIONS, **options})
+    """A loader over small packs; of rank 0, if not said otherwise."""
+    rank = {"dp_rank": 0} if "dp_size" in options else {}
+    return StreamingLoader(data, **{**OPTIONS, **rank, **options})
 
 
 def epoch_of(data: Any, **options: Any) -> list[PackedBatch]:

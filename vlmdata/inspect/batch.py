@@ -219,11 +219,7 @@ def batch_at(loader: StreamingLoader, number: int, epoch: int = 0) -> PackedBatc
 
 def num_batches(loader: StreamingLoader, epoch: int = 0) -> int:
     """Batches that each rank of a loader gets in an epoch; empty ones that fill up the last step are counted."""
-    plan = loader.plan(epoch)
-    if plan.num_steps == 0:
-        return 0
-    last = len(plan.assignment(plan.num_steps - 1, loader.dp_size))
-    return (plan.num_steps - 1) * (loader.config.global_batch // loader.dp_size) + last
+    return loader.plan(epoch).micro_batches(loader.dp_size)
 
 
 def _segments(

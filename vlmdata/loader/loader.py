@@ -15,13 +15,16 @@ import torch
 
 from vlmdata.alignment import alignment
 from vlmdata.batch import PackedBatch, Slice
+from vlmdata.errors import ConfigMismatchError
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.loader.open import DEFAULT_CACHE_BYTES, open_for_loading, require_one_tokenizer, sample_table
 from vlmdata.loader.plans import EpochPlans
+from vlmdata.loader.ranks import DataParallel, data_parallel
 from vlmdata.loader.request import Part
 from vlmdata.loader.session import CurrentSession, Session
 from vlmdata.loader.state import LoaderState, Position, restore
 from vlmdata.loader.stream import RankStream
+from vlmdata.loader.view import LoaderDataset
 from vlmdata.loader.workers import PipelineConfig
 from vlmdata.packing.config import Blend, PlanConfig
 from vlmdata.packing.cost import CostModel, cost_model
@@ -59,7 +62,8 @@ class StreamingLoader:
         capacity: Most tokens in a pack, padding included.
         global_batch: Packs per optimizer step over all data-parallel ranks; each rank gets ``global_batch / dp_size``.
         dp_rank: This data-parallel rank.
-        dp_size: Data-parallel ranks.
+        dp_size: Data-parallel ranks. If neither is given, every process of the ``torch.distributed`` group (before
+            there is one: of torchrun's ``RANK`` and ``WORLD_SIZE``) is a rank of its own.
         seed: Of packing and order.
         context_parallel: Context-parallel size: samples are padded so that it divides them.
         context_parallel_rank: Yield this rank's slice, reading only the images it encodes; None yields whole packs.
@@ -84,7 +88,7 @@ class StreamingLoader:
         multiprocessing_context: Start method of workers; None is PyTorch's default.
 
     Raises:
-        ValueError: If sizes do not fit together, or a sample fits no pack.
+        ValueError: If sizes do not fit together or not with the process group, or a sample fits no pack.
         DatasetFormatError: If there is no finished dataset.
         ConfigMismatchError: If datasets have different tokenizers.
     """
@@ -95,8 +99,8 @@ class StreamingLoader:
         *,
         capacity: int,
         global_batch: int,
-        dp_rank: int = 0,
-        dp_size: int = 1,
+        dp_rank: int | None = None,
+        dp_size: int | None = None,
         seed: int = 0,
         context_parallel: int = 1,
         context_parallel_rank: int | None = None,
@@ -120,7 +124,11 @@ class StreamingLoader:
         cache_bytes: int = DEFAULT_CACHE_BYTES,
         multiprocessing_context: str | None = None,
     ):
-        _require_ranks(dp_rank, dp_size, global_batch, context_parallel, context_parallel_rank)
+        self._arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        if context_parallel_rank is not None and not 0 <= context_parallel_rank < context_parallel:
+            raise ValueError(f"context_parallel_rank {context_parallel_rank} of context_parallel {context_parallel}")
+        self._given_ranks = (dp_rank, dp_size, context_parallel, tensor_parallel)
+        self._ranks = self._settle_ranks(global_batch)
         locations = [data] if isinstance(data, str | PathLike) else list(data)
         if not locations:
             raise ValueError("no datasets given")
@@ -142,19 +150,12 @@ class StreamingLoader:
             balance=balance,
             cost=cost_model(cost) if isinstance(cost, str) else cost,
         )
-        self.dp_rank, self.dp_size = dp_rank, dp_size
         names = [shards.name for shards in self._shards]
         self._plans = EpochPlans(sample_table(self.datasets), self.config, self.datasets, names)
-        # Nothing that the workers' thread holds may hold this loader: a forgotten one must be garbage, and stop them.
-        self._stream = RankStream(
-            self._plans,
-            self.datasets,
-            self.config,
-            dp_rank,
-            dp_size,
-            None if context_parallel_rank is None else Slice(context_parallel_rank, context_parallel),
-            parts_of(parts),
+        self._context_parallel = (
+            None if context_parallel_rank is None else Slice(context_parallel_rank, context_parallel)
         )
+        self._parts = parts_of(parts)
         self._pipeline_config = PipelineConfig(num_workers, prefetch_factor, timeout, verify, multiprocessing_context)
         self._device = torch.device(device) if device is not None else None
         self._position = Position()
@@ -164,13 +165,50 @@ class StreamingLoader:
         self.stats = LoaderStats()
         self.plan(0)  # refuse what cannot be packed now, not at the first batch
 
-    def plan(self, epoch: int) -> EpochPlan:
-        """The plan of an epoch. The two last used are kept."""
-        return self._plans[epoch]
+    def plan(self, epoch: int | None = None) -> EpochPlan:
+        """The plan of an epoch, by default of the one that the next batch is in. The two last used are kept."""
+        return self._plans[self._position.epoch if epoch is None else epoch]
 
-    def steps(self, epoch: int) -> int:
+    def steps(self, epoch: int | None = None) -> int:
         """Optimizer steps in an epoch; may differ by a little between epochs, as each packs anew."""
         return self.plan(epoch).num_steps
+
+    def __len__(self) -> int:
+        """Batches that this rank gets in the epoch of the next batch, those already handed out included."""
+        return self.plan().micro_batches(self.dp_size)
+
+    @property
+    def dp_rank(self) -> int:
+        """This data-parallel rank."""
+        return self._follow_process_group().rank
+
+    @property
+    def dp_size(self) -> int:
+        """Data-parallel ranks."""
+        return self._follow_process_group().size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Goes to the start of an epoch; within that epoch already, the loader stays where it is.
+
+        Frameworks call this before every pass. So it must not undo a resume, and passes that follow one another need
+        no such call.
+
+        Raises:
+            ValueError: If the epoch is negative.
+        """
+        if epoch < 0:
+            raise ValueError(f"epoch is {epoch}; epochs count from 0")
+        if epoch != self._position.epoch:
+            self._session.end()
+            self._position = Position(epoch)
+
+    def as_dataset(self, endless: bool = False) -> LoaderDataset:
+        """This loader as a PyTorch dataset, for ``DataLoader(loader.as_dataset(), batch_size=None)``.
+
+        Args:
+            endless: Whether a pass goes on from epoch to epoch; the dataset then has no length.
+        """
+        return LoaderDataset(self, endless)
 
     @property
     def position(self) -> Position:
@@ -178,6 +216,7 @@ class StreamingLoader:
         return self._position
 
     def __iter__(self) -> Iterator[PackedBatch]:
+        self._follow_process_group()
         epoch = self._position.epoch
         while self._position.epoch == epoch:
             session = self._session.at(self._position, self._begin_session)
@@ -225,8 +264,54 @@ class StreamingLoader:
     ) -> None:
         self.close()
 
+    def __repr__(self) -> str:
+        at, names = self._position, [shards.name for shards in self._shards]
+        return (
+            f"StreamingLoader({(names[0] if len(names) == 1 else names)!r}, capacity={self.config.capacity}, "
+            f"global_batch={self.config.global_batch}, dp_rank={self._ranks.rank}, dp_size={self._ranks.size}, "
+            f"epoch={at.epoch}, step={at.step}, micro_batch={at.micro_batch})"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What the caller said, and the position: where it lands, datasets are opened and ranks settled anew.
+        return _make_again, (self._arguments, self._position)
+
     def _begin_session(self) -> Session:
-        return Session(self._stream, self._shards, self._pipeline_config, self._device, self._position)
+        # Nothing that the workers' thread holds may hold this loader: a forgotten one must be garbage, and stop them.
+        stream = RankStream(
+            self._plans,
+            self.datasets,
+            self.config,
+            self._ranks.rank,
+            self._ranks.size,
+            self._context_parallel,
+            self._parts,
+        )
+        return Session(stream, self._shards, self._pipeline_config, self._device, self._position)
+
+    def _settle_ranks(self, global_batch: int) -> DataParallel:
+        ranks = data_parallel(*self._given_ranks)
+        if global_batch % ranks.size:
+            source = f" (from {ranks.source})" if ranks.source else ""
+            raise ValueError(
+                f"global_batch {global_batch} is not a multiple of dp_size {ranks.size}{source}: all ranks must get "
+                "equally many"
+            )
+        return ranks
+
+    def _follow_process_group(self) -> DataParallel:
+        """The ranks; settled anew as long as nothing said that there are several, as a loader may be made first."""
+        if self._given_ranks[1] is None and not self._ranks.source:
+            ranks = self._settle_ranks(self.config.global_batch)
+            if ranks != self._ranks:
+                if self._position.micro_batch:
+                    raise ConfigMismatchError(
+                        f"the process group was set up within a step, at {self._position}: {self._ranks.size} rank "
+                        f"began the step, {ranks.size} cannot continue it. Make the loader after the process group"
+                    )
+                self._session.end()
+                self._ranks = ranks
+        return self._ranks
 
     def _fingerprints(self) -> tuple[tuple[str, str], ...]:
         return tuple(
@@ -249,14 +334,8 @@ def parts_of(names: Sequence[str]) -> Part:
     return parts
 
 
-def _require_ranks(
-    dp_rank: int, dp_size: int, global_batch: int, context_parallel: int, context_parallel_rank: int | None
-) -> None:
-    if dp_size < 1 or not 0 <= dp_rank < dp_size:
-        raise ValueError(f"dp_rank {dp_rank} of dp_size {dp_size}: ranks count from 0 to dp_size - 1")
-    if global_batch % dp_size:
-        raise ValueError(
-            f"global_batch {global_batch} is not a multiple of dp_size {dp_size}: all ranks must get equally many"
-        )
-    if context_parallel_rank is not None and not 0 <= context_parallel_rank < context_parallel:
-        raise ValueError(f"context_parallel_rank {context_parallel_rank} of context_parallel {context_parallel}")
+def _make_again(arguments: dict[str, Any], position: Position) -> StreamingLoader:
+    """Rebuilds a pickled loader."""
+    loader = StreamingLoader(**arguments)
+    loader._position = position
+    return loader

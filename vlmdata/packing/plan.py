@@ -166,6 +166,20 @@ class EpochPlan:
         size = global_batch if self.config.last == "pad" else -(-len(packs) // dp_size) * dp_size
         return np.concatenate([packs, np.full(size - len(packs), EMPTY_PACK)])
 
+    def micro_batches(self, dp_size: int) -> int:
+        """Packs that each data-parallel rank gets in the epoch, empty ones included.
+
+        Args:
+            dp_size: Data-parallel ranks.
+
+        Raises:
+            ValueError: If ``global_batch`` is not a multiple of ``dp_size``.
+        """
+        if self.num_steps == 0:
+            return 0
+        last = len(self.padded_step(self.num_steps - 1, dp_size)) // dp_size
+        return (self.num_steps - 1) * (self.config.global_batch // dp_size) + last
+
     def pack_costs(self, packs: IntArray) -> IntArray:
         """Estimated cost of packs under ``config.cost``.
 

@@ -1,0 +1,153 @@
+"""What people who come from PyTorch expect of something that yields batches."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, IterableDataset
+
+import vlmdata
+from tests.loader.helpers import assert_same, packs_of, stream, wait_until, worker_pids
+from vlmdata.loader.state import Position
+
+FAST: dict[str, Any] = {"parts": ()}
+
+
+@pytest.mark.parametrize("last", ["pad", "keep", "drop"])
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
+def test_the_length_is_the_batches_of_this_rank_in_the_epoch(chat: Path, last: str, dp_size: int) -> None:
+    for limit in (200, 256, 320):
+        with stream(chat, dp_size=dp_size, last=last, max_patches=limit, **FAST) as loader:
+            for _ in range(2):
+                length = len(loader)
+                assert len(packs_of(loader)) == length
+
+
+def test_plan_steps_and_length_are_those_of_the_current_epoch(chat: Path) -> None:
+    with stream(chat, **FAST) as loader:
+        for epoch in range(2):
+            assert loader.plan() is loader.plan(epoch)
+            assert loader.steps() == loader.steps(epoch)
+            length = len(loader)
+            list(islice(loader, 3))
+            assert len(loader) == length, "also in its midst"
+            list(loader)
+
+
+class TestSetEpoch:
+    def test_it_goes_to_the_start_of_that_epoch(self, chat: Path) -> None:
+        with stream(chat, **FAST) as loader:
+            epochs = [packs_of(loader) for _ in range(3)]
+        with stream(chat, num_workers=1, **FAST) as loader:
+            for epoch in (1, 0, 2):
+                loader.set_epoch(epoch)
+                assert packs_of(loader) == epochs[epoch]
+
+    def test_within_that_epoch_it_stays(self, chat: Path) -> None:
+        with stream(chat, **FAST) as loader:
+            whole = packs_of(loader)
+            loader.set_epoch(0)
+            loader.set_epoch(0)
+            assert packs_of(islice(loader, 5)) == whole[:5]
+            state = loader.state_dict()
+        with stream(chat, **FAST) as loader:
+            loader.load_state_dict(state)
+            loader.set_epoch(0)  # as a framework does that resumes
+            assert packs_of(loader) == whole[5:]
+
+    def test_during_a_pass_it_ends_the_pass(self, chat: Path) -> None:
+        with stream(chat, **FAST) as loader:
+            found = []
+            for batch in loader:
+                found.append(batch)
+                loader.set_epoch(4)
+            assert len(found) == 1
+            assert loader.position == Position(4)
+
+    def test_a_negative_one_is_refused(self, chat: Path) -> None:
+        with stream(chat, **FAST) as loader, pytest.raises(ValueError, match="epoch is -1"):
+            loader.set_epoch(-1)
+
+
+@pytest.mark.parametrize("copied", [lambda loader: pickle.loads(pickle.dumps(loader)), copy.deepcopy])
+def test_a_copy_goes_on_where_the_loader_stands(chat: Path, copied: Any) -> None:
+    with stream(chat, dp_rank=1, dp_size=2, num_workers=1, blend=vlmdata.Blend("epochs", (1,))) as loader:
+        with copied(loader) as fresh:
+            whole = list(fresh)
+        assert_same(islice(loader, 3), whole[:3])
+        with copied(loader) as other:
+            assert other.state_dict() == loader.state_dict()
+            assert_same(other, whole[3:])
+        assert_same(loader, whole[3:])
+
+
+class TestDataset:
+    def test_a_data_loader_yields_the_same_batches(self, chat: Path) -> None:
+        with stream(chat) as loader:
+            whole = list(loader)
+        with stream(chat, num_workers=2) as loader:
+            dataset = loader.as_dataset()
+            assert isinstance(dataset, IterableDataset)
+            batches = DataLoader(dataset, batch_size=None)
+            assert len(batches) == len(whole)
+            assert_same(batches, whole)
+            assert loader.position == Position(1)
+            dataset.set_epoch(0)
+            assert_same(batches, whole)
+
+    def test_endless_it_goes_on_with_the_next_epoch(self, chat: Path) -> None:
+        with stream(chat, **FAST) as loader:
+            epochs = [packs_of(loader) for _ in range(2)]
+        with stream(chat, **FAST) as loader:
+            batches = DataLoader(loader.as_dataset(endless=True), batch_size=None)
+            with pytest.raises(TypeError, match="no length"):
+                len(batches)
+            total = len(epochs[0]) + len(epochs[1])
+            assert packs_of(islice(batches, total)) == epochs[0] + epochs[1]
+
+    def test_workers_of_the_data_loader_are_refused(self, chat: Path) -> None:
+        with (
+            stream(chat) as loader,
+            pytest.raises(ValueError, match=r"every worker would yield all.*num_workers=0 here"),
+        ):
+            next(iter(DataLoader(loader.as_dataset(), batch_size=None, num_workers=1)))
+
+    @pytest.mark.parametrize("stop", [0, 3, 7])
+    def test_torchdata_saves_and_restores_the_position(self, chat: Path, stop: int) -> None:
+        stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+        with stream(chat, **FAST) as loader:
+            epochs = [packs_of(loader) for _ in range(2)]
+        with stream(chat, **FAST) as loader:
+            batches = stateful(loader.as_dataset(), batch_size=None)
+            iterator = iter(batches)
+            assert packs_of(islice(iterator, stop)) == epochs[0][:stop]
+            state = batches.state_dict()
+        with stream(chat, num_workers=1, **FAST) as loader:
+            batches = stateful(loader.as_dataset(), batch_size=None)
+            batches.load_state_dict(state)
+            assert packs_of(batches) == epochs[0][stop:]
+            assert packs_of(batches) == epochs[1]
+
+
+def test_the_package_lists_what_it_exports() -> None:
+    assert set(vlmdata.__all__) <= set(dir(vlmdata))
+
+
+def test_a_batch_and_a_loader_are_shown_in_a_line(chat: Path) -> None:
+    with stream(chat, dp_rank=1, dp_size=2) as loader:
+        batch = next(iter(loader))
+        assert repr(loader) == (
+            f"StreamingLoader('{chat}', capacity=832, global_batch=4, dp_rank=1, dp_size=2, epoch=0, step=0, "
+            "micro_batch=1)"
+        )
+    assert repr(batch) == (
+        f"PackedBatch(epoch=0, step=0, micro_batch=0, pack={batch.pack}, samples={batch.num_samples}, "
+        f"tokens={batch.true_tokens} of {batch.total_tokens}, images={len(batch.image_grid_thw)}, device='cpu')"
+    )
+    with stream(chat, context_parallel=2, context_parallel_rank=1) as loader:
+        assert ", slice 1 of 2, device='cpu')" in repr(next(iter(loader)))

@@ -1,0 +1,123 @@
+"""Which data-parallel rank a loader is: what the caller says, else what the program's process group says."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+_log = logging.getLogger("vlmdata.loader")
+_told: set[DataParallel] = set()
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """A data-parallel rank.
+
+    Attributes:
+        rank: From 0.
+        size: Number of ranks.
+        source: Where these come from if the caller gave neither: "the process group", or the environment. Empty if the
+            caller gave them, or if nothing says that there is more than one process.
+    """
+
+    rank: int
+    size: int
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class _World:
+    rank: int
+    size: int
+    source: str
+
+
+def data_parallel(
+    dp_rank: int | None, dp_size: int | None, context_parallel: int, tensor_parallel: int
+) -> DataParallel:
+    """Settles the data-parallel rank and size of a loader.
+
+    Without either, every process of an initialised ``torch.distributed`` group is a data-parallel rank of its own;
+    before there is one, ``RANK`` and ``WORLD_SIZE`` of the environment (set by torchrun) count. What is taken from
+    there is said once, by rank 0.
+
+    Args:
+        dp_rank: As the caller gave it.
+        dp_size: As the caller gave it.
+        context_parallel: Context-parallel size.
+        tensor_parallel: Tensor-parallel size.
+
+    Raises:
+        ValueError: If these do not fit together or not with the process group, or the rank cannot be told.
+    """
+    world = _world()
+    if dp_size is not None:
+        found = _given(dp_rank, dp_size, context_parallel * tensor_parallel, world)
+    elif dp_rank is not None:
+        raise ValueError(f"dp_rank {dp_rank} without dp_size: give both, or neither")
+    else:
+        found = _default(context_parallel, tensor_parallel, world)
+    if found.source and found.rank == 0 and found not in _told:
+        _told.add(found)
+        _log.warning(
+            "dp_rank and dp_size come from %s: each of the %d processes is a data-parallel rank and gets samples of "
+            "its own. Give both to choose otherwise.",
+            found.source,
+            found.size,
+        )
+    return found
+
+
+def _given(dp_rank: int | None, dp_size: int, model_parallel: int, world: _World | None) -> DataParallel:
+    if dp_rank is None:
+        if dp_size == 1:
+            dp_rank = 0
+        elif world is not None and world.size == dp_size:
+            dp_rank = world.rank
+        else:
+            raise ValueError(f"dp_size {dp_size} without dp_rank: give both, or neither")
+    if dp_size < 1 or not 0 <= dp_rank < dp_size:
+        raise ValueError(f"dp_rank {dp_rank} of dp_size {dp_size}: ranks count from 0 to dp_size - 1")
+    if world is not None and world.size > 1 and world.source == _GROUP:
+        # Pipeline stages and the like multiply these, so they need not be the whole world, but must divide it.
+        if world.size % (dp_size * model_parallel):
+            parallel = f" x {model_parallel} (context x tensor parallel)" if model_parallel > 1 else ""
+            raise ValueError(
+                f"dp_size {dp_size}{parallel} does not divide the {world.size} processes of the process group; leave "
+                "dp_rank and dp_size out, or give those of this run"
+            )
+        if world.size == dp_size and dp_rank != world.rank:
+            raise ValueError(
+                f"dp_rank is {dp_rank}, but this is rank {world.rank} of {world.size} in the process group and dp_size "
+                f"is {dp_size} too; leave both out, or give dp_rank={world.rank}"
+            )
+    return DataParallel(dp_rank, dp_size)
+
+
+def _default(context_parallel: int, tensor_parallel: int, world: _World | None) -> DataParallel:
+    model_parallel = context_parallel * tensor_parallel
+    if world is None or world.size in (1, model_parallel):
+        return DataParallel(0, 1)
+    if model_parallel > 1:
+        raise ValueError(
+            f"{world.source} has {world.size} processes, with context_parallel {context_parallel} and tensor_parallel "
+            f"{tensor_parallel}: which data-parallel rank this is cannot be told from that; give dp_rank and dp_size"
+        )
+    return DataParallel(world.rank, world.size, world.source)
+
+
+_GROUP = "the process group"
+
+
+def _world() -> _World | None:
+    """The processes of this program, if it says so."""
+    if dist.is_available() and dist.is_initialized():
+        return _World(dist.get_rank(), dist.get_world_size(), _GROUP)
+    try:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    except (KeyError, ValueError):
+        return None
+    return _World(rank, size, "RANK and WORLD_SIZE") if 0 <= rank < size else None

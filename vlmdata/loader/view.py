@@ -1,0 +1,56 @@
+"""A loader as a PyTorch ``IterableDataset``, for what takes nothing but a ``DataLoader``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch.utils.data
+
+from vlmdata.batch import PackedBatch
+
+if TYPE_CHECKING:
+    from vlmdata.loader.loader import StreamingLoader
+
+
+class LoaderDataset(torch.utils.data.IterableDataset[PackedBatch]):
+    """The batches of a loader. Give it to ``DataLoader(dataset, batch_size=None)`` or to torchdata's.
+
+    The loader makes batches in worker processes of its own. Workers of the ``DataLoader`` would each yield all batches,
+    so they are refused.
+
+    Args:
+        loader: The loader; its position moves as batches are taken.
+        endless: Whether a pass goes on from epoch to epoch; it then has no length.
+    """
+
+    def __init__(self, loader: StreamingLoader, endless: bool = False):
+        self.loader, self.endless = loader, endless
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        worker = torch.utils.data.get_worker_info()
+        if worker is not None:
+            raise ValueError(
+                f"DataLoader(num_workers={worker.num_workers}) over a StreamingLoader: every worker would yield all "
+                "batches. Use num_workers=0 here and give StreamingLoader, which has workers of its own, num_workers"
+            )
+        yield from self.loader
+        while self.endless:
+            yield from self.loader
+
+    def __len__(self) -> int:
+        if self.endless:
+            raise TypeError("an endless LoaderDataset has no length")
+        return len(self.loader)
+
+    def set_epoch(self, epoch: int) -> None:
+        """See :meth:`StreamingLoader.set_epoch`."""
+        self.loader.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See :meth:`StreamingLoader.state_dict`."""
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See :meth:`StreamingLoader.load_state_dict`."""
+        self.loader.load_state_dict(state)
