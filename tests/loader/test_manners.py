@@ -111,11 +111,12 @@ class TestDataset:
             assert packs_of(islice(batches, total)) == epochs[0] + epochs[1]
 
     def test_workers_of_the_data_loader_are_refused(self, chat: Path) -> None:
-        with (
-            stream(chat) as loader,
-            pytest.raises(ValueError, match=r"every worker would yield all.*num_workers=0 here"),
-        ):
-            next(iter(DataLoader(loader.as_dataset(), batch_size=None, num_workers=1)))
+        with stream(chat) as loader:
+            batches = iter(DataLoader(loader.as_dataset(), batch_size=None, num_workers=1))
+            with pytest.raises(ValueError, match="every worker would yield all .* Use num_workers=0 here"):
+                next(batches)
+            batches._shutdown_workers()  # type: ignore[attr-defined]
+            assert wait_until(lambda: not worker_pids(), 20)
 
     @pytest.mark.parametrize("stop", [0, 3, 7])
     def test_torchdata_saves_and_restores_the_position(self, chat: Path, stop: int) -> None:
