@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import vlmdata
 from tests.loader.helpers import assert_same, packs_of, stream, wait_until, worker_pids
+from vlmdata.format.dataset import VlmDataset
 from vlmdata.loader.state import Position
 
 FAST: dict[str, Any] = {"parts": ()}
@@ -113,7 +115,7 @@ class TestDataset:
     def test_workers_of_the_data_loader_are_refused(self, chat: Path) -> None:
         with stream(chat) as loader:
             batches = iter(DataLoader(loader.as_dataset(), batch_size=None, num_workers=1))
-            with pytest.raises(ValueError, match="every worker would yield all .* Use num_workers=0 here"):
+            with pytest.raises(ValueError, match=r"every worker would yield all .* Use num_workers=0 here"):
                 next(batches)
             batches._shutdown_workers()  # type: ignore[attr-defined]
             assert wait_until(lambda: not worker_pids(), 20)
@@ -133,6 +135,22 @@ class TestDataset:
             batches.load_state_dict(state)
             assert packs_of(batches) == epochs[0][stop:]
             assert packs_of(batches) == epochs[1]
+
+
+def test_a_sample_as_tensors_has_its_true_length_and_the_usual_dtypes(chats: VlmDataset) -> None:
+    for sample in chats:
+        tensors = sample.to_torch()
+        assert {name: tensor.dtype for name, tensor in tensors.items()} == {
+            "input_ids": torch.int64,
+            "loss_mask": torch.bool,
+            "position_ids": torch.int64,
+            "image_grid_thw": torch.int64,
+            "patches": torch.uint8,
+        }
+        for name, array in sample.arrays().items():
+            cut = array if name in ("image_grid_thw", "patches") else array[..., : sample.length]
+            assert tensors[name].tolist() == cut.tolist()
+        tensors["input_ids"][0] = -1  # its own memory: the shard is mapped read-only
 
 
 def test_the_package_lists_what_it_exports() -> None:

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
 
 FORMAT_NAME = "vlmdata"
 #: MAJOR.MINOR. A reader refuses another MAJOR; a higher MINOR only adds what old readers may ignore.
@@ -116,6 +120,22 @@ class Sample:
         """The arrays of the members that the sample has, by name, in the order they are stored."""
         arrays = {member.name: getattr(self, member.name) for member in ALL_MEMBERS}
         return {name: array for name, array in arrays.items() if array is not None}
+
+    def to_torch(self) -> dict[str, torch.Tensor]:
+        """The arrays without padding, as tensors of their own, in the dtypes that frameworks expect.
+
+        Returns:
+            By name: input_ids int64 (length,), loss_mask bool (length,), loss_weights float32 (length,) if the sample
+            has them, position_ids int64 (3, length), image_grid_thw int64 (N, 3), patches uint8 (P, 768).
+        """
+        import torch
+
+        dtypes = {"loss_mask": np.bool_, "loss_weights": np.float32, "patches": np.uint8}
+        tensors = {}
+        for name, array in self.arrays().items():
+            own = array if name in ("image_grid_thw", "patches") else array[..., : self.length]
+            tensors[name] = torch.from_numpy(own.astype(dtypes.get(name, np.int64)))
+        return tensors
 
 
 def shard_name(shard: int) -> str:
