@@ -1,0 +1,122 @@
+"""The scripts of ``docs/frameworks.md``, in two processes: who gets what, what is learned, how a run is continued."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from tests.loader.framework_run import SETTINGS, STOP, TOTAL, TinyModel, summary
+from vlmdata.loader.loader import StreamingLoader
+
+ROOT = Path(__file__).resolve().parents[2]
+#: What each script needs besides what vlmdata itself needs.
+FRAMEWORKS = {"ddp": None, "accelerate": "accelerate", "trainer": "accelerate", "lightning": "lightning"}
+Results = dict[str, list[dict[str, Any]]]
+
+
+def installed(framework: str) -> bool:
+    package = FRAMEWORKS[framework]
+    return package is None or importlib.util.find_spec(package) is not None
+
+
+@pytest.fixture(scope="module")
+def results(chat: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """What each rank did under each framework: imports take most of the time, so all run in the same two processes."""
+    folder = tmp_path_factory.mktemp("frameworks")
+    frameworks = [framework for framework in FRAMEWORKS if installed(framework)]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+        "ACCELERATE_USE_CPU": "true",  # as `accelerate launch --cpu` sets it
+    }
+    command = [sys.executable, "-m", "tests.loader.framework_run", str(chat), str(folder), *frameworks]
+    processes = []
+    for rank in range(2):
+        with open(folder / f"log-{rank}", "wb") as log:
+            ranked = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(subprocess.Popen(command, cwd=ROOT, env=ranked, stdout=log, stderr=log))
+    try:
+        for process in processes:
+            process.wait(timeout=300)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    found: Results = {}
+    for framework in frameworks:
+        for rank in range(2):
+            path = folder / f"{framework}-{rank}.json"
+            assert path.exists(), f"rank {rank} under {framework}: {(folder / f'log-{rank}').read_text()[-4000:]}"
+            found.setdefault(framework, []).append(json.loads(path.read_text()))
+            assert "error" not in found[framework][rank], found[framework][rank]["error"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(chat: Path) -> tuple[list[tuple[int, int, set[str]]], list[float]]:
+    """The steps in a single process, and the weights after them, without any framework."""
+    model = TinyModel()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = []
+    with StreamingLoader(chat, dp_rank=0, dp_size=1, **SETTINGS) as loader:
+        assert len({loader.steps(epoch) for epoch in range(3)}) > 1, "epochs differ in length"
+        for _ in range(TOTAL):
+            at = loader.position
+            batches = [next(iter(loader)) for _ in range(SETTINGS["global_batch"])]
+            total = sum(float(batch.loss_weights.sum()) for batch in batches if batch.loss_weights is not None)
+            for batch in batches:
+                assert batch.labels is not None
+                assert batch.loss_weights is not None
+                losses = cross_entropy(model(batch.input_ids)[0], batch.labels[0], reduction="none")
+                ((losses * batch.loss_weights[0]).sum() / total).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            steps.append((at.epoch, at.step, {key for batch in batches for key in batch.sample_keys}))
+    assert steps[STOP][1] > 0, "the run is stopped within an epoch"
+    assert steps[STOP][0] > 0
+    return steps, summary(model)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+class TestFrameworks:
+    @pytest.fixture
+    def ranks(self, framework: str, results: Results) -> list[dict[str, Any]]:
+        if not installed(framework):
+            pytest.skip(f"{FRAMEWORKS[framework]} is not installed")
+        return results[framework]
+
+    def test_every_rank_gets_its_part_of_every_step(self, ranks: list[dict[str, Any]], alone: Any) -> None:
+        found: dict[tuple[int, int], list[str]] = {}
+        for epoch, step, _, keys in chain.from_iterable(rank["whole"] for rank in ranks):
+            found.setdefault((epoch, step), []).extend(keys)
+        assert len(ranks[0]["whole"]) == len(ranks[1]["whole"]) == TOTAL * SETTINGS["global_batch"] // 2
+        assert list(found) == [(epoch, step) for epoch, step, _ in alone[0]]
+        for epoch, step, keys in alone[0]:
+            assert len(found[epoch, step]) == len(keys), "no sample twice"
+            assert set(found[epoch, step]) == keys
+
+    def test_it_learns_what_one_process_learns(self, ranks: list[dict[str, Any]], alone: Any) -> None:
+        for rank in ranks:
+            assert rank["weights"] == pytest.approx(alone[1], rel=1e-5)
+
+    def test_a_continued_run_is_the_uninterrupted_one(self, ranks: list[dict[str, Any]]) -> None:
+        for rank in ranks:
+            assert len(rank["before"]) == STOP * SETTINGS["global_batch"] // 2
+            assert rank["before"] + rank["after"] == rank["whole"]
+            assert rank["continued"] == pytest.approx(rank["weights"], rel=1e-6)
