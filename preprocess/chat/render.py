@@ -19,6 +19,7 @@ from preprocess.config import SpecialText
 from preprocess.conversation import Conversation, Document, ImagePart, Message, TextPart
 from preprocess.reject import RowRejected, excerpt
 from vlmdata.format.ledger import Reason
+from vlmdata.wording import counted
 
 _PRIVATE_USE = range(0xE000, 0xF8FF)
 
@@ -112,7 +113,7 @@ class Renderer:
         start, end = forged[0]
         return RowRejected(
             Reason.SPECIAL_TOKEN_TEXT,
-            f"the data spells the special token {text[start:end]} ({len(forged)} times), near "
+            f"the data spells the special token {text[start:end]} ({counted(len(forged), 'time')}), near "
             f"{excerpt(text[max(0, start - 30) : end + 30], 120)!r}; --special-text plain keeps such rows and "
             "encodes it as ordinary text",
         )

@@ -64,7 +64,10 @@ class LocalShards:
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise ResourceError(f"{path}: {error.strerror}; raise the limit (`ulimit -n`)") from error
-            raise DatasetFormatError(f"{path}: cannot open the shard: {error.strerror}") from error
+            raise DatasetFormatError(
+                f"{path}: cannot open the shard: {error.strerror}. Run `vlmdata verify` on the dataset; it says how to "
+                "mend it."
+            ) from error
 
 
 @dataclass(frozen=True)
