@@ -14,14 +14,15 @@ import pyarrow.parquet as pq
 
 from preprocess.chat.tokenizer import ChatTokenizer
 from preprocess.engine import describe
+from preprocess.image_files import merge_files
 from preprocess.key_counts import KeyCounts
-from preprocess.shard_job import PROGRESS_DIR, ShardRecord, progress_path
+from preprocess.shard_job import FILES_SUFFIX, PROGRESS_DIR, RUN_FILE, ShardRecord, progress_path
 from vlmdata import __version__
 from vlmdata.errors import ResourceError
 from vlmdata.format.atomic import atomic_path, sync, write_atomically
 from vlmdata.format.index import index_schema
 from vlmdata.format.manifest import Manifest, Totals, canonical_hash
-from vlmdata.format.schema import INDEX_NAME, LEDGER_NAME, MANIFEST_NAME, TOKENIZER_DIR
+from vlmdata.format.schema import IMAGE_FILES, IMAGE_FILES_NAME, INDEX_NAME, LEDGER_NAME, MANIFEST_NAME, TOKENIZER_DIR
 from vlmdata.format.tokenizer_files import hash_tokenizer_files
 
 
@@ -36,6 +37,7 @@ def close_dataset(
             index_hash = file_sha256(index)
         with merged_ledger(directory, directory, shards) as ledger:
             ledger_hash = file_sha256(ledger)
+        image_files = _merge_image_files(directory, shards)
         with saved_tokenizer(directory, tokenizer) as folder:
             tokenizer_files = hash_tokenizer_files(folder)
         keys = KeyCounts.sum(record.keys for record in records).to_json()
@@ -45,7 +47,7 @@ def close_dataset(
         manifest = Manifest(
             config=identity["config"],
             config_hash=canonical_hash(identity["config"]),
-            source=identity["source"],
+            source={**identity["source"], **image_files},
             tokenizer=tokenizer.info,
             totals=_sum([record.totals for record in records]),
             rejects=dict(sorted(rejects.items())),
@@ -102,6 +104,14 @@ def merged_ledger(directory: Path, records: Path, shards: Iterable[int]) -> Iter
             for shard in shards:
                 ledger.write(progress_path(records, shard, "jsonl").read_bytes())
         yield path
+
+
+def _merge_image_files(directory: Path, shards: Iterable[int]) -> dict[str, Any]:
+    """Merges the lists of image files that shards were made of; returns what the manifest says of them."""
+    began = (directory / PROGRESS_DIR / RUN_FILE).stat().st_mtime_ns
+    paths = [progress_path(directory, shard, FILES_SUFFIX) for shard in shards]
+    merged = merge_files(paths, directory / IMAGE_FILES_NAME, began)
+    return {} if merged is None else {IMAGE_FILES: merged}
 
 
 @contextmanager

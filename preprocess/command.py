@@ -151,6 +151,15 @@ def preprocess(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Remove a dataset in --out and start anew.", rich_help_panel=_RUN)
     ] = False,
+    hash_source: Annotated[
+        bool,
+        typer.Option(
+            "--hash-source",
+            help="Continuing a run: read all image files of finished shards to find changed ones, not only those that "
+            "were touched since.",
+            rich_help_panel=_RUN,
+        ),
+    ] = False,
     trace: Annotated[
         int | None,
         typer.Option(
@@ -230,6 +239,7 @@ def preprocess(
         holdout=holdout,
         workers=workers,
         overwrite=overwrite,
+        hash_source=hash_source,
         max_reject_rate=max_reject_rate,
         as_json=as_json,
         trace=trace,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +16,15 @@ from filelock import FileLock, Timeout
 from preprocess.chat.tokenizer import load_tokenizer
 from preprocess.closing import close_dataset
 from preprocess.config import PreprocessConfig
+from preprocess.earlier_files import EarlierFiles
 from preprocess.engine import Counters, Run, describe, run_jobs, start_workers_early
 from preprocess.fingerprints import identity_changes, run_identity, tokenizer_identity
 from preprocess.probe import require_usable
+from preprocess.recipes.choice import image_root_of
 from preprocess.repair import Repair, find_damage
 from preprocess.shard_job import (
     PROGRESS_DIR,
+    RUN_FILE,
     ShardJob,
     ShardRecord,
     finished_record,
@@ -31,6 +34,8 @@ from vlmdata.errors import ConfigMismatchError, ResourceError
 from vlmdata.format.atomic import temporary_target, write_atomically
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import (
+    IMAGE_FILES,
+    IMAGE_FILES_NAME,
     INDEX_NAME,
     LEDGER_NAME,
     MANIFEST_NAME,
@@ -38,7 +43,6 @@ from vlmdata.format.schema import (
     shard_name,
 )
 
-_RUN_FILE = "run.json"
 _LOCK_FILE = "lock"
 _SHARD = re.compile(r"shard-\d{6,}\.tar")
 
@@ -51,10 +55,13 @@ class Watcher:
         started: Called once with the number of rows and shards, how many shards are already whole, and the live
             counters.
         shard_done: Called with the record of every shard made in this run.
+        files_changed: Called with the numbers of shards that are made again because image files have changed since,
+            and the paths of these files.
     """
 
     started: Callable[[int, int, int, Counters], None] = lambda rows, shards, done, counters: None
     shard_done: Callable[[ShardRecord], None] = lambda record: None
+    files_changed: Callable[[Mapping[int, Sequence[str]]], None] = lambda changed: None
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,7 @@ def preprocess_dataset(
     *,
     workers: int = 1,
     overwrite: bool = False,
+    hash_source: bool = False,
     watcher: Watcher | None = None,
 ) -> RunResult:
     """Makes a dataset directory, or continues one that an earlier run of the same configuration began.
@@ -93,6 +101,8 @@ def preprocess_dataset(
         config: All options that can change its bytes.
         workers: Processes to use; the result does not depend on it.
         overwrite: Whether to remove a dataset (of any configuration) that stands there.
+        hash_source: Whether to read all image files of shards that an earlier run made, to find those that have
+            changed, and not only those that were touched since.
         watcher: Progress callbacks.
 
     Returns:
@@ -100,7 +110,8 @@ def preprocess_dataset(
 
     Raises:
         DatasetFormatError: If a file of a finished dataset that was lost cannot be made again as it was.
-        ConfigMismatchError: If the directory holds a dataset of another configuration or source, or other files.
+        ConfigMismatchError: If the directory holds a dataset of another configuration or source, or other files; or
+            a finished one whose image files have changed.
         ResourceError: If the disk is full or another run is at work there.
         SourceError: If the tokenizer or the recipe cannot be loaded, or the tokenizer cannot be used.
     """
@@ -117,10 +128,14 @@ def preprocess_dataset(
             _clear(directory)
         jobs = _plan(source.num_rows, config.rows_per_shard)
         finished = _continue(directory, identity)
+        earlier = EarlierFiles(directory, image_root_of(source, config), hash_source)
         if finished is not None:
+            earlier.require_unchanged(finished)
             run = Run(source, config, directory, Counters(len(jobs)), tokenizer.info)
             return _mend(Repair(run, finished, jobs, tokenizer, workers), watcher)
         records = {job.number: record for job in jobs if (record := finished_record(directory, job))}
+        if changed := earlier.forget_changed(records):
+            watcher.files_changed(changed)
         counters = Counters(len(jobs))
         for number, record in records.items():
             totals = record.totals
@@ -188,7 +203,7 @@ def _some(names: list[str]) -> str:
 
 def _is_ours(name: str) -> bool:
     final = temporary_target(name) or name
-    fixed = (MANIFEST_NAME, INDEX_NAME, LEDGER_NAME, TOKENIZER_DIR, PROGRESS_DIR)
+    fixed = (MANIFEST_NAME, INDEX_NAME, LEDGER_NAME, IMAGE_FILES_NAME, TOKENIZER_DIR, PROGRESS_DIR)
     return final in fixed or _SHARD.fullmatch(final) is not None
 
 
@@ -208,7 +223,7 @@ def _locked(directory: Path) -> Iterator[None]:
         with suppress(OSError):
             _remove_leftovers(directory)
         # Removed while it is locked, so that no other run can have begun to use it.
-        if (directory / MANIFEST_NAME).exists() or not (directory / PROGRESS_DIR / _RUN_FILE).exists():
+        if (directory / MANIFEST_NAME).exists() or not (directory / PROGRESS_DIR / RUN_FILE).exists():
             shutil.rmtree(directory / PROGRESS_DIR, ignore_errors=True)
         lock.release()
 
@@ -229,20 +244,20 @@ def _clear(directory: Path) -> None:
     for entry in [*directory.iterdir(), *kept.iterdir()]:
         if entry.is_dir() and entry != kept:
             shutil.rmtree(entry)
-        elif not entry.is_dir() and entry.name not in (_LOCK_FILE, _RUN_FILE):
+        elif not entry.is_dir() and entry.name not in (_LOCK_FILE, RUN_FILE):
             entry.unlink()
-    (kept / _RUN_FILE).unlink(missing_ok=True)
+    (kept / RUN_FILE).unlink(missing_ok=True)
 
 
 def _continue(directory: Path, identity: dict[str, Any]) -> Manifest | None:
     """Checks that what stands in the directory is of the same run; returns its manifest if it is finished."""
     _remove_leftovers(directory)
-    run_file = directory / PROGRESS_DIR / _RUN_FILE
+    run_file = directory / PROGRESS_DIR / RUN_FILE
     manifest = Manifest.read(directory) if (directory / MANIFEST_NAME).exists() else None
     if manifest is not None:
         before: Any = {
             "config": manifest.config,
-            "source": manifest.source,
+            "source": {name: value for name, value in manifest.source.items() if name != IMAGE_FILES},
             "tokenizer": tokenizer_identity(manifest.tokenizer),
         }
     elif run_file.exists():

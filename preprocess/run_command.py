@@ -6,8 +6,9 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from rich.console import Console
 from rich.markup import escape
@@ -16,6 +17,7 @@ from preprocess.chat.tokenizer import load_tokenizer
 from preprocess.config import PreprocessConfig
 from preprocess.effects import refuse_foreign_options, refuse_without_effect, require_tokenizer
 from preprocess.encode import Encoder
+from preprocess.image_files import listed
 from preprocess.job import Watcher, preprocess_dataset
 from preprocess.locations import local_source, output_directory
 from preprocess.parts import Part, divide, split_names
@@ -49,6 +51,7 @@ def run_command(
     holdout: float | None,
     workers: int | None,
     overwrite: bool,
+    hash_source: bool,
     max_reject_rate: float,
     as_json: bool,
     trace: int | None = None,
@@ -67,6 +70,7 @@ def run_command(
         holdout: Share of the rows to hold out as a dataset of its own.
         workers: Processes; None is one per core.
         overwrite: Whether to remove a dataset that stands in the output folder.
+        hash_source: Whether to compare all image files of an earlier run by content.
         max_reject_rate: Largest share of rejected rows that is no failure.
         as_json: Whether to print the summary as JSON.
         trace: A row to show instead of making a dataset.
@@ -100,7 +104,9 @@ def run_command(
         parts = divide(sources, directory, holdout=holdout, workers=workers, on_rows=read)
     reports = {}
     for part in parts:
-        report = reports[part.name] = _make(part, config, workers, overwrite, max_reject_rate, talk)
+        report = reports[part.name] = _make(
+            part, config, talk, max_reject_rate, workers=workers, overwrite=overwrite, hash_source=hash_source
+        )
         if not as_json:
             report.print(Console(highlight=False))
         if report.failure is not None:
@@ -113,7 +119,14 @@ def run_command(
 
 
 def _make(
-    part: Part, config: PreprocessConfig, workers: int, overwrite: bool, max_reject_rate: float, talk: Console
+    part: Part,
+    config: PreprocessConfig,
+    talk: Console,
+    max_reject_rate: float,
+    *,
+    workers: int,
+    overwrite: bool,
+    hash_source: bool,
 ) -> Report:
     """Makes one dataset, or continues it."""
     begun = time.monotonic()
@@ -126,9 +139,18 @@ def _make(
             config,
             workers=workers,
             overwrite=overwrite,
-            watcher=Watcher(display.start, display.shard_done),
+            hash_source=hash_source,
+            watcher=Watcher(display.start, display.shard_done, partial(_print_changed_files, talk)),
         )
     return report_of(part.directory, result, time.monotonic() - begun, max_reject_rate)
+
+
+def _print_changed_files(talk: Console, changed: Mapping[int, Sequence[str]]) -> None:
+    talk.print(
+        f"{counted(len(changed), 'finished shard')} made again: image files have changed since ({listed(changed)})",
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 def _check_options(spec: str, config: PreprocessConfig, given: Collection[str]) -> None:

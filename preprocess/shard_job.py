@@ -23,6 +23,7 @@ from preprocess.candidates import Candidate, candidates_of, unexpected
 from preprocess.chat.tokenizer import load_tokenizer
 from preprocess.config import Overlong, PreprocessConfig
 from preprocess.encode import EncodedSample, Encoder
+from preprocess.image_files import recording, write_files
 from preprocess.key_counts import KeyCounts
 from preprocess.recipes.base import Recipe
 from preprocess.recipes.choice import recipe_for
@@ -37,6 +38,8 @@ from vlmdata.format.schema import PATCH_BYTES, SUPPORTED_FEATURES, sample_key, s
 from vlmdata.format.shard import Placement, ShardWriter
 
 PROGRESS_DIR = ".progress"
+RUN_FILE = "run.json"
+FILES_SUFFIX = "files"
 _NO_PATCHES = np.zeros((0, PATCH_BYTES), dtype=np.uint8)
 
 
@@ -129,7 +132,7 @@ class ShardContext:
 
 
 def progress_path(directory: Path, shard: int, suffix: str) -> Path:
-    """Where a shard's record (``json``), index rows (``parquet``) or rejects (``jsonl``) wait for the end."""
+    """Where a shard's record, index rows, rejects or image files (``json parquet jsonl files``) wait for the end."""
     return directory / PROGRESS_DIR / Path(shard_name(shard)).with_suffix(f".{suffix}").name
 
 
@@ -164,7 +167,7 @@ def run_shard(job: ShardJob, context: ShardContext, on_row: Callable[[RowOutcome
     rejections: list[Rejection] = []
     keys = KeyCounts()
     try:
-        with ShardWriter(temporary) as writer:
+        with recording() as files, ShardWriter(temporary) as writer:
             for number in context.source.numbers[job.row_start : job.row_stop]:
                 outcome = _process_row(number, job.number, context, writer, rows, rejections, keys)
                 if on_row is not None:
@@ -181,6 +184,7 @@ def run_shard(job: ShardJob, context: ShardContext, on_row: Callable[[RowOutcome
     with atomic_path(progress_path(context.directory, job.number, "parquet")) as path:
         # All columns: which of them the whole dataset has is known when all its shards are made.
         pq.write_table(index_table(rows, SUPPORTED_FEATURES), path)
+    write_files(progress_path(context.directory, job.number, FILES_SUFFIX), job.number, files)
     ledger = b"".join(rejection.to_line() for rejection in rejections)
     write_atomically(progress_path(context.directory, job.number, "jsonl"), ledger)
     write_atomically(progress_path(context.directory, job.number, "json"), record.to_json())

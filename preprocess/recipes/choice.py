@@ -46,10 +46,14 @@ def choose_recipe(source: Source, spec: str) -> str:
 
 def recipe_for(source: Source, config: PreprocessConfig) -> Recipe:
     """The config's recipe; image paths are relative to the source's folder where the config names none."""
-    options = config.recipe_options
-    if options.image_root is None:
-        options = dataclasses.replace(options, image_root=source.image_root)
+    options = dataclasses.replace(config.recipe_options, image_root=image_root_of(source, config))
     return load_recipe(config.recipe, options)
+
+
+def image_root_of(source: Source, config: PreprocessConfig) -> str | None:
+    """Folder that image paths are relative to: the one that the user named, or the source's."""
+    named = config.recipe_options.image_root
+    return source.image_root if named is None else named
 
 
 def misfit(source: Source, spec: str, config: PreprocessConfig) -> str | None:

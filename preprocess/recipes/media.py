@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from preprocess import image_files
 from preprocess.reject import RowRejected, excerpt
 from vlmdata.errors import SourceError
 from vlmdata.format.ledger import Reason
@@ -35,6 +36,8 @@ def require_image_root(image_root: str | None) -> None:
 
 class MediaLoader:
     """Loads image files named by data, within limits.
+
+    What it says of them names no place on this machine: the ledger is the same for every copy of a source.
 
     Args:
         image_root: Folder that paths are relative to and may not leave; None allows no paths.
@@ -81,19 +84,25 @@ class MediaLoader:
             # Symbolic links are followed first: neither `..` nor a link may lead out of the root.
             full = (self._root / path).resolve(strict=True)
         except (OSError, ValueError, RuntimeError) as error:
+            image_files.record(self._root, path, None, None, None)
             raise RowRejected(
-                Reason.MISSING_IMAGE, f"{field}: no file {shown} under {self._root}: {type(error).__name__}"
+                Reason.MISSING_IMAGE, f"{field}: no file {shown} below the image root: {type(error).__name__}"
             ) from error
         if not full.is_relative_to(self._root):
-            raise RowRejected(Reason.IMAGE_PATH, f"{field}: {shown} leads out of --image-root {self._root}, to {full}")
+            raise RowRejected(Reason.IMAGE_PATH, f"{field}: {shown} leads out of the image root")
+        size, data = None, None
         try:
             if not full.is_file():
                 raise RowRejected(Reason.MISSING_IMAGE, f"{field}: {shown} is not a regular file")
             if (size := os.path.getsize(full)) > MAX_FILE_BYTES:
                 raise RowRejected(Reason.IMAGE_TOO_LARGE, f"{field}: {shown} has {size} bytes, over {MAX_FILE_BYTES}")
-            return full.read_bytes()
+            data = full.read_bytes()
+            size = len(data)
+            return data
         except OSError as error:
-            raise RowRejected(Reason.MISSING_IMAGE, f"{field}: cannot read {shown}: {error}") from error
+            raise RowRejected(Reason.MISSING_IMAGE, f"{field}: cannot read {shown}: {error.strerror}") from error
+        finally:
+            image_files.record(self._root, path, full, size, data)
 
     def _fetch(self, url: str, field: str) -> bytes:
         if not self._allow_urls:

@@ -27,6 +27,10 @@ MANIFEST_NAME = "manifest.json"
 INDEX_NAME = "index.parquet"
 LEDGER_NAME = "rejected.jsonl"
 TOKENIZER_DIR = "tokenizer"
+#: Only in datasets whose rows name image files by path.
+IMAGE_FILES_NAME = "image_files.parquet"
+#: Where the manifest's ``source`` counts these files and has the hash of their list.
+IMAGE_FILES = "image_files"
 
 #: Side of a vision patch in pixels, patches merged per side into one token, frames per temporal patch.
 PATCH_SIZE = 16

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -21,6 +21,8 @@ from vlmdata.format.index import DatasetIndex
 from vlmdata.format.ledger import Rejection, read_ledger
 from vlmdata.format.manifest import Manifest, canonical_hash
 from vlmdata.format.schema import (
+    IMAGE_FILES,
+    IMAGE_FILES_NAME,
     IMAGES,
     INDEX_NAME,
     LEDGER_NAME,
@@ -150,7 +152,10 @@ def _audit_in_worker(shard: int) -> ShardAudit:
 
 
 def _check_files(directory: Path, manifest: Manifest) -> Iterator[Fault]:
-    for name, expected in ((INDEX_NAME, manifest.index_sha256), (LEDGER_NAME, manifest.ledger_sha256)):
+    hashes = {INDEX_NAME: manifest.index_sha256, LEDGER_NAME: manifest.ledger_sha256}
+    if isinstance(recorded := manifest.source.get(IMAGE_FILES), Mapping):
+        hashes[IMAGE_FILES_NAME] = str(recorded.get("sha256"))
+    for name, expected in hashes.items():
         path = directory / name
         if not path.is_file():
             yield Fault(name, "missing", "no such file")
