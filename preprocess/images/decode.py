@@ -19,8 +19,10 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from preprocess.images.signatures import IDENTIFIED_ONLY, Found, recognise
 from preprocess.reject import RowRejected
 from vlmdata.format.ledger import Reason
+from vlmdata.wording import counted
 
 _EXIF_ORIENTATION = 0x0112
 _ALPHA_MODES = frozenset({"RGBA", "LA", "PA", "RGBa", "La"})
@@ -57,7 +59,7 @@ def decode_image(data: bytes, max_source_pixels: int, what: str = "image") -> De
         The image as RGB.
 
     Raises:
-        RowRejected: With NOT_AN_IMAGE, TRUNCATED_IMAGE, IMAGE_TOO_LARGE, EMPTY_IMAGE or PIXEL_RANGE.
+        RowRejected: With NOT_AN_IMAGE, UNSUPPORTED_IMAGE, TRUNCATED_IMAGE, IMAGE_TOO_LARGE, EMPTY_IMAGE or PIXEL_RANGE.
     """
     if not data:
         raise RowRejected(Reason.EMPTY_IMAGE, f"{what}: the file has 0 bytes")
@@ -82,16 +84,14 @@ def _open(data: bytes, max_source_pixels: int, what: str) -> Image.Image:
     except Image.DecompressionBombError as error:
         raise RowRejected(Reason.IMAGE_TOO_LARGE, f"{what}: {error}") from error
     except UnidentifiedImageError:
-        head = data[:8].hex(" ")
-        raise RowRejected(
-            Reason.NOT_AN_IMAGE,
-            f"{what}: {len(data)} bytes starting with {head} are no image format Pillow knows",
-        ) from None
+        raise _not_opened(data, recognise(data), what) from None
     except (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, zlib.error) as error:
         raise RowRejected(
             Reason.TRUNCATED_IMAGE,
             f"{what}: the header of {len(data)} bytes does not parse: {type(error).__name__}: {error}",
         ) from error
+    if image.format in IDENTIFIED_ONLY:
+        raise _not_opened(data, IDENTIFIED_ONLY[image.format], what)
     if image.width < 1 or image.height < 1:
         raise RowRejected(Reason.EMPTY_IMAGE, f"{what}: {image.format} of {image.width}x{image.height} pixels")
     if image.width * image.height > max_source_pixels:
@@ -101,6 +101,17 @@ def _open(data: bytes, max_source_pixels: int, what: str) -> Image.Image:
             f"{max_source_pixels} (--max-source-pixels)",
         )
     return image
+
+
+def _not_opened(data: bytes, found: Found | None, what: str) -> RowRejected:
+    size = counted(len(data), "byte")
+    if found is None:
+        head = data[:8].hex(" ")
+        return RowRejected(
+            Reason.NOT_AN_IMAGE, f"{what}: {size}, not an image that can be opened; they begin with {head}"
+        )
+    verdict = "which is not supported" if found.reason is Reason.UNSUPPORTED_IMAGE else "not an image"
+    return RowRejected(found.reason, f"{what}: {found.name} ({size}), {verdict}. {found.remedy}.")
 
 
 @contextmanager

@@ -163,9 +163,7 @@ def test_truncated_files(format: str, share: float) -> None:
     assert error.reason in (Reason.TRUNCATED_IMAGE, Reason.NOT_AN_IMAGE)
 
 
-@pytest.mark.parametrize(
-    "data", [b"not an image at all", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"<svg></svg>", b"\0" * 500]
-)
+@pytest.mark.parametrize("data", [b"not an image at all", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"\0" * 500])
 def test_bytes_that_are_no_image(data: bytes) -> None:
     assert rejection(data).reason in (Reason.NOT_AN_IMAGE, Reason.TRUNCATED_IMAGE)
 

@@ -39,6 +39,7 @@ class Reason(StrEnum):
     IMAGE_PATH = "image_path"
     IMAGE_FETCH = "image_fetch"
     NOT_AN_IMAGE = "not_an_image"
+    UNSUPPORTED_IMAGE = "unsupported_image"
     TRUNCATED_IMAGE = "truncated_image"
     IMAGE_TOO_LARGE = "image_too_large"
     EMPTY_IMAGE = "empty_image"
