@@ -24,6 +24,7 @@ from vlmdata.format.index import index_schema
 from vlmdata.format.manifest import Manifest, Totals, canonical_hash
 from vlmdata.format.schema import IMAGE_FILES, IMAGE_FILES_NAME, INDEX_NAME, LEDGER_NAME, MANIFEST_NAME, TOKENIZER_DIR
 from vlmdata.format.tokenizer_files import hash_tokenizer_files
+from vlmdata.wording import counted
 
 
 def close_dataset(
@@ -63,7 +64,7 @@ def close_dataset(
         write_atomically(directory / MANIFEST_NAME, manifest.to_json())
     except OSError as error:
         raise ResourceError(
-            f"{directory}: all {len(records)} shards are made, but closing the dataset failed: {describe(error)}. "
+            f"{directory}: {counted(len(records), 'shard')} made, but closing the dataset failed: {describe(error)}. "
             "Make room and run the same command again."
         ) from error
     return manifest

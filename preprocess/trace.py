@@ -10,6 +10,7 @@ from preprocess.recipes.base import Recipe, Row
 from preprocess.reject import RowRejected
 from preprocess.sources.rows import Source
 from vlmdata.errors import SourceError
+from vlmdata.wording import counted
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +64,7 @@ def trace_row(source: Source, recipe: Recipe, encoder: Encoder, number: int) -> 
     """
     rows = source.num_rows
     if not 0 <= number < rows:
-        raise SourceError(f"--trace {number}: the source has {rows:,} rows, numbered from 0")
+        raise SourceError(f"--trace {number}: the source has {counted(rows, 'row')}, numbered from 0")
     try:
         row = source.row(number)
     except RowRejected as error:

@@ -132,13 +132,13 @@ def _part(part: Part, images: Iterator[EncodedImage], remark: str) -> tuple[Any,
 
 
 def _sizes(part: ImagePart, image: EncodedImage | None) -> str:
-    file = f"{len(part.data):,} bytes"
+    file = counted(len(part.data), "byte")
     if image is None:
         return file
     _, height, width = (PATCH_SIZE * side for side in image.grid)
     origin = image.origin
     found = f"{origin['format']} of {origin['width']} × {origin['height']}"
-    return f"{file}, {found}, stored as {width} × {height}: {_tokens(image):,} tokens"
+    return f"{file}, {found}, stored as {width} × {height}: {counted(_tokens(image), 'token')}"
 
 
 def _tokens(image: EncodedImage) -> int:
@@ -190,4 +190,4 @@ class _Size(int):
     """A number of bytes that shows itself as such."""
 
     def __repr__(self) -> str:
-        return f"<{int(self):,} bytes>"
+        return f"<{counted(self, 'byte')}>"

@@ -11,6 +11,8 @@ Everything here follows from the sample boundaries, so a rank knows what it owns
 import numpy as np
 import numpy.typing as npt
 
+from vlmdata.wording import counted
+
 IntArray = npt.NDArray[np.int64]
 
 
@@ -73,7 +75,7 @@ def partition_indices(cu_seqlens_padded: npt.ArrayLike, total_tokens: int, size:
     ranges = chunk_ranges(cu_seqlens_padded, size, rank)
     last = int(np.asarray(cu_seqlens_padded)[-1])
     if last != total_tokens:
-        raise ValueError(f"cu_seqlens_padded ends at {last}, but the pack has {total_tokens} tokens")
+        raise ValueError(f"cu_seqlens_padded ends at {last}, but the pack has {counted(total_tokens, 'token')}")
     starts = ranges[:, :, 0].ravel()
     lengths = ranges[:, :, 1].ravel() - starts
     return _concatenated_ranges(starts, lengths)

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlmdata.format.schema import MERGE_SIZE, PATCHES_PER_TOKEN
+from vlmdata.wording import counted
 
 
 def image_token_counts(image_grid_thw: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
@@ -45,7 +46,8 @@ def locate_images(
     found = np.flatnonzero(np.asarray(input_ids) == image_token_id)
     if len(found) != counts.sum():
         raise ValueError(
-            f"{len(found)} image tokens in the sequence, but {len(counts)} image grids ask for {counts.sum()}"
+            f"{counted(len(found), 'image token')} in the sequence, but {counted(len(counts), 'image grid')} ask "
+            f"for {counts.sum()}"
         )
     if len(counts) == 0:
         return np.zeros(0, dtype=np.int64)
@@ -54,7 +56,7 @@ def locate_images(
     broken = np.flatnonzero(found[ends - 1] - found[starts] != counts - 1)
     if len(broken):
         image = int(broken[0])
-        raise ValueError(f"the {counts[image]} tokens of image {image} are not contiguous in the sequence")
+        raise ValueError(f"the tokens ({counts[image]}) of image {image} are not contiguous in the sequence")
     return np.asarray(found[starts], dtype=np.int64)
 
 

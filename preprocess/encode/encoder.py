@@ -99,7 +99,7 @@ class Encoder:
     def _truncated_length(self, length: int, start: int, stop: int, images: int) -> int:
         """Where to cut: within the last answer ``[start, stop)``, which must end the sequence."""
         most = self.config.max_length
-        what = f"{length} tokens ({images} images), over --max-length {most}"
+        what = f"{counted(length, 'token')} ({counted(images, 'image')}), over --max-length {most}"
         if self.config.overlong != Overlong.TRUNCATE:  # a conversation is not split
             raise RowRejected(Reason.OVERLONG, what)
         if stop != length:

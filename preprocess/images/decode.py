@@ -72,8 +72,8 @@ def decode_image(data: bytes, max_source_pixels: int, what: str = "image") -> De
         except Exception as error:  # Pillow's plugins raise OSError, SyntaxError, struct.error, zlib.error, ...
             raise RowRejected(
                 Reason.TRUNCATED_IMAGE,
-                f"{what}: {image.format} of {image.width}x{image.height} and {len(data)} bytes does not decode: "
-                f"{type(error).__name__}: {error}",
+                f"{what}: {image.format} of {image.width}x{image.height} and {counted(len(data), 'byte')} "
+                f"does not decode: {type(error).__name__}: {error}",
             ) from error
         return _normalise(image, what)
 
@@ -88,9 +88,9 @@ def _open(data: bytes, max_source_pixels: int, what: str) -> Image.Image:
     except (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, zlib.error) as error:
         raise RowRejected(
             Reason.TRUNCATED_IMAGE,
-            f"{what}: the header of {len(data)} bytes does not parse: {type(error).__name__}: {error}",
+            f"{what}: the header of {counted(len(data), 'byte')} does not parse: {type(error).__name__}: {error}",
         ) from error
-    if image.format in IDENTIFIED_ONLY:
+    if image.format is not None and image.format in IDENTIFIED_ONLY:
         raise _not_opened(data, IDENTIFIED_ONLY[image.format], what)
     if image.width < 1 or image.height < 1:
         raise RowRejected(Reason.EMPTY_IMAGE, f"{what}: {image.format} of {image.width}x{image.height} pixels")

@@ -25,6 +25,7 @@ from preprocess.sources.webdataset import KEY_COLUMN
 from preprocess.workers import WorkersDied, run_in_workers
 from vlmdata.errors import ResourceError, SourceError
 from vlmdata.format.selection import SELECTION, rows_digest
+from vlmdata.wording import counted
 
 TRAIN, VALIDATION = "train", "validation"
 _ROWS_PER_JOB = 1024
@@ -61,7 +62,7 @@ def hold_out(
         numbers = np.flatnonzero(mask)
         if not len(numbers):
             raise SourceError(
-                f"--holdout {share}: of {len(mask):,} rows none would be for {side}; "
+                f"--holdout {share}: of {counted(len(mask), 'row')} none would be for {side}; "
                 f"choose a {'smaller' if side == TRAIN else 'larger'} share"
             )
         selection = {"holdout": share, "side": side, "of_rows": len(mask), "rows_sha256": rows_digest(numbers)}

@@ -23,6 +23,7 @@ from preprocess.sources.byte_files import ByteFile
 from preprocess.sources.kinds import IMAGE_ENDINGS
 from vlmdata.errors import SourceError
 from vlmdata.format.ledger import Reason
+from vlmdata.wording import counted
 
 KEY_COLUMN = "__key__"
 #: As WebDataset splits names: folders belong to the key, and so do files without a dot or with nothing before it.
@@ -179,7 +180,9 @@ class _Columns:
             names = names if isinstance(names, list) else [names]
             if not all(isinstance(name, str) for name in names) or len(names) != len(images):
                 raise _malformed(
-                    self._key, f"{column} in the JSON is {excerpt(names)}, and the sample has {len(images)} image files"
+                    self._key,
+                    f"{column} in the JSON is {excerpt(names)}, and the sample has "
+                    f"{counted(len(images), 'image file')}",
                 )
             found = [files.get(name.rpartition("/")[2]) for name in names]
             if len(names) > 1 and (None in found or len(set(names)) != len(names)):

@@ -196,7 +196,7 @@ class TestTrouble:
         with pytest.raises(DatasetFormatError) as found:
             epoch_of(f"troubled://{chat}", cache_dir=cache, num_workers=1)
         shard = next(shard for shard in shards if shard.name in str(found.value))
-        assert f"troubled://{chat}/{shard.name}: cannot be fetched, 4 attempt(s)" in str(found.value)
+        assert f"troubled://{chat}/{shard.name}: cannot be fetched, 4 attempts" in str(found.value)
         assert f"the manifest says {shard.sha256}" in str(found.value)
         assert cached(cache) == set()
         assert troubled.opened(shard.name) == [shard.name] * 4

@@ -136,7 +136,7 @@ class TestEpochsThatCannotBePlanned:
             whole = packs_of(loader)
             assert len(whole) == options["global_batch"]
             for _ in range(2):  # it is the same error whenever it is asked for
-                with pytest.raises(ValueError, match=r"epoch 1: \d+ packs make no step"):
+                with pytest.raises(ValueError, match=r"epoch 1: \d+ packs cannot make a step"):
                     next(iter(loader))
                 assert loader.position == Position(1, 0, 0)
 

@@ -242,12 +242,14 @@ def test_alignment_alone_can_make_a_sample_too_long() -> None:
 
 
 def test_too_many_patches_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"1 sample\(s\) with more than max_patches 8 .*sample 1 \(9 patches\)"):
+    with pytest.raises(
+        ValueError, match=r"1 sample with more than 8 vision patches \(max_patches\): sample 1 \(9 patches\)"
+    ):
         plan_epoch(make_table([4, 4], [8, 9]), PlanConfig(64, 1, max_patches=8), 0)
 
 
 def test_plans_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ValueError, match="1 packs make no step of global_batch 4"):
+    with pytest.raises(ValueError, match="1 pack cannot make a step of global_batch 4"):
         plan_epoch(make_table([4, 4]), PlanConfig(64, 4, last="drop"), 0)
     with pytest.raises(ValueError, match="holds no samples"):
         plan_epoch(make_table([]), PlanConfig(64, 4), 0)

@@ -62,7 +62,7 @@ def inspect(
         typer.Option(min=1, help="Tokens in a pack. Default: 8192, or the longest.", rich_help_panel=_PACKS),
     ] = None,
     global_batch: Annotated[
-        int | None, typer.Option(min=1, help="Packs per step. Default: one a rank.", rich_help_panel=_PACKS)
+        int | None, typer.Option(min=1, help="Packs per step. Default: one per rank.", rich_help_panel=_PACKS)
     ] = None,
     epoch: Annotated[int, typer.Option(min=0, help="For --pack, --row and pages.", rich_help_panel=_PACKS)] = 0,
     dp: Annotated[int, typer.Option(min=1, help="Data-parallel ranks.", rich_help_panel=_PACKS)] = 1,
@@ -86,7 +86,7 @@ def inspect(
     ] = True,
     cost: Annotated[str, typer.Option(help="Cost model: 0.8b, 2b, 4b, 9b.", rich_help_panel=_PACKS)] = "4b",
     weights: Annotated[
-        str | None, typer.Option(help="One weight a dataset, e.g. 0.7,0.3.", rich_help_panel=_PACKS)
+        str | None, typer.Option(help="One weight per dataset, e.g. 0.7,0.3.", rich_help_panel=_PACKS)
     ] = None,
     weights_by: Annotated[str, typer.Option(help="epochs, tokens or samples.", rich_help_panel=_PACKS)] = "tokens",
     seed: Annotated[int, typer.Option(help="The loader's, and of random samples.", rich_help_panel=_PACKS)] = 0,

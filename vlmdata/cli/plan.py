@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vlmdata.wording import counted
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -48,7 +50,7 @@ def plan(
         ),
     ] = "4b",
     weights: Annotated[
-        str | None, typer.Option(help="One weight a dataset, e.g. 0.7,0.3.", rich_help_panel=_BLEND)
+        str | None, typer.Option(help="One weight per dataset, e.g. 0.7,0.3.", rich_help_panel=_BLEND)
     ] = None,
     weights_by: Annotated[
         str, typer.Option(help="What weights mean: epochs, tokens, samples.", rich_help_panel=_BLEND)
@@ -121,11 +123,11 @@ def _table(report: PlanReport) -> Table:
     table.add_column(style="bold")
     table.add_column(justify="right")
     table.add_column()
-    dropped = f", {report.dropped_packs} packs dropped" if report.dropped_packs else ""
-    empty = f", {report.empty_packs} empty packs at the end" if report.empty_packs else ""
-    table.add_row("samples", f"{report.samples:,}", f"{report.tokens:,} tokens")
+    dropped = f", {counted(report.dropped_packs, 'pack')} dropped" if report.dropped_packs else ""
+    empty = f", {counted(report.empty_packs, 'empty pack')} at the end" if report.empty_packs else ""
+    table.add_row("samples", f"{report.samples:,}", counted(report.tokens, "token"))
     table.add_row("packs", f"{report.packs:,}", f"at least {report.lower_bound:,} needed: {report.excess:+.2%}")
-    table.add_row("steps", f"{report.steps:,}", f"optimizer steps an epoch{dropped}{empty}")
+    table.add_row("steps", f"{report.steps:,}", f"optimizer steps per epoch{dropped}{empty}")
     table.add_row("fill", f"{report.fill:.2%}", "true tokens of the packs' capacity")
     table.add_row("  alignment waste", f"{report.alignment_waste:.2%}", "samples padded for the parallel layout")
     table.add_row("  capacity waste", f"{report.capacity_waste:.2%}", "room that no sample fills")
@@ -136,11 +138,11 @@ def _table(report: PlanReport) -> Table:
         table.add_row(
             "cost over ranks",
             f"{balance.rank_after:.3f}",
-            f"max / mean a step (mean); {balance.rank_before:.3f} unbalanced",
+            f"max / mean of a step (mean); {balance.rank_before:.3f} unbalanced",
         )
         table.add_row("  worst step", f"{balance.rank_after_worst:.3f}", f"{balance.rank_before_worst:.3f} unbalanced")
         table.add_row(
-            "  a micro-batch", f"{balance.micro_batch_after:.3f}", f"{balance.micro_batch_before:.3f} unbalanced"
+            "  per micro-batch", f"{balance.micro_batch_after:.3f}", f"{balance.micro_batch_before:.3f} unbalanced"
         )
     return table
 

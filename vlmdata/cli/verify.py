@@ -10,13 +10,15 @@ from typing import Annotated
 
 import typer
 
+from vlmdata.wording import counted, duration
+
 #: Fault lines printed; ``--json`` gives them all.
 _SHOWN = 50
 
 
 def verify(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Dataset directory.")],
-    workers: Annotated[int | None, typer.Option("--workers", "-j", help="Processes. Default: one a core.")] = None,
+    workers: Annotated[int | None, typer.Option("--workers", "-j", help="Processes. Default: one per core.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result, every fault in it, as JSON.")] = False,
 ) -> None:
     """Re-hash every shard, check index, ledger and tokenizer, and audit every sample; say what mends the faults.
@@ -40,7 +42,6 @@ def verify(
     from vlmdata.format.manifest import Manifest
     from vlmdata.verify.dataset import verify_dataset
     from vlmdata.verify.remedy import remedies
-    from vlmdata.wording import counted
 
     talk = Console(stderr=True, highlight=False)
     begun = time.monotonic()
@@ -70,10 +71,10 @@ def verify(
         for fault in audit.faults[:_SHOWN]:
             out.print(str(fault), markup=False)
         if len(audit.faults) > _SHOWN:
-            out.print(f"… and {len(audit.faults) - _SHOWN} more; --json lists them all")
+            out.print(f"… and {len(audit.faults) - _SHOWN:,} more; --json lists them all")
         size = f"{counted(audit.samples, 'sample')}, {counted(shards, 'shard')}, {audit.bytes / 1e6:,.1f} MB"
         verdict = f"[bold red]{counted(len(audit.faults), 'fault')}[/]" if audit.faults else "[bold green]sound[/]"
-        out.print(f"{verdict}: {size} in {seconds:.1f} s")
+        out.print(f"{verdict}: {size} in {duration(seconds)}")
         for step in steps:
             out.print(f"next: {step}", markup=False)
     raise typer.Exit(1 if audit.faults else 0)

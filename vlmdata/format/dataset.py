@@ -17,6 +17,7 @@ from vlmdata.errors import DatasetFormatError
 from vlmdata.format.index import DatasetIndex
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import INDEX_NAME, MEMBER_BY_NAME, OPTIONAL_MEMBERS, PATCH_BYTES, Sample
+from vlmdata.wording import counted
 
 
 class VlmDataset:
@@ -37,8 +38,8 @@ class VlmDataset:
         self.index = DatasetIndex.read(self.directory / INDEX_NAME)
         if len(self.index) != self.manifest.totals.samples:
             raise DatasetFormatError(
-                f"{self.directory}: the index has {len(self.index)} rows, the manifest {self.manifest.totals.samples} "
-                "samples. Run `vlmdata verify` on it."
+                f"{self.directory}: the index has {counted(len(self.index), 'row')}, the manifest "
+                f"{counted(self.manifest.totals.samples, 'sample')}. Run `vlmdata verify` on it."
             )
         for member in OPTIONAL_MEMBERS:
             if member.feature in self.manifest.features and member.name not in self.index.optional_members:
@@ -131,8 +132,8 @@ class VlmDataset:
         if len(mapped) != info.bytes:
             # Views past the end of a short file would be a SIGBUS rather than an exception.
             raise DatasetFormatError(
-                f"{path}: {len(mapped)} bytes, but the manifest says {info.bytes}; the shard was cut or replaced. "
-                "Run `vlmdata verify` on the dataset; it says how to mend it."
+                f"{path}: {len(mapped)} bytes, but the manifest says {info.bytes}; the shard was cut or "
+                "replaced. Run `vlmdata verify` on the dataset; it says how to mend it."
             )
         return mapped
 

@@ -22,6 +22,7 @@ from vlmdata.format.schema import PATCHES_PER_TOKEN, Sample
 from vlmdata.inspect.text import one_line
 from vlmdata.inspect.tokens import TokenTexts, Turn, find_turns
 from vlmdata.verify.sample import SampleRules, audit_sample, turn_weights_of
+from vlmdata.wording import counted
 
 #: Below this share of targets a sample costs a hundred tokens of compute for one of learning.
 MIN_TARGET_SHARE = 0.01
@@ -125,15 +126,17 @@ class IndexFindings:
         share, images, length = float(self.target_shares[i]), int(self.image_tokens[i]), int(self.index.lengths[i])
         found = []
         if share == 0:
-            found.append(finding("no_targets", f"none of {length:,} tokens is a target"))
+            found.append(finding("no_targets", f"none of {counted(length, 'token')} is a target"))
         elif share < self.low_target_share:
-            message = f"{int(self.index.num_targets[i]):,} of {length:,} tokens are targets: {share:.2%}"
+            message = f"{int(self.index.num_targets[i]):,} of {counted(length, 'token')} are targets: {share:.2%}"
             found.append(finding("low_target_share", f"{message}, unusual below {self.low_target_share:.2%} here"))
         if self.index.truncated[i] and self.index.target_turns[i]:
-            found.append(finding("truncated_answer", f"the last answer was cut at {length:,} tokens"))
+            found.append(finding("truncated_answer", f"the last answer was cut at {counted(length, 'token')}"))
         if images > length - images:
             found.append(
-                finding("image_larger_than_text", f"{images:,} image tokens against {length - images:,} of text")
+                finding(
+                    "image_larger_than_text", f"{counted(images, 'image token')} against {length - images:,} of text"
+                )
             )
         return found
 
@@ -163,7 +166,9 @@ class ContentCheck:
         document = self._rules is not None and self._rules.documents and int(self.dataset.index.target_turns[i]) == 0
         if not document and not (sample.input_ids[: sample.length] == self.dataset.manifest.tokenizer.im_start).any():
             # The audit is about turns and takes it for granted that there is one.
-            return [finding("no_turn", f"none of {sample.length:,} tokens is <|im_start|>, so nobody speaks in it")]
+            return [
+                finding("no_turn", f"none of {counted(sample.length, 'token')} is <|im_start|>, so nobody speaks in it")
+            ]
         audited = []
         if self._rules is not None:
             audited = audit_sample(sample, self.dataset.index.row(i), self._rules, self._turn_weights(i))

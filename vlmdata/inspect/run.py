@@ -15,6 +15,7 @@ from vlmdata.errors import ResourceError
 from vlmdata.format.dataset import VlmDataset, open_dataset
 from vlmdata.inspect.options import PackOptions, default_capacity
 from vlmdata.inspect.serialise import to_json
+from vlmdata.wording import counted
 
 if TYPE_CHECKING:
     from vlmdata.loader.loader import StreamingLoader
@@ -138,7 +139,7 @@ class Run:
         self._show(
             written,
             lambda console: console.print(
-                f"{path}: {len(chosen)} samples, {len(batches)} packs, {size / 1e6:,.1f} MB",
+                f"{path}: {counted(len(chosen), 'sample')}, {counted(len(batches), 'pack')}, {size / 1e6:,.1f} MB",
                 markup=False,
                 soft_wrap=True,
             ),

@@ -19,6 +19,7 @@ from vlmdata.format.schema import PATCH_SIZE, PATCHES_PER_TOKEN, Sample
 from vlmdata.inspect.dataset import source_name
 from vlmdata.inspect.findings import ContentCheck, Finding, IndexFindings, Severity, flat_images
 from vlmdata.inspect.tokens import TokenTexts, Turn, find_turns
+from vlmdata.wording import counted
 
 #: Tokens that a line of the sample list is made of.
 _FIRST_TOKENS = 40
@@ -180,7 +181,7 @@ class SampleDescriber:
         row, sample = dataset.index.row(i), dataset[i]
         if not 0 < sample.length <= len(sample.input_ids):
             raise DatasetFormatError(
-                f"{dataset.shard_path(row.shard)}: sample {row.key} has {sample.length} tokens stored as "
+                f"{dataset.shard_path(row.shard)}: sample {row.key} has {counted(sample.length, 'token')} stored as "
                 f"{len(sample.input_ids)}. Run `vlmdata verify` on the dataset."
             )
         info = dataset.manifest.tokenizer

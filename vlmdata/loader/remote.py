@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmdata.errors import DatasetFormatError
+from vlmdata.wording import counted
 
 _CHUNK = 8 * 1024 * 1024
 _ATTEMPTS = 4
@@ -52,7 +53,7 @@ def download(url: str, to: Path, sha256: str | None) -> None:
         if sha256 in (None, found):
             return
         problem = f"its sha256 is {found}, the manifest says {sha256}"
-    raise DatasetFormatError(f"{url}: cannot be fetched, {attempt + 1} attempt(s): {problem}")
+    raise DatasetFormatError(f"{url}: cannot be fetched, {counted(attempt + 1, 'attempt')}: {problem}")
 
 
 def _copy(url: str, to: Path) -> str:

@@ -13,6 +13,7 @@ from typing import Protocol
 import xxhash
 
 from vlmdata.errors import DatasetFormatError, ResourceError
+from vlmdata.wording import counted
 
 #: Files kept open per process; far below the usual limit of 1,024.
 _OPEN_FILES = 128
@@ -128,7 +129,8 @@ class ShardStore:
             if got == 0:
                 raise DatasetFormatError(
                     f"{self._path(dataset, shard)}: {what}: the file ends at byte {offset + done}, "
-                    f"{into.nbytes - done} bytes early. Run `vlmdata verify` on the dataset; it says how to mend it."
+                    f"{counted(into.nbytes - done, 'byte')} early. "
+                    "Run `vlmdata verify` on the dataset; it says how to mend it."
                 )
             done += got
         self.bytes_read += done

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from vlmdata.packing.config import Blend
 from vlmdata.packing.seeding import derive_key, grouped_permutation, permutation
 from vlmdata.packing.table import SampleTable
+from vlmdata.wording import counted
 
 IntArray = npt.NDArray[np.int64]
 
@@ -75,7 +76,9 @@ def passes_per_epoch(table: SampleTable, blend: Blend | None) -> tuple[Fraction,
         return (Fraction(1),) * table.num_datasets
     weights = blend.fractions()
     if len(weights) != table.num_datasets:
-        raise ValueError(f"blend has {len(weights)} weights for {table.num_datasets} datasets; give one each")
+        raise ValueError(
+            f"blend has {counted(len(weights), 'weight')} for {counted(table.num_datasets, 'dataset')}; give one each"
+        )
     if blend.by == "epochs":
         return weights
     offsets = table.dataset_offsets()

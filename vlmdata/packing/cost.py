@@ -19,6 +19,8 @@ from importlib.metadata import entry_points
 import numpy as np
 import numpy.typing as npt
 
+from vlmdata.wording import counted
+
 #: Each entry is a function without arguments that returns cost models by the name of the model size.
 GROUP = "vlmdata.cost_models"
 #: The size that costs are estimated for unless the caller says what is trained.
@@ -88,7 +90,8 @@ class CostModel:
         bound += self.per_patch * patches + self.per_patch_squared * patches_squared
         if bound >= 1 << 63:
             raise ValueError(
-                f"a sample of {tokens} tokens and {patches} patches may cost {bound:.1e} FLOP, more than int64 holds; "
+                f"a sample of {counted(tokens, 'token')} and {counted(patches, 'patch')} "
+                f"may cost {bound:.1e} FLOP, more than int64 holds; "
                 "scale the cost model's coefficients down"
             )
 

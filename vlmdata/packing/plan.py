@@ -17,6 +17,7 @@ from vlmdata.packing.seeding import derive_key, permutation
 from vlmdata.packing.table import SampleTable
 from vlmdata.packing.two_limits import Limits, Window, pack_windows
 from vlmdata.packing.windows import Windows, make_windows
+from vlmdata.wording import counted
 
 IntArray = npt.NDArray[np.int64]
 
@@ -236,13 +237,15 @@ def plan_epoch(
     check_limits(table, config, key_of)
     passes = epoch_passes(table, config.blend, config.seed, epoch)
     if not passes:
-        raise ValueError(f"epoch {epoch} holds no samples: {len(table)} samples, blend {config.blend}")
+        raise ValueError(
+            f"epoch {epoch} holds no samples: {counted(len(table), 'sample')} in all, blend {config.blend}"
+        )
     windows = make_windows(table, passes, config.shuffle_window, config.seed, epoch)
     plan = _pack_windows(table, config, epoch, windows)
     if plan.num_steps == 0:
         raise ValueError(
-            f"epoch {epoch}: {plan.num_packs} packs make no step of global_batch {config.global_batch}; lower it or "
-            "use last='pad'"
+            f"epoch {epoch}: {counted(plan.num_packs, 'pack')} cannot make a step of global_batch "
+            f"{config.global_batch}; lower it or use last='pad'"
         )
     return plan
 
@@ -262,16 +265,16 @@ def check_limits(table: SampleTable, config: PlanConfig, key_of: Callable[[int],
     usable = config.capacity // config.alignment * config.alignment
     _refuse(
         np.flatnonzero(lengths > usable),
-        f"longer than capacity {config.capacity} at alignment {config.alignment} ({usable} usable tokens)",
-        lambda i: f"{table.lengths[i]} tokens, {lengths[i]} aligned",
+        f"longer than capacity {config.capacity} at alignment {config.alignment} ({counted(usable, 'usable token')})",
+        lambda i: f"{counted(int(table.lengths[i]), 'token')}, {lengths[i]} aligned",
         f"raise capacity to at least {int(lengths.max(initial=0))}",
         key_of,
     )
     if config.max_patches is not None:
         _refuse(
             np.flatnonzero(table.num_patches > config.max_patches),
-            f"with more than max_patches {config.max_patches} vision patches",
-            lambda i: f"{table.num_patches[i]} patches",
+            f"with more than {counted(config.max_patches, 'vision patch')} (max_patches)",
+            lambda i: counted(int(table.num_patches[i]), "patch"),
             f"raise max_patches to at least {int(table.num_patches.max(initial=0))}",
             key_of,
         )
@@ -290,8 +293,8 @@ def _refuse(
     shown = "; ".join(f"{name(i)} ({describe(i)})" for i in positions[:_SHOWN].tolist())
     more = f"; and {len(positions) - _SHOWN} more" if len(positions) > _SHOWN else ""
     raise ValueError(
-        f"{len(positions)} sample(s) {what}: {shown}{more}. Either {remedy}, or leave them out when preprocessing "
-        "(smaller max_pixels or max_length)"
+        f"{counted(len(positions), 'sample')} {what}: {shown}{more}. Either {remedy}, or leave them out when "
+        "preprocessing (smaller max_pixels or max_length)"
     )
 
 

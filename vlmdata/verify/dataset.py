@@ -36,6 +36,7 @@ from vlmdata.format.tokenizer_files import tokenizer_findings
 from vlmdata.verify.fault import Fault
 from vlmdata.verify.sample import SampleRules
 from vlmdata.verify.shard import ShardAudit, audit_shard, hash_shard
+from vlmdata.wording import counted
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,7 @@ def _check_index(index: DatasetIndex, manifest: Manifest) -> Iterator[Fault]:
     implied = np.diff(ends[index.grid_offsets])
     if (wrong := np.flatnonzero(implied != index.num_patches)).size:
         i = int(wrong[0])
-        message = f"{index.num_patches[i]} patches for grids of {implied[i]}"
+        message = f"{counted(int(index.num_patches[i]), 'patch')} for grids of {implied[i]}"
         yield Fault(INDEX_NAME, "patches", message, int(rows[i]), index.key(i))
     # Summed in int64: a 32-bit sum of token counts overflows at two thousand million.
     sums = {
@@ -267,8 +268,8 @@ def _check_ledger(directory: Path, index: DatasetIndex, manifest: Manifest) -> I
         yield Fault(
             LEDGER_NAME,
             "coverage",
-            f"{len(index)} samples and {len(rejections)} rejections are not each candidate of the "
-            f"{manifest.totals.rows} source rows once: {problem}",
+            f"{counted(len(index), 'sample')} and {counted(len(rejections), 'rejection')} are not each candidate "
+            f"of the {manifest.totals.rows} source rows once: {problem}",
         )
 
 

@@ -19,6 +19,7 @@ from vlmdata.format.manifest import Manifest, TokenizerInfo
 from vlmdata.format.schema import DOCUMENTS, MERGE_SIZE, Sample
 from vlmdata.positions import locate_images, mrope_position_ids
 from vlmdata.verify.document import audit_document
+from vlmdata.wording import counted
 
 Finding = tuple[str, str]
 """(check, message)."""
@@ -86,7 +87,9 @@ def audit_sample(
     """
     tokenizer, padded = rules.tokenizer, len(sample.input_ids)
     if not 0 < sample.length <= padded:
-        return [("length", f"{sample.length} tokens stored as {padded}")]  # no part of it can be told from another
+        return [
+            ("length", f"{counted(sample.length, 'token')} stored as {padded}")
+        ]  # no part of it can be told from another
     findings = [*_lengths(sample, row, tokenizer, rules.pad_multiple), *_targets(sample, row, rules, turn_weights)]
     findings += _weights(sample)
     bad_grid = _bad_grid(sample)
@@ -108,7 +111,7 @@ def audit_sample(
 def _lengths(sample: Sample, row: IndexRow, tokenizer: TokenizerInfo, pad_multiple: int) -> Iterator[Finding]:
     padded, length = len(sample.input_ids), sample.length
     if padded % pad_multiple or padded - length >= pad_multiple:
-        yield "length", f"{length} tokens stored as {padded}, with pad_multiple {pad_multiple}"
+        yield "length", f"{counted(length, 'token')} stored as {padded}, with pad_multiple {pad_multiple}"
     ids = sample.input_ids
     outside = np.flatnonzero((ids < 0) | (ids >= tokenizer.vocab_size))
     if len(outside):
@@ -118,7 +121,7 @@ def _lengths(sample: Sample, row: IndexRow, tokenizer: TokenizerInfo, pad_multip
     if (ids[tail] != tokenizer.pad).any() or sample.loss_mask[tail].any() or sample.position_ids[:, tail].any():
         yield "padding", f"tokens from {length} on must be id {tokenizer.pad} with mask 0 and positions 0"
     if row.num_targets != sample.num_targets:
-        yield "index", f"the index says {row.num_targets} targets, the mask has {sample.num_targets}"
+        yield "index", f"the index says {counted(row.num_targets, 'target')}, the mask has {sample.num_targets}"
 
 
 def _bad_grid(sample: Sample) -> str | None:
@@ -132,7 +135,10 @@ def _bad_grid(sample: Sample) -> str | None:
 def _patches(sample: Sample) -> Iterator[Finding]:
     expected = int(sample.image_grid_thw.astype(np.int64).prod(axis=1).sum())
     if expected != len(sample.patches):
-        yield "patches", f"the grids ask for {expected} patches, {len(sample.patches)} are stored"
+        yield (
+            "patches",
+            f"the grids ask for {counted(expected, 'patch')}, {len(sample.patches):,} stored",
+        )
 
 
 def _weights(sample: Sample) -> Iterator[Finding]:
@@ -185,7 +191,11 @@ def _turn_weights(sample: Sample, tokenizer: TokenizerInfo, turn_weights: tuple[
     weights = mask.astype(np.float32) if sample.loss_weights is None else sample.loss_weights[: sample.length]
     answers = _answers(ids, tokenizer)
     if len(answers) != len(turn_weights):
-        yield "turn_weights", f"the metadata has {len(turn_weights)} turn weights for {len(answers)} assistant turns"
+        yield (
+            "turn_weights",
+            f"the metadata has {counted(len(turn_weights), 'turn weight')} for "
+            f"{counted(len(answers), 'assistant turn')}",
+        )
         return
     for (start, stop), weight in zip(answers, turn_weights, strict=True):
         targets = start + np.flatnonzero(mask[start:stop])
@@ -233,7 +243,7 @@ def _target_turns(
         if start not in answers:
             yield (
                 "prompt_target",
-                f"the turn at token {start} is not the assistant's, yet {inside.sum()} tokens are targets",
+                f"the turn at token {start} is not the assistant's, yet {inside.sum()} of its tokens are targets",
             )
         elif start not in taught:
             why = "weighs 0 by the metadata" if start in chosen else "is not the last answer"
@@ -248,7 +258,7 @@ def _target_turns(
     if supervised != row.target_turns - missing:
         yield (
             "end_token",
-            f"{supervised} <|im_end|> are targets, for {row.target_turns} target turns"
+            f"{supervised} <|im_end|> are targets, for {counted(row.target_turns, 'target turn')}"
             + (" of which the last is cut" if row.truncated else ""),
         )
 
@@ -285,7 +295,7 @@ def _image_blocks(sample: Sample, starts: npt.NDArray[np.int64], tokenizer: Toke
         yield "image_block", f"image {image} is not enclosed in <|vision_start|> and <|vision_end|>"
     for name, token in (("vision_start", tokenizer.vision_start), ("vision_end", tokenizer.vision_end)):
         if (found := int((ids == token).sum())) != len(starts):
-            yield "image_block", f"{found} <|{name}|> for {len(starts)} images"
+            yield "image_block", f"{found} <|{name}|> for {counted(len(starts), 'image')}"
 
 
 def _positions(sample: Sample, starts: npt.NDArray[np.int64]) -> Iterator[Finding]:

@@ -20,6 +20,7 @@ from vlmdata.format.manifest import ShardInfo
 from vlmdata.format.schema import MEMBERS, METADATA_MEMBER, OPTIONAL_MEMBERS, PATCH_BYTES, Member, Sample, parse_key
 from vlmdata.verify.fault import Fault
 from vlmdata.verify.sample import SampleRules, audit_sample, turn_weights_of
+from vlmdata.wording import counted
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def _opened(
 ) -> ShardAudit:
     path = directory / info.name
     if not path.is_file():
-        return ShardAudit(0, [Fault(info.name, "missing", f"no such file; it holds {info.samples} samples")])
+        return ShardAudit(0, [Fault(info.name, "missing", f"no such file; it holds {counted(info.samples, 'sample')}")])
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return ShardAudit(samples, list(check(data)))
@@ -76,13 +77,17 @@ def _hash(data: mmap.mmap, info: ShardInfo) -> Iterator[Fault]:
 def _audit(data: mmap.mmap, info: ShardInfo, rows: list[IndexRow], rules: SampleRules) -> Iterator[Fault]:
     yield from _hash(data, info)
     if len(rows) != info.samples:
-        yield Fault(info.name, "index", f"{len(rows)} index rows, the manifest says {info.samples} samples")
+        yield Fault(
+            info.name,
+            "index",
+            f"{counted(len(rows), 'index row')}, the manifest says {counted(info.samples, 'sample')}",
+        )
     members, problem = _tar_members(data)
     expected_members = sum(1 + len(MEMBERS) + len(row.placement.optional) for row in rows)
     if not problem and any(data[-1024:]):
         problem = "the archive does not end in two zero blocks; it was cut"
     if not problem and len(members) != expected_members:
-        problem = f"{len(members)} members, {len(rows)} samples make {expected_members}"
+        problem = f"{counted(len(members), 'member')}; {counted(len(rows), 'sample')} should have {expected_members}"
     if problem:
         yield Fault(info.name, "tar", problem)
     for row in rows:
@@ -101,7 +106,7 @@ def _tar_members(data: mmap.mmap | bytes) -> tuple[dict[str, tuple[int, int]], s
                     return members, f"the member {member.name} occurs twice"
                 members[member.name] = (member.offset_data, member.size)
     except (tarfile.TarError, EOFError, OSError) as error:
-        return members, f"not a readable tar after {len(members)} members: {error}"
+        return members, f"not a readable tar after {counted(len(members), 'member')}: {error}"
     return members, ""
 
 

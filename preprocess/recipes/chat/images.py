@@ -96,7 +96,7 @@ class RowImages:
         if self._taken == count or (self._taken == 0 and self._named == count):
             return  # a column that only repeats what the items name themselves (Qwen style) is no mismatch
         if self._named:
-            found = f"{counted(self._named, 'image')} named by content items and {self._taken} placeholders"
+            found = f"{counted(self._named, 'image')} named by content items and {counted(self._taken, 'placeholder')}"
         else:
             found = f"{counted(self._taken, 'image placeholder')} in the text"
         raise RowRejected(

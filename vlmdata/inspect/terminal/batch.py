@@ -8,6 +8,7 @@ from rich.text import Text
 
 from vlmdata.inspect.batch import BatchDescription
 from vlmdata.inspect.terminal.draw import bar, columns, data, facts, number
+from vlmdata.wording import counted
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
@@ -54,7 +55,7 @@ def _facts(batch: BatchDescription) -> Table:
         ("tokens", f"{batch.total_tokens:,}", f"{batch.true_tokens:,} true, {room}" if room else ""),
         ("padding", f"{batch.padding:,}", f"{batch.padding / max(batch.total_tokens, 1):.1%} of tokens"),
         ("targets", f"{batch.targets:,}", f"{batch.targets / max(batch.true_tokens, 1):.1%} of true tokens"),
-        ("images", f"{len(batch.images):,}", f"{sum(image.patches for image in batch.images):,} patches"),
+        ("images", f"{len(batch.images):,}", counted(sum(image.patches for image in batch.images), "patch")),
         ("cost", f"{batch.cost * 2**20 / 1e12:,.1f} TFLOP", "estimated, forward and backward"),
     )
 

@@ -12,6 +12,7 @@ from vlmdata.format.schema import LEDGER_NAME
 from vlmdata.inspect.dataset import DatasetCard, Extremes, FindingGroup, RejectGroup
 from vlmdata.inspect.findings import Severity
 from vlmdata.inspect.terminal.draw import SEVERITY, columns, data, facts, histogram_table, number
+from vlmdata.wording import counted
 
 _HASH_DIGITS = 16
 _MESSAGE = 90
@@ -39,7 +40,7 @@ def _identity(card: DatasetCard) -> Table:
     options = card.options
     image = options.get("image") if isinstance(options.get("image"), dict) else {}
     recipe = f"recipe {options.get('recipe', '?')}, targets {options.get('train_turns', '?')} turns"
-    pixels = f"{image.get('min_pixels', 0):,}–{image.get('max_pixels', 0):,} pixels an image" if image else ""
+    pixels = f"{image.get('min_pixels', 0):,}–{image.get('max_pixels', 0):,} pixels per image" if image else ""
     return facts(
         ("fingerprint", card.fingerprint[:_HASH_DIGITS], "of the whole content"),
         ("configuration", card.config_hash[:_HASH_DIGITS], data(f"{recipe}, {pixels}" if pixels else recipe)),
@@ -47,7 +48,7 @@ def _identity(card: DatasetCard) -> Table:
         (
             "tokenizer",
             data(card.tokenizer.name),
-            f"{card.tokenizer.fingerprint[:_HASH_DIGITS]}, {card.tokenizer.vocab_size:,} ids",
+            f"{card.tokenizer.fingerprint[:_HASH_DIGITS]}, {counted(card.tokenizer.vocab_size, 'id')}",
         ),
         ("written by", data(card.created_by or "unknown"), f"format {card.schema_version}"),
     )
@@ -70,7 +71,7 @@ def _totals(card: DatasetCard) -> Table:
         ("target tokens", totals.targets, f"{number(share, 'share')} of tokens"),
         ("images", totals.images, ""),
         ("patches", totals.patches, each),
-        ("bytes", totals.bytes, f"{totals.bytes / 1e6:,.1f} MB in {card.shards:,} shards"),
+        ("bytes", totals.bytes, f"{totals.bytes / 1e6:,.1f} MB in {counted(card.shards, 'shard')}"),
     ):
         table.add_row(name, f"{value:,}", remark)
     return table
@@ -94,11 +95,9 @@ def _extremes(extremes: Extremes) -> Table:
 
 def _print_findings(console: Console, card: DatasetCard) -> None:
     samples = card.totals.samples
-    looked = f"index of all {samples:,} samples, tokens of {card.checked:,}"
+    looked = f"index of {f'all {samples:,} samples' if samples != 1 else 'the only sample'}, tokens of {card.checked:,}"
     more = "" if card.checked >= samples else "; --check all looks at every one"
-    rejected = (
-        f", {card.totals.rejected:,} row{'s' * (card.totals.rejected != 1)} rejected" if card.totals.rejected else ""
-    )
+    rejected = f", {counted(card.totals.rejected, 'row')} rejected" if card.totals.rejected else ""
     serious = [group for group in card.findings if group.severity is not Severity.NOTE]
     if not serious:
         console.print(

@@ -6,12 +6,13 @@ from rich.console import Console
 
 from vlmdata.inspect.terminal.draw import columns, data, number
 from vlmdata.inspect.trace import FoundSample
+from vlmdata.wording import counted
 
 
 def print_found(console: Console, samples: tuple[FoundSample, ...], total: int, most: int) -> None:
     """Prints the samples that a query found, ``most`` of them."""
     table = columns(
-        f"{len(samples):,} of {total:,} samples",
+        f"{len(samples):,} of {counted(total, 'sample')}",
         "key",
         "row",
         "tokens",

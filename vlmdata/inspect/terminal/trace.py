@@ -12,17 +12,22 @@ from vlmdata.inspect.sample import SampleDescription
 from vlmdata.inspect.terminal.draw import columns, data, facts
 from vlmdata.inspect.terminal.sample import print_sample
 from vlmdata.inspect.trace import RowTrace, RowUse, StepDescription
+from vlmdata.wording import counted
 
 
 def print_step(console: Console, step: StepDescription) -> None:
     """Prints the samples of a step, by rank and micro-batch."""
     samples = [sample for pack in step.packs for sample in pack.samples]
     ranks = sorted({pack.dp_rank for pack in step.packs})
-    who = f"data-parallel rank {ranks[0]} of {step.dp_size}" if len(ranks) < step.dp_size else f"{step.dp_size} ranks"
+    who = (
+        f"data-parallel rank {ranks[0]} of {step.dp_size}"
+        if len(ranks) < step.dp_size
+        else counted(step.dp_size, "rank")
+    )
     console.print(
         facts(
             ("step", f"{step.step:,} of {step.steps:,}", f"epoch {step.epoch}, {who}"),
-            ("samples", f"{len(samples):,}", f"{sum(sample.length for sample in samples):,} true tokens"),
+            ("samples", f"{len(samples):,}", counted(sum(sample.length for sample in samples), "true token")),
             ("patches", f"{sum(pack.patches for pack in step.packs):,}", ""),
         )
     )
@@ -33,7 +38,9 @@ def print_step(console: Console, step: StepDescription) -> None:
     for pack in step.packs:
         console.print()
         name = "empty pack" if pack.pack < 0 else f"pack {pack.pack}"
-        size = f"{pack.tokens:,} tokens, {pack.patches:,} patches, {pack.cost * 2**20 / 1e12:,.1f} TFLOP"
+        size = (
+            f"{counted(pack.tokens, 'token')}, {counted(pack.patches, 'patch')}, {pack.cost * 2**20 / 1e12:,.1f} TFLOP"
+        )
         title = f"rank {pack.dp_rank}, micro-batch {pack.micro_batch}: {name}, {size}"
         console.print(Text(title, "bold"), soft_wrap=True)
         if not pack.samples:
@@ -61,7 +68,9 @@ def print_row(
     if len(trace.candidates) > 1:
         accepted = sum(sample is not None for sample in samples)
         rejected = len(samples) - accepted
-        total = f"{accepted} of {len(samples)} samples accepted" + (f", {rejected} rejected" if rejected else "")
+        total = f"{accepted:,} of {counted(len(samples), 'sample')} accepted" + (
+            f", {rejected:,} rejected" if rejected else ""
+        )
         console.print(Text(f"source row {trace.source_row:,}: {total}", "bold"))
         console.print()
     for number, (candidate, sample) in enumerate(zip(trace.candidates, samples, strict=True)):
