@@ -17,6 +17,7 @@ from preprocess.encode.sample import EncodedImage, EncodedSample, WeightedTokens
 from preprocess.reject import RowRejected, excerpt
 from preprocess.weights import turn_weights
 from vlmdata.format.ledger import Reason
+from vlmdata.wording import counted
 
 
 class Encoder:
