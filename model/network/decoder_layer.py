@@ -167,8 +167,8 @@ class RouterState:
     """What all routers of a model share.
 
     Attributes:
-        weight: Weight of the load-balancing loss of the micro-batch in work: its number of targets, since the
-            gradient is divided by the number of targets of the whole step in the end.
+        weight: Weight of the load-balancing loss of the micro-batch in work: the sum of its targets' weights, since
+            the gradient is divided by that sum over the whole step in the end.
         metrics: Where the losses are counted.
     """
 

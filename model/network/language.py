@@ -45,17 +45,18 @@ class Targets:
 
 
 class TargetRows:
-    """Which tokens are targets. In fine-tuning they are few, and only they need logits.
+    """Which tokens are targets, and their weights. In fine-tuning they are few, and only they need logits.
 
     The places are found on the device; their number comes to the host in the background, so that it is there when
     the heads ask for it and nothing waits for the layers that are queued in between.
 
     Args:
         labels: int64 (1, t), the next token or -100.
+        weights: float32 (1, t), what each label counts in the loss.
     """
 
-    def __init__(self, labels: Tensor) -> None:
-        self._labels = labels[0]
+    def __init__(self, labels: Tensor, weights: Tensor) -> None:
+        self._labels, self._weights = labels[0], weights[0]
         on_target = self._labels != IGNORE_INDEX
         self._places = torch.nonzero_static(on_target, size=len(self._labels), fill_value=0)[:, 0]
         self._count = on_target.sum()
@@ -65,11 +66,12 @@ class TargetRows:
             self._counted = torch.cuda.Event()
             self._counted.record()
 
-    def get(self) -> tuple[Tensor, Tensor]:
-        """Places and labels of the targets, filled up with label -100 to a number that matrix kernels like.
+    def get(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Places, labels and weights of the targets, filled up with label -100 to a number that matrix kernels like.
 
         Returns:
-            int64 (n,) places among the tokens, and int64 (n,) labels; n is at least 1.
+            int64 (n,) places among the tokens, int64 (n,) labels, and float32 (n,) weights, 0 of what fills up; n is
+            at least 1.
         """
         if self._counted is not None:
             self._counted.synchronize()
@@ -77,7 +79,8 @@ class TargetRows:
         rows = min(max(-(-count // _ROWS), 1) * _ROWS, len(self._places))
         places = self._places[:rows]
         filling = torch.arange(rows, device=places.device) >= count
-        return places, self._labels[places].masked_fill(filling, IGNORE_INDEX)
+        labels = self._labels[places].masked_fill(filling, IGNORE_INDEX)
+        return places, labels, self._weights[places].masked_fill(filling, 0)
 
 
 @dataclass(frozen=True)
@@ -168,8 +171,8 @@ class Qwen35Language(GPTModel):
             following: None without multi-token prediction or targets.
 
         Returns:
-            Hidden states (t, 1, H) before the last stage; there float32 losses (1, t), 0 off target; or logits
-            (1, t, V) without targets.
+            Hidden states (t, 1, H) before the last stage; there float32 losses (1, t) times their weights, 0 off
+            target; or logits (1, t, V) without targets.
         """
         output: Tensor = self(
             input_ids=None,
@@ -192,8 +195,8 @@ class Qwen35Language(GPTModel):
             return losses
         angles = self.rotary_pos_emb(position_ids, self.mrope_section)
         predicted = self.predictor(hidden_states, following.embeddings, angles, layout, following.padding_mask)
-        extra, count = self._losses(predicted, output_weight, targets.after_next)
-        self.metrics.add("mtp_loss", extra.detach().sum(), count)
+        extra, weight = self._losses(predicted, output_weight, targets.after_next)
+        self.metrics.add("mtp_loss", extra.detach().sum(), weight)
         attached: Tensor = AttachLoss.apply(losses, extra.sum() * self.mtp_loss_scale)
         return attached
 
@@ -208,16 +211,16 @@ class Qwen35Language(GPTModel):
         return logits
 
     def _losses(self, hidden: Tensor, output_weight: Tensor | None, targets: TargetRows) -> tuple[Tensor, Tensor]:
-        """Cross-entropy per token, float32 (1, t), 0 off target; and the number of targets."""
+        """Weighted cross-entropy per token, float32 (1, t), 0 off target; and the sum of the weights."""
         hidden = self._all_tokens(hidden)
-        places, labels = targets.get()
+        places, labels, weights = targets.get()
         on_target = labels != IGNORE_INDEX
         logits = self._logits(hidden.index_select(0, places), output_weight)
         found = self.compute_language_model_loss(labels.clamp(min=0).unsqueeze(0), logits)[0]
         losses = hidden.new_zeros(hidden.shape[0], dtype=torch.float32)
         # Rows that fill up add nothing, wherever they point.
-        losses = losses.index_add(0, places, torch.where(on_target, found.float(), 0.0))
-        return losses.unsqueeze(0), on_target.sum()
+        losses = losses.index_add(0, places, torch.where(on_target, found.float() * weights, 0.0))
+        return losses.unsqueeze(0), weights.sum()
 
     def _all_tokens(self, hidden: Tensor) -> Tensor:
         """Hidden states of all tokens of the tensor-parallel ranks, which share them under sequence parallelism."""
@@ -231,11 +234,12 @@ class Qwen35Language(GPTModel):
 
 
 class AttachLoss(torch.autograd.Function):
-    """Lets a second loss take part in the backward pass of the first, with its weight, without changing its value.
+    """Lets a second loss take part in the backward pass of the first, with its scale, without changing its value.
 
-    The step adds up token losses and divides the gradient by the number of targets of the global batch; so a sum
-    attached here is divided by the same number, whatever the layout. Who divides the loss instead gives every target's
-    gradient the same factor, and that is the second loss's, too.
+    The step adds up weighted token losses and divides the gradient by the sum of the weights of the global batch; so a
+    sum attached here is divided by the same number, whatever the layout. Who divides the loss instead gives every
+    loss's gradient the same factor, and that is the second loss's, too. (Weights must be in the losses already: a
+    caller who multiplied by them would give different factors.)
     """
 
     @staticmethod

@@ -125,8 +125,9 @@ class Qwen35VL(MegatronModule):
                 stages all need labels.
 
         Returns:
-            On the last stage float32 (1, t): the loss of every token, 0 off target, to be summed; or logits (1, t, V)
-            without labels, V the vocabulary of this tensor-parallel rank. On other stages what the next one takes.
+            On the last stage float32 (1, t): the loss of every token times its weight, 0 off target, to be summed; or
+            logits (1, t, V) without labels, V the vocabulary of this tensor-parallel rank. On other stages what the
+            next one takes.
 
         Raises:
             ValueError: If the batch is not this rank's, lacks a part, or contradicts itself.
@@ -233,11 +234,16 @@ class Qwen35VL(MegatronModule):
     def _targets(self, batch: PackedBatch, index: PackIndex) -> Targets | None:
         if batch.labels is None:
             return None
-        after_next = self._next_of(batch.labels, index, fill=IGNORE_INDEX) if self.mtp else None
-        return Targets(TargetRows(batch.labels), None if after_next is None else TargetRows(after_next))
+        assert batch.loss_weights is not None
+        after_next = None
+        if self.mtp:
+            after_next = TargetRows(
+                self._next_of(batch.labels, index, fill=IGNORE_INDEX), self._next_of(batch.loss_weights, index, fill=0)
+            )
+        return Targets(TargetRows(batch.labels, batch.loss_weights), after_next)
 
     def _next_of(self, values: Tensor, index: PackIndex, fill: int) -> Tensor:
-        """What stands at the following token of the sample; int64 (1, t) to (1, t), ``fill`` where none follows."""
+        """What stands at the following token of the sample; (1, t) to (1, t), ``fill`` where none follows."""
         cp = self.pg_collection.cp
         everything = all_gather_plain(values[0], cp).flatten()
         place = index.following
@@ -249,7 +255,7 @@ class Qwen35VL(MegatronModule):
         return found.masked_fill(missing, fill).unsqueeze(0)
 
     def _weigh_router_loss(self, batch: PackedBatch) -> None:
-        """Tells the routers how many targets this pack has."""
+        """Tells the routers what the targets of this pack weigh."""
         if self.router_state is None or "moe_aux_loss" not in self.metric_names:
             return
         if batch.labels is None:
@@ -259,10 +265,11 @@ class Qwen35VL(MegatronModule):
                 f"pack {batch.pack} came without labels, but the load-balancing loss is weighed by the targets: "
                 "load the part 'labels' on every pipeline stage, or set moe_aux_loss to 0"
             )
-        targets = (batch.labels != IGNORE_INDEX).sum().float()
+        assert batch.loss_weights is not None
+        weight = batch.loss_weights.sum()
         if dist.get_world_size(self.pg_collection.cp) > 1:
-            dist.all_reduce(targets, group=self.pg_collection.cp)
-        self.router_state.weight = targets
+            dist.all_reduce(weight, group=self.pg_collection.cp)
+        self.router_state.weight = weight
 
 
 class _RestoreRouterWeight(torch.autograd.Function):

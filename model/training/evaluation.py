@@ -1,6 +1,6 @@
 """The loss over whole evaluation sets: forward passes only, in the run's own layout.
 
-Every sample counts once, and the loss is the sum over all targets divided by their number, so it depends neither on
+Every sample counts once, and the loss is sum(weight x loss) / sum(weight) over all targets, so it depends neither on
 packing nor on layout. Packs are spread over data-parallel ranks evenly; empty ones fill up, so that all ranks make
 equally many forward passes.
 """
@@ -48,7 +48,7 @@ class Evaluation:
 
     Attributes:
         step: Optimizer steps done before it.
-        loss: Mean cross-entropy over the targets of all sets, in nats.
+        loss: Mean cross-entropy over the targets of all sets by their weights, in nats.
         losses: The same of each set, by name.
         mtp_loss: Mean loss of multi-token prediction over all sets; None without it.
         targets: Targets of all sets.
@@ -191,16 +191,16 @@ class Evaluator:
         total = [sum(column) for column in zip(*table, strict=True)]
         return Evaluation(
             step=step,
-            loss=_mean(*total),
-            losses={each.name: _mean(*row) for each, row in zip(self._sets, table, strict=True)},
+            loss=_mean(*total[:2]),
+            losses={each.name: _mean(*row[:2]) for each, row in zip(self._sets, table, strict=True)},
             mtp_loss=extra.get("mtp_loss"),
-            targets=int(total[1]),
+            targets=int(total[2]),
             samples=sum(len(each.loader.datasets[0]) for each in self._sets),
             seconds=time.perf_counter() - begun,
         )
 
     def _pass_over_all(self) -> list[list[float]] | None:
-        """For each set the sum of losses and the number of targets; None if a rank was asked to stop."""
+        """For each set the sums of losses, weights and targets; None if a rank was asked to stop."""
         table = []
         for each, start in zip(self._sets, self._starts, strict=True):
             found = self._pass_over(each.loader)
@@ -211,8 +211,8 @@ class Evaluator:
         return table
 
     def _pass_over(self, loader: StreamingLoader) -> torch.Tensor | None:
-        """Sum of losses and number of targets over all ranks, float64 (2,); None if a rank was asked to stop."""
-        total = torch.zeros(2, dtype=torch.float64, device=self._device)
+        """Sums of losses, weights and targets over all ranks, float64 (3,); None if a rank was asked to stop."""
+        total = torch.zeros(3, dtype=torch.float64, device=self._device)
         left, batches = loader.steps(0), iter(loader)
         while left:
             count = min(left, self._most)
@@ -236,9 +236,9 @@ class Evaluator:
             forward_only=True,
         )
         if not self._place.speaks:
-            return torch.zeros(2, dtype=torch.float64, device=self._device)
+            return torch.zeros(3, dtype=torch.float64, device=self._device)
         return torch.stack([each["loss"] for each in found]).sum(0, dtype=torch.float64)
 
 
-def _mean(total: float, targets: float) -> float:
-    return total / targets if targets else math.nan
+def _mean(total: float, weight: float) -> float:
+    return total / weight if weight else math.nan

@@ -13,6 +13,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from model.training.config import ConfigError, TrainConfig
+from vlmdata import PackedBatch
 
 
 @dataclass(frozen=True)
@@ -160,10 +161,51 @@ def _optimizer_config(
     )
 
 
-def finalize_gradients(model: list[Any], *args: Any, **kwargs: Any) -> None:
-    """megatron-core's reduction of gradients over all ranks, and that of a tower whose images the ranks shared."""
-    finalize_model_grads(model, *args, **kwargs)
+class TargetWeights:
+    """The sum of the weights of a step's targets: on this rank as its batches pass, and then over all ranks."""
+
+    def __init__(self) -> None:
+        self._sum: torch.Tensor | None = None
+
+    def add(self, batch: PackedBatch) -> None:
+        """Counts a batch, without waiting for the device; one without labels counts nothing."""
+        if batch.loss_weights is not None:
+            own = batch.loss_weights.sum(dtype=torch.float64)
+            self._sum = own if self._sum is None else self._sum + own
+
+    def over_all_ranks(self, device: torch.device) -> torch.Tensor:
+        """float64 (), the sum over the packs of all data-parallel and context-parallel ranks; a collective.
+
+        The last pipeline stage, which has all labels, tells the others.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=device) if self._sum is None else self._sum.clone()
+        stages = parallel_state.get_pipeline_model_parallel_group()
+        torch.distributed.broadcast(total, src=torch.distributed.get_process_group_ranks(stages)[-1], group=stages)
+        torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        return total
+
+
+def finalize_gradients(
+    weights: TargetWeights, model: list[Any], num_tokens: torch.Tensor | None = None, **kwargs: Any
+) -> None:
+    """Reduces gradients over all ranks and divides them by the sum of the weights of the step's targets.
+
+    megatron-core's own reduction divides by a number of tokens, which its schedules add up as an integer
+    (docs/decisions/0030); so it is told none. Gradients of a tower whose images the ranks shared are summed last.
+
+    Args:
+        weights: Weights of all batches of the step on this rank.
+        model: The model's chunks.
+        num_tokens: What megatron-core's schedule counted; only its device matters.
+        **kwargs: Of megatron-core's ``finalize_model_grads``.
+    """
+    finalize_model_grads(model, None, **kwargs)
+    assert num_tokens is not None, "the schedule does not count tokens: calculate_per_token_loss is off"
+    total = weights.over_all_ranks(num_tokens.device)
+    # Of a step without targets all gradients are 0, and stay so.
+    scale = 1.0 / torch.where(total > 0, total, 1.0).float()
     for chunk in model:
+        chunk.scale_gradients(scale)
         tower = getattr(unwrapped(chunk), "vision", None)
         if tower is not None:
             tower.sum_gradients()
@@ -176,8 +218,7 @@ def _connect(
     overlap_reduce: bool,
     overlap_gather: bool,
 ) -> None:
-    """Tells megatron-core's schedules how gradients are reduced."""
-    model_config.finalize_model_grads_func = finalize_gradients
+    """Tells megatron-core's schedules how gradients are reduced; what they are divided by each step says itself."""
     model_config.grad_scale_func = optimizer.scale_loss
     if overlap_reduce:
         model_config.no_sync_func = wrapped.no_sync

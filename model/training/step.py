@@ -1,8 +1,8 @@
 """One optimizer step over packed batches, whose loss does not depend on packing or layout.
 
-The loss is the sum over all targets of the step divided by their number, over every micro-batch, data-parallel and
-context-parallel rank: each micro-batch gives its sum, megatron-core adds gradients up and divides once by the global
-number of targets (``calculate_per_token_loss``).
+The loss is sum(weight x loss) / sum(weight) over all targets of the step, in every micro-batch, data-parallel and
+context-parallel rank: each micro-batch gives its sum, megatron-core adds gradients up, and they are divided once by the
+sum of all weights (:func:`model.training.optimizer.finalize_gradients`). Targets weigh 1 unless the data differs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from model.training.data import RankPlace
 from model.training.flops import StepFlops
-from model.training.optimizer import Learner, unwrapped
+from model.training.optimizer import Learner, TargetWeights, finalize_gradients, unwrapped
 from vlmdata import PackedBatch
 
 
@@ -30,7 +30,7 @@ class StepResult:
     """What a step did, over all ranks.
 
     Attributes:
-        loss: Mean cross-entropy over targets, in nats.
+        loss: Mean cross-entropy over targets by their weights, in nats.
         extra_losses: Means of the losses beside it: ``mtp_loss``, ``moe_aux_loss``.
         grad_norm: Norm of the gradient before clipping.
         targets: Targets trained on.
@@ -93,6 +93,7 @@ class _Counted:
     def __init__(self, batches: Iterator[PackedBatch], flops: StepFlops):
         self._batches, self._flops = batches, flops
         self._origins: list[tuple[int, int, tuple[str, ...]]] = []
+        self.weights = TargetWeights()
         self.tokens = self.images = self.patches = 0
         self.flops = self.wait = 0.0
 
@@ -105,6 +106,7 @@ class _Counted:
         self.wait += time.perf_counter() - begun
         lengths = np.diff(batch.host.cu_seqlens)
         patches = batch.host.image_grid_thw.prod(axis=1)
+        self.weights.add(batch)
         self.tokens += batch.true_tokens
         self.images += len(patches)
         self.patches += int(patches.sum())
@@ -157,6 +159,8 @@ class Stepper:
         for chunk in learner.model:
             chunk.zero_grad_buffer()
         learner.optimizer.zero_grad()
+        config = unwrapped(learner.model[0]).config
+        config.finalize_model_grads_func = partial(finalize_gradients, counted.weights)
         found = self._forward_backward(
             forward_step_func=forward_step,
             data_iterator=counted,
@@ -175,7 +179,7 @@ class Stepper:
         speaks = self._place.speaks
         whole = speaks and self._place.cp_rank == 0
         losses = torch.stack([each["loss"] for each in found]) if speaks else None
-        sums = [0.0, 0.0] if losses is None else losses.sum(0).tolist()
+        sums = [0.0, 0.0, 0.0] if losses is None else losses.sum(0).tolist()
         slots = self._micro_batches * self._capacity
         counts = (counted.tokens, slots, counted.images, counted.patches, counted.flops)
         total = torch.tensor([*sums, *(counts if whole else [0.0] * 5)], dtype=torch.float64, device=self._device)
@@ -183,13 +187,13 @@ class Stepper:
         most = torch.tensor(own, dtype=torch.float64, device=self._device)
         torch.distributed.all_reduce(total)
         torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
-        loss, targets, tokens, slots, images, patches, flops = total.tolist()
+        loss, weight, targets, tokens, slots, images, patches, flops = total.tolist()
         wait, memory, overflow, stop = most.tolist()
         model = unwrapped(self._learner.model[0])
         extra_losses = model.metrics.pop(model.metric_names, device=self._device)
         odd = [name for name, value in {"loss": loss, **extra_losses}.items() if not math.isfinite(value)]
         return StepResult(
-            loss=loss / max(targets, 1),
+            loss=loss / (weight or 1.0),
             extra_losses=extra_losses,
             grad_norm=grad_norm,
             targets=int(targets),
@@ -219,12 +223,13 @@ def forward_step(batches: Iterator[PackedBatch], model: torch.nn.Module) -> tupl
 
 
 def _loss(batch: PackedBatch, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """The sum over this rank's targets, their number, and both for the log.
+    """The weighted sum over this rank's targets, their number, and for the log the sum, their weight and their number.
 
     Args:
-        batch: The batch, with ``loss_mask`` (1, t).
-        losses: float32 (1, t), cross-entropy of every token, 0 off target.
+        batch: The batch, with ``loss_mask`` and ``loss_weights`` (1, t).
+        losses: float32 (1, t), cross-entropy of every token times its weight, 0 off target.
     """
     assert batch.loss_mask is not None
-    total, targets = losses.sum(), batch.loss_mask.sum()
-    return total, targets.to(torch.int), {"loss": torch.stack([total.detach(), targets])}
+    assert batch.loss_weights is not None
+    total, weight, targets = losses.sum(), batch.loss_weights.sum(), batch.loss_mask.sum()
+    return total, targets.to(torch.int), {"loss": torch.stack([total.detach(), weight, targets])}

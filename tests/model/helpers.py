@@ -95,6 +95,7 @@ class Sample:
     Attributes:
         ids: int64 (L,).
         labels: int64 (L,), the next token or -100.
+        weights: float32 (L,), what each label counts in the loss.
         positions: int64 (3, L).
         grids: int64 (N, 3).
         starts: int64 (N,), first token of every image.
@@ -103,6 +104,7 @@ class Sample:
 
     ids: torch.Tensor
     labels: torch.Tensor
+    weights: torch.Tensor
     positions: torch.Tensor
     grids: torch.Tensor
     starts: torch.Tensor
@@ -116,8 +118,15 @@ class Sample:
         return inputs
 
 
-def make_sample(seed: int, grids: list[tuple[int, int]], text: int) -> Sample:
-    """A sample of images and random text; the second half of the text is the answer."""
+def make_sample(seed: int, grids: list[tuple[int, int]], text: int, weighted: bool = False) -> Sample:
+    """A sample of images and random text; the second half of the text is the answer.
+
+    Args:
+        seed: Of the text.
+        grids: Height and width of the images in patches.
+        text: Tokens of text.
+        weighted: Whether the two halves of the answer weigh differently in the loss, and not 1.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def words(count: int) -> list[int]:
@@ -131,12 +140,16 @@ def make_sample(seed: int, grids: list[tuple[int, int]], text: int) -> Sample:
     ids += words(text)
     labels = torch.tensor([*ids[1:], IGNORE_INDEX])
     labels[: answer - 1] = IGNORE_INDEX
+    weights = (labels != IGNORE_INDEX).float()
+    if weighted:
+        weights *= torch.where(torch.arange(len(ids)) < (answer + len(ids)) // 2, 0.125 * (1 + seed), 1.5 * seed)
     grid_thw = np.array([(1, h, w) for h, w in grids], dtype=np.int64).reshape(-1, 3)
     positions = mrope_position_ids(len(ids), np.array(starts, dtype=np.int64), grid_thw).astype(np.int64)
     rows = int(grid_thw.prod(1).sum())
     return Sample(
         ids=torch.tensor(ids),
         labels=labels,
+        weights=weights,
         positions=torch.as_tensor(positions),
         grids=torch.from_numpy(grid_thw),
         starts=torch.tensor(starts, dtype=torch.int64),
@@ -154,16 +167,19 @@ def pack(samples: list[Sample], alignment: int = 8, tail: int = 0, padding_id: i
     bounds, true = np.cumsum([0, *padded]), np.cumsum([0, *lengths])
     ids = torch.full((1, total), padding_id)
     labels, positions = torch.full((1, total), IGNORE_INDEX), torch.zeros(3, 1, total, dtype=torch.int64)
+    weights = torch.zeros(1, total)
     padding = torch.ones(1, total, dtype=torch.bool)
     for sample, start in zip(samples, bounds.tolist(), strict=False):
         stop = start + len(sample.ids)
         ids[0, start:stop], labels[0, start:stop] = sample.ids, sample.labels
+        weights[0, start:stop] = sample.weights
         positions[:, 0, start:stop], padding[0, start:stop] = sample.positions, False
     grids = torch.cat([sample.grids for sample in samples])
     return PackedBatch(
         input_ids=ids,
         labels=labels,
         loss_mask=(labels != IGNORE_INDEX).float(),
+        loss_weights=weights,
         position_ids=positions,
         padding_mask=padding,
         cu_seqlens=torch.from_numpy(true.astype(np.int32)),
@@ -184,11 +200,11 @@ def pack(samples: list[Sample], alignment: int = 8, tail: int = 0, padding_id: i
     )
 
 
-def mixed_samples() -> list[Sample]:
+def mixed_samples(weighted: bool = False) -> list[Sample]:
     """One image, none, two side by side, and one of one token; lengths below and above a chunk of the delta net."""
     return [
-        make_sample(1, [(4, 6)], 70),
-        make_sample(2, [], 30),
-        make_sample(3, [(6, 4), (2, 8)], 130),
-        make_sample(4, [(2, 2)], 9),
+        make_sample(1, [(4, 6)], 70, weighted),
+        make_sample(2, [], 30, weighted),
+        make_sample(3, [(6, 4), (2, 8)], 130, weighted),
+        make_sample(4, [(2, 2)], 9, weighted),
     ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,8 @@ class StepOutcome:
 
     Attributes:
         place: tensor, context, pipeline, expert and data rank.
-        loss: Mean over the targets of the step, on the last stage of data rank 0 and context rank 0 alike.
-        gradients: By canonical name, this rank's part, divided by the number of targets.
+        loss: Mean over the targets of the step by their weights, on all ranks alike.
+        gradients: By canonical name, this rank's part, divided by the sum of the weights.
         metrics: Means of the losses beside the main one.
         images_held: Images this rank encoded in each of its micro-batches.
     """
@@ -143,12 +144,13 @@ def train_step(case: Case, data: Path) -> StepOutcome:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from model.parallel import groups
-    from model.training.optimizer import finalize_gradients
+    from model.training.optimizer import TargetWeights, finalize_gradients
     from model.weights.names import canonical_names
 
     place = groups.current()
     model = build(case, data)
-    model.config.finalize_model_grads_func = finalize_gradients
+    weights = TargetWeights()
+    model.config.finalize_model_grads_func = partial(finalize_gradients, weights)
     wrapped = DistributedDataParallel(
         model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False), model
     )
@@ -157,10 +159,11 @@ def train_step(case: Case, data: Path) -> StepOutcome:
 
     def forward(iterator: Iterator[PackedBatch], network: Any) -> Any:
         batch = next(iterator)
+        weights.add(batch)
 
         def total(losses: torch.Tensor) -> Any:
             count = (batch.labels != -100).sum().int()  # type: ignore[union-attr]
-            seen.append((losses.detach().sum(), count))
+            seen.append((losses.detach().sum(), batch.loss_weights.sum()))  # type: ignore[union-attr]
             return losses.sum(), count, {}
 
         return network(batch), total
@@ -175,7 +178,7 @@ def train_step(case: Case, data: Path) -> StepOutcome:
         micro_batch_size=1,
         forward_only=False,
     )
-    sums = torch.stack([sum((s for s, _ in seen), torch.tensor(0.0)), sum((c for _, c in seen), torch.tensor(0))])
+    sums = torch.stack([sum((s for s, _ in seen), torch.tensor(0.0)), sum((w for _, w in seen), torch.tensor(0.0))])
     sums = sums.double() / place.tensor
     dist.all_reduce(sums)
     names = canonical_names(model)

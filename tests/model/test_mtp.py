@@ -45,8 +45,8 @@ class Reference(torch.nn.Module):
         return self.norm(x[0] if isinstance(x, tuple) else x)
 
 
-def reference_losses(pair: Pair, reference: Reference, sample: Sample) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Main loss, loss of the token after the next, and how many tokens that counts."""
+def reference_losses(pair: Pair, reference: Reference, sample: Sample) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Main loss, loss of the token after the next, and what the tokens of the second weigh together."""
     seen: dict[str, Any] = {}
     hook = pair.theirs.model.language_model.register_forward_pre_hook(
         lambda _m, _a, kwargs: seen.update(kwargs), with_kwargs=True
@@ -56,21 +56,24 @@ def reference_losses(pair: Pair, reference: Reference, sample: Sample) -> tuple[
     rotary = pair.theirs.model.language_model.rotary_emb(hidden, sample.positions[:, None])
     predicted = reference(hidden, seen["inputs_embeds"], rotary)
     after = torch.cat([sample.labels[1:], torch.tensor([IGNORE_INDEX])])
+    weights_after = torch.cat([sample.weights[1:], torch.zeros(1)])
     losses = [
-        F.cross_entropy(pair.theirs.lm_head(x)[0], labels, ignore_index=IGNORE_INDEX, reduction="sum")
-        for x, labels in ((hidden, sample.labels), (predicted, after))
+        (
+            F.cross_entropy(pair.theirs.lm_head(x)[0], labels, ignore_index=IGNORE_INDEX, reduction="none") * weights
+        ).sum()
+        for x, labels, weights in ((hidden, sample.labels, sample.weights), (predicted, after, weights_after))
     ]
-    return losses[0], losses[1], int((after != IGNORE_INDEX).sum())
+    return losses[0], losses[1], float(weights_after.sum())
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe", "tied"])
+@pytest.mark.parametrize("kind", ["dense", "moe", "tied", "weighted"])
 def test_loss_and_all_gradients(kind: str, make_pair: Callable[..., Pair]) -> None:
     from model.weights.names import canonical_names
 
     pair = make_pair(moe=kind == "moe", tied=kind == "tied", mtp=1, mtp_loss_scale=SCALE, moe_aux_loss=0.0)
-    reference, samples = Reference(pair), mixed_samples()
+    reference, samples = Reference(pair), mixed_samples(weighted=kind == "weighted")
     pair.ours(pack(samples, tail=24)).sum().backward()
-    total, extra, count = torch.tensor(0.0), torch.tensor(0.0), 0
+    total, extra, count = torch.tensor(0.0), torch.tensor(0.0), 0.0
     for sample in samples:
         main, after_next, counted = reference_losses(pair, reference, sample)
         total, extra, count = total + main, extra + after_next, count + counted
