@@ -5,6 +5,7 @@ Runs in the test's own process for the reference, and in four by :func:`tests.mo
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -138,9 +139,16 @@ def batches(case: Case, data: Path) -> Iterator[PackedBatch]:
                 break
 
 
-def train_step(case: Case, data: Path) -> StepOutcome:
-    """Forward, backward and reduction of one step by megatron-core's schedule, gradient buffers and reduction."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+def train_step(case: Case, data: Path, weight: float = 1.0, by_count: bool = False) -> StepOutcome:
+    """Forward, backward and reduction of one step by megatron-core's schedule, gradient buffers and reduction.
+
+    Args:
+        case: Model and layout.
+        data: The dataset.
+        weight: Factor on all loss weights.
+        by_count: Whether megatron-core divides the gradients by the number of targets, as it does by itself.
+    """
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from model.parallel import groups
@@ -150,11 +158,11 @@ def train_step(case: Case, data: Path) -> StepOutcome:
     place = groups.current()
     model = build(case, data)
     weights = TargetWeights()
-    model.config.finalize_model_grads_func = partial(finalize_gradients, weights)
+    model.config.finalize_model_grads_func = finalize_model_grads if by_count else partial(finalize_gradients, weights)
     wrapped = DistributedDataParallel(
         model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False), model
     )
-    mine = list(batches(case, data))
+    mine = [_times(batch, weight) for batch in batches(case, data)]
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def forward(iterator: Iterator[PackedBatch], network: Any) -> Any:
@@ -189,6 +197,12 @@ def train_step(case: Case, data: Path) -> StepOutcome:
         metrics=model.metrics.pop(model.metric_names),
         images_held=tuple(len(batch.image_indices) for batch in mine),
     )
+
+
+def _times(batch: PackedBatch, factor: float) -> PackedBatch:
+    if factor == 1 or batch.loss_weights is None:
+        return batch
+    return dataclasses.replace(batch, loss_weights=batch.loss_weights * factor)
 
 
 def run_case(case: Case, data: Path) -> StepOutcome:

@@ -18,14 +18,15 @@ COEFFICIENT = 0.05
 TOLERANCE = 1e-5
 
 
-def test_value_and_gradient_are_those_of_transformers(make_pair: Callable[..., Pair]) -> None:
+@pytest.mark.parametrize("weighted", [False, True])
+def test_value_and_gradient_are_those_of_transformers(make_pair: Callable[..., Pair], weighted: bool) -> None:
     from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import load_balancing_loss_func
 
     from model.network.decoder_layer import Qwen35Router
 
-    batch = pack(mixed_samples(), tail=24)
+    batch = pack(mixed_samples(weighted), tail=24)
     assert batch.padding_mask is not None
-    assert batch.labels is not None
+    assert batch.loss_weights is not None
     gradients, seen = [], {}
     for coefficient in (COEFFICIENT, 0.0):
         pair = make_pair(moe=True, moe_aux_loss=coefficient)
@@ -49,8 +50,7 @@ def test_value_and_gradient_are_those_of_transformers(make_pair: Callable[..., P
     wanted = torch.stack([loss(name, router.weight.detach()) for name, router in routers.items()]).mean()
     assert found == pytest.approx(float(wanted), rel=TOLERANCE)
     weight = router.weight.detach().clone().requires_grad_()
-    targets = int((batch.labels != IGNORE_INDEX).sum())
-    (targets * COEFFICIENT * loss(last, weight)).backward()
+    (batch.loss_weights.sum() * COEFFICIENT * loss(last, weight)).backward()
     assert relative(gradients[0] - gradients[1], weight.grad) < 100 * TOLERANCE  # a difference of large numbers
 
 

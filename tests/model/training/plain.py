@@ -46,19 +46,24 @@ def write_checkpoint(folder: Path, data: Path, preset: str = "tiny", weights: bo
 
 @torch.no_grad()
 def plain_loss(model: Any, data: Path, samples: Iterable[int] | None = None) -> tuple[float, int]:
-    """Mean cross-entropy over the targets of samples (all if None), each by itself, and the number of targets."""
-    dataset, total, targets = VlmDataset(data), 0.0, 0
+    """Weighted mean of losses over the targets of samples (all if None), each by itself, and the number of targets."""
+    dataset, total, weight, targets = VlmDataset(data), 0.0, 0.0, 0
     for number in range(len(dataset)) if samples is None else samples:
-        sample = dataset[number]
-        ids = torch.from_numpy(sample.input_ids[1 : sample.length].astype("int64"))
-        labels = torch.where(torch.from_numpy(sample.loss_mask[1 : sample.length] != 0), ids, -100)
-        logits = plain_logits(model, sample)[:-1]
-        total += float(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))
-        targets += int((labels != -100).sum())
-    return total / targets, targets
+        losses, weights = plain_losses(model, dataset[number])
+        total, weight = total + float((losses * weights).sum()), weight + float(weights.sum())
+        targets += int((weights > 0).sum())
+    return total / weight, targets
 
 
-@torch.no_grad()
+def plain_losses(model: Any, sample: Sample) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cross-entropy of each label of a sample by itself, and its weight; float32 (length - 1,), 0 off target."""
+    ids = torch.from_numpy(sample.input_ids[1 : sample.length].astype("int64"))
+    labels = torch.where(torch.from_numpy(sample.loss_mask[1 : sample.length] != 0), ids, -100)
+    weights = sample.loss_mask if sample.loss_weights is None else sample.loss_weights
+    losses = torch.nn.functional.cross_entropy(plain_logits(model, sample)[:-1], labels, reduction="none")
+    return losses, torch.from_numpy(weights[1 : sample.length].astype("float32"))
+
+
 def plain_logits(model: Any, sample: Sample) -> torch.Tensor:
     """Logits of a sample by itself, float32 (L, vocabulary)."""
     inputs: dict[str, Any] = {
