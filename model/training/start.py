@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from model.architecture import Architecture
 from model.training.checkpoint import Checkpoints
@@ -74,6 +75,11 @@ def load_start(
         return 0, load_weights(start.weights, learner, config, architecture, place)
     state, notes = checkpoints.load(start.checkpoint, learner)
     loader.load_state_dict(state.loader)
-    changes = [f"  {line}" for line in config_differences(state.config, config.to_dict())]
+    changes = [f"  {line}" for line in config_differences(_with_defaults(state.config), config.to_dict())]
     said = [f"resumed from {start.checkpoint}", *notes, *(["changed since:", *changes] if changes else [])]
     return state.step, said
+
+
+def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint's configuration with the settings that came after it, as they had no effect then."""
+    return {name: group | config.get(name, {}) for name, group in TrainConfig().to_dict().items()}

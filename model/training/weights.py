@@ -73,7 +73,7 @@ def _with_weights(name: str, folder: Path) -> Path:
     """A folder that ``model.hf`` names, if it holds weights."""
     if folder.is_dir() and _holds_weights(folder):
         return folder
-    what = "has no weights (*.safetensors)" if folder.is_dir() else "is a config.json, which has no weights"
+    what = "is a config.json, which has no weights" if folder.is_file() else "has no weights (*.safetensors)"
     raise ConfigError(
         f"model.hf {name} {what}: --weights {NO_WEIGHTS} trains from random weights, --weights FOLDER from those of "
         "another folder"
@@ -95,8 +95,8 @@ def _downloaded(name: str, again: bool = False) -> Path:
 
     try:
         return Path(snapshot_download(name, allow_patterns=list(_HUB_FILES), local_files_only=again))
-    except (OSError, ValueError) as error:  # the hub's own errors are OSErrors
-        first = str(error).splitlines()[0]
+    except Exception as error:  # of the hub, of HTTP, of a full disk
+        first = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(
             f"model.hf {name}: its weights could not be downloaded: {first}. Download them with `hf download {name} "
             "--local-dir DIR` and name DIR"

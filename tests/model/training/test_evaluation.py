@@ -19,6 +19,7 @@ pytest.importorskip("megatron.core")
 from hypothesis import given
 from hypothesis import strategies as st
 
+from model.training.checkpoint import Checkpoints
 from model.training.config import ConfigError
 from model.training.config_loading import load_config
 from model.training.evaluation import Evaluation, Evaluator, set_names
@@ -202,11 +203,18 @@ class TestTheBestCheckpoint:
         losses: dict[int, float],
         options: dict[str, Any],
         tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str],
     ) -> None:
         """Also where it is being written in the background when it turns out to be the best."""
         losses |= {0: 1.0, 1: 8.0, 2: 7.0, 3: math.nan, 4: 7.0}
+        saved: list[int] = []
+        save = Checkpoints.save
+        monkeypatch.setattr(
+            Checkpoints, "save", lambda self, step, *rest: saved.append(step) or save(self, step, *rest)
+        )
         run(run__steps=5, run__save_every=2, run__async_save=True, **options)
+        assert saved == [1, 2, 4, 5], "each step once"
         # Of step 1 nothing is left: step 2 was better. Step 4 was as good, and is too old.
         assert names_in(tmp_path / "run") == ["step-00000002", "step-00000005"]
         note = json.loads((tmp_path / "run" / "checkpoints" / "best.json").read_text())

@@ -228,6 +228,18 @@ def _flip(file: Path) -> None:
     file.write_bytes(content)
 
 
+def test_settings_that_came_after_a_checkpoint_are_no_change(chats: Path, out: Path, capsys: Any) -> None:
+    file = checkpoint(out, 2) / "run.json"
+    state = json.loads(file.read_text())
+    del state["config"]["data"]["eval_paths"], state["config"]["run"]["keep_best"]
+    file.write_text(json.dumps(state))
+    trained(chats, out, resume=True, run__steps=2)
+    said = capsys.readouterr().out
+    assert "run.save_every: 1 -> 0" in said
+    assert "eval_paths" not in said
+    assert "keep_best" not in said
+
+
 def test_nothing_to_do_is_said(chats: Path, out: Path, capsys: Any) -> None:
     assert trained(chats, out, resume=True, run__steps=1).steps == 2
     assert "nothing to do: step 2 is saved" in capsys.readouterr().out
