@@ -301,7 +301,7 @@ class StreamingLoader:
 
     def _follow_process_group(self) -> DataParallel:
         """The ranks; settled anew as long as nothing said that there are several, as a loader may be made first."""
-        if self._given_ranks[1] is None and not self._ranks.source:
+        if self._given_ranks[:2] == (None, None) and not self._ranks.source:
             ranks = self._settle_ranks(self.config.global_batch)
             if ranks != self._ranks:
                 if self._position.micro_batch:

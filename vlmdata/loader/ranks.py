@@ -54,10 +54,12 @@ def data_parallel(
         ValueError: If these do not fit together or not with the process group, or the rank cannot be told.
     """
     world = _world()
+    if dp_rank is not None and dp_size is None:
+        if world is not None and world.size > 1:
+            raise ValueError(f"dp_rank {dp_rank} without dp_size: give both, or neither")
+        dp_size = 1
     if dp_size is not None:
         found = _given(dp_rank, dp_size, context_parallel * tensor_parallel, world)
-    elif dp_rank is not None:
-        raise ValueError(f"dp_rank {dp_rank} without dp_size: give both, or neither")
     else:
         found = _default(context_parallel, tensor_parallel, world)
     if found.source and found.rank == 0 and found not in _told:
