@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -38,7 +39,9 @@ def close_dataset(
             index_hash = file_sha256(index)
         with merged_ledger(directory, directory, shards) as ledger:
             ledger_hash = file_sha256(ledger)
-        image_files = _merge_image_files(directory, shards)
+        began_ns = (directory / PROGRESS_DIR / RUN_FILE).stat().st_mtime_ns
+        with merged_image_files(directory, directory, shards, began_ns) as files:
+            image_files = {} if files is None else {IMAGE_FILES: files}
         with saved_tokenizer(directory, tokenizer) as folder:
             tokenizer_files = hash_tokenizer_files(folder)
         keys = KeyCounts.sum(record.keys for record in records).to_json()
@@ -107,12 +110,29 @@ def merged_ledger(directory: Path, records: Path, shards: Iterable[int]) -> Iter
         yield path
 
 
-def _merge_image_files(directory: Path, shards: Iterable[int]) -> dict[str, Any]:
-    """Merges the lists of image files that shards were made of; returns what the manifest says of them."""
-    began = (directory / PROGRESS_DIR / RUN_FILE).stat().st_mtime_ns
-    paths = [progress_path(directory, shard, FILES_SUFFIX) for shard in shards]
-    merged = merge_files(paths, directory / IMAGE_FILES_NAME, began)
-    return {} if merged is None else {IMAGE_FILES: merged}
+@contextmanager
+def merged_image_files(
+    directory: Path, records: Path, shards: Iterable[int], began_ns: int
+) -> Iterator[dict[str, Any] | None]:
+    """Merges the lists of image files of shards; yields what the manifest says of it, then gives the list its name.
+
+    Yields None, and writes nothing, if no row named an image file.
+
+    Args:
+        directory: The dataset.
+        records: Folder with the shards' records in its progress folder.
+        shards: Shard numbers, ascending.
+        began_ns: When the run began. The list gets this modification time: it says from when on changes of files
+            count, and it is no part of the content, which is the same for every copy of the source.
+    """
+    found = [path for shard in shards if (path := progress_path(records, shard, FILES_SUFFIX)).exists()]
+    if not found:
+        yield None
+        return
+    with atomic_path(directory / IMAGE_FILES_NAME) as path:
+        counts = merge_files(found, path)
+        yield {**counts, "sha256": file_sha256(path)}
+        os.utime(path, ns=(began_ns, began_ns))
 
 
 @contextmanager

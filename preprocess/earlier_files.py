@@ -9,7 +9,7 @@ from pathlib import Path
 from preprocess.closing import file_sha256
 from preprocess.image_files import changed_files, listed
 from preprocess.shard_job import FILES_SUFFIX, PROGRESS_DIR, RUN_FILE, ShardRecord, progress_path
-from vlmdata.errors import ConfigMismatchError, DatasetFormatError
+from vlmdata.errors import ConfigMismatchError
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import IMAGE_FILES, IMAGE_FILES_NAME, shard_name
 from vlmdata.wording import counted
@@ -37,18 +37,10 @@ class EarlierFiles:
 
         Raises:
             ConfigMismatchError: If some have changed; the message says which shards they are in.
-            DatasetFormatError: If their list is missing or was edited.
         """
-        written = manifest.source.get(IMAGE_FILES)
-        if written is None:
-            return
-        path = self.directory / IMAGE_FILES_NAME
-        if not path.is_file() or file_sha256(path) != written["sha256"]:
-            found = "is not as it was written" if path.is_file() else "is missing"
-            raise DatasetFormatError(
-                f"{path}: {found}, so image files that have changed cannot be found. Restore it from a copy, or make "
-                "the dataset anew with --overwrite."
-            )
+        written, path = manifest.source.get(IMAGE_FILES), self.directory / IMAGE_FILES_NAME
+        if written is None or not path.is_file() or file_sha256(path) != written["sha256"]:
+            return  # a lost list is made again, and with it all shards: there, changed files give other bytes
         changed = self._changed(path, path)
         if changed:
             lines = [f"  {shard_name(shard)}: {listed({shard: paths})}" for shard, paths in sorted(changed.items())]

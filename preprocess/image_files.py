@@ -8,9 +8,6 @@ are read.
 
 from __future__ import annotations
 
-import hashlib
-import os
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,7 +15,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -101,35 +97,26 @@ def write_files(path: Path, shard: int, files: Mapping[str, ImageFile]) -> None:
         pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), unfinished)
 
 
-def merge_files(paths: Sequence[Path], merged: Path, began_ns: int) -> dict[str, Any] | None:
-    """Joins the files of all shards.
+def merge_files(paths: Sequence[Path], merged: Path) -> dict[str, int]:
+    """Joins lists of files, one row group each.
 
     Args:
-        paths: What :func:`write_files` wrote, or would have written, shard by shard.
-        merged: Where the list goes.
-        began_ns: When the run began. This becomes the list's modification time, which :func:`changed_files` starts
-            from: the content of the list, unlike that time, is the same for every copy of the source.
+        paths: What :func:`write_files` wrote, shard by shard.
+        merged: Where the joined list goes.
 
     Returns:
-        Entries for the manifest; None if there are no files, and no list.
+        Number of ``files``, how many of them are ``missing``, and the ``bytes`` of the others.
     """
-    found = [path for path in paths if path.exists()]
-    if not found:
-        return None
-    counts = Counter[str]()
-    with atomic_path(merged) as unfinished:
-        with pq.ParquetWriter(unfinished, SCHEMA, compression="zstd") as writer:
-            for path in found:
-                table = pq.read_table(path, schema=SCHEMA)
-                writer.write_table(table)
-                sizes = table.column("bytes").to_pylist()
-                counts.update(
-                    files=len(sizes), missing=sizes.count(_ABSENT), bytes=sum(size for size in sizes if size > 0)
-                )
-        with open(unfinished, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-    os.utime(merged, ns=(began_ns, began_ns))
-    return {"files": counts["files"], "missing": counts["missing"], "bytes": counts["bytes"], "sha256": digest}
+    counts = {"files": 0, "missing": 0, "bytes": 0}
+    with pq.ParquetWriter(merged, SCHEMA, compression="zstd") as writer:
+        for path in paths:
+            table = pq.read_table(path, schema=SCHEMA)
+            writer.write_table(table)
+            sizes = table.column("bytes").to_pylist()
+            counts["files"] += len(sizes)
+            counts["missing"] += sizes.count(_ABSENT)
+            counts["bytes"] += sum(size for size in sizes if size != _ABSENT)
+    return counts
 
 
 def changed_files(recorded: Path, root: Path, since_ns: int | None) -> dict[int, list[str]]:

@@ -18,7 +18,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from preprocess.chat.tokenizer import ChatTokenizer
-from preprocess.closing import file_sha256, merged_index, merged_ledger, saved_tokenizer
+from preprocess.closing import file_sha256, merged_image_files, merged_index, merged_ledger, saved_tokenizer
 from preprocess.engine import Run, run_jobs
 from preprocess.shard_job import PROGRESS_DIR, ShardJob, ShardRecord, progress_path
 from vlmdata.errors import DatasetFormatError
@@ -26,7 +26,14 @@ from vlmdata.format.atomic import sync
 from vlmdata.format.index import index_table
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.reindex import index_rows_of
-from vlmdata.format.schema import INDEX_NAME, LEDGER_NAME, SUPPORTED_FEATURES, TOKENIZER_DIR
+from vlmdata.format.schema import (
+    IMAGE_FILES,
+    IMAGE_FILES_NAME,
+    INDEX_NAME,
+    LEDGER_NAME,
+    SUPPORTED_FEATURES,
+    TOKENIZER_DIR,
+)
 from vlmdata.format.tokenizer_files import hash_tokenizer_files, tokenizer_findings
 
 _SCRATCH = "repair"
@@ -40,20 +47,27 @@ class Damage:
         shards: Numbers of the shards.
         index: Whether the index is.
         ledger: Whether the ledger is.
+        image_files: Whether the list of image files is.
         tokenizer: Whether the tokenizer folder is.
     """
 
     shards: tuple[int, ...] = ()
     index: bool = False
     ledger: bool = False
+    image_files: bool = False
     tokenizer: bool = False
 
     def __bool__(self) -> bool:
-        return bool(self.shards or self.index or self.ledger or self.tokenizer)
+        return bool(self.shards or self.index or self.ledger or self.image_files or self.tokenizer)
 
     def names(self, manifest: Manifest) -> tuple[str, ...]:
         """Names of the damaged files and folders."""
-        others = ((INDEX_NAME, self.index), (LEDGER_NAME, self.ledger), (TOKENIZER_DIR, self.tokenizer))
+        others = (
+            (INDEX_NAME, self.index),
+            (LEDGER_NAME, self.ledger),
+            (IMAGE_FILES_NAME, self.image_files),
+            (TOKENIZER_DIR, self.tokenizer),
+        )
         return (*(manifest.shards[n].name for n in self.shards), *(name for name, damaged in others if damaged))
 
 
@@ -63,8 +77,14 @@ def find_damage(directory: Path, manifest: Manifest) -> Damage:
         shards=tuple(n for n, info in enumerate(manifest.shards) if _size(directory / info.name) != info.bytes),
         index=_hash(directory / INDEX_NAME) != manifest.index_sha256,
         ledger=_hash(directory / LEDGER_NAME) != manifest.ledger_sha256,
+        image_files=_lacks_image_files(directory, manifest),
         tokenizer=any(True for _ in tokenizer_findings(directory, manifest)),
     )
+
+
+def _lacks_image_files(directory: Path, manifest: Manifest) -> bool:
+    recorded = manifest.source.get(IMAGE_FILES)
+    return recorded is not None and _hash(directory / IMAGE_FILES_NAME) != recorded["sha256"]
 
 
 def _size(path: Path) -> int:
@@ -108,6 +128,7 @@ class Repair:
         """
         shutil.rmtree(self._scratch, ignore_errors=True)
         (self._scratch / PROGRESS_DIR).mkdir(parents=True)
+        began_ns = self._scratch.stat().st_mtime_ns
         if damage.index:
             damage = replace(damage, shards=tuple(sorted({*damage.shards, *self._read_index_rows(damage.shards)})))
         self._make_shards(set(damage.shards), self.shards_to_make(damage), shard_done)
@@ -119,6 +140,10 @@ class Repair:
         if damage.ledger:
             with merged_ledger(self._directory, self._scratch, self._rejecting) as path:
                 self._require(LEDGER_NAME, file_sha256(path), self.manifest.ledger_sha256, _OTHER_SOURCE)
+        if damage.image_files:
+            with merged_image_files(self._directory, self._scratch, range(len(self.jobs)), began_ns) as files:
+                expected = self.manifest.source[IMAGE_FILES]["sha256"]
+                self._require(IMAGE_FILES_NAME, "none" if files is None else files["sha256"], expected, _OTHER_SOURCE)
         if damage.tokenizer:
             with saved_tokenizer(self._directory, self.tokenizer) as folder:
                 files = hash_tokenizer_files(folder)
@@ -129,7 +154,12 @@ class Repair:
         return damage
 
     def shards_to_make(self, damage: Damage) -> set[int]:
-        """Numbers of the shards whose rows are needed: the damaged ones, and for the ledger all with rejected rows."""
+        """Numbers of the shards whose rows are needed.
+
+        They are the damaged ones, for the ledger all with rejected rows, and for the list of image files all.
+        """
+        if damage.image_files:
+            return set(range(len(self.jobs)))
         return {*damage.shards, *(self._rejecting if damage.ledger else ())}
 
     @property

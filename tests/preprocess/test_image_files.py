@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from preprocess import image_files
 from preprocess.config import ImageConfig, PreprocessConfig, RecipeConfig
-from preprocess.image_files import changed_files, merge_files, recording, write_files
+from preprocess.image_files import changed_files, recording, write_files
 from preprocess.job import RunResult, Watcher, preprocess_dataset
 from preprocess.recipes.media import MediaLoader
 from preprocess.reject import RowRejected
@@ -174,12 +174,17 @@ class TestAFinishedDataset:
         assert trees[0] == trees[1], "but for the image root among the options, which is a path"
 
     @pytest.mark.parametrize("harm", [Path.unlink, lambda path: path.write_bytes(b"")])
-    def test_without_its_list_says_so(self, tmp_path, source, harm):
+    def test_gets_a_lost_list_again_if_the_files_are_the_same(self, tmp_path, source, harm):
         preprocess(source, tmp_path / "out")
+        before = tree_bytes(tmp_path / "out")
         harm(tmp_path / "out" / "image_files.parquet")
-        with pytest.raises(DatasetFormatError, match=r"image_files.parquet: is .* Restore it from a copy, or make"):
-            preprocess(source, tmp_path / "out")
         assert [fault.file for fault in verify_dataset(tmp_path / "out").faults] == ["image_files.parquet"]
+        assert preprocess(source, tmp_path / "out").mended == ("image_files.parquet",)
+        assert tree_bytes(tmp_path / "out") == before
+        harm(tmp_path / "out" / "image_files.parquet")
+        repaint(source, 0)
+        with pytest.raises(DatasetFormatError, match=r"shard-000000\.tar: made again, .*image files"):
+            preprocess(source, tmp_path / "out")
 
     def test_without_image_files_has_no_list(self, make_dataset, cord_parquet):
         out = make_dataset(cord_parquet, limit=2)
@@ -256,9 +261,12 @@ class TestCost:
         assert changed_files(files, folder, status.st_mtime_ns + 3600 * 10**9) == {}
         assert changed_files(files, folder, None) == expected
 
-    def test_the_finished_list_has_the_time_at_which_the_run_began(self, folder):
-        merge_files([recorded(folder, "a.png"), folder / "none"], folder.parent / "merged", 1_000_000_000)
-        assert (folder.parent / "merged").stat().st_mtime_ns == 1_000_000_000
+    def test_the_finished_list_has_the_time_at_which_the_run_began(self, tmp_path, source):
+        stop_after(2, source, tmp_path / "out")
+        run = tmp_path / "out" / ".progress" / "run.json"
+        os.utime(run, ns=(10**18, 10**18))
+        preprocess(source, tmp_path / "out")
+        assert (tmp_path / "out" / "image_files.parquet").stat().st_mtime_ns == 10**18
 
 
 NAMES = (

@@ -84,7 +84,13 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], tuple[str, ...], int]] = {
         lambda out: [
             shutil.rmtree(p) if p.is_dir() else p.unlink() for p in out.iterdir() if p.name != "manifest.json"
         ],
-        (*(f"shard-00000{n}.tar" for n in range(4)), "index.parquet", "rejected.jsonl", "tokenizer"),
+        (
+            *(f"shard-00000{n}.tar" for n in range(4)),
+            "index.parquet",
+            "rejected.jsonl",
+            "image_files.parquet",
+            "tokenizer",
+        ),
         4,
     ),
 }
@@ -144,10 +150,11 @@ def test_only_shards_that_are_needed_are_made(folder: Path) -> None:
 
 
 def test_a_shard_whose_images_changed_is_not_made_of_the_new_ones(folder: Path) -> None:
-    (folder / "out" / "shard-000000.tar").unlink()
+    for name in ("shard-000000.tar", "image_files.parquet"):  # with its list, changed files are found before
+        (folder / "out" / name).unlink()
     before = tree_bytes(folder / "out")
     (folder / "missing.png").write_bytes(encoded_image(seed=10))
-    with pytest.raises(DatasetFormatError, match=r"shard-000000\.tar: made again, it has sha256 .*image files"):
+    with pytest.raises(DatasetFormatError, match=r"\.tar: made again, it has sha256 .*image files"):
         again(folder)
     assert tree_bytes(folder / "out") == before
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from vlmdata.format.schema import INDEX_NAME, LEDGER_NAME, MANIFEST_NAME, TOKENIZER_DIR
+from vlmdata.format.schema import IMAGE_FILES_NAME, INDEX_NAME, LEDGER_NAME, MANIFEST_NAME, TOKENIZER_DIR
 from vlmdata.verify.fault import Fault
 
 #: Faults after which ``vlmdata preprocess`` makes a shard again by itself: it looks at sizes alone.
@@ -30,7 +30,8 @@ def _steps(directory: str, checks: dict[str, set[str]]) -> Iterator[str]:
     strays = [name for name, found in shards.items() if "stray" in found]
     silent = [name for name, found in shards.items() if {"sha256", "unreadable"} & found and not _NOTICED & found]
     lost = [name for name, found in shards.items() if _NOTICED & found] + silent
-    lost += [name for name in (INDEX_NAME, LEDGER_NAME) if {"missing", "sha256"} & checks.get(name, set())]
+    listed = (INDEX_NAME, LEDGER_NAME, IMAGE_FILES_NAME)
+    lost += [name for name in listed if {"missing", "sha256"} & checks.get(name, set())]
     lost += [TOKENIZER_DIR] if any(name.startswith(f"{TOKENIZER_DIR}/") for name in checks) else []
     explained = {*strays, *lost}
     others = [n for n in checks if n not in explained and n.partition("/")[0] not in explained and n != MANIFEST_NAME]
