@@ -39,7 +39,7 @@ def preprocess(
     recipe: Annotated[
         str,
         typer.Option(
-            help="`cord_v2`, `chat`, or `module:attribute` of your own. Default: the one that fits the columns.",
+            help="`cord_v2`, `chat`, `text`, or `module:attribute` of your own. Default: the one that fits the columns.",
             rich_help_panel=_DATA,
             show_default=False,
         ),
@@ -155,7 +155,7 @@ def preprocess(
         bool,
         typer.Option(
             "--hash-source",
-            help="Continuing a run: read all image files of finished shards to find changed ones, not only those that "
+            help="When continuing a run: read all image files of finished shards to find changed ones, not only those that "
             "were touched since.",
             rich_help_panel=_RUN,
         ),

@@ -6,7 +6,7 @@ import glob
 from collections.abc import Collection
 from pathlib import Path
 
-from preprocess.config import EMBEDDED
+from preprocess.config import EMBEDDED, Overlong, PreprocessConfig
 from preprocess.recipes.base import RECIPE_OPTIONS, REGISTRY, recipe_class
 from preprocess.sources.open import DEMO
 from vlmdata.errors import SourceError
@@ -41,17 +41,23 @@ def refuse_without_effect(spec: str, tokenizer: str, given: Collection[str]) -> 
                 raise SourceError(f"{flag(name)} has no effect: {why}. Leave it out.")
 
 
-def refuse_foreign_options(recipe: str, given: Collection[str]) -> None:
-    """Refuses options that the recipe does not obey. A recipe that does not say what it obeys may obey all.
+def refuse_foreign_options(config: PreprocessConfig, given: Collection[str]) -> None:
+    """Refuses options that the config's recipe does not obey. One that does not say what it obeys may obey all.
 
     Raises:
         SourceError: For the first such option.
     """
+    recipe = config.recipe
     obeyed = getattr(recipe_class(recipe), "options", RECIPE_OPTIONS)
     for name in sorted((RECIPE_OPTIONS - obeyed).intersection(given)):
         others = " or ".join(other for other in REGISTRY if name in recipe_class(other).options)
         elsewhere = f", or choose --recipe {others}" if others else ""
         raise SourceError(f"{flag(name)} has no effect with --recipe {recipe}. Leave it out{elsewhere}.")
+    if config.overlong == Overlong.SPLIT and not getattr(recipe_class(recipe), "documents", True):
+        raise SourceError(
+            f"--overlong split has no effect with --recipe {recipe}: it makes conversations, which are not split. "
+            "Leave it out to reject long ones, or give --overlong truncate."
+        )
 
 
 def flag(name: str) -> str:

@@ -157,7 +157,7 @@ def _check_options(spec: str, config: PreprocessConfig, given: Collection[str]) 
     """All that can be refused before the source is opened, which may take a while."""
     if "recipe" in given:
         load_recipe(config.recipe, config.recipe_options)  # a wrong name is told at once
-        refuse_foreign_options(config.recipe, given)
+        refuse_foreign_options(config, given)
     refuse_without_effect(spec, config.tokenizer, given)
     require_image_root(config.recipe_options.image_root)
     require_tokenizer(spec, given)
@@ -179,7 +179,7 @@ def _with_recipe(
             raise SourceError(f"SOURCE {spec}: the columns of its splits choose several recipes ({listed}). Name one.")
         config = dataclasses.replace(config, recipe=next(iter(chosen.values())))
         talk.print(f"recipe {config.recipe}, chosen by the columns", markup=False)
-    refuse_foreign_options(config.recipe, given)
+    refuse_foreign_options(config, given)
     return config
 
 

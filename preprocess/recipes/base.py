@@ -48,10 +48,12 @@ class BuiltInRecipe(Recipe, Protocol):
     Attributes:
         needs: The columns it reads, in words for messages: ``messages or conversations``.
         options: The options of the command that it obeys, of :data:`RECIPE_OPTIONS`. Others are refused if given.
+        documents: Whether it makes documents, which ``--overlong split`` can split; conversations it cannot.
     """
 
     needs: ClassVar[str]
     options: ClassVar[frozenset[str]]
+    documents: ClassVar[bool]
 
     @staticmethod
     def fits(columns: Collection[str]) -> bool:

@@ -30,6 +30,7 @@ class CordV2:
 
     needs: ClassVar[str] = "image and ground_truth"
     options: ClassVar[frozenset[str]] = RECIPE_OPTIONS - {"stray_marks", "strict"}
+    documents: ClassVar[bool] = False
 
     def __init__(self, config: RecipeConfig):
         self._prompt = config.prompt

@@ -47,6 +47,7 @@ class Text:
 
     needs: ClassVar[str] = "text, content, texts and images, or text_list and image_info"
     options: ClassVar[frozenset[str]] = RECIPE_OPTIONS - {"prompt", "target", "train_turns", "train_think"}
+    documents: ClassVar[bool] = True
 
     def __init__(self, config: RecipeConfig):
         self._media = MediaLoader(config.image_root, config.allow_urls)

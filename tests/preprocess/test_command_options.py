@@ -120,6 +120,14 @@ class TestOptionsWithoutEffect:
         else:
             refused(ended, f"{flag(option)} has no effect with --recipe {recipe}. Leave it out", opened=False)
 
+    @pytest.mark.parametrize("recipe", REGISTRY)
+    def test_splitting_needs_documents(self, preprocess: Command, recipe: str) -> None:
+        ended = preprocess("missing.parquet", "--recipe", recipe, "--overlong", "split")
+        if recipe_class(recipe).documents:
+            refused(ended, "SOURCE missing.parquet: no such file", opened=True)
+        else:
+            refused(ended, f"--overlong split has no effect with --recipe {recipe}", opened=False)
+
     def test_with_the_chosen_recipe_are_refused(self, preprocess: Command, chats: Path, tmp_path: Path) -> None:
         ended = preprocess(chats, "--prompt", "Read it.")
         refused(

@@ -217,7 +217,7 @@ def test_grounding_markup_is_content(tokenizer: Any) -> None:
 def test_overlong_is_rejected_with_its_numbers(tokenizer: Any) -> None:
     conversation = talk(("user", (IMAGE, "q")), ("assistant", "long " * 50))
     length = encode(tokenizer, conversation).length
-    with pytest.raises(RowRejected, match=rf"{length} tokens \(1 images\), over --max-length {length - 1}") as raised:
+    with pytest.raises(RowRejected, match=rf"{length} tokens \(1 image\), over --max-length {length - 1}") as raised:
         encode(tokenizer, conversation, max_length=length - 1)
     assert raised.value.reason is Reason.OVERLONG
 

@@ -27,6 +27,7 @@ class Chat:
 
     needs: ClassVar[str] = "messages, conversations, or a pair such as instruction and output"
     options: ClassVar[frozenset[str]] = RECIPE_OPTIONS - {"prompt", "target"}
+    documents: ClassVar[bool] = False
 
     def __init__(self, config: RecipeConfig):
         self._media = MediaLoader(config.image_root, config.allow_urls)
