@@ -39,7 +39,7 @@ def preprocess(
     recipe: Annotated[
         str,
         typer.Option(
-            help="`cord_v2`, `chat`, `text`, or `module:attribute` of your own. Default: the one that fits the columns.",
+            help="`cord_v2`, `chat`, `text`, or your own as `module:attribute`. Default: the one that fits the columns.",
             rich_help_panel=_DATA,
             show_default=False,
         ),
@@ -155,8 +155,8 @@ def preprocess(
         bool,
         typer.Option(
             "--hash-source",
-            help="When continuing a run: read all image files of finished shards to find changed ones, not only those that "
-            "were touched since.",
+            help="When continuing a run: read all image files of finished shards to find changed ones, not only those "
+            "that were touched since.",
             rich_help_panel=_RUN,
         ),
     ] = False,
