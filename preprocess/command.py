@@ -39,7 +39,7 @@ def preprocess(
     recipe: Annotated[
         str,
         typer.Option(
-            help="`cord_v2`, `chat`, `text`, or your own as `module:attribute`. Default: the one that fits the columns.",
+            help="`cord_v2`, `chat`, `text`, or your own as `module:attribute`. Default: by the columns.",
             rich_help_panel=_DATA,
             show_default=False,
         ),
@@ -57,7 +57,8 @@ def preprocess(
         str | None, typer.Option(help="Branch, tag or commit of a hub dataset.", rich_help_panel=_DATA)
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(help="Read only the first so many rows (demo: draw so many).", rich_help_panel=_DATA)
+        int | None,
+        typer.Option(help="Read only this many rows, from the first (demo: draw this many).", rich_help_panel=_DATA),
     ] = None,
     holdout: Annotated[
         float | None,
@@ -80,8 +81,8 @@ def preprocess(
     tokenizer: Annotated[
         str,
         typer.Option(
-            help="Your model's tokenizer: hub id or folder, e.g. Qwen/Qwen3.5-9B. Required, but for the demo. "
-            "`embedded`: a small one for trials.",
+            help="Your model's tokenizer: hub id or folder, e.g. Qwen/Qwen3.5-9B. Required except for the demo. "
+            "`embedded` is a small one for trials.",
             rich_help_panel=_TEXT,
             show_default=False,
         ),
@@ -118,9 +119,7 @@ def preprocess(
     ] = PreprocessConfig.special_text,
     stray_marks: Annotated[
         StrayMarks,
-        typer.Option(
-            help="chat: a mark such as <image> without an image: reject, or keep as text.", rich_help_panel=_TEXT
-        ),
+        typer.Option(help="A mark such as `<image>` without an image: reject, or keep as text.", rich_help_panel=_TEXT),
     ] = RecipeConfig.stray_marks,
     strict: Annotated[
         bool,
@@ -131,13 +130,13 @@ def preprocess(
         typer.Option(help="Stored lengths are multiples of this (a loader can re-pad).", rich_help_panel=_TEXT),
     ] = PreprocessConfig.pad_multiple,
     min_pixels: Annotated[
-        int, typer.Option(help="Enlarge smaller images to this.", rich_help_panel=_IMAGES)
+        int, typer.Option(help="Enlarge images with fewer pixels to this.", rich_help_panel=_IMAGES)
     ] = ImageConfig.min_pixels,
     max_pixels: Annotated[
-        int, typer.Option(help="Reduce larger images to this.", rich_help_panel=_IMAGES)
+        int, typer.Option(help="Reduce images with more pixels to this.", rich_help_panel=_IMAGES)
     ] = ImageConfig.max_pixels,
     max_source_pixels: Annotated[
-        int, typer.Option(help="Reject image files of more pixels, undecoded.", rich_help_panel=_IMAGES)
+        int, typer.Option(help="Reject image files with more pixels, before they are decoded.", rich_help_panel=_IMAGES)
     ] = ImageConfig.max_source_pixels,
     rows_per_shard: Annotated[
         int, typer.Option(help="Source rows per shard.", rich_help_panel=_RUN)
@@ -174,9 +173,9 @@ def preprocess(
 ) -> None:
     """Turn rows of images and text into tokenized samples in shards, ready to be packed.
 
-    The recipe turns a row into a conversation; without `--recipe`, the source's columns choose it. Options that would
-    have no effect are refused. Repeat the command to continue an interrupted run, or to make again what a finished
-    dataset has lost. The result is byte-identical for any number of workers and any interruption.
+    A recipe turns each row into a conversation or document; without `--recipe`, the source's columns choose it.
+    Options that would have no effect are refused. Repeat the command to continue an interrupted run, or to make again
+    what a finished dataset has lost. The result is byte-identical for any number of workers and any interruption.
 
     **Examples**
 
