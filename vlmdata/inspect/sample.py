@@ -51,6 +51,7 @@ class Span:
         target: Whether they are targets.
         text: What they spell; of an image one placeholder, however many tokens there are.
         image: Number of the image, if they are one's.
+        weight: What each counts in the loss; None in a sample whose targets all weigh 1.
     """
 
     start: int
@@ -60,6 +61,7 @@ class Span:
     target: bool
     text: str
     image: int | None = None
+    weight: float | None = None
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,7 @@ class TokenTable:
         texts: What each spells; they join to the sample's text.
         labels: int64, the next token where it is a target, else -100: what the loader hands to the loss.
         mask: uint8, 1 where the token itself is a target.
+        weights: float32, what the token itself counts in the loss; None if all targets weigh 1.
         t: int32, temporal position.
         h: int32, vertical position.
         w: int32, horizontal position.
@@ -108,6 +111,7 @@ class TokenTable:
     texts: tuple[str, ...]
     labels: npt.NDArray[np.int64]
     mask: npt.NDArray[np.uint8]
+    weights: npt.NDArray[np.float32] | None
     t: npt.NDArray[np.int32]
     h: npt.NDArray[np.int32]
     w: npt.NDArray[np.int32]
@@ -276,13 +280,14 @@ def _table(sample: Sample, texts: TokenTexts, spans: npt.NDArray[np.int32]) -> T
     labels = np.full(length, IGNORE_INDEX, np.int64)
     labels[:-1] = np.where(mask[1:] != 0, ids[1:], IGNORE_INDEX)
     t, h, w = sample.position_ids[:, :length]
-    return TokenTable(ids, tuple(texts.decode_each(ids.tolist())), labels, mask, t, h, w, spans)
+    weights = None if sample.loss_weights is None else sample.loss_weights[:length]
+    return TokenTable(ids, tuple(texts.decode_each(ids.tolist())), labels, mask, weights, t, h, w, spans)
 
 
 def _spans(
     sample: Sample, turns: tuple[Turn, ...], image_starts: tuple[int, ...], info: TokenizerInfo, texts: TokenTexts
 ) -> tuple[npt.NDArray[np.int32], tuple[Span, ...]]:
-    """Cuts the tokens where turn, kind, target or image changes; also gives each token's span number."""
+    """Cuts the tokens where turn, kind, target, weight or image changes; also gives each token's span number."""
     ids, mask = sample.input_ids[: sample.length], sample.loss_mask[: sample.length] != 0
     turn_of = np.repeat(np.arange(len(turns)), [turn.stop - turn.start for turn in turns])
     kind = np.full(sample.length, _KINDS.index(SpanKind.TEXT))
@@ -296,14 +301,16 @@ def _spans(
     for number, (start, grid) in enumerate(zip(image_starts, sample.image_grid_thw.tolist(), strict=True)):
         image_of[start : start + int(np.prod(grid)) // PATCHES_PER_TOKEN] = number
     image_of[ids != info.image] = -1
-    marks = np.stack([turn_of, kind, mask, image_of])
+    weights = mask.astype(np.float32) if sample.loss_weights is None else sample.loss_weights[: sample.length]
+    marks = np.stack([turn_of, kind, mask, weights, image_of])
     cuts = np.flatnonzero((marks[:, 1:] != marks[:, :-1]).any(axis=0)) + 1
     spans = []
     for start, stop in pairwise([0, *cuts.tolist(), sample.length]):
         what, image = _KINDS[kind[start]], int(image_of[start])
         text = texts.decode(ids[start : start + 1 if what is SpanKind.IMAGE else stop].tolist())
         role = turns[turn_of[start]].role
-        spans.append(Span(start, stop, role, what, bool(mask[start]), text, image if image >= 0 else None))
+        weight = None if sample.loss_weights is None else float(weights[start])
+        spans.append(Span(start, stop, role, what, bool(mask[start]), text, image if image >= 0 else None, weight))
     numbers = np.zeros(sample.length, np.int32)
     numbers[cuts] = 1
     return np.cumsum(numbers, dtype=np.int32), tuple(spans)

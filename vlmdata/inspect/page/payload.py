@@ -68,6 +68,8 @@ def sample_payload(sample: SampleDescription) -> dict[str, Any]:
             "id": tokens.ids.tolist(),
             "label": tokens.labels.tolist(),
             "mask": tokens.mask.tolist(),
+            # Absent where all targets weigh 1. To six digits, as they were written before they became float32.
+            **({} if tokens.weights is None else {"weight": [float(f"{w:.6g}") for w in tokens.weights.tolist()]}),
             "t": tokens.t.tolist(),
             "h": tokens.h.tolist(),
             "w": tokens.w.tolist(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -33,6 +34,8 @@ def print_sample(console: Console, sample: SampleDescription, tokens: bool = Fal
     if sample.findings:
         console.print()
     legend = Text("⟦targets⟧", _TARGET) + Text(" are what the loss is taken over; ↵ is a newline", "dim")
+    if sample.tokens.weights is not None:
+        legend += Text("; ×2 after ⟦ is a weight", "dim")
     console.print(legend)
     console.print(_text(sample), soft_wrap=False)
     if sample.images:
@@ -59,7 +62,7 @@ def _identity(sample: SampleDescription) -> Table:
         ("source row", f"{sample.source_row:,}{_within_row(sample.key)}", data(f"of {sample.source}")),
         ("stored", data(sample.shard), f"bytes {sample.offset:,} to {sample.offset + sample.size:,}"),
         ("tokens", f"{sample.length:,}", f"+ {padding:,} padding" + (cut if sample.truncated else "")),
-        ("targets", f"{sample.num_targets:,}", f"{100 * sample.target_share:.1f} % of tokens"),
+        ("targets", f"{sample.num_targets:,}", f"{100 * sample.target_share:.1f} % of tokens" + _weights(sample)),
         ("turns", "none", "a document: all text is learned")
         if document
         else ("turns", data(turns, limit=80), f"{sample.target_turns} with targets"),
@@ -72,16 +75,28 @@ def _within_row(key: str) -> str:
     return f", sample {named[1]}" if named is not None and named[1] >= 0 else ""
 
 
+def _weights(sample: SampleDescription) -> str:
+    if sample.tokens.weights is None:
+        return ""
+    weights = np.unique(sample.tokens.weights[sample.tokens.mask != 0])
+    return f", which weigh {weights[0]:g}" + (f" to {weights[-1]:g}" if len(weights) > 1 else "")
+
+
 def _text(sample: SampleDescription) -> Text:
     """The whole text, targets between brackets, image tokens folded."""
     text = Text()
-    open_target = False
+    opened: Span | None = None
     for span in sample.spans:
-        if span.target != open_target:
-            text.append("⟦" if span.target else "⟧", _TARGET)
-            open_target = span.target
+        if opened is not None and (not span.target or span.weight != opened.weight):
+            text.append("⟧", _TARGET)
+            opened = None
+        if opened is None and span.target:
+            text.append("⟦", _TARGET)
+            if span.weight is not None:
+                text.append(f"×{span.weight:g} ", "dim")
+            opened = span
         text.append(_shown(span), _style(span))
-    if open_target:
+    if opened is not None:
         text.append("⟧", _TARGET)
     return text
 
@@ -124,8 +139,9 @@ def _images(images: tuple[ImageDescription, ...]) -> Table:
 
 
 def _tokens(sample: SampleDescription) -> Table:
-    table = columns("tokens", "index", "id", "text", "label", "mask", "t", "h", "w", left=("text",))
     tokens = sample.tokens
+    weighted = ("weight",) if tokens.weights is not None else ()
+    table = columns("tokens", "index", "id", "text", "label", "mask", *weighted, "t", "h", "w", left=("text",))
     for span in sample.spans:
         numbers = list(range(span.start, span.stop))
         folded = len(numbers) - 2 * _ENDS if span.kind is SpanKind.IMAGE else 0
@@ -142,6 +158,7 @@ def _tokens(sample: SampleDescription) -> Table:
                 data(tokens.texts[i], _TARGET if tokens.mask[i] else ""),
                 f"{label}" if label >= 0 else Text(f"{label}", "dim"),
                 Text("1", _TARGET) if tokens.mask[i] else Text(f"{tokens.mask[i]}", "dim"),
+                *([] if tokens.weights is None else [f"{tokens.weights[i]:g}"]),
                 f"{tokens.t[i]}",
                 f"{tokens.h[i]}",
                 f"{tokens.w[i]}",

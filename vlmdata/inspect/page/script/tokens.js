@@ -102,7 +102,8 @@ function showStrip(sample, index) {
   if (index < 0) return;
   const tokens = sample.tokens, label = tokens.label[index], image = imageAt(sample, index);
   const parts = [["token", count(index)], ["id", tokens.id[index]], ["label", label < 0 ? `−${-label} (no loss)` : label],
-    ["mask", `${tokens.mask[index]} ${tokens.mask[index] ? "(target)" : ""}`], ["t h w", `${tokens.t[index]} ${tokens.h[index]} ${tokens.w[index]}`]];
+    ["mask", `${tokens.mask[index]} ${tokens.mask[index] ? "(target)" : ""}`],
+    ...(tokens.weight ? [["weight", tokens.weight[index]]] : []), ["t h w", `${tokens.t[index]} ${tokens.h[index]} ${tokens.w[index]}`]];
   if (image) {
     const across = image.grid[2] / 2, number = index - image.start;
     const down = Math.floor(number / across);
@@ -115,6 +116,7 @@ function showStrip(sample, index) {
 const ROWS_AT_ONCE = 300;
 function tokenTable(sample) {
   const body = el("tbody"), tokens = sample.tokens, rows = new Map();
+  const columns = ["index", "id", "text", "label", "mask", ...(tokens.weight ? ["weight"] : []), "t", "h", "w"];
   const plan = [];
   for (const span of sample.spans) {
     const folded = span.kind === "image" && span.stop - span.start > 5;
@@ -126,9 +128,9 @@ function tokenTable(sample) {
   const button = el("button", { type: "button", on: { click: () => extend() } }, "show more");
   function extend() {
     for (const i of plan.slice(next, next + ROWS_AT_ONCE)) {
-      if (i < 0) { body.append(el("tr", {}, el("td", {}, "…"), el("td"), el("td", { class: "text soft", colspan: 6 }, `${count(-i)} more image tokens`))); continue; }
+      if (i < 0) { body.append(el("tr", {}, el("td", {}, "…"), el("td"), el("td", { class: "text soft", colspan: columns.length - 2 }, `${count(-i)} more image tokens`))); continue; }
       const row = el("tr", { class: tokens.mask[i] ? "target" : "", data: { i } }, el("td", {}, i), el("td", {}, tokens.id[i]),
-        el("td", { class: "text" }, oneLine(shownText(sample, i))), [tokens.label[i], tokens.mask[i], tokens.t[i], tokens.h[i], tokens.w[i]].map((v) => el("td", {}, v)));
+        el("td", { class: "text" }, oneLine(shownText(sample, i))), columns.slice(3).map((name) => el("td", {}, tokens[name][i])));
       rows.set(i, row);
       body.append(row);
     }
@@ -139,5 +141,5 @@ function tokenTable(sample) {
   body.addEventListener("pointerover", (event) => { const row = event.target.closest("[data-i]"); if (row) setCursor(Number(row.dataset.i), "table"); });
   cursor.listeners.push((index) => { body.querySelector(".current")?.classList.remove("current"); rows.get(index)?.classList.add("current"); });
   return el("div", {}, el("div", { class: "scroll" }, el("table", { class: "table", id: "token-table" },
-    el("thead", {}, el("tr", {}, ["index", "id", "text", "label", "mask", "t", "h", "w"].map((name) => el("th", { class: name === "text" ? "text" : "" }, name)))), body)), button);
+    el("thead", {}, el("tr", {}, columns.map((name) => el("th", { class: name === "text" ? "text" : "" }, name)))), body)), button);
 }
