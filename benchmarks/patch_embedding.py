@@ -21,7 +21,7 @@ import torch
 from benchmarks.device_timer import milliseconds
 from model.network.patch_embed import PatchEmbed
 from model.presets import PRESETS
-from vlmdata.patches import pixel_values
+from vlmdata.families.qwen3_5 import FAMILY
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def main() -> None:
     embed = PatchEmbed(PRESETS["2b"].vision, torch.bfloat16, device)
     ways = {
         "uint8 patches": stored.pin_memory(),
-        "bf16 pixel_values": pixel_values(stored, torch.bfloat16).pin_memory(),
+        "bf16 pixel_values": FAMILY.pixel_values(stored, torch.bfloat16).pin_memory(),
     }
     lines = [
         f"# Patches to the GPU, {datetime.date.today().isoformat()}",

@@ -40,7 +40,8 @@ from PIL import Image
 
 from preprocess.config import ImageConfig, PreprocessConfig
 from preprocess.conversation import Conversation, TextPart
-from preprocess.images.resize import resize_image, smart_resize
+from vlmdata.families.qwen3_5 import FAMILY
+from vlmdata.media.resize import resize_image
 from preprocess.recipes.base import load_recipe
 from preprocess.shard_job import PROGRESS_DIR, ShardContext, ShardJob, run_shard
 from preprocess.sources.open import open_source
@@ -139,7 +140,7 @@ def floor_of(source: Source) -> Callable[[], None]:
 
         for data in files:
             pixels = np.array(Image.open(io.BytesIO(data)).convert("RGB"))
-            resize_image(pixels, *smart_resize(*pixels.shape[:2], BOUNDS.min_pixels, BOUNDS.max_pixels))
+            resize_image(pixels, *FAMILY.image_size(*pixels.shape[:2], BOUNDS.min_pixels, BOUNDS.max_pixels))
 
     return run
 

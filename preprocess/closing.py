@@ -59,6 +59,7 @@ def close_dataset(
             index_sha256=index_hash,
             ledger_sha256=ledger_hash,
             features=features,
+            family=identity["config"]["options"]["family"],
             unused_keys=keys["unused"],
             unknown_keys=keys["unknown"],
             created_by=f"vlmdata {__version__}",

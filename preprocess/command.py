@@ -90,6 +90,14 @@ def preprocess(
     tokenizer_revision: Annotated[
         str | None, typer.Option(help="Branch, tag or commit of a hub tokenizer.", rich_help_panel=_TEXT)
     ] = None,
+    family: Annotated[
+        str | None,
+        typer.Option(
+            help="Model family: `qwen3_5`, `qwen3_vl` or `qwen2_5_vl`. Default: what the tokenizer's files say, else "
+            "qwen3_5.",
+            rich_help_panel=_TEXT,
+        ),
+    ] = None,
     prompt: Annotated[
         str, typer.Option(help="cord_v2: what the user asks about each image.", rich_help_panel=_TEXT)
     ] = RecipeConfig.prompt,
@@ -201,6 +209,7 @@ def preprocess(
             recipe=recipe,
             tokenizer=tokenizer,
             tokenizer_revision=tokenizer_revision,
+            family=family or PreprocessConfig.family,
             image=ImageConfig(min_pixels, max_pixels, max_source_pixels),
             recipe_options=RecipeConfig(prompt, target, image_root, allow_urls, stray_marks),
             train_turns=train_turns,

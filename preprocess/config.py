@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from vlmdata.format.schema import IMAGE_FACTOR
+from vlmdata.families import DEFAULT_FAMILY, Family, family
 
 #: Name of the tokenizer that comes with vlmdata: 6,144 ids that no published model shares.
 EMBEDDED = "embedded"
@@ -77,9 +77,6 @@ class ImageConfig:
     max_source_pixels: int = 89_478_485
 
     def __post_init__(self) -> None:
-        least = IMAGE_FACTOR * IMAGE_FACTOR
-        if self.min_pixels < least:
-            raise ValueError(f"min_pixels is {self.min_pixels}; it must be at least {least} ({IMAGE_FACTOR}²)")
         if self.max_pixels < self.min_pixels:
             raise ValueError(f"max_pixels is {self.max_pixels}, less than min_pixels {self.min_pixels}")
         if self.max_source_pixels < 1:
@@ -114,6 +111,7 @@ class PreprocessConfig:
         tokenizer: Hub id or folder, or ``embedded``, which is for the demo and trials. The command makes its user
             name one.
         tokenizer_revision: Hub revision.
+        family: Name of the model family the samples are made for.
         image: Image geometry.
         recipe_options: Recipe options.
         train_turns: Which assistant turns are targets.
@@ -129,6 +127,7 @@ class PreprocessConfig:
     recipe: str = "cord_v2"
     tokenizer: str = EMBEDDED
     tokenizer_revision: str | None = None
+    family: str = DEFAULT_FAMILY
     image: ImageConfig = field(default_factory=ImageConfig)
     recipe_options: RecipeConfig = field(default_factory=RecipeConfig)
     train_turns: TrainTurns = TrainTurns.ALL
@@ -141,9 +140,19 @@ class PreprocessConfig:
     rows_per_shard: int = 256
 
     def __post_init__(self) -> None:
+        made = self.model_family
+        if self.image.min_pixels < made.factor**2:
+            raise ValueError(
+                f"min_pixels is {self.image.min_pixels}; it must be at least {made.factor**2} ({made.factor}²)"
+            )
         for name in ("max_length", "pad_multiple", "rows_per_shard"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+    @property
+    def model_family(self) -> Family:
+        """The model family the samples are made for."""
+        return family(self.family)
 
     def to_json(self) -> dict[str, Any]:
         """Nested JSON-able form, for the manifest and its hash."""

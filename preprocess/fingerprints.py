@@ -14,7 +14,7 @@ from preprocess.config import PreprocessConfig
 from preprocess.recipes.base import recipe_fingerprint
 from vlmdata import __version__
 from vlmdata.format.manifest import TokenizerInfo, differences
-from vlmdata.format.schema import MERGE_SIZE, PATCH_SIZE, SCHEMA_VERSION, TEMPORAL_PATCH_SIZE
+from vlmdata.format.schema import SCHEMA_VERSION
 
 #: Can change pixels (decoders, resize) or tokens (tokenizer, template engine).
 _LIBRARIES = ("jinja2", "pillow", "tokenizers", "torch", "torchvision", "transformers")
@@ -23,6 +23,7 @@ _DECODERS = ("jpg", "jpg_2000", "libtiff", "webp", "zlib", "libjpeg_turbo", "avi
 
 def fingerprints(config: PreprocessConfig, tokenizer: TokenizerInfo) -> dict[str, Any]:
     """JSON-able fingerprints; equal ones, with equal options and source, promise equal bytes."""
+    made = config.model_family
     return {
         "vlmdata": __version__,
         "schema": SCHEMA_VERSION,
@@ -30,12 +31,12 @@ def fingerprints(config: PreprocessConfig, tokenizer: TokenizerInfo) -> dict[str
         "chat_template": tokenizer.chat_template,
         "recipe": recipe_fingerprint(config.recipe),
         "processor": {
-            "patch_size": PATCH_SIZE,
-            "merge_size": MERGE_SIZE,
-            "temporal_patch_size": TEMPORAL_PATCH_SIZE,
+            "patch_size": made.patch_size,
+            "merge_size": made.merge_size,
+            "temporal_patch_size": made.temporal_patch_size,
             "resize": "torchvision bicubic antialias uint8",
-            "image_mean": [0.5, 0.5, 0.5],
-            "image_std": [0.5, 0.5, 0.5],
+            "image_mean": list(made.image_mean),
+            "image_std": list(made.image_std),
         },
         "libraries": {name: version(name) for name in _LIBRARIES},
         "decoders": {name: found for name in _DECODERS if (found := _decoder(name)) is not None},

@@ -46,7 +46,8 @@ def require_usable(tokenizer: ChatTokenizer, config: PreprocessConfig) -> None:
     config = dataclasses.replace(
         config, image=ImageConfig(1024, 4096), train_turns=TrainTurns.ALL, max_length=1 << 20, pad_multiple=16
     )
-    encoder, rules = Encoder(config, tokenizer), SampleRules(tokenizer.info, config.pad_multiple, True)
+    encoder = Encoder(config, tokenizer)
+    rules = SampleRules(tokenizer.info, config.pad_multiple, True, config.model_family)
     for conversation in (_talk(()), _talk((_image(),))):
         try:
             sample = encoder.encode(conversation)

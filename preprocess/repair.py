@@ -178,9 +178,10 @@ class Repair:
         """Reads the index rows of all shards that are whole; returns the others' numbers."""
         damaged = set(known)
 
+        image, made = self.manifest.tokenizer.image, self.manifest.model_family
+
         def read(number: int) -> bool:
-            image = self.manifest.tokenizer.image
-            rows = index_rows_of(self._directory, number, self.manifest.shards[number], image)
+            rows = index_rows_of(self._directory, number, self.manifest.shards[number], image, made)
             if rows is None:
                 return False
             pq.write_table(index_table(rows, SUPPORTED_FEATURES), progress_path(self._scratch, number, "parquet"))

@@ -14,9 +14,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from preprocess.chat.tokenizer import load_tokenizer
-from preprocess.config import PreprocessConfig
+from preprocess.config import EMBEDDED, PreprocessConfig
 from preprocess.effects import refuse_foreign_options, refuse_without_effect, require_tokenizer
 from preprocess.encode import Encoder
+from preprocess.family import family_of
 from preprocess.image_files import listed
 from preprocess.job import Watcher, preprocess_dataset
 from preprocess.locations import local_source, output_directory
@@ -95,7 +96,7 @@ def run_command(
             )
             for name in names
         }
-    config = _with_recipe(config, sources, spec, given, talk)
+    config = _with_family(_with_recipe(config, sources, spec, given, talk), given, talk)
     if trace is not None:
         return _trace(sources[names[0]], config, trace)
     assert directory is not None
@@ -181,6 +182,16 @@ def _with_recipe(
         talk.print(f"recipe {config.recipe}, chosen by the columns", markup=False)
     refuse_foreign_options(config, given)
     return config
+
+
+def _with_family(config: PreprocessConfig, given: Collection[str], talk: Console) -> PreprocessConfig:
+    """The config with the family that the user named, or that the tokenizer's files tell."""
+    if "family" in given or config.tokenizer == EMBEDDED:
+        return config
+    found = family_of(config.tokenizer, config.tokenizer_revision)
+    if found != config.family:
+        talk.print(f"family {found}, by the tokenizer's files", markup=False)
+    return dataclasses.replace(config, family=found)
 
 
 def _trace(source: Source, config: PreprocessConfig, row: int) -> int:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow.parquet as pq
 
 from preprocess.candidates import Candidate, candidates_of, unexpected
@@ -34,13 +33,12 @@ from vlmdata.format.atomic import atomic_path, sync, temporary_path, write_atomi
 from vlmdata.format.index import IndexRow, index_table, used_features
 from vlmdata.format.ledger import Rejection
 from vlmdata.format.manifest import ShardInfo, TokenizerInfo, Totals, differences
-from vlmdata.format.schema import PATCH_BYTES, SUPPORTED_FEATURES, sample_key, shard_name
+from vlmdata.format.schema import SUPPORTED_FEATURES, sample_key, shard_name
 from vlmdata.format.shard import Placement, ShardWriter
 
 PROGRESS_DIR = ".progress"
 RUN_FILE = "run.json"
 FILES_SUFFIX = "files"
-_NO_PATCHES = np.zeros((0, PATCH_BYTES), dtype=np.uint8)
 
 
 @dataclass(frozen=True)
@@ -307,7 +305,7 @@ def _pieces(encoded: EncodedSample) -> dict[str, list[Any]]:
         "loss_mask": [encoded.loss_mask],
         "position_ids": [encoded.position_ids],
         "image_grid_thw": [encoded.image_grid_thw],
-        "patches": [image.patches for image in encoded.images] or [_NO_PATCHES],
+        "patches": encoded.patches,
     }
     return pieces if encoded.loss_weights is None else pieces | {"loss_weights": [encoded.loss_weights]}
 

@@ -15,7 +15,7 @@ from preprocess.conversation import Conversation, Document, ImagePart, Message, 
 from preprocess.encode import EncodedImage, EncodedSample
 from preprocess.reject import RowRejected
 from preprocess.trace import TracedCandidate, TracedRow
-from vlmdata.format.schema import PATCH_SIZE, PATCHES_PER_TOKEN, sample_key
+from vlmdata.format.schema import sample_key
 from vlmdata.inspect.terminal.draw import data, facts
 from vlmdata.inspect.text import visible
 from vlmdata.wording import counted
@@ -74,7 +74,7 @@ def _print_candidate(console: Console, traced: TracedCandidate, keys: list[str],
 
 
 def _print_sample(console: Console, encoded: EncodedSample, tokenizer: ChatTokenizer) -> None:
-    images = sum(_tokens(image) for image in encoded.images)
+    images = sum(image.tokens for image in encoded.images)
     cut = ", cut at the end" if encoded.truncated else ""
     tokens = f"{encoded.length - images:,} of text, {images:,} of images{cut}"
     where = f"in {counted(encoded.target_turns, 'turn')}" if encoded.target_turns else "of a document"
@@ -135,15 +135,10 @@ def _sizes(part: ImagePart, image: EncodedImage | None) -> str:
     file = counted(len(part.data), "byte")
     if image is None:
         return file
-    _, height, width = (PATCH_SIZE * side for side in image.grid)
+    height, width = image.size
     origin = image.origin
     found = f"{origin['format']} of {origin['width']} × {origin['height']}"
-    return f"{file}, {found}, stored as {width} × {height}: {counted(_tokens(image), 'token')}"
-
-
-def _tokens(image: EncodedImage) -> int:
-    t, h, w = image.grid
-    return t * h * w // PATCHES_PER_TOKEN
+    return f"{file}, {found}, stored as {width} × {height}: {counted(image.tokens, 'token')}"
 
 
 def _marked(encoded: EncodedSample, tokenizer: ChatTokenizer) -> Text:

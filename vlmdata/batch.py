@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self, cast
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from vlmdata.context_parallel import partition_indices
-from vlmdata.patches import pixel_values
+from vlmdata.families import DEFAULT_FAMILY, Family, family
 from vlmdata.vision_split import image_owners
 
 IGNORE_INDEX = -100
@@ -87,7 +87,7 @@ class PackedBatch:
         image_grid_thw: int64 (N, 3), patches per image along t, h, w. Always of the whole pack.
         image_starts: int64 (N,), first token of each image in the pack.
         image_indices: int64 (M,), which of the N images ``patches`` holds, ascending; all N unless sliced.
-        patches: uint8 (P, 768), pixels of those images.
+        patches: uint8 (P, bytes per patch), pixels of those images.
         sample_keys: Keys of the samples.
         origins: Dataset, shard and row of the samples.
         epoch: Epoch, from 0.
@@ -96,6 +96,7 @@ class PackedBatch:
         pack: Pack number within the epoch, -1 for an empty pack.
         context_parallel: Which slice this is; None for a whole pack.
         host: The layout as host arrays; made from the tensors if it is not given.
+        family: The model family the samples are made for, which knows how patches become ``pixel_values``.
     """
 
     input_ids: torch.Tensor | None
@@ -120,13 +121,14 @@ class PackedBatch:
     pack: int
     context_parallel: Slice | None = None
     host: HostLayout = None  # type: ignore[assignment]
+    family: Family = field(default_factory=lambda: family(DEFAULT_FAMILY))
     loss_weights: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.loss_weights is None:
             object.__setattr__(self, "loss_weights", self.loss_mask)
         if cast(HostLayout | None, self.host) is None:
-            names = [field.name for field in dataclasses.fields(HostLayout)]
+            names = [each.name for each in dataclasses.fields(HostLayout)]
             arrays = [getattr(self, name).cpu().numpy().astype(np.int64) for name in names]
             object.__setattr__(self, "host", HostLayout(*arrays))
 
@@ -149,7 +151,7 @@ class PackedBatch:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors that are present, by field name."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         return {name: value for name, value in fields.items() if isinstance(value, torch.Tensor)}
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
@@ -175,14 +177,14 @@ class PackedBatch:
             dtype: Result dtype.
 
         Returns:
-            (P, 1536), columns (C, T=2, 16, 16).
+            (P, 2 * bytes per patch), columns (C, T, patch, patch).
 
         Raises:
             ValueError: If the batch was loaded without pixels.
         """
         if self.patches is None:
             raise ValueError("the batch holds no patches: it was loaded without the part 'pixels'")
-        return pixel_values(self.patches, dtype)
+        return self.family.pixel_values(self.patches, dtype)
 
     def context_parallel_shard(self, rank: int, size: int) -> Self:
         """The part of a whole pack that a context-parallel rank computes.

@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.architecture import VisionArchitecture
+from vlmdata.families.qwen3_5 import FAMILY
 
-#: Mean and scale of pixel values: transformers' image_mean = image_std = 0.5, times 255.
-PIXEL_MEAN = PIXEL_SCALE = 127.5
+#: Mean and scale of pixel values: the family's, which are equal, for values from 0 to 255.
+PIXEL_MEAN = PIXEL_SCALE = 255.0 * FAMILY.image_mean[0]
 
 
 class PatchEmbed(nn.Module):

@@ -26,7 +26,6 @@ import numpy.typing as npt
 
 from model.architecture import FULL_ATTENTION, Architecture, LanguageArchitecture, VisionArchitecture
 from model.presets import PRESETS
-from vlmdata.format.schema import PATCH_BYTES
 from vlmdata.packing.cost import CostModel
 
 if TYPE_CHECKING:
@@ -151,7 +150,7 @@ def _feed_forward_per_token(language: LanguageArchitecture) -> int:
 def _blocks_per_patch(vision: VisionArchitecture) -> int:
     width = vision.hidden_size
     block = 2 * 4 * width * width + 2 * 2 * width * vision.intermediate_size
-    return 2 * PATCH_BYTES * width + vision.depth * block
+    return 2 * vision.patch_values // vision.temporal_patch_size * width + vision.depth * block
 
 
 def _merger_per_patch(vision: VisionArchitecture) -> int:

@@ -10,13 +10,12 @@ from preprocess.chat.agreement import encode_document_text
 from preprocess.chat.render import Renderer
 from preprocess.config import Overlong, PreprocessConfig
 from preprocess.conversation import Document
-from preprocess.encode.image import encode_image
-from preprocess.encode.sample import EncodedImage, EncodedSample, WeightedTokens, finish_sample, grids_of
+from preprocess.encode.image import encode_images
+from preprocess.encode.sample import EncodedSample, WeightedTokens, finish_sample
 from preprocess.reject import RowRejected
 from preprocess.weights import document_weight
+from vlmdata.families.positions import locate_images
 from vlmdata.format.ledger import Reason
-from vlmdata.format.schema import PATCHES_PER_TOKEN
-from vlmdata.positions import locate_images
 from vlmdata.wording import counted
 
 #: An image's tokens and the vision marks around them, ``[start, stop)``.
@@ -44,11 +43,12 @@ def encode_document(
     info = renderer.tokenizer.info
     # Text first: it is cheap, and what it rejects needs no image decoded.
     ids = encode_document_text(renderer, document).ids
-    images = tuple(encode_image(part, config.image, part.field) for part in document.images)
+    images = encode_images(document.images, config)
     learned = ~np.isin(ids, (info.image, info.vision_start, info.vision_end))
     tokens = WeightedTokens(ids, learned * np.float32(weight)).with_images(images, info.image)
-    starts = locate_images(tokens.ids, grids_of(images), info.image).tolist()
-    blocks = [(start - 1, start + _tokens(image) + 1) for start, image in zip(starts, images, strict=True)]
+    token_counts = np.array([image.tokens for image in images], dtype=np.int64)
+    starts = locate_images(tokens.ids, token_counts, info.image).tolist()
+    blocks = [(start - 1, start + image.tokens + 1) for start, image in zip(starts, images, strict=True)]
     pieces: list[EncodedSample | RowRejected] = []
     for start, stop in pairwise(_bounds(len(tokens), blocks, config)):
         within = tuple(image for image, block in zip(images, blocks, strict=True) if start <= block[0] < stop)
@@ -108,8 +108,3 @@ def cut(length: int, blocks: list[Block], most: int) -> list[int]:
             raise RowRejected(Reason.OVERLONG, f"{what} does not fit in --max-length {most}")
         bounds.append(end)
     return [*bounds, length]
-
-
-def _tokens(image: EncodedImage) -> int:
-    t, h, w = image.grid
-    return t * h * w // PATCHES_PER_TOKEN

@@ -12,7 +12,7 @@ from preprocess.chat.tokenizer import ChatTokenizer
 from preprocess.config import Overlong, PreprocessConfig, TrainTurns
 from preprocess.conversation import Conversation, Document
 from preprocess.encode.document import encode_document
-from preprocess.encode.image import encode_image
+from preprocess.encode.image import encode_images
 from preprocess.encode.sample import EncodedImage, EncodedSample, WeightedTokens, finish_sample
 from preprocess.reject import RowRejected, excerpt
 from preprocess.weights import turn_weights
@@ -57,7 +57,7 @@ class Encoder:
         _check_answers(conversation, weights)
         # Text first: it is cheap, and a row it rejects needs no image decoded.
         ids, spans = self._encode_text(conversation, weights)
-        images = tuple(encode_image(part, self.config.image, part.field) for part in conversation.images)
+        images = encode_images(conversation.images, self.config)
         return self._assemble(ids, spans, images)
 
     def _require_known_keys(self, made: Conversation | Document) -> None:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from preprocess.config import ImageConfig
+from preprocess.config import ImageConfig, PreprocessConfig
 from preprocess.conversation import ImagePart
 from preprocess.encode.sample import EncodedImage
 from preprocess.images.bounds import target_size
 from preprocess.images.decode import DecodedImage, decode_image
-from preprocess.images.resize import resize_image
-from vlmdata.format.schema import PATCH_SIZE
-from vlmdata.patches import patchify
+from vlmdata.families import Family
+from vlmdata.media.resize import resize_image
 
 
-def encode_image(part: ImagePart, config: ImageConfig, what: str) -> EncodedImage:
+def encode_image(part: ImagePart, config: ImageConfig, family: Family, what: str) -> EncodedImage:
     """Decodes, normalises, resizes and cuts an image into patches.
 
     Raises:
@@ -22,9 +22,19 @@ def encode_image(part: ImagePart, config: ImageConfig, what: str) -> EncodedImag
     """
     decoded = decode_image(part.data, config.max_source_pixels, what)
     source_height, source_width = decoded.pixels.shape[:2]
-    height, width = target_size(source_height, source_width, part, config, what)
-    patches = patchify(resize_image(decoded.pixels, height, width))
-    return EncodedImage(patches, (1, height // PATCH_SIZE, width // PATCH_SIZE), _origin(decoded))
+    height, width = target_size(source_height, source_width, part, config, family, what)
+    patches = family.patchify(resize_image(decoded.pixels, height, width))
+    grid = (1, height // family.patch_size, width // family.patch_size)
+    return EncodedImage(patches, grid, (height, width), len(patches) // family.patches_per_token, _origin(decoded))
+
+
+def encode_images(parts: Sequence[ImagePart], config: PreprocessConfig) -> tuple[EncodedImage, ...]:
+    """Encodes the images of a sample.
+
+    Raises:
+        RowRejected: With the reason.
+    """
+    return tuple(encode_image(part, config.image, config.model_family, part.field) for part in parts)
 
 
 def _origin(decoded: DecodedImage) -> dict[str, Any]:

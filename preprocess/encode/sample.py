@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from preprocess.config import PreprocessConfig
+from vlmdata.families.positions import locate_images
 from vlmdata.format.manifest import TokenizerInfo
-from vlmdata.format.schema import PATCH_BYTES, Sample
-from vlmdata.positions import image_token_counts, locate_images, mrope_position_ids
+from vlmdata.format.schema import Sample
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,13 +20,17 @@ class EncodedImage:
     """An image as it is stored.
 
     Attributes:
-        patches: uint8 (P, 768).
+        patches: uint8 (P, bytes per patch).
         grid: Patches along t, h, w.
+        size: (height, width) in pixels, as stored.
+        tokens: Placeholder tokens it takes.
         origin: What the file held: width, height, mode, format, normalisation steps.
     """
 
     patches: npt.NDArray[np.uint8]
     grid: tuple[int, int, int]
+    size: tuple[int, int]
+    tokens: int
     origin: Mapping[str, Any]
 
 
@@ -45,6 +49,7 @@ class EncodedSample:
         truncated: Whether the end was cut, so that the last answer or the document has no end token.
         loss_weights: float32 (L,), 0 where ``loss_mask`` is; None if all targets weigh 1.
         turn_weights: Weight of each assistant turn; empty if all that ``train_turns`` chooses weigh 1.
+        patch_bytes: Bytes of a patch.
     """
 
     length: int
@@ -57,16 +62,21 @@ class EncodedSample:
     truncated: bool
     loss_weights: npt.NDArray[np.float32] | None
     turn_weights: tuple[float, ...]
+    patch_bytes: int
 
     @property
     def image_grid_thw(self) -> npt.NDArray[np.int32]:
         """int32 (N, 3)."""
         return np.array([image.grid for image in self.images], dtype=np.int32).reshape(-1, 3)
 
+    @property
+    def patches(self) -> list[npt.NDArray[np.uint8]]:
+        """The patches of each image; of a sample without images, one array of none."""
+        return [image.patches for image in self.images] or [np.zeros((0, self.patch_bytes), dtype=np.uint8)]
+
     def to_sample(self, key: str) -> Sample:
         """The sample a reader will see, with the patches of all images joined."""
-        empty = np.zeros((0, PATCH_BYTES), dtype=np.uint8)
-        patches = np.concatenate([empty, *(image.patches for image in self.images)])
+        patches = np.concatenate(self.patches)
         return Sample(
             key,
             self.length,
@@ -100,7 +110,7 @@ class WeightedTokens:
     def with_images(self, images: tuple[EncodedImage, ...], image_token: int) -> WeightedTokens:
         """The tokens with one placeholder per merged patch where there was one per image."""
         repeats = np.ones(len(self.ids), dtype=np.int64)
-        repeats[self.ids == image_token] = image_token_counts(grids_of(images))
+        repeats[self.ids == image_token] = [image.tokens for image in images]
         return WeightedTokens(np.repeat(self.ids, repeats), np.repeat(self.weights, repeats))
 
 
@@ -130,8 +140,9 @@ def finish_sample(
         truncated: As in :class:`EncodedSample`.
         turn_weights: As in :class:`EncodedSample`.
     """
-    length, grids = len(tokens), grids_of(images)
-    starts = locate_images(tokens.ids, grids, info.image)
+    length, family = len(tokens), config.model_family
+    grids = grids_of(images)
+    starts = locate_images(tokens.ids, family.token_counts(grids), info.image)
     padded = -(-length // config.pad_multiple) * config.pad_multiple
     input_ids = np.full(padded, info.pad, dtype=np.int32)
     input_ids[:length] = tokens.ids
@@ -139,7 +150,7 @@ def finish_sample(
     loss_weights[:length] = tokens.weights
     loss_mask = (loss_weights > 0).astype(np.uint8)
     position_ids = np.zeros((3, padded), dtype=np.int32)
-    position_ids[:, :length] = mrope_position_ids(length, starts, grids)
+    position_ids[:, :length] = family.position_ids(length, starts, grids)
     return EncodedSample(
         length=length,
         input_ids=input_ids,
@@ -151,4 +162,5 @@ def finish_sample(
         truncated=truncated,
         loss_weights=None if np.array_equal(loss_weights, loss_mask) else loss_weights,
         turn_weights=turn_weights,
+        patch_bytes=family.patch_bytes,
     )

@@ -20,7 +20,7 @@ import pytest
 import vlmdata
 from tests.chat_rows import MIXED_ACCEPTED
 from vlmdata.errors import DatasetFormatError
-from vlmdata.format.schema import INDEX_NAME, MANIFEST_NAME, PATCH_BYTES
+from vlmdata.format.schema import INDEX_NAME, MANIFEST_NAME
 
 ACCEPTED = [row for rows in MIXED_ACCEPTED for row in rows]
 IMAGES = {0: 1, 1: 0, 2: 2, 6: 0, 8: 1, 9: 0}
@@ -50,7 +50,7 @@ def test_samples_have_the_documented_shapes_and_types(dataset):
         assert (sample.loss_mask.dtype, sample.loss_mask.shape) == (np.uint8, (padded,))
         assert (sample.position_ids.dtype, sample.position_ids.shape) == (np.int32, (3, padded))
         assert (sample.image_grid_thw.dtype, sample.image_grid_thw.shape) == (np.int32, (IMAGES[row], 3))
-        assert (sample.patches.dtype, sample.patches.shape) == (np.uint8, (patches, PATCH_BYTES))
+        assert (sample.patches.dtype, sample.patches.shape) == (np.uint8, (patches, dataset.family.patch_bytes))
 
 
 def test_samples_equal_what_the_tar_holds(dataset):

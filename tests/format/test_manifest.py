@@ -148,3 +148,11 @@ def test_the_canonical_hash_knows_content_and_not_order():
     assert canonical_hash({"a": 1, "b": [1, 2]}) == canonical_hash({"b": [1, 2], "a": 1})
     assert canonical_hash({"a": 1}) != canonical_hash({"a": "1"})
     assert canonical_hash([1, 2]) != canonical_hash([2, 1])
+
+
+def test_a_family_that_this_version_does_not_know_is_refused(tmp_path):
+    with pytest.raises(DatasetFormatError, match="made for the model family 'llava'; this vlmdata knows qwen3_5"):
+        Manifest.read(write(tmp_path, fields_of(example()) | {"family": "llava"}))
+    assert Manifest.read(write(tmp_path, fields_of(example()))).model_family.name == "qwen3_5"
+    known = Manifest.read(write(tmp_path, fields_of(example()) | {"family": "qwen2_5_vl"}))
+    assert known.model_family.patch_size == 14

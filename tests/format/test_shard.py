@@ -16,7 +16,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlmdata.format.schema import MEMBERS, PATCH_BYTES
+from vlmdata.families.qwen3_5 import FAMILY
+from vlmdata.format.schema import MEMBERS
 from vlmdata.format.shard import BLOCK, Placement, ShardWriter, metadata_bytes, npy_header
 
 ALIGNMENT = 64
@@ -26,13 +27,13 @@ Arrays = dict[str, list[np.ndarray]]
 def sample_arrays(length: int = 32, images: int = 1, seed: int = 0) -> Arrays:
     """Arrays of the right types with random content; the patches in one piece an image."""
     rng = np.random.default_rng(seed)
-    patches = [rng.integers(0, 256, (4, PATCH_BYTES), dtype=np.uint8) for _ in range(images)]
+    patches = [rng.integers(0, 256, (4, FAMILY.patch_bytes), dtype=np.uint8) for _ in range(images)]
     return {
         "input_ids": [rng.integers(0, 1000, length, dtype=np.int32)],
         "loss_mask": [rng.integers(0, 2, length, dtype=np.uint8)],
         "position_ids": [rng.integers(0, 1000, (3, length), dtype=np.int32)],
         "image_grid_thw": [np.tile(np.array([[1, 2, 2]], np.int32), (images, 1))],
-        "patches": patches or [np.zeros((0, PATCH_BYTES), np.uint8)],
+        "patches": patches or [np.zeros((0, FAMILY.patch_bytes), np.uint8)],
     }
 
 

@@ -176,3 +176,9 @@ def _check(found: Histogram, values: list[int] | list[float]) -> None:
     assert 1 <= len(found.counts) <= 12
     assert found.edges[0] <= min(values)
     assert max(values) <= found.edges[-1]
+
+
+def test_values_that_differ_by_nothing_to_speak_of_share_a_bin() -> None:
+    found = histogram("x", "x", "share", np.array([0.0, 2e-105]))
+    assert found is not None
+    _check(found, [0.0, 2e-105])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.verify.rewriting import Draft, rewrite_sample
+from vlmdata.families.qwen3_5 import FAMILY
 from vlmdata.format.dataset import open_dataset
 from vlmdata.inspect import describe_dataset, describe_sample
 from vlmdata.inspect.findings import Severity
@@ -153,9 +154,9 @@ def test_an_unusual_share_is_measured_against_the_dataset() -> None:
 
     index = Index()
     index.num_targets[7] = 90
-    facts = IndexFindings(index)  # type: ignore[arg-type]
+    facts = IndexFindings(index, FAMILY)  # type: ignore[arg-type]
     assert facts.low_target_share > 0.2
     assert facts.groups["low_target_share"].tolist() == [7]
     index.lengths, index.num_targets = index.lengths[:19], index.num_targets[:19]
     # Too few to have quartiles worth the name: only the absolute bound is left.
-    assert IndexFindings(index).low_target_share == MIN_TARGET_SHARE  # type: ignore[arg-type]
+    assert IndexFindings(index, FAMILY).low_target_share == MIN_TARGET_SHARE  # type: ignore[arg-type]

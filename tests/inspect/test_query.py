@@ -38,7 +38,7 @@ def test_conditions_select_what_a_loop_selects(
     bounds = [(f, c, round(VALUES[f](sample), 3)) for f, c, sample in terms]
     query = parse_query(" ".join(f"{f}{c}{value}" for f, c, value in bounds))
     expected = [i for i, s in enumerate(mixed_raw) if all(COMPARE[c](VALUES[f](s), value) for f, c, value in bounds)]
-    assert candidates(IndexFindings(mixed_dataset.index), query).tolist() == expected
+    assert candidates(IndexFindings(mixed_dataset.index, mixed_dataset.family), query).tolist() == expected
 
 
 @pytest.mark.parametrize("sort", SORTS)
@@ -50,7 +50,7 @@ def test_orders_are_those_of_their_names(sort: str, demo_dataset: VlmDataset, de
         "patches": lambda s: -len(s.arrays["patches"]),
         "target": lambda s: s.mask.sum() / s.length,
     }
-    found = candidates(IndexFindings(demo_dataset.index), parse_query("", sort)).tolist()
+    found = candidates(IndexFindings(demo_dataset.index, demo_dataset.family), parse_query("", sort)).tolist()
     assert found == sorted(range(len(demo_raw)), key=lambda i: (keys[sort](demo_raw[i]), i))
 
 
@@ -83,7 +83,7 @@ def test_text_is_found_in_any_case_and_keys_too(mixed_dataset: VlmDataset) -> No
 
 
 def test_a_whole_key_finds_its_sample_at_once(demo_dataset: VlmDataset) -> None:
-    facts = IndexFindings(demo_dataset.index)
+    facts = IndexFindings(demo_dataset.index, demo_dataset.family)
     assert candidates(facts, parse_query("000000005", "longest")).tolist() == [5]
     assert candidates(facts, parse_query("000000005 row<3")).tolist() == []
     assert len(candidates(facts, parse_query("00000000"))) == len(demo_dataset)

@@ -115,13 +115,13 @@ def test_pictures_are_rebuilt_exactly(demo_dataset: VlmDataset, mixed_dataset: V
     for i, (raw, found) in enumerate(both):
         for image in found.images:
             expected = raw.picture(image.number)
-            pixels = rebuild_image(dataset[i], image.number)
+            pixels = rebuild_image(dataset[i], image.number, dataset.family)
             assert np.array_equal(pixels, expected)
             assert np.array_equal(np.asarray(Image.open(io.BytesIO(encode_image(pixels, "png")))), expected)
             small = Image.open(io.BytesIO(encode_image(pixels, "webp", 48)))
             assert max(small.size) <= 48
     with pytest.raises(IndexError, match="no image 7"):
-        rebuild_image(dataset[0], 7)
+        rebuild_image(dataset[0], 7, dataset.family)
 
 
 def test_a_sample_is_named_by_key_or_number(mixed_dataset: VlmDataset) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 
+from vlmdata.families.qwen3_5 import FAMILY
 from vlmdata.format.index import IndexRow, index_table
 from vlmdata.format.manifest import Manifest, ShardInfo, TokenizerInfo, Totals
 from vlmdata.format.schema import sample_key, shard_name
 from vlmdata.format.shard import ShardWriter
-from vlmdata.positions import mrope_position_ids
 
 IMAGE_TOKEN, PAD = 1000, 1001
 
@@ -78,7 +78,7 @@ def _add_sample(
     mask[1:length] = (ids[1:] != IMAGE_TOKEN) & (random.random(length - 1) < 0.5)
     patches = [random.integers(0, 256, (grid.prod(), 768), dtype=np.uint8) for grid in grids]
     positions = np.zeros((3, padded), np.int32)
-    positions[:, :length] = mrope_position_ids(length, np.array(starts, np.int64), grids)
+    positions[:, :length] = FAMILY.position_ids(length, np.array(starts, np.int64), grids)
     placement = writer.add(
         sample_key(row),
         {},

@@ -16,8 +16,8 @@ from tests.loader.helpers import epoch_of, stream
 from tests.loader.synthetic import write_dataset
 from vlmdata.alignment import alignment
 from vlmdata.batch import IGNORE_INDEX, PackedBatch
+from vlmdata.families.qwen3_5 import FAMILY
 from vlmdata.format.dataset import VlmDataset
-from vlmdata.patches import pixel_values
 
 
 def segments(bounds: torch.Tensor) -> list[tuple[int, int]]:
@@ -202,7 +202,7 @@ def test_pixel_values_are_those_of_the_samples(chat: Path, chats: VlmDataset) ->
         samples = [chats[origin.index] for origin in batch.origins]
         stored = torch.cat([torch.from_numpy(sample.patches.copy()) for sample in samples] or [torch.zeros(0, 768)])
         for dtype in (torch.float32, torch.bfloat16):
-            assert torch.equal(batch.pixel_values(dtype), pixel_values(stored.to(torch.uint8), dtype))
+            assert torch.equal(batch.pixel_values(dtype), FAMILY.pixel_values(stored.to(torch.uint8), dtype))
 
 
 def test_the_patch_limit_is_kept(chat: Path) -> None:

@@ -18,9 +18,9 @@ from torch.nn.functional import cross_entropy
 
 from tests.loader.helpers import epoch_of, stream
 from vlmdata.batch import PackedBatch
+from vlmdata.families.qwen3_5 import FAMILY
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.schema import Sample
-from vlmdata.patches import pixel_values
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "loading-with-transformers.md"
 TOLERANCE = 1e-5
@@ -100,7 +100,7 @@ def losses_of_sample(model: Any, sample: Sample) -> torch.Tensor:
     if len(sample.image_grid_thw):
         inputs["mm_token_type_ids"] = (ids == model.config.image_token_id).int()[None]
         inputs["image_grid_thw"] = torch.from_numpy(sample.image_grid_thw.astype(np.int64))
-        inputs["pixel_values"] = pixel_values(torch.from_numpy(sample.patches.copy()))
+        inputs["pixel_values"] = FAMILY.pixel_values(torch.from_numpy(sample.patches.copy()))
     model.model.rope_deltas = None
     logits = model(**inputs, attention_mask=torch.ones_like(ids)[None], use_cache=False).logits[0]
     target = torch.from_numpy(sample.loss_mask[1 : sample.length].astype(bool))

@@ -11,8 +11,7 @@ import torch
 from model.architecture import Architecture, LanguageArchitecture, MoeArchitecture, VisionArchitecture
 from model.presets import pattern
 from vlmdata.batch import IGNORE_INDEX, PackedBatch, SampleOrigin
-from vlmdata.patches import pixel_values
-from vlmdata.positions import mrope_position_ids
+from vlmdata.families.qwen3_5 import FAMILY
 
 IMAGE, VIDEO, VISION_START, VISION_END = 250, 251, 248, 249
 
@@ -114,7 +113,7 @@ class Sample:
         """Arguments for transformers' model."""
         inputs: dict[str, Any] = {"input_ids": self.ids[None], "position_ids": self.positions[:, None]}
         if len(self.grids):
-            inputs |= {"pixel_values": pixel_values(self.patches, torch.float32), "image_grid_thw": self.grids}
+            inputs |= {"pixel_values": FAMILY.pixel_values(self.patches, torch.float32), "image_grid_thw": self.grids}
         return inputs
 
 
@@ -144,7 +143,7 @@ def make_sample(seed: int, grids: list[tuple[int, int]], text: int, weighted: bo
     if weighted:
         weights *= torch.where(torch.arange(len(ids)) < (answer + len(ids)) // 2, 0.125 * (1 + seed), 1.5 * seed)
     grid_thw = np.array([(1, h, w) for h, w in grids], dtype=np.int64).reshape(-1, 3)
-    positions = mrope_position_ids(len(ids), np.array(starts, dtype=np.int64), grid_thw).astype(np.int64)
+    positions = FAMILY.position_ids(len(ids), np.array(starts, dtype=np.int64), grid_thw).astype(np.int64)
     rows = int(grid_thw.prod(1).sum())
     return Sample(
         ids=torch.tensor(ids),

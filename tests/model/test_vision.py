@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.model.helpers import relative, small_architecture
-from vlmdata.patches import pixel_values
+from vlmdata.families.qwen3_5 import FAMILY
 
 pytest.importorskip("megatron.core")
 
@@ -43,7 +43,7 @@ def test_positions_equal_transformers(grids: list[tuple[int, int, int]], side: i
 def expanded(patches: torch.Tensor) -> torch.Tensor:
     """``pixel_values`` in float64, which vlmdata's function computes in float32."""
     frames = ((patches.double() - 127.5) / 127.5).view(-1, 3, 1, 256).expand(-1, 3, 2, 256).flatten(1)
-    torch.testing.assert_close(frames.float(), pixel_values(patches, torch.float32), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(frames.float(), FAMILY.pixel_values(patches, torch.float32), rtol=1e-6, atol=1e-7)
     return frames
 
 

@@ -14,13 +14,14 @@ from qwen_vl_utils.vision_process import fetch_image
 from preprocess.config import ImageConfig
 from preprocess.conversation import ImagePart
 from preprocess.encode import encode_image
-from preprocess.images.bounds import MAX_PIXELS, target_size
-from preprocess.images.resize import smart_resize
+from preprocess.images.bounds import most_pixels, target_size
 from preprocess.reject import RowRejected
 from tests.conftest import encoded_image
 from tests.preprocess.chat_recipe import check_rejected, convert, user
+from vlmdata.families.qwen3_5 import FAMILY
 from vlmdata.format.ledger import Reason
 
+MOST = most_pixels(FAMILY)
 RUN = ImageConfig(min_pixels=16_384, max_pixels=65_536)
 SIDES = st.integers(1, 400)
 BOUNDS = st.lists(st.integers(1024, 200_000), min_size=2, max_size=2).map(sorted)
@@ -41,7 +42,7 @@ def of_qwen(height: int, width: int, **bounds: int) -> tuple[int, int] | None:
 
 def ours(height: int, width: int, run: ImageConfig = RUN, **bounds: int) -> tuple[int, int] | None:
     try:
-        return target_size(height, width, part(**bounds), run, "images[0]")
+        return target_size(height, width, part(**bounds), run, FAMILY, "images[0]")
     except RowRejected as error:
         return None if error.reason is Reason.ASPECT_RATIO else (0, 0)
 
@@ -83,14 +84,14 @@ def test_a_size_is_obeyed_whatever_the_bounds_and_the_image(height: int, width: 
 @given(height=SIDES, width=SIDES)
 def test_without_bounds_of_its_own_the_runs_hold(height: int, width: int) -> None:
     if max(height, width) / min(height, width) <= 200:
-        assert ours(height, width) == smart_resize(height, width, RUN.min_pixels, RUN.max_pixels)
+        assert ours(height, width) == FAMILY.image_size(height, width, RUN.min_pixels, RUN.max_pixels)
 
 
 @pytest.mark.parametrize(
     ("bounds", "message"),
     [
         ({"max_pixels": 1023}, r"max_pixels is 1,023; the smallest image has 1,024 \(32²\)"),
-        ({"max_pixels": MAX_PIXELS + 1}, "max_pixels is 16,777,217; at most 16,777,216 is possible"),
+        ({"max_pixels": MOST + 1}, "max_pixels is 16,777,217; at most 16,777,216 is possible"),
         ({"min_pixels": 10**12}, "min_pixels is 1,000,000,000,000; at most"),
         ({"min_pixels": 5000, "max_pixels": 4000}, "min_pixels is 5,000, more than max_pixels 4,000"),
         (
@@ -101,7 +102,7 @@ def test_without_bounds_of_its_own_the_runs_hold(height: int, width: int) -> Non
 )
 def test_what_cannot_be_obeyed(bounds: dict[str, int], message: str) -> None:
     with pytest.raises(RowRejected, match=message) as rejected:
-        target_size(64, 64, part(**bounds), RUN, "images[0]")
+        target_size(64, 64, part(**bounds), RUN, FAMILY, "images[0]")
     assert rejected.value.reason is Reason.IMAGE_BOUNDS
 
 
@@ -111,11 +112,11 @@ def test_a_size_of_extreme_ratio_is_refused() -> None:
 
 def test_images_are_stored_in_that_size() -> None:
     data = encoded_image(width=200, height=100)
-    encoded = encode_image(ImagePart(data, resized_height=96, resized_width=160), RUN, "image")
+    encoded = encode_image(ImagePart(data, resized_height=96, resized_width=160), RUN, FAMILY, "image")
     assert encoded.grid == (1, 6, 10)
     assert encoded.patches.shape == (60, 768)
-    plain = encode_image(ImagePart(data), ImageConfig(1024, 2048), "image")
-    bounded = encode_image(ImagePart(data, min_pixels=1024, max_pixels=2048), RUN, "image")
+    plain = encode_image(ImagePart(data), ImageConfig(1024, 2048), FAMILY, "image")
+    bounded = encode_image(ImagePart(data, min_pixels=1024, max_pixels=2048), RUN, FAMILY, "image")
     assert np.array_equal(bounded.patches, plain.patches)
 
 

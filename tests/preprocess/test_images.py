@@ -15,11 +15,11 @@ from preprocess.config import ImageConfig
 from preprocess.conversation import ImagePart
 from preprocess.encode import encode_image
 from preprocess.images.decode import DecodedImage, decode_image
-from preprocess.images.resize import resize_image
 from preprocess.reject import RowRejected
 from tests.conftest import encoded_image
+from vlmdata.families.qwen3_5 import FAMILY
 from vlmdata.format.ledger import Reason
-from vlmdata.patches import unpatchify
+from vlmdata.media.resize import resize_image
 
 LIMIT = 1_000_000
 
@@ -206,12 +206,12 @@ def test_zero_size() -> None:
 @pytest.mark.parametrize(("width", "height"), [(402, 2), (2, 402), (603, 3)])
 def test_aspect_ratio_over_200(width: int, height: int) -> None:
     with pytest.raises(RowRejected, match=f"{width}x{height} pixels: aspect ratio 201.0, over 200") as raised:
-        encode_image(ImagePart(encoded_image(width, height)), ImageConfig(), "image")
+        encode_image(ImagePart(encoded_image(width, height)), ImageConfig(), FAMILY, "image")
     assert raised.value.reason is Reason.ASPECT_RATIO
 
 
 def test_aspect_ratio_of_200_is_allowed() -> None:
-    encoded = encode_image(ImagePart(encoded_image(400, 2)), ImageConfig(1024, 65536), "image")
+    encoded = encode_image(ImagePart(encoded_image(400, 2)), ImageConfig(1024, 65536), FAMILY, "image")
     assert encoded.grid[2] > encoded.grid[1]
 
 
@@ -232,15 +232,15 @@ def test_resize_equals_torchvision_on_a_plain_tensor(size: tuple[int, int]) -> N
 
 def test_an_image_of_the_right_size_is_stored_exactly() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (64, 96, 3), dtype=np.uint8)
-    encoded = encode_image(ImagePart(save(Image.fromarray(pixels), "PNG")), ImageConfig(1024, 65536), "image")
+    encoded = encode_image(ImagePart(save(Image.fromarray(pixels), "PNG")), ImageConfig(1024, 65536), FAMILY, "image")
     assert encoded.grid == (1, 4, 6)
-    assert np.array_equal(unpatchify(encoded.patches, 4, 6).transpose(1, 2, 0), pixels)
+    assert np.array_equal(FAMILY.unpatchify(encoded.patches, 4, 6).transpose(1, 2, 0), pixels)
 
 
 def test_origin_tells_what_the_file_held() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     data = save(Image.fromarray(gradient()).convert("L"), "JPEG", exif=exif)
-    encoded = encode_image(ImagePart(data), ImageConfig(1024, 65536), "image")
+    encoded = encode_image(ImagePart(data), ImageConfig(1024, 65536), FAMILY, "image")
     assert encoded.origin == {"format": "JPEG", "mode": "L", "width": 60, "height": 40, "normalised": ["exif", "mode"]}
     assert encoded.grid[1] > encoded.grid[2]

@@ -20,7 +20,7 @@ from preprocess.images.decode import decode_image
 from preprocess.recipes.base import load_recipe
 from preprocess.sources.open import open_source
 from tests.conftest import SHARED_DATA, encoded_image
-from vlmdata.patches import pixel_values
+from vlmdata.families.qwen3_5 import FAMILY
 
 CHECKPOINT = ImageConfig(min_pixels=65_536, max_pixels=16_777_216)
 CORD = ImageConfig()
@@ -82,7 +82,7 @@ def assert_equal(sample: EncodedSample, outputs: Any, tokenizer: Any) -> None:
     if len(sample.images):
         assert sample.image_grid_thw.tolist() == outputs["image_grid_thw"].tolist()
         patches = torch.from_numpy(np.concatenate([image.patches for image in sample.images]))
-        assert torch.equal(pixel_values(patches), outputs["pixel_values"])
+        assert torch.equal(FAMILY.pixel_values(patches), outputs["pixel_values"])
     else:
         assert "pixel_values" not in outputs
     assert np.array_equal(sample.position_ids[:, :n], rope_index(outputs, tokenizer)[:, 0].numpy())
@@ -198,7 +198,7 @@ def test_demo_chats_equal_the_processor(tokenizer: Any) -> None:
 def test_smart_resize_equals_transformers_over_many_sizes() -> None:
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize as theirs
 
-    from preprocess.images.resize import smart_resize as ours
+    ours = FAMILY.image_size
 
     rng = np.random.default_rng(0)
     sides = np.concatenate([rng.integers(1, 64, (500, 2)), rng.integers(1, 6000, (3000, 2)), [[864, 1296], [1, 200]]])
@@ -226,7 +226,7 @@ def test_pixel_values_of_all_256_values_are_the_processors(dtype: torch.dtype, t
     sample = Encoder(PreprocessConfig(image=config), tokenizer).encode(conversation)
     theirs = reference(build_processor(tokenizer, config), conversation)["pixel_values"]
     assert len(np.unique(sample.images[0].patches)) == 256
-    assert torch.equal(pixel_values(torch.from_numpy(sample.images[0].patches), dtype), theirs.to(dtype))
+    assert torch.equal(FAMILY.pixel_values(torch.from_numpy(sample.images[0].patches), dtype), theirs.to(dtype))
 
 
 def test_the_stored_shards_equal_the_processor_too(tokenizer: Any, tmp_path: Path) -> None:
@@ -245,5 +245,5 @@ def test_the_stored_shards_equal_the_processor_too(tokenizer: Any, tmp_path: Pat
         outputs = reference(processor, recipe(source.row(number)))
         n = sample.length
         assert sample.input_ids[:n].tolist() == outputs["input_ids"][0].tolist()
-        assert torch.equal(pixel_values(torch.from_numpy(sample.patches.copy())), outputs["pixel_values"])
+        assert torch.equal(FAMILY.pixel_values(torch.from_numpy(sample.patches.copy())), outputs["pixel_values"])
         assert np.array_equal(sample.position_ids[:, :n], rope_index(outputs, tokenizer)[:, 0].numpy())

@@ -16,7 +16,7 @@ import numpy as np
 from vlmdata.errors import DatasetFormatError
 from vlmdata.format.index import DatasetIndex
 from vlmdata.format.manifest import Manifest
-from vlmdata.format.schema import INDEX_NAME, MEMBER_BY_NAME, OPTIONAL_MEMBERS, PATCH_BYTES, Sample
+from vlmdata.format.schema import INDEX_NAME, MEMBER_BY_NAME, OPTIONAL_MEMBERS, Sample
 from vlmdata.wording import counted
 
 
@@ -29,12 +29,14 @@ class VlmDataset:
     Attributes:
         directory: The dataset's folder.
         manifest: Its manifest.
+        family: The model family its samples are made for.
         index: Its index columns.
     """
 
     def __init__(self, directory: str | PathLike[str]):
         self.directory = Path(directory)
         self.manifest = Manifest.read(self.directory)
+        self.family = self.manifest.model_family
         self.index = DatasetIndex.read(self.directory / INDEX_NAME)
         if len(self.index) != self.manifest.totals.samples:
             raise DatasetFormatError(
@@ -86,7 +88,7 @@ class VlmDataset:
             loss_mask=view("loss_mask", (padded,)),
             position_ids=view("position_ids", (3, padded)),
             image_grid_thw=view("image_grid_thw", (images, 3)),
-            patches=view("patches", (patches, PATCH_BYTES)),
+            patches=view("patches", (patches, self.family.patch_bytes)),
             loss_weights=view("loss_weights", (padded,)),
         )
 

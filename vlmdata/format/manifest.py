@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from vlmdata.errors import DatasetFormatError
+from vlmdata.families import DEFAULT_FAMILY, REGISTRY, Family, family
 from vlmdata.format.schema import FORMAT_NAME, MANIFEST_NAME, SCHEMA_VERSION, SUPPORTED_FEATURES
 
 
@@ -128,6 +129,7 @@ class Manifest:
         features: What a reader must understand; see :data:`SUPPORTED_FEATURES`.
         unused_keys: Samples by key of their rows that the recipe does not use and knows to be harmless.
         unknown_keys: Samples by key of their rows that the recipe does not know.
+        family: Name of the model family the samples are made for; empty in format 1.0, which knew one only.
         schema_version: MAJOR.MINOR of the format.
         created_by: Name and version of the writer.
         tokenizer_files: sha256 of each file in ``tokenizer/``. Empty in manifests of format 1.0.
@@ -145,6 +147,7 @@ class Manifest:
     features: tuple[str, ...]
     unused_keys: Mapping[str, int] = field(default_factory=dict)
     unknown_keys: Mapping[str, int] = field(default_factory=dict)
+    family: str = ""
     schema_version: str = SCHEMA_VERSION
     created_by: str = ""
     tokenizer_files: Mapping[str, str] = field(default_factory=dict)
@@ -153,6 +156,11 @@ class Manifest:
     def fingerprint(self) -> str:
         """sha256 that stands for the whole content: manifests are equal if and only if the data is."""
         return hashlib.sha256(self.to_json()).hexdigest()
+
+    @property
+    def model_family(self) -> Family:
+        """The model family the samples are made for."""
+        return family(self.family or DEFAULT_FAMILY)
 
     def to_json(self) -> bytes:
         """Canonical JSON text."""
@@ -163,7 +171,7 @@ class Manifest:
             "shards": [counts_to_json(shard) for shard in self.shards],
         }
         # What a manifest of format 1.0 lacks is not written, so that reading one does not change its fingerprint.
-        optional = [(fields, name) for name in ("tokenizer_files", "unused_keys", "unknown_keys")]
+        optional = [(fields, name) for name in ("tokenizer_files", "unused_keys", "unknown_keys", "family")]
         for owner, name in (*optional, (fields["tokenizer"], "special_tokens")):
             if not owner[name]:
                 del owner[name]
@@ -189,6 +197,7 @@ class Manifest:
             raise DatasetFormatError(f'{path}: not a vlmdata manifest ("format" is not "{FORMAT_NAME}")')
         try:
             _check_version(path, str(fields.get("schema_version")), fields.get("features", []))
+            _check_family(path, fields.get("family") or DEFAULT_FAMILY)
             fields["tokenizer"] = _build(TokenizerInfo, fields["tokenizer"])
             fields["totals"] = _build(Totals, fields["totals"])
             if not isinstance(fields["shards"], list):
@@ -247,6 +256,14 @@ def _check_version(path: Path, version: str, features: Any) -> None:
     unknown = [str(feature) for feature in features if feature not in SUPPORTED_FEATURES]
     if unknown:
         raise DatasetFormatError(f"{path}: needs features this vlmdata lacks: {', '.join(unknown)}. Upgrade it.")
+
+
+def _check_family(path: Path, family: Any) -> None:
+    if family not in REGISTRY:
+        raise DatasetFormatError(
+            f"{path}: the dataset is made for the model family {family!r}; this vlmdata knows {', '.join(REGISTRY)}. "
+            "Upgrade it."
+        )
 
 
 def canonical_hash(value: Any) -> str:

@@ -16,17 +16,20 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from vlmdata.families import Family
+from vlmdata.families.positions import locate_images
 from vlmdata.format.index import IndexRow
 from vlmdata.format.manifest import ShardInfo
 from vlmdata.format.schema import MEMBER_BY_NAME, MEMBERS, METADATA_MEMBER, OPTIONAL_MEMBERS
 from vlmdata.format.shard import BLOCK, ArrayPlace, Placement
-from vlmdata.positions import locate_images
 
 _Found = dict[str, tuple[int, npt.NDArray[Any]]]
 """Member name -> first byte of its array's data, and the array."""
 
 
-def index_rows_of(directory: Path, number: int, info: ShardInfo, image_token: int) -> list[IndexRow] | None:
+def index_rows_of(
+    directory: Path, number: int, info: ShardInfo, image_token: int, family: Family
+) -> list[IndexRow] | None:
     """Reads the index rows of a shard's samples from the shard.
 
     Args:
@@ -34,6 +37,7 @@ def index_rows_of(directory: Path, number: int, info: ShardInfo, image_token: in
         number: Number of the shard.
         info: Its entry in the manifest.
         image_token: Id of the image placeholder.
+        family: The dataset's family.
 
     Returns:
         The rows in the order of the samples; None if the file is not the one the manifest names (by size or sha256).
@@ -49,10 +53,12 @@ def index_rows_of(directory: Path, number: int, info: ShardInfo, image_token: in
             return None
         with tarfile.open(fileobj=file, mode="r:") as archive:
             by_key = groupby(archive.getmembers(), lambda member: member.name.partition(".")[0])
-            return [_row(data, key, list(members), number, image_token) for key, members in by_key]
+            return [_row(data, key, list(members), number, image_token, family) for key, members in by_key]
 
 
-def _row(data: mmap.mmap, key: str, members: list[tarfile.TarInfo], shard: int, image_token: int) -> IndexRow:
+def _row(
+    data: mmap.mmap, key: str, members: list[tarfile.TarInfo], shard: int, image_token: int, family: Family
+) -> IndexRow:
     text = members[0]
     assert text.name == f"{key}.{METADATA_MEMBER}", text.name
     metadata = json.loads(data[text.offset_data : text.offset_data + text.size])
@@ -76,7 +82,7 @@ def _row(data: mmap.mmap, key: str, members: list[tarfile.TarInfo], shard: int, 
         },
     )
     ids = arrays["input_ids"][1]
-    starts = locate_images(ids[: metadata["length"]], grids, image_token)
+    starts = locate_images(ids[: metadata["length"]], family.token_counts(grids), image_token)
     return IndexRow(
         key=key,
         source_row=metadata["source_row"],

@@ -32,18 +32,6 @@ IMAGE_FILES_NAME = "image_files.parquet"
 #: Where the manifest's ``source`` counts these files and has the hash of their list.
 IMAGE_FILES = "image_files"
 
-#: Side of a vision patch in pixels, patches merged per side into one token, frames per temporal patch.
-PATCH_SIZE = 16
-MERGE_SIZE = 2
-TEMPORAL_PATCH_SIZE = 2
-CHANNELS = 3
-#: Bytes of a stored patch: (C, 16, 16) uint8, without the temporal copy.
-PATCH_BYTES = CHANNELS * PATCH_SIZE * PATCH_SIZE
-#: Image sides are multiples of this many pixels.
-IMAGE_FACTOR = PATCH_SIZE * MERGE_SIZE
-#: Vision patches behind one ``<|image_pad|>`` token.
-PATCHES_PER_TOKEN = MERGE_SIZE * MERGE_SIZE
-
 METADATA_MEMBER = "json"
 
 _SAMPLE_DIGITS = 3
@@ -80,7 +68,7 @@ ALL_MEMBERS: tuple[Member, ...] = (
     Member("loss_weights", np.dtype("<f4"), "(L,) weight of each token in the loss; 0 off target", LOSS_WEIGHTS),
     Member("position_ids", np.dtype("<i4"), "(3, L) MRoPE positions: t, h, w; 0 on padding"),
     Member("image_grid_thw", np.dtype("<i4"), "(N, 3) patches per image along t, h, w"),
-    Member("patches", np.dtype("|u1"), "(P, 768) pixels of all images in merge-block order"),
+    Member("patches", np.dtype("|u1"), "(P, bytes per patch) pixels of all images in merge-block order"),
 )
 #: The members that every sample has, and those that some samples have.
 MEMBERS = tuple(member for member in ALL_MEMBERS if member.feature is None)
@@ -100,8 +88,8 @@ class Sample:
         input_ids: int32 (L,).
         loss_mask: uint8 (L,), 1 where the token itself is to be predicted (unshifted).
         position_ids: int32 (3, L), rows t, h, w, starting from 0; padding holds 0.
-        image_grid_thw: int32 (N, 3), in patches of 16 pixels.
-        patches: uint8 (P, 768), columns (C, 16, 16), rows in 2x2 merge-block order.
+        image_grid_thw: int32 (N, 3), in patches of the family.
+        patches: uint8 (P, bytes per patch), columns (C, patch, patch), rows in merge-block order.
         loss_weights: float32 (L,), weight of each token in the loss: above 0 where ``loss_mask`` is 1, 0 elsewhere.
             None if all targets weigh 1.
     """

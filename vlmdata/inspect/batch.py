@@ -10,7 +10,6 @@ import torch
 
 from vlmdata.batch import IGNORE_INDEX, PackedBatch
 from vlmdata.context_parallel import chunk_ranges
-from vlmdata.format.schema import PATCHES_PER_TOKEN
 from vlmdata.loader.loader import StreamingLoader
 from vlmdata.packing.cost import CostModel
 from vlmdata.packing.plan import EMPTY_PACK
@@ -272,7 +271,7 @@ def _images(batch: PackedBatch, bounds: IntArray, context_parallel: int) -> tupl
     found = []
     for (t, h, w), start, segment, owner in zip(grids.tolist(), starts.tolist(), segments, owners, strict=True):
         patches = t * h * w
-        found.append(BatchImage(segment, start, patches // PATCHES_PER_TOKEN, (t, h, w), patches, owner))
+        found.append(BatchImage(segment, start, patches // batch.family.patches_per_token, (t, h, w), patches, owner))
     return tuple(found)
 
 

@@ -164,7 +164,7 @@ def describe_dataset(dataset: VlmDataset, *, check: int | None = DEFAULT_CHECK, 
         DatasetFormatError: If the ledger, the tokenizer or a shard that is looked at cannot be read.
     """
     manifest = dataset.manifest
-    facts = IndexFindings(dataset.index)
+    facts = IndexFindings(dataset.index, dataset.family)
     extremes = _extremes(dataset, facts)
     chosen = _chosen(facts, extremes, check, seed)
     options = manifest.config.get("options")

@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from vlmdata.errors import DatasetFormatError
+from vlmdata.families import Family
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.index import DatasetIndex
-from vlmdata.format.schema import PATCHES_PER_TOKEN, Sample
+from vlmdata.format.schema import Sample
 from vlmdata.inspect.text import one_line
 from vlmdata.inspect.tokens import TokenTexts, Turn, find_turns
 from vlmdata.verify.sample import SampleRules, audit_sample, turn_weights_of
@@ -84,9 +85,11 @@ class IndexFindings:
 
     Attributes:
         index: The index.
+        family: The dataset's family.
     """
 
     index: DatasetIndex
+    family: Family
 
     @cached_property
     def target_shares(self) -> npt.NDArray[np.float64]:
@@ -96,7 +99,7 @@ class IndexFindings:
     @cached_property
     def image_tokens(self) -> npt.NDArray[np.int64]:
         """Tokens that stand for images, int64 (n,)."""
-        return self.index.num_patches.astype(np.int64) // PATCHES_PER_TOKEN
+        return self.index.num_patches.astype(np.int64) // self.family.patches_per_token
 
     @cached_property
     def low_target_share(self) -> float:

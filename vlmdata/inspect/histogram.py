@@ -86,7 +86,7 @@ def _integer_edges(values: npt.NDArray[np.number]) -> npt.NDArray[np.int64]:
 
 def _even_edges(values: npt.NDArray[np.number]) -> npt.NDArray[np.float64]:
     low, high = float(values.min()), float(values.max())
-    if low == high:
+    if high - low <= 1e-9 * max(abs(high), 1.0):  # below what the rounding of edges can tell apart
         return np.array([low, high + max(abs(high), 1.0) * 1e-3])
     magnitude = 10.0 ** np.floor(np.log10((high - low) / BINS))
     step = next(m * magnitude for m in (1, 2, 5, 10, 20) if (high - low) / (m * magnitude) <= BINS)

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from PIL import Image
 
 from vlmdata.errors import DatasetFormatError
-from vlmdata.format.schema import MERGE_SIZE, Sample
-from vlmdata.patches import unpatchify
+from vlmdata.families import Family
+from vlmdata.format.schema import Sample
 
 #: Longest side of an image in the one-file page, in pixels; the served page shows every pixel.
 PAGE_SIDE = 1024
@@ -21,12 +21,13 @@ THUMBNAIL_SIDE = 96
 _WEBP_QUALITY = 78
 
 
-def rebuild_image(sample: Sample, number: int) -> npt.NDArray[np.uint8]:
+def rebuild_image(sample: Sample, number: int, family: Family) -> npt.NDArray[np.uint8]:
     """An image as the model sees it; of a video, its first frame.
 
     Args:
         sample: The sample.
         number: Of the image in it.
+        family: The dataset's family.
 
     Returns:
         uint8 (H, W, 3).
@@ -40,12 +41,13 @@ def rebuild_image(sample: Sample, number: int) -> npt.NDArray[np.uint8]:
         raise IndexError(f"no image {number}: sample {sample.key} has {len(grids)}, from 0")
     start = int(grids[:number].prod(axis=1).sum())
     _, height, width = grids[number].tolist()
-    if (grids < 1).any() or height % MERGE_SIZE or width % MERGE_SIZE or start + height * width > len(sample.patches):
+    merge = family.merge_size
+    if (grids < 1).any() or height % merge or width % merge or start + height * width > len(sample.patches):
         raise DatasetFormatError(
             f"sample {sample.key}: image {number} has the grid {grids[number].tolist()}, which does not fit the "
             f"{len(sample.patches)} stored patches. Run `vlmdata verify` on the dataset."
         )
-    return unpatchify(sample.patches[start : start + height * width], height, width).transpose(1, 2, 0)
+    return family.unpatchify(sample.patches[start : start + height * width], height, width).transpose(1, 2, 0)
 
 
 def encode_image(pixels: npt.NDArray[np.uint8], format: Literal["png", "webp"], longest: int | None = None) -> bytes:

@@ -86,7 +86,9 @@ class Run:
         card = (
             describe_dataset(dataset, check=check, seed=self.options.seed) if "is:suspicious" in query.flags else None
         )
-        order = candidates(IndexFindings(dataset.index), query, () if card is None else suspicious_samples(card))
+        order = candidates(
+            IndexFindings(dataset.index, dataset.family), query, () if card is None else suspicious_samples(card)
+        )
         hits = search(dataset, TokenTexts(dataset.directory, dataset.manifest), order, query.text, limit=len(dataset))
         samples = found_samples(dataset, hits.samples)
         self._show(

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from vlmdata.errors import DatasetFormatError
+from vlmdata.families import Family
 from vlmdata.format.dataset import VlmDataset
-from vlmdata.format.manifest import TokenizerInfo
-from vlmdata.format.schema import PATCH_SIZE, PATCHES_PER_TOKEN, Sample
+from vlmdata.format.schema import Sample
 from vlmdata.inspect.dataset import source_name
 from vlmdata.inspect.findings import ContentCheck, Finding, IndexFindings, Severity, flat_images
 from vlmdata.inspect.tokens import TokenTexts, Turn, find_turns
@@ -176,7 +176,7 @@ class SampleDescriber:
     def __init__(self, dataset: VlmDataset):
         self.dataset = dataset
         self.texts = TokenTexts(dataset.directory, dataset.manifest)
-        self.facts = IndexFindings(dataset.index)
+        self.facts = IndexFindings(dataset.index, dataset.family)
         self._check = ContentCheck(dataset, self.texts)
 
     def __call__(self, i: int) -> SampleDescription:
@@ -191,7 +191,7 @@ class SampleDescriber:
         info = dataset.manifest.tokenizer
         ids, mask = sample.input_ids[: sample.length], sample.loss_mask[: sample.length]
         turns = find_turns(ids, mask, info, self.texts)
-        numbers, spans = _spans(sample, turns, row.image_starts, info, self.texts)
+        numbers, spans = _spans(sample, turns, row.image_starts, dataset, self.texts)
         targets = int(np.count_nonzero(mask))
         return SampleDescription(
             key=row.key,
@@ -209,7 +209,7 @@ class SampleDescriber:
             truncated=row.truncated,
             turns=turns,
             spans=spans,
-            images=_images(sample, row.image_starts, dataset.metadata(i)),
+            images=_images(sample, row.image_starts, dataset.metadata(i), dataset.family),
             tokens=_table(sample, self.texts, numbers),
             findings=_by_severity([*self.findings(i), *flat_images(sample)]),
         )
@@ -285,9 +285,10 @@ def _table(sample: Sample, texts: TokenTexts, spans: npt.NDArray[np.int32]) -> T
 
 
 def _spans(
-    sample: Sample, turns: tuple[Turn, ...], image_starts: tuple[int, ...], info: TokenizerInfo, texts: TokenTexts
+    sample: Sample, turns: tuple[Turn, ...], image_starts: tuple[int, ...], dataset: VlmDataset, texts: TokenTexts
 ) -> tuple[npt.NDArray[np.int32], tuple[Span, ...]]:
     """Cuts the tokens where turn, kind, target, weight or image changes; also gives each token's span number."""
+    info, family = dataset.manifest.tokenizer, dataset.family
     ids, mask = sample.input_ids[: sample.length], sample.loss_mask[: sample.length] != 0
     turn_of = np.repeat(np.arange(len(turns)), [turn.stop - turn.start for turn in turns])
     kind = np.full(sample.length, _KINDS.index(SpanKind.TEXT))
@@ -299,7 +300,7 @@ def _spans(
     kind[ids == info.image] = _KINDS.index(SpanKind.IMAGE)
     image_of = np.full(sample.length, -1)
     for number, (start, grid) in enumerate(zip(image_starts, sample.image_grid_thw.tolist(), strict=True)):
-        image_of[start : start + int(np.prod(grid)) // PATCHES_PER_TOKEN] = number
+        image_of[start : start + int(np.prod(grid)) // family.patches_per_token] = number
     image_of[ids != info.image] = -1
     weights = mask.astype(np.float32) if sample.loss_weights is None else sample.loss_weights[: sample.length]
     marks = np.stack([turn_of, kind, mask, weights, image_of])
@@ -316,7 +317,9 @@ def _spans(
     return np.cumsum(numbers, dtype=np.int32), tuple(spans)
 
 
-def _images(sample: Sample, starts: tuple[int, ...], metadata: Mapping[str, Any]) -> tuple[ImageDescription, ...]:
+def _images(
+    sample: Sample, starts: tuple[int, ...], metadata: Mapping[str, Any], family: Family
+) -> tuple[ImageDescription, ...]:
     recorded = metadata.get("images")
     recorded = recorded if isinstance(recorded, list) else []
     found = []
@@ -327,13 +330,13 @@ def _images(sample: Sample, starts: tuple[int, ...], metadata: Mapping[str, Any]
             ImageDescription(
                 number=number,
                 grid=(t, h, w),
-                width=w * PATCH_SIZE,
-                height=h * PATCH_SIZE,
+                width=w * family.patch_size,
+                height=h * family.patch_size,
                 patches=t * h * w,
-                tokens=t * h * w // PATCHES_PER_TOKEN,
+                tokens=t * h * w // family.patches_per_token,
                 start=start,
                 source=source,
-                scale=w * PATCH_SIZE / width if isinstance(width, int) and width > 0 else None,
+                scale=w * family.patch_size / width if isinstance(width, int) and width > 0 else None,
             )
         )
     return tuple(found)

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from vlmdata.batch import IGNORE_INDEX
-from vlmdata.format.schema import PATCH_BYTES
 from vlmdata.loader.request import TOKEN_MEMBERS, IntArray, PackRequest, Part, SampleReads
 from vlmdata.loader.shards import ShardStore
 
@@ -65,7 +64,7 @@ def layout_of(request: PackRequest) -> Layout:
     if request.weighted:
         wanted.append(("loss_weights", "<f4", (1, local)))
     if Part.PIXELS in request.parts:
-        wanted.append(("patches", "|u1", (request.local_patches, PATCH_BYTES)))
+        wanted.append(("patches", "|u1", (request.local_patches, request.patch_bytes)))
     fields, offset = [], 0
     for name, dtype, shape in wanted:
         field = Field(name, np.dtype(dtype), shape, offset)
@@ -217,7 +216,7 @@ def _fill_patches(request: PackRequest, store: ShardStore, patches: npt.NDArray[
         samples.dataset[owner],
         samples.shard[owner],
         images.offsets[held],
-        images.grids[held].prod(axis=1) * PATCH_BYTES,
+        images.grids[held].prod(axis=1) * request.patch_bytes,
         images.checksums[held],
         samples.row[owner],
         owner,

@@ -90,7 +90,7 @@ def _has_sha256(path: Path, sha256: str) -> bool:
 
 
 def require_one_tokenizer(datasets: Sequence[VlmDataset]) -> None:
-    """Refuses to mix datasets whose token ids mean different things.
+    """Refuses to mix datasets whose token ids or pixels mean different things.
 
     Raises:
         ConfigMismatchError: Naming both.
@@ -103,6 +103,12 @@ def require_one_tokenizer(datasets: Sequence[VlmDataset]) -> None:
                 f"datasets with different tokenizers cannot be mixed: {first.directory} has {a.name} "
                 f"({a.fingerprint[:16]}), {other.directory} has {b.name} ({b.fingerprint[:16]}). "
                 "Preprocess one of them again with the other's tokenizer."
+            )
+        if first.family != other.family:
+            raise ConfigMismatchError(
+                f"datasets of different model families cannot be mixed: {first.directory} is made for "
+                f"{first.family.name}, {other.directory} for {other.family.name}. Preprocess one of them again with "
+                "the other's --family."
             )
 
 

@@ -13,7 +13,6 @@ import numpy.typing as npt
 from vlmdata.context_parallel import chunk_ranges
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.index import ABSENT
-from vlmdata.format.schema import PATCH_BYTES
 from vlmdata.packing.plan import Pack
 from vlmdata.vision_split import image_owners
 
@@ -93,6 +92,7 @@ class PackRequest:
         ranges: int64 (r, 2): token ranges of the pack held here, ascending.
         parts: What is read.
         pad_id: Token id of padding.
+        patch_bytes: Bytes of a patch.
     """
 
     samples: SampleReads
@@ -103,6 +103,7 @@ class PackRequest:
     ranges: IntArray
     parts: Part
     pad_id: int
+    patch_bytes: int
 
     @property
     def total_tokens(self) -> int:
@@ -157,7 +158,9 @@ def build_request(
     else:
         ranges = chunk_ranges(cu_seqlens_padded, cp_size, cp_rank).reshape(-1, 2)
         held = np.flatnonzero(image_owners(images.grids, cp_size) == cp_rank)
-    return PackRequest(samples, images, held, cu_seqlens, cu_seqlens_padded, ranges, parts, pad_id)
+    return PackRequest(
+        samples, images, held, cu_seqlens, cu_seqlens_padded, ranges, parts, pad_id, datasets[0].family.patch_bytes
+    )
 
 
 def _reads(pack: Pack | None, datasets: Sequence[VlmDataset], begins: IntArray) -> tuple[SampleReads, ImageReads]:
@@ -210,7 +213,7 @@ def _look_up(dataset: VlmDataset, chosen: IntArray, begins: IntArray, first: int
     images = _concatenated_ranges(image_begins, counts)
     grids = index.grids[images].astype(np.int64)
     # A sample's images lie one behind the other in its patches.
-    ends = np.cumsum(grids.prod(axis=1) * PATCH_BYTES)
+    ends = np.cumsum(grids.prod(axis=1) * dataset.family.patch_bytes)
     before = np.concatenate([np.zeros(1, np.int64), ends])
     first_byte = index.data_offsets["patches"][chosen] - before[np.cumsum(counts) - counts]
     return {

@@ -107,6 +107,7 @@ class RankStream:
             pack=tag.pack,
             context_parallel=self.context_parallel,
             host=HostLayout(request.cu_seqlens, bounds, images.grids, images.starts, request.held),
+            family=self.datasets[0].family,
         )
 
 

@@ -14,10 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from vlmdata.errors import DatasetFormatError
+from vlmdata.families import Family
+from vlmdata.families.positions import locate_images
 from vlmdata.format.index import IndexRow
 from vlmdata.format.manifest import Manifest, TokenizerInfo
-from vlmdata.format.schema import DOCUMENTS, MERGE_SIZE, Sample
-from vlmdata.positions import locate_images, mrope_position_ids
+from vlmdata.format.schema import DOCUMENTS, Sample
 from vlmdata.verify.document import audit_document
 from vlmdata.wording import counted
 
@@ -33,12 +34,14 @@ class SampleRules:
         tokenizer: Special ids.
         pad_multiple: Of which stored lengths are multiples.
         all_turns: Whether every assistant turn is a target, or the last alone.
+        family: The family the samples are made for.
         documents: Whether samples without target turns are documents. Elsewhere they are faults.
     """
 
     tokenizer: TokenizerInfo
     pad_multiple: int
     all_turns: bool
+    family: Family
     documents: bool = False
 
     @classmethod
@@ -57,7 +60,13 @@ class SampleRules:
                 f"options.pad_multiple is {pad_multiple!r} and options.train_turns is {train_turns!r}; "
                 "without these two samples cannot be audited"
             )
-        return cls(manifest.tokenizer, pad_multiple, train_turns == "all", DOCUMENTS in manifest.features)
+        return cls(
+            manifest.tokenizer,
+            pad_multiple,
+            train_turns == "all",
+            manifest.model_family,
+            DOCUMENTS in manifest.features,
+        )
 
 
 def turn_weights_of(metadata: Mapping[str, Any]) -> tuple[float, ...]:
@@ -92,19 +101,20 @@ def audit_sample(
         ]  # no part of it can be told from another
     findings = [*_lengths(sample, row, tokenizer, rules.pad_multiple), *_targets(sample, row, rules, turn_weights)]
     findings += _weights(sample)
-    bad_grid = _bad_grid(sample)
+    bad_grid = _bad_grid(sample, rules.family.merge_size)
     if bad_grid is not None:
         return [*findings, ("grid", bad_grid)]  # nothing can be said of images whose size is unknown
     findings += _patches(sample)
-    starts = _image_starts(sample, tokenizer)
+    counts = rules.family.token_counts(sample.image_grid_thw)
+    starts = _image_starts(sample, counts, tokenizer)
     if isinstance(starts, str):
         findings.append(("image_block", starts))
     else:
         if row.image_starts != tuple(starts.tolist()):
             message = f"the index says images start at {row.image_starts}, they do at {starts.tolist()}"
             findings.append(("index", message))
-        findings += _image_blocks(sample, starts, tokenizer)
-        findings += _positions(sample, starts)
+        findings += _image_blocks(sample, starts, counts, tokenizer)
+        findings += _positions(sample, starts, rules.family)
     return findings
 
 
@@ -124,12 +134,12 @@ def _lengths(sample: Sample, row: IndexRow, tokenizer: TokenizerInfo, pad_multip
         yield "index", f"the index says {counted(row.num_targets, 'target')}, the mask has {sample.num_targets}"
 
 
-def _bad_grid(sample: Sample) -> str | None:
+def _bad_grid(sample: Sample, merge: int) -> str | None:
     grids = sample.image_grid_thw
-    bad = np.flatnonzero((grids < 1).any(axis=1) | (grids[:, 1:] % MERGE_SIZE != 0).any(axis=1))
+    bad = np.flatnonzero((grids < 1).any(axis=1) | (grids[:, 1:] % merge != 0).any(axis=1))
     if len(bad) == 0:
         return None
-    return f"image {bad[0]} has the grid {grids[bad[0]].tolist()}; sides must be even and positive"
+    return f"image {bad[0]} has the grid {grids[bad[0]].tolist()}; sides must be positive multiples of {merge}"
 
 
 def _patches(sample: Sample) -> Iterator[Finding]:
@@ -276,16 +286,19 @@ def _runs_to_the_end(inside: npt.NDArray[np.bool_], turn: npt.NDArray[np.int32],
     return stop == after + int(after < len(turn) and turn[after] == newline)
 
 
-def _image_starts(sample: Sample, tokenizer: TokenizerInfo) -> npt.NDArray[np.int64] | str:
+def _image_starts(
+    sample: Sample, counts: npt.NDArray[np.int64], tokenizer: TokenizerInfo
+) -> npt.NDArray[np.int64] | str:
     try:
-        return locate_images(sample.input_ids[: sample.length], sample.image_grid_thw, tokenizer.image)
+        return locate_images(sample.input_ids[: sample.length], counts, tokenizer.image)
     except ValueError as error:
         return str(error)
 
 
-def _image_blocks(sample: Sample, starts: npt.NDArray[np.int64], tokenizer: TokenizerInfo) -> Iterator[Finding]:
+def _image_blocks(
+    sample: Sample, starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], tokenizer: TokenizerInfo
+) -> Iterator[Finding]:
     ids = sample.input_ids[: sample.length]
-    counts = sample.image_grid_thw.astype(np.int64).prod(axis=1) // MERGE_SIZE**2
     stops = starts + counts
     closed = (starts > 0) & (stops < len(ids))
     closed[closed] &= ids[starts[closed] - 1] == tokenizer.vision_start
@@ -298,8 +311,8 @@ def _image_blocks(sample: Sample, starts: npt.NDArray[np.int64], tokenizer: Toke
             yield "image_block", f"{found} <|{name}|> for {counted(len(starts), 'image')}"
 
 
-def _positions(sample: Sample, starts: npt.NDArray[np.int64]) -> Iterator[Finding]:
-    expected = mrope_position_ids(sample.length, starts, sample.image_grid_thw)
+def _positions(sample: Sample, starts: npt.NDArray[np.int64], family: Family) -> Iterator[Finding]:
+    expected = family.position_ids(sample.length, starts, sample.image_grid_thw)
     actual = sample.position_ids[:, : sample.length]
     wrong = np.flatnonzero((expected != actual).any(axis=0))
     if len(wrong):

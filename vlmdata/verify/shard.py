@@ -17,7 +17,7 @@ import xxhash
 
 from vlmdata.format.index import IndexRow
 from vlmdata.format.manifest import ShardInfo
-from vlmdata.format.schema import MEMBERS, METADATA_MEMBER, OPTIONAL_MEMBERS, PATCH_BYTES, Member, Sample, parse_key
+from vlmdata.format.schema import MEMBERS, METADATA_MEMBER, OPTIONAL_MEMBERS, Member, Sample, parse_key
 from vlmdata.verify.fault import Fault
 from vlmdata.verify.sample import SampleRules, audit_sample, turn_weights_of
 from vlmdata.wording import counted
@@ -169,7 +169,7 @@ def _audit_row(
             yield "member", f"{member.suffix}: {loaded}"
             return
         arrays[member.name] = loaded
-    problem = _shape_problem(arrays, row)
+    problem = _shape_problem(arrays, row, rules.family.patch_bytes)
     if problem:
         yield "shape", problem
         return
@@ -250,14 +250,14 @@ def _check_metadata(data: mmap.mmap, members: dict[str, tuple[int, int]], row: I
     return turn_weights_of(metadata)
 
 
-def _shape_problem(arrays: dict[str, Any], row: IndexRow) -> str:
+def _shape_problem(arrays: dict[str, Any], row: IndexRow, patch_bytes: int) -> str:
     padded = row.padded_length
     shapes: dict[str, tuple[int, ...]] = {
         "input_ids": (padded,),
         "loss_mask": (padded,),
         "position_ids": (3, padded),
         "image_grid_thw": (len(row.image_grid_thw), 3),
-        "patches": (row.num_patches, PATCH_BYTES),
+        "patches": (row.num_patches, patch_bytes),
         "loss_weights": (padded,),
     }
     for member, _, _ in _indexed(row):

@@ -11,9 +11,9 @@ import torch
 
 from model.architecture import Architecture
 from tests.model.helpers import random_weights, transformers_model
+from vlmdata.families.qwen3_5 import FAMILY
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.schema import Sample
-from vlmdata.patches import pixel_values
 
 
 def write_checkpoint(folder: Path, data: Path, preset: str = "tiny", weights: bool = True, mtp: bool = True) -> Any:
@@ -71,7 +71,7 @@ def plain_logits(model: Any, sample: Sample) -> torch.Tensor:
         "position_ids": torch.from_numpy(sample.position_ids[:, None, : sample.length].astype("int64")),
     }
     if len(sample.image_grid_thw):
-        inputs["pixel_values"] = pixel_values(torch.from_numpy(sample.patches.copy()), torch.float32)
+        inputs["pixel_values"] = FAMILY.pixel_values(torch.from_numpy(sample.patches.copy()), torch.float32)
         inputs["image_grid_thw"] = torch.from_numpy(sample.image_grid_thw.astype("int64"))
     logits: torch.Tensor = model(use_cache=False, **inputs).logits
     return logits[0].float()

@@ -16,6 +16,7 @@ pytest.importorskip("megatron.core")
 
 from PIL import Image
 from typer.testing import CliRunner
+from vlmdata.patches import pixel_values
 
 from model.weights.convert import to_hf
 from model.weights.hf_files import WeightsError
@@ -25,7 +26,6 @@ from tests.model.training.plain import plain_logits, plain_loss
 from vlmdata import StreamingLoader
 from vlmdata.errors import DatasetFormatError
 from vlmdata.format.dataset import VlmDataset
-from vlmdata.patches import pixel_values
 
 pytestmark = pytest.mark.slow
 

@@ -65,7 +65,7 @@ def _with_images(describe: SampleDescriber, i: int) -> dict[str, Any]:
 def _image_uri(describe: SampleDescriber, i: int, number: int, longest: int) -> str | None:
     """An image as a ``data:`` address; None if there is none, or if its patches are damaged, which its findings say."""
     try:
-        pixels = rebuild_image(describe.dataset[i], number)
+        pixels = rebuild_image(describe.dataset[i], number, describe.dataset.family)
     except (IndexError, DatasetFormatError):
         return None
     return data_uri(encode_image(pixels, "webp", longest), "webp")

@@ -1,7 +1,7 @@
-"""3D rotary (MRoPE) positions of Qwen3.5-VL sequences.
+"""3D rotary (MRoPE) positions of Qwen-VL sequences with images.
 
-Source: ``Qwen3_5Model.get_rope_index`` of transformers. Unlike it, images are located one by one from their
-grids, so two images with no token between them stay two images.
+Source: ``get_rope_index`` of the models of transformers (Qwen2.5-VL, Qwen3-VL and Qwen3.5 agree on images). Unlike it,
+images are located one by one from their token counts, so two images with no token between them stay two images.
 """
 
 from __future__ import annotations
@@ -9,40 +9,26 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from vlmdata.format.schema import MERGE_SIZE, PATCHES_PER_TOKEN
 from vlmdata.wording import counted
 
 
-def image_token_counts(image_grid_thw: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
-    """Tokens each image takes in the sequence.
-
-    Args:
-        image_grid_thw: (N, 3), patches along t, h, w.
-
-    Returns:
-        int64 (N,).
-    """
-    grids = np.asarray(image_grid_thw, dtype=np.int64).reshape(-1, 3)
-    return grids.prod(axis=1) // PATCHES_PER_TOKEN
-
-
 def locate_images(
-    input_ids: npt.NDArray[np.integer], image_grid_thw: npt.NDArray[np.integer], image_token_id: int
+    input_ids: npt.NDArray[np.integer], token_counts: npt.NDArray[np.int64], image_token_id: int
 ) -> npt.NDArray[np.int64]:
-    """Index of the first image token of every image.
+    """Index of the first image token of each image.
 
     Args:
         input_ids: (L,) token ids, image placeholders expanded.
-        image_grid_thw: (N, 3), patches along t, h, w, in order of appearance.
+        token_counts: int64 (N,), tokens of each image, in order of appearance.
         image_token_id: Id of ``<|image_pad|>``.
 
     Returns:
         int64 (N,), ascending.
 
     Raises:
-        ValueError: If the image tokens are not exactly N unbroken runs of the sizes the grids imply.
+        ValueError: If the image tokens are not exactly N unbroken runs of these sizes.
     """
-    counts = image_token_counts(image_grid_thw)
+    counts = token_counts
     found = np.flatnonzero(np.asarray(input_ids) == image_token_id)
     if len(found) != counts.sum():
         raise ValueError(
@@ -61,7 +47,10 @@ def locate_images(
 
 
 def mrope_position_ids(
-    length: int, image_starts: npt.NDArray[np.integer], image_grid_thw: npt.NDArray[np.integer]
+    length: int,
+    image_starts: npt.NDArray[np.integer],
+    image_grid_thw: npt.NDArray[np.integer],
+    merge_size: int,
 ) -> npt.NDArray[np.int32]:
     """Positions of a sequence with images at known places.
 
@@ -72,7 +61,8 @@ def mrope_position_ids(
     Args:
         length: Tokens in the sequence.
         image_starts: (N,) index of each image's first token, ascending.
-        image_grid_thw: (N, 3), patches along t, h, w; h and w are even.
+        image_grid_thw: (N, 3), patches along t, h, w; h and w are multiples of ``merge_size``.
+        merge_size: Patches per side that merge into one token.
 
     Returns:
         int32 (3, length).
@@ -84,7 +74,7 @@ def mrope_position_ids(
         text = start - cursor
         positions[:, cursor:start] = np.arange(position, position + text, dtype=np.int32)
         position += text
-        rows, columns = height // MERGE_SIZE, width // MERGE_SIZE
+        rows, columns = height // merge_size, width // merge_size
         cursor = start + frames * rows * columns
         block = positions[:, start:cursor].reshape(3, frames, rows, columns)
         block[0] = position + np.arange(frames, dtype=np.int32)[:, None, None]

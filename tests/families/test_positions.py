@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmdata.positions import image_token_counts, locate_images, mrope_position_ids
+from vlmdata.families import family
+from vlmdata.families.positions import locate_images, mrope_position_ids
 
-IMAGE = 9
+IMAGE, MERGE = 9, 2
+counts_of = family("qwen3_5").token_counts
 
 grids = st.lists(
     st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 5)).map(lambda g: (g[0], 2 * g[1], 2 * g[2])),
@@ -49,8 +51,8 @@ def by_the_rule(ids: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 @given(sequences())
 def test_positions_follow_the_rule(sequence: tuple[np.ndarray, np.ndarray]) -> None:
     ids, sizes = sequence
-    starts = locate_images(ids, sizes, IMAGE)
-    positions = mrope_position_ids(len(ids), starts, sizes)
+    starts = locate_images(ids, counts_of(sizes), IMAGE)
+    positions = mrope_position_ids(len(ids), starts, sizes, MERGE)
     assert positions.dtype == np.int32
     assert np.array_equal(positions, by_the_rule(ids, sizes))
 
@@ -58,15 +60,15 @@ def test_positions_follow_the_rule(sequence: tuple[np.ndarray, np.ndarray]) -> N
 @given(sequences())
 def test_images_are_found_one_by_one_even_where_they_touch(sequence: tuple[np.ndarray, np.ndarray]) -> None:
     ids, sizes = sequence
-    starts = locate_images(ids, sizes, IMAGE)
-    counts = image_token_counts(sizes)
+    starts = locate_images(ids, counts_of(sizes), IMAGE)
+    counts = counts_of(sizes)
     covered = np.concatenate([np.arange(s, s + c) for s, c in zip(starts, counts, strict=True)] or [np.zeros(0, int)])
     assert np.array_equal(covered, np.flatnonzero(ids == IMAGE))
 
 
 def test_the_example_of_the_design() -> None:
     """Two text tokens, an image of 1x4x6 patches (2 by 3 tokens), one text token."""
-    positions = mrope_position_ids(9, np.array([2]), np.array([[1, 4, 6]]))
+    positions = mrope_position_ids(9, np.array([2]), np.array([[1, 4, 6]]), MERGE)
     assert positions.tolist() == [
         [0, 1, 2, 2, 2, 2, 2, 2, 5],
         [0, 1, 2, 2, 2, 3, 3, 3, 5],
@@ -83,4 +85,4 @@ def test_the_example_of_the_design() -> None:
 )
 def test_broken_image_blocks_are_refused(ids: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        locate_images(np.array(ids), np.array([[1, 4, 6]]), IMAGE)
+        locate_images(np.array(ids), np.array([6]), IMAGE)

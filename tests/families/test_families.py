@@ -1,0 +1,113 @@
+"""Every family of the registry against transformers: sizes, patches, pixels and positions."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from tests.conftest import SHARED_DATA
+from tests.families.reference import FAMILIES, image_processor, rope_index
+from vlmdata.families import REGISTRY, Family, family
+from vlmdata.families.base import AspectRatioError
+from vlmdata.families.positions import locate_images
+from vlmdata.media.resize import resize_image
+
+IMAGE, MIN, MAX = 9, 64 * 64, 320 * 320
+
+every_family = pytest.mark.parametrize("name", sorted(REGISTRY))
+sides = st.integers(1, 400)
+
+
+def test_every_family_has_a_reference() -> None:
+    assert set(FAMILIES) == set(REGISTRY)
+
+
+def stored(made: Family, pixels: np.ndarray, min_pixels: int, max_pixels: int) -> tuple[np.ndarray, list[int]]:
+    """Patches and grid of an image, as preprocessing makes them."""
+    height, width = made.image_size(*pixels.shape[:2], min_pixels, max_pixels)
+    patches = made.patchify(resize_image(pixels, height, width))
+    return patches, [1, height // made.patch_size, width // made.patch_size]
+
+
+def assert_equals_the_processor(name: str, image: Image.Image, min_pixels: int, max_pixels: int) -> None:
+    theirs = image_processor(name, min_pixels, max_pixels)(image, return_tensors="pt")
+    patches, grid = stored(family(name), np.asarray(image), min_pixels, max_pixels)
+    assert [grid] == theirs["image_grid_thw"].tolist()
+    assert torch.equal(family(name).pixel_values(torch.from_numpy(patches)), theirs["pixel_values"])
+
+
+@every_family
+@settings(max_examples=25)
+@given(height=sides, width=sides, seed=st.integers(0, 3))
+def test_images_equal_those_of_the_processor_bit_for_bit(name: str, height: int, width: int, seed: int) -> None:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    if max(height, width) / min(height, width) > family(name).max_aspect_ratio:
+        with pytest.raises(AspectRatioError, match="aspect ratio"):
+            stored(family(name), pixels, MIN, MAX)
+        return
+    assert_equals_the_processor(name, Image.fromarray(pixels), MIN, MAX)
+
+
+@every_family
+def test_real_receipts_equal_those_of_the_processor(name: str) -> None:
+    if not SHARED_DATA.exists():
+        pytest.skip("the shared receipts are not here")
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(SHARED_DATA / "receipts_real/data/train-00000-of-00001.parquet", columns=["image"])
+    for row in table.slice(0, 2).to_pylist():
+        image = Image.open(io.BytesIO(row["image"]["bytes"])).convert("RGB")
+        assert_equals_the_processor(name, image, 200_704, 401_408)
+
+
+@every_family
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 5), st.integers(1, 6), st.integers(1, 6)),
+        max_size=4,
+    ),
+    st.integers(1, 5),
+)
+def test_positions_equal_the_models(name: str, images: list[tuple[int, int, int]], tail: int) -> None:
+    """Images with one text token or more between them: the reference joins two that touch."""
+    made, ids, grids = family(name), [], []
+    for text, rows, columns in images:
+        grids.append([1, rows * made.merge_size, columns * made.merge_size])
+        ids += [1] * (text + 1) + [IMAGE] * (rows * columns)
+    ids += [1] * tail
+    array, grid = np.array(ids), np.array(grids, np.int64).reshape(-1, 3)
+    starts = locate_images(array, made.token_counts(grid), IMAGE)
+    ours = made.position_ids(len(ids), starts, grid)
+    tokens = torch.from_numpy(array)[None]
+    theirs = rope_index(name, tokens, (tokens == IMAGE).long(), torch.from_numpy(grid) if grids else None)
+    assert np.array_equal(ours, theirs[:, 0].numpy())
+
+
+@every_family
+@given(height=st.integers(1, 4), width=st.integers(1, 4), seed=st.integers(0, 3))
+def test_unpatchify_gives_the_image_back(name: str, height: int, width: int, seed: int) -> None:
+    made = family(name)
+    shape = (3, height * made.factor, width * made.factor)
+    image = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+    patches = made.patchify(image)
+    assert patches.shape == (math.prod(shape[1:]) // made.patch_size**2, made.patch_bytes)
+    assert np.array_equal(made.unpatchify(patches, shape[1] // made.patch_size, shape[2] // made.patch_size), image)
+
+
+@every_family
+def test_pixels_of_no_patches(name: str) -> None:
+    made = family(name)
+    values = made.pixel_values(torch.zeros(0, made.patch_bytes, dtype=torch.uint8), torch.bfloat16)
+    assert values.shape == (0, made.patch_bytes * made.temporal_patch_size)
+
+
+def test_an_unknown_family_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match="no family 'llava'; known families: qwen3_5, qwen3_vl, qwen2_5_vl"):
+        family("llava")

@@ -1,0 +1,18 @@
+"""Qwen3.5 (dense and with experts): patches of 16 pixels, mean and deviation 0.5.
+
+Sources: the published ``preprocessor_config.json`` of Qwen3.5, ``Qwen3_5Model.get_rope_index`` of transformers.
+"""
+
+from vlmdata.families.base import Family
+
+FAMILY = Family(
+    name="qwen3_5",
+    model_types=("qwen3_5", "qwen3_5_moe"),
+    patch_size=16,
+    merge_size=2,
+    temporal_patch_size=2,
+    image_mean=(0.5, 0.5, 0.5),
+    image_std=(0.5, 0.5, 0.5),
+    min_pixels=65_536,
+    max_pixels=16_777_216,
+)
