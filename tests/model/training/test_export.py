@@ -16,7 +16,6 @@ pytest.importorskip("megatron.core")
 
 from PIL import Image
 from typer.testing import CliRunner
-from vlmdata.patches import pixel_values
 
 from model.weights.convert import to_hf
 from model.weights.hf_files import WeightsError
@@ -25,6 +24,7 @@ from tests.model.training.conftest import evaluations_of, short_rows, train_here
 from tests.model.training.plain import plain_logits, plain_loss
 from vlmdata import StreamingLoader
 from vlmdata.errors import DatasetFormatError
+from vlmdata.families.qwen3_5 import FAMILY
 from vlmdata.format.dataset import VlmDataset
 
 pytestmark = pytest.mark.slow
@@ -83,7 +83,7 @@ def test_the_processor_makes_what_the_model_was_trained_on(processor: Any, chats
         made = processor.apply_chat_template(chat_of(row), tokenize=True, return_dict=True, return_tensors="pt")
         assert made["input_ids"][0].tolist() == sample.input_ids[: sample.length].tolist()
         assert torch.equal(made["image_grid_thw"], torch.from_numpy(sample.image_grid_thw.astype("int64")))
-        pixels = pixel_values(torch.from_numpy(sample.patches.copy()), torch.float32)
+        pixels = FAMILY.pixel_values(torch.from_numpy(sample.patches.copy()), torch.float32)
         assert torch.equal(made["pixel_values"], pixels)
 
 
