@@ -79,8 +79,8 @@ def test_the_example_of_the_design() -> None:
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        ([IMAGE] * 5, "5 image tokens .* 1 image grids ask for 6"),
-        ([IMAGE] * 3 + [1] + [IMAGE] * 3, "6 tokens of image 0 are not contiguous"),
+        ([IMAGE] * 5, "5 image tokens in the sequence; image grids: 1, which need 6"),
+        ([IMAGE] * 3 + [1] + [IMAGE] * 3, "image 0: its 6 tokens are not contiguous"),
     ],
 )
 def test_broken_image_blocks_are_refused(ids: list[int], message: str) -> None:

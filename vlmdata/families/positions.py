@@ -32,8 +32,8 @@ def locate_images(
     found = np.flatnonzero(np.asarray(input_ids) == image_token_id)
     if len(found) != counts.sum():
         raise ValueError(
-            f"{counted(len(found), 'image token')} in the sequence, but {counted(len(counts), 'image grid')} ask "
-            f"for {counts.sum()}"
+            f"{counted(len(found), 'image token')} in the sequence; image grids: {len(counts)}, which need "
+            f"{counts.sum()}"
         )
     if len(counts) == 0:
         return np.zeros(0, dtype=np.int64)
@@ -42,7 +42,9 @@ def locate_images(
     broken = np.flatnonzero(found[ends - 1] - found[starts] != counts - 1)
     if len(broken):
         image = int(broken[0])
-        raise ValueError(f"the tokens ({counts[image]}) of image {image} are not contiguous in the sequence")
+        raise ValueError(
+            f"image {image}: its {counted(int(counts[image]), 'token')} are not contiguous in the sequence"
+        )
     return np.asarray(found[starts], dtype=np.int64)
 
 
