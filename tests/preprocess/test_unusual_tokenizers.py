@@ -141,6 +141,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def shuffling(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
+    """A tokenizer whose template tests replace."""
+    return variant(tmp_path_factory.mktemp("shuffling"))
+
+
 def variant(tmp_path: Path, **parts: Any) -> ChatTokenizer:
     return load_tokenizer(write_tokenizer(tmp_path / "variant", **parts))
 
@@ -208,6 +214,21 @@ def test_a_row_on_which_the_template_misbehaves_is_rejected(tmp_path: Path) -> N
         talk(("user", "Hi"), ("assistant", "a secret")),
         talk(("user", "Hi"), ("assistant", "Ho"), ("user", "a secret")),
     ):
+        with pytest.raises(RowRejected) as raised:
+            encoder.encode(conversation)
+        assert raised.value.reason is Reason.TEMPLATE_ERROR
+
+
+@given(order=st.permutations(range(4)), kept=st.integers(2, 4))
+def test_a_template_may_not_move_or_leave_out_messages(shuffling: ChatTokenizer, order: list[int], kept: int) -> None:
+    image = ImagePart(encoded_image(32, 32))
+    conversation = talk(("user", (image, "one")), ("assistant", "two"), ("user", ("three",)), ("assistant", "four"))
+    listed = f"[{', '.join(map(str, order[:kept]))}]"
+    shuffling.hf.chat_template = TEMPLATE.replace("m in messages %}", f"i in {listed} %}}{{% set m = messages[i] %}}")
+    encoder = Encoder(PreprocessConfig(image=ImageConfig(1024, 4096)), shuffling)
+    if order[:kept] == [0, 1, 2, 3]:
+        assert encoder.encode(conversation)
+    else:
         with pytest.raises(RowRejected) as raised:
             encoder.encode(conversation)
         assert raised.value.reason is Reason.TEMPLATE_ERROR
