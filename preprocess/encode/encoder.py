@@ -102,7 +102,8 @@ class Encoder:
         most = self.config.max_length
         what = f"{counted(length, 'token')} ({counted(images, 'image')}), over --max-length {most}"
         if self.config.overlong != Overlong.TRUNCATE:  # a conversation is not split
-            raise RowRejected(Reason.OVERLONG, what)
+            split = "; only documents are split" if self.config.overlong == Overlong.SPLIT else ""
+            raise RowRejected(Reason.OVERLONG, what + split)
         if stop != length:
             raise RowRejected(Reason.OVERLONG, f"{what}, and no learned answer ends the sample that could be cut")
         if most <= start:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chat_rows import image_item, turn, write_jsonl
+from tests.chat_rows import data_uri, image_item, turn, write_jsonl
 from tests.list_recipe import LIST_ROWS, NAME
 from tests.preprocess.command_line import TOKENIZER
 from vlmdata.cli.main import main
@@ -73,6 +73,20 @@ def test_keys_that_are_not_used_are_shown(trace: Trace, tmp_path: Path) -> None:
     out = trace(0, of=write_jsonl(tmp_path / "chat.jsonl", [row]), recipe="chat")[1]
     words = " ".join(out.split())
     assert "unused keys id harmless unused keys mood unknown to the recipe" in words
+
+
+def test_a_split_document_shows_its_pieces(trace: Trace, tmp_path: Path) -> None:
+    picture = data_uri(width=128, height=128)
+    row = {"text": "A picture: <image><image>" + "word " * 20, "images": [picture, picture]}
+    rows = write_jsonl(tmp_path / "documents.jsonl", [row])
+    code, out, _ = trace(0, "--overlong", "split", "--max-length", 18, "--min-pixels", 1024, of=rows, recipe="text")
+    assert code == 1
+    keys = [line.split()[1] for line in out.splitlines() if line.startswith("piece ")]
+    assert keys == [f"000000000-{i:03d}" for i in range(len(keys))]
+    assert len(keys) > 3
+    assert out.count("no_targets") == 2
+    assert "document  A picture:" in out
+    assert "<|endoftext|>⟧" in out.splitlines()[-1]
 
 
 def test_a_failing_recipe_shows_its_traceback(trace: Trace) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from tests.list_recipe import build_lists
 from tests.verify.rewriting import edit_manifest_json, rewrite_manifest, rewrite_sample, sha256
 from vlmdata.format.index import INDEX_SCHEMA
+from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import INDEX_NAME, LEDGER_NAME, MANIFEST_NAME
 from vlmdata.verify.dataset import verify_dataset
 
@@ -62,6 +64,22 @@ def edit_keys(directory: Path, old: str, new: str) -> None:
 )
 def test_a_rejection_that_names_another_sample_is_found(damaged: Path, entry: int, fields: dict[str, Any]) -> None:
     edit_ledger(damaged, entry, **fields)
+    assert found(damaged) == {(LEDGER_NAME, "coverage")}
+
+
+def test_a_row_that_is_both_rejected_and_a_list_of_samples_is_found_though_all_counts_agree(damaged: Path) -> None:
+    path = damaged / LEDGER_NAME
+    line = {"row": 5, "reason": "no_samples", "message": "beside two samples"}
+    path.write_text(path.read_text() + json.dumps(line) + "\n")
+    manifest = Manifest.read(damaged)
+    counts = {"rejected": manifest.totals.rejected + 1, "extra_candidates": manifest.totals.extra_candidates + 1}
+    rewrite_manifest(
+        damaged,
+        ledger_sha256=sha256(path),
+        rejects={**manifest.rejects, "no_samples": 2},
+        totals=dataclasses.replace(manifest.totals, **counts),
+        shards=(dataclasses.replace(manifest.shards[0], **counts),),
+    )
     assert found(damaged) == {(LEDGER_NAME, "coverage")}
 
 

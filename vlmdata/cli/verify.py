@@ -25,7 +25,7 @@ def verify(
 
     Of each sample: targets exist and lie in assistant turns, after the header, unbroken to the end; the supervised
     end tokens equal the turns; no pad, vision or header token is a target; no image block is cut; patches match the
-    grids; positions are what the grids imply.
+    grids; positions are what the grids imply. In a document all text is a target, and the end of text ends it.
 
     **Examples**
 

@@ -58,7 +58,7 @@ def _totals(card: DatasetCard) -> Table:
     totals = card.totals
     share = totals.targets / max(totals.tokens, 1)
     rejected = totals.rejected / max(totals.candidates, 1)
-    truncated = f"{totals.truncated:,} with a cut answer" if totals.truncated else ""
+    truncated = f"{totals.truncated:,} cut at the end" if totals.truncated else ""
     each = f"{totals.patches / totals.images:,.0f} per image" if totals.images else ""
     table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="bold")
