@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmdata.packing import CostModel, cost_model
+from vlmdata.packing import CostModel, cost, cost_model
 
 COUNTS = st.integers(0, 262_144)
 
@@ -37,3 +37,15 @@ def test_bad_models_are_refused() -> None:
 def test_an_unknown_size_is_refused_with_those_there_are() -> None:
     with pytest.raises(ValueError, match=r"no cost model for '70b'; known sizes: .*0\.8b, 2b, 4b, 9b, 27b"):
         cost_model("70b")
+
+
+def test_the_default_is_that_of_the_installed_model_and_needs_no_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = cost_model(cost.DEFAULT_COST)
+    monkeypatch.setattr(cost, "entry_points", lambda **_: [])
+    cost._named.cache_clear()
+    try:
+        assert cost_model(cost.DEFAULT_COST) == installed
+        with pytest.raises(ValueError, match="known sizes: 4b"):
+            cost_model("2b")
+    finally:
+        cost._named.cache_clear()
