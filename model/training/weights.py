@@ -200,8 +200,8 @@ def _without_prediction(path: Path, fresh: bool) -> str:
     if fresh:
         return f"{path} has no weights of multi-token prediction: it starts from random ones"
     raise ConfigError(
-        f"model.weights {path} has no weights of multi-token prediction, which this model has: train "
-        "without it, --set model.mtp=false, or train it from random weights, --set model.mtp=true"
+        f"{path} has no weights of multi-token prediction, which this model has: train without it, --set "
+        "model.mtp=false, or train it from random weights, --set model.mtp=true"
     )
 
 

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from model.weights.convert import to_hf
 from model.weights.hf_files import WeightsError
 from tests.model.helpers import relative
-from tests.model.training.conftest import evaluations_of, short_rows, train_here
+from tests.model.training.conftest import ROOT, evaluations_of, short_rows, train_here
 from tests.model.training.plain import plain_logits, plain_loss
 from vlmdata import StreamingLoader
 from vlmdata.errors import DatasetFormatError
@@ -103,6 +103,18 @@ def test_it_generates_until_the_turn_ends(processor: Any, model: Any, chats: Pat
     assert processor.tokenizer.convert_tokens_to_ids("<|im_end|>") == tokenizer.im_end
     ended = model.generate(**made, max_new_tokens=4, prefix_allowed_tokens_fn=lambda *_: [tokenizer.im_end])
     assert ended.shape[1] == asked + 1
+
+
+def test_the_example_of_the_docs(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "training.md").read_text()
+    (example,) = [block.partition("```")[0] for block in page.split("```python\n")[1:] if "AutoProcessor" in block]
+    Image.new("RGB", (96, 64), "grey").save(tmp_path / "receipt.png")
+    for old, new in (("models/cord", folder), ("receipt.png", tmp_path / "receipt.png"), ("=200", "=2")):
+        assert old in example
+        example = example.replace(old, str(new))
+    exec(example, {})
+    said = capsys.readouterr().out.replace("\\n", "\n")
+    assert "Describe this image.<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n" in said
 
 
 def test_it_computes_what_ours_does(model: Any, checkpoint: Path, validation: Path) -> None:
