@@ -73,6 +73,7 @@ REGISTRY: Mapping[str, str] = {
     "cord_v2": "preprocess.recipes.cord_v2:CordV2",
     "chat": "preprocess.recipes.chat:Chat",
     "text": "preprocess.recipes.text:Text",
+    "caption": "preprocess.recipes.caption:Caption",
 }
 
 

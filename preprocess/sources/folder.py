@@ -11,7 +11,7 @@ from pathlib import Path
 from preprocess.sources.kinds import ENDINGS, Kind, is_image, kind_of, listing
 from preprocess.sources.splits import choose_split, splits_by_name
 from vlmdata.errors import SourceError
-from vlmdata.format.schema import INDEX_NAME, MANIFEST_NAME
+from vlmdata.format.schema import MANIFEST_NAME, TOKENIZER_DIR
 
 #: Files of other programs that end like data.
 _NO_DATA = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
@@ -36,10 +36,12 @@ class FolderContent:
 
     @classmethod
     def look(cls, folder: Path) -> FolderContent:
-        """Lists a folder and all below it; hidden files and folders are passed over."""
+        """Lists a folder and all below it. Hidden files and folders, and datasets made of it, are passed over."""
         data, images, others = list[Path](), 0, Counter[str]()
         for parent, folders, names in os.walk(folder, followlinks=True):
-            folders[:] = sorted(name for name in folders if not name.startswith((".", "__")))
+            folders[:] = sorted(
+                name for name in folders if not name.startswith((".", "__")) and not _is_dataset(Path(parent, name))
+            )
             for name in sorted(names):
                 file = Path(parent, name)
                 if name.startswith(".") or name in _NO_DATA:
@@ -74,15 +76,15 @@ class FolderContent:
         if not kinds:
             found = ", ".join(f"{count:,} {ending}" for ending, count in self.others.most_common(5)) or "nothing"
             raise SourceError(f"{what}: no data files in this folder. Found: {found}. Read are: {', '.join(ENDINGS)}.")
-        if (self.folder / MANIFEST_NAME).is_file() and (self.folder / INDEX_NAME).is_file():
+        if _is_dataset(self.folder):
             raise SourceError(
                 f"{what}: a dataset that `vlmdata preprocess` made. Give the data it was made from, or look at it "
                 "with `vlmdata inspect`."
             )
         if len(kinds) > 1:
             raise SourceError(
-                f"{what}: data files of several kinds in one folder: {listing(self.data)}. Give those to read, "
-                f"for example '{self.folder / '**' / f'*{_ending(self.data[0])}'}'."
+                f"{what}: data files of several kinds in one folder: {listing(self.data, self.folder)}. Give those to "
+                f"read, for example '{self.folder / '**' / f'*{_ending(self.data[0])}'}'."
             )
         splits = splits_by_name(file.relative_to(self.folder).as_posix() for file in self.data)
         self._require_all_in_splits(splits)
@@ -97,6 +99,12 @@ class FolderContent:
                 f"SOURCE {self.folder}: by its name {left_out[0]} belongs to none of the splits {', '.join(splits)} "
                 f"({len(left_out)} such files). Rename it, or give the files to read."
             )
+
+
+def _is_dataset(folder: Path) -> bool:
+    """True for what ``vlmdata preprocess`` makes, finished or not."""
+    finished = (folder / MANIFEST_NAME).is_file() and (folder / TOKENIZER_DIR).is_dir()
+    return finished or (folder / ".progress" / "run.json").is_file()
 
 
 def _ending(file: Path) -> str:

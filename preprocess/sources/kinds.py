@@ -65,12 +65,17 @@ def the_kind(what: str, files: Sequence[Path]) -> Kind:
     raise SourceError(f"{what}: files of several kinds: {listing(files)}. Name files of one kind.")
 
 
-def listing(files: Sequence[Path]) -> str:
-    """Files by kind for a message: ``2 parquet (a.parquet, b.parquet), 1 JSON lines (c.jsonl)``."""
+def listing(files: Sequence[Path], folder: Path | None = None) -> str:
+    """Files by kind for a message: ``2 parquet (a.parquet, b.parquet), 1 JSON lines (c.jsonl)``.
+
+    Args:
+        files: The files.
+        folder: Where their shown paths begin; None shows names alone.
+    """
     by_kind: dict[Kind, list[str]] = {}
     for file in sorted(files):
         if (kind := kind_of(file)) is not None:
-            by_kind.setdefault(kind, []).append(file.name)
+            by_kind.setdefault(kind, []).append(file.name if folder is None else file.relative_to(folder).as_posix())
     parts = []
     for kind, names in by_kind.items():
         more = ", …" if len(names) > _SHOWN else ""

@@ -90,7 +90,8 @@ def _local(path: Path, split: str | None, config_name: str | None = None) -> Sou
     kind = the_kind(f"SOURCE {path}", files)
     if split not in (None, "train"):
         raise SourceError(
-            f"SOURCE {files[0]}: a data file has no splits, so --split {split} names nothing; leave it out"
+            f"SOURCE {files[0]}: a data file has no splits, so --split {split} names nothing; leave it out. "
+            "(--holdout 0.02 holds out a share of its rows.)"
         )
     return _files(kind, files, None, files[0].parent)
 

@@ -33,6 +33,9 @@ class TestEveryRecipe:
         ("chat", ["instruction", "input", "output", "images"]),
         ("chat", ["query", "response", "history", "system"]),
         ("chat", ["prompt", "completion", "images"]),
+        ("caption", ["image", "txt", "__key__"]),
+        ("caption", ["image", "text"]),
+        ("chat", ["image", "text", "conversations"]),
     ],
 )
 def test_these_columns_fit_one_recipe(name: str, columns: list[str]) -> None:

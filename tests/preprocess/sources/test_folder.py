@@ -76,7 +76,7 @@ def test_data_beside_many_images_is_the_data(tmp_path):
 def test_several_kinds_of_data_are_refused_with_the_remedy(tmp_path):
     for name in ("a.jsonl", "b.jsonl", "sub/c.csv"):
         write(tmp_path / name, n=1)
-    refused(tmp_path, rf"2 JSON lines \(a.jsonl, b.jsonl\), 1 CSV or TSV \(c.csv\). .* '{tmp_path}/\*\*/\*.jsonl'")
+    refused(tmp_path, rf"2 JSON lines \(a.jsonl, b.jsonl\), 1 CSV or TSV \(sub/c.csv\). .* '{tmp_path}/\*\*/\*.jsonl'")
     assert open_source(f"{tmp_path}/**/*.jsonl").num_rows == 2
 
 
@@ -101,5 +101,10 @@ def test_a_dataset_card_that_names_files_is_obeyed(tmp_path):
     assert open_source(str(tmp_path)).row(0).values == {"n": 2}
 
 
-def test_a_dataset_of_ours_is_not_a_source(make_dataset, cord_parquet):
-    refused(make_dataset(cord_parquet, limit=2), "a dataset that `vlmdata preprocess` made")
+def test_a_dataset_of_ours_is_not_a_source_and_may_lie_in_one(make_dataset, cord_parquet, tmp_path):
+    refused(make_dataset(cord_parquet, "sub/out", limit=2), "a dataset that `vlmdata preprocess` made")
+    write(tmp_path / "sub" / "unfinished" / ".progress" / "run.json")
+    write(tmp_path / "sub" / "unfinished" / "train.jsonl", n=2)
+    write(tmp_path / "sub" / "rows.jsonl", n=1)
+    source = open_source(str(tmp_path / "sub"))
+    assert (source.num_rows, source.row(0).values) == (1, {"n": 1})

@@ -1,0 +1,81 @@
+"""An image and its caption, as in WebDataset pairs of ``jpg`` and ``txt``: the prompt is asked, the caption learned."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import ClassVar
+
+from preprocess.config import RecipeConfig
+from preprocess.conversation import Conversation, ImagePart, Message, TextPart
+from preprocess.recipes.base import RECIPE_OPTIONS, Row
+from preprocess.recipes.chat.forms import fits as fits_chat
+from preprocess.recipes.chat.row_keys import refuse_row
+from preprocess.recipes.chat.weights import row_weight
+from preprocess.recipes.keys import HARMLESS_COLUMNS, KeyLog, is_empty
+from preprocess.recipes.media import MediaLoader
+from preprocess.reject import RowRejected, excerpt
+from vlmdata.format.ledger import Reason
+
+_CAPTIONS = ("txt", "text", "caption")
+_USED_COLUMNS = frozenset({"image", *_CAPTIONS, "weight", "loss_weight", "loss_scale"})
+#: What img2dataset says of the download, in the JSON beside each image.
+_HARMLESS_COLUMNS = HARMLESS_COLUMNS | {
+    "status",
+    "error_message",
+    "original_width",
+    "original_height",
+    "exif",
+    "sha256",
+    "md5",
+}
+
+
+class Caption:
+    """Rows with ``image`` and ``txt``, ``text`` or ``caption``."""
+
+    needs: ClassVar[str] = "image and txt, text or caption"
+    options: ClassVar[frozenset[str]] = RECIPE_OPTIONS - {"target", "stray_marks"}
+    documents: ClassVar[bool] = False
+
+    def __init__(self, config: RecipeConfig):
+        self._prompt = config.prompt
+        self._media = MediaLoader(config.image_root, config.allow_urls)
+
+    @staticmethod
+    def fits(columns: Collection[str]) -> bool:
+        """True for rows with an image and a text beside it, but no turns and no parse."""
+        if fits_chat(columns) or "ground_truth" in columns:
+            return False
+        return "image" in columns and any(name in columns for name in _CAPTIONS)
+
+    def __call__(self, row: Row) -> Conversation:
+        """The image and the prompt as the question, the caption as the answer."""
+        values = {name: value for name, value in row.values.items() if value is not None}
+        refuse_row(values)
+        caption = _caption(values)
+        image = ImagePart(self._media.load(values.get("image"), "image"), "image")
+        keys = KeyLog()
+        keys.note(values, _USED_COLUMNS, _HARMLESS_COLUMNS)
+        turns = (Message("user", (image, TextPart(self._prompt))), Message("assistant", (TextPart(caption),)))
+        return Conversation(turns, (), row_weight(values), keys.harmless, keys.unknown)
+
+
+def _caption(values: dict[str, object]) -> str:
+    """The caption without white space around it.
+
+    Raises:
+        RowRejected: If there is none, or columns hold different ones.
+    """
+    found = {name: values[name] for name in _CAPTIONS if not is_empty(values.get(name))}
+    if not any(name in values for name in _CAPTIONS):
+        raise RowRejected(Reason.MISSING_COLUMN, f"no {', '.join(_CAPTIONS)}; columns are {', '.join(values)}")
+    texts = set()
+    for name, value in found.items():
+        if not isinstance(value, str):
+            raise RowRejected(Reason.MALFORMED_MESSAGES, f"{name} is not text: {excerpt(value)}")
+        texts.add(value.strip())
+    if len(texts) > 1:
+        raise RowRejected(Reason.MALFORMED_MESSAGES, f"{' and '.join(found)} hold different captions: {excerpt(found)}")
+    if not texts or texts == {""}:
+        raise RowRejected(Reason.EMPTY_ANSWER, "the caption is empty")
+    return texts.pop()
