@@ -39,7 +39,7 @@ def preprocess(
     recipe: Annotated[
         str,
         typer.Option(
-            help="`cord_v2`, `chat`, `text`, or your own as `module:attribute`. Default: by the columns.",
+            help="`cord_v2`, `chat`, `text`, `caption`, or your own as `module:attribute`. Default: by the columns.",
             rich_help_panel=_DATA,
             show_default=False,
         ),
@@ -99,7 +99,7 @@ def preprocess(
         ),
     ] = None,
     prompt: Annotated[
-        str, typer.Option(help="cord_v2: what the user asks about each image.", rich_help_panel=_TEXT)
+        str, typer.Option(help="cord_v2 and caption: what the user asks about each image.", rich_help_panel=_TEXT)
     ] = RecipeConfig.prompt,
     target: Annotated[
         Target, typer.Option(help="cord_v2: answer in Donut tokens or JSON.", rich_help_panel=_TEXT)
