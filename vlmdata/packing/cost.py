@@ -117,8 +117,9 @@ _OF_DEFAULT = CostModel(22_369_271_808, 221_184, 7_628_390_400, 1_857_552_384, 2
 
 @cache
 def _named() -> Mapping[str, CostModel]:
-    found: dict[str, CostModel] = {DEFAULT_COST: _OF_DEFAULT}
+    found: dict[str, CostModel] = {}
     for point in sorted(entry_points(group=GROUP), key=lambda each: each.name):
         models: Callable[[], Mapping[str, CostModel]] = point.load()
         found |= models()
+    found.setdefault(DEFAULT_COST, _OF_DEFAULT)
     return found
