@@ -70,12 +70,15 @@ def _described(value: Any) -> str:
 def unexpected(error: Exception, recipe: Recipe) -> RowRejected:
     """An error that nobody foresaw as a rejection that says where in the recipe it was raised.
 
-    Outside the recipe, the place is the innermost one. It is named by module, so that it is the same in any folder.
+    The place is the innermost in the recipe's module or its package; outside of these, the innermost of all. It is
+    named by module, so that it is the same in any folder.
     """
     frames = [
         (frame.f_globals.get("__name__", "?"), line, frame.f_code) for frame, line in walk_tb(error.__traceback__)
     ]
-    own = [frame for frame in frames if frame[0] == getattr(recipe, "__module__", None)]
+    home = str(getattr(recipe, "__module__", ""))
+    package = home.rpartition(".")[0]
+    own = [frame for frame in frames if frame[0] == home or (package and frame[0].startswith(f"{package}."))]
     where = ""
     if frames:
         module, line, code = (own or frames)[-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,6 +62,27 @@ def test_the_place_of_an_error_is_in_the_recipe_not_where_a_library_raised_it() 
         recipe(row)
     assert raised.traceback[-1].path.name == "conversation.py"
     assert "(in _made, tests/list_recipe.py:" in unexpected(raised.value, recipe).message
+
+
+def test_the_place_of_an_error_may_be_in_another_module_of_the_recipes_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "recipes_of_mine"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "reading.py").write_text("import json\n\n\ndef read(text):\n    return json.loads(text)\n")
+    (package / "main.py").write_text(
+        "from recipes_of_mine.reading import read\n\n\nclass Mine:\n    def __init__(self, config):\n        pass\n\n"
+        "    def __call__(self, row):\n        return read(row.values['a'])\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    recipe = load_recipe("recipes_of_mine.main:Mine", RecipeConfig())
+    with pytest.raises(ValueError, match="Expecting value") as raised:
+        recipe(Row(0, {"a": "no JSON"}))
+    assert unexpected(raised.value, recipe).message.endswith("(in read, recipes_of_mine/reading.py:5)")
+    with pytest.raises(KeyError) as missing:
+        recipe(Row(0, {}))
+    assert unexpected(missing.value, recipe).message == "KeyError: 'a' (in __call__, recipes_of_mine/main.py:9)"
 
 
 def test_an_error_outside_the_recipe_is_placed_where_it_was_raised() -> None:
