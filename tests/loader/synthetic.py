@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from vlmdata.families.qwen3_5 import FAMILY
-from vlmdata.format.index import IndexRow, index_table
+from vlmdata.format.index import IndexRow, index_table, used_features
 from vlmdata.format.manifest import Manifest, ShardInfo, TokenizerInfo, Totals
 from vlmdata.format.schema import sample_key, shard_name
 from vlmdata.format.shard import ShardWriter
@@ -18,9 +18,23 @@ IMAGE_TOKEN, PAD = 1000, 1001
 
 
 def write_dataset(
-    folder: Path, shards: int = 4, samples_per_shard: int = 8, seed: int = 0, first_token_is_target: bool = False
+    folder: Path,
+    shards: int = 4,
+    samples_per_shard: int = 8,
+    seed: int = 0,
+    first_token_is_target: bool = False,
+    weighted: bool = False,
 ) -> Path:
-    """Writes a dataset of samples with no to three images and up to a few hundred tokens."""
+    """Writes a dataset of samples with no to three images and up to a few hundred tokens.
+
+    Args:
+        folder: Where to.
+        shards: How many.
+        samples_per_shard: In each.
+        seed: Of the numbers.
+        first_token_is_target: Of every sample.
+        weighted: Whether all samples have loss weights.
+    """
     random = np.random.default_rng(seed)
     folder.mkdir(parents=True)
     rows: list[IndexRow] = []
@@ -29,7 +43,7 @@ def write_dataset(
         first = len(rows)
         with ShardWriter(folder / shard_name(shard)) as writer:
             rows += [
-                _add_sample(writer, random, row, shard, first_token_is_target)
+                _add_sample(writer, random, row, shard, first_token_is_target, weighted)
                 for row in range(first, first + samples_per_shard)
             ]
             size, sha256 = writer.close()
@@ -56,14 +70,19 @@ def write_dataset(
         shards=tuple(infos),
         index_sha256=hashlib.sha256((folder / "index.parquet").read_bytes()).hexdigest(),
         ledger_sha256="",
-        features=("images", "patches-raw"),
+        features=tuple(sorted(used_features(rows))),
     )
     (folder / "manifest.json").write_bytes(manifest.to_json())
     return folder
 
 
 def _add_sample(
-    writer: ShardWriter, random: np.random.Generator, row: int, shard: int, first_token_is_target: bool
+    writer: ShardWriter,
+    random: np.random.Generator,
+    row: int,
+    shard: int,
+    first_token_is_target: bool,
+    weighted: bool,
 ) -> IndexRow:
     grids = 2 * random.integers(1, 9, (row % 4, 3))
     grids[:, 0] = 1
@@ -79,6 +98,7 @@ def _add_sample(
     patches = [random.integers(0, 256, (grid.prod(), 768), dtype=np.uint8) for grid in grids]
     positions = np.zeros((3, padded), np.int32)
     positions[:, :length] = FAMILY.position_ids(length, np.array(starts, np.int64), grids)
+    weights = {"loss_weights": [(mask * random.uniform(0.5, 3, padded)).astype(np.float32)]} if weighted else {}
     placement = writer.add(
         sample_key(row),
         {},
@@ -88,6 +108,7 @@ def _add_sample(
             "position_ids": [positions],
             "image_grid_thw": [grids.astype(np.int32)],
             "patches": patches or [np.zeros((0, 768), np.uint8)],
+            **weights,
         },
     )
     return IndexRow(

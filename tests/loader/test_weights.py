@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.loader.helpers import assert_same, epoch_of, stream
 from tests.loader.rows import chat_rows
+from tests.loader.synthetic import write_dataset
 from tests.weighted import build_weighted, with_weights
 from vlmdata.batch import PackedBatch
 from vlmdata.errors import DatasetFormatError
@@ -52,6 +53,14 @@ def test_a_label_weighs_what_its_token_does(weighted: Path, num_workers: int) ->
     for batch in batches:
         assert_weights_are_those_of_the_samples(batch, [dataset])
     assert len({float(w) for batch in batches for w in batch.loss_weights.flatten()}) > 5  # type: ignore[union-attr]
+
+
+def test_a_first_token_weighs_nothing_in_the_sample_before(tmp_path: Path) -> None:
+    data = write_dataset(tmp_path / "data", first_token_is_target=True, weighted=True)
+    dataset = VlmDataset(data)
+    assert all(sample.loss_weights is not None and sample.loss_weights[0] > 0 for sample in dataset)
+    for batch in epoch_of(data, capacity=1024, max_patches=None):
+        assert_weights_are_those_of_the_samples(batch, [dataset])
 
 
 @given(

@@ -56,13 +56,17 @@ def architecture(moe: bool = False) -> Architecture:
     return Architecture(vision, language, IMAGE, VIDEO, VISION_START, VISION_END)
 
 
-def batch() -> PackedBatch:
-    """Images of several sizes, a sample without, and padding; aligned for two context-parallel ranks of two."""
+def batch(weighted: bool = False) -> PackedBatch:
+    """Images of several sizes, a sample without, and padding; aligned for two context-parallel ranks of two.
+
+    Args:
+        weighted: Whether targets weigh from 0.25 to 6 in the loss.
+    """
     samples = [
-        make_sample(1, [(16, 24)], 300),
-        make_sample(2, [], 200),
-        make_sample(3, [(24, 16), (8, 8)], 500),
-        make_sample(4, [(2, 2)], 60),
+        make_sample(1, [(16, 24)], 300, weighted),
+        make_sample(2, [], 200, weighted),
+        make_sample(3, [(24, 16), (8, 8)], 500, weighted),
+        make_sample(4, [(2, 2)], 60, weighted),
     ]
     return pack(samples, alignment=16, tail=64)
 
@@ -112,13 +116,16 @@ def of_all_experts(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
     return {name: torch.cat(parts) for name, parts in joined.items()}
 
 
-def engine_against_torch(moe: bool, vision_attention: str = "transformer_engine") -> None:
-    """One GPU, in bfloat16, judged by torch in float32."""
-    wanted, packed = architecture(moe), batch()
+def engine_against_torch(moe: bool, vision_attention: str = "transformer_engine", weighted: bool = False) -> None:
+    """One GPU, in bfloat16, judged by torch in float32; weighted losses with the fused cross-entropy of training."""
+    wanted, packed = architecture(moe), batch(weighted)
     exact_loss, exact, exact_metrics = run(wanted, packed, ModelSettings())
     plain_loss, plain, _ = run(wanted, packed, ModelSettings(params_dtype=torch.bfloat16))
     settings = ModelSettings(
-        backend="transformer_engine", params_dtype=torch.bfloat16, vision_attention=vision_attention
+        backend="transformer_engine",
+        params_dtype=torch.bfloat16,
+        vision_attention=vision_attention,
+        fused_cross_entropy=weighted,
     )
     loss, found, metrics = run(wanted, packed, settings)
     print(f"  loss {exact_loss:.3f} exact, {plain_loss:.3f} torch, {loss:.3f} engine; {exact_metrics} {metrics}")
@@ -139,12 +146,12 @@ def engine_against_torch(moe: bool, vision_attention: str = "transformer_engine"
     assert not bad, bad
 
 
-def layout_against_one_gpu(sizes: dict[str, int], moe: bool = False, **options: Any) -> None:
+def layout_against_one_gpu(sizes: dict[str, int], moe: bool = False, weighted: bool = False, **options: Any) -> None:
     """Two GPUs: loss within 1e-3, replicated parameters' gradients within bfloat16's reach."""
     from megatron.core import parallel_state
 
-    wanted, packed = architecture(moe), batch()
-    common = {"backend": "transformer_engine", "params_dtype": torch.bfloat16}
+    wanted, packed = architecture(moe), batch(weighted)
+    common = {"backend": "transformer_engine", "params_dtype": torch.bfloat16, "fused_cross_entropy": weighted}
     alone_loss, alone, _ = run(wanted, packed, ModelSettings(**common))  # every rank by itself: data parallel
     alone_loss /= torch.distributed.get_world_size()
     parallel_state.destroy_model_parallel()
@@ -220,6 +227,8 @@ def main() -> int:
         "fused rotations": fused_rotations,
         "engine against torch, dense": lambda: engine_against_torch(moe=False),
         "engine against torch, experts": lambda: engine_against_torch(moe=True),
+        "weighted losses, dense": lambda: engine_against_torch(moe=False, weighted=True),
+        "weighted losses, experts": lambda: engine_against_torch(moe=True, weighted=True),
         "recompute": float_patches_and_recompute,
     }
     if FlashAttention.is_usable(vision_config(architecture(), ModelSettings(params_dtype=torch.bfloat16))):
@@ -229,6 +238,7 @@ def main() -> int:
     if world > 1:
         checks = {
             "context 2": lambda: layout_against_one_gpu({"context": 2}),
+            "context 2, weighted losses": lambda: layout_against_one_gpu({"context": 2}, weighted=True),
             "tensor 2 + sequence": lambda: layout_against_one_gpu({"tensor": 2}, sequence_parallel=True),
             "tensor 2": lambda: layout_against_one_gpu({"tensor": 2}),
         }

@@ -35,7 +35,7 @@ def print_sample(console: Console, sample: SampleDescription, tokens: bool = Fal
         console.print()
     legend = Text("⟦targets⟧", _TARGET) + Text(" are what the loss is taken over; ↵ is a newline", "dim")
     if sample.tokens.weights is not None:
-        legend += Text("; ×2 after ⟦ is a weight", "dim")
+        legend += Text("; ×2 is a weight", "dim")
     console.print(legend)
     console.print(_text(sample), soft_wrap=False)
     if sample.images:
