@@ -82,6 +82,8 @@ def run_command(
     _check_options(spec, config, given)
     names = split_names(split, holdout=holdout, trace=trace)
     quiet_libraries()
+    if config.tokenizer != EMBEDDED:
+        load_tokenizer(config.tokenizer, config.tokenizer_revision)  # before the source, which may be a long download
     talk.print(f"opening {spec} …", markup=False, soft_wrap=True)
     with _counting(talk, "receipt", "drawn") as drawn:
         sources = {

@@ -64,8 +64,8 @@ class BuiltInRecipe(Recipe, Protocol):
         """
 
 
-#: Options of the command that a recipe may leave without effect: those of recipes, and those about turns and keys.
-RECIPE_OPTIONS = frozenset({field.name for field in fields(RecipeConfig)} | {"train_turns", "train_think", "strict"})
+#: Options of the command that a recipe may leave without effect: those of recipes, and those about turns.
+RECIPE_OPTIONS = frozenset({field.name for field in fields(RecipeConfig)} | {"train_turns", "train_think"})
 
 #: Recipes by name. A new one is a file or package beside this with a class as BuiltInRecipe says, taking
 #: RecipeConfig, and a line here.

@@ -29,7 +29,7 @@ class CordV2:
     """``image`` and ``ground_truth`` (JSON with ``gt_parse`` or ``gt_parses``) to one question and its answer."""
 
     needs: ClassVar[str] = "image and ground_truth"
-    options: ClassVar[frozenset[str]] = RECIPE_OPTIONS - {"stray_marks", "strict"}
+    options: ClassVar[frozenset[str]] = RECIPE_OPTIONS - {"stray_marks"}
     documents: ClassVar[bool] = False
 
     def __init__(self, config: RecipeConfig):

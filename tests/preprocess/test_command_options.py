@@ -28,7 +28,6 @@ VALUES = {
     "train_turns": ("last",),
     "train_think": ("never",),
     "stray_marks": ("plain",),
-    "strict": (),
 }
 
 
@@ -62,6 +61,13 @@ def refused(ended: Ended, words: str, *, opened: bool) -> None:
 
 
 class TestTokenizer:
+    @pytest.mark.parametrize("name", ["/nowhere/at/all", "Qwen/Qwen3.5-9B"])
+    def test_that_cannot_be_loaded_is_refused_before_the_source_is_opened(
+        self, preprocess: Command, chats: Path, name: str
+    ) -> None:
+        ended = preprocess(chats, "--tokenizer", name, tokenizer=False)
+        refused(ended, f"--tokenizer {name}: cannot load it from", opened=False)
+
     def test_must_be_named_before_the_source_is_opened(self, preprocess: Command, chats: Path) -> None:
         refused(preprocess(chats, tokenizer=False), "name the tokenizer of your model, e.g. --tokenizer", opened=False)
 
@@ -134,6 +140,14 @@ class TestOptionsWithoutEffect:
             ended, "--prompt has no effect with --recipe chat. Leave it out, or choose --recipe cord_v2", opened=True
         )
         assert not (tmp_path / "out").exists()
+
+    def test_strict_has_an_effect_with_both_recipes_of_rows(self, preprocess: Command, tmp_path: Path) -> None:
+        for n, row in enumerate([CHAT, {"image": "a.png", "ground_truth": {"gt_parse": {"a": "1"}}}]):
+            (tmp_path / "a.png").write_bytes(cord_row(0)["image"]["bytes"])
+            source = write_rows(tmp_path / f"{n}.jsonl", row | {"score": 3})
+            ended = preprocess(source, "--strict", *SMALL_IMAGES)
+            assert ended.code == 1
+            assert "unknown_keys, for example row 0: " in ended.stdout
 
     def test_are_unknown_of_a_recipe_of_ones_own(
         self, preprocess: Command, chats: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
