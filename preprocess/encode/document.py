@@ -58,7 +58,8 @@ def encode_document(
             pieces.append(finish_sample(piece, within, config, info, truncated=stop < len(tokens)))
         else:
             what = f"tokens {start:,} to {stop - 1:,} of {len(tokens):,} of the document"
-            pieces.append(RowRejected(Reason.NO_TARGETS, f"{what} hold {counted(len(within), 'image')} and no text"))
+            found = f"{what} hold {counted(len(within), 'image')} and no text to learn"
+            pieces.append(RowRejected(Reason.NO_TARGETS, found))
     return pieces
 
 

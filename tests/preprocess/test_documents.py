@@ -198,7 +198,7 @@ def test_a_piece_of_images_alone_is_rejected(tokenizer: Any) -> None:
     assert first.loss_mask.any()
     assert last.loss_mask.any()
     assert [str(piece).split(":")[0] for piece in pictures] == ["no_targets", "no_targets"]
-    assert "of the document hold 1 image and no text" in str(pictures[0])
+    assert "of the document hold 1 image and no text to learn" in str(pictures[0])
 
 
 def test_a_rejected_piece_keeps_its_number(tmp_path: Path) -> None:
