@@ -28,6 +28,7 @@ from tests.preprocess.unusual import (
     UNNAMED,
     flag_tokens,
     normaliser,
+    ordinary_token,
     together,
     write_tokenizer,
 )
@@ -135,6 +136,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "it runs into the answer",
     ),
     "tokens that take spaces along": ({"backend": flag_tokens(rstrip=True)}, "marked lstrip, rstrip or single_word"),
+    "a turn's start in the vocabulary": (
+        {"backend": ordinary_token("<|im_start|>"), "config": UNNAMED},
+        r"'<\|im_start\|>', its token for the turn's start, is an ordinary entry of the vocabulary",
+    ),
     "padding with a character": ({"config": {"pad_token": "!"}}, "'!' is an ordinary character"),
     "padding with images": ({"config": {"pad_token": "<|image_pad|>"}}, "for both padding and the image placeholder"),
     "no padding": ({"config": {"pad_token": None, "eos_token": None}}, "neither a pad token nor an end token"),

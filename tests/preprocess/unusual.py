@@ -63,6 +63,21 @@ def flag_tokens(**flags: bool) -> Edit:
     return edit
 
 
+def ordinary_token(text: str) -> Edit:
+    """Makes an added token an ordinary entry of the vocabulary, in place of the last one."""
+
+    def edit(fields: dict[str, Any]) -> None:
+        fields["added_tokens"] = [token for token in fields["added_tokens"] if token["content"] != text]
+        vocabulary, merges = fields["model"]["vocab"], fields["model"]["merges"]
+        *_, last = sorted(vocabulary, key=vocabulary.get)
+        assert "".join(merges.pop()) == last
+        vocabulary[text] = vocabulary.pop(last)
+        for id, token in enumerate(fields["added_tokens"], start=len(vocabulary)):
+            token["id"] = id
+
+    return edit
+
+
 def together(*edits: Edit) -> Edit:
     """One edit after the other."""
     return lambda fields: [edit(fields) for edit in edits]
