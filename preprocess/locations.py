@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 from vlmdata.errors import SourceError
+from vlmdata.locations import without_file_scheme
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_FILE_URL = re.compile(r"file://(?:localhost)?(?=/)", re.IGNORECASE)
 
 
 def local_source(spec: str) -> str:
@@ -17,7 +17,7 @@ def local_source(spec: str) -> str:
     Raises:
         SourceError: If it is another URL.
     """
-    spec = _without_file_scheme(spec)
+    spec = without_file_scheme(spec)
     if spec.startswith("hf://datasets/"):
         raise SourceError(f"SOURCE {spec}: give a hub dataset by its id alone, such as naver-clova-ix/cord-v2")
     if _URL.match(spec):
@@ -34,7 +34,7 @@ def output_directory(out: str) -> Path:
     Raises:
         SourceError: If it is another URL, or a file stands in the way.
     """
-    out = _without_file_scheme(out)
+    out = without_file_scheme(out)
     if match := _URL.match(out):
         raise SourceError(
             f"--out {out}: datasets are made in local folders; {match[1]}:// cannot be written yet. "
@@ -48,8 +48,3 @@ def output_directory(out: str) -> Path:
             inside = "" if place == directory else f", so there can be no folder {directory}"
             raise SourceError(f"--out {out}: {place} is a file{inside}. --out names a folder, made if absent.")
     return directory
-
-
-def _without_file_scheme(place: str) -> str:
-    # Nothing is unquoted: fsspec, through which datasets are read, takes such a URL for the same path.
-    return _FILE_URL.sub("", place, count=1)

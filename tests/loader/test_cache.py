@@ -116,24 +116,26 @@ class TestLoading:
         assert len(troubled.opened()) >= 8
 
     def test_a_dataset_made_anew_under_the_same_url_is_not_mistaken(
-        self, chat: Path, receipts: Path, cache: Path, tmp_path: Path
+        self, chat: Path, receipts: Path, cache: Path, tmp_path: Path, troubled: type[TroubledFileSystem]
     ) -> None:
         place = tmp_path / "place"
         for data in (chat, receipts, chat):
             shutil.rmtree(place, ignore_errors=True)
             shutil.copytree(data, place)
-            assert_same(epoch_of(f"file://{place}", cache_dir=cache), epoch_of(data))
+            assert_same(epoch_of(f"troubled://{place}", cache_dir=cache), epoch_of(data))
 
-    def test_a_place_without_a_dataset_is_refused(self, chat_copy: Path, cache: Path) -> None:
+    def test_a_place_without_a_dataset_is_refused(
+        self, chat_copy: Path, cache: Path, troubled: type[TroubledFileSystem]
+    ) -> None:
         (chat_copy / "index.parquet").unlink()
         with pytest.raises(DatasetFormatError, match=r"holds no index.parquet"):
-            stream(f"file://{chat_copy}", cache_dir=cache)
+            stream(f"troubled://{chat_copy}", cache_dir=cache)
         (chat_copy / "manifest.json").write_text("{")
-        with pytest.raises(DatasetFormatError, match=f"file://{chat_copy}: .*not a readable manifest"):
-            stream(f"file://{chat_copy}", cache_dir=cache)
+        with pytest.raises(DatasetFormatError, match=f"troubled://{chat_copy}: .*not a readable manifest"):
+            stream(f"troubled://{chat_copy}", cache_dir=cache)
         (chat_copy / "manifest.json").unlink()
         with pytest.raises(DatasetFormatError, match=r"holds no manifest.json"):
-            stream(f"file://{chat_copy}", cache_dir=cache)
+            stream(f"troubled://{chat_copy}", cache_dir=cache)
 
     def test_an_index_that_is_not_the_manifests_is_refused(
         self, chat_copy: Path, cache: Path, troubled: type[TroubledFileSystem]
@@ -221,14 +223,18 @@ class TestTrouble:
         assert len(troubled.opened()) == 1  # trying again would change nothing
         assert temporaries(cache) == []
 
-    def test_a_damaged_copy_is_told_from_a_damaged_original(self, chat: Path, chats: VlmDataset, cache: Path) -> None:
-        epoch_of(f"file://{chat}", cache_dir=cache)
+    def test_a_damaged_copy_is_told_from_a_damaged_original(
+        self, chat: Path, chats: VlmDataset, cache: Path, troubled: type[TroubledFileSystem]
+    ) -> None:
+        epoch_of(f"troubled://{chat}", cache_dir=cache)
         path = cache / f"{chats.manifest.shards[2].sha256[:32]}.tar"
         with open(path, "r+b") as file:
             file.seek(int(chats.index.data_offsets["input_ids"][12]))
             file.write(b"\xff")
-        with pytest.raises(DatasetFormatError, match=rf"file://{chat}/shard-000002.tar \(read from {path}\): row 12"):
-            epoch_of(f"file://{chat}", cache_dir=cache)
+        with pytest.raises(
+            DatasetFormatError, match=rf"troubled://{chat}/shard-000002.tar \(read from {path}\): row 12"
+        ):
+            epoch_of(f"troubled://{chat}", cache_dir=cache)
 
     def test_a_copy_cut_short_is_fetched_again(self, chat: Path, cache: Path, shards: list[ShardFile]) -> None:
         source = RemoteShards(f"file://{chat}", cache, PLENTY)

@@ -11,7 +11,9 @@ _LOOK, _PAGE, _PACKS = "What to look at", "In the browser", "Packs and steps: th
 
 
 def inspect(
-    data: Annotated[list[str], typer.Argument(metavar="DIR", help="Dataset directory (several for --pack, --step).")],
+    data: Annotated[
+        list[str], typer.Argument(metavar="DIR", help="Dataset directory or fsspec URL (several for --pack, --step).")
+    ],
     sample: Annotated[
         str | None, typer.Option(metavar="KEY|N", help="One sample, by key or number.", rich_help_panel=_LOOK)
     ] = None,

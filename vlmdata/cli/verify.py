@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,7 +16,7 @@ _SHOWN = 50
 
 
 def verify(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Dataset directory.")],
+    data: Annotated[str, typer.Argument(metavar="DIR", help="Dataset directory or fsspec URL.")],
     workers: Annotated[int | None, typer.Option("--workers", "-j", help="Processes. Default: one per core.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result, every fault in it, as JSON.")] = False,
 ) -> None:
@@ -33,6 +32,8 @@ def verify(
 
     - `vlmdata verify data/cord --json | jq .faults`
 
+    - `vlmdata verify s3://bucket/cord` (fetches each shard once; needs room for one shard per process)
+
     **Exit codes**: 0 sound; 1 faults found; 2 not a dataset.
     """
     from rich.console import Console
@@ -40,24 +41,32 @@ def verify(
 
     from vlmdata.cli.machine import available_cores
     from vlmdata.format.manifest import Manifest
+    from vlmdata.locations import is_url, place_of
     from vlmdata.verify.dataset import verify_dataset
     from vlmdata.verify.remedy import remedies
+    from vlmdata.verify.remote import auditable, named, remedies_at
 
     talk = Console(stderr=True, highlight=False)
     begun = time.monotonic()
-    shards = len(Manifest.read(directory).shards)
+    place = place_of(data)
     bar = Progress(*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn(), console=talk)
     bar.disable = not talk.is_terminal
-    with bar:
+    with auditable(place) as (directory, open_shard), bar:
+        shards = len(Manifest.read(directory).shards)
         task = bar.add_task("shards", total=shards)
         audit = verify_dataset(
-            directory, workers=workers or available_cores(), on_shard=lambda result: bar.advance(task)
+            directory,
+            # Other processes do not see what is in this one's memory.
+            workers=1 if place.startswith("memory://") else workers or available_cores(),
+            on_shard=lambda result: bar.advance(task),
+            open_shard=open_shard,
         )
     seconds = time.monotonic() - begun
-    steps = remedies(str(directory), audit.faults)
+    audit = named(audit, directory, place)
+    steps = remedies_at(place, audit.faults) if is_url(place) else remedies(place, audit.faults)
     if as_json:
         fields = {
-            "directory": str(directory),
+            "directory": place,
             "sound": not audit.faults,
             "samples": audit.samples,
             "shards": shards,

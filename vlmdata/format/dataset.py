@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import mmap
 import operator
+import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,12 @@ import numpy as np
 
 from vlmdata.errors import DatasetFormatError
 from vlmdata.format.index import DatasetIndex
-from vlmdata.format.manifest import Manifest
+from vlmdata.format.manifest import Manifest, ShardInfo
 from vlmdata.format.schema import INDEX_NAME, MEMBER_BY_NAME, OPTIONAL_MEMBERS, Sample
+from vlmdata.locations import is_url, place_of
 from vlmdata.wording import counted
+
+OpenShard = Callable[[ShardInfo], int]
 
 
 class VlmDataset:
@@ -26,27 +30,35 @@ class VlmDataset:
     ``dataset[i]`` and iteration give :class:`Sample`; negative indices count from the end. Only the pages that are
     touched are read. Instances may be shared between threads and pickled to worker processes.
 
+    Args:
+        directory: The dataset's folder; for a dataset at a URL, the one with a copy of all but its shards.
+        name: The dataset as the user named it, if that is not the folder.
+        open_shard: Opens a shard, if these are not in the folder; the caller closes the file descriptor.
+
     Attributes:
-        directory: The dataset's folder.
+        directory: The folder.
+        name: The dataset as the user named it: a folder or URL.
         manifest: Its manifest.
         family: The model family its samples are made for.
         index: Its index columns.
     """
 
-    def __init__(self, directory: str | PathLike[str]):
+    def __init__(self, directory: str | PathLike[str], *, name: str | None = None, open_shard: OpenShard | None = None):
         self.directory = Path(directory)
+        self.name = name or str(self.directory)
+        self._open_shard = open_shard
         self.manifest = Manifest.read(self.directory)
         self.family = self.manifest.model_family
         self.index = DatasetIndex.read(self.directory / INDEX_NAME)
         if len(self.index) != self.manifest.totals.samples:
             raise DatasetFormatError(
-                f"{self.directory}: the index has {counted(len(self.index), 'row')}, the manifest "
+                f"{self.name}: the index has {counted(len(self.index), 'row')}, the manifest "
                 f"{counted(self.manifest.totals.samples, 'sample')}. Run `vlmdata verify` on it."
             )
         for member in OPTIONAL_MEMBERS:
             if member.feature in self.manifest.features and member.name not in self.index.optional_members:
                 raise DatasetFormatError(
-                    f"{self.directory}: the manifest lists the feature {member.feature}, but the index lacks "
+                    f"{self.name}: the manifest lists the feature {member.feature}, but the index lacks "
                     f"{member.name}_offset. Run `vlmdata verify` on it."
                 )
         self._maps: dict[int, mmap.mmap] = {}
@@ -58,7 +70,7 @@ class VlmDataset:
     def __repr__(self) -> str:
         totals = self.manifest.totals
         return (
-            f"VlmDataset({str(self.directory)!r}, samples={totals.samples}, tokens={totals.tokens}, "
+            f"VlmDataset({self.name!r}, samples={totals.samples}, tokens={totals.tokens}, "
             f"images={totals.images}, shards={len(self.manifest.shards)})"
         )
 
@@ -104,7 +116,7 @@ class VlmDataset:
         return self[self.index.position_of(key)]
 
     def shard_path(self, shard: int) -> Path:
-        """Path of a shard file."""
+        """Path of a shard file; of a dataset at a URL, none is there."""
         return self.directory / self.manifest.shards[shard].name
 
     def _resolve(self, i: int) -> int:
@@ -123,10 +135,14 @@ class VlmDataset:
             return self._maps[shard]
 
     def _open(self, shard: int) -> mmap.mmap:
-        path, info = self.shard_path(shard), self.manifest.shards[shard]
+        info = self.manifest.shards[shard]
+        path = f"{self.name}/{info.name}"
         try:
-            with open(path, "rb") as file:
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            file = os.open(self.shard_path(shard), os.O_RDONLY) if self._open_shard is None else self._open_shard(info)
+            try:
+                mapped = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
+            finally:
+                os.close(file)
         except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
             raise DatasetFormatError(
                 f"{path}: cannot map the shard: {error}. Run `vlmdata verify` on the dataset; it says how to mend it."
@@ -140,17 +156,18 @@ class VlmDataset:
         return mapped
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"directory": self.directory}
+        return {"directory": self.directory, "name": self.name, "open_shard": self._open_shard}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["directory"])  # type: ignore[misc]
+        self.__init__(**state)  # type: ignore[misc]
 
 
-def open_dataset(directory: str | PathLike[str]) -> VlmDataset:
-    """Opens a dataset directory for random access.
+def open_dataset(location: str | PathLike[str]) -> VlmDataset:
+    """Opens a dataset for random access.
 
     Args:
-        directory: What ``vlmdata preprocess --out`` wrote.
+        location: The folder that ``vlmdata preprocess --out`` wrote, or an fsspec URL of it (``s3://…``). Shards of a
+            URL are fetched to the cache (``$VLMDATA_CACHE``) when they are first touched.
 
     Returns:
         The dataset; ``dataset[i]`` is a :class:`Sample`, ``dataset.index`` its columns.
@@ -158,4 +175,9 @@ def open_dataset(directory: str | PathLike[str]) -> VlmDataset:
     Raises:
         DatasetFormatError: If it is not a finished vlmdata dataset or needs a newer reader.
     """
-    return VlmDataset(directory)
+    place = place_of(location)
+    if is_url(place):
+        from vlmdata.loader.open import open_remote  # fsspec, the cache and its locks: for URLs only
+
+        return open_remote(place)
+    return VlmDataset(place)

@@ -31,6 +31,11 @@ def hash_tokenizer_files(folder: Path) -> dict[str, str]:
     return {path.relative_to(folder).as_posix(): _sha256(path) for path in files}
 
 
+def tokenizer_file_names(manifest: Manifest) -> tuple[str, ...]:
+    """The files of the tokenizer folder. A manifest of format 1.0 does not list them."""
+    return tuple(manifest.tokenizer_files) or (VOCABULARY_FILE, _CONFIG_FILE, _TEMPLATE_FILE)
+
+
 def tokenizer_findings(directory: Path, manifest: Manifest) -> Iterator[Finding]:
     """Everything that is wrong with the tokenizer folder of a dataset; nothing if it is sound.
 
@@ -38,8 +43,7 @@ def tokenizer_findings(directory: Path, manifest: Manifest) -> Iterator[Finding]
     compared with the tokenizer's fingerprint, the template with its hash and the pad token with its id.
     """
     folder = directory / TOKENIZER_DIR
-    names = manifest.tokenizer_files or (VOCABULARY_FILE, _CONFIG_FILE, _TEMPLATE_FILE)
-    for name in names:
+    for name in tokenizer_file_names(manifest):
         if not (folder / name).is_file():
             yield f"{TOKENIZER_DIR}/{name}", "missing", "no such file"
             continue

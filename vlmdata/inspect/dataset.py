@@ -169,7 +169,7 @@ def describe_dataset(dataset: VlmDataset, *, check: int | None = DEFAULT_CHECK, 
     chosen = _chosen(facts, extremes, check, seed)
     options = manifest.config.get("options")
     return DatasetCard(
-        directory=str(dataset.directory),
+        directory=dataset.name,
         fingerprint=manifest.fingerprint,
         config_hash=manifest.config_hash,
         created_by=manifest.created_by,

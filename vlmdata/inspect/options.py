@@ -101,5 +101,5 @@ def default_capacity(datasets: Sequence[VlmDataset]) -> int:
     """
     longest = max((int(np.max(dataset.index.lengths, initial=0)) for dataset in datasets), default=0)
     if longest == 0:
-        raise DatasetFormatError(f"{datasets[0].directory}: has no samples (all rows were rejected?)")
+        raise DatasetFormatError(f"{datasets[0].name}: has no samples (all rows were rejected?)")
     return max(DEFAULT_CAPACITY, -(-longest // 1024) * 1024)

@@ -165,9 +165,7 @@ class Run:
             url = f"http://{shown}:{port}/"
             self._show(
                 {"url": url},
-                lambda console: console.print(
-                    f"{dataset.directory}: {url}  (Ctrl-C ends it)", markup=False, soft_wrap=True
-                ),
+                lambda console: console.print(f"{dataset.name}: {url}  (Ctrl-C ends it)", markup=False, soft_wrap=True),
             )
             # uvicorn's own configuration of logging would close the handlers that others have installed.
             config = uvicorn.Config(

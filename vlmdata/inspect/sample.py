@@ -185,7 +185,8 @@ class SampleDescriber:
         row, sample = dataset.index.row(i), dataset[i]
         if not 0 < sample.length <= len(sample.input_ids):
             raise DatasetFormatError(
-                f"{dataset.shard_path(row.shard)}: sample {row.key} has {counted(sample.length, 'token')} stored as "
+                f"{dataset.name}/{dataset.shard_path(row.shard).name}: sample {row.key} has "
+                f"{counted(sample.length, 'token')} stored as "
                 f"{len(sample.input_ids)}. Run `vlmdata verify` on the dataset."
             )
         info = dataset.manifest.tokenizer
@@ -256,7 +257,7 @@ def position_of(dataset: VlmDataset, which: int | str) -> int:
     """
     total = len(dataset)
     if not total:
-        raise IndexError(f"no sample {which}: {dataset.directory} has none (all rows were rejected?)")
+        raise IndexError(f"no sample {which}: {dataset.name} has none (all rows were rejected?)")
     if isinstance(which, str):
         if not re.fullmatch(r"0|-?[1-9][0-9]{0,17}", which):
             return dataset.index.position_of(which)

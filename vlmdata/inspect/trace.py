@@ -198,7 +198,7 @@ def describe_step(loader: StreamingLoader, epoch: int, step: int, dp_rank: int |
     for rank in range(loader.dp_size) if dp_rank is None else [dp_rank]:
         for micro_batch, number in enumerate(assignment[:, rank].tolist()):
             packs.append(_pack(loader, epoch, rank, micro_batch, number))
-    names = tuple(str(dataset.directory) for dataset in loader.datasets)
+    names = tuple(dataset.name for dataset in loader.datasets)
     return StepDescription(epoch, step, plan.num_steps, loader.dp_size, names, tuple(packs))
 
 
@@ -241,8 +241,7 @@ def describe_row(
         )
     if not found:
         raise DatasetFormatError(
-            f"{dataset.directory}: source row {source_row} is neither a sample nor rejected. "
-            "Run `vlmdata verify` on it."
+            f"{dataset.name}: source row {source_row} is neither a sample nor rejected. Run `vlmdata verify` on it."
         )
     return RowTrace(source_row, rows, tuple(sorted(found, key=lambda each: each.sample or 0)))
 

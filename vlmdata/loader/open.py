@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
-from os import PathLike, fspath
+from contextlib import suppress
+from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,11 +16,13 @@ import numpy as np
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError
 from vlmdata.format.atomic import atomic_path
 from vlmdata.format.dataset import VlmDataset
-from vlmdata.format.manifest import Manifest
-from vlmdata.format.schema import INDEX_NAME, MANIFEST_NAME
+from vlmdata.format.manifest import Manifest, ShardInfo
+from vlmdata.format.schema import INDEX_NAME, LEDGER_NAME, MANIFEST_NAME, TOKENIZER_DIR
+from vlmdata.format.tokenizer_files import tokenizer_file_names
 from vlmdata.loader.cache import RemoteShards
 from vlmdata.loader.remote import download
-from vlmdata.loader.shards import DatasetShards, LocalShards, ShardFile
+from vlmdata.loader.shards import DatasetShards, LocalShards, ShardFile, ShardSource
+from vlmdata.locations import is_url, place_of
 from vlmdata.packing.table import SampleTable, concatenate_tables, table_from_columns
 
 DEFAULT_CACHE_BYTES = 100 * 1024**3
@@ -45,13 +49,52 @@ def open_for_loading(
         DatasetFormatError: If there is no finished dataset.
         ResourceError: If the cache cannot be written.
     """
-    name = fspath(location).rstrip("/")
-    remote = "://" in name
-    cache = (cache_dir or default_cache_dir()) if remote else Path()
-    dataset = VlmDataset(_fetch_tables(name, cache) if remote else name)
-    files = tuple(ShardFile(shard.name, shard.bytes, shard.sha256) for shard in dataset.manifest.shards)
-    source = RemoteShards(name, cache, cache_bytes) if remote else LocalShards(Path(name))
-    return dataset, DatasetShards(name, files, source)
+    name = place_of(location)
+    source: ShardSource
+    if is_url(name):
+        source = RemoteShards(name, cache_dir or default_cache_dir(), cache_bytes)
+        dataset = VlmDataset(_fetch_tables(name, source.cache_dir), name=name, open_shard=_Cached(source))
+    else:
+        source, dataset = LocalShards(Path(name)), VlmDataset(name)
+    return dataset, DatasetShards(name, tuple(map(_shard_file, dataset.manifest.shards)), source)
+
+
+def open_remote(url: str) -> VlmDataset:
+    """Opens a dataset at a URL for random access: all but its shards is fetched now, they when they are touched.
+
+    Raises:
+        DatasetFormatError: If there is no finished dataset, or a file is not the one that the manifest describes.
+        ResourceError: If the cache cannot be written.
+    """
+    dataset, _ = open_for_loading(url, None, DEFAULT_CACHE_BYTES)
+    manifest, directory = dataset.manifest, dataset.directory
+    wanted: dict[str, str | None] = {LEDGER_NAME: manifest.ledger_sha256}
+    wanted |= {f"{TOKENIZER_DIR}/{name}": manifest.tokenizer_files.get(name) for name in tokenizer_file_names(manifest)}
+    try:
+        (directory / TOKENIZER_DIR).mkdir(exist_ok=True)
+        for name, sha256 in wanted.items():
+            if sha256 is None or not _has_sha256(directory / name, sha256):
+                with suppress(FileNotFoundError), atomic_path(directory / name) as temporary:
+                    download(f"{url}/{name}", temporary, sha256)
+    except OSError as error:
+        raise ResourceError(
+            f"{directory}: cannot cache {url}: {error}. Set VLMDATA_CACHE to another folder."
+        ) from error
+    return dataset
+
+
+@dataclass(frozen=True)
+class _Cached:
+    """Opens shards through the cache."""
+
+    source: RemoteShards
+
+    def __call__(self, info: ShardInfo) -> int:
+        return self.source.open(_shard_file(info))
+
+
+def _shard_file(info: ShardInfo) -> ShardFile:
+    return ShardFile(info.name, info.bytes, info.sha256)
 
 
 def _fetch_tables(url: str, cache: Path) -> Path:
@@ -100,8 +143,8 @@ def require_one_tokenizer(datasets: Sequence[VlmDataset]) -> None:
         a, b = first.manifest.tokenizer, other.manifest.tokenizer
         if (a.fingerprint, a.pad, a.image) != (b.fingerprint, b.pad, b.image):
             raise ConfigMismatchError(
-                f"datasets with different tokenizers cannot be mixed: {first.directory} has {a.name} "
-                f"({a.fingerprint[:16]}), {other.directory} has {b.name} ({b.fingerprint[:16]}). "
+                f"datasets with different tokenizers cannot be mixed: {first.name} has {a.name} "
+                f"({a.fingerprint[:16]}), {other.name} has {b.name} ({b.fingerprint[:16]}). "
                 "Preprocess one of them again with the other's tokenizer."
             )
         if first.family != other.family:
@@ -120,7 +163,7 @@ def sample_table(datasets: Sequence[VlmDataset]) -> SampleTable:
     """
     for dataset in datasets:
         if len(dataset) == 0:
-            raise DatasetFormatError(f"{dataset.directory}: has no samples (all rows were rejected?)")
+            raise DatasetFormatError(f"{dataset.name}: has no samples (all rows were rejected?)")
     tables = []
     for dataset in datasets:
         index = dataset.index

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from vlmdata.errors import DatasetFormatError, ResourceError
+from vlmdata.format.dataset import OpenShard
 from vlmdata.format.index import DatasetIndex
 from vlmdata.format.ledger import Rejection, read_ledger
 from vlmdata.format.manifest import Manifest, canonical_hash
@@ -35,7 +36,7 @@ from vlmdata.format.selection import SELECTION, Selection
 from vlmdata.format.tokenizer_files import tokenizer_findings
 from vlmdata.verify.fault import Fault
 from vlmdata.verify.sample import SampleRules
-from vlmdata.verify.shard import ShardAudit, audit_shard, hash_shard
+from vlmdata.verify.shard import FolderShards, ShardAudit, audit_shard, hash_shard
 from vlmdata.wording import counted
 
 
@@ -56,31 +57,39 @@ class Audit:
     faults: list[Fault]
 
 
-def verify_dataset(directory: Path, *, workers: int = 1, on_shard: Callable[[ShardAudit], None] | None = None) -> Audit:
+def verify_dataset(
+    directory: Path,
+    *,
+    workers: int = 1,
+    on_shard: Callable[[ShardAudit], None] | None = None,
+    open_shard: OpenShard | None = None,
+) -> Audit:
     """Audits a dataset directory.
 
     Args:
         directory: The dataset.
         workers: Processes to use.
         on_shard: Called after each shard.
+        open_shard: Opens shards that are not in the directory (see :func:`vlmdata.verify.remote.auditable`).
 
     Raises:
         DatasetFormatError: If there is no readable manifest, so nothing to audit against.
     """
     manifest = Manifest.read(directory)
+    open_shard = open_shard or FolderShards(directory)
     faults = list(_check_files(directory, manifest))
     faults += [Fault(*found) for found in tokenizer_findings(directory, manifest)]
     try:
         index = DatasetIndex.read(directory / INDEX_NAME)
     except DatasetFormatError as error:
         faults.append(Fault(INDEX_NAME, "unreadable", str(error)))
-        return _audit(manifest, faults, _hash_shards(directory, manifest, workers), on_shard)
+        return _audit(manifest, faults, _hash_shards(open_shard, manifest, workers), on_shard)
     faults += _check_index(index, manifest)
     faults += _check_features(index, manifest)
     faults += _check_ledger(directory, index, manifest)
     faults += _check_shard_rows(directory, index, manifest)
     try:
-        opened = _Opened(directory, manifest, index, SampleRules.of(manifest))
+        opened = _Opened(directory, open_shard, manifest, index, SampleRules.of(manifest))
     except DatasetFormatError as error:
         return Audit(manifest, 0, 0, [*faults, Fault(MANIFEST_NAME, "config", str(error))])
     return _audit(manifest, faults, _audit_shards(opened, workers), on_shard)
@@ -101,9 +110,9 @@ def _audit(
     return Audit(manifest, samples, sum(shard.bytes for shard in manifest.shards), faults)
 
 
-def _hash_shards(directory: Path, manifest: Manifest, workers: int) -> Iterator[ShardAudit]:
+def _hash_shards(open_shard: OpenShard, manifest: Manifest, workers: int) -> Iterator[ShardAudit]:
     with ThreadPoolExecutor(workers) as pool:  # hashing releases the GIL
-        yield from pool.map(lambda info: hash_shard(directory, info), manifest.shards)
+        yield from pool.map(lambda info: hash_shard(open_shard, info), manifest.shards)
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +120,7 @@ class _Opened:
     """What the audit of any shard needs."""
 
     directory: Path
+    open_shard: OpenShard
     manifest: Manifest
     index: DatasetIndex
     rules: SampleRules
@@ -118,7 +128,7 @@ class _Opened:
     def audit(self, shard: int) -> ShardAudit:
         first, last = np.searchsorted(self.index.shard, [shard, shard + 1]).tolist()
         rows = [self.index.row(i) for i in range(first, last)]
-        return audit_shard(self.directory, self.manifest.shards[shard], rows, self.rules)
+        return audit_shard(self.open_shard, self.manifest.shards[shard], rows, self.rules)
 
 
 def _audit_shards(opened: _Opened, workers: int) -> Iterator[ShardAudit]:
@@ -127,7 +137,10 @@ def _audit_shards(opened: _Opened, workers: int) -> Iterator[ShardAudit]:
         yield from (opened.audit(shard) for shard in shards)
         return
     with ProcessPoolExecutor(
-        min(workers, len(shards)), get_context("spawn"), initializer=_start_worker, initargs=(opened.directory,)
+        min(workers, len(shards)),
+        get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(opened.directory, opened.open_shard),
     ) as pool:
         try:
             yield from pool.map(_audit_in_worker, shards)
@@ -141,10 +154,10 @@ def _audit_shards(opened: _Opened, workers: int) -> Iterator[ShardAudit]:
 _worker: _Opened | None = None
 
 
-def _start_worker(directory: Path) -> None:
+def _start_worker(directory: Path, open_shard: OpenShard) -> None:
     global _worker
-    manifest = Manifest.read(directory)
-    _worker = _Opened(directory, manifest, DatasetIndex.read(directory / INDEX_NAME), SampleRules.of(manifest))
+    manifest, index = Manifest.read(directory), DatasetIndex.read(directory / INDEX_NAME)
+    _worker = _Opened(directory, open_shard, manifest, index, SampleRules.of(manifest))
 
 
 def _audit_in_worker(shard: int) -> ShardAudit:

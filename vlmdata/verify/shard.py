@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import mmap
+import os
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from vlmdata.errors import DatasetFormatError
+from vlmdata.format.dataset import OpenShard
 from vlmdata.format.index import IndexRow
 from vlmdata.format.manifest import ShardInfo
 from vlmdata.format.schema import MEMBERS, METADATA_MEMBER, OPTIONAL_MEMBERS, Member, Sample, parse_key
@@ -36,33 +39,51 @@ class ShardAudit:
     faults: list[Fault] = field(default_factory=list)
 
 
-def audit_shard(directory: Path, info: ShardInfo, rows: list[IndexRow], rules: SampleRules) -> ShardAudit:
+def audit_shard(open_shard: OpenShard, info: ShardInfo, rows: list[IndexRow], rules: SampleRules) -> ShardAudit:
     """Audits one shard.
 
     Args:
-        directory: The dataset.
+        open_shard: Opens the shard.
         info: The shard's manifest entry.
         rows: Its index rows.
         rules: What its samples must obey.
     """
-    return _opened(directory, info, len(rows), lambda data: _audit(data, info, rows, rules))
+    return _opened(open_shard, info, len(rows), lambda data: _audit(data, info, rows, rules))
 
 
-def hash_shard(directory: Path, info: ShardInfo) -> ShardAudit:
+def hash_shard(open_shard: OpenShard, info: ShardInfo) -> ShardAudit:
     """Checks size and sha256 of one shard: all that can be checked without an index."""
-    return _opened(directory, info, 0, lambda data: _hash(data, info))
+    return _opened(open_shard, info, 0, lambda data: _hash(data, info))
+
+
+@dataclass(frozen=True)
+class FolderShards:
+    """Opens shards of a folder.
+
+    Attributes:
+        directory: The folder.
+    """
+
+    directory: Path
+
+    def __call__(self, info: ShardInfo) -> int:
+        """Opens a shard; the caller closes the file descriptor."""
+        return os.open(self.directory / info.name, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _opened(
-    directory: Path, info: ShardInfo, samples: int, check: Callable[[mmap.mmap], Iterator[Fault]]
+    open_shard: OpenShard, info: ShardInfo, samples: int, check: Callable[[mmap.mmap], Iterator[Fault]]
 ) -> ShardAudit:
-    path = directory / info.name
-    if not path.is_file():
-        return ShardAudit(0, [Fault(info.name, "missing", f"no such file; it holds {counted(info.samples, 'sample')}")])
     try:
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return ShardAudit(samples, list(check(data)))
-    except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+        file = open_shard(info)
+        try:
+            with mmap.mmap(file, 0, access=mmap.ACCESS_READ) as data:
+                return ShardAudit(samples, list(check(data)))
+        finally:
+            os.close(file)
+    except FileNotFoundError:
+        return ShardAudit(0, [Fault(info.name, "missing", f"no such file; it holds {counted(info.samples, 'sample')}")])
+    except (OSError, ValueError, DatasetFormatError) as error:  # ValueError: an empty file cannot be mapped
         return ShardAudit(0, [Fault(info.name, "unreadable", str(error))])
 
 

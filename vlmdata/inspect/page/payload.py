@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from vlmdata.format.dataset import VlmDataset
@@ -80,7 +81,7 @@ def sample_payload(sample: SampleDescription) -> dict[str, Any]:
 def dataset_payload(dataset: VlmDataset, card: Any) -> dict[str, Any]:
     """The card."""
     fields: dict[str, Any] = safe(to_jsonable(card))
-    return {**fields, "name": one_line(dataset.directory.resolve().name or str(dataset.directory))}
+    return {**fields, "name": one_line(Path(dataset.name).resolve().name or dataset.name)}
 
 
 def safe(value: Any) -> Any:
