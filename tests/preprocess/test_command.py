@@ -247,7 +247,10 @@ class TestExitCodes:
             (["--max-length", "many"], "Invalid value for '--max-length'"),
             (["--limit", 0], "--limit 0: it must be at least 1"),
             (["--frobnicate"], "No such option"),
-            (["--recipe", "nope"], "--recipe nope: no such recipe. Known: cord_v2, chat, text, caption; or module:attribute"),
+            (
+                ["--recipe", "nope"],
+                "--recipe nope: no such recipe. Known: cord_v2, chat, text, caption; or module:attribute",
+            ),
             (["--recipe", "no_such_module:Recipe"], "--recipe no_such_module:Recipe: cannot load"),
             (["--recipe", "json:Recipe"], "has no attribute 'Recipe'"),
             (["--tokenizer", "/nowhere/at/all"], "--tokenizer /nowhere/at/all: cannot load it"),

@@ -13,6 +13,7 @@ from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.ledger import read_ledger
 from vlmdata.format.manifest import Totals
 from vlmdata.format.schema import LEDGER_NAME
+from vlmdata.format.selection import SELECTION
 from vlmdata.inspect.findings import KINDS, ContentCheck, Finding, IndexFindings, Severity
 from vlmdata.inspect.histogram import Histogram, histogram
 from vlmdata.inspect.tokens import TokenTexts
@@ -201,7 +202,7 @@ def suspicious_samples(card: DatasetCard) -> tuple[int, ...]:
 
 
 def source_name(source: Mapping[str, Any]) -> str:
-    """The source in a few words: hub id, or kind and files, and the split."""
+    """The source in a few words: hub id, or kind and files, the split, and the side of a held-out share."""
     listed = source.get("files")
     files = [str(each.get("name")) for each in listed if isinstance(each, Mapping)] if isinstance(listed, list) else []
     name = str(source.get("id") or source.get("kind", "unknown"))
@@ -209,6 +210,9 @@ def source_name(source: Mapping[str, Any]) -> str:
         name += f": {files[0]}" + (f" and {len(files) - 1:,} more" if len(files) > 1 else "")
     for part in ("config", "split"):
         name += f", {part} {source[part]}" if source.get(part) else ""
+    selection = source.get(SELECTION)
+    if isinstance(selection, Mapping):
+        name += f", {selection.get('side')} of --holdout {selection.get('holdout')}"
     return name
 
 

@@ -29,6 +29,7 @@ from vlmdata.errors import SourceError
 from vlmdata.format.dataset import open_dataset
 from vlmdata.format.ledger import read_ledger
 from vlmdata.format.manifest import Manifest
+from vlmdata.inspect.dataset import source_name
 from vlmdata.inspect.trace import describe_row
 from vlmdata.verify.dataset import verify_dataset
 
@@ -197,6 +198,7 @@ class TestTheDatasets:
     def test_are_sound_and_say_what_they_are(self, divided, side):
         assert verify_dataset(divided / side).faults == []
         manifest = Manifest.read(divided / side)
+        assert source_name(manifest.source) == f"files: rows.jsonl, {side} of --holdout 0.3"
         selection = manifest.source["selection"]
         assert {name: selection[name] for name in ("holdout", "side", "of_rows")} == {
             "holdout": 0.3,
