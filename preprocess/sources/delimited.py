@@ -58,7 +58,10 @@ class DelimitedFile:
                 columns = tuple(next(_reader(lines, delimiter), []))
             except csv.Error as error:
                 raise SourceError(f"SOURCE {file.path}: the header, line 1, cannot be read: {error}") from error
-        columns = (columns[0].removeprefix("\ufeff"), *columns[1:]) if columns else ()
+        if not columns:
+            problem = "the header, line 1, is blank" if lines.offset else "it has no rows"
+            raise SourceError(f"SOURCE {file.path}: {problem}")
+        columns = (columns[0].removeprefix("\ufeff"), *columns[1:])
         _require_names(file.path, columns)
         return cls(file, delimiter, columns, lines.offset)
 
@@ -143,8 +146,6 @@ def _reader(lines: _Lines, delimiter: str) -> Iterator[list[str]]:
 
 
 def _require_names(path: str, columns: tuple[str, ...]) -> None:
-    if not columns:
-        raise SourceError(f"SOURCE {path}: it has no rows")
     repeated = sorted({name for name in columns if columns.count(name) > 1})
     if "" in columns or repeated:
         problem = f"names {', '.join(repeated)} twice" if repeated and repeated[0] else "has a column without a name"

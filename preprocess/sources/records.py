@@ -6,7 +6,7 @@ worker goes to the place before it and passes over what lies between; rows in or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Protocol
 
@@ -96,12 +96,8 @@ class RecordRows:
     _cursor: _Cursor | None = field(default=None, init=False, repr=False)
 
     @classmethod
-    def scan(cls, files: Sequence[RecordFile], on_rows: Callable[[int], None] = lambda rows: None) -> RecordRows:
+    def scan(cls, files: Sequence[RecordFile]) -> RecordRows:
         """Passes over all files once.
-
-        Args:
-            files: The files.
-            on_rows: Called from time to time with the number of records found so far.
 
         Raises:
             SourceError: If a file is damaged.
@@ -111,7 +107,6 @@ class RecordRows:
             found, count = _scan(file)
             places.append(found)
             starts.append(starts[-1] + count)
-            on_rows(starts[-1])
         return cls(files, places, np.array(starts, dtype=np.int64))
 
     def __len__(self) -> int:

@@ -198,6 +198,7 @@ class TestDelimited:
         [
             ("", "it has no rows"),
             ("a,b\n", "it has no rows"),
+            ("\na,b\n1,2\n", "the header, line 1, is blank"),
             ("a,b,a\n1,2,3\n", "the header, line 1, names a twice: a, b, a"),
             ("a,,b\n1,2,3\n", "the header, line 1, has a column without a name: a, , b"),
             ("a;b\n1;2\n", "has one column, 'a;b'. Fields of .csv are separated by commas .* not by ';'"),
