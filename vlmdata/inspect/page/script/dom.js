@@ -20,6 +20,7 @@ const el = (tag, attributes, ...children) => fill(document.createElement(tag), a
 const svg = (tag, attributes, ...children) => fill(document.createElementNS(SVG, tag), attributes, children);
 
 const count = (value) => Number(value).toLocaleString("en-US");
+const counted = (value, noun, plural = `${noun}s`) => `${count(value)} ${Number(value) === 1 ? noun : plural}`;
 const percent = (value, digits = 1) => `${(100 * value).toFixed(digits)} %`;
 function quantity(value, kind) {
   if (kind === "share") return percent(value);

@@ -74,7 +74,7 @@ function itemOf(row) {
     picture ? el("img", { class: "thumb", src: picture, alt: "", loading: "lazy", decoding: "async" }) : null,
     el("span", { class: "line" }, el("span", { class: "key mono" }, row.key), el("span", { class: "soft small" }, `row ${count(row.row)}`)),
     el("span", { class: "words small" }, row.text),
-    el("span", { class: "line small soft" }, el("span", {}, `${count(row.length)} tokens`), el("span", {}, `${percent(row.share)} targets`), el("span", {}, `${count(row.patches)} patches`)),
+    el("span", { class: "line small soft" }, el("span", {}, `${counted(row.length, "token")}`), el("span", {}, `${percent(row.share)} targets`), el("span", {}, `${counted(row.patches, "patch", "patches")}`)),
     svg("svg", { class: "meter", viewBox: "0 0 100 4", preserveAspectRatio: "none", "aria-hidden": "true" }, svg("rect", { width, height: 4 })),
     el("span", { class: "small row" }, serious.map((found) => el("span", { class: `badge ${found.severity}`, title: found.message }, `${MARKS[found.severity]} ${found.kind.replaceAll("_", " ")}`)),
       row.why ? el("span", { class: "soft" }, row.why) : null)));

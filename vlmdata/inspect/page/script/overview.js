@@ -34,11 +34,11 @@ function chart(histogram) {
 
 function findingsPanel(card) {
   const serious = card.findings.filter((group) => group.severity !== "note").length;
-  const looked = `the index of all ${count(card.totals.samples)} samples and the tokens of ${count(card.checked)} were looked at`;
+  const looked = `the index of ${card.totals.samples === 1 ? "the only sample" : `all ${count(card.totals.samples)} samples`} and the tokens of ${count(card.checked)} were looked at`;
   const boxes = foldedFindings(card.findings, (group) => findingBox(
     { ...group, message: `${count(group.count)} of ${count(card.totals.samples)}: ${group.meaning}. ` },
     group.examples.map((example) => el("span", { title: example.message }, sampleLink(example.index, example.key), " "))));
-  const rejected = card.totals.rejected, rows = rejected === 1 ? "1 row" : `${count(rejected)} rows`;
+  const rejected = card.totals.rejected, rows = counted(rejected, "row");
   return el("div", { class: "panel wide" }, el("h2", {}, serious ? "Deserves a look" : "Nothing suspicious in the samples"), el("div", { class: "soft small" }, looked),
     rejected ? el("div", { class: "finding warning rejects" }, el("span", { class: "kind" }, `${MARKS.warning} ${rows} rejected`),
       el("p", {}, card.rejects.map((group) => `${group.reason.replaceAll("_", " ")} ${count(group.count)}`).join(", "), " ",
@@ -50,11 +50,11 @@ function buildOverview(root) {
   const tokens = Math.max(totals.tokens, 1);
   fill(root, {}, [
     el("div", { class: "tiles" },
-      tile(count(totals.samples), "samples", totals.truncated ? `${count(totals.truncated)} with a cut answer` : `of ${count(totals.rows)} source rows`),
+      tile(count(totals.samples), "samples", totals.truncated ? `${count(totals.truncated)} with a cut answer` : `of ${counted(totals.rows, "source row")}`),
       tile(count(totals.tokens), "tokens", `+ ${count(totals.padding)} padding`),
-      tile(percent(totals.targets / tokens), "targets", `${count(totals.targets)} tokens`),
-      tile(count(totals.images), "images", `${count(totals.patches)} patches`),
-      tile(`${(totals.bytes / 1e6).toLocaleString("en-US", { maximumFractionDigits: 1 })} MB`, "on disk", `${count(card.shards)} shards`),
+      tile(percent(totals.targets / tokens), "targets", `${counted(totals.targets, "token")}`),
+      tile(count(totals.images), "images", `${counted(totals.patches, "patch", "patches")}`),
+      tile(`${(totals.bytes / 1e6).toLocaleString("en-US", { maximumFractionDigits: 1 })} MB`, "on disk", `${counted(card.shards, "shard")}`),
       tile(count(totals.rejected), "rows rejected", percent(totals.rejected / Math.max(totals.rows, 1), 2))),
     findingsPanel(card),
     el("div", { class: "grid charts" }, card.histograms.map(chart)),

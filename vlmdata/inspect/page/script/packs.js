@@ -14,7 +14,7 @@ async function morePacks() {
   packs.busy = true;
   try {
     const page = await store.packs(packs.next);
-    if (packs.total === null) packList.append(el("p", { class: "soft" }, `${count(page.total)} batches in the epoch; ` + Object.entries(page.options).map(([name, value]) => `${name.replaceAll("_", " ")} ${value}`).join(", ")));
+    if (packs.total === null) packList.append(el("p", { class: "soft" }, `${counted(page.total, "batch", "batches")} in the epoch; ` + Object.entries(page.options).map(([name, value]) => `${name.replaceAll("_", " ")} ${value}`).join(", ")));
     packs.total = page.total;
     packs.next += page.batches.length;
     packList.append(...page.batches.map(packOf));
@@ -35,10 +35,10 @@ function packOf(batch) {
   batch.segments.forEach((segment, i) => {
     const end = segment.start + segment.length;
     if (segment.length) drawing.append(svg("rect", { class: "seg", x: x(segment.start), y: 0, width: x(segment.length), height: 30, fill: colour(i), data: { segment: i }, on: { click: () => openSegment(segment) } },
-      svg("title", {}, `${letter(i)}: ${segment.key}, ${count(segment.length)} tokens, ${count(segment.patches)} patches, ${percent(segment.cost_share)} of the cost`)));
-    if (segment.stop > end) drawing.append(svg("rect", { class: "pad", x: x(end), y: 0, width: x(segment.stop - end), height: 30 }, svg("title", {}, `padding, ${count(segment.stop - end)} tokens`)));
+      svg("title", {}, `${letter(i)}: ${segment.key}, ${counted(segment.length, "token")}, ${counted(segment.patches, "patch", "patches")}, ${percent(segment.cost_share)} of the cost`)));
+    if (segment.stop > end) drawing.append(svg("rect", { class: "pad", x: x(end), y: 0, width: x(segment.stop - end), height: 30 }, svg("title", {}, `padding, ${counted(segment.stop - end, "token")}`)));
   });
-  if (wide > batch.total_tokens) drawing.append(svg("rect", { class: "room", x: x(batch.total_tokens), y: 0, width: x(wide - batch.total_tokens), height: 30 }, svg("title", {}, `empty room, ${count(wide - batch.total_tokens)} tokens`)));
+  if (wide > batch.total_tokens) drawing.append(svg("rect", { class: "room", x: x(batch.total_tokens), y: 0, width: x(wide - batch.total_tokens), height: 30 }, svg("title", {}, `empty room, ${counted(wide - batch.total_tokens, "token")}`)));
   if (several) for (const share of batch.ranks) for (const [start, stop] of share.ranges) {
     drawing.append(svg("rect", { class: "cp", x: x(start), y: 36, width: x(stop - start), height: 20, fill: colour(share.rank), data: { rank: share.rank } },
       svg("title", {}, `context-parallel rank ${share.rank}: tokens ${count(start)}–${count(stop - 1)}`)));
@@ -55,7 +55,7 @@ function packOf(batch) {
   const used = batch.capacity ? ` · ${percent(batch.true_tokens / batch.capacity)} of the capacity ${count(batch.capacity)}` : "";
   return el("article", { class: "panel pack", data: { batch: batch.number } },
     el("div", { class: "row" }, el("h2", {}, `batch ${batch.number}`), el("span", { class: "soft" },
-      `epoch ${batch.epoch}, step ${batch.step}, micro-batch ${batch.micro_batch} · ${batch.pack < 0 ? "empty" : `pack ${batch.pack}`} · ${count(batch.true_tokens)} tokens + ${count(batch.padding)} padding${used} · ${count(batch.targets)} targets · ${(batch.cost * 2 ** 20 / 1e12).toFixed(1)} TFLOP`)),
+      `epoch ${batch.epoch}, step ${batch.step}, micro-batch ${batch.micro_batch} · ${batch.pack < 0 ? "empty" : `pack ${batch.pack}`} · ${counted(batch.true_tokens, "token")} + ${count(batch.padding)} padding${used} · ${counted(batch.targets, "target")} · ${(batch.cost * 2 ** 20 / 1e12).toFixed(1)} TFLOP`)),
     el("div", { class: "packbar" }, drawing, labels),
     el("div", { class: "small soft" }, (several ? "above: samples; below: the context-parallel rank of each token" : "samples; padding is pale") + (wide > batch.total_tokens ? "; the dashed room is empty" : "")),
     el("details", { open: batch.number === 0 }, el("summary", {}, "segments"), el("div", { class: "scroll" }, segments), ranks ? el("div", { class: "scroll" }, ranks) : null,

@@ -30,7 +30,7 @@ function pictureOf(sample, image) {
   const source = image.source, steps = source.normalised || [];
   const from = source.width ? ` From a ${source.format} of ${source.width} × ${source.height}, ${source.mode}${steps.length ? `, normalised: ${steps.join(", ")}` : ""}` : "";
   return el("figure", {}, box, el("figcaption", { class: "small soft" },
-    `image ${image.number}: ${image.width} × ${image.height} pixels, ${high} × ${wide} patches, ${count(image.tokens)} tokens from ${count(image.start)} on.${from}`));
+    `image ${image.number}: ${image.width} × ${image.height} pixels, ${high} × ${wide} patches, ${counted(image.tokens, "token")} from ${count(image.start)} on.${from}`));
 }
 
 // Curves over token numbers; the frame moves, the drawing stays. An image's few positions are lost beside a long text,
