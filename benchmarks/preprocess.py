@@ -38,6 +38,7 @@ import datasets
 import torch
 from PIL import Image
 
+from preprocess.chat.tokenizer import load_tokenizer
 from preprocess.config import ImageConfig, PreprocessConfig
 from preprocess.conversation import Conversation, TextPart
 from vlmdata.families.qwen3_5 import FAMILY
@@ -148,8 +149,6 @@ def floor_of(source: Source) -> Callable[[], None]:
 def processor_of(source: Source) -> Callable[[], None]:
     from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
 
-    from preprocess.chat.tokenizer import load_tokenizer
-
     tokenizer = load_tokenizer().hf
     pixels = {"shortest_edge": BOUNDS.min_pixels, "longest_edge": BOUNDS.max_pixels}
     images = Qwen2VLImageProcessor(patch_size=16, image_mean=[0.5] * 3, image_std=[0.5] * 3, size=pixels)
@@ -180,7 +179,9 @@ def processor_of(source: Source) -> Callable[[], None]:
 
 def worker_of(source: Source, directory: Path) -> Callable[[], None]:
     (directory / PROGRESS_DIR).mkdir(parents=True)
-    context = ShardContext.build(source, PreprocessConfig(), directory)
+    config = PreprocessConfig()
+    expected = load_tokenizer(config.tokenizer, config.tokenizer_revision).info
+    context = ShardContext.build(source, config, directory, expected)
     # A new file every time: to give up the bytes of an old one is not part of the job.
     numbers = itertools.count()
     return lambda: void(run_shard(ShardJob(next(numbers), 0, source.num_rows), context))
