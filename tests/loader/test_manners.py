@@ -154,7 +154,7 @@ def test_a_sample_as_tensors_has_its_true_length_and_the_usual_dtypes(chats: Vlm
 
 
 def test_the_package_lists_what_it_exports() -> None:
-    assert set(vlmdata.__all__) <= set(dir(vlmdata))
+    assert set(dir(vlmdata)) == {*vlmdata.__all__, "__version__"}
 
 
 def test_a_batch_and_a_loader_are_shown_in_a_line(chat: Path) -> None:

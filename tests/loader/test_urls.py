@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import pickle
+import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +106,21 @@ def test_inspect_writes_the_page(chat: Path, memory: Callable[[Path], str], tmp_
 def test_plan_reports_the_same(url: str, chat: Path) -> None:
     found, expected = (printed("plan", place, "--capacity", "900") for place in (url, str(chat)))
     assert {**found, "data": 0} == {**expected, "data": 0}
+
+
+def test_a_web_server_without_range_requests_is_enough(chat: Path) -> None:
+    pytest.importorskip("aiohttp")
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(chat.parent))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            assert_same(epoch_of(f"http://127.0.0.1:{server.server_port}/{chat.name}"), epoch_of(chat))
+        finally:
+            server.shutdown()
 
 
 class TestVerify:

@@ -69,8 +69,10 @@ def _chunks(url: str) -> Iterator[bytes]:
     """The file's bytes. Every error of the remote side becomes a RemoteError, so that it is told from our disk's."""
     import fsspec
 
+    # Servers need not know range requests if the file is read as a stream.
+    options = {"block_size": 0} if url.startswith(("http://", "https://")) else {}
     try:
-        remote: Any = fsspec.open(url, "rb")
+        remote: Any = fsspec.open(url, "rb", **options)
         with remote as source:
             while chunk := source.read(_CHUNK):
                 yield chunk
