@@ -19,6 +19,8 @@ from torch.nn.functional import cross_entropy
 from tests.loader.framework_run import SETTINGS, STOP, TOTAL, TinyModel, summary
 from vlmdata.loader.loader import StreamingLoader
 
+pytestmark = pytest.mark.slow  # imports of the frameworks
+
 ROOT = Path(__file__).resolve().parents[2]
 #: What each script needs besides what vlmdata itself needs.
 FRAMEWORKS = {"ddp": None, "accelerate": "accelerate", "trainer": "accelerate", "lightning": "lightning"}

@@ -154,7 +154,7 @@ def test_datasets_of_different_tokenizers_are_refused_by_name(chat: Path, chat_c
         ({"prefetch_factor": 0}, "prefetch_factor is 0"),
         ({"timeout": 0}, "timeout is 0"),
         ({"cost": "900b"}, "900b"),
-        ({"blend": Blend("epochs", (1, 1))}, "2 weights for 1 datasets"),
+        ({"blend": Blend("epochs", (1, 1))}, "2 weights for 1 dataset"),
         ({"data": []}, "no datasets"),
     ],
 )
