@@ -69,6 +69,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["--pack", "0", "--cost", "70b"], "no cost model for '70b'"),
     (["--pack", "0", "--weights", "a,b"], "--weights 'a,b'"),
     (["--html", "x.html", "--keys", "nobody"], "no sample 'nobody'"),
+    (["--html", "s3://bucket/x.html"], "--html s3://bucket/x.html: the page is written to a local file"),
 ]
 
 

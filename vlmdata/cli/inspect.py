@@ -40,7 +40,7 @@ def inspect(
         typer.Option(metavar="N|all", help="Samples whose tokens are looked into for findings.", rich_help_panel=_LOOK),
     ] = "1000",
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write one self-contained page.", rich_help_panel=_PAGE)
+        str | None, typer.Option(metavar="FILE", help="Write one self-contained page.", rich_help_panel=_PAGE)
     ] = None,
     samples: Annotated[
         int, typer.Option(min=0, help="Samples in the page: extremes, suspects, then random.", rich_help_panel=_PAGE)
@@ -119,6 +119,8 @@ def inspect(
     chosen = [name for name, value in looks.items() if value is not None] + ["--serve"] * serve
     if len(chosen) > 1:
         raise typer.BadParameter(f"{' and '.join(chosen)}: choose one thing to look at")
+    if html is not None and "://" in html:
+        raise typer.BadParameter(f"--html {html}: the page is written to a local file; give a path")
     if tokens and chosen not in (["--sample"], ["--row"]):
         raise typer.BadParameter("--tokens goes with --sample or --row")
     options = PackOptions(
@@ -153,7 +155,7 @@ def inspect(
         elif step is not None:
             run.step(*_epoch_and_step(step), dp_rank)
         elif html is not None:
-            run.html(html, samples, keys.split(",") if keys else None, packs, _check(check))
+            run.html(Path(html), samples, keys.split(",") if keys else None, packs, _check(check))
         elif serve:
             run.serve(host, port, allow_host or [], _check(check))
         else:
