@@ -66,7 +66,7 @@ def open_source(
 
 
 def _demo(layout: str, rows: int, on_row: Callable[[int], None] | None) -> Source:
-    from preprocess.sources.demo import DEMO_VERSION, ensure_demo_dataset
+    from preprocess.demo import DEMO_VERSION, ensure_demo_dataset
 
     if layout not in ("cord_v2", "chat"):
         raise SourceError(f"SOURCE demo: it has rows for the recipes cord_v2 and chat, not for {layout}")

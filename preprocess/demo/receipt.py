@@ -1,0 +1,107 @@
+"""The text of a receipt, as printed, and its ground truth in CORD-V2's keys."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Item:
+    """One line of the menu. ``None`` is not printed; ``price`` is for all, without discount and extras."""
+
+    name: str
+    price: str
+    quantity: int
+    count: str | None
+    unit: str | None
+    code: str | None
+    discount: str | None
+    extras: tuple[tuple[str, str | None], ...]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One labelled value below the items, with the keys of its text in the ground truth."""
+
+    group: str
+    key: str
+    label: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """All texts of a receipt, in no particular layout.
+
+    Attributes:
+        locale: For example ``id_ID``.
+        shop: Name of the shop.
+        address: Lines below the name.
+        date: As printed, without the time.
+        facts: Labels and values above the items; the first holds the date.
+        labels: Words of columns (by attribute of ``Item``) and of discounts (``promotion``), and the last line
+            (``thanks``).
+        items: One or more.
+        figures: In printing order.
+        currency: ISO 4217 code.
+        total: Amount to pay, in minor units.
+    """
+
+    locale: str
+    shop: str
+    address: tuple[str, ...]
+    date: str
+    facts: tuple[tuple[str, str], ...]
+    labels: dict[str, str]
+    items: tuple[Item, ...]
+    figures: tuple[Figure, ...]
+    currency: str
+    total: int
+
+    def text(self, key: str) -> str | None:
+        """The figure with this key of the ground truth, as printed."""
+        return next((figure.text for figure in self.figures if figure.key == key), None)
+
+
+def _one_or_list(rows: list[dict[str, Any]]) -> Any:
+    # CORD writes a list of one as its bare element.
+    return rows[0] if len(rows) == 1 else rows
+
+
+def _printed(texts: dict[str, str | None]) -> dict[str, Any]:
+    return {key: text for key, text in texts.items() if text is not None}
+
+
+def _item_parse(item: Item) -> dict[str, Any]:
+    texts = {"nm": item.name, "num": item.code, "unitprice": item.unit, "cnt": item.count}
+    entry = _printed(texts | {"discountprice": item.discount, "price": item.price})
+    subs = [_printed({"nm": name, "price": price}) for name, price in item.extras]
+    return entry | ({"sub": _one_or_list(subs)} if subs else {})
+
+
+def gt_parse(receipt: Receipt) -> dict[str, Any]:
+    """The receipt in CORD-V2's keys. Every value is a string, exactly as printed."""
+    parse: dict[str, Any] = {"menu": _one_or_list([_item_parse(item) for item in receipt.items])}
+    for group in ("sub_total", "total"):
+        texts = {figure.key: figure.text for figure in receipt.figures if figure.group == group}
+        parse |= {group: texts} if texts else {}
+    return parse
+
+
+def ground_truth(receipt: Receipt, row: int, upright: tuple[int, int], two: bool) -> str:
+    """The ``ground_truth`` column of a row: JSON with ``gt_parse`` (or the list ``gt_parses``) and ``meta``.
+
+    Args:
+        receipt: What is printed.
+        row: Becomes ``meta.image_id``.
+        upright: Width and height of the image as seen, pixels.
+        two: Give a second valid reading too: names and prices of the items, and the total.
+    """
+    full, total = gt_parse(receipt), receipt.text("total_price")
+    brief = {"menu": _one_or_list([{"nm": item.name, "price": item.price} for item in receipt.items])}
+    parse: dict[str, Any] = (
+        {"gt_parses": [full, brief | {"total": {"total_price": total}}]} if two else {"gt_parse": full}
+    )
+    size = {"width": upright[0], "height": upright[1]}
+    meta = {"version": "2.0.0", "split": "train", "image_id": row, "image_size": size}
+    return json.dumps(parse | {"meta": meta}, ensure_ascii=False)

@@ -1,0 +1,84 @@
+"""One receipt of the demo: text, look, print, effects and file, all decided by (version, seed, row)."""
+
+from dataclasses import dataclass, field
+from random import Random
+
+import numpy as np
+
+from preprocess.demo.compose import LOCALES, compose_receipt
+from preprocess.demo.files import KINDS, ImageFile, encode
+from preprocess.demo.layout import lay_out
+from preprocess.demo.page import SHAPES, Look, Page, choose_look
+from preprocess.demo.receipt import Receipt, ground_truth
+
+DEMO_VERSION = 2
+"""Raise it when any pixel, text or order of the demo changes: cached datasets are named by it."""
+
+
+@dataclass(frozen=True)
+class DemoReceipt:
+    """A drawn receipt: its kind of file, the file, the JSON of its ground truth, and every string to be read."""
+
+    kind: str
+    file: ImageFile = field(repr=False)
+    ground_truth: str
+    texts: tuple[str, ...] = field(repr=False)
+
+
+def stream(purpose: str, row: int, seed: int) -> Random:
+    """The random numbers that decide one purpose of one row."""
+    # One stream per purpose: one more draw for a purpose leaves the others unchanged.
+    return Random(f"vlmdata demo {DEMO_VERSION} {seed} {row} {purpose}")
+
+
+def deal(purpose: str, shares: dict[str, int], row: int, seed: int) -> str:
+    """Chooses a kind for a row so that every block of ``sum(shares.values())`` rows holds each in its exact share.
+
+    Raises:
+        ValueError: ``row`` is negative.
+    """
+    if row < 0:
+        raise ValueError(f"row must be 0 or more, got {row}")
+    deck = [kind for kind, count in shares.items() for _ in range(count)]
+    block, place = divmod(row, len(deck))
+    stream(f"deck of {purpose}", block, seed).shuffle(deck)
+    return deck[place]
+
+
+def demo_content(row: int, seed: int = 0) -> Receipt:
+    """The text of a row's receipt.
+
+    Raises:
+        ValueError: ``row`` is negative.
+    """
+    locale = deal("locales", dict.fromkeys(LOCALES, 4), row, seed)
+    rng = stream("content", row, seed)
+    return compose_receipt(rng, locale, rng.choice(SHAPES[_shape(row, seed)].counts))
+
+
+def demo_page(row: int, seed: int = 0) -> tuple[Page, int, Look]:
+    """A row's receipt laid out: the page, the size of its letters (em in pixels), and its look."""
+    look = choose_look(stream("look", row, seed), SHAPES[_shape(row, seed)])
+    return *lay_out(demo_content(row, seed), look, stream("codes", row, seed).getrandbits(32)), look
+
+
+def demo_receipt(row: int, seed: int = 0) -> DemoReceipt:
+    """Draws the receipt of a row. Equal arguments give equal bytes, whatever was drawn before.
+
+    Args:
+        row: 0 or more; there is no end.
+        seed: Another seed gives another dataset.
+
+    Raises:
+        ValueError: ``row`` is negative.
+    """
+    page, em, look = demo_page(row, seed)
+    kind, rng = deal("kinds", KINDS, row, seed), stream("effects", row, seed)
+    noise = np.random.Generator(np.random.PCG64(rng.getrandbits(128)))
+    file = encode(page.print(), em, look.ink, kind, rng, noise)
+    two = deal("parses", {"one": 15, "two": 1}, row, seed) == "two"
+    return DemoReceipt(kind, file, ground_truth(demo_content(row, seed), row, file.upright, two), tuple(page.texts))
+
+
+def _shape(row: int, seed: int) -> str:
+    return deal("shapes", {name: shape.share for name, shape in SHAPES.items()}, row, seed)
