@@ -121,10 +121,8 @@ def check_sums(receipt: Receipt) -> set[str]:
             assert amount(item["cnt"]) * amount(item["unitprice"]) == amount(item["price"])
     sub, total = parse.get("sub_total", {}), parse["total"]
     assert amount(sub.get("subtotal_price", str(lines))) == lines
-    labels = {figure.key: figure.label for figure in receipt.figures}
-    rates = {
-        key: float(label.split()[-1][:-1].replace(",", ".")) / 100 for key, label in labels.items() if "%" in label
-    }
+    rated = {figure.key: figure.label.split()[-1] for figure in receipt.figures if "%" in figure.label}
+    rates = {key: float(rate[:-1].replace(",", ".")) / 100 for key, rate in rated.items()}
     base = lines + amount(sub.get("discount_price", "0"))
     if "service_price" in sub:
         assert amount(sub["service_price"]) == pytest.approx(base * rates["service_price"], abs=0.51)
@@ -155,10 +153,7 @@ def test_money_adds_up(seed: int) -> None:
     assert seen == items | charges | paid
     assert {receipt.locale for receipt in receipts} == set(LOCALES)
     assert {1, 26} <= {len(receipt.items) for receipt in receipts}
-
-
-def test_every_word_is_in_both_fonts() -> None:
-    assert all(repr(locale_named(code)).isascii() for code in LOCALES)
+    assert all(repr(locale_named(code)).isascii() for code in LOCALES), "the fonts have no other letters"
 
 
 # --- drawing ---
@@ -198,11 +193,9 @@ def test_text_is_printed_apart_and_on_the_paper() -> None:
 
 def test_modes_formats_and_sizes() -> None:
     assert Counter(receipt.kind for receipt in drawn_block()) == KINDS
-    modes, containers, aspects = set(), set(), []
+    aspects = []
     for receipt in drawn_block():
         image = opened(receipt)
-        modes.add(image.mode)
-        containers.add(image.format)
         upright = ImageOps.exif_transpose(image).size
         size = json.loads(receipt.ground_truth)["meta"]["image_size"]
         assert (size["width"], size["height"]) == upright == receipt.file.upright
@@ -214,8 +207,9 @@ def test_modes_formats_and_sizes() -> None:
         assert bright - dark > 80, receipt.kind
         if receipt.kind == "png_ink":
             assert np.asarray(image.convert("RGB")).max() < 128, "without alpha, dark on dark"
-    assert modes == {"RGB", "L", "P", "1", "RGBA", "CMYK", "I;16"}
-    assert containers == {"JPEG", "PNG", "WEBP"}
+    images = [opened(receipt) for receipt in drawn_block()]
+    assert {image.mode for image in images} == {"RGB", "L", "P", "1", "RGBA", "CMYK", "I;16"}
+    assert {image.format for image in images} == {"JPEG", "PNG", "WEBP"}
     assert max(aspects) > 3
     assert min(aspects) < 0.8
 
@@ -226,11 +220,9 @@ def test_exif_rotation_undoes_the_turn() -> None:
     for seed in range(8):
         file = encode(paper, 30, (20, 20, 20), "jpeg_exif", Random(seed), np.random.default_rng(0))
         seen = ImageOps.exif_transpose(Image.open(io.BytesIO(file.data)))
-        assert seen.size == file.upright
-        assert seen.height > seen.width
+        assert file.upright == seen.size
         left, right, below = (seen.convert("L").resize((8, 8)).getpixel(at) for at in ((2, 1), (5, 1), (2, 6)))
-        assert left < right - 40
-        assert left < below - 40
+        assert left < min(right, below) - 40
 
 
 @pytest.mark.parametrize("camera", ["photo", "cut_out", "scan"])
@@ -240,11 +232,10 @@ def test_whole_paper_is_in_the_picture(camera: str) -> None:
         paper = Image.new("L", (width, height), 255)
         shot = shoot(paper, 30, (20, 20, 20), camera, Random(seed), np.random.default_rng(seed))
         alpha = np.asarray(shot.alpha, np.float64) / 255
-        assert shot.alpha.size[0] <= MAX_SIZE[0]
-        assert shot.alpha.size[1] <= MAX_SIZE[1]
-        if max(shot.alpha.width / MAX_SIZE[0], shot.alpha.height / MAX_SIZE[1]) < 0.99:  # not made smaller
-            assert alpha.sum() == pytest.approx(width * height, rel=0.09)
-        assert alpha[0, 1:-1].max() < 1 or alpha[0].all(), "no corner is cut off"
+        room = max(shot.alpha.width / MAX_SIZE[0], shot.alpha.height / MAX_SIZE[1])
+        assert room <= 1
+        # What is cut off would be missing here; skewed paper looks smaller by some percent.
+        assert room > 0.99 or alpha.sum() == pytest.approx(width * height, rel=0.07)
 
 
 # --- chat ---
