@@ -270,7 +270,7 @@ def truth_about(question: str, receipts: list[Receipt]) -> str | None:
     if question.startswith("What is the price of the line"):
         return next(item["price"] for item in menu if item["nm"] == question.split('"')[1])
     if question == "Which of the two receipts has the higher total?":
-        which, low, high = "first second".split(), *sorted(totals, key=amount)
+        which, low, high = ["first", "second"], *sorted(totals, key=amount)
         return f"The {which[totals.index(high)]}: {high} against {low}."
     return {
         "What is the total?": totals[0],
