@@ -55,16 +55,19 @@ def encode(paper: Image.Image, em: int, ink: Colour, kind: str, rng: Random, noi
     """
     # Fine print does not survive coarse quantisation.
     quality = rng.randint(45 if em >= 22 else 68, 94)
-    options: dict[str, Any] = {"jpeg": {"quality": quality}, "png": {"compress_level": 1}}.get(kind.split("_")[0], {})
+    container = kind.split("_")[0].upper()
+    options: dict[str, Any] = {
+        "JPEG": {"quality": quality},
+        "PNG": {"compress_level": 1},
+        "WEBP": {"quality": max(quality, 60), "method": 0},
+    }[container]
     image = _picture(paper, em, ink, kind, rng, noise)
-    upright, container = image.size, kind.split("_")[0].upper()
+    upright = image.size
     if kind == "jpeg_exif":
         orientation = rng.choice(list(_TURNS))
         options["exif"] = Image.Exif()
         options["exif"][_ORIENTATION_TAG] = orientation
         image = image.transpose(_TURNS[orientation])
-    if kind == "webp_photo":
-        options = {"quality": max(quality, 60), "method": 0}
     buffer = io.BytesIO()
     image.save(buffer, container, **options)
     return ImageFile(buffer.getvalue(), container, upright)
