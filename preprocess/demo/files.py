@@ -26,8 +26,8 @@ KINDS: dict[str, int] = {
     "webp_photo": 2,
 }
 """Kinds of file, and how many of every 32 rows are of each."""
-_CAMERAS: dict[str, Camera] = {"jpeg_scan": "scan", "jpeg_grey": "scan", "png_bilevel": "crisp"}
-_CAMERAS |= {"png_cut_out": "cut_out", "png_grey16": "scan"}
+_CAMERAS: dict[str, Camera] = {"png_cut_out": "cut_out", "png_bilevel": "crisp"}
+_CAMERAS |= dict.fromkeys(("jpeg_scan", "jpeg_grey", "png_grey16"), "scan")
 _TURNS = {3: Image.Transpose.ROTATE_180, 6: Image.Transpose.ROTATE_90, 8: Image.Transpose.ROTATE_270}
 """What undoes the correction that each EXIF orientation asks for."""
 _ORIENTATION_TAG = 0x0112
