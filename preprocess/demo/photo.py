@@ -103,7 +103,7 @@ def _lay(
     wide, high = width * cos + height * abs(sin) + 2 * margin, height * cos + width * abs(sin) + 2 * margin
     scale = min(1.0, MAX_SIZE[0] / wide, MAX_SIZE[1] / high)
     size = (round(wide * scale), round(high * scale))
-    if not degrees:
+    if not degrees and scale == 1.0:
         scene, alpha = Image.new("L", size, 255), Image.new("L", size)
         at = ((size[0] - width) // 2, (size[1] - height) // 2)
         scene.paste(paper, at)

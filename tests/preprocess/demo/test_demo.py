@@ -238,6 +238,19 @@ def test_whole_paper_is_in_the_picture(camera: str) -> None:
         assert room > 0.99 or alpha.sum() == pytest.approx(width * height, rel=0.07)
 
 
+@pytest.mark.parametrize("camera", ["photo", "cut_out", "scan", "crisp"])
+def test_paper_above_the_largest_size_is_made_smaller(camera: str) -> None:
+    paper = Image.new("L", (400, 3300), 255)
+    for y in (40, 3160):
+        paper.paste(0, (0, y, 400, y + 100))
+    for seed in range(3):
+        shot = shoot(paper, 30, (20, 20, 20), camera, Random(seed), np.random.default_rng(seed))
+        assert shot.alpha.height <= MAX_SIZE[1]
+        rows = np.asarray(shot.brightness, np.float64)[:, shot.alpha.width // 2]
+        assert rows[:250].min() < 130
+        assert rows[-250:].min() < 130
+
+
 # --- chat ---
 
 
