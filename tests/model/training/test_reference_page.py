@@ -1,4 +1,4 @@
-"""``docs/training-reference.md`` lists every setting of ``train.py`` with its default, and which have no effect on results."""
+"""``docs/training-reference.md`` lists every setting with its default, and marks those without effect on results."""
 
 from __future__ import annotations
 
