@@ -8,17 +8,15 @@ from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
-from PIL import features
-
 from preprocess.config import PreprocessConfig
 from preprocess.recipes.base import recipe_fingerprint
 from vlmdata import __version__
 from vlmdata.format.manifest import TokenizerInfo, differences
 from vlmdata.format.schema import SCHEMA_VERSION
+from vlmdata.media.versions import decoder_versions
 
 #: Can change pixels (decoders, resize) or tokens (tokenizer, template engine).
 _LIBRARIES = ("jinja2", "pillow", "tokenizers", "torch", "torchvision", "transformers")
-_DECODERS = ("jpg", "jpg_2000", "libtiff", "webp", "zlib", "libjpeg_turbo", "avif")
 
 
 def fingerprints(config: PreprocessConfig, tokenizer: TokenizerInfo) -> dict[str, Any]:
@@ -39,7 +37,7 @@ def fingerprints(config: PreprocessConfig, tokenizer: TokenizerInfo) -> dict[str
             "image_std": list(made.image_std),
         },
         "libraries": {name: version(name) for name in _LIBRARIES},
-        "decoders": {name: found for name in _DECODERS if (found := _decoder(name)) is not None},
+        "decoders": decoder_versions(),
     }
 
 
@@ -83,11 +81,3 @@ def identity_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     else:
         known["tokenizer"] = {name: value for name, value in now["tokenizer"].items() if name in before["tokenizer"]}
     return differences(before, json.loads(json.dumps(known)))
-
-
-def _decoder(name: str) -> str | None:
-    try:
-        found = features.version(name)
-    except ValueError:  # a name this Pillow does not know
-        return None
-    return None if found is None else str(found)

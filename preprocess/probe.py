@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 from jinja2 import Environment
-from PIL import Image
 
 from preprocess.chat.tokenizer import ChatTokenizer
 from preprocess.config import ImageConfig, PreprocessConfig, TrainTurns
@@ -20,6 +19,7 @@ from vlmdata.format.index import IndexRow
 from vlmdata.format.ledger import Reason
 from vlmdata.format.schema import sample_key
 from vlmdata.format.shard import Placement
+from vlmdata.media.image_file import image_file
 from vlmdata.verify.sample import SampleRules, audit_sample
 
 _REMEDY = (
@@ -77,9 +77,7 @@ def _talk(images: tuple[ImagePart, ...]) -> Conversation:
 
 
 def _image() -> ImagePart:
-    buffer = io.BytesIO()
-    Image.new("RGB", (32, 32)).save(buffer, "PNG")
-    return ImagePart(buffer.getvalue(), "the probe's image")
+    return ImagePart(image_file(np.zeros((32, 32, 3), np.uint8), "png"), "the probe's image")
 
 
 def _knows_images(encoder: Encoder, conversation: Conversation) -> bool:

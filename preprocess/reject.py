@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from vlmdata.format.ledger import Reason
+from vlmdata.wording import excerpt
+
+__all__ = ["RowRejected", "excerpt"]
 
 
 class RowRejected(Exception):
@@ -17,9 +20,3 @@ class RowRejected(Exception):
         super().__init__(f"{reason.value}: {message}")
         self.reason = reason
         self.message = message
-
-
-def excerpt(value: object, limit: int = 80) -> str:
-    """A value for an error message, cut to ``limit`` characters."""
-    text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"

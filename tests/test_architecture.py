@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -78,3 +79,17 @@ def test_the_lock_names_no_host() -> None:
     assert "torch==" in lock
     assert "://" not in lock
     assert "--index" not in lock
+
+
+def test_only_families_know_the_geometry_of_patches() -> None:
+    """No number of Qwen's patches stands elsewhere: bytes of a patch, values of both frames, the mean of pixels."""
+    known = {768, 1536, 588, 1176, 127.5}
+    found = {
+        f"{path.relative_to(ROOT)}:{node.lineno}: {node.value}"
+        for package in ("vlmdata", "preprocess")
+        for path in (ROOT / package).rglob("*.py")
+        if not path.is_relative_to(ROOT / "vlmdata" / "families")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and type(node.value) in (int, float) and node.value in known
+    }
+    assert not found

@@ -1,4 +1,4 @@
-"""Numbers in sentences: counts with their nouns, articles, and durations."""
+"""Numbers and values in sentences: counts with their nouns, articles, durations, excerpts."""
 
 from __future__ import annotations
 
@@ -33,6 +33,12 @@ def duration(seconds: float) -> str:
             rest = whole % size // part
             return f"{whole // size} {unit}" + (f" {rest} {smaller}" if rest else "")
     return f"{whole} s"
+
+
+def excerpt(value: object, limit: int = 80) -> str:
+    """A value for an error message, cut to ``limit`` characters."""
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"
 
 
 def _plural(noun: str) -> str:

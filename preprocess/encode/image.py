@@ -8,10 +8,12 @@ from typing import Any
 from preprocess.config import ImageConfig, PreprocessConfig
 from preprocess.conversation import ImagePart
 from preprocess.encode.sample import EncodedImage
-from preprocess.images.bounds import target_size
-from preprocess.images.decode import DecodedImage, decode_image
+from preprocess.reject import RowRejected
 from vlmdata.families import Family
+from vlmdata.media.decode import DecodedImage, decode_image
+from vlmdata.media.error import MediaError
 from vlmdata.media.resize import resize_image
+from vlmdata.media.size import SizeRequest, target_size
 
 
 def encode_image(part: ImagePart, config: ImageConfig, family: Family, what: str) -> EncodedImage:
@@ -20,9 +22,14 @@ def encode_image(part: ImagePart, config: ImageConfig, family: Family, what: str
     Raises:
         RowRejected: With the reason.
     """
-    decoded = decode_image(part.data, config.max_source_pixels, what)
-    source_height, source_width = decoded.pixels.shape[:2]
-    height, width = target_size(source_height, source_width, part, config, family, what)
+    request = SizeRequest(part.min_pixels, part.max_pixels, part.resized_height, part.resized_width)
+    try:
+        decoded = decode_image(part.data, config.max_source_pixels, what)
+        source_height, source_width = decoded.pixels.shape[:2]
+        bounds = (config.min_pixels, config.max_pixels)
+        height, width = target_size(source_height, source_width, request, bounds, family, what)
+    except MediaError as error:
+        raise RowRejected(error.reason, error.message) from error
     patches = family.patchify(resize_image(decoded.pixels, height, width))
     grid = (1, height // family.patch_size, width // family.patch_size)
     return EncodedImage(patches, grid, (height, width), len(patches) // family.patches_per_token, _origin(decoded))

@@ -14,8 +14,9 @@ from vlmdata.batch import IGNORE_INDEX
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.inspect import describe_sample
 from vlmdata.inspect import sample as module
-from vlmdata.inspect.pixels import encode_image, rebuild_image
+from vlmdata.inspect.pixels import rebuild_image
 from vlmdata.inspect.sample import SampleDescription, SpanKind, position_of
+from vlmdata.media.image_file import image_file
 
 
 @pytest.fixture(scope="module", params=["demo", "mixed"])
@@ -117,8 +118,8 @@ def test_pictures_are_rebuilt_exactly(demo_dataset: VlmDataset, mixed_dataset: V
             expected = raw.picture(image.number)
             pixels = rebuild_image(dataset[i], image.number, dataset.family)
             assert np.array_equal(pixels, expected)
-            assert np.array_equal(np.asarray(Image.open(io.BytesIO(encode_image(pixels, "png")))), expected)
-            small = Image.open(io.BytesIO(encode_image(pixels, "webp", 48)))
+            assert np.array_equal(np.asarray(Image.open(io.BytesIO(image_file(pixels, "png")))), expected)
+            small = Image.open(io.BytesIO(image_file(pixels, "webp", 48)))
             assert max(small.size) <= 48
     with pytest.raises(IndexError, match="no image 7"):
         rebuild_image(dataset[0], 7, dataset.family)

@@ -17,7 +17,6 @@ from preprocess.config import ImageConfig, Overlong, PreprocessConfig, SpecialTe
 from preprocess.conversation import Document, ImagePart, TextPart
 from preprocess.encode import Encoder
 from preprocess.encode.document import cut
-from preprocess.images.decode import decode_image
 from preprocess.reject import RowRejected
 from tests.chat_rows import data_uri, write_jsonl
 from tests.conftest import build_dataset, encoded_image
@@ -25,6 +24,7 @@ from tests.preprocess.test_parity_transformers import assert_equal, build_proces
 from vlmdata.format.dataset import open_dataset
 from vlmdata.format.ledger import read_ledger
 from vlmdata.format.manifest import Manifest
+from vlmdata.media.decode import decode_image
 from vlmdata.verify.dataset import verify_dataset
 
 SMALL = ImageConfig(min_pixels=1024, max_pixels=16_384)

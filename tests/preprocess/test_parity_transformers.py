@@ -16,11 +16,11 @@ from PIL import Image
 from preprocess.config import ImageConfig, PreprocessConfig
 from preprocess.conversation import Conversation, ImagePart, Message, TextPart
 from preprocess.encode import EncodedSample, Encoder
-from preprocess.images.decode import decode_image
 from preprocess.recipes.base import load_recipe
 from preprocess.sources.open import open_source
 from tests.conftest import SHARED_DATA, encoded_image
 from vlmdata.families.qwen3_5 import FAMILY
+from vlmdata.media.decode import decode_image
 
 CHECKPOINT = ImageConfig(min_pixels=65_536, max_pixels=16_777_216)
 CORD = ImageConfig()

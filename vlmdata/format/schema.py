@@ -118,7 +118,7 @@ class Sample:
 
         Returns:
             By name: input_ids int64 (length,), loss_mask bool (length,), loss_weights float32 (length,) if the sample
-            has them, position_ids int64 (3, length), image_grid_thw int64 (N, 3), patches uint8 (P, 768).
+            has them, position_ids int64 (3, length), image_grid_thw int64 (N, 3), patches uint8 (P, bytes per patch).
         """
         import torch
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import base64
-import io
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
 
 from vlmdata.errors import DatasetFormatError
 from vlmdata.families import Family
@@ -18,7 +16,6 @@ from vlmdata.format.schema import Sample
 PAGE_SIDE = 1024
 #: Longest side of an image in the list of samples, in pixels.
 THUMBNAIL_SIDE = 96
-_WEBP_QUALITY = 78
 
 
 def rebuild_image(sample: Sample, number: int, family: Family) -> npt.NDArray[np.uint8]:
@@ -48,25 +45,6 @@ def rebuild_image(sample: Sample, number: int, family: Family) -> npt.NDArray[np
             f"{len(sample.patches)} stored patches. Run `vlmdata verify` on the dataset."
         )
     return family.unpatchify(sample.patches[start : start + height * width], height, width).transpose(1, 2, 0)
-
-
-def encode_image(pixels: npt.NDArray[np.uint8], format: Literal["png", "webp"], longest: int | None = None) -> bytes:
-    """Pixels as an image file: PNG without loss, or small WebP.
-
-    Args:
-        pixels: uint8 (H, W, 3).
-        format: "png" or "webp".
-        longest: Longest side in pixels; larger images are shrunk.
-    """
-    image = Image.fromarray(np.ascontiguousarray(pixels))
-    if longest is not None and max(image.size) > longest:
-        image.thumbnail((longest, longest), Image.Resampling.LANCZOS)
-    buffer = io.BytesIO()
-    if format == "png":
-        image.save(buffer, "PNG", compress_level=1)
-    else:
-        image.save(buffer, "WEBP", quality=_WEBP_QUALITY, method=2)
-    return buffer.getvalue()
 
 
 def data_uri(data: bytes, format: Literal["png", "webp"]) -> str:

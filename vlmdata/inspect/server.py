@@ -29,10 +29,11 @@ from vlmdata.format.dataset import VlmDataset
 from vlmdata.inspect.dataset import DatasetCard, suspicious_samples
 from vlmdata.inspect.page.build import Document, build_page
 from vlmdata.inspect.page.payload import dataset_payload, safe, sample_payload, summary_payload
-from vlmdata.inspect.pixels import THUMBNAIL_SIDE, encode_image, rebuild_image
+from vlmdata.inspect.pixels import THUMBNAIL_SIDE, rebuild_image
 from vlmdata.inspect.query import candidates, parse_query, search
 from vlmdata.inspect.sample import SampleDescriber
 from vlmdata.inspect.serialise import to_json, to_jsonable
+from vlmdata.media.image_file import image_file
 
 _SAMPLES_A_PAGE, _PACKS_A_PAGE = 40, 8
 #: A text search answers after so long with what it has, and is asked again.
@@ -140,11 +141,11 @@ class InspectApp:
 
     def _image(self, request: Request) -> Response:
         pixels = self._pixels(request, int(request.path_params["number"]))
-        return Response(encode_image(pixels, "png"), media_type="image/png")
+        return Response(image_file(pixels, "png"), media_type="image/png")
 
     def _thumbnail(self, request: Request) -> Response:
         pixels = self._pixels(request, 0)
-        return Response(encode_image(pixels, "webp", THUMBNAIL_SIDE), media_type="image/webp")
+        return Response(image_file(pixels, "webp", THUMBNAIL_SIDE), media_type="image/webp")
 
     def _pixels(self, request: Request, number: int) -> npt.NDArray[np.uint8]:
         try:

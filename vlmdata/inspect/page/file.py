@@ -10,9 +10,10 @@ from vlmdata.format.dataset import VlmDataset
 from vlmdata.inspect.dataset import DatasetCard
 from vlmdata.inspect.page.build import Document, build_page
 from vlmdata.inspect.page.payload import dataset_payload, safe, sample_payload, summary_payload
-from vlmdata.inspect.pixels import PAGE_SIDE, THUMBNAIL_SIDE, data_uri, encode_image, rebuild_image
+from vlmdata.inspect.pixels import PAGE_SIDE, THUMBNAIL_SIDE, data_uri, rebuild_image
 from vlmdata.inspect.sample import SampleDescriber
 from vlmdata.inspect.serialise import to_jsonable
+from vlmdata.media.image_file import image_file
 
 
 def page_document(
@@ -68,4 +69,4 @@ def _image_uri(describe: SampleDescriber, i: int, number: int, longest: int) -> 
         pixels = rebuild_image(describe.dataset[i], number, describe.dataset.family)
     except (IndexError, DatasetFormatError):
         return None
-    return data_uri(encode_image(pixels, "webp", longest), "webp")
+    return data_uri(image_file(pixels, "webp", longest), "webp")

@@ -6,8 +6,8 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from preprocess.reject import excerpt
 from vlmdata.format.ledger import Reason
+from vlmdata.wording import excerpt
 
 #: Brands of ISO media files that hold pictures; those of films are too many to list.
 _HEIC = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs"})

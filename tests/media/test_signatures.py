@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from preprocess.images.decode import decode_image
-from preprocess.images.signatures import recognise
-from preprocess.reject import RowRejected
 from tests.conftest import encoded_image
 from vlmdata.format.ledger import Reason
+from vlmdata.media.decode import decode_image
+from vlmdata.media.error import MediaError
+from vlmdata.media.signatures import recognise
 
 
 def iso_media(major: bytes, *compatible: bytes) -> bytes:
@@ -106,7 +106,7 @@ PICTURE, OTHER = Reason.UNSUPPORTED_IMAGE, Reason.NOT_AN_IMAGE
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_the_format_and_the_remedy_are_named(data: bytes, reason: Reason, words: str) -> None:
-    with pytest.raises(RowRejected) as raised:
+    with pytest.raises(MediaError) as raised:
         decode_image(data, 1_000_000, "images[3]")
     assert raised.value.reason is reason
     assert raised.value.message.startswith("images[3]: ")

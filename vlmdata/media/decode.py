@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from preprocess.images.signatures import IDENTIFIED_ONLY, Found, recognise
-from preprocess.reject import RowRejected
 from vlmdata.format.ledger import Reason
+from vlmdata.media.error import MediaError
+from vlmdata.media.signatures import IDENTIFIED_ONLY, Found, recognise
 from vlmdata.wording import counted
 
 _EXIF_ORIENTATION = 0x0112
@@ -59,10 +59,10 @@ def decode_image(data: bytes, max_source_pixels: int, what: str = "image") -> De
         The image as RGB.
 
     Raises:
-        RowRejected: With NOT_AN_IMAGE, UNSUPPORTED_IMAGE, TRUNCATED_IMAGE, IMAGE_TOO_LARGE, EMPTY_IMAGE or PIXEL_RANGE.
+        MediaError: With NOT_AN_IMAGE, UNSUPPORTED_IMAGE, TRUNCATED_IMAGE, IMAGE_TOO_LARGE, EMPTY_IMAGE or PIXEL_RANGE.
     """
     if not data:
-        raise RowRejected(Reason.EMPTY_IMAGE, f"{what}: the file has 0 bytes")
+        raise MediaError(Reason.EMPTY_IMAGE, f"{what}: the file has 0 bytes")
     with _pillow_limit(max_source_pixels):
         image = _open(data, max_source_pixels, what)
         try:
@@ -70,7 +70,7 @@ def decode_image(data: bytes, max_source_pixels: int, what: str = "image") -> De
         except MemoryError:
             raise
         except Exception as error:  # Pillow's plugins raise OSError, SyntaxError, struct.error, zlib.error, ...
-            raise RowRejected(
+            raise MediaError(
                 Reason.TRUNCATED_IMAGE,
                 f"{what}: {image.format} of {image.width}x{image.height} and {counted(len(data), 'byte')} "
                 f"does not decode: {type(error).__name__}: {error}",
@@ -82,20 +82,20 @@ def _open(data: bytes, max_source_pixels: int, what: str) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(data))
     except Image.DecompressionBombError as error:
-        raise RowRejected(Reason.IMAGE_TOO_LARGE, f"{what}: {error}") from error
+        raise MediaError(Reason.IMAGE_TOO_LARGE, f"{what}: {error}") from error
     except UnidentifiedImageError:
         raise _not_opened(data, recognise(data), what) from None
     except (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, zlib.error) as error:
-        raise RowRejected(
+        raise MediaError(
             Reason.TRUNCATED_IMAGE,
             f"{what}: the header of {counted(len(data), 'byte')} does not parse: {type(error).__name__}: {error}",
         ) from error
     if image.format is not None and image.format in IDENTIFIED_ONLY:
         raise _not_opened(data, IDENTIFIED_ONLY[image.format], what)
     if image.width < 1 or image.height < 1:
-        raise RowRejected(Reason.EMPTY_IMAGE, f"{what}: {image.format} of {image.width}x{image.height} pixels")
+        raise MediaError(Reason.EMPTY_IMAGE, f"{what}: {image.format} of {image.width}x{image.height} pixels")
     if image.width * image.height > max_source_pixels:
-        raise RowRejected(
+        raise MediaError(
             Reason.IMAGE_TOO_LARGE,
             f"{what}: {image.width}x{image.height} = {image.width * image.height} pixels, over the limit of "
             f"{max_source_pixels} (--max-source-pixels)",
@@ -103,15 +103,15 @@ def _open(data: bytes, max_source_pixels: int, what: str) -> Image.Image:
     return image
 
 
-def _not_opened(data: bytes, found: Found | None, what: str) -> RowRejected:
+def _not_opened(data: bytes, found: Found | None, what: str) -> MediaError:
     size = counted(len(data), "byte")
     if found is None:
         head = data[:8].hex(" ")
-        return RowRejected(
+        return MediaError(
             Reason.NOT_AN_IMAGE, f"{what}: {size}, not an image that can be opened; they begin with {head}"
         )
     verdict = "which is not supported" if found.reason is Reason.UNSUPPORTED_IMAGE else "not an image"
-    return RowRejected(found.reason, f"{what}: {found.name} ({size}), {verdict}. {found.remedy}.")
+    return MediaError(found.reason, f"{what}: {found.name} ({size}), {verdict}. {found.remedy}.")
 
 
 @contextmanager
@@ -168,12 +168,12 @@ def _to_8_bit(values: npt.NDArray[np.generic], mode: str, what: str) -> npt.NDAr
     the smallest of these ranges that holds every value.
 
     Raises:
-        RowRejected: PIXEL_RANGE where no range holds the values.
+        MediaError: PIXEL_RANGE where no range holds the values.
     """
     wide = values.astype(np.float64)
     low, high = float(wide.min()), float(wide.max())
     if not (np.isfinite(wide).all() and low >= 0 and high <= 65535):
-        raise RowRejected(
+        raise MediaError(
             Reason.PIXEL_RANGE,
             f"{what}: mode {mode} with values from {low:g} to {high:g}; 0 to 65535 can be scaled to 8 bit",
         )

@@ -1,0 +1,100 @@
+"""The size an image is resized to: by the run's bounds, or by those that the data gives for this image.
+
+Source: ``fetch_image`` of qwen_vl_utils with the family's ``image_patch_size``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vlmdata.families import Family
+from vlmdata.families.base import AspectRatioError
+from vlmdata.format.ledger import Reason
+from vlmdata.media.error import MediaError
+
+#: Bounds of qwen_vl_utils, in tokens, which hold for explicit sizes. The data may not ask for more.
+_LEAST_TOKENS, _MOST_TOKENS = 4, 16_384
+
+
+@dataclass(frozen=True)
+class SizeRequest:
+    """What the data asks for one image. None leaves it to the run.
+
+    Attributes:
+        min_pixels: At least about this many pixels.
+        max_pixels: At most this many pixels.
+        resized_height: Height in pixels; goes with ``resized_width``, and these two decide alone.
+        resized_width: Width in pixels.
+    """
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    resized_height: int | None = None
+    resized_width: int | None = None
+
+
+def most_pixels(family: Family) -> int:
+    """The largest image that data may ask for, in pixels."""
+    return _MOST_TOKENS * family.factor**2
+
+
+def target_size(
+    height: int, width: int, request: SizeRequest, bounds: tuple[int, int], family: Family, what: str
+) -> tuple[int, int]:
+    """The (height, width) to resize an image to, in pixels.
+
+    ``resized_height`` and ``resized_width`` decide alone. Else a bound of the image replaces that of the run; where
+    only one is given and the run's other bound contradicts it, the run's gives way.
+
+    Args:
+        height: Of the decoded image.
+        width: Of the decoded image.
+        request: What the data asks for this image.
+        bounds: The run's least and most pixels.
+        family: Whose rule of sizes holds.
+        what: Name of the field for messages.
+
+    Raises:
+        MediaError: ASPECT_RATIO over 200; IMAGE_BOUNDS for bounds that cannot be obeyed.
+    """
+    try:
+        return _target_size(height, width, request, bounds, family, what)
+    except AspectRatioError as error:
+        raise MediaError(Reason.ASPECT_RATIO, str(error)) from error
+
+
+def _target_size(
+    height: int, width: int, request: SizeRequest, bounds: tuple[int, int], family: Family, what: str
+) -> tuple[int, int]:
+    factor, most_possible = family.factor, most_pixels(family)
+    if request.resized_height is not None and request.resized_width is not None:
+        if request.resized_height * request.resized_width > most_possible:
+            size = f"{request.resized_width}x{request.resized_height} (resized_width x resized_height)"
+            raise MediaError(Reason.IMAGE_BOUNDS, f"{what}: {size} is more than {most_possible:,} pixels")
+        least_pixels = _LEAST_TOKENS * factor**2
+        return family.image_size(
+            request.resized_height, request.resized_width, least_pixels, most_possible, least_side=factor
+        )
+    if request.min_pixels is None and request.max_pixels is None:
+        return family.image_size(height, width, *bounds)
+    least, most = _bounds(request, bounds, family, what)
+    return family.image_size(height, width, least, most, least_side=factor)
+
+
+def _bounds(request: SizeRequest, bounds: tuple[int, int], family: Family, what: str) -> tuple[int, int]:
+    most_possible, smallest = most_pixels(family), family.factor**2
+    for name, value in (("min_pixels", request.min_pixels), ("max_pixels", request.max_pixels)):
+        if value is not None and value > most_possible:
+            raise MediaError(Reason.IMAGE_BOUNDS, f"{what}: {name} is {value:,}; at most {most_possible:,} is possible")
+    if request.max_pixels is not None and request.max_pixels < smallest:
+        raise MediaError(
+            Reason.IMAGE_BOUNDS,
+            f"{what}: max_pixels is {request.max_pixels:,}; the smallest image has {smallest:,} ({family.factor}²)",
+        )
+    least = bounds[0] if request.min_pixels is None else request.min_pixels
+    most = bounds[1] if request.max_pixels is None else request.max_pixels
+    if least > most:
+        if request.min_pixels is not None and request.max_pixels is not None:
+            raise MediaError(Reason.IMAGE_BOUNDS, f"{what}: min_pixels is {least:,}, more than max_pixels {most:,}")
+        least = most = most if request.min_pixels is None else least
+    return least, most
