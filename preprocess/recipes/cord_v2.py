@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import xxhash
 
+from preprocess import json_text
 from preprocess.config import RecipeConfig, Target
 from preprocess.conversation import Conversation, ImagePart, Message, TextPart
 from preprocess.recipes.base import RECIPE_OPTIONS, Row
@@ -82,7 +83,7 @@ def _ground_truth(row: Row) -> Mapping[str, Any]:
     value = row.values["ground_truth"]
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = json_text.loads(value)
         except (ValueError, RecursionError) as error:
             raise RowRejected(
                 Reason.MALFORMED_GROUND_TRUTH, f"ground_truth is not JSON: {error}: {excerpt(value)}"

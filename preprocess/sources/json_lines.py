@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+from preprocess import json_text
 from preprocess.reject import RowRejected, excerpt
 from preprocess.sources.byte_files import ByteFile
 from vlmdata.format.ledger import Reason
@@ -47,7 +47,7 @@ class JsonLinesFile:
         if not line.strip():
             raise RowRejected(Reason.MALFORMED_ROW, "a blank line")
         try:
-            values = json.loads(line)
+            values = json_text.loads(line)
         except (ValueError, RecursionError) as error:
             raise RowRejected(Reason.MALFORMED_ROW, f"not JSON: {error}: {excerpt(line)}") from error
         if not isinstance(values, dict):

@@ -11,13 +11,13 @@ Columns come from the members' extensions (the part of the file name after its f
 
 from __future__ import annotations
 
-import json
 import re
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+from preprocess import json_text
 from preprocess.reject import RowRejected, excerpt
 from preprocess.sources.byte_files import ByteFile
 from preprocess.sources.kinds import IMAGE_ENDINGS
@@ -201,7 +201,7 @@ class _Columns:
 
     def _json(self, member: _Member, data: bytes) -> Any:
         try:
-            return json.loads(data)
+            return json_text.loads(data)
         except (ValueError, RecursionError) as error:
             raise _malformed(self._key, f"{member.name} is not JSON: {error}") from error
 

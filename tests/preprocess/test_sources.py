@@ -125,13 +125,14 @@ class TestJsonLines:
             b'{"n": ' * 100_000,
             b"   \t",
             b'{"n": 8}',
+            b'{"a": [{"n": 1, "m": 2, "n": 1}]}',
         ]
         (tmp_path / "rows.jsonl").write_bytes(b"\n".join(lines))
         source = opened(tmp_path / "rows.jsonl")
         assert source.num_rows == len(lines)
         assert [source.row(number).values for number in (0, 8)] == [{"n": 0}, {"n": 8}]
         messages = {}
-        for number in range(1, 8):
+        for number in (*range(1, 8), 9):
             with pytest.raises(RowRejected) as rejection:
                 source.row(number)
             assert rejection.value.reason is Reason.MALFORMED_ROW
@@ -141,6 +142,7 @@ class TestJsonLines:
         assert messages[3] == 'not a JSON object: ["a", "list"]'
         assert r"\xff\xfe" in messages[4], "the bytes are shown as they are"
         assert len(messages[6]) < 300
+        assert "the key 'n' stands twice in one object" in messages[9]
 
     def test_rows_of_any_types_stand_side_by_side(self, tmp_path):
         rows = [

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from preprocess import json_text
 from preprocess.recipes.chat.tools import parse_json
 from preprocess.recipes.chat.turns import Turn, read_turn, text_turn
 from preprocess.recipes.keys import filled
@@ -127,7 +127,7 @@ def _messages(value: Any) -> list[Any] | None:
     """The value of a pair's column if it is a list of messages, or JSON text of one (as in CSV)."""
     if isinstance(value, str) and value.lstrip().startswith("[{"):
         try:
-            parsed = json.loads(value)
+            parsed = json_text.loads(value)
         except (ValueError, RecursionError):
             return None
         roles = isinstance(parsed, list) and all(isinstance(each, Mapping) and "role" in each for each in parsed)
