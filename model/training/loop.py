@@ -31,6 +31,7 @@ from model.training.setup import architecture_of, build, computed_by, parameter_
 from model.training.start import find_start, load_start
 from model.training.step import Stepper, StepResult, digest
 from vlmdata import StreamingLoader
+from vlmdata.wording import counted
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def _describe(
     return (
         f"{name}: {architecture.language.num_layers} layers, {trained:,} parameters trained on rank 0{frozen}; "
         f"{processes}: dp {place.dp_size} x tp {p.tp} x cp {p.cp} x pp {p.pp}, ep {p.ep}; "
-        f"{samples:,} samples, {steps:,} steps an epoch; config {config.hash()}"
+        f"{counted(samples, 'sample')}, {counted(steps, 'step')} an epoch; config {config.hash()}"
     )
 
 
@@ -113,8 +114,9 @@ def _empty_packs(loader: StreamingLoader) -> list[str]:
     if made > 0.75 * computed:
         return []
     return [
-        f"an epoch has {made:,} packs for {plan.num_steps:,} steps of {plan.config.global_batch:,}: the others are "
-        "empty and cost their time all the same; lower --global-batch or --capacity"
+        f"an epoch has {counted(made, 'pack')} for {counted(plan.num_steps, 'step')} of "
+        f"{plan.config.global_batch:,}: the others are empty and cost their time all the same; lower "
+        "--global-batch or --capacity"
     ]
 
 

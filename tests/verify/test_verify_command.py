@@ -87,6 +87,12 @@ def test_what_is_no_dataset_ends_with_2_and_one_message(verify, tmp_path):
     assert "holds no manifest.json, so it is not a vlmdata dataset" in err
 
 
+def test_a_folder_of_datasets_names_them(verify, damaged, tmp_path):
+    damaged.rename(tmp_path / "train")
+    code, _, err = verify(tmp_path)
+    assert (code, err.rstrip().endswith("Give one of the datasets in it: train")) == (2, True), err
+
+
 def test_the_command_in_a_process_of_its_own(damaged):
     damage(damaged)
     run = "from vlmdata.cli.main import main; main()"

@@ -224,7 +224,9 @@ def _absent(directory: Path) -> str:
         return f"{directory}: no such directory"
     if (directory / ".progress").is_dir():
         return f"{directory}: preprocessing has not finished. Run the same `vlmdata preprocess` command again."
-    return f"{directory}: holds no {MANIFEST_NAME}, so it is not a vlmdata dataset"
+    absent = f"{directory}: holds no {MANIFEST_NAME}, so it is not a vlmdata dataset"
+    inside = sorted(path.parent.name for path in directory.glob(f"*/{MANIFEST_NAME}"))
+    return f"{absent}. Give one of the datasets in it: {', '.join(inside[:8])}" if inside else absent
 
 
 def _build[T](kind: type[T], fields: Mapping[str, Any]) -> T:

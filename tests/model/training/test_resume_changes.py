@@ -254,7 +254,7 @@ def test_steps_of_mostly_empty_packs_are_pointed_out(chats: Path) -> None:
         assert _empty_packs(loader) == []
     with StreamingLoader(chats, global_batch=2 * packs, **options) as loader:
         (line,) = _empty_packs(loader)
-    assert line.startswith(f"an epoch has {packs} packs for 1 steps of {2 * packs}: the others are empty")
+    assert line.startswith(f"an epoch has {packs} packs for 1 step of {2 * packs}: the others are empty")
 
 
 def test_a_folder_that_another_run_is_using_is_refused(chats: Path, out: Path) -> None:
