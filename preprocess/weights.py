@@ -72,4 +72,6 @@ def _nothing_to_learn(conversation: Conversation, answers: int, train_turns: Tra
         return "nothing to learn: the loss weight of the sample is 0"
     if train_turns is TrainTurns.LAST:
         return "nothing to learn: the loss weight of the last assistant turn is 0, and only that turn is trained"
+    if answers == 1:
+        return "nothing to learn: the loss weight of the only assistant turn is 0"
     return f"nothing to learn: the loss weights of all {answers} assistant turns are 0"

@@ -10,14 +10,14 @@ from preprocess.conversation import Conversation, ImagePart, Message, TextPart
 from preprocess.recipes.base import RECIPE_OPTIONS, Row
 from preprocess.recipes.chat.forms import fits as fits_chat
 from preprocess.recipes.chat.row_keys import refuse_row
-from preprocess.recipes.chat.weights import row_weight
+from preprocess.recipes.chat.weights import ROW_WEIGHTS, row_weight
 from preprocess.recipes.keys import HARMLESS_COLUMNS, KeyLog, is_empty
 from preprocess.recipes.media import MediaLoader
 from preprocess.reject import RowRejected, excerpt
 from vlmdata.format.ledger import Reason
 
 _CAPTIONS = ("txt", "text", "caption")
-_USED_COLUMNS = frozenset({"image", *_CAPTIONS, "weight", "loss_weight", "loss_scale"})
+_USED_COLUMNS = frozenset({"image", *_CAPTIONS, *ROW_WEIGHTS})
 #: What img2dataset says of the download, in the JSON beside each image.
 _HARMLESS_COLUMNS = HARMLESS_COLUMNS | {
     "status",

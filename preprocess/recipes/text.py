@@ -16,10 +16,10 @@ from preprocess.recipes.base import RECIPE_OPTIONS, Row
 from preprocess.recipes.chat.content import ContentReader
 from preprocess.recipes.chat.forms import LIST_COLUMNS
 from preprocess.recipes.chat.forms import fits as fits_chat
-from preprocess.recipes.chat.images import RowImages
+from preprocess.recipes.chat.images import BOUND_KEYS, RowImages
 from preprocess.recipes.chat.row_keys import refuse_row
 from preprocess.recipes.chat.turns import HARMLESS_KEYS, Turn, read_turn
-from preprocess.recipes.chat.weights import TURN_WEIGHTS, row_weight, turn_weight
+from preprocess.recipes.chat.weights import ROW_WEIGHTS, TURN_WEIGHTS, row_weight, turn_weight
 from preprocess.recipes.keys import HARMLESS_COLUMNS, KeyLog, filled, is_empty
 from preprocess.recipes.media import MediaLoader
 from preprocess.reject import RowRejected, excerpt
@@ -27,7 +27,6 @@ from vlmdata.format.ledger import Reason
 from vlmdata.wording import counted
 
 _CONTENT_COLUMNS = ("text", "content")
-_WEIGHT_COLUMNS = frozenset({"weight", "loss_weight", "loss_scale"})
 _HARMLESS_COLUMNS = HARMLESS_COLUMNS | {
     "title",
     "dump",
@@ -73,9 +72,9 @@ class Text:
             parts, images = tuple(self._beside_sentences(values, keys)), {"image_info"}
         else:
             turn, factor = _turn(values[column], column, keys)
-            parts, images = self._content(turn, values, keys), {"images", "image"}
+            parts, images = self._content(turn, values, keys), {"images", "image", *BOUND_KEYS}
             weight *= factor
-        keys.note(values, _WEIGHT_COLUMNS | images | {column}, _HARMLESS_COLUMNS)
+        keys.note(values, images | {column, *ROW_WEIGHTS}, _HARMLESS_COLUMNS)
         return Document(parts, weight, keys.harmless, keys.unknown)
 
     def _content(self, turn: Turn, values: Mapping[str, Any], keys: KeyLog) -> tuple[Part, ...]:

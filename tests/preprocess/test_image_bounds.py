@@ -49,3 +49,28 @@ class TestContentItems:
 
     def test_with_one_side_only(self) -> None:
         check_rejected(item(resized_width=64), Reason.IMAGE_BOUNDS, "only one of resized_height and resized_width")
+
+    @pytest.mark.parametrize("more", [{}, {"max_pixels": 9000}])
+    def test_say_more_than_the_file_and_the_file_more_than_the_row(self, more: dict[str, int]) -> None:
+        """All three places are read: ``min_pixels`` of the row, ``max_pixels`` of the file, then those of the item."""
+        row = {"messages": user([{"type": "image", **more}]), "images": [{"bytes": b"a", "max_pixels": 8000}]}
+        conversation = convert({**row, "min_pixels": "2000", "max_pixels": 7000})
+        (image,) = conversation.images
+        assert (image.min_pixels, image.max_pixels) == (2000, more.get("max_pixels", 8000))
+        assert conversation.unknown == ()
+
+
+class TestOtherPlaces:
+    def test_files_of_a_column_and_of_an_item(self) -> None:
+        size = {"resized_height": 64, "resized_width": 96}
+        taken = {"messages": user("<image>?"), "images": [{"bytes": b"a", **size}]}
+        for row in (taken, item(image={"bytes": b"a", **size})):
+            conversation = convert(row)
+            (image,) = conversation.images
+            assert (image.resized_height, image.resized_width, conversation.unknown) == (64, 96, ())
+
+    def test_with_values_that_are_no_numbers_of_pixels(self) -> None:
+        row = {"messages": user("<image>?"), "images": [{"bytes": b"a", "max_pixels": -1}]}
+        check_rejected(row, Reason.IMAGE_BOUNDS, r"images\[0\]\.max_pixels is -1; a positive number of pixels")
+        row = {"messages": user("<image>?"), "images": [b"a"], "max_pixels": "small"}
+        check_rejected(row, Reason.IMAGE_BOUNDS, r"row\.max_pixels is small; a positive number of pixels")

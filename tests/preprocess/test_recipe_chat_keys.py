@@ -103,6 +103,18 @@ def test_items_that_say_two_things(item, message):
     check_rejected({"messages": user([item])}, CONTENT, rf"messages\[0\]\.content\[0\] {message}")
 
 
+@pytest.mark.parametrize("key", ["source", "file", "data", "bytes", "image_path"])
+def test_an_image_item_whose_file_is_named_otherwise_takes_no_image_of_the_row(key):
+    item = {"type": "image", key: "a.png"}
+    message = rf"messages\[0\].content\[0\] holds {key}: a.png; an image item names its file in one of image, image_url"
+    check_rejected({"messages": user([item]), "images": [b"another"]}, CONTENT, message)
+
+
+def test_json_text_in_which_a_key_stands_twice_is_refused():
+    turns = '[{"role": "user", "content": "?"}, {"role": "assistant", "content": "yes", "content": "no"}]'
+    check_rejected({"messages": turns}, MESSAGES, "messages is not JSON: the key 'content' stands twice in one object")
+
+
 def test_a_turn_that_says_things_twice():
     for turn in ({"from": "human", "role": "user", "value": "x"}, {"role": "user", "content": "x", "value": "y"}):
         check_rejected({"messages": [turn]}, MESSAGES, r"messages\[0\] has both .* and .*; one of them is wanted")

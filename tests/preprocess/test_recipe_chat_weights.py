@@ -64,3 +64,19 @@ def test_a_weight_of_a_row_may_be_text_as_in_csv(text: str, weight: float) -> No
 
 def test_a_row_without_weights_has_weight_1() -> None:
     assert convert(answer()).loss_weight == 1
+
+
+@pytest.mark.parametrize("flag", ["loss", "train", "training"])
+@pytest.mark.parametrize("value", [False, "false"])
+def test_a_row_that_says_it_is_not_learned_is_refused(flag: str, value: Any) -> None:
+    check_rejected({"messages": user("?"), flag: value}, Reason.NO_TARGETS, f"{flag} of the row is {value}")
+
+
+def test_a_measured_loss_of_a_row_is_no_flag() -> None:
+    conversation = convert({"messages": user("?"), "loss": 0.0})
+    assert (conversation.loss_weight, conversation.unknown) == (1.0, ("loss",))
+
+
+def test_a_flag_that_is_text_is_shown_as_text() -> None:
+    row = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!", "loss_scale": "0.5"}]}
+    check_rejected(row, Reason.MALFORMED_MESSAGES, r"messages\[1\].loss_scale is '0.5'; a loss weight is")

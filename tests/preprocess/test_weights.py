@@ -98,6 +98,7 @@ def test_a_turn_that_is_not_learned_may_be_empty(tokenizer: Any) -> None:
     ("conversation", "options", "message"),
     [
         (talk(None, 2.0, sample=0), {}, "nothing to learn: the loss weight of the sample is 0"),
+        (talk(0), {}, "nothing to learn: the loss weight of the only assistant turn is 0"),
         (talk(0, 0), {}, "nothing to learn: the loss weights of all 2 assistant turns are 0"),
         (
             talk(1, 0),

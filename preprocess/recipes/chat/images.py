@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from preprocess.conversation import ImagePart
-from preprocess.recipes.chat.tools import parse_json
+from preprocess.recipes.chat.tools import json_or_text, parse_json
 from preprocess.recipes.keys import KeyLog, filled
 from preprocess.recipes.media import MediaLoader
 from preprocess.reject import RowRejected, excerpt
@@ -19,7 +19,9 @@ SOURCE_KEYS = ("image", "image_url", "url", "path", "base64")
 #: The size an image item asks for: qwen_vl_utils' keys.
 BOUND_KEYS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 ITEM_KEYS = frozenset({"type", "index", *SOURCE_KEYS, *BOUND_KEYS})
-_FILE_KEYS = frozenset({"url", "bytes", "path"})
+#: Where items of other forms hold their image (``source`` is Anthropic's): such an item must not take another one.
+_FOREIGN_SOURCES = ("source", "file", "data", "bytes", "image_path")
+_FILE_KEYS = frozenset({"url", "bytes", "path", *BOUND_KEYS})
 _FILE_HARMLESS = frozenset({"detail"})  # how OpenAI's service looks at it
 
 
@@ -35,6 +37,7 @@ class RowImages:
         self._images = _as_list(values.get(self.column), self.column)
         self._media = media
         self._keys = keys
+        self._bounds: dict[str, Any] = _bounds({key: json_or_text(values.get(key)) for key in BOUND_KEYS}, "row")
         self._taken = self._named = 0
 
     @property
@@ -50,12 +53,19 @@ class RowImages:
         """
         sources = filled(item, SOURCE_KEYS) or [key for key in SOURCE_KEYS if key in item]
         if not sources:
+            if foreign := filled(item, _FOREIGN_SOURCES):
+                raise RowRejected(
+                    Reason.UNSUPPORTED_CONTENT,
+                    f"{where} holds {foreign[0]}: {excerpt(item[foreign[0]])}; an image item names its file in one of "
+                    f"{', '.join(SOURCE_KEYS)}",
+                )
             part = self.take(where, item.get("index"))
         else:
             if any(item[key] != item[sources[0]] for key in sources[1:]):
                 raise RowRejected(Reason.UNSUPPORTED_CONTENT, f"{where} names several images: {', '.join(sources)}")
             self._named += 1
-            part = ImagePart(self._media.load(self._source(sources[0], item[sources[0]]), where), where)
+            source = item[sources[0]]
+            part = self._part(self._media.load(self._source(sources[0], source), where), where, source)
         bounds: dict[str, Any] = _bounds(item, where)
         return dataclasses.replace(part, **bounds) if bounds else part
 
@@ -84,7 +94,7 @@ class RowImages:
         field, image = f"{self.column}[{number}]", self._images[number]
         if isinstance(image, Mapping):
             self._keys.note(image, _FILE_KEYS, _FILE_HARMLESS, f"{self.column}[].")
-        return ImagePart(self._media.load(image, field), field)
+        return self._part(self._media.load(image, field), field, image)
 
     def require_all_used(self) -> None:
         """Checks that every image of the column has its place.
@@ -103,6 +113,11 @@ class RowImages:
             Reason.IMAGE_COUNT_MISMATCH,
             f"{found} for {counted(count, 'image')} in {self.column}; write <image> where each belongs",
         )
+
+    def _part(self, data: bytes, field: str, file: Any) -> ImagePart:
+        """An image with the size that the row asks for, or what names its file (``{"path": …, "max_pixels": …}``)."""
+        own = _bounds(file, field) if isinstance(file, Mapping) else {}
+        return ImagePart(data, field, **{**self._bounds, **own})
 
     def _source(self, key: str, source: Any) -> Any:
         if isinstance(source, Mapping):

@@ -6,13 +6,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from preprocess.conversation import Message
+from preprocess.recipes.chat.images import BOUND_KEYS
+from preprocess.recipes.chat.weights import ROW_WEIGHTS
 from preprocess.recipes.keys import is_empty
 from preprocess.reject import RowRejected, excerpt
 from vlmdata.format.ledger import Reason
 
 #: Columns that are read whatever form the turns have.
 USED_COLUMNS = frozenset(
-    {"system", "system_prompt", "images", "image", "tools", "functions", "weight", "loss_weight", "loss_scale"}
+    {"system", "system_prompt", "images", "image", "tools", "functions", *BOUND_KEYS, *ROW_WEIGHTS}
 )
 
 _MEDIA = frozenset({"videos", "video", "audios", "audio"})
@@ -28,6 +30,7 @@ _PREFERENCE = frozenset(
     }
 )
 _LABELS = frozenset({"label", "kto_tag"})
+_FLAGS = frozenset({"loss", "train", "training"})
 _BOX_COLUMNS = frozenset({"objects", "bbox"})
 _BOX_MARKS = ("<bbox>", "<ref-object>")
 _REFUSED = _MEDIA | _PREFERENCE | _LABELS | {"chat_template_kwargs"}
@@ -38,8 +41,12 @@ def refuse_row(values: Mapping[str, Any]) -> None:
 
     Raises:
         RowRejected: UNSUPPORTED_CONTENT for video, audio and arguments of the chat template; PREFERENCE_DATA for
-            pairs of a better and a worse answer, and for answers labelled good or bad.
+            pairs of a better and a worse answer, and for answers labelled good or bad; NO_TARGETS for rows that say
+            that they are not learned.
     """
+    for key in sorted(values.keys() & _FLAGS):
+        if str(values[key]).lower() == "false":  # numbers may be measurements, such as a loss
+            raise RowRejected(Reason.NO_TARGETS, f"nothing to learn: {key} of the row is {values[key]}")
     for key in sorted(values.keys() & _REFUSED):
         value = values[key]
         if is_empty(value):

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from preprocess import json_text
 from preprocess.recipes.keys import KeyLog, is_empty
 from preprocess.reject import RowRejected, excerpt
 from vlmdata.format.ledger import Reason
@@ -67,6 +68,14 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
+def json_or_text(value: Any) -> Any:
+    """The value of a column that holds no text; CSV has text only."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
+
+
 def parse_json(text: str, where: str) -> Any:
     """The value of JSON text.
 
@@ -74,6 +83,6 @@ def parse_json(text: str, where: str) -> Any:
         RowRejected: MALFORMED_MESSAGES if it is not JSON.
     """
     try:
-        return json.loads(text)
+        return json_text.loads(text)
     except (ValueError, RecursionError) as error:
         raise RowRejected(Reason.MALFORMED_MESSAGES, f"{where} is not JSON: {error}: {excerpt(text)}") from error

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from preprocess.conversation import Role
+from preprocess.recipes.chat.tools import json_or_text
 from preprocess.recipes.keys import filled
 from preprocess.reject import RowRejected, excerpt
 from vlmdata.format.ledger import Reason
@@ -15,7 +15,8 @@ from vlmdata.wording import with_article
 
 #: Flags of a turn: ms-swift's ``loss`` and ``loss_scale``, OpenAI's ``weight``, Axolotl's ``train`` and ``training``.
 TURN_WEIGHTS = ("loss", "train", "training", "weight", "loss_scale", "loss_weight")
-_ROW_WEIGHTS = ("weight", "loss_weight", "loss_scale")
+#: Columns that weigh a row.
+ROW_WEIGHTS = ("weight", "loss_weight", "loss_scale")
 
 
 def turn_weight(turn: Mapping[str, Any], role: Role, where: str) -> float | None:
@@ -49,22 +50,15 @@ def row_weight(values: Mapping[str, Any]) -> float:
     Raises:
         RowRejected: MALFORMED_MESSAGES for a value that is no weight.
     """
-    given = filled(values, _ROW_WEIGHTS)
-    return math.prod((_weight(_parsed(values[key]), key) for key in given), start=1.0)
-
-
-def _parsed(value: Any) -> Any:
-    """The value of a column; CSV has text only."""
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
+    given = filled(values, ROW_WEIGHTS)
+    return math.prod((_weight(json_or_text(values[key]), key) for key in given), start=1.0)
 
 
 def _weight(value: Any, where: str) -> float:
     if not isinstance(value, bool | int | float) or not (math.isfinite(value) and value >= 0):
+        shown = repr(excerpt(value)) if isinstance(value, str) else excerpt(value)
         raise RowRejected(
             Reason.MALFORMED_MESSAGES,
-            f"{where} is {excerpt(value)}; a loss weight is true, false or a number that is at least 0",
+            f"{where} is {shown}; a loss weight is true, false or a number that is at least 0",
         )
     return float(value)
