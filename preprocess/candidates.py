@@ -11,6 +11,7 @@ from preprocess.conversation import Conversation, Document
 from preprocess.recipes.base import Recipe, Row
 from preprocess.reject import RowRejected
 from vlmdata.format.ledger import Reason
+from vlmdata.wording import with_article
 
 _WANTED = "a Conversation or Document"
 
@@ -64,7 +65,7 @@ def _element(element: Any, number: int) -> Conversation | Document | RowRejected
 
 
 def _described(value: Any) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
+    return "None" if value is None else with_article(type(value).__name__)
 
 
 def unexpected(error: Exception, recipe: Recipe) -> RowRejected:

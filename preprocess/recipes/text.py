@@ -74,7 +74,7 @@ class Text:
             turn, factor = _turn(values[column], column, keys)
             parts, images = self._content(turn, values, keys), {"images", "image", *BOUND_KEYS}
             weight *= factor
-        keys.note(values, images | {column, *ROW_WEIGHTS}, _HARMLESS_COLUMNS)
+        keys.note(values, frozenset({column, *images, *ROW_WEIGHTS}), _HARMLESS_COLUMNS)
         return Document(parts, weight, keys.harmless, keys.unknown)
 
     def _content(self, turn: Turn, values: Mapping[str, Any], keys: KeyLog) -> tuple[Part, ...]:
