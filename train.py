@@ -99,19 +99,19 @@ def main(
 
 def _run(file: Path | None, overrides: list[str | tuple[str, Any]], resume: bool) -> int:
     """Joins the process group, trains, leaves it; the exit code."""
-    from model.parallel.startup import adopt_slurm_ranks, before_megatron
+    from model.parallel.environment import adopt_slurm_ranks, before_megatron
     from model.training.config import ConfigError
     from model.training.config_loading import load_config
-    from model.training.preflight import require_known
+    from model.training.early_checks import check_early
 
     adopt_slurm_ranks()  # first: of several processes one is to say what is wrong
     config = load_config(file, overrides)
-    require_known(config)
+    check_early(config)
     before_megatron()
     from model.parallel import groups
     from model.parallel.cpu_mode import cpu_mode_if_needed
+    from model.training.build import device_of_this_process
     from model.training.loop import train
-    from model.training.setup import device_of_this_process
 
     device, parallel = device_of_this_process(), config.parallel
     with cpu_mode_if_needed():

@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.pop(0)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from model.parallel.startup import before_megatron
+from model.parallel.environment import before_megatron
 
 before_megatron()
 

@@ -28,7 +28,8 @@ from typing import Any
 sys.path.pop(0)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from model.parallel.startup import before_megatron
+from model.families.qwen3_5.flops import step_flops
+from model.parallel.environment import before_megatron
 
 before_megatron()
 
@@ -36,12 +37,11 @@ import numpy as np
 import torch
 
 from model.parallel import groups
+from model.training.build import architecture_of, build, device_of_this_process
 from model.training.config import TrainConfig
 from model.training.config_loading import load_config
 from model.training.data import RankPlace
-from model.training.flops import StepFlops
 from model.training.optimizer import build_learner
-from model.training.setup import architecture_of, build, device_of_this_process
 from model.training.step import Stepper
 from vlmdata import PackedBatch, StreamingLoader, open_dataset
 from vlmdata.batch import IGNORE_INDEX
@@ -90,7 +90,7 @@ def train(way: str, config: TrainConfig, steps: int, device: torch.device) -> li
     architecture = architecture_of(config)
     model = build(config, architecture, place, device)
     learner = build_learner(model, config, device, torch.bfloat16)
-    flops = StepFlops.for_model(architecture, mtp=False)
+    flops = step_flops(architecture, mtp=False)
     stepper = Stepper(learner, place, config.data.global_batch, config.data.capacity, flops, device)
     longest = -(-int(open_dataset(config.data.paths[0]).index.lengths.max()) // 16) * 16
     size = config.parallel.cp

@@ -28,7 +28,8 @@ from typing import Any
 sys.path.pop(0)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from model.parallel.startup import before_megatron
+from model.families import architecture_to_hf
+from model.parallel.environment import before_megatron
 
 before_megatron()
 
@@ -36,14 +37,16 @@ import torch
 from megatron.core import parallel_state
 from safetensors.torch import save_file
 
-from model.architecture import Architecture, MoeArchitecture
+from model.architecture import MoeArchitecture
+from model.families.qwen3_5.architecture import Qwen35Architecture
+from model.families.qwen3_5.names import parameter_maps
+from model.families.qwen3_5.presets import PRESETS
 from model.parallel import groups
-from model.presets import PRESETS
+from model.training.build import device_of_this_process
 from model.training.config_loading import load_config
 from model.training.loop import train
-from model.training.setup import device_of_this_process
 from model.weights.convert import to_megatron
-from model.weights.names import hf_names, parameter_maps
+from model.weights.mapping import hf_names
 from vlmdata import open_dataset
 
 STEPS = 4
@@ -101,7 +104,7 @@ def prepare(work: Path, data: Path) -> None:
     groups.destroy()
 
 
-def model_of(kind: str, data: Path) -> Architecture:
+def model_of(kind: str, data: Path) -> Qwen35Architecture:
     proxy = PRESETS["proxy"].with_vocabulary(open_dataset(data).manifest.tokenizer)
     if kind == "dense":
         return proxy
@@ -109,7 +112,7 @@ def model_of(kind: str, data: Path) -> Architecture:
     return dataclasses.replace(proxy, language=dataclasses.replace(proxy.language, intermediate_size=0, moe=moe))
 
 
-def write_weights(folder: Path, architecture: Architecture, last_bit: int) -> None:
+def write_weights(folder: Path, architecture: Qwen35Architecture, last_bit: int) -> None:
     """Weights under which activations keep their size: a fresh model's gradients would drown in those of its norms.
 
     ``last_bit`` is added to the bits of one value of the last norm, the least change there is.
@@ -133,7 +136,7 @@ def write_weights(folder: Path, architecture: Architecture, last_bit: int) -> No
     weights = {name: each.bfloat16().contiguous() for name, each in weights.items()}
     weights["model.language_model.norm.weight"].view(torch.int16)[0] += last_bit
     save_file(weights, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(architecture.to_hf()))
+    (folder / "config.json").write_text(json.dumps(architecture_to_hf(architecture)))
 
 
 def steps_of(

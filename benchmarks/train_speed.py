@@ -17,7 +17,7 @@ All ways run in one process, one after the other, on the same samples in the sam
 
 Tokens are true tokens. Times are medians over steps after the warm-up, which sees the same batches: kernels are
 compiled and tuned for shapes, of which padded batches of a long-tailed dataset have as many as there are batches. MFU
-is model FLOP (`model/training/flops.py`; vision only where it runs) over time and the data sheet's dense bf16 peak.
+is model FLOP (`model/flops.py`; vision only where it runs) over time and the data sheet's dense bf16 peak.
 Writes train-speed-<label>-<date>.json and .md under --out; presets measured earlier that day stay in.
 """
 
@@ -46,7 +46,8 @@ import torch
 sys.path.pop(0)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from model.parallel.startup import before_megatron
+from model.families.qwen3_5.flops import step_flops
+from model.parallel.environment import before_megatron
 
 before_megatron()
 
@@ -56,16 +57,17 @@ from megatron.core.models.gpt.experimental_attention_variant_module_specs import
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from model.architecture import Architecture
+from model.families.qwen3_5.architecture import Qwen35Architecture
+from model.families.qwen3_5.build import build_model, language_config
+from model.flops import StepFlops, peak_flops
 from model.metrics import MetricSums
-from model.network.build import build_model, language_config
 from model.parallel import groups
+from model.training.build import architecture_of
 from model.training.config import TrainConfig
 from model.training.config_loading import load_config
 from model.training.data import RankPlace
-from model.training.flops import StepFlops, peak_flops
+from model.training.model_settings import settings_of
 from model.training.optimizer import build_learner, freeze
-from model.training.setup import architecture_of, settings_of
 from model.training.step import Stepper
 from vlmdata import PackedBatch, StreamingLoader, VlmDataset, open_dataset
 from vlmdata.batch import IGNORE_INDEX, SampleOrigin
@@ -76,9 +78,9 @@ DEVICE = torch.device("cuda", 0)
 class StockLanguageModel(torch.nn.Module):
     """megatron-core's GPTModel as it comes, fed with our batches."""
 
-    def __init__(self, architecture: Architecture, config: TrainConfig):
+    def __init__(self, architecture: Qwen35Architecture, config: TrainConfig):
         super().__init__()
-        settings = dataclasses.replace(settings_of(config, architecture, DEVICE), mtp_layers=0)
+        settings = dataclasses.replace(settings_of(config, architecture, DEVICE.type == "cuda"), mtp_layers=0)
         self.config = language_config(architecture, settings)
         language = architecture.language
         self.model = GPTModel(
@@ -250,8 +252,8 @@ def measure(preset: str, options: argparse.Namespace) -> dict[str, Any]:
         packed = [batch.clone().to(DEVICE) for batch in loader if batch.true_tokens > 0.9 * options.capacity]
     order = np.random.default_rng(0).permutation(len(dataset)).tolist()
     padded = [batch.to(DEVICE) for batch in padded_batches(dataset, order, options.capacity)]
-    plain = StepFlops.for_model(architecture, mtp=False)
-    settings = settings_of(config, architecture, DEVICE)
+    plain = step_flops(architecture, mtp=False)
+    settings = settings_of(config, architecture, DEVICE.type == "cuda")
 
     def ours(mtp: int = 0, attention: str = "auto", frozen: tuple[str, ...] = ()) -> Callable[[], torch.nn.Module]:
         changed = dataclasses.replace(settings, mtp_layers=mtp, vision_attention=attention)
@@ -268,11 +270,11 @@ def measure(preset: str, options: argparse.Namespace) -> dict[str, Any]:
         "packed, cuDNN": (ours(attention="transformer_engine"), packed, plain),
         "padded": (ours(), padded, plain),
         "stock": (lambda: StockLanguageModel(architecture, config).to(DEVICE), packed, of_stock(plain)),
-        "packed, mtp": (ours(1), packed, StepFlops.for_model(architecture, mtp=True)),
+        "packed, mtp": (ours(1), packed, step_flops(architecture, mtp=True)),
         "packed, tower frozen": (
             ours(frozen=("vision",)),
             packed,
-            StepFlops.for_model(architecture, mtp=False, frozen=("vision",)),
+            step_flops(architecture, mtp=False, frozen=("vision",)),
         ),
     }
     found = {}

@@ -1,27 +1,24 @@
-"""What a Qwen3.5-VL model is: the numbers that decide its result, read from and written to transformers' configs.
+"""What every model is, whichever family it belongs to: the numbers that decide its result.
 
-Everything here is plain data. How a model is computed (back end, parallel layout, recompute) is in
-:class:`model.network.build.ModelSettings`.
+Everything here is plain data and needs no torch. A family adds what only its models have in a subclass of
+:class:`LanguageArchitecture` and of :class:`Architecture` (``model/families/NAME/architecture.py``). How a model is
+computed (back end, parallel layout, recompute) is in :class:`model.network.settings.ModelSettings`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Self
 
 if TYPE_CHECKING:
     from vlmdata.format.manifest import TokenizerInfo
 
-#: Values of ``layer_types``, as transformers spells them.
-LINEAR_ATTENTION = "linear_attention"
-FULL_ATTENTION = "full_attention"
-
 
 @dataclass(frozen=True)
 class VisionArchitecture:
-    """The vision tower: transformers' ``Qwen3_5VisionConfig``.
+    """The vision tower, which Qwen3.5 has of Qwen3-VL: transformers' ``Qwen3_5VisionConfig``.
 
     Attributes:
         depth: Encoder blocks.
@@ -54,7 +51,7 @@ class VisionArchitecture:
     initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
-        _divides("vision", "hidden_size", self.hidden_size, "4 * num_heads", 4 * self.num_heads)
+        require_multiple("vision", "hidden_size", self.hidden_size, "4 * num_heads", 4 * self.num_heads)
         side = round(self.num_position_embeddings**0.5)
         if side * side != self.num_position_embeddings:
             raise ValueError(f"vision.num_position_embeddings must be a square, got {self.num_position_embeddings}")
@@ -77,7 +74,7 @@ class VisionArchitecture:
 
 @dataclass(frozen=True)
 class MoeArchitecture:
-    """The mixture-of-experts feed-forward layer: the MoE fields of ``Qwen3_5MoeTextConfig``.
+    """The mixture-of-experts feed-forward layer: the MoE fields of a transformers text config.
 
     Attributes:
         num_experts: Routed experts per layer.
@@ -102,89 +99,30 @@ class MoeArchitecture:
 
 
 @dataclass(frozen=True)
-class LanguageArchitecture:
-    """The decoder: transformers' ``Qwen3_5TextConfig`` or ``Qwen3_5MoeTextConfig``.
+class LanguageArchitecture(ABC):
+    """What the decoders of all families have.
 
     Attributes:
         vocab_size: Token ids.
         hidden_size: Width of the residual stream.
         intermediate_size: Width of the dense feed-forward layers; 0 with ``moe``.
-        layer_types: One of ``linear_attention`` and ``full_attention`` per layer.
-        num_attention_heads: Query heads of full attention.
-        num_key_value_heads: Key and value heads of full attention.
-        head_dim: Width of a full-attention head.
-        linear_num_key_heads: Query and key heads of the gated delta net.
-        linear_num_value_heads: Value heads of the gated delta net, a multiple of the key heads.
-        linear_key_head_dim: Width of its query and key heads.
-        linear_value_head_dim: Width of its value heads.
-        linear_conv_kernel_dim: Taps of its causal convolution.
         moe: Mixture of experts in every layer; None for dense layers.
-        rope_theta: Base of the rotary embedding.
-        partial_rotary_factor: Part of a head that is rotated.
-        mrope_section: Frequencies of the t, h and w axes; their sum is half the rotated width.
-        rms_norm_eps: Epsilon of the RMS norms.
-        max_position_embeddings: Longest sequence the checkpoint was made for; not enforced.
-        initializer_range: Standard deviation of fresh weights.
     """
 
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    layer_types: tuple[str, ...]
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int = 256
-    linear_num_key_heads: int = 16
-    linear_num_value_heads: int = 32
-    linear_key_head_dim: int = 128
-    linear_value_head_dim: int = 128
-    linear_conv_kernel_dim: int = 4
-    moe: MoeArchitecture | None = None
-    rope_theta: float = 10_000_000.0
-    partial_rotary_factor: float = 0.25
-    mrope_section: tuple[int, int, int] = (11, 11, 10)
-    rms_norm_eps: float = 1e-6
-    max_position_embeddings: int = 262_144
-    initializer_range: float = 0.02
-
-    def __post_init__(self) -> None:
-        unknown = sorted(set(self.layer_types) - {LINEAR_ATTENTION, FULL_ATTENTION})
-        if unknown or not self.layer_types:
-            raise ValueError(f"language.layer_types must be {LINEAR_ATTENTION} or {FULL_ATTENTION}, got {unknown}")
-        _divides(
-            "language", "num_attention_heads", self.num_attention_heads, "num_key_value_heads", self.num_key_value_heads
-        )
-        _divides(
-            "language",
-            "linear_num_value_heads",
-            self.linear_num_value_heads,
-            "linear_num_key_heads",
-            self.linear_num_key_heads,
-        )
-        if 2 * sum(self.mrope_section) != self.rotary_dim:
-            raise ValueError(
-                f"language.mrope_section {self.mrope_section} must sum to half the rotated width, "
-                f"{self.rotary_dim} / 2 (head_dim {self.head_dim} x partial_rotary_factor {self.partial_rotary_factor})"
-            )
-        if (self.moe is None) == (self.intermediate_size == 0):
-            raise ValueError(
-                f"language.intermediate_size is the width of dense layers and 0 with moe, got {self.intermediate_size}"
-            )
+    moe: MoeArchitecture | None = field(default=None, kw_only=True)
 
     @property
+    @abstractmethod
     def num_layers(self) -> int:
         """Decoder layers."""
-        return len(self.layer_types)
-
-    @property
-    def rotary_dim(self) -> int:
-        """Rotated columns of a full-attention head."""
-        return int(self.head_dim * self.partial_rotary_factor)
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A whole Qwen3.5-VL: transformers' ``Qwen3_5Config`` or ``Qwen3_5MoeConfig``.
+    """A whole vision-language model.
 
     Attributes:
         vision: The vision tower.
@@ -194,17 +132,20 @@ class Architecture:
         vision_start_token_id: Id of ``<|vision_start|>``.
         vision_end_token_id: Id of ``<|vision_end|>``.
         tie_embeddings: Whether the output layer is the embedding table.
-        mtp_layers: Multi-token-prediction layers of the checkpoint (``mtp_num_hidden_layers``).
+        mtp_layers: Multi-token-prediction layers of the checkpoint; 0 in families without them.
     """
+
+    #: Name of the model family, in :data:`model.families.REGISTRY`.
+    family: ClassVar[str]
 
     vision: VisionArchitecture
     language: LanguageArchitecture
-    image_token_id: int = 248_056
-    video_token_id: int = 248_057
-    vision_start_token_id: int = 248_053
-    vision_end_token_id: int = 248_054
+    image_token_id: int
+    video_token_id: int
+    vision_start_token_id: int
+    vision_end_token_id: int
     tie_embeddings: bool = False
-    mtp_layers: int = 1
+    mtp_layers: int = 0
 
     def __post_init__(self) -> None:
         if self.vision.out_hidden_size != self.language.hidden_size:
@@ -218,8 +159,6 @@ class Architecture:
                     f"{name} {getattr(self, name)} is outside the vocabulary of {self.language.vocab_size} ids; "
                     "give the ids of your tokenizer with with_vocabulary"
                 )
-        if self.mtp_layers not in (0, 1):
-            raise ValueError(f"mtp_layers must be 0 or 1 (all published checkpoints have 1), got {self.mtp_layers}")
 
     def with_vocabulary(self, tokenizer: TokenizerInfo, size: int | None = None) -> Self:
         """The same model for another tokenizer, as a dataset's manifest describes it.
@@ -245,29 +184,12 @@ class Architecture:
             vision_end_token_id=tokenizer.vision_end,
         )
 
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any] | Any, *, ignore: Collection[str] = ()) -> Architecture:
-        """Reads the config of a Qwen3.5 or Qwen3.5-MoE vision-language checkpoint.
 
-        Args:
-            config: The content of ``config.json``, or a transformers config object.
-            ignore: Names of unknown fields (without their section) that are known to be harmless.
+def require_multiple(section: str, name: str, value: int, other: str, divisor: int) -> None:
+    """Refuses a size that is no multiple of another.
 
-        Raises:
-            ValueError: If it is another kind of model, a field has a value this model does not compute, or fields
-                are unknown.
-        """
-        from model.hf_config import architecture_from_hf
-
-        return architecture_from_hf(cls, config, ignore)
-
-    def to_hf(self) -> dict[str, Any]:
-        """The content of a ``config.json`` that :meth:`from_hf` and transformers read back to this model."""
-        from model.hf_config import architecture_to_hf
-
-        return architecture_to_hf(self)
-
-
-def _divides(section: str, name: str, value: int, other: str, divisor: int) -> None:
+    Raises:
+        ValueError: With both names and values.
+    """
     if divisor < 1 or value % divisor:
         raise ValueError(f"{section}.{name} ({value}) must be a multiple of {other} ({divisor})")

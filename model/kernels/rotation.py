@@ -56,8 +56,8 @@ def _launch(mixed: Tensor, parts: tuple[Tensor, ...], angles_pd: Tensor, *, back
     )
 
 
-@triton.jit
-def _split_and_rotate(
+@triton.jit  # type: ignore[untyped-decorator]
+def _split_and_rotate(  # type: ignore[no-untyped-def]  # Triton compiles it; its arguments are pointers and constants
     mixed,
     query,
     key,

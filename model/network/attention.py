@@ -1,7 +1,7 @@
-"""Gated full attention with interleaved 3D rotary positions.
+"""Full attention with interleaved 3D rotary positions.
 
 Mirrors transformers' ``Qwen3_5Attention``, ``Qwen3_5TextRotaryEmbedding`` and ``apply_rotary_pos_emb``.
-Projections, q/k norms and the output gate are megatron-core's ``SelfAttention``.
+Projections, q/k norms and the output gate (where a family has one) are megatron-core's ``SelfAttention``.
 
 Shapes: tokens of this rank t, batch 1, heads n, key-value heads g, head width d, rotated width r.
 """
@@ -79,7 +79,7 @@ def _rotate_fused(x: Tensor, angles: Tensor) -> Tensor:
     return turned
 
 
-class Qwen35SelfAttention(SelfAttention):
+class RotatedSelfAttention(SelfAttention):
     """``Qwen3_5Attention``: megatron-core's self-attention that rotates with angles per token.
 
     megatron-core's rotary code for packed batches copies boundaries to the host in every layer, and takes positions to
@@ -99,7 +99,7 @@ class Qwen35SelfAttention(SelfAttention):
         return output
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
-        """Queries and keys normalised and rotated, values, gate."""
+        """Queries and keys normalised and rotated, values, and the gate if the model has one."""
         query, key, *rest = super().get_query_key_value_tensors(*args, **kwargs)
         if self._angles is not None:
             turn = _rotate_fused if self.config.apply_rope_fusion else rotate

@@ -1,13 +1,62 @@
-"""How a model is computed, and which ways of it go together."""
+"""Compute settings of a model (layout, precision, recomputation, kernels) and the checks that they are compatible.
+
+Nothing here needs torch, so that the trainer refuses wrong settings before it imports it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from model.architecture import Architecture
+
+if TYPE_CHECKING:
+    import torch
+
+
+#: A tensor-parallel rank's share of the vocabulary is a multiple of this, as matrix kernels want it.
+VOCABULARY_MULTIPLE = 16
+
+
+class Field(str):
+    """The name of a setting within an error's message."""
+
+    __slots__ = ()
+
+
+class SettingError(ValueError):
+    """A setting contradicts another one, the architecture, or the process groups.
+
+    The message is told in parts, so that whoever calls the settings by other names can say it in those.
+
+    Args:
+        parts: The message; names of settings in it are :class:`Field`.
+    """
+
+    def __init__(self, *parts: str) -> None:
+        self.parts = parts
+        super().__init__("".join(parts))
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The settings that the message names."""
+        return tuple(str(part) for part in self.parts if isinstance(part, Field))
+
+    def renamed(self, names: Mapping[str, str]) -> str:
+        """The message with other names of settings; a setting without another name keeps its own."""
+        return "".join(names.get(part, part) if isinstance(part, Field) else part for part in self.parts)
+
+
+TENSOR = Field("tensor_parallel")
+
+
+def joined_fields(names: Iterable[str]) -> tuple[str, ...]:
+    """Parts of a message: names with commas between them."""
+    parts: list[str] = []
+    for name in names:
+        parts += [", "] * bool(parts) + [Field(name)]
+    return tuple(parts)
 
 
 @dataclass(frozen=True)
@@ -24,7 +73,7 @@ class ModelSettings:
         pipeline_parallel: Stages.
         expert_parallel: Ranks that share the experts.
         backend: ``torch`` runs anywhere; ``transformer_engine`` on CUDA.
-        params_dtype: Data type of parameters and activations.
+        precision: Data type of parameters and activations.
         mtp_layers: Multi-token prediction layers that are trained, at most the architecture's; None for its number.
         mtp_loss_scale: Weight of their loss.
         moe_aux_loss: Weight of the load-balancing loss; None for the architecture's.
@@ -50,7 +99,7 @@ class ModelSettings:
     pipeline_parallel: int = 1
     expert_parallel: int = 1
     backend: Literal["torch", "transformer_engine"] = "torch"
-    params_dtype: torch.dtype = torch.float32
+    precision: Literal["fp32", "bf16"] = "fp32"
     mtp_layers: int | None = None
     mtp_loss_scale: float = 0.1
     moe_aux_loss: float | None = None
@@ -68,26 +117,62 @@ class ModelSettings:
         """Tensor-parallel size of the vision tower."""
         return self.tensor_parallel if self.vision_tensor_parallel is None else self.vision_tensor_parallel
 
+    @property
+    def params_dtype(self) -> torch.dtype:
+        """``precision`` as torch has it."""
+        import torch
+
+        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+
     def mtp_layers_of(self, architecture: Architecture) -> int:
         """Multi-token prediction layers that are trained."""
         return architecture.mtp_layers if self.mtp_layers is None else self.mtp_layers
 
-    def check(self, architecture: Architecture) -> None:
-        """Refuses what cannot work, before anything is built.
 
-        Raises:
-            ValueError: With the setting, its value, and what to do.
-        """
-        for check in (_check_values, _check_sizes, _check_combinations):
-            check(self, architecture)
+def vocabulary_rows(vocab_size: int, tensor_parallel: int) -> int:
+    """Rows of the embedding table: the vocabulary, filled up so that every tensor-parallel rank has the same number.
+
+    The rows that fill up are never looked up and their logits are masked, so the result does not depend on them.
+
+    Args:
+        vocab_size: Token ids.
+        tensor_parallel: Tensor-parallel size.
+    """
+    unit = VOCABULARY_MULTIPLE * tensor_parallel
+    return -(-vocab_size // unit) * unit
+
+
+def check_settings(settings: ModelSettings, architecture: Architecture) -> None:
+    """Refuses what no model of any family can do, before anything is built. A family's own check calls it first.
+
+    Raises:
+        SettingError: With the setting, its value, and what to do.
+    """
+    _check_values(settings, architecture)
+    _check_sizes(settings, architecture)
+    _check_experts(settings, architecture)
+    _check_back_end(settings)
+
+
+def require_divides(settings: ModelSettings, sizes: Mapping[str, int]) -> None:
+    """Refuses a tensor-parallel size that does not divide sizes of the architecture, given by name.
+
+    Raises:
+        SettingError: If one is no multiple of it.
+    """
+    tensor = settings.tensor_parallel
+    for name, size in sizes.items():
+        if size % tensor:
+            raise SettingError(TENSOR, f" {tensor} does not divide {name} {size}; choose a divisor of it")
 
 
 def _check_values(settings: ModelSettings, architecture: Architecture) -> None:
     for name in ("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel"):
         if getattr(settings, name) < 1:
-            raise ValueError(f"{name} must be at least 1, got {getattr(settings, name)}")
+            raise SettingError(Field(name), f" must be at least 1, got {getattr(settings, name)}")
     allowed = {
         "backend": ("torch", "transformer_engine"),
+        "precision": ("fp32", "bf16"),
         "recompute": ("none", "selective", "full"),
         "vision_attention": ("auto", "transformer_engine", "flash_attention_4"),
         "fp8": (None, "hybrid", "e4m3"),
@@ -95,68 +180,73 @@ def _check_values(settings: ModelSettings, architecture: Architecture) -> None:
     }
     for name, values in allowed.items():
         if getattr(settings, name) not in values:
-            raise ValueError(f"{name} must be one of {', '.join(map(str, values))}, got {getattr(settings, name)!r}")
-    if settings.params_dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"params_dtype must be float32 or bfloat16, got {settings.params_dtype}")
+            wanted = ", ".join(map(str, values))
+            raise SettingError(Field(name), f" must be one of {wanted}, got {getattr(settings, name)!r}")
     if settings.vision_tensor_parallel not in (None, 1, settings.tensor_parallel):
-        raise ValueError(
-            f"vision_tensor_parallel must be 1 or tensor_parallel, {settings.tensor_parallel}, got "
-            f"{settings.vision_tensor_parallel}"
+        raise SettingError(
+            Field("vision_tensor_parallel"),
+            " must be 1 or ",
+            TENSOR,
+            f", {settings.tensor_parallel}, got {settings.vision_tensor_parallel}",
         )
-    wanted = settings.mtp_layers_of(architecture)
-    if not 0 <= wanted <= architecture.mtp_layers:
-        raise ValueError(
-            f"mtp_layers must lie in 0..{architecture.mtp_layers}, what the architecture has, got {wanted}"
+    layers = settings.mtp_layers_of(architecture)
+    if not 0 <= layers <= architecture.mtp_layers:
+        raise SettingError(
+            Field("mtp_layers"), f" must lie in 0..{architecture.mtp_layers}, what the architecture has, got {layers}"
         )
 
 
 def _check_sizes(settings: ModelSettings, architecture: Architecture) -> None:
-    language, vision, tensor = architecture.language, architecture.vision, settings.tensor_parallel
+    language, vision = architecture.language, architecture.vision
     sizes = {
-        "language.num_attention_heads": language.num_attention_heads,
-        "language.num_key_value_heads": language.num_key_value_heads,
-        "language.linear_num_key_heads": language.linear_num_key_heads,
         "language.hidden_size": language.hidden_size,
         "language.intermediate_size": language.intermediate_size,
     }
     if settings.vision_parallel > 1:
         sizes |= {"vision.num_heads": vision.num_heads, "vision.intermediate_size": vision.intermediate_size}
-    for name, size in sizes.items():
-        if size % tensor and not (name == "language.num_key_value_heads" and tensor % size == 0):
-            raise ValueError(f"tensor_parallel {tensor} does not divide {name} {size}; choose a divisor of it")
-    both = tensor * settings.context_parallel
-    if language.linear_num_key_heads % both:
-        raise ValueError(
-            f"tensor_parallel x context_parallel ({both}) does not divide language.linear_num_key_heads "
-            f"{language.linear_num_key_heads}: the gated delta net spreads its heads over both; choose smaller sizes"
-        )
-    if language.moe is not None and language.moe.num_experts % settings.expert_parallel:
-        raise ValueError(
-            f"expert_parallel {settings.expert_parallel} does not divide the {language.moe.num_experts} experts"
-        )
+    require_divides(settings, sizes)
     if language.num_layers % settings.pipeline_parallel:
-        raise ValueError(f"{settings.pipeline_parallel} pipeline stages do not divide the {language.num_layers} layers")
-
-
-def _check_combinations(settings: ModelSettings, architecture: Architecture) -> None:
-    moe = architecture.language.moe is not None
-    if settings.sequence_parallel and settings.tensor_parallel == 1:
-        raise ValueError("sequence_parallel shares tokens over tensor-parallel ranks: it needs tensor_parallel > 1")
-    if settings.expert_parallel > 1 and not moe:
-        raise ValueError(
-            f"expert_parallel is {settings.expert_parallel}, but the architecture has no experts; set it to 1"
+        raise SettingError(
+            Field("pipeline_parallel"),
+            f" {settings.pipeline_parallel} does not divide the {language.num_layers} layers into equal stages",
         )
-    if moe and settings.tensor_parallel > 1 and not settings.sequence_parallel:
-        raise ValueError("experts with tensor_parallel need sequence_parallel: switch it on")
+
+
+def _check_experts(settings: ModelSettings, architecture: Architecture) -> None:
+    moe, experts = architecture.language.moe, settings.expert_parallel
+    if settings.sequence_parallel and settings.tensor_parallel == 1:
+        raise SettingError(
+            Field("sequence_parallel"), " shares tokens over tensor-parallel ranks: it needs ", TENSOR, " > 1"
+        )
+    if moe is None:
+        if experts > 1:
+            raise SettingError(
+                Field("expert_parallel"), f" is {experts}, but the architecture has no experts; set it to 1"
+            )
+        return
+    if moe.num_experts % experts:
+        raise SettingError(Field("expert_parallel"), f" {experts} does not divide the {moe.num_experts} experts")
+    if settings.tensor_parallel > 1 and not settings.sequence_parallel:
+        raise SettingError("experts with ", TENSOR, " need ", Field("sequence_parallel"), ": switch it on")
+
+
+def _check_back_end(settings: ModelSettings) -> None:
+    if settings.vision_attention == "flash_attention_4" and settings.precision != "bf16":
+        raise SettingError(
+            Field("vision_attention"),
+            f" 'flash_attention_4' computes in bfloat16, got {settings.precision}; choose 'auto'",
+        )
     defaults = ModelSettings()
     engine_only = [
         name
         for name in ("fp8", "fused_cross_entropy", "gradient_accumulation_fusion", "vision_attention")
         if getattr(settings, name) != getattr(defaults, name)
     ]
-    if settings.vision_attention == "flash_attention_4" and settings.params_dtype != torch.bfloat16:
-        raise ValueError(
-            f"vision_attention 'flash_attention_4' computes in bfloat16, got {settings.params_dtype}; choose 'auto'"
-        )
     if engine_only and settings.backend != "transformer_engine":
-        raise ValueError(f"{', '.join(engine_only)} need backend 'transformer_engine', got {settings.backend!r}")
+        needs = "need" if len(engine_only) > 1 else "needs"
+        raise SettingError(
+            *joined_fields(engine_only),
+            f" {needs} ",
+            Field("backend"),
+            f" 'transformer_engine', got {settings.backend!r}",
+        )

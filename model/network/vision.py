@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from model.architecture import VisionArchitecture
-from model.network.decoder_layer import Provider
 from model.network.patch_embed import PatchEmbed
 from model.network.patch_geometry import Grid, PatchGeometry
+from model.network.provider import Provider
 from model.network.vision_attention import core_attention
 
 
@@ -41,7 +41,7 @@ class VisionTower(MegatronModule):
         pg_collection: Process groups; ``tp`` is the tower's.
         sharing_group: Ranks that hold the same weights and encode different images of those that all of them have.
         recompute: Whether blocks are computed again in the backward pass instead of kept.
-        attention: Which attention, as in :class:`~model.network.build.ModelSettings`.
+        attention: Which attention, as in :class:`~model.families.qwen3_5.build.ModelSettings`.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class VisionTower(MegatronModule):
         self.merger = PatchMerger(config, architecture, provider, pg_collection)
         if dist.get_world_size(sharing_group) > 1:
             for parameter in self.parameters():  # so that its gradient is counted once in the norm
-                parameter.tensor_model_parallel = False  # type: ignore[attr-defined]
+                parameter.tensor_model_parallel = False
 
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         """Encodes images.
@@ -184,7 +184,7 @@ class VisionBlock(MegatronModule):
         mixed_pn3d = self.qkv(self.norm1(x_pc))[0].unflatten(-1, (-1, 3, self.head_dim))
         x_pc = x_pc + self.proj(self.core_attention(mixed_pn3d, images))[0]
         hidden, _ = self.linear_fc1(self.norm2(x_pc))
-        out, _ = self.linear_fc2(F.gelu(hidden, approximate="tanh"))
+        out: Tensor = self.linear_fc2(F.gelu(hidden, approximate="tanh"))[0]
         return x_pc + out
 
 
@@ -204,7 +204,7 @@ class PatchMerger(MegatronModule):
     def forward(self, x_pc: Tensor) -> Tensor:
         """(P, c) to (M, out_hidden)."""
         hidden, _ = self.linear_fc1(self.norm(x_pc).view(-1, self.width))
-        out, _ = self.linear_fc2(F.gelu(hidden))
+        out: Tensor = self.linear_fc2(F.gelu(hidden))[0]
         return out
 
 

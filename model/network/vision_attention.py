@@ -47,7 +47,7 @@ class EngineAttention(nn.Module):
     def forward(self, mixed_pn3d: Tensor, images: PatchGeometry) -> Tensor:
         """(P, n, 3, d) to (P, n * d)."""
         query, key, value = _split_and_rotate(mixed_pn3d, images.angles)
-        out = self.attention(query, key, value, None, AttnMaskType.no_mask, packed_seq_params=images.packed())
+        out: Tensor = self.attention(query, key, value, None, AttnMaskType.no_mask, packed_seq_params=images.packed())
         return out.reshape(out.shape[0], -1)
 
 
@@ -78,12 +78,12 @@ class FlashAttention(nn.Module):
         bounds, longest = images.cu_seqlens, images.longest
         sizes = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": longest, "max_seqlen_k": longest}
         out = self._attend(query, key, value, **sizes)
-        out = out[0] if isinstance(out, tuple) else out
-        return out.flatten(1)
+        values: Tensor = out[0] if isinstance(out, tuple) else out
+        return values.flatten(1)
 
 
 def core_attention(kind: str, config: TransformerConfig, pg_collection: Any) -> nn.Module:
-    """The attention of that name in :class:`~model.network.build.ModelSettings`, or the fastest there is."""
+    """The attention of that name in :class:`~model.families.qwen3_5.build.ModelSettings`, or the fastest there is."""
     if config.transformer_impl != "transformer_engine":
         return TorchAttention()
     if kind == "flash_attention_4" or (kind == "auto" and FlashAttention.is_usable(config)):

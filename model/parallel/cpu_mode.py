@@ -76,8 +76,8 @@ def cpu_mode_if_needed() -> contextlib.AbstractContextManager[None]:
 def _uncompiled() -> contextlib.AbstractContextManager[Any]:
     """megatron-core marks small functions to be compiled; on a CPU that costs more than it ever gains.
 
-    After :func:`model.parallel.startup.before_megatron` it has marked none. Asking torch for as much would import its
-    compiler, which takes seconds.
+    After :func:`model.parallel.environment.before_megatron` it has marked none. Asking torch for as much would
+    import its compiler, which takes seconds.
     """
     jit = sys.modules.get("megatron.core.jit")
     return torch.compiler.set_stance("force_eager") if jit is None or jit.jit_fuser is torch.compile else _NOTHING

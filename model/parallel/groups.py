@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from model.parallel.layout import require_layout
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -74,18 +76,9 @@ def initialize(
     if parallel_state.model_parallel_is_initialized():
         raise RuntimeError("the parallel groups exist already: call model.parallel.groups.destroy first")
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    need = tensor * context * pipeline
-    if world % need:
-        raise ValueError(
-            f"{world} processes are no multiple of tensor {tensor} x context {context} x pipeline {pipeline} = {need}; "
-            "start a multiple of that, or choose smaller sizes"
-        )
-    if (world // pipeline) % expert:
-        raise ValueError(
-            f"expert-parallel size {expert} does not divide the {world // pipeline} processes of a pipeline stage"
-        )
+    require_layout(world, tensor=tensor, context=context, pipeline=pipeline, expert=expert)
     if torch.cuda.is_available():
-        from model.parallel.startup import require_one_cudnn
+        from model.parallel.environment import require_one_cudnn
 
         require_one_cudnn()
     if not dist.is_initialized():

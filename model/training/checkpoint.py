@@ -28,6 +28,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from torch.distributed.checkpoint.api import CheckpointException
 
 from model.architecture import Architecture
+from model.families import architecture_to_hf
 from model.training.agreement import decided, on_all_ranks, require_shared
 from model.training.best import BestCheckpoint
 from model.training.config import ConfigError, TrainConfig
@@ -116,7 +117,7 @@ class Checkpoints:
             loader,
             self._layout(),
             self._config.to_dict(),
-            self._architecture.to_hf(),
+            architecture_to_hf(self._architecture),
             optimizer_form(learner.optimizer),
         )
         sharded = self._sharded(learner, loading=False)

@@ -68,7 +68,7 @@ class ModelConfig:
     """Which model.
 
     Attributes:
-        preset: Name of a size in :data:`model.presets.PRESETS`; ignored with ``hf``.
+        preset: Name of a size in :func:`model.families.presets`; ignored with ``hf``.
         hf: Folder, ``config.json`` or hub id of a Hugging Face checkpoint whose architecture is built.
         ignore_config_fields: Fields of that ``config.json`` that are unknown here, but harmless.
         weights: Folder of the weights to start from: a Hugging Face checkpoint, what ``vlmdata convert`` made, or a
@@ -237,6 +237,17 @@ class TrainConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     run: RunConfig = field(default_factory=RunConfig)
+
+    @property
+    def decay_steps(self) -> int:
+        """Steps until the last learning rate, warm-up included."""
+        return self.optimizer.decay_steps or self.run.steps
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of warm-up."""
+        given = self.optimizer.warmup_steps
+        return min(10, self.decay_steps // 10) if given is None else given
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """JSON-able groups; tuples are lists."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, Union
 
 from model.training.config import NO_WEIGHTS, ConfigError, DataConfig, RunConfig, TrainConfig, flattened
-from model.training.setting_names import meant
+from model.training.name_hints import meant
 
 _LEAST = {
     "data.capacity": 1,
@@ -145,6 +145,11 @@ def _check(config: TrainConfig) -> None:
     _check_blend(config.data)
     _check_profile(config.run)
     _check_evaluation(config)
+    if config.warmup_steps >= config.decay_steps:
+        raise ConfigError(
+            f"optimizer.warmup_steps {config.warmup_steps} leaves nothing of {config.decay_steps} steps to decay in; "
+            f"set it below {config.decay_steps}"
+        )
     if config.optimizer.last_lr > config.optimizer.lr:
         raise ConfigError(f"optimizer.min_lr {config.optimizer.min_lr} is over optimizer.lr {config.optimizer.lr}")
     unknown = set(config.model.freeze) - {"vision", "merger", "language"}

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from model.architecture import Architecture
+from model.families import spec_of
 from model.training.config import ConfigError, TrainConfig
-from model.training.flops import StepFlops
-from model.training.preflight import require_data_named
+from model.training.early_checks import require_data_named
 from vlmdata import Blend, PackedBatch, StreamingLoader
-from vlmdata.format.manifest import TokenizerInfo
+from vlmdata.format.manifest import Manifest
 from vlmdata.loader.open import DEFAULT_CACHE_BYTES, open_for_loading
 
 
@@ -108,7 +108,7 @@ def open_loader(
             shuffle_window=data.shuffle_window,
             blend=Blend(data.blend_by, data.blend) if data.blend else None,
             balance=data.balance,
-            cost=StepFlops.for_model(architecture, model.mtp is not False, model.freeze).cost_model(),
+            cost=spec_of(architecture).step_flops(architecture, model.mtp is not False, model.freeze).cost_model(),
             parts=parts_needed(place.first_stage, place.last_stage, weighs),
             num_workers=data.workers,
             timeout=data.timeout,
@@ -120,8 +120,8 @@ def open_loader(
         raise ConfigError(str(error)) from error
 
 
-def tokenizer_of(config: TrainConfig) -> TokenizerInfo:
-    """Special ids and vocabulary size of the tokenizer that the data was made with.
+def manifest_of(config: TrainConfig) -> Manifest:
+    """Manifest of the first dataset; all datasets of a run have one tokenizer and one family.
 
     Raises:
         ConfigError: If no data is named.
@@ -131,7 +131,7 @@ def tokenizer_of(config: TrainConfig) -> TokenizerInfo:
     require_data_named(data)
     cache = None if data.cache_dir is None else Path(data.cache_dir)
     dataset, _ = open_for_loading(data.paths[0], cache, DEFAULT_CACHE_BYTES)
-    return dataset.manifest.tokenizer
+    return dataset.manifest
 
 
 def endless(loader: StreamingLoader) -> Iterator[PackedBatch]:

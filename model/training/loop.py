@@ -14,21 +14,23 @@ from pathlib import Path
 import torch
 
 from model.architecture import Architecture
+from model.families import spec_of
+from model.flops import peak_flops
 from model.training.agreement import raise_together, together
 from model.training.best import Best
+from model.training.build import architecture_of, build, computed_by, parameter_dtype
 from model.training.checkpoint import Checkpoints
 from model.training.config import TrainConfig
 from model.training.data import RankPlace, endless, open_loader
 from model.training.evaluation import EvaluationSet, Evaluator, also_trained_on, open_evaluation_sets
 from model.training.failure import ending
-from model.training.flops import StepFlops, peak_flops
 from model.training.interruption import Interruption
 from model.training.logs import RunLog, StepReport
+from model.training.model_settings import settings_of
 from model.training.not_finite import not_finite_error
 from model.training.optimizer import Learner, build_learner, freeze
 from model.training.profiling import Profiler
-from model.training.setup import architecture_of, build, computed_by, parameter_dtype, settings_of
-from model.training.start import find_start, load_start
+from model.training.starting_point import find_start, load_start
 from model.training.step import Stepper, StepResult, digest
 from vlmdata import StreamingLoader
 from vlmdata.wording import counted
@@ -83,7 +85,7 @@ def train(config: TrainConfig, device: torch.device, resume: bool) -> Outcome:
         with together():
             log = stack.enter_context(RunLog(config, place.rank == 0, done if resume else None))
         log.say(_describe(config, architecture, place, trained, loader))
-        log.say(computed_by(model, settings_of(config, architecture, device), device))
+        log.say(computed_by(model, settings_of(config, architecture, device.type == "cuda"), device))
         for note in [*_empty_packs(loader), *also_trained_on(sets, loader), *notes]:
             log.say(note)
         run = _Run(config, architecture, place, learner, checkpoints, loader, sets, log, device)
@@ -144,7 +146,7 @@ class _Run:
             place,
             micro_batches=config.data.global_batch // place.dp_size,
             capacity=config.data.capacity,
-            flops=StepFlops.for_model(architecture, mtp, config.model.freeze),
+            flops=spec_of(architecture).step_flops(architecture, mtp, config.model.freeze),
             device=device,
             stop_requested=self._interruption.requested,
         )

@@ -35,7 +35,7 @@ def freeze(model: torch.nn.Module, parts: tuple[str, ...]) -> int:
     """Stops the training of parts of the model.
 
     Args:
-        model: A :class:`model.network.qwen35_vl.Qwen35VL`.
+        model: A :class:`model.families.qwen3_5.model.Qwen35VL`.
         parts: Of "vision" (the encoder without its merger), "merger" and "language".
 
     Returns:
@@ -110,17 +110,8 @@ def build_schedule(optimizer: MegatronOptimizer, config: TrainConfig) -> Optimiz
 
     Step k, from 1, trains with p k / (W + 1) in the warm-up, and after it with m + (p - m) f(r) where
     r = (k - 1 - W) / (D - W) and f(r) is (1 + cos(pi r)) / 2, 1 - r or 1: cosine, linear or constant.
-
-    Raises:
-        ConfigError: If the warm-up leaves no step to decay in.
     """
-    settings = config.optimizer
-    steps = settings.decay_steps or config.run.steps
-    warmup = min(10, steps // 10) if settings.warmup_steps is None else settings.warmup_steps
-    if warmup >= steps:
-        raise ConfigError(
-            f"optimizer.warmup_steps {warmup} leaves nothing of {steps} steps to decay in; set it below {steps}"
-        )
+    settings, steps, warmup = config.optimizer, config.decay_steps, config.warmup_steps
     return OptimizerParamScheduler(
         optimizer,
         # megatron-core gives the first step this rate; from 0 that step would train nothing.
@@ -228,6 +219,7 @@ def _connect(
 
 def unwrapped(model: torch.nn.Module) -> Any:
     """The model inside its gradient wrapper."""
-    while hasattr(model, "module"):
-        model = model.module
-    return model
+    inner: Any = model
+    while hasattr(inner, "module"):
+        inner = inner.module
+    return inner

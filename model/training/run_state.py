@@ -12,6 +12,7 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from model.architecture import Architecture
+from model.families import architecture_to_hf
 from model.training.config import ConfigError, config_differences
 
 #: What identifies a group of parameters among the others of its optimizer, whatever the run's settings.
@@ -86,7 +87,7 @@ def require_resumable(
     Raises:
         ConfigError: Naming all that differs and cannot, and the remedy.
     """
-    ours = architecture.to_hf()
+    ours = architecture_to_hf(architecture)
     if state.architecture != ours:
         lines = "; ".join(config_differences({"model": state.architecture}, {"model": ours}))
         raise ConfigError(f"{path} holds another model: {lines}")

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from model.flops import StepFlops
 from model.training.data import RankPlace
-from model.training.flops import StepFlops
 from model.training.optimizer import Learner, TargetWeights, finalize_gradients, unwrapped
 from vlmdata import PackedBatch
 
@@ -38,7 +38,7 @@ class StepResult:
         slots: Tokens there was room for: packs x capacity.
         images: Images.
         patches: Vision patches.
-        flops: Model FLOP, forward and backward (:mod:`model.training.flops`).
+        flops: Model FLOP, forward and backward (:mod:`model.flops`).
         seconds: Wall time.
         data_wait: Longest wait of a rank for its batches, in seconds.
         memory: Peak bytes of device memory since the start, of the rank with the most; 0 on a CPU.

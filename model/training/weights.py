@@ -14,6 +14,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from model.architecture import Architecture
+from model.families import architecture_to_hf
 from model.training.agreement import by_leaders, decided, on_all_ranks
 from model.training.checkpoint import checkpoints_in, reason, sharded_model
 from model.training.config import NO_WEIGHTS, ConfigError, TrainConfig, config_differences
@@ -211,5 +212,5 @@ def _difference(path: Path, architecture: Architecture, ignore: Collection[str] 
         theirs = read_architecture(path, ignore)
     except VlmdataError:
         return ""
-    lines = config_differences({"model": theirs.to_hf()}, {"model": architecture.to_hf()})
+    lines = config_differences({"model": architecture_to_hf(theirs)}, {"model": architecture_to_hf(architecture)})
     return f"they are of another model ({'; '.join(lines)}): " if lines else ""

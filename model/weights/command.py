@@ -62,7 +62,7 @@ def convert(
     """
     # Megatron-core takes seconds to import: only once the arguments are known to make sense.
     to_megatron = _direction(source, out, like, data, dtype)
-    from model.parallel.startup import before_megatron
+    from model.parallel.environment import before_megatron
 
     before_megatron()
     from model.parallel import cpu_mode, groups

@@ -2,7 +2,8 @@
 
 A distributed checkpoint knows nothing of the layout that wrote it, so one conversion serves every TP, PP and EP. The
 model is built without memory (on the ``meta`` device) to learn which keys, shapes and cuts megatron-core has; values
-move through the table of :mod:`model.weights.names`. Both directions are exact: values only change places.
+move through the model family's table of names (:mod:`model.weights.mapping`). Both directions are exact: values only
+change places.
 """
 
 from __future__ import annotations
@@ -22,15 +23,18 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 from torch import Tensor
-from torch.distributed import checkpoint
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, narrow_tensor_by_index
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, WriteItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader
 
 from model.architecture import Architecture
-from model.network.build import ModelSettings, build_model, vocabulary_rows
+from model.families import architecture_to_hf, spec_of
+from model.network.settings import ModelSettings, vocabulary_rows
 from model.weights.checksums import damaged_files, unchecked_files, write_checksums
 from model.weights.hf_files import (
     HfTensors,
@@ -43,7 +47,7 @@ from model.weights.hf_files import (
 from model.weights.hf_folder import CONFIG, architecture_in, config_for, copy_small_files, read_json, with_dtypes
 from model.weights.hf_load import holds_prediction, table_of
 from model.weights.hf_processor import choose_dataset, opened, write_processor
-from model.weights.names import ParameterMap, canonical_names, hf_names, parameter_maps
+from model.weights.mapping import ParameterMap, canonical_names, hf_names
 
 Progress = Callable[[int], None]
 
@@ -102,14 +106,15 @@ def to_megatron(
         piece = pieces.cut(name, parameter(pieces.canonical[name]))[number]
         assert piece.data is not None
         progress(piece.data.nbytes)
-        return piece.data.reshape(_stored_shape(piece))
+        data: Tensor = piece.data.reshape(_stored_shape(piece))
+        return data
 
     pieces.set_dtypes({ours: _dtype(files, maps[canonical]) for ours, canonical in pieces.canonical.items()})
     out.mkdir(parents=True, exist_ok=True)
     # Copies: saving changes what it is given.
     state = {name: copy.copy(entry) for name, entry in pieces.state.items()}
     dist_checkpointing.save(state, str(out), sharded_strategy=_StreamingSave(resolve))
-    (out / CONFIG).write_text(json.dumps(architecture.to_hf(), indent=2) + "\n")
+    (out / CONFIG).write_text(json.dumps(architecture_to_hf(architecture), indent=2) + "\n")
     write_checksums(out)
     return Converted(len(wanted), sum(files.bytes(name) for name in wanted), mtp)
 
@@ -152,7 +157,7 @@ def to_hf(
     mtp = any(key.startswith("language.predictor.") for key in stored)
     pieces = _pieces(_meta_model(architecture, mtp))
     rows = vocabulary_rows(architecture.language.vocab_size, 1)
-    maps = parameter_maps(architecture, mtp=mtp, vocab_rows=rows)
+    maps = spec_of(architecture).parameter_maps(architecture, mtp=mtp, vocab_rows=rows)
     require_none(_key_differences(pieces, {key: tuple(each.size) for key, each in stored.items()}), source)
     by_canonical = {canonical: ours for ours, canonical in pieces.canonical.items()}
 
@@ -282,7 +287,10 @@ def _pieces(model: torch.nn.Module) -> _Pieces:
 
 def _meta_model(architecture: Architecture, mtp: bool) -> torch.nn.Module:
     with torch.device("meta"):
-        return build_model(architecture, ModelSettings(mtp_layers=architecture.mtp_layers if mtp else 0))
+        model: torch.nn.Module = spec_of(architecture).build(
+            architecture, ModelSettings(mtp_layers=architecture.mtp_layers if mtp else 0)
+        )
+    return model
 
 
 def _owners(maps: Mapping[str, ParameterMap]) -> dict[str, list[tuple[str, int, int | None]]]:
@@ -352,7 +360,8 @@ class _IntoTensor(DefaultLoadPlanner):
         self._tensor = tensor
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        return narrow_tensor_by_index(self._tensor, read_item.dest_offsets, read_item.lengths)
+        part: Tensor = narrow_tensor_by_index(self._tensor, read_item.dest_offsets, read_item.lengths)
+        return part
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None: ...
 
@@ -367,9 +376,9 @@ class _StreamingSave(torch_strategies.TorchDistSaveShardedStrategy):
     def save(self, sharded_state_dict: dict[str, ShardedBase], checkpoint_dir: Path | str) -> None:
         """Writes all pieces in one file."""
         by_key, _, _ = torch_strategies._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, False)
-        checkpoint.save(
+        save(
             torch_strategies.mcore_to_pyt_state_dict(by_key, False),
-            storage_writer=checkpoint.FileSystemWriter(checkpoint_dir, single_file_per_rank=True, thread_count=1),
+            storage_writer=FileSystemWriter(checkpoint_dir, single_file_per_rank=True, thread_count=1),
             planner=_StreamingPlanner(self._resolve),
         )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from model.architecture import Architecture
+from model.families import architecture_from_hf, architecture_to_hf
 from model.weights.hf_files import PlannedTensor, WeightsError
 
 #: The architecture, as a Hugging Face config.
@@ -34,11 +35,11 @@ def config_for(architecture: Architecture, like: Path | None, ignore: Collection
     Raises:
         WeightsError: If the folder's model is another one, or no Qwen3.5-VL.
     """
-    ours = architecture.to_hf()
+    ours = architecture_to_hf(architecture)
     if like is None:
         return ours
     config = read_json(like / CONFIG)
-    theirs = architecture_in(like / CONFIG, config, ignore).to_hf()
+    theirs = architecture_to_hf(architecture_in(like / CONFIG, config, ignore))
     lines = [f"{name}: {given!r}, the weights have {wanted!r}" for name, given, wanted in _differences(theirs, ours)]
     if lines:
         raise WeightsError(
@@ -60,7 +61,7 @@ def architecture_in(path: Path, config: Mapping[str, Any], ignore: Collection[st
         WeightsError: If it is no Qwen3.5-VL.
     """
     try:
-        return Architecture.from_hf(config, ignore=ignore)
+        return architecture_from_hf(config, ignore=ignore)
     except (ValueError, TypeError) as error:
         raise WeightsError(f"{path}: {error}") from error
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from torch import nn
 
 from model.architecture import Architecture
-from model.network.build import vocabulary_rows
+from model.families import spec_of
+from model.network.settings import vocabulary_rows
 from model.weights.hf_files import HfTensors, differences, require_none
-from model.weights.names import ParameterMap, hf_names, load_from_hf, parameter_maps
+from model.weights.mapping import ParameterMap, hf_names, load_from_hf
 
 #: Tensors that some tools write and nobody needs.
 _IGNORED = ("rotary_emb.inv_freq",)
@@ -42,7 +43,7 @@ def holds_prediction(files: HfTensors) -> bool:
 
 
 def table_of(files: HfTensors, architecture: Architecture, *, mtp: bool, rows: int) -> dict[str, ParameterMap]:
-    """The table of :func:`parameter_maps` for a checkpoint, which must hold all its tensors and no others.
+    """The table of weight names for a checkpoint, which must hold all its tensors and no others.
 
     Args:
         files: The checkpoint.
@@ -53,7 +54,7 @@ def table_of(files: HfTensors, architecture: Architecture, *, mtp: bool, rows: i
     Raises:
         WeightsError: If tensors are missing, unexpected or of another shape, all of them listed.
     """
-    maps = parameter_maps(architecture, mtp=mtp, vocab_rows=rows, checkpoint_names=files.tensors)
+    maps = spec_of(architecture).parameter_maps(architecture, mtp=mtp, vocab_rows=rows, checkpoint_names=files.tensors)
     have = {
         name: tensor.shape
         for name, tensor in files.tensors.items()
@@ -70,7 +71,7 @@ def fill_from_folder(model: nn.Module, folder: Path, architecture: Architecture,
     Memory: the files are mapped, and one parameter at a time is put together and cut. No collectives.
 
     Args:
-        model: A :class:`Qwen35VL` of any layout and back end, unwrapped.
+        model: A model of any layout and back end, unwrapped.
         folder: The checkpoint.
         architecture: Of the model.
         part: What this rank holds.
@@ -84,7 +85,7 @@ def fill_from_folder(model: nn.Module, folder: Path, architecture: Architecture,
     files = HfTensors(folder)
     rows = vocabulary_rows(architecture.language.vocab_size, part.tensor_parallel)
     table_of(files, architecture, mtp=holds_prediction(files), rows=rows)
-    maps = parameter_maps(architecture, vocab_rows=rows, checkpoint_names=files.tensors)
+    maps = spec_of(architecture).parameter_maps(architecture, vocab_rows=rows, checkpoint_names=files.tensors)
     load_from_hf(
         model,
         maps,

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
-from torch.distributed import checkpoint
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 
 
 class HostSaveStrategy(torch_strategies.TorchDistSaveShardedStrategy):
@@ -27,9 +28,9 @@ class HostSaveStrategy(torch_strategies.TorchDistSaveShardedStrategy):
             flatten_state_dict=False,
             flatten_sharded_tensors=False,
         )
-        checkpoint.save(
+        save(
             torch_strategies.mcore_to_pyt_state_dict(by_key, False),
-            storage_writer=checkpoint.FileSystemWriter(checkpoint_dir),
+            storage_writer=FileSystemWriter(checkpoint_dir),
             planner=planner,
         )
 

@@ -25,20 +25,20 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from model.parallel.startup import before_megatron
+from model.families.qwen3_5.flops import step_flops
+from model.parallel.environment import before_megatron
 
 before_megatron()
 
 from megatron.core import dist_checkpointing, parallel_state
 
-from model.network.build import ModelSettings, build_model
+from model.families.qwen3_5.build import ModelSettings, build_model
 from model.parallel import cpu_mode, groups
 from model.training.checkpoint import Checkpoints, sharded_model
 from model.training.config import TrainConfig
 from model.training.config_loading import load_config
 from model.training.data import RankPlace
 from model.training.evaluation import EvaluationSet, Evaluator
-from model.training.flops import StepFlops
 from model.training.optimizer import Learner, build_learner, unwrapped
 from model.training.step import Stepper
 from tests.model.helpers import make_sample, pack, small_architecture
@@ -77,7 +77,7 @@ class Trainee:
             tensor_parallel=tensor,
             sequence_parallel=tensor > 1,
             vision_tensor_parallel=1,
-            params_dtype=torch.bfloat16,
+            precision="bf16",
             backend="transformer_engine" if CUDA else "torch",
         )
         model = build_model(self.architecture, settings).to(DEVICE if CUDA else "cpu")
@@ -87,7 +87,7 @@ class Trainee:
             self.place,
             micro_batches=2,
             capacity=2048,
-            flops=StepFlops.for_model(self.architecture, mtp=False),
+            flops=step_flops(self.architecture, mtp=False),
             device=DEVICE if CUDA else torch.device("cpu"),
         )
         self._batches = self._packs()

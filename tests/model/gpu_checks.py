@@ -22,16 +22,18 @@ from typing import Any
 
 import torch
 
-from model.parallel.startup import before_megatron
+from model.parallel.environment import before_megatron
 
 before_megatron()
 
-from model.architecture import Architecture, LanguageArchitecture, MoeArchitecture, VisionArchitecture
-from model.network.build import ModelSettings, build_model, vision_config, vocabulary_rows
+from model.architecture import MoeArchitecture, VisionArchitecture
+from model.families.qwen3_5.architecture import Qwen35Architecture, Qwen35LanguageArchitecture
+from model.families.qwen3_5.build import ModelSettings, build_model, vision_config, vocabulary_rows
+from model.families.qwen3_5.names import parameter_maps
+from model.families.qwen3_5.presets import pattern
 from model.network.vision_attention import FlashAttention
 from model.parallel import groups
-from model.presets import pattern
-from model.weights.names import canonical_names, hf_names, load_from_hf, parameter_maps
+from model.weights.mapping import canonical_names, hf_names, load_from_hf
 from tests.model.helpers import IMAGE, VIDEO, VISION_END, VISION_START, make_sample, pack, random_weights, relative
 from vlmdata.batch import PackedBatch
 
@@ -39,9 +41,9 @@ FACTOR = 4.0
 CUDA = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def architecture(moe: bool = False) -> Architecture:
+def architecture(moe: bool = False) -> Qwen35Architecture:
     """Real head widths, which the kernels are made for (72 in the tower, 256 and 128 in the decoder); little else."""
-    language = LanguageArchitecture(
+    language = Qwen35LanguageArchitecture(
         vocab_size=512,
         hidden_size=256,
         intermediate_size=0 if moe else 512,
@@ -53,7 +55,7 @@ def architecture(moe: bool = False) -> Architecture:
         moe=MoeArchitecture(8, 2, 128, 128, 0.01) if moe else None,
     )
     vision = VisionArchitecture(depth=3, hidden_size=288, intermediate_size=512, num_heads=4, out_hidden_size=256)
-    return Architecture(vision, language, IMAGE, VIDEO, VISION_START, VISION_END)
+    return Qwen35Architecture(vision, language, IMAGE, VIDEO, VISION_START, VISION_END)
 
 
 def batch(weighted: bool = False) -> PackedBatch:
@@ -72,7 +74,7 @@ def batch(weighted: bool = False) -> PackedBatch:
 
 
 def run(
-    wanted: Architecture, packed: PackedBatch, settings: ModelSettings
+    wanted: Qwen35Architecture, packed: PackedBatch, settings: ModelSettings
 ) -> tuple[float, dict[str, torch.Tensor], dict[str, float]]:
     """Loss (sum over all ranks), gradients by canonical name as this rank has them, and metrics."""
     import torch.distributed as dist
@@ -120,10 +122,10 @@ def engine_against_torch(moe: bool, vision_attention: str = "transformer_engine"
     """One GPU, in bfloat16, judged by torch in float32; weighted losses with the fused cross-entropy of training."""
     wanted, packed = architecture(moe), batch(weighted)
     exact_loss, exact, exact_metrics = run(wanted, packed, ModelSettings())
-    plain_loss, plain, _ = run(wanted, packed, ModelSettings(params_dtype=torch.bfloat16))
+    plain_loss, plain, _ = run(wanted, packed, ModelSettings(precision="bf16"))
     settings = ModelSettings(
         backend="transformer_engine",
-        params_dtype=torch.bfloat16,
+        precision="bf16",
         vision_attention=vision_attention,
         fused_cross_entropy=weighted,
     )
@@ -151,7 +153,7 @@ def layout_against_one_gpu(sizes: dict[str, int], moe: bool = False, weighted: b
     from megatron.core import parallel_state
 
     wanted, packed = architecture(moe), batch(weighted)
-    common = {"backend": "transformer_engine", "params_dtype": torch.bfloat16, "fused_cross_entropy": weighted}
+    common = {"backend": "transformer_engine", "precision": "bf16", "fused_cross_entropy": weighted}
     alone_loss, alone, _ = run(wanted, packed, ModelSettings(**common))  # every rank by itself: data parallel
     alone_loss /= torch.distributed.get_world_size()
     parallel_state.destroy_model_parallel()
@@ -173,7 +175,7 @@ def layout_against_one_gpu(sizes: dict[str, int], moe: bool = False, weighted: b
 def float_patches_and_recompute() -> None:
     """Recomputed blocks and layers give the same gradients."""
     wanted, packed = architecture(), batch()
-    settings = ModelSettings(backend="transformer_engine", params_dtype=torch.bfloat16)
+    settings = ModelSettings(backend="transformer_engine", precision="bf16")
     _, plain, _ = run(wanted, packed, settings)
     _, again, _ = run(wanted, packed, dataclasses.replace(settings, recompute="full", vision_recompute=True))
     worst = max((relative(again[name], plain[name]), name) for name in plain)
@@ -231,7 +233,7 @@ def main() -> int:
         "weighted losses, experts": lambda: engine_against_torch(moe=True, weighted=True),
         "recompute": float_patches_and_recompute,
     }
-    if FlashAttention.is_usable(vision_config(architecture(), ModelSettings(params_dtype=torch.bfloat16))):
+    if FlashAttention.is_usable(vision_config(architecture(), ModelSettings(precision="bf16"))):
         checks["FlashAttention 4 in the tower"] = lambda: engine_against_torch(False, "flash_attention_4")
     else:
         print("FlashAttention 4 is not installed: its check is left out")

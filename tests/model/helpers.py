@@ -8,17 +8,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from model.architecture import Architecture, LanguageArchitecture, MoeArchitecture, VisionArchitecture
-from model.presets import pattern
+from model.architecture import MoeArchitecture, VisionArchitecture
+from model.families import architecture_to_hf
+from model.families.qwen3_5.architecture import Qwen35Architecture, Qwen35LanguageArchitecture
+from model.families.qwen3_5.presets import pattern
 from vlmdata.batch import IGNORE_INDEX, PackedBatch, SampleOrigin
 from vlmdata.families.qwen3_5 import FAMILY
 
 IMAGE, VIDEO, VISION_START, VISION_END = 250, 251, 248, 249
 
 
-def small_architecture(*, moe: bool = False, tied: bool = False, mtp: int = 1, layers: int = 4) -> Architecture:
+def small_architecture(*, moe: bool = False, tied: bool = False, mtp: int = 1, layers: int = 4) -> Qwen35Architecture:
     """Every kind of layer; all widths differ, so that a mix-up of axes cannot go unseen."""
-    language = LanguageArchitecture(
+    language = Qwen35LanguageArchitecture(
         vocab_size=256,
         hidden_size=64,
         intermediate_size=0 if moe else 96,
@@ -36,7 +38,9 @@ def small_architecture(*, moe: bool = False, tied: bool = False, mtp: int = 1, l
     vision = VisionArchitecture(
         depth=2, hidden_size=48, intermediate_size=80, num_heads=4, out_hidden_size=64, num_position_embeddings=36
     )
-    return Architecture(vision, language, IMAGE, VIDEO, VISION_START, VISION_END, tie_embeddings=tied, mtp_layers=mtp)
+    return Qwen35Architecture(
+        vision, language, IMAGE, VIDEO, VISION_START, VISION_END, tie_embeddings=tied, mtp_layers=mtp
+    )
 
 
 def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -68,12 +72,12 @@ def random_weights(shapes: dict[str, torch.Size | tuple[int, ...]], seed: int = 
     return weights
 
 
-def transformers_model(architecture: Architecture, weights: dict[str, torch.Tensor]) -> Any:
+def transformers_model(architecture: Qwen35Architecture, weights: dict[str, torch.Tensor]) -> Any:
     """Transformers' model with these weights, in evaluation mode."""
     from transformers.models.qwen3_5 import Qwen3_5Config, Qwen3_5ForConditionalGeneration
     from transformers.models.qwen3_5_moe import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
 
-    config = {name: value for name, value in architecture.to_hf().items() if name != "architectures"}
+    config = {name: value for name, value in architecture_to_hf(architecture).items() if name != "architectures"}
     if architecture.language.moe is None:
         model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(**config))
     else:

@@ -81,7 +81,7 @@ def architecture_of(case: Case, data: Path) -> Any:
 
 def settings_of(case: Case) -> Any:
     """The case's settings."""
-    from model.network.build import ModelSettings
+    from model.families.qwen3_5.build import ModelSettings
 
     return ModelSettings(**{f"{name}_parallel": size for name, size in case.groups.items()}, **case.settings)
 
@@ -90,8 +90,9 @@ def build(case: Case, data: Path) -> Any:
     """This rank's part of the model, with weights that do not depend on the layout."""
     from megatron.core import parallel_state
 
-    from model.network.build import build_model, vocabulary_rows
-    from model.weights.names import hf_names, load_from_hf, parameter_maps
+    from model.families.qwen3_5.build import build_model, vocabulary_rows
+    from model.families.qwen3_5.names import parameter_maps
+    from model.weights.mapping import hf_names, load_from_hf
 
     architecture, settings = architecture_of(case, data), settings_of(case)
     model = build_model(
@@ -153,7 +154,7 @@ def train_step(case: Case, data: Path, weight: float = 1.0, by_count: bool = Fal
 
     from model.parallel import groups
     from model.training.optimizer import TargetWeights, finalize_gradients
-    from model.weights.names import canonical_names
+    from model.weights.mapping import canonical_names
 
     place = groups.current()
     model = build(case, data)
@@ -217,7 +218,7 @@ def refusal_of_split_experts() -> str:
     """What is said where megatron-core's groups were made by its own defaults, with experts as tensor parallel."""
     from megatron.core import parallel_state
 
-    from model.network.build import ModelSettings, build_model
+    from model.families.qwen3_5.build import ModelSettings, build_model
     from model.parallel import groups
 
     groups.initialize(backend="gloo")
@@ -232,7 +233,7 @@ def refusal_of_split_experts() -> str:
 
 def fresh_tower(case: Case, data: Path) -> dict[str, torch.Tensor]:
     """This rank's weights of the vision tower as training begins; every process draws others."""
-    from model.network.build import build_model
+    from model.families.qwen3_5.build import build_model
     from model.parallel import groups
     from model.training.config_loading import load_config
     from model.training.optimizer import build_learner
@@ -251,8 +252,8 @@ def whole_gradients(case: Case, data: Path, outcomes: list[StepOutcome]) -> dict
 
     A tied output layer on a stage of its own comes under its own name, and must equal the embedding's.
     """
-    from model.network.build import vocabulary_rows
-    from model.weights.names import parameter_maps
+    from model.families.qwen3_5.build import vocabulary_rows
+    from model.families.qwen3_5.names import parameter_maps
 
     architecture, size = architecture_of(case, data), case.groups.get("tensor", 1)
     maps = parameter_maps(architecture, vocab_rows=vocabulary_rows(architecture.language.vocab_size, size))

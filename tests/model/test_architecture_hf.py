@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from model.architecture import Architecture
-from model.presets import PRESETS, preset
+from model.families import architecture_from_hf, architecture_to_hf, preset
+from model.families.qwen3_5.architecture import Qwen35Architecture
+from model.families.qwen3_5.presets import PRESETS
 from tests.model.helpers import small_architecture
 
 #: What published config.json files hold besides what transformers' classes declare (Qwen3.5-27B, 2026-02).
@@ -78,11 +79,11 @@ PUBLISHED_27B: dict[str, Any] = {
 }
 
 
-def config_object(architecture: Architecture) -> Any:
+def config_object(architecture: Qwen35Architecture) -> Any:
     from transformers.models.qwen3_5 import Qwen3_5Config
     from transformers.models.qwen3_5_moe import Qwen3_5MoeConfig
 
-    fields = {name: value for name, value in architecture.to_hf().items() if name != "architectures"}
+    fields = {name: value for name, value in architecture_to_hf(architecture).items() if name != "architectures"}
     return (Qwen3_5Config if architecture.language.moe is None else Qwen3_5MoeConfig)(**fields)
 
 
@@ -90,18 +91,18 @@ def config_object(architecture: Architecture) -> Any:
 def test_presets_through_transformers_and_back(name: str) -> None:
     """Through the plain dict, and through transformers' own class, which fills in and renames fields."""
     architecture = PRESETS[name]
-    assert Architecture.from_hf(architecture.to_hf()) == architecture
-    assert Architecture.from_hf(config_object(architecture)) == architecture
+    assert architecture_from_hf(architecture_to_hf(architecture)) == architecture
+    assert architecture_from_hf(config_object(architecture)) == architecture
 
 
 @pytest.mark.parametrize("options", [{}, {"moe": True}, {"tied": True}, {"mtp": 0}])
 def test_small_architectures_through_transformers_and_back(options: dict[str, Any]) -> None:
     architecture = small_architecture(**options)
-    assert Architecture.from_hf(config_object(architecture)) == architecture
+    assert architecture_from_hf(config_object(architecture)) == architecture
 
 
 def test_published_config() -> None:
-    assert Architecture.from_hf(PUBLISHED_27B) == PRESETS["27b"]
+    assert architecture_from_hf(PUBLISHED_27B) == PRESETS["27b"]
 
 
 def test_9b_and_35b_are_transformers_defaults() -> None:
@@ -114,7 +115,7 @@ def test_9b_and_35b_are_transformers_defaults() -> None:
         fields["vision_config"]["out_hidden_size"] = fields["text_config"]["hidden_size"]
         fields["text_config"]["rope_parameters"] |= {"rope_theta": 1e7}
         fields["text_config"] |= {"mtp_num_hidden_layers": 1, "max_position_embeddings": 262_144}
-        assert Architecture.from_hf(fields) == PRESETS[name]
+        assert architecture_from_hf(fields) == PRESETS[name]
 
 
 @pytest.mark.parametrize(
@@ -141,20 +142,20 @@ def test_what_is_not_computed_is_refused(section: str, field: str, value: Any) -
     target = target[section] if section.endswith("_config") else target
     target[field] = value
     with pytest.raises(ValueError, match=field):
-        Architecture.from_hf(config)
+        architecture_from_hf(config)
 
 
 def test_other_models_are_refused() -> None:
     with pytest.raises(ValueError, match="qwen3_5_text"):
-        Architecture.from_hf({"model_type": "qwen3_5_text", "hidden_size": 64})
-    with pytest.raises(ValueError, match="no preset is called '7b'; there are tiny"):
+        architecture_from_hf({"model_type": "qwen3_5_text", "hidden_size": 64})
+    with pytest.raises(ValueError, match="there is no preset '7b'; there are tiny"):
         preset("7b")
 
 
 def test_unknown_fields_may_be_declared_harmless() -> None:
     config = copy.deepcopy(PUBLISHED_27B)
     config["text_config"]["layer_scale"] = 0.5
-    assert Architecture.from_hf(config, ignore=["layer_scale"]) == PRESETS["27b"]
+    assert architecture_from_hf(config, ignore=["layer_scale"]) == PRESETS["27b"]
 
 
 def test_vocabulary_of_a_dataset(tokenizer: Any) -> None:

@@ -18,10 +18,12 @@ from megatron.core import dist_checkpointing
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from model.network.build import ModelSettings, build_model
+from model.families import architecture_to_hf
+from model.families.qwen3_5.build import ModelSettings, build_model
+from model.families.qwen3_5.names import parameter_maps
 from model.weights.convert import to_hf, to_megatron
 from model.weights.hf_files import HfTensors, PlannedTensor, WeightsError, write_tensors
-from model.weights.names import canonical_names, hf_names, parameter_maps
+from model.weights.mapping import canonical_names, hf_names
 from tests.model.helpers import random_weights, small_architecture
 from vlmdata.errors import VlmdataError
 
@@ -53,7 +55,7 @@ def write_folder(folder: Path, architecture: Any, weights: dict[str, torch.Tenso
         save_file({name: weights[name] for name in part}, folder / file)
     where = {name: file for file, part in half.items() for name in part}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
-    (folder / "config.json").write_text(json.dumps(architecture.to_hf()))
+    (folder / "config.json").write_text(json.dumps(architecture_to_hf(architecture)))
     (folder / "tokenizer.json").write_text("{}")
 
 
@@ -91,7 +93,10 @@ def test_the_index_names_every_file(converted: Any) -> None:
 def test_other_files_come_along(converted: Any) -> None:
     root, architecture, _ = converted
     assert (root / "back" / "tokenizer.json").read_text() == "{}"
-    assert json.loads((root / "back" / "config.json").read_text()) == {**architecture.to_hf(), "dtype": "bfloat16"}
+    assert json.loads((root / "back" / "config.json").read_text()) == {
+        **architecture_to_hf(architecture),
+        "dtype": "bfloat16",
+    }
 
 
 def test_a_model_loads_it_through_megatron_core(converted: Any) -> None:
@@ -190,7 +195,7 @@ class TestWhatIsWrongIsListed:
 
     def test_a_config_that_is_no_qwen35_vl(self, tmp_path: Path) -> None:
         architecture, _ = hf_folder(tmp_path, "dense")
-        config = architecture.to_hf()
+        config = architecture_to_hf(architecture)
         config["text_config"]["hidden_act"] = "relu"
         (tmp_path / "config.json").write_text(json.dumps(config))
         with pytest.raises(WeightsError, match=r"config.json: .*hidden_act"):
@@ -230,7 +235,7 @@ class TestWhatIsWrongIsListed:
     def test_a_checkpoint_of_another_model(self, tmp_path: Path) -> None:
         hf_folder(tmp_path / "hf", "dense")
         to_megatron(tmp_path / "hf", tmp_path / "megatron")
-        other = small_architecture(moe=False, tied=True, mtp=1).to_hf()
+        other = architecture_to_hf(small_architecture(moe=False, tied=True, mtp=1))
         (tmp_path / "megatron" / "config.json").write_text(json.dumps(other))
         with pytest.raises(WeightsError, match=r"unexpected: language.output_layer.weight"):
             to_hf(tmp_path / "megatron", tmp_path / "out")

@@ -12,12 +12,14 @@ from typer.testing import CliRunner
 
 pytest.importorskip("megatron.core")
 
+from model.families import architecture_to_hf
+from model.families.qwen3_5.names import parameter_maps
+from model.training.build import architecture_of
 from model.training.config import ConfigError
 from model.training.config_loading import load_config
-from model.training.setup import architecture_of
 from model.weights.convert import to_hf, to_megatron
 from model.weights.hf_files import WeightsError
-from model.weights.names import hf_names, parameter_maps
+from model.weights.mapping import hf_names
 from tests.model.helpers import random_weights, small_architecture, transformers_model
 
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -153,14 +155,16 @@ class TestUnknownFields:
 def test_the_trainer_ignores_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from types import SimpleNamespace
 
-    from model.training import setup
+    from model.training import build
+    from vlmdata.families import family
 
     architecture = small_architecture()
-    config = architecture.to_hf()
+    config = architecture_to_hf(architecture)
     config["vision_config"]["colour"] = "red"
     (tmp_path / "config.json").write_text(json.dumps(config))
-    data = SimpleNamespace(name="t", vocab_size=200, image=architecture.image_token_id)
-    monkeypatch.setattr(setup, "tokenizer_of", lambda config: data)
+    tokenizer = SimpleNamespace(name="t", vocab_size=200, image=architecture.image_token_id)
+    data = SimpleNamespace(tokenizer=tokenizer, model_family=family("qwen3_5"))
+    monkeypatch.setattr(build, "manifest_of", lambda config: data)
     given = ["data.paths=d", f"model.hf={tmp_path}"]
     with pytest.raises(ConfigError, match=r"vision_config: colour; .*model.ignore_config_fields"):
         architecture_of(load_config(None, given))

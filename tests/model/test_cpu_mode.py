@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from model.parallel import cpu_mode
-from model.parallel.startup import before_megatron
+from model.parallel.environment import before_megatron
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
 
@@ -66,8 +66,8 @@ def test_megatron_cores_slips_are_not_told_as_ours() -> None:
 def test_a_start_does_not_import_torchs_compiler() -> None:
     pytest.importorskip("megatron.core")
     code = (
-        "import sys, torch\nfrom model.parallel.startup import before_megatron\noriginal = torch.compile\n"
-        "before_megatron()\nimport model.network.build, model.parallel.cpu_mode\n"
+        "import sys, torch\nfrom model.parallel.environment import before_megatron\noriginal = torch.compile\n"
+        "before_megatron()\nimport model.families.qwen3_5.build, model.parallel.cpu_mode\n"
         "with model.parallel.cpu_mode.cpu_as_cuda(): pass\n"
         "assert torch.compile is original\nassert 'megatron.core.fusions.fused_bias_swiglu' in sys.modules\n"
         "assert not {'torch._dynamo', 'torch._inductor'} & set(sys.modules)"

@@ -91,7 +91,7 @@ def test_it_is_on_before_anything_can_import_the_package(tmp_path: Path, install
         (tmp_path / "site" / "flash_attn_4-4.0.dist-info").mkdir()
         (tmp_path / "site" / "flash_attn_4-4.0.dist-info" / "METADATA").write_text("Name: flash-attn-4\nVersion: 4.0\n")
     script = (
-        "from model.parallel.startup import before_megatron\nbefore_megatron()\nimport megatron.core\n"
+        "from model.parallel.environment import before_megatron\nbefore_megatron()\nimport megatron.core\n"
         "import flash_attn.cute\nprint(flash_attn.cute.FOUND)"
     )
     environment = {name: value for name, value in os.environ.items() if name not in (ENABLED, FOLDER)}

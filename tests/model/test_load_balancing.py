@@ -22,7 +22,7 @@ TOLERANCE = 1e-5
 def test_value_and_gradient_are_those_of_transformers(make_pair: Callable[..., Pair], weighted: bool) -> None:
     from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import load_balancing_loss_func
 
-    from model.network.decoder_layer import Qwen35Router
+    from model.network.router import BalancedRouter
 
     batch = pack(mixed_samples(weighted), tail=24)
     assert batch.padding_mask is not None
@@ -30,7 +30,7 @@ def test_value_and_gradient_are_those_of_transformers(make_pair: Callable[..., P
     gradients, seen = [], {}
     for coefficient in (COEFFICIENT, 0.0):
         pair = make_pair(moe=True, moe_aux_loss=coefficient)
-        routers = {name: each for name, each in pair.ours.named_modules() if isinstance(each, Qwen35Router)}
+        routers = {name: each for name, each in pair.ours.named_modules() if isinstance(each, BalancedRouter)}
         for name, router in routers.items():
             router.register_forward_pre_hook(lambda _m, inputs, name=name: seen.update({name: inputs[0].detach()}))
         pair.ours(batch).sum().backward()

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.presets import PRESETS
-from model.weights.names import ParameterMap, hf_names, parameter_maps
+from model.families.qwen3_5.names import parameter_maps
+from model.families.qwen3_5.presets import PRESETS
+from model.weights.mapping import ParameterMap, hf_names
 from tests.model.helpers import random_weights, small_architecture, transformers_model
 
 KINDS = {"dense": {}, "moe": {"moe": True}, "tied": {"tied": True}}
@@ -27,8 +28,8 @@ def test_table_is_transformers_state_dict(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_table_is_our_models_parameters(kind: str, one_process: None) -> None:
-    from model.network.build import ModelSettings, build_model
-    from model.weights.names import canonical_names
+    from model.families.qwen3_5.build import ModelSettings, build_model
+    from model.weights.mapping import canonical_names
 
     architecture = small_architecture(**KINDS[kind])
     model = build_model(architecture, ModelSettings())

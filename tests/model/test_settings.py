@@ -14,16 +14,17 @@ from tests.model.helpers import mixed_samples, pack, small_architecture
 
 pytest.importorskip("megatron.core")
 
-from model.network.build import ModelSettings, build_model, vocabulary_rows
+from model.families.qwen3_5.build import ModelSettings, build_model, vocabulary_rows
+from model.families.qwen3_5.sizes import check
 
 
 @pytest.mark.parametrize(
     ("settings", "model", "message"),
     [
-        ({"tensor_parallel": 3}, {}, "tensor_parallel 3 does not divide language.num_attention_heads 8"),
+        ({"tensor_parallel": 3}, {}, "tensor_parallel 3 does not divide language.hidden_size 64"),
         ({"tensor_parallel": 0}, {}, "tensor_parallel must be at least 1, got 0"),
         ({"tensor_parallel": 2, "context_parallel": 4}, {}, r"\(8\) does not divide language.linear_num_key_heads 4"),
-        ({"pipeline_parallel": 3}, {}, "3 pipeline stages do not divide the 4 layers"),
+        ({"pipeline_parallel": 3}, {}, "pipeline_parallel 3 does not divide the 4 layers"),
         ({"expert_parallel": 2}, {}, "has no experts"),
         ({"expert_parallel": 3}, {"moe": True}, "does not divide the 4 experts"),
         ({"tensor_parallel": 2}, {"moe": True}, "need sequence_parallel"),
@@ -31,7 +32,7 @@ from model.network.build import ModelSettings, build_model, vocabulary_rows
         ({"tensor_parallel": 4, "vision_tensor_parallel": 2}, {}, "must be 1 or tensor_parallel, 4, got 2"),
         ({"backend": "jax"}, {}, "backend must be one of torch, transformer_engine, got 'jax'"),
         ({"recompute": "some"}, {}, "recompute must be one of"),
-        ({"params_dtype": torch.float16}, {}, "float32 or bfloat16"),
+        ({"precision": "fp16"}, {}, "precision must be one of fp32, bf16, got 'fp16'"),
         ({"mtp_layers": 2}, {}, "mtp_layers must lie in 0..1"),
         ({"mtp_layers": 1}, {"mtp": 0}, "mtp_layers must lie in 0..0"),
         (
@@ -39,27 +40,27 @@ from model.network.build import ModelSettings, build_model, vocabulary_rows
             {},
             "vision_attention must be one of auto, transformer_engine, flash_attention_4",
         ),
-        ({"vision_attention": "transformer_engine"}, {}, "vision_attention need backend 'transformer_engine'"),
-        ({"vision_attention": "flash_attention_4"}, {}, "'flash_attention_4' computes in bfloat16, got torch.float32"),
-        ({"fp8": "hybrid"}, {}, "fp8 need backend 'transformer_engine'"),
+        ({"vision_attention": "transformer_engine"}, {}, "vision_attention needs backend 'transformer_engine'"),
+        ({"vision_attention": "flash_attention_4"}, {}, "'flash_attention_4' computes in bfloat16, got fp32"),
+        ({"fp8": "hybrid"}, {}, "fp8 needs backend 'transformer_engine'"),
         ({"fp8_recipe": "mxfp8"}, {}, "fp8_recipe must be one of tensorwise, delayed, blockwise, got 'mxfp8'"),
     ],
 )
 def test_settings_are_refused(settings: dict[str, Any], model: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ModelSettings(**settings).check(small_architecture(**model))
+        check(ModelSettings(**settings), small_architecture(**model))
 
 
 def test_a_whole_tower_needs_no_divisible_sizes() -> None:
     odd = small_architecture()
     odd = dataclasses.replace(odd, vision=dataclasses.replace(odd.vision, num_heads=3))
     with pytest.raises(ValueError, match=r"tensor_parallel 4 does not divide vision\.num_heads 3"):
-        ModelSettings(tensor_parallel=4).check(odd)
-    ModelSettings(tensor_parallel=4, vision_tensor_parallel=1).check(odd)
+        check(ModelSettings(tensor_parallel=4), odd)
+    check(ModelSettings(tensor_parallel=4, vision_tensor_parallel=1), odd)
 
 
 def test_settings_must_match_the_groups(one_process: None) -> None:
-    with pytest.raises(ValueError, match=r"context_parallel 2 \(groups: 1\)"):
+    with pytest.raises(ValueError, match=r"context_parallel 2 differs from the process groups.*1"):
         build_model(small_architecture(), ModelSettings(context_parallel=2))
 
 

@@ -46,7 +46,7 @@ def test_metrics_are_sums_over_sums() -> None:
 
 def test_decay_is_exponentiated_in_float32(make_pair: Callable[..., Pair]) -> None:
     """With bfloat16 parameters the decay equals transformers' formula exactly."""
-    layer = make_pair(params_dtype=torch.bfloat16).ours.language.decoder.layers[0].self_attention
+    layer = make_pair(precision="bf16").ours.language.decoder.layers[0].self_attention
     alpha, beta = torch.randn(1, 50, 8).bfloat16(), torch.randn(1, 50, 8).bfloat16()
     decay, _ = layer._compute_g_and_beta(layer.A_log, layer.dt_bias, alpha, beta)
     wanted = -layer.A_log.float().exp() * F.softplus(alpha.float() + layer.dt_bias)
@@ -88,9 +88,7 @@ def test_hidden_states_have_one_row_per_token(make_pair: Callable[..., Pair]) ->
 def test_bfloat16_follows_float32(make_pair: Callable[..., Pair]) -> None:
     """The whole model in bfloat16: 8 bits of significand over a handful of layers leave two digits."""
     batch = pack(mixed_samples())
-    losses = [
-        float(make_pair(mtp=1, params_dtype=dtype).ours(batch).sum()) for dtype in (torch.float32, torch.bfloat16)
-    ]
+    losses = [float(make_pair(mtp=1, precision=precision).ours(batch).sum()) for precision in ("fp32", "bf16")]
     assert losses[1] == pytest.approx(losses[0], rel=2e-2)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from model.architecture import Architecture
+from model.families import architecture_to_hf
+from model.families.qwen3_5.architecture import Qwen35Architecture
 from tests.model.helpers import random_weights, transformers_model
 from vlmdata.families.qwen3_5 import FAMILY
 from vlmdata.format.dataset import VlmDataset
@@ -31,14 +32,15 @@ def write_checkpoint(folder: Path, data: Path, preset: str = "tiny", weights: bo
     """
     from safetensors.torch import save_file
 
-    from model.presets import PRESETS
-    from model.weights.names import hf_names, parameter_maps
+    from model.families.qwen3_5.names import parameter_maps
+    from model.families.qwen3_5.presets import PRESETS
+    from model.weights.mapping import hf_names
 
     tokenizer = VlmDataset(data).manifest.tokenizer
-    architecture: Architecture = PRESETS[preset].with_vocabulary(tokenizer, tokenizer.vocab_size)
+    architecture: Qwen35Architecture = PRESETS[preset].with_vocabulary(tokenizer, tokenizer.vocab_size)
     made = random_weights(hf_names(parameter_maps(architecture, mtp=mtp)))
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(architecture.to_hf()))
+    (folder / "config.json").write_text(json.dumps(architecture_to_hf(architecture)))
     if weights:
         save_file(made, folder / "model.safetensors")
     return transformers_model(architecture, made)

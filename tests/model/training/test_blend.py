@@ -11,12 +11,12 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from model.architecture import Architecture
+from model.families.qwen3_5.architecture import Qwen35Architecture
+from model.families.qwen3_5.flops import step_flops
+from model.families.qwen3_5.presets import PRESETS
 from model.parallel import groups
-from model.presets import PRESETS
 from model.training.config_loading import load_config
 from model.training.data import RankPlace, open_loader
-from model.training.flops import StepFlops
 from model.training.loop import train
 from preprocess.config import ImageConfig
 from tests.chat_rows import write_jsonl
@@ -74,11 +74,11 @@ def test_weights_are_shares(two: list[str], tmp_path: Path, by: str, value: str)
 
 @pytest.mark.parametrize("architecture", [TINY, PRESETS["2b"], PRESETS["35b-a3b"]])
 def test_packs_are_balanced_by_the_cost_of_the_model_that_is_trained(
-    two: list[str], tmp_path: Path, architecture: Architecture
+    two: list[str], tmp_path: Path, architecture: Qwen35Architecture
 ) -> None:
     cpu = torch.device("cpu")
     with open_loader(config_of(two, tmp_path), ALONE, architecture, cpu) as loader:
-        assert loader.config.cost == StepFlops.for_model(architecture).cost_model()
+        assert loader.config.cost == step_flops(architecture).cost_model()
         trained_tower = loader.config.cost
     frozen = config_of(two, tmp_path, model__freeze=["vision"], model__mtp=False)
     with open_loader(frozen, ALONE, architecture, cpu) as loader:

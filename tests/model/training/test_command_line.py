@@ -84,11 +84,39 @@ class TestWhatIsWrongIsToldAtOnce:
             (("--data", "nowhere"), "nowhere: no such directory"),
             (("--data", "a", "--preset", "huge"), "there is no preset 'huge'"),
             ((), "no data: name a dataset directory"),
+            (
+                ("--data", "a", "--steps", "5", "--set", "optimizer.warmup_steps=5"),
+                "optimizer.warmup_steps 5 leaves nothing of 5 steps to decay in; set it below 5",
+            ),
+            (("--data", "a", "--tp", "2"), "1 processes are no multiple of tensor 2 x context 1 x pipeline 1 = 2"),
+            (("--data", "a", "--sp"), "parallel.sp shares tokens over tensor-parallel ranks: it needs parallel.tp > 1"),
+            (
+                ("--data", "a", "--set", "model.backend=torch", "--set", "run.fp8=true"),
+                "run.fp8 needs model.backend 'transformer_engine', got 'torch'",
+            ),
+            (
+                ("--data", "a", "--set", "run.precision=fp32", "--set", "model.vision_attention=flash_attention_4"),
+                "model.vision_attention 'flash_attention_4' computes in bfloat16, got fp32; choose 'auto'",
+            ),
         ],
     )
     def test_before_torch_is_imported(self, options: tuple[str, ...], message: str) -> None:
         said, imported = self.refused(*options)
         assert said.startswith("error: ")
+        assert message in said
+        assert not imported & {"torch", "megatron", "transformers"}
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (("--tp", "8"), "parallel.tp 8 does not divide language.num_attention_heads 4"),
+            (("--pp", "8"), "parallel.pp 8 does not divide the 4 layers into equal stages"),
+            (("--cp", "3"), "8 processes are no multiple of tensor 1 x context 3 x pipeline 1 = 3"),
+            (("--global-batch", "12"), "data.global_batch 12 is not a multiple of the 8 data-parallel ranks"),
+        ],
+    )
+    def test_a_layout_that_does_not_fit_before_torch_is_imported(self, options: tuple[str, ...], message: str) -> None:
+        said, imported = self.refused("--data", "a", *options, RANK="0", LOCAL_RANK="0", WORLD_SIZE="8")
         assert message in said
         assert not imported & {"torch", "megatron", "transformers"}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from model.training import setting_names
+from model.training import name_hints
 from model.training.config import WITHOUT_EFFECT_ON_RESULTS, ConfigError, TrainConfig, config_differences
 from model.training.config_loading import load_config
 
@@ -63,8 +63,8 @@ def test_the_hash_tells_what_changes_results() -> None:
 
 def test_every_word_of_other_trainers_means_a_setting() -> None:
     known = {f"{group}.{name}" for group, settings in TrainConfig().to_dict().items() for name in settings}
-    assert setting_names._WORDS.keys() | setting_names._NOTES.keys() <= known
-    assert len(setting_names._MEANT) == sum(len(words.split()) for words in setting_names._WORDS.values())
+    assert name_hints._WORDS.keys() | name_hints._NOTES.keys() <= known
+    assert len(name_hints._MEANT) == sum(len(words.split()) for words in name_hints._WORDS.values())
 
 
 def test_a_model_is_named_once(tmp_path: Path) -> None:

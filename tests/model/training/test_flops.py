@@ -13,10 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("megatron.core")
 
-from model.architecture import FULL_ATTENTION
-from model.network.build import ModelSettings, build_model
-from model.presets import PRESETS
-from model.training.flops import StepFlops
+from model.families.qwen3_5.architecture import FULL_ATTENTION
+from model.families.qwen3_5.build import ModelSettings, build_model
+from model.families.qwen3_5.flops import step_flops
+from model.families.qwen3_5.presets import PRESETS
 from tests.model.helpers import mixed_samples, pack, small_architecture
 
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -32,7 +32,7 @@ def counted(run: Any) -> int:
 def test_vision() -> None:
     architecture = small_architecture(mtp=0)
     tower = build_model(architecture, ModelSettings()).vision
-    flops = StepFlops.for_model(architecture, mtp=False)
+    flops = step_flops(architecture, mtp=False)
     grids = ((1, 4, 6), (1, 8, 2), (1, 2, 2))
     patches = np.array([h * w for _, h, w in grids])
     data = torch.randint(0, 256, (int(patches.sum()), 768), dtype=torch.uint8)
@@ -46,7 +46,7 @@ def test_language_of_full_attention(moe: bool) -> None:
     architecture = dataclasses.replace(made, language=dataclasses.replace(made.language, layer_types=types))
     model, flops = (
         build_model(architecture, ModelSettings(moe_aux_loss=0.0)),
-        StepFlops.for_model(architecture, mtp=False),
+        step_flops(architecture, mtp=False),
     )
     batch = pack(mixed_samples()[1:2], alignment=1)
     length = np.array([batch.total_tokens])
@@ -67,8 +67,8 @@ def test_the_delta_net_by_hand() -> None:
     heads, width = language.linear_num_value_heads, language.hidden_size
     with_full = dataclasses.replace(language, layer_types=(FULL_ATTENTION,) * 4)
     difference = (
-        StepFlops.for_model(architecture, mtp=False).per_token
-        - StepFlops.for_model(dataclasses.replace(architecture, language=with_full), mtp=False).per_token
+        step_flops(architecture, mtp=False).per_token
+        - step_flops(dataclasses.replace(architecture, language=with_full), mtp=False).per_token
     )
     queries, groups = language.num_attention_heads * language.head_dim, language.num_key_value_heads * language.head_dim
     attention = 2 * width * (3 * queries + 2 * groups)
@@ -82,7 +82,7 @@ def test_frozen_parts_cost_less() -> None:
     lengths, patches = np.array([100, 50]), np.array([64])
 
     def work(*frozen: str) -> float:
-        flops = StepFlops.for_model(architecture, frozen=frozen)
+        flops = step_flops(architecture, frozen=frozen)
         return flops.of(lengths, patches) + flops.per_target * 30
 
     assert work() > work("language") > work("language", "vision") > work("language", "vision", "merger")
@@ -91,7 +91,7 @@ def test_frozen_parts_cost_less() -> None:
 
 def test_multi_token_prediction_adds_a_layer_and_a_head() -> None:
     architecture = small_architecture(mtp=1)
-    without, full = StepFlops.for_model(architecture, mtp=False), StepFlops.for_model(architecture, mtp=True)
+    without, full = step_flops(architecture, mtp=False), step_flops(architecture, mtp=True)
     assert full.per_target == 2 * without.per_target
     assert full.per_token_squared == 2 * without.per_token_squared  # the model has one full-attention layer
     assert full.per_patch == without.per_patch
@@ -104,13 +104,13 @@ def test_multi_token_prediction_adds_a_layer_and_a_head() -> None:
 )
 def test_tokens_cost_six_flop_per_weight(name: str, billions: float) -> None:
     # The usual rule. Targets alone meet the output layer; the delta rule's own arithmetic is small.
-    flops = StepFlops.for_model(PRESETS[name], mtp=False)
+    flops = step_flops(PRESETS[name], mtp=False)
     assert (flops.per_token + flops.per_target) / 6e9 == pytest.approx(billions, rel=0.04)
 
 
 def test_attention_by_hand() -> None:
     # 9b: 8 full layers, 16 heads of 256. Causal Q K^T and A V: 2 * 2 * 256 / 2 FLOP per head and pair; times 3.
-    flops = StepFlops.for_model(PRESETS["9b"], mtp=False)
+    flops = step_flops(PRESETS["9b"], mtp=False)
     assert flops.per_token_squared == 3 * 8 * 16 * 2 * 256
     # Vision: 27 layers, width 1152, all pairs: 4 * 1152; times 3.
     assert flops.per_patch_squared == 3 * 27 * 4 * 1152

@@ -10,11 +10,12 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from model.network.build import language_config
+from model.families.qwen3_5.build import language_config
+from model.training.build import build
 from model.training.config import ConfigError
 from model.training.config_loading import load_config
 from model.training.data import RankPlace
-from model.training.setup import build, settings_of
+from model.training.model_settings import settings_of
 from tests.model.helpers import small_architecture
 
 
@@ -22,7 +23,7 @@ from tests.model.helpers import small_architecture
 def test_the_recipe_of_fp8_reaches_megatron_core(recipe: str) -> None:
     architecture = small_architecture()
     config = load_config(None, ["run.fp8=true", f"run.fp8_recipe={recipe}", "model.backend=transformer_engine"])
-    settings = settings_of(config, architecture, torch.device("cpu"))
+    settings = settings_of(config, architecture, on_gpu=False)
     # megatron-core refuses Transformer Engine's options where that is not installed.
     made = language_config(architecture, dataclasses.replace(settings, backend="torch"))
     assert (made.fp8, made.fp8_recipe) == ("hybrid", recipe)
@@ -33,7 +34,7 @@ def test_the_recipe_of_fp8_reaches_megatron_core(recipe: str) -> None:
     [
         ("parallel.tp=3", "parallel.tp 3 does not divide"),
         ("parallel.sp=true", "parallel.sp shares tokens over tensor-parallel ranks: it needs parallel.tp > 1"),
-        ("run.fp8=true", "run.fp8 need backend 'transformer_engine'"),
+        ("run.fp8=true", "run.fp8 needs model.backend 'transformer_engine'"),
         ("model.vision_attention=flash_attention_4", "model.vision_attention 'flash_attention_4' computes in bfloat16"),
     ],
 )

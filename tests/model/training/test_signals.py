@@ -225,7 +225,7 @@ class TestTheSlurmScript:
 
 
 def test_srun_without_a_meeting_point_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from model.parallel.startup import adopt_slurm_ranks
+    from model.parallel.environment import adopt_slurm_ranks
     from vlmdata.errors import VlmdataError
 
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):

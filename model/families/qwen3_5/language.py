@@ -19,68 +19,14 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from model.architecture import Architecture
+from model.families.qwen3_5.architecture import Qwen35Architecture
+from model.families.qwen3_5.mtp import MultiTokenPredictor
 from model.metrics import MetricSums
 from model.network.attention import InterleavedMRoPE
-from model.network.decoder_layer import Provider
-from model.network.mtp import MultiTokenPredictor
+from model.network.provider import Provider
+from model.network.targets import AttachLoss, TargetRows, Targets
 from model.parallel.packed import PackedLayout
 from vlmdata.batch import IGNORE_INDEX
-
-#: Targets are filled up to a multiple of this.
-_ROWS = 128
-
-
-@dataclass(frozen=True)
-class Targets:
-    """What the last stage compares with.
-
-    Attributes:
-        next: The tokens that come next.
-        after_next: The tokens after the next; None without multi-token prediction.
-    """
-
-    next: TargetRows
-    after_next: TargetRows | None
-
-
-class TargetRows:
-    """Which tokens are targets, and their weights. In fine-tuning they are few, and only they need logits.
-
-    The places are found on the device; their number comes to the host in the background, so that it is there when
-    the heads ask for it and nothing waits for the layers that are queued in between.
-
-    Args:
-        labels: int64 (1, t), the next token or -100.
-        weights: float32 (1, t), what each label counts in the loss.
-    """
-
-    def __init__(self, labels: Tensor, weights: Tensor) -> None:
-        self._labels, self._weights = labels[0], weights[0]
-        on_target = self._labels != IGNORE_INDEX
-        self._places = torch.nonzero_static(on_target, size=len(self._labels), fill_value=0)[:, 0]
-        self._count = on_target.sum()
-        self._counted: torch.cuda.Event | None = None
-        if labels.is_cuda:
-            self._count = torch.empty((), dtype=torch.int64, pin_memory=True).copy_(self._count, non_blocking=True)
-            self._counted = torch.cuda.Event()
-            self._counted.record()
-
-    def get(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Places, labels and weights of the targets, filled up with label -100 to a number that matrix kernels like.
-
-        Returns:
-            int64 (n,) places among the tokens, int64 (n,) labels, and float32 (n,) weights, 0 of what fills up; n is
-            at least 1.
-        """
-        if self._counted is not None:
-            self._counted.synchronize()
-        count = int(self._count)
-        rows = min(max(-(-count // _ROWS), 1) * _ROWS, len(self._places))
-        places = self._places[:rows]
-        filling = torch.arange(rows, device=places.device) >= count
-        labels = self._labels[places].masked_fill(filling, IGNORE_INDEX)
-        return places, labels, self._weights[places].masked_fill(filling, 0)
 
 
 @dataclass(frozen=True)
@@ -114,7 +60,7 @@ class Qwen35Language(GPTModel):
     def __init__(
         self,
         config: TransformerConfig,
-        architecture: Architecture,
+        architecture: Qwen35Architecture,
         block: TransformerBlockSubmodules,
         provider: Provider,
         *,
@@ -186,7 +132,7 @@ class Qwen35Language(GPTModel):
         )
         return output
 
-    def _heads(self, hidden_states: Tensor, output_weight: Tensor | None, context: Any, **_: Any) -> Tensor:
+    def _heads(self, hidden_states: Tensor, output_weight: Tensor | None, context: Any, **unused: Any) -> Tensor:
         position_ids, layout, targets, following = context
         if targets is None:
             return self._logits(self._all_tokens(hidden_states), output_weight).transpose(0, 1).contiguous()
@@ -201,7 +147,7 @@ class Qwen35Language(GPTModel):
         return attached
 
     def _logits(self, hidden_states: Tensor, output_weight: Tensor | None) -> Tensor:
-        logits, _ = self.output_layer(hidden_states, weight=output_weight)
+        logits: Tensor = self.output_layer(hidden_states, weight=output_weight)[0]
         # Rows that only fill up the table for tensor parallelism are no tokens.
         width = logits.shape[-1]
         padding = (self.pg_collection.tp.rank() + 1) * width - self.true_vocab
@@ -231,25 +177,3 @@ class Qwen35Language(GPTModel):
             hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
         )
         return gathered
-
-
-class AttachLoss(torch.autograd.Function):
-    """Lets a second loss take part in the backward pass of the first, with its scale, without changing its value.
-
-    The step adds up weighted token losses and divides the gradient by the sum of the weights of the global batch; so a
-    sum attached here is divided by the same number, whatever the layout. Who divides the loss instead gives every
-    loss's gradient the same factor, and that is the second loss's, too. (Weights must be in the losses already: a
-    caller who multiplied by them would give different factors.)
-    """
-
-    @staticmethod
-    def forward(ctx: Any, losses: Tensor, extra: Tensor) -> Tensor:
-        """Returns the losses."""
-        ctx.save_for_backward(extra)
-        return losses.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradient of the losses, and one for the extra loss."""
-        (extra,) = ctx.saved_tensors
-        return gradients[0], gradients[0].amax().to(extra.dtype).expand_as(extra)

@@ -23,7 +23,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from model.network.decoder_layer import Provider
+from model.network.provider import Provider
 from model.parallel.packed import PackedLayout
 
 

@@ -30,10 +30,11 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from model.architecture import Architecture
+from model.families.qwen3_5.architecture import Qwen35Architecture
+from model.families.qwen3_5.language import Following, Qwen35Language
 from model.metrics import MetricSums
-from model.network.decoder_layer import RouterState
-from model.network.language import Following, Qwen35Language, TargetRows, Targets
+from model.network.router import RouterState
+from model.network.targets import TargetRows, Targets
 from model.network.vision import VisionTower
 from model.parallel.exchange import all_gather_plain, all_gather_rows
 from model.parallel.packed import ImageRows, PackIndex, to_device
@@ -41,7 +42,7 @@ from vlmdata.batch import IGNORE_INDEX, PackedBatch
 
 
 class Qwen35VL(MegatronModule):
-    """``Qwen3_5ForConditionalGeneration``, or a pipeline stage of it; :func:`model.network.build.build_model` makes it.
+    """``Qwen3_5ForConditionalGeneration``, or a pipeline stage of it; ``build.py`` makes it.
 
     Args:
         config: Of the decoder.
@@ -56,7 +57,7 @@ class Qwen35VL(MegatronModule):
     def __init__(
         self,
         config: TransformerConfig,
-        architecture: Architecture,
+        architecture: Qwen35Architecture,
         vision: VisionTower | None,
         language: Qwen35Language,
         metrics: MetricSums,

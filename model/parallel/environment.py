@@ -12,6 +12,7 @@ import logging
 import os
 import warnings
 from pathlib import Path
+from typing import Any
 
 from model.kernels.flash_cache import flash_attention_4_is_installed, keep_compiled
 from vlmdata.errors import ResourceError, VlmdataError
@@ -88,7 +89,7 @@ def require_one_cudnn() -> None:
     except RuntimeError as error:
         raise ResourceError(
             "two versions of cuDNN meet in this process, which gives wrong gradients. Call "
-            "model.parallel.startup.before_megatron() before megatron or transformer_engine is imported, or put "
+            "model.parallel.environment.before_megatron() before megatron or transformer_engine is imported, or put "
             f"{_cudnn_folder()} first in LD_LIBRARY_PATH. PyTorch says: {error}"
         ) from error
 
@@ -111,7 +112,8 @@ def _import_uncompiled_without_cuda() -> None:
     if torch.cuda.is_available():
         return
     original = torch.compile
-    torch.compile = lambda function=None, **_: function or (lambda given: given)
+    uncompiled: Any = lambda function=None, **_: function or (lambda given: given)  # noqa: E731
+    torch.compile = uncompiled
     try:
         importlib.import_module("megatron.core.jit")  # and with it megatron.core, which imports most
     finally:

@@ -232,7 +232,7 @@ class TorchGatedDeltaNet(Qwen35GatedDeltaNet):
 
     def _apply_gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
         """``Qwen3_5RMSNormGated``: norm first, then the gate, in float32."""
-        normed = self.out_norm(x.reshape(-1, x.shape[-1]))
+        normed: Tensor = self.out_norm(x.reshape(-1, x.shape[-1]))
         return (normed * F.silu(gate.reshape(-1, gate.shape[-1]).float())).to(x.dtype)
 
 
@@ -290,7 +290,8 @@ def gated_delta_rule(
     def chunked(x: Tensor) -> Tensor:
         """(T, h, …) to (m, h, 64, …), zeros where a segment does not fill its last chunk."""
         padded = x.new_zeros((sum(chunk_counts) * CHUNK, *x.shape[1:]), dtype=wide).index_copy(0, slots, x.to(wide))
-        return padded.unflatten(0, (-1, CHUNK)).transpose(1, 2)
+        chunks: Tensor = padded.unflatten(0, (-1, CHUNK)).transpose(1, 2)
+        return chunks
 
     q, k, v = chunked(query) * query.shape[-1] ** -0.5, chunked(key), chunked(value)
     b, g = chunked(beta).unsqueeze(-1), chunked(decay).cumsum(-1)

@@ -16,27 +16,20 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from model.architecture import FULL_ATTENTION, LINEAR_ATTENTION, Architecture
+from model.families.qwen3_5.architecture import FULL_ATTENTION, LINEAR_ATTENTION, Qwen35Architecture
+from model.families.qwen3_5.decoder_layer import layer_spec
+from model.families.qwen3_5.language import Qwen35Language
+from model.families.qwen3_5.model import Qwen35VL
+from model.families.qwen3_5.sizes import check
 from model.metrics import MetricSums
-from model.network.decoder_layer import (
-    Provider,
-    Qwen35Router,
-    RouterState,
-    TorchProvider,
-    layer_spec,
-    transformer_engine_provider,
-)
-from model.network.language import Qwen35Language
-from model.network.qwen35_vl import Qwen35VL
-from model.network.settings import ModelSettings
+from model.network.provider import Provider, TorchProvider, transformer_engine_provider
+from model.network.router import BalancedRouter, RouterState
+from model.network.settings import Field, ModelSettings, SettingError, vocabulary_rows
 from model.network.vision import VisionTower
-
-#: A tensor-parallel rank's share of the vocabulary is a multiple of this, as matrix kernels want it.
-VOCABULARY_MULTIPLE = 16
 
 
 def build_model(
-    architecture: Architecture,
+    architecture: Qwen35Architecture,
     settings: ModelSettings,
     *,
     pre_process: bool = True,
@@ -51,13 +44,15 @@ def build_model(
         post_process: Whether this is the last stage (output layer).
 
     Raises:
-        ValueError: If the settings contradict each other, the architecture or the groups that exist.
+        SettingError: If the settings contradict each other, the architecture or the groups that exist.
         ImportError: If the back end is not installed.
     """
-    settings.check(architecture)
+    check(settings, architecture)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     _check_groups(settings, groups)
-    provider: Provider = TorchProvider() if settings.backend == "torch" else transformer_engine_provider()
+    provider: Provider = (
+        TorchProvider() if settings.backend == "torch" else transformer_engine_provider("flash-linear-attention")
+    )
     config = language_config(architecture, settings)
     metrics = MetricSums()
     moe = architecture.language.moe is not None
@@ -89,7 +84,7 @@ def build_model(
         )
     state = RouterState(metrics=metrics) if moe else None
     for module in language.modules():
-        if isinstance(module, Qwen35Router) and state is not None:
+        if isinstance(module, BalancedRouter) and state is not None:
             module.state = state
     model = Qwen35VL(config, architecture, vision, language, metrics, state, predict)
     if settings.gradient_accumulation_fusion:
@@ -98,20 +93,7 @@ def build_model(
     return model if config.use_cpu_initialization else model.cuda()
 
 
-def vocabulary_rows(vocab_size: int, tensor_parallel: int) -> int:
-    """Rows of the embedding table: the vocabulary, filled up so that every tensor-parallel rank has the same number.
-
-    The rows that fill up are never looked up and their logits are masked, so the result does not depend on them.
-
-    Args:
-        vocab_size: Token ids.
-        tensor_parallel: Tensor-parallel size.
-    """
-    unit = VOCABULARY_MULTIPLE * tensor_parallel
-    return -(-vocab_size // unit) * unit
-
-
-def language_config(architecture: Architecture, settings: ModelSettings) -> TransformerConfig:
+def language_config(architecture: Qwen35Architecture, settings: ModelSettings) -> TransformerConfig:
     """The decoder's ``TransformerConfig``."""
     language = architecture.language
     linear = [int(kind == LINEAR_ATTENTION) for kind in language.layer_types]
@@ -163,7 +145,7 @@ def language_config(architecture: Architecture, settings: ModelSettings) -> Tran
     )
 
 
-def vision_config(architecture: Architecture, settings: ModelSettings) -> TransformerConfig:
+def vision_config(architecture: Qwen35Architecture, settings: ModelSettings) -> TransformerConfig:
     """The vision tower's ``TransformerConfig``: tensor parallel at most."""
     vision = architecture.vision
     return TransformerConfig(
@@ -201,7 +183,7 @@ def _common_options(settings: ModelSettings) -> dict[str, Any]:
     return {
         "tensor_model_parallel_size": settings.tensor_parallel,
         "params_dtype": settings.params_dtype,
-        "bf16": settings.params_dtype == torch.bfloat16,
+        "bf16": settings.precision == "bf16",
         # On the meta device, for conversion, nothing may be allocated on a GPU either.
         "use_cpu_initialization": not torch.cuda.is_available() or torch.get_default_device().type == "meta",
         "transformer_impl": "transformer_engine" if engine else "local",
@@ -216,7 +198,7 @@ def _common_options(settings: ModelSettings) -> dict[str, Any]:
     }
 
 
-def _moe_options(architecture: Architecture, settings: ModelSettings) -> dict[str, Any]:
+def _moe_options(architecture: Qwen35Architecture, settings: ModelSettings) -> dict[str, Any]:
     moe = architecture.language.moe
     if moe is None:
         return {}
@@ -239,7 +221,7 @@ def _moe_options(architecture: Architecture, settings: ModelSettings) -> dict[st
     }
 
 
-def _recompute_options(architecture: Architecture, settings: ModelSettings) -> dict[str, Any]:
+def _recompute_options(architecture: Qwen35Architecture, settings: ModelSettings) -> dict[str, Any]:
     if settings.recompute == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if settings.recompute == "selective":
@@ -250,7 +232,9 @@ def _recompute_options(architecture: Architecture, settings: ModelSettings) -> d
     return {}
 
 
-def _block(architecture: Architecture, config: TransformerConfig, provider: Provider) -> TransformerBlockSubmodules:
+def _block(
+    architecture: Qwen35Architecture, config: TransformerConfig, provider: Provider
+) -> TransformerBlockSubmodules:
     """Specs of this stage's decoder layers and of the final norm."""
     moe = architecture.language.moe is not None
     kinds = {
@@ -277,16 +261,10 @@ def _check_groups(settings: ModelSettings, groups: ProcessGroupCollection) -> No
         "pipeline_parallel": groups.pp.size(),
         "expert_parallel": groups.ep.size(),
     }
-    wrong = [
-        f"{name} {getattr(settings, name)} (groups: {size})"
-        for name, size in made.items()
-        if getattr(settings, name) != size
-    ]
-    if wrong:
-        raise ValueError(
-            f"the settings differ from the process groups in {', '.join(wrong)}; give model.parallel.groups.initialize "
-            "the same sizes"
-        )
-
-
-__all__ = ["ModelSettings", "build_model", "language_config", "vision_config", "vocabulary_rows"]
+    for name, size in made.items():
+        if getattr(settings, name) != size:
+            raise SettingError(
+                Field(name),
+                f" {getattr(settings, name)} differs from the process groups (groups: {size}); give "
+                "model.parallel.groups.initialize the same sizes",
+            )

@@ -1,23 +1,22 @@
-"""Named architectures: small ones for tests and laptops, and the published sizes.
+"""Sizes of Qwen3.5-VL by name: small ones for tests and laptops, and the published sizes.
 
 Where each number comes from stands in docs/model.md.
 """
 
 from __future__ import annotations
 
-from model.architecture import (
+from model.architecture import MoeArchitecture, VisionArchitecture
+from model.families.qwen3_5.architecture import (
     FULL_ATTENTION,
     LINEAR_ATTENTION,
-    Architecture,
-    LanguageArchitecture,
-    MoeArchitecture,
-    VisionArchitecture,
+    Qwen35Architecture,
+    Qwen35LanguageArchitecture,
 )
 
 #: Ids of the published tokenizer, with rows to spare.
 PUBLISHED_VOCABULARY = 248_320
 
-#: Ids of the tiny presets; :meth:`Architecture.with_vocabulary` fits them to a tokenizer.
+#: Ids of the tiny presets; :meth:`Qwen35Architecture.with_vocabulary` fits them to a tokenizer.
 TINY_VOCABULARY = 6144
 
 
@@ -38,9 +37,9 @@ def _vision_large(out: int) -> VisionArchitecture:
     return VisionArchitecture(depth=27, hidden_size=1152, intermediate_size=4304, num_heads=16, out_hidden_size=out)
 
 
-def _tiny(moe: MoeArchitecture | None) -> Architecture:
+def _tiny(moe: MoeArchitecture | None) -> Qwen35Architecture:
     """Every kind of layer and every ratio between sizes that the real ones have, at a fraction of the cost."""
-    language = LanguageArchitecture(
+    language = Qwen35LanguageArchitecture(
         vocab_size=TINY_VOCABULARY,
         hidden_size=128,
         intermediate_size=0 if moe else 384,
@@ -64,7 +63,7 @@ def _tiny(moe: MoeArchitecture | None) -> Architecture:
         out_hidden_size=128,
         num_position_embeddings=64,
     )
-    return Architecture(
+    return Qwen35Architecture(
         vision,
         language,
         image_token_id=TINY_VOCABULARY - 2,
@@ -75,9 +74,9 @@ def _tiny(moe: MoeArchitecture | None) -> Architecture:
     )
 
 
-def _proxy() -> Architecture:
+def _proxy() -> Qwen35Architecture:
     """Real head widths and ratios in 77 M parameters: for measuring on one GPU or a patient CPU."""
-    language = LanguageArchitecture(
+    language = Qwen35LanguageArchitecture(
         vocab_size=TINY_VOCABULARY,
         hidden_size=512,
         intermediate_size=1536,
@@ -90,7 +89,7 @@ def _proxy() -> Architecture:
         max_position_embeddings=32_768,
     )
     vision = VisionArchitecture(depth=6, hidden_size=576, intermediate_size=2304, num_heads=8, out_hidden_size=512)
-    return Architecture(
+    return Qwen35Architecture(
         vision,
         language,
         image_token_id=TINY_VOCABULARY - 2,
@@ -109,8 +108,8 @@ def _dense(
     heads: tuple[int, int],
     linear_value_heads: int,
     tied: bool,
-) -> Architecture:
-    language = LanguageArchitecture(
+) -> Qwen35Architecture:
+    language = Qwen35LanguageArchitecture(
         vocab_size=PUBLISHED_VOCABULARY,
         hidden_size=vision.out_hidden_size,
         intermediate_size=intermediate,
@@ -119,13 +118,13 @@ def _dense(
         num_key_value_heads=heads[1],
         linear_num_value_heads=linear_value_heads,
     )
-    return Architecture(vision, language, tie_embeddings=tied)
+    return Qwen35Architecture(vision, language, tie_embeddings=tied)
 
 
 def _sparse(
     hidden: int, *, layers: int, heads: tuple[int, int], linear_value_heads: int, moe: MoeArchitecture
-) -> Architecture:
-    language = LanguageArchitecture(
+) -> Qwen35Architecture:
+    language = Qwen35LanguageArchitecture(
         vocab_size=PUBLISHED_VOCABULARY,
         hidden_size=hidden,
         intermediate_size=0,
@@ -135,10 +134,10 @@ def _sparse(
         linear_num_value_heads=linear_value_heads,
         moe=moe,
     )
-    return Architecture(_vision_large(hidden), language)
+    return Qwen35Architecture(_vision_large(hidden), language)
 
 
-PRESETS: dict[str, Architecture] = {
+PRESETS: dict[str, Qwen35Architecture] = {
     "tiny": _tiny(None),
     "tiny-moe": _tiny(MoeArchitecture(8, 2, intermediate_size=96, shared_expert_intermediate_size=96)),
     "proxy": _proxy(),
@@ -155,14 +154,3 @@ PRESETS: dict[str, Architecture] = {
         4096, layers=60, heads=(32, 2), linear_value_heads=64, moe=MoeArchitecture(512, 10, 1024, 1024)
     ),
 }
-
-
-def preset(name: str) -> Architecture:
-    """A preset by name.
-
-    Raises:
-        ValueError: If there is none, with the names there are.
-    """
-    if name not in PRESETS:
-        raise ValueError(f"no preset is called {name!r}; there are {', '.join(PRESETS)}")
-    return PRESETS[name]

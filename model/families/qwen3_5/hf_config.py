@@ -1,4 +1,4 @@
-"""Transformers' Qwen3.5 configs to an :class:`Architecture` and back.
+"""Transformers' Qwen3.5 configs to a :class:`Qwen35Architecture` and back.
 
 Sources: ``configuration_qwen3_5.py`` and ``configuration_qwen3_5_moe.py`` of transformers for names and defaults;
 published ``config.json`` files for the fields that those classes do not declare (``mtp_num_hidden_layers``,
@@ -11,20 +11,18 @@ known not to change the result, or unknown. Unknown fields are refused, since th
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from model.architecture import (
+from model.architecture import MoeArchitecture, VisionArchitecture
+from model.families.qwen3_5.architecture import (
     FULL_ATTENTION,
     LINEAR_ATTENTION,
-    LanguageArchitecture,
-    MoeArchitecture,
-    VisionArchitecture,
+    Qwen35Architecture,
+    Qwen35LanguageArchitecture,
 )
 
-if TYPE_CHECKING:
-    from model.architecture import Architecture
-
-_DENSE, _MOE = "qwen3_5", "qwen3_5_moe"
+#: Values of ``model_type``.
+MODEL_TYPES = _DENSE, _MOE = ("qwen3_5", "qwen3_5_moe")
 
 #: Fields that must hold one of these values where they are present.
 _DEMANDED: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -141,10 +139,17 @@ _HARMLESS = frozenset(
 )
 
 
-def architecture_from_hf(
-    cls: type[Architecture], config: Mapping[str, Any] | Any, ignore: Collection[str] = ()
-) -> Architecture:
-    """Implements :meth:`Architecture.from_hf`."""
+def from_hf(config: Mapping[str, Any] | Any, ignore: Collection[str] = ()) -> Qwen35Architecture:
+    """Reads the config of a Qwen3.5 or Qwen3.5-MoE vision-language checkpoint.
+
+    Args:
+        config: The content of ``config.json``, or a transformers config object.
+        ignore: Names of unknown fields (without their section) that are known to be harmless.
+
+    Raises:
+        ValueError: If it is another kind of model, a field has a value this model does not compute, or fields are
+            unknown.
+    """
     given: dict[str, Any] = dict(config) if isinstance(config, Mapping) else config.to_dict()
     kind = given.get("model_type")
     if kind not in (_DENSE, _MOE) or not given.get("text_config"):
@@ -161,7 +166,7 @@ def architecture_from_hf(
     _check("vision_config.rope_parameters", vision.get("rope_parameters") or {}, ignore)
     defaults = _class_defaults(kind)
     language = _language({**defaults["text_config"], **text}, moe=kind == _MOE)
-    return cls(
+    return Qwen35Architecture(
         vision=_vision({**defaults["vision_config"], **vision}),
         language=language,
         image_token_id=given.get("image_token_id", defaults["image_token_id"]),
@@ -173,8 +178,8 @@ def architecture_from_hf(
     )
 
 
-def architecture_to_hf(architecture: Architecture) -> dict[str, Any]:
-    """Implements :meth:`Architecture.to_hf`."""
+def to_hf(architecture: Qwen35Architecture) -> dict[str, Any]:
+    """The content of a ``config.json`` that :func:`from_hf` and transformers read back to this model."""
     language, vision = architecture.language, architecture.vision
     kind = _DENSE if language.moe is None else _MOE
     text: dict[str, Any] = {
@@ -264,7 +269,7 @@ def _class_defaults(kind: str) -> dict[str, Any]:
     return defaults
 
 
-def _language(text: dict[str, Any], moe: bool) -> LanguageArchitecture:
+def _language(text: dict[str, Any], moe: bool) -> Qwen35LanguageArchitecture:
     rope: dict[str, Any] = text.get("rope_parameters") or {}
     layers = text.get("layer_types")
     count = text["num_hidden_layers"]
@@ -282,7 +287,7 @@ def _language(text: dict[str, Any], moe: bool) -> LanguageArchitecture:
             shared_expert_intermediate_size=text["shared_expert_intermediate_size"],
             router_aux_loss_coef=text["router_aux_loss_coef"],
         )
-    return LanguageArchitecture(
+    return Qwen35LanguageArchitecture(
         vocab_size=text["vocab_size"],
         hidden_size=text["hidden_size"],
         intermediate_size=0 if moe else text["intermediate_size"],
@@ -357,5 +362,5 @@ def _check(section: str, fields: Mapping[str, Any], ignore: Collection[str]) -> 
         raise ValueError(
             f"unknown fields in {section or 'the config'}: {', '.join(unknown)}; they may change the model's result. "
             f"If they do not: `vlmdata convert … {each}`, `train.py … --set 'model.ignore_config_fields=[{listed}]'`, "
-            "or ignore= of Architecture.from_hf"
+            "or ignore= of model.families.architecture_from_hf"
         )

@@ -1,0 +1,97 @@
+"""Model families: what can be trained. A folder each; docs/extend/model.md shows how to add one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from model.architecture import Architecture
+from model.families.base import ModelSpec
+from vlmdata.packing.cost import CostModel
+
+#: Families by name. A new one is a folder here with a constant ``SPEC`` in its ``spec.py``, and a line below.
+REGISTRY: Mapping[str, str] = {
+    "qwen3_5": "model.families.qwen3_5.spec",
+}
+
+__all__ = [
+    "REGISTRY",
+    "ModelSpec",
+    "architecture_from_hf",
+    "architecture_to_hf",
+    "model_spec",
+    "preset",
+    "preset_costs",
+    "presets",
+    "spec_of",
+]
+
+
+@cache
+def model_spec(name: str) -> ModelSpec[Any]:
+    """The family of a name.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if name not in REGISTRY:
+        raise ValueError(f"no model family {name!r}; known families: {', '.join(REGISTRY)}")
+    found: ModelSpec[Any] = import_module(REGISTRY[name]).SPEC
+    return found
+
+
+def spec_of(architecture: Architecture) -> ModelSpec[Any]:
+    """The family of an architecture."""
+    return model_spec(architecture.family)
+
+
+@cache
+def presets() -> Mapping[str, Architecture]:
+    """The presets of all families by name."""
+    return {name: made for family in REGISTRY for name, made in model_spec(family).presets.items()}
+
+
+def preset(name: str) -> Architecture:
+    """A preset by name.
+
+    Raises:
+        ValueError: If there is none, with the names there are.
+    """
+    if name not in presets():
+        raise ValueError(f"there is no preset {name!r}; there are {', '.join(presets())}")
+    return presets()[name]
+
+
+def preset_costs() -> dict[str, CostModel]:
+    """Cost models of all presets, all parts trained; found by ``vlmdata plan --cost NAME`` through an entry point."""
+    return {name: spec_of(each).step_flops(each, True, ()).cost_model() for name, each in presets().items()}
+
+
+def architecture_from_hf(config: Mapping[str, Any] | Any, *, ignore: Collection[str] = ()) -> Architecture:
+    """Reads the config of a checkpoint of any family.
+
+    Args:
+        config: The content of ``config.json``, or a transformers config object.
+        ignore: Names of unknown fields (without their section) that are known to be harmless.
+
+    Raises:
+        ValueError: If no family has such models, a field has a value that the model does not compute, or fields are
+            unknown.
+    """
+    kind = config.get("model_type") if isinstance(config, Mapping) else getattr(config, "model_type", None)
+    specs = [model_spec(name) for name in REGISTRY]
+    for spec in specs:
+        if kind in spec.model_types:
+            made: Architecture = spec.from_hf(config, ignore)
+            return made
+    known = " or ".join(each for spec in specs for each in spec.model_types)
+    raise ValueError(
+        f"need the top-level config of a {known} vision-language checkpoint (with text_config), got model_type {kind!r}"
+    )
+
+
+def architecture_to_hf(architecture: Architecture) -> dict[str, Any]:
+    """The content of a ``config.json`` that :func:`architecture_from_hf` and transformers read back to this model."""
+    return spec_of(architecture).to_hf(architecture)

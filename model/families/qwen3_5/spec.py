@@ -1,0 +1,44 @@
+"""The family's entry in :data:`model.families.REGISTRY`. Importing it needs no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from model.families.base import ModelSpec
+from model.families.qwen3_5.architecture import Qwen35Architecture
+from model.families.qwen3_5.flops import step_flops
+from model.families.qwen3_5.hf_config import MODEL_TYPES, from_hf, to_hf
+from model.families.qwen3_5.presets import PRESETS
+from model.families.qwen3_5.sizes import check
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
+
+    from model.network.settings import ModelSettings
+    from model.weights.mapping import ParameterMap
+
+
+def _build(architecture: Qwen35Architecture, settings: ModelSettings, **stage: bool) -> MegatronModule:
+    from model.families.qwen3_5.build import build_model
+
+    return build_model(architecture, settings, **stage)
+
+
+def _parameter_maps(architecture: Qwen35Architecture, **options: Any) -> dict[str, ParameterMap]:
+    from model.families.qwen3_5.names import parameter_maps
+
+    return parameter_maps(architecture, **options)
+
+
+SPEC = ModelSpec[Qwen35Architecture](
+    name="qwen3_5",
+    data_family="qwen3_5",
+    model_types=MODEL_TYPES,
+    presets=PRESETS,
+    from_hf=from_hf,
+    to_hf=to_hf,
+    step_flops=step_flops,
+    check=check,
+    build=_build,
+    parameter_maps=_parameter_maps,
+)

@@ -1,0 +1,102 @@
+"""Checks of a run's configuration before torch and megatron-core are imported, which takes up to 20 seconds."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from model.architecture import Architecture
+from model.families import preset, presets, spec_of
+from model.network.settings import SettingError
+from model.parallel.layout import require_layout
+from model.training.config import ConfigError, DataConfig, TrainConfig
+from model.training.model_settings import in_the_runs_words, settings_of
+from vlmdata.format.manifest import Manifest
+
+
+def check_early(config: TrainConfig) -> None:
+    """Refuses what can be known to be wrong without torch: data, preset, layout, and settings that exclude each other.
+
+    A process among several looks for datasets later, together with the others: where one node lacks a folder, all
+    must end. The settings of a checkpoint (``model.hf``) are checked when it is built, since transformers reads its
+    ``config.json``.
+
+    Raises:
+        ConfigError: If a setting is wrong.
+        DatasetFormatError: If a folder is no finished dataset.
+    """
+    require_preset(config)
+    require_data_named(config.data)
+    _require_layout(config)
+    architecture = None if config.model.hf is not None else preset(config.model.preset)
+    if architecture is not None:
+        _require_settings(config, architecture)
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        return
+    for path in (*config.data.paths, *config.data.eval_paths):
+        if "://" not in path:
+            manifest = Manifest.read(Path(path))
+            if architecture is not None:
+                require_data_family(architecture, manifest, path)
+
+
+def require_data_named(data: DataConfig) -> None:
+    """Refuses a run without data.
+
+    Raises:
+        ConfigError: If no data is named.
+    """
+    if not data.paths:
+        raise ConfigError("no data: name a dataset directory with --data, made by `vlmdata preprocess`")
+
+
+def require_preset(config: TrainConfig) -> None:
+    """Refuses a preset that there is not, where one is built.
+
+    Raises:
+        ConfigError: If it is unknown.
+    """
+    if config.model.hf is None and config.model.preset not in presets():
+        raise ConfigError(f"there is no preset {config.model.preset!r}; there are {', '.join(presets())}")
+
+
+def require_data_family(architecture: Architecture, manifest: Manifest, data: str) -> None:
+    """Refuses a dataset whose patches, placeholders or positions are those of another model family.
+
+    Args:
+        architecture: The model.
+        manifest: Of the dataset.
+        data: The dataset, as it was named.
+
+    Raises:
+        ConfigError: If the model cannot read it.
+    """
+    found, wanted = manifest.model_family.name, spec_of(architecture).data_family
+    if found != wanted:
+        raise ConfigError(
+            f"{data} was made for the model family {found}, but the model reads {wanted}: "
+            f"preprocess it with --family {wanted}, or choose a model of the family {found}"
+        )
+
+
+def _require_layout(config: TrainConfig) -> None:
+    """Refuses a number of processes that the layout does not divide, and a global batch that ranks cannot share."""
+    parallel, world = config.parallel, int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        require_layout(world, tensor=parallel.tp, context=parallel.cp, pipeline=parallel.pp, expert=parallel.ep)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    replicas = world // (parallel.tp * parallel.cp * parallel.pp)
+    if config.data.global_batch % replicas:
+        raise ConfigError(
+            f"data.global_batch {config.data.global_batch} is not a multiple of the {replicas} data-parallel ranks: "
+            f"choose a multiple of {replicas}"
+        )
+
+
+def _require_settings(config: TrainConfig, architecture: Architecture) -> None:
+    """Refuses what neither a GPU nor a CPU can do; "auto" settles in favour of the former, which is slow to ask for."""
+    try:
+        spec_of(architecture).check(settings_of(config, architecture, on_gpu=True), architecture)
+    except SettingError as error:
+        raise in_the_runs_words(error) from error

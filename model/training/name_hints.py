@@ -1,0 +1,69 @@
+"""Suggests the setting that an unknown name means: the word of another trainer, or a misspelling."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
+
+#: Words of Hugging Face's Trainer and of Megatron-LM whose spelling does not lead to the setting.
+_WORDS: dict[str, str] = {
+    "data.paths": "data_path train_data_path dataset_name train_file",
+    "data.capacity": "seq_length max_length max_seq_length model_max_length cutoff_len",
+    "data.global_batch": "micro_batch_size per_device_train_batch_size gradient_accumulation_steps",
+    "data.eval_paths": "eval_dataset valid_data_path validation_file",
+    "model.hf": "model_name_or_path pretrained_model_name_or_path",
+    "model.weights": "load pretrained_checkpoint init_from",
+    "model.recompute": "gradient_checkpointing activation_checkpointing",
+    "model.backend": "attn_implementation attention_backend transformer_impl",
+    "parallel.tp": "tensor_model_parallel_size tensor_parallel_size",
+    "parallel.vision_tp": "encoder_tensor_model_parallel_size",
+    "parallel.sp": "sequence_parallel",
+    "parallel.cp": "context_parallel_size",
+    "parallel.pp": "pipeline_model_parallel_size pipeline_parallel_size",
+    "parallel.ep": "expert_model_parallel_size expert_parallel_size",
+    "optimizer.lr": "learning_rate",
+    "optimizer.warmup_steps": "lr_warmup_iters warmup_ratio",
+    "optimizer.decay_steps": "lr_decay_iters",
+    "optimizer.schedule": "lr_scheduler_type lr_decay_style",
+    "optimizer.clip_grad": "max_grad_norm gradient_clip_val",
+    "optimizer.distributed": "use_distributed_optimizer zero_stage",
+    "run.out": "output_dir save_dir checkpoint_dir save",
+    "run.steps": "max_steps train_iters num_train_epochs epochs",
+    "run.precision": "bf16 fp16 dtype torch_dtype",
+    "run.save_every": "save_steps save_interval",
+    "run.eval_every": "eval_steps eval_interval",
+    "run.keep_best": "load_best_model_at_end",
+    "run.keep": "save_total_limit",
+    "run.wandb": "report_to",
+    "run.timeout_minutes": "ddp_timeout",
+}
+
+#: Where the setting is not just another word for the same.
+_NOTES: dict[str, str] = {
+    "data.capacity": "the most tokens of a pack, in which samples lie side by side",
+    "data.global_batch": "packs per step over all ranks; a micro-batch is one pack of up to data.capacity tokens, and "
+    "each data-parallel rank makes its share of them one after the other",
+    "run.steps": "optimizer steps in all; a run begins by saying how many make an epoch",
+    "optimizer.warmup_steps": "in steps",
+}
+
+_MEANT = {word: setting for setting, words in _WORDS.items() for word in words.split()}
+
+
+def meant(name: str, known: Collection[str]) -> str:
+    """What to write instead of a name, for an error message.
+
+    Args:
+        name: What was written, with or without a group.
+        known: All settings, as ``group.name``.
+    """
+    last = name.rpartition(".")[2].strip("-").replace("-", "_").lower()
+    same = sorted(each for each in known if each.partition(".")[2] == last)
+    if not same and last in _MEANT:
+        same = [_MEANT[last]]
+    if same:
+        note = f" ({_NOTES[same[0]]})" if same[0] in _NOTES else ""
+        return f"it is {' or '.join(map(repr, same))}{note}"
+    by_key = _MEANT | {each.partition(".")[2]: each for each in sorted(known)}
+    near = [by_key[each] for each in difflib.get_close_matches(last, by_key, 1, 0.75)]
+    return f"the nearest is {(near or difflib.get_close_matches(name, known, 1, 0.0))[0]!r}"

@@ -1,0 +1,232 @@
+"""Which Hugging Face tensors make up which megatron-core parameter, and how: entries of the table of a model.
+
+The table itself is the family's (``model/families/NAME/names.py``). On megatron-core's side a parameter's *canonical*
+name is the one it has in a model of one process with the torch back end; :func:`canonical_names` gives it for any other
+layout and back end.
+
+All functions only move values, so both directions are exact inverses in every dtype.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A Hugging Face tensor, or one entry of its first axis.
+
+    Attributes:
+        name: In the checkpoint.
+        shape: Of the whole tensor.
+        index: The entry that is meant (an expert); None for the whole tensor.
+    """
+
+    name: str
+    shape: Shape
+    index: int | None = None
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """What is meant of the whole tensor."""
+        return tensor if self.index is None else tensor[self.index]
+
+
+@dataclass(frozen=True)
+class ParameterMap:
+    """How one parameter is made, unmade and cut.
+
+    Attributes:
+        name: Canonical name.
+        shape: Of the parameter without tensor parallelism.
+        sources: The tensors it is made of.
+        to_mcore: From the sources (their entries, in order) to the parameter.
+        to_hf: The inverse.
+        shard_dim: Axis that tensor parallelism cuts; None for a parameter that every rank holds.
+        sections: Lengths of parts of that axis that are cut one by one; empty for the axis as a whole.
+        expert: Global number of the expert it belongs to.
+    """
+
+    name: str
+    shape: Shape
+    sources: tuple[Source, ...]
+    to_mcore: Callable[[Sequence[Tensor]], Tensor]
+    to_hf: Callable[[Tensor], list[Tensor]]
+    shard_dim: int | None = None
+    sections: tuple[int, ...] = ()
+    expert: int | None = None
+
+    def shard(self, parameter: Tensor, rank: int, size: int) -> Tensor:
+        """The part of a tensor-parallel rank."""
+        if self.shard_dim is None or size == 1:
+            return parameter
+        parts = parameter.split(self.sections or (parameter.shape[self.shard_dim],), self.shard_dim)
+        return torch.cat([part.chunk(size, self.shard_dim)[rank] for part in parts], self.shard_dim)
+
+    def unshard(self, parts: Sequence[Tensor]) -> Tensor:
+        """The whole parameter from the parts of all tensor-parallel ranks."""
+        if self.shard_dim is None or len(parts) == 1:
+            return parts[0]
+        axis, size = self.shard_dim, len(parts)
+        lengths = [section // size for section in self.sections] or [parts[0].shape[axis]]
+        columns = zip(*(part.split(lengths, axis) for part in parts), strict=True)
+        return torch.cat([piece for column in columns for piece in column], axis)
+
+
+def hf_names(maps: Mapping[str, ParameterMap]) -> dict[str, Shape]:
+    """Every Hugging Face tensor of a table, with its shape."""
+    return {source.name: source.shape for entry in maps.values() for source in entry.sources}
+
+
+def canonical_names(model: nn.Module) -> dict[str, str]:
+    """Canonical names of a model's parameters on this rank.
+
+    Args:
+        model: A :class:`Qwen35VL` of any layout and back end, unwrapped.
+
+    Returns:
+        From names as ``named_parameters`` has them to canonical names.
+    """
+    layers: dict[str, int] = {}
+    experts: dict[str, int] = {}
+    for name, module in model.named_modules():
+        if re.fullmatch(r"language\.decoder\.layers\.\d+", name):
+            layers[name] = module.layer_number - 1
+        if name.endswith(".mlp") and hasattr(module, "local_expert_indices"):
+            experts[name] = module.local_expert_indices[0]
+    return {name: _canonical(name, layers, experts) for name, _ in model.named_parameters()}
+
+
+@torch.no_grad()
+def load_from_hf(
+    model: nn.Module,
+    maps: Mapping[str, ParameterMap],
+    take: Callable[[Source], Tensor],
+    *,
+    tensor_rank: int = 0,
+    tensor_parallel: int = 1,
+    vision_parallel: int | None = None,
+    leave: tuple[str, ...] = (),
+) -> None:
+    """Fills a model's parameters on this rank from Hugging Face tensors.
+
+    Args:
+        model: As for :func:`canonical_names`.
+        maps: The table.
+        take: Gives what a source means: a tensor, or one entry of it.
+        tensor_rank: Tensor-parallel rank.
+        tensor_parallel: Tensor-parallel size.
+        vision_parallel: That of the vision tower: the same (None), or 1.
+        leave: What canonical names of parameters begin with that stay as they are.
+
+    Raises:
+        KeyError: If a parameter is not in the table.
+        ValueError: If shapes differ.
+    """
+    names = canonical_names(model)
+    for name, parameter in model.named_parameters():
+        if names[name].startswith(leave):
+            continue
+        entry = _entry(maps, names[name])
+        value = entry.to_mcore([take(source) for source in entry.sources])
+        if vision_parallel != 1 or not names[name].startswith("vision."):
+            value = entry.shard(value, tensor_rank, tensor_parallel)
+        if value.shape != parameter.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(parameter.shape)}, but {', '.join(s.name for s in entry.sources)} give "
+                f"{tuple(value.shape)}: the checkpoint is of another architecture"
+            )
+        parameter.copy_(value)
+
+
+def _entry(maps: Mapping[str, ParameterMap], name: str) -> ParameterMap:
+    """A tied output layer of its own (last pipeline stage) is a copy of the embedding."""
+    if name not in maps and name == "language.output_layer.weight":
+        return maps["language.embedding.word_embeddings.weight"]
+    return maps[name]
+
+
+def _later(first: int, number: re.Match[str]) -> str:
+    return str(int(number[0]) + first)
+
+
+def _canonical(name: str, layers: Mapping[str, int], experts: Mapping[str, int]) -> str:
+    for prefix, first in experts.items():
+        if name.startswith(f"{prefix}.experts."):
+            # Grouped experts (Transformer Engine): linear_fc1.weight3; one by one: local_experts.3.linear_fc1.weight.
+            name = re.sub(r"\.experts\.(linear_fc[12])\.weight(\d+)$", r".experts.local_experts.\2.\1.weight", name)
+            name = re.sub(r"(?<=local_experts\.)\d+", partial(_later, first), name)
+    found = re.match(r"language\.decoder\.layers\.\d+", name)
+    if found:
+        name = f"language.decoder.layers.{layers[found[0]]}{name[found.end() :]}"
+    # Transformer Engine keeps a norm in the linear layer behind it.
+    name = re.sub(r"self_attention\.(linear_qkv|in_proj)\.layer_norm_weight$", "input_layernorm.weight", name)
+    return re.sub(r"mlp\.linear_fc1\.layer_norm_weight$", "pre_mlp_layernorm.weight", name)
+
+
+# How values move. Every function takes and gives whole parameters.
+
+
+def only(tensors: Sequence[Tensor]) -> Tensor:
+    """The one tensor."""
+    (tensor,) = tensors
+    return tensor
+
+
+def join(tensors: Sequence[Tensor]) -> Tensor:
+    """One after another along the first axis."""
+    return torch.cat(list(tensors))
+
+
+def parts(sizes: tuple[int, ...], parameter: Tensor) -> list[Tensor]:
+    """The inverse of :func:`join`: pieces of these lengths."""
+    return list(parameter.split(sizes))
+
+
+def reshape(shape: Shape, tensors: Sequence[Tensor]) -> Tensor:
+    """The one tensor in another shape."""
+    return only(tensors).reshape(shape)
+
+
+def reshape_back(shape: Shape, parameter: Tensor) -> list[Tensor]:
+    """The inverse of :func:`reshape`."""
+    return [parameter.reshape(shape)]
+
+
+def fill(rows: int, tensors: Sequence[Tensor]) -> Tensor:
+    """The one table, filled up with zero rows."""
+    table = only(tensors)
+    return torch.cat([table, table.new_zeros(rows - table.shape[0], table.shape[1])])
+
+
+def trim(rows: int, parameter: Tensor) -> list[Tensor]:
+    """The inverse of :func:`fill`."""
+    return [parameter[:rows]]
+
+
+def same(
+    name: str, source: str, shape: Shape, shard_dim: int | None = None, sections: tuple[int, ...] = ()
+) -> ParameterMap:
+    """A parameter that is a tensor as it stands."""
+    return ParameterMap(name, shape, (Source(source, shape),), only, lambda x: [x], shard_dim, sections)
+
+
+def joined(name: str, sources: Sequence[tuple[str, int]], rest: Shape, sections: tuple[int, ...]) -> ParameterMap:
+    """A parameter that is several tensors one after another, cut by sections."""
+    sizes = tuple(rows for _, rows in sources)
+    return ParameterMap(
+        name,
+        (sum(sizes), *rest),
+        tuple(Source(source, (rows, *rest)) for source, rows in sources),
+        join,
+        partial(parts, sizes),
+        0,
+        sections,
+    )
