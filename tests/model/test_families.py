@@ -1,20 +1,14 @@
-"""The registry of model families, and that a model trains on data of its own family only."""
+"""The registry of model families."""
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from model.families import REGISTRY, architecture_from_hf, model_spec, preset, preset_costs, presets, spec_of
-from model.training.config import ConfigError
-from model.training.config_loading import load_config
-from model.training.early_checks import check_early, require_data_family
+from model.families import REGISTRY, architecture_from_hf, model_spec, preset_costs, presets, spec_of
 from vlmdata.families import REGISTRY as DATA_FAMILIES
-from vlmdata.format.manifest import Manifest
 
 
 @pytest.mark.parametrize("name", REGISTRY)
@@ -43,29 +37,3 @@ def test_the_registry_needs_no_torch() -> None:
 def test_an_unknown_family_is_named() -> None:
     with pytest.raises(ValueError, match="no model family 'llama'; known families: qwen3_5"):
         model_spec("llama")
-
-
-def test_data_of_another_family_is_refused(chats: Path) -> None:
-    manifest = dataclasses.replace(Manifest.read(chats), family="qwen3_vl")
-    require_data_family(preset("tiny"), Manifest.read(chats), str(chats))
-    with pytest.raises(
-        ConfigError, match="made for the model family qwen3_vl, but the model reads qwen3_5: preprocess"
-    ):
-        require_data_family(preset("tiny"), manifest, str(chats))
-
-
-def test_it_is_refused_before_torch_and_again_when_the_model_is_chosen(
-    chats: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("megatron.core")
-    from model.training import build
-
-    other = dataclasses.replace(Manifest.read(chats), family="qwen2_5_vl")
-    config = load_config(None, [("data.paths", [str(chats)])])
-    check_early(config)
-    assert build.architecture_of(config).family == "qwen3_5"
-    monkeypatch.setattr(Manifest, "read", classmethod(lambda cls, path: other))
-    monkeypatch.setattr(build, "manifest_of", lambda config: other)
-    for refuse in (check_early, build.architecture_of):
-        with pytest.raises(ConfigError, match="made for the model family qwen2_5_vl"):
-            refuse(config)
