@@ -109,7 +109,7 @@ class TestWhatIsWrongIsToldAtOnce:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            (("--tp", "8"), "parallel.tp 8 does not divide language.num_attention_heads 4"),
+            (("--tp", "8"), "parallel.tp 8 does not divide vision.num_heads 4"),
             (("--pp", "8"), "parallel.pp 8 does not divide the 4 layers into equal stages"),
             (("--cp", "3"), "8 processes are no multiple of tensor 1 x context 3 x pipeline 1 = 3"),
             (("--global-batch", "12"), "data.global_batch 12 is not a multiple of the 8 data-parallel ranks"),
