@@ -8,16 +8,20 @@ from typing import ClassVar
 from preprocess.config import RecipeConfig
 from preprocess.conversation import Conversation, ImagePart, Message, TextPart
 from preprocess.recipes.base import RECIPE_OPTIONS, Row
+from preprocess.recipes.chat.content import ContentReader
 from preprocess.recipes.chat.forms import fits as fits_chat
+from preprocess.recipes.chat.images import BOUND_KEYS, RowImages
 from preprocess.recipes.chat.row_keys import refuse_row
+from preprocess.recipes.chat.turns import text_turn
 from preprocess.recipes.chat.weights import ROW_WEIGHTS, row_weight
 from preprocess.recipes.keys import HARMLESS_COLUMNS, KeyLog, is_empty
 from preprocess.recipes.media import MediaLoader
 from preprocess.reject import RowRejected, excerpt
 from vlmdata.format.ledger import Reason
+from vlmdata.wording import counted
 
 _CAPTIONS = ("txt", "text", "caption")
-_USED_COLUMNS = frozenset({"image", *_CAPTIONS, *ROW_WEIGHTS})
+_USED_COLUMNS = frozenset({"image", "images", *_CAPTIONS, *BOUND_KEYS, *ROW_WEIGHTS})
 #: What img2dataset says of the download, in the JSON beside each image.
 _HARMLESS_COLUMNS = HARMLESS_COLUMNS | {
     "status",
@@ -34,12 +38,13 @@ class Caption:
     """Rows with ``image`` and ``txt``, ``text`` or ``caption``."""
 
     needs: ClassVar[str] = "image and txt, text or caption"
-    options: ClassVar[frozenset[str]] = RECIPE_OPTIONS - {"target", "stray_marks"}
+    options: ClassVar[frozenset[str]] = RECIPE_OPTIONS - {"target"}
     documents: ClassVar[bool] = False
 
     def __init__(self, config: RecipeConfig):
         self._prompt = config.prompt
         self._media = MediaLoader(config.image_root, config.allow_urls)
+        self._stray_marks = config.stray_marks
 
     @staticmethod
     def fits(columns: Collection[str]) -> bool:
@@ -52,12 +57,25 @@ class Caption:
         """The image and the prompt as the question, the caption as the answer."""
         values = {name: value for name, value in row.values.items() if value is not None}
         refuse_row(values)
-        caption = _caption(values)
-        image = ImagePart(self._media.load(values.get("image"), "image"), "image")
         keys = KeyLog()
         keys.note(values, _USED_COLUMNS, _HARMLESS_COLUMNS)
-        turns = (Message("user", (image, TextPart(self._prompt))), Message("assistant", (TextPart(caption),)))
+        answer = text_turn("assistant", _caption(values), "caption")
+        images = RowImages(values, self._media, keys)
+        caption = tuple(ContentReader([answer], images, self._stray_marks, keys).parts(answer))
+        turns = (Message("user", (_only(images), TextPart(self._prompt))), Message("assistant", caption))
         return Conversation(turns, (), row_weight(values), keys.harmless, keys.unknown)
+
+
+def _only(images: RowImages) -> ImagePart:
+    """The image of the row.
+
+    Raises:
+        RowRejected: MISSING_IMAGE without any; IMAGE_COUNT_MISMATCH with several.
+    """
+    if images.count != 1:
+        reason = Reason.IMAGE_COUNT_MISMATCH if images.count else Reason.MISSING_IMAGE
+        raise RowRejected(reason, f"{images.column} holds {counted(images.count, 'image')}; a caption is of one image")
+    return images.take(images.column)
 
 
 def _caption(values: dict[str, object]) -> str:

@@ -31,9 +31,20 @@ def test_the_prompt_is_asked_and_the_caption_learned(column):
     user, assistant = made.messages
     image, question = user.parts
     assert isinstance(image, ImagePart)
-    assert (image.data, image.field, question) == (b"pixels", "image", TextPart("What is it?"))
+    assert (image.data, image.field, question) == (b"pixels", "image[0]", TextPart("What is it?"))
     assert (assistant.role, assistant.parts) == ("assistant", (TextPart("A cat."),))
     assert (made.unused, made.unknown) == (("__key__",), ("similarity",))
+
+
+def test_marks_that_are_meant_as_text():
+    (_, answer) = caption(txt="The tag \\<image>.").messages
+    assert answer.parts == (TextPart("The tag <image>."),)
+
+
+def test_sizes_of_the_row_are_obeyed():
+    made = caption(txt="A cat.", image={**IMAGE, "max_pixels": 8000}, min_pixels=2000)
+    (image,) = made.images
+    assert (image.min_pixels, image.max_pixels, made.unknown) == (2000, 8000, ())
 
 
 def test_the_same_caption_twice_is_one():
@@ -49,6 +60,10 @@ def test_the_same_caption_twice_is_one():
         ({"txt": " \n"}, "empty_answer: the caption is empty"),
         ({"txt": "A cat.", "image": None}, "missing_image: "),
         ({"txt": "A cat.", "video": b"film"}, "unsupported_content: "),
+        ({"txt": "A cat.", "image": [IMAGE, IMAGE]}, "image_count_mismatch: image holds 2 images; a caption is of one"),
+        ({"txt": "A cat.", "images": [IMAGE, IMAGE]}, "image_count_mismatch: both images and image hold images"),
+        ({"txt": "<image> A cat."}, "image_count_mismatch: caption holds the mark <image> in an assistant turn"),
+        ({"txt": "<video> A cat."}, "unsupported_content: caption holds the mark <video>"),
     ],
 )
 def test_what_is_rejected(values, message):

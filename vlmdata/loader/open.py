@@ -149,8 +149,8 @@ def require_one_tokenizer(datasets: Sequence[VlmDataset]) -> None:
             )
         if first.family != other.family:
             raise ConfigMismatchError(
-                f"datasets of different model families cannot be mixed: {first.directory} is made for "
-                f"{first.family.name}, {other.directory} for {other.family.name}. Preprocess one of them again with "
+                f"datasets of different model families cannot be mixed: {first.name} is made for "
+                f"{first.family.name}, {other.name} for {other.family.name}. Preprocess one of them again with "
                 "the other's --family."
             )
 

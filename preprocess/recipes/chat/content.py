@@ -44,7 +44,7 @@ class ContentReader:
         self._keys = keys
         self._placed_by_items = any(_is_image(item) for turn in turns for item in _items(turn.content))
         self._keep_stray = stray_marks is StrayMarks.PLAIN
-        self._marks_take = not self._placed_by_items and (images.any_in_column or not self._keep_stray)
+        self._marks_take = not self._placed_by_items and (images.count > 0 or not self._keep_stray)
 
     def parts(self, turn: Turn) -> Iterator[Part]:
         """The parts of a turn's content, in order.

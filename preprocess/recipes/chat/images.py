@@ -41,9 +41,9 @@ class RowImages:
         self._taken = self._named = 0
 
     @property
-    def any_in_column(self) -> bool:
-        """Whether there are images to take."""
-        return bool(self._images)
+    def count(self) -> int:
+        """Number of images in the column."""
+        return len(self._images)
 
     def from_item(self, item: Mapping[str, Any], where: str) -> ImagePart:
         """The image of a content item: the one it names, or the next of the column.
