@@ -243,3 +243,9 @@ def _check_images(
             f"pack {batch.pack} holds {batch.patches.shape[0]} patches, but the {int(mine.sum())} images of this rank "
             f"have {need}"
         )
+    held = batch.host.image_indices
+    if held.tolist() != np.flatnonzero(mine).tolist():
+        raise ValueError(
+            f"pack {batch.pack} holds the patches of images {held.tolist()}, but this rank encodes images "
+            f"{np.flatnonzero(mine).tolist()}: cut it with PackedBatch.context_parallel_shard or the loader"
+        )

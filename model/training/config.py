@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from vlmdata.differences import ABSENT, differing
 from vlmdata.errors import VlmdataError
 
 #: The value of ``model.weights`` that means random ones.
@@ -274,12 +275,9 @@ class TrainConfig:
 
 def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Lines ``data.capacity: 8192 -> 4096`` for what differs between two dictionaries of any depth."""
-    before, after = dict(flattened(old)), dict(flattened(new))
-    absent = object()
     return [
-        f"{name}: {_change(before.get(name), after.get(name))}"
-        for name in sorted(before.keys() | after.keys())
-        if before.get(name, absent) != after.get(name, absent)
+        f"{name}: {_change(*(None if each is ABSENT else each for each in both))}"
+        for name, *both in differing(old, new)
     ]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from model.architecture import Architecture
 from model.families import architecture_from_hf, architecture_to_hf
 from model.weights.hf_files import PlannedTensor, WeightsError
+from vlmdata.differences import differing
 
 #: The architecture, as a Hugging Face config.
 CONFIG = "config.json"
@@ -40,7 +41,7 @@ def config_for(architecture: Architecture, like: Path | None, ignore: Collection
         return ours
     config = read_json(like / CONFIG)
     theirs = architecture_to_hf(architecture_in(like / CONFIG, config, ignore))
-    lines = [f"{name}: {given!r}, the weights have {wanted!r}" for name, given, wanted in _differences(theirs, ours)]
+    lines = [f"{name}: {given!r}, the weights have {wanted!r}" for name, given, wanted in differing(theirs, ours)]
     if lines:
         raise WeightsError(
             f"--like {like} is another model: {'; '.join(lines)}. Name the folder of the checkpoint that these weights "
@@ -115,15 +116,3 @@ def _main_dtype(tensors: Mapping[str, PlannedTensor]) -> str:
     for tensor in tensors.values():
         count[str(tensor.dtype).removeprefix("torch.")] += tensor.bytes
     return count.most_common(1)[0][0]
-
-
-def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any], where: str = "") -> list[tuple[str, Any, Any]]:
-    """Names and both values of what differs, however deep."""
-    found = []
-    for name in sorted(theirs.keys() | ours.keys()):
-        a, b = theirs.get(name), ours.get(name)
-        if isinstance(a, dict) and isinstance(b, dict):
-            found += _differences(a, b, f"{where}{name}.")
-        elif a != b:
-            found.append((where + name, a, b))
-    return found

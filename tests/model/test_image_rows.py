@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -60,3 +62,12 @@ def test_parts_share_the_work() -> None:
     assert rows[1].held == ((64, 128),), "neighbours are one slice"
     alone = ImageRows.of(batch, MERGE, 1, 0)
     assert alone.patches_of(batch.patches) is batch.patches, "nothing is copied without parts"
+
+
+def test_patches_of_other_images_are_refused() -> None:
+    """Images of equal size in the wrong hands would pass for each other."""
+    batch = pack([make_sample(1, [(4, 4), (4, 4)], 20)])
+    mine = batch.context_parallel_shard(0, 2)
+    other = dataclasses.replace(mine, image_indices=1 - mine.image_indices, host=None)
+    with pytest.raises(ValueError, match=r"holds the patches of images \[\d\], but this rank encodes images \[\d\]"):
+        ImageRows.of(other, MERGE, 2, 0)

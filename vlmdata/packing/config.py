@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Literal
 
+from vlmdata.differences import differing
 from vlmdata.packing.cost import DEFAULT_COST, CostModel, cost_model
 
 # Changes whenever the same inputs give another plan, so that a resume across versions is refused, not silently
@@ -126,25 +127,10 @@ def config_differences(old: PlanConfig | dict[str, Any], new: PlanConfig | dict[
     Returns:
         One line per differing setting, "capacity: 8192 -> 4096", sorted by name; nested settings are dotted.
     """
-    before = _flatten(old.to_dict() if isinstance(old, PlanConfig) else old)
-    after = _flatten(new.to_dict() if isinstance(new, PlanConfig) else new)
-    return [
-        f"{name}: {before.get(name, 'absent')} -> {after.get(name, 'absent')}"
-        for name in sorted(before.keys() | after.keys())
-        if name not in before or name not in after or before[name] != after[name]
-    ]
+    before, after = (each.to_dict() if isinstance(each, PlanConfig) else each for each in (old, new))
+    return [f"{name}: {a} -> {b}" for name, a, b in differing(before, after)]
 
 
 def concerns_assignment(difference: str) -> bool:
     """Whether a line of :func:`config_differences` is about one of :data:`ASSIGNMENT_SETTINGS`."""
     return difference.split(":")[0].split(".")[0] in ASSIGNMENT_SETTINGS
-
-
-def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
-    return flat
