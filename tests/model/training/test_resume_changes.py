@@ -92,7 +92,9 @@ class TestSettingsOfTheOptimizer:
 
         def learner(*settings: str) -> Any:
             config = load_config(None, [f"optimizer.distributed={str(distributed).lower()}", *settings])
-            model = build_model(small_architecture(), ModelSettings(params_dtype=dtype))
+            model = build_model(
+                small_architecture(), ModelSettings(precision="bf16" if dtype == torch.bfloat16 else "fp32")
+            )
             # Told that it is on a GPU, as a distributed optimizer is refused elsewhere: only fused Adam restores it.
             made = build_learner(model, config, torch.device("cuda"), dtype)
             for parameter in model.parameters():
