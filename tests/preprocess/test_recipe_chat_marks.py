@@ -45,6 +45,19 @@ def test_marks_of_other_media_reject_the_row(mark: str) -> None:
         check_rejected(row, CONTENT, rf"holds the mark {mark}, and the recipe reads text and images only. To keep")
 
 
+@pytest.mark.parametrize("mark", ["<img>scans/0.png</img>", "<image 1>", "<image_12>", "<image1>"])
+def test_marks_of_other_notations_reject_the_row(mark: str) -> None:
+    for row in forms(f"{mark}\nWhat?"):
+        check_rejected(row, CONTENT, rf"holds {mark}, a mark for an image .* Write <image> instead")
+        check_rejected({**row, "images": [b"a"]}, CONTENT, "Write <image> instead")
+
+
+@pytest.mark.parametrize("text", ["<img src='a.png'>", "<img></img>", "a < b <images> <image of a cat>"])
+def test_text_that_only_looks_like_a_mark_is_kept(text: str) -> None:
+    for row in forms(text):
+        assert seen(convert(row))[0] == ("user", [text])
+
+
 @pytest.mark.parametrize("role", ["assistant", "system"])
 def test_marks_in_turns_that_hold_no_images(role: str) -> None:
     row = {"messages": [*user("<image>?"), {"role": role, "content": "an <image>"}], "images": [b"a"]}
@@ -58,7 +71,7 @@ def test_marks_beside_items_that_place_the_images() -> None:
     )
 
 
-@pytest.mark.parametrize("mark", ["<image>", "<video>", "<audio>"])
+@pytest.mark.parametrize("mark", ["<image>", "<video>", "<audio>", "<img>0.png</img>", "<image 1>"])
 def test_a_backslash_makes_a_mark_text_in_every_form(mark: str) -> None:
     for row in forms(f"What is \\{mark}?"):
         assert seen(convert(row))[0] == ("user", [f"What is {mark}?"])

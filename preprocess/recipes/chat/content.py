@@ -18,7 +18,9 @@ from vlmdata.wording import with_article
 IMAGE_MARK = "<image>"
 #: Marks stand for media in text, with a backslash before them for themselves.
 _MARKS = (IMAGE_MARK, "<video>", "<audio>")
-_MARK = re.compile(rf"(\\?)({'|'.join(_MARKS)})")
+#: Marks of other notations: Qwen-VL's and ms-swift's with the file in them, MMMU's numbered ones.
+_FOREIGN = (r"<img>[^<>\n]{1,1000}</img>", r"<image[ _]?[0-9]{1,3}>")
+_MARK = re.compile(rf"(\\?)({'|'.join((*_MARKS, *_FOREIGN))})")
 _IMAGE_TYPES = ("image", "image_url")
 _MEDIA_KEYS = ("video", "video_url", "audio", "audio_url", "input_audio")
 _TEXT_KEYS = frozenset({"type", "text"})
@@ -98,7 +100,7 @@ class ContentReader:
 
     def _text(self, text: str, role: Role, where: str) -> Iterator[Part]:
         """Text between images; marks with a backslash lose it."""
-        if not any(mark in text for mark in _MARKS):
+        if "<" not in text:
             yield TextPart(text)
             return
         kept, end = "", 0
@@ -119,6 +121,10 @@ class ContentReader:
 
     def _stray(self, mark: str, role: Role, where: str) -> RowRejected:
         keep = _KEEP.format(mark=mark)
+        if mark not in _MARKS:
+            what = f"{where} holds {excerpt(mark)}, a mark for an image that the recipe does not read"
+            remedy = f"Write {IMAGE_MARK} instead, and the file in a column images"
+            return RowRejected(Reason.UNSUPPORTED_CONTENT, f"{what}. {remedy}. {keep}")
         if mark != IMAGE_MARK:
             what = f"{where} holds the mark {mark}, and the recipe reads text and images only"
             return RowRejected(Reason.UNSUPPORTED_CONTENT, f"{what}. {keep}")
