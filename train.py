@@ -50,7 +50,7 @@ def main(
         str | None, typer.Option(help="Folder of weights to start from; default: those of --hf; none: random.")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps in all.")] = None,
-    capacity: Annotated[int | None, typer.Option(help="Most tokens in a pack.")] = None,
+    capacity: Annotated[int | None, typer.Option(help="Largest number of tokens in a pack.")] = None,
     global_batch: Annotated[int | None, typer.Option(help="Packs per step, over all ranks.")] = None,
     workers: Annotated[int | None, typer.Option(help="Loader processes per rank.")] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor parallel size.")] = None,
@@ -67,12 +67,13 @@ def main(
     ] = None,
     eval_every: Annotated[int | None, typer.Option(help="Steps between evaluations; 0: at the end only.")] = None,
     keep_best: Annotated[
-        bool | None, typer.Option("--keep-best/--no-keep-best", help="Keep the checkpoint of the lowest loss there.")
+        bool | None,
+        typer.Option("--keep-best/--no-keep-best", help="Keep the checkpoint with the lowest evaluation loss."),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Of random weights.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the initial weights.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file; options given here win over it.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Any setting: group.name=value.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint in --out.")] = False,
 ) -> None:
     """Train Qwen3.5-VL on what `vlmdata preprocess` made.
 

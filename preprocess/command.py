@@ -112,7 +112,7 @@ def preprocess(
         typer.Option(help="Learn think blocks: where they hold reasoning, always, never.", rich_help_panel=_TEXT),
     ] = PreprocessConfig.train_think,
     max_length: Annotated[
-        int, typer.Option(help="Most tokens in a sample.", rich_help_panel=_TEXT)
+        int, typer.Option(help="Largest number of tokens in a sample.", rich_help_panel=_TEXT)
     ] = PreprocessConfig.max_length,
     overlong: Annotated[
         Overlong,

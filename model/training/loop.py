@@ -105,7 +105,7 @@ def _describe(
     return (
         f"{name}: {architecture.language.num_layers} layers, {trained:,} parameters trained on rank 0{frozen}; "
         f"{processes}: dp {place.dp_size} x tp {p.tp} x cp {p.cp} x pp {p.pp}, ep {p.ep}; "
-        f"{counted(samples, 'sample')}, {counted(steps, 'step')} an epoch; config {config.hash()}"
+        f"{counted(samples, 'sample')}, {counted(steps, 'step')} per epoch; config {config.hash()}"
     )
 
 

@@ -56,7 +56,7 @@ def convert(
 
         vlmdata convert runs/cord/checkpoints/step-00000500 --out models/cord --like models/Qwen3.5-9B
 
-    To Hugging Face, the folder is complete: AutoProcessor, AutoModelForImageTextToText and generate take it as it is.
+    To Hugging Face, the folder is complete: AutoProcessor, AutoModelForImageTextToText and generate load it.
 
     Exit codes: 0 done; 2 tensors are missing, unexpected or mis-shaped (all are listed), or wrong paths.
     """

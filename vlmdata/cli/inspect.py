@@ -26,7 +26,7 @@ def inspect(
     find: Annotated[
         str | None,
         typer.Option(
-            metavar="QUERY", help="Samples that fit, e.g. 'target<5% patches>4000 cash'.", rich_help_panel=_LOOK
+            metavar="QUERY", help="Samples that match, e.g. 'target<5% patches>4000 cash'.", rich_help_panel=_LOOK
         ),
     ] = None,
     pack: Annotated[
@@ -37,7 +37,7 @@ def inspect(
     ] = None,
     check: Annotated[
         str,
-        typer.Option(metavar="N|all", help="Samples whose tokens are looked into for findings.", rich_help_panel=_LOOK),
+        typer.Option(metavar="N|all", help="Samples whose tokens are checked for findings.", rich_help_panel=_LOOK),
     ] = "1000",
     html: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write one self-contained page.", rich_help_panel=_PAGE)

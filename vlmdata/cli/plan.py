@@ -20,7 +20,7 @@ _PACK, _LAYOUT, _BLEND = "Packs", "Parallel layout", "Several datasets"
 
 def plan(
     data: Annotated[list[str], typer.Argument(metavar="DIR", help="Dataset directories or fsspec URLs.")],
-    capacity: Annotated[int, typer.Option(help="Most tokens in a pack.", rich_help_panel=_PACK)],
+    capacity: Annotated[int, typer.Option(help="Largest number of tokens in a pack.", rich_help_panel=_PACK)],
     global_batch: Annotated[
         int, typer.Option(help="Packs per optimizer step, over all ranks.", rich_help_panel=_PACK)
     ] = 1,
@@ -34,7 +34,7 @@ def plan(
     shuffle_window: Annotated[
         int | None, typer.Option(help="Shards packed and shuffled together. Default: all.", rich_help_panel=_PACK)
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of packing and order.", rich_help_panel=_PACK)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of packing and order.", rich_help_panel=_PACK)] = 0,
     epoch: Annotated[int, typer.Option(help="Which epoch to plan.", rich_help_panel=_PACK)] = 0,
     dp: Annotated[int, typer.Option(help="Data-parallel ranks.", rich_help_panel=_LAYOUT)] = 1,
     cp: Annotated[int, typer.Option(help="Context-parallel size.", rich_help_panel=_LAYOUT)] = 1,

@@ -20,11 +20,11 @@ def verify(
     workers: Annotated[int | None, typer.Option("--workers", "-j", help="Processes. Default: one per core.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result, every fault in it, as JSON.")] = False,
 ) -> None:
-    """Re-hash every shard, check index, ledger and tokenizer, and audit every sample; say what mends the faults.
+    """Re-hash every shard, check index, ledger and tokenizer, and audit every sample; print how to repair faults.
 
-    Of each sample: targets exist and lie in assistant turns, after the header, unbroken to the end; the supervised
-    end tokens equal the turns; no pad, vision or header token is a target; no image block is cut; patches match the
-    grids; positions are what the grids imply. In a document all text is a target, and the end of text ends it.
+    For each sample: targets exist and lie in assistant turns, after the header, unbroken to the end; there are as many
+    end tokens among the targets as turns; no pad, vision or header token is a target; no image block is cut; patches
+    match the grids; positions follow from the grids. In a document all text is a target, and the end of text ends it.
 
     **Examples**
 
