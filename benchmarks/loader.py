@@ -261,7 +261,7 @@ def on_the_fly(source: str, dataset: Path) -> tuple[Callable[[], Iterator[Any]],
     from PIL import Image
     from transformers import AutoTokenizer, Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
 
-    from preprocess.config import ImageConfig, RecipeConfig
+    from preprocess.config import ImageConfig
     from preprocess.conversation import ImagePart
     from preprocess.recipes.base import load_recipe
     from preprocess.sources.open import open_source
@@ -276,7 +276,7 @@ def on_the_fly(source: str, dataset: Path) -> tuple[Callable[[], Iterator[Any]],
     assert images.backend == "torchvision"
     tokenizer = AutoTokenizer.from_pretrained(dataset / "tokenizer")
     processor = Qwen3VLProcessor(images, tokenizer, Qwen3VLVideoProcessor(), chat_template=tokenizer.chat_template)
-    opened, recipe = open_source(source, limit=53), load_recipe("cord_v2", RecipeConfig())
+    opened, recipe = open_source(source, limit=53), load_recipe("cord_v2")
     conversations = [recipe(opened.row(i)) for i in range(opened.num_rows)]
     files = [part.data for talk in conversations for part in talk.images]
     formats = sorted({str(Image.open(io.BytesIO(data)).format) for data in files})

@@ -153,7 +153,7 @@ def processor_of(source: Source) -> Callable[[], None]:
     pixels = {"shortest_edge": BOUNDS.min_pixels, "longest_edge": BOUNDS.max_pixels}
     images = Qwen2VLImageProcessor(patch_size=16, image_mean=[0.5] * 3, image_std=[0.5] * 3, size=pixels)
     processor = Qwen3VLProcessor(images, tokenizer, Qwen3VLVideoProcessor(), chat_template=tokenizer.chat_template)
-    recipe = load_recipe("cord_v2", PreprocessConfig().recipe_options)
+    recipe = load_recipe("cord_v2")
 
     def messages(conversation: Conversation) -> list[dict[str, Any]]:
         return [

@@ -8,12 +8,10 @@ import typer
 
 from preprocess.config import (
     ImageConfig,
+    MediaConfig,
     Overlong,
     PreprocessConfig,
-    RecipeConfig,
     SpecialText,
-    StrayMarks,
-    Target,
     TrainThink,
     TrainTurns,
 )
@@ -44,6 +42,18 @@ def preprocess(
             show_default=False,
         ),
     ] = PreprocessConfig.recipe,
+    recipe_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--recipe-option",
+            "-O",
+            metavar="NAME=VALUE",
+            help="Option of the recipe; repeat for several. `cord_v2`: prompt, target. `caption`: prompt, "
+            "stray_marks. `chat`, `text`: stray_marks. `-O help` describes them, and with --recipe those of your own.",
+            rich_help_panel=_DATA,
+        ),
+    ] = None,
+    moved: Annotated[list[str] | None, typer.Option("--prompt", "--target", "--stray-marks", hidden=True)] = None,
     split: Annotated[
         str | None,
         typer.Option(
@@ -98,12 +108,6 @@ def preprocess(
             rich_help_panel=_TEXT,
         ),
     ] = None,
-    prompt: Annotated[
-        str, typer.Option(help="cord_v2 and caption: what the user asks about each image.", rich_help_panel=_TEXT)
-    ] = RecipeConfig.prompt,
-    target: Annotated[
-        Target, typer.Option(help="cord_v2: answer in Donut tokens or JSON.", rich_help_panel=_TEXT)
-    ] = RecipeConfig.target,
     train_turns: Annotated[
         TrainTurns, typer.Option(help="Learn all assistant turns or the last.", rich_help_panel=_TEXT)
     ] = PreprocessConfig.train_turns,
@@ -125,10 +129,6 @@ def preprocess(
         SpecialText,
         typer.Option(help="Data that spells a special token: reject, or encode as plain text.", rich_help_panel=_TEXT),
     ] = PreprocessConfig.special_text,
-    stray_marks: Annotated[
-        StrayMarks,
-        typer.Option(help="A mark such as `<image>` without an image: reject, or keep as text.", rich_help_panel=_TEXT),
-    ] = RecipeConfig.stray_marks,
     strict: Annotated[
         bool,
         typer.Option("--strict", help="Reject rows with keys that the recipe does not know.", rich_help_panel=_DATA),
@@ -200,18 +200,29 @@ def preprocess(
     **Exit codes**: 0 done; 1 done, but more rows rejected than allowed, or all, or the traced row is rejected; 2 wrong
     options, source or configuration; 3 no space or no workers left; 130 interrupted.
     """
+    from preprocess.recipes.base import describe_options
     from preprocess.run_command import run_command
 
+    if moved:
+        raise typer.BadParameter(
+            "--prompt, --target and --stray-marks are options of recipes: write -O prompt=…, -O target=… or "
+            "-O stray_marks=…"
+        )
     sources = {name: context.get_parameter_source(name) for name in context.params}
     given = frozenset(name for name, how in sources.items() if how is not None and how.name != "DEFAULT")
+    if recipe_option and "help" in recipe_option:
+        print(describe_options([recipe] if "recipe" in given else None))
+        raise typer.Exit
     try:
+        own_options = _by_name(recipe_option or [])
         config = PreprocessConfig(
             recipe=recipe,
             tokenizer=tokenizer,
             tokenizer_revision=tokenizer_revision,
             family=family or PreprocessConfig.family,
             image=ImageConfig(min_pixels, max_pixels, max_source_pixels),
-            recipe_options=RecipeConfig(prompt, target, image_root, allow_urls, stray_marks),
+            recipe_options=own_options,
+            media=MediaConfig(image_root, allow_urls),
             train_turns=train_turns,
             train_think=train_think,
             max_length=max_length,
@@ -253,3 +264,14 @@ def preprocess(
         trace=trace,
     )
     raise typer.Exit(code)
+
+
+def _by_name(options: list[str]) -> dict[str, str]:
+    """``NAME=VALUE`` of each ``--recipe-option``."""
+    found: dict[str, str] = {}
+    for option in options:
+        name, separator, value = option.partition("=")
+        if not separator or not name or name in found:
+            raise ValueError(f"--recipe-option {option}: give each option once, as NAME=VALUE; -O help lists them")
+        found[name] = value
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -11,13 +12,6 @@ from vlmdata.families import DEFAULT_FAMILY, Family, family
 
 #: Name of the tokenizer that comes with vlmdata: 6,144 ids that no published model shares.
 EMBEDDED = "embedded"
-
-
-class Target(StrEnum):
-    """How ``cord_v2`` writes the ground truth as the answer."""
-
-    DONUT = "donut"
-    JSON = "json"
 
 
 class TrainTurns(StrEnum):
@@ -54,13 +48,6 @@ class SpecialText(StrEnum):
     PLAIN = "plain"
 
 
-class StrayMarks(StrEnum):
-    """What ``chat`` does with marks such as ``<image>`` that stand for nothing."""
-
-    REJECT = "reject"
-    PLAIN = "plain"
-
-
 @dataclass(frozen=True)
 class ImageConfig:
     """Image geometry and limits.
@@ -84,22 +71,16 @@ class ImageConfig:
 
 
 @dataclass(frozen=True)
-class RecipeConfig:
-    """What recipes may be told. Each says in ``options`` which of these it obeys.
+class MediaConfig:
+    """How image files that rows name are fetched.
 
     Attributes:
-        prompt: The user's text after the image.
-        target: Donut tokens or JSON.
-        image_root: Folder that image paths in the data are relative to and may not leave.
+        image_root: Folder that image paths in the data are relative to and may not leave. None: the source's folder.
         allow_urls: Whether http(s) image URLs in the data are fetched.
-        stray_marks: What to do with marks such as ``<image>`` that stand for nothing.
     """
 
-    prompt: str = "Describe this image."
-    target: Target = Target.DONUT
     image_root: str | None = None
     allow_urls: bool = False
-    stray_marks: StrayMarks = StrayMarks.REJECT
 
 
 @dataclass(frozen=True)
@@ -113,7 +94,9 @@ class PreprocessConfig:
         tokenizer_revision: Hub revision.
         family: Name of the model family the samples are made for.
         image: Image geometry.
-        recipe_options: Recipe options.
+        recipe_options: The recipe's own options by name, as text or as values of their types. Those left out have the
+            defaults that the recipe declares.
+        media: How image files that rows name are fetched.
         train_turns: Which assistant turns are targets.
         train_think: Whether think blocks are targets.
         max_length: Most tokens (true length) in a sample.
@@ -129,7 +112,8 @@ class PreprocessConfig:
     tokenizer_revision: str | None = None
     family: str = DEFAULT_FAMILY
     image: ImageConfig = field(default_factory=ImageConfig)
-    recipe_options: RecipeConfig = field(default_factory=RecipeConfig)
+    recipe_options: Mapping[str, Any] = field(default_factory=dict)
+    media: MediaConfig = field(default_factory=MediaConfig)
     train_turns: TrainTurns = TrainTurns.ALL
     train_think: TrainThink = TrainThink.AUTO
     max_length: int = 8192
@@ -155,5 +139,5 @@ class PreprocessConfig:
         return family(self.family)
 
     def to_json(self) -> dict[str, Any]:
-        """Nested JSON-able form, for the manifest and its hash."""
+        """Nested JSON-able form."""
         return dataclasses.asdict(self)

@@ -7,9 +7,15 @@ from collections.abc import Collection
 from pathlib import Path
 
 from preprocess.config import EMBEDDED, Overlong, PreprocessConfig
-from preprocess.recipes.base import RECIPE_OPTIONS, REGISTRY, recipe_class
+from preprocess.conversation import Conversation, Document
+from preprocess.recipes.base import REGISTRY, constructor_takes, recipe_class, recipe_options
 from preprocess.sources.open import DEMO
 from vlmdata.errors import SourceError
+
+_TURN_OPTIONS = frozenset({"train_turns", "train_think"})
+_MEDIA_OPTIONS = frozenset({"image_root", "allow_urls"})
+#: Options of the command that some recipes leave without effect.
+RECIPE_DEPENDENT = _TURN_OPTIONS | _MEDIA_OPTIONS
 
 
 def require_tokenizer(spec: str, given: Collection[str]) -> None:
@@ -42,22 +48,36 @@ def refuse_without_effect(spec: str, tokenizer: str, given: Collection[str]) -> 
 
 
 def refuse_foreign_options(config: PreprocessConfig, given: Collection[str]) -> None:
-    """Refuses options that the config's recipe does not obey. One that does not say what it obeys may obey all.
+    """Refuses options that the config's recipe does not obey, and options of its own that it does not have.
 
     Raises:
         SourceError: For the first such option.
     """
     recipe = config.recipe
-    obeyed = getattr(recipe_class(recipe), "options", RECIPE_OPTIONS)
-    for name in sorted((RECIPE_OPTIONS - obeyed).intersection(given)):
-        others = " or ".join(other for other in REGISTRY if name in recipe_class(other).options)
-        elsewhere = f", or choose --recipe {others}" if others else ""
-        raise SourceError(f"{flag(name)} has no effect with --recipe {recipe}. Leave it out{elsewhere}.")
-    if config.overlong == Overlong.SPLIT and not getattr(recipe_class(recipe), "documents", True):
+    recipe_options(recipe, config.recipe_options)
+    for name in sorted((RECIPE_DEPENDENT - obeyed(recipe)).intersection(given)):
+        others = " or ".join(other for other in REGISTRY if name in obeyed(other))
+        raise SourceError(
+            f"{flag(name)} has no effect with --recipe {recipe}. Leave it out, or choose --recipe {others}."
+        )
+    if config.overlong == Overlong.SPLIT and Document not in _makes(recipe):
         raise SourceError(
             f"--overlong split has no effect with --recipe {recipe}: it makes conversations, which are not split. "
             "Leave it out to reject long ones, or give --overlong truncate."
         )
+
+
+def obeyed(recipe: str) -> frozenset[str]:
+    """Which of :data:`RECIPE_DEPENDENT` have an effect with a recipe."""
+    turns = _TURN_OPTIONS if Conversation in _makes(recipe) else frozenset()
+    media = _MEDIA_OPTIONS if "media" in constructor_takes(recipe) else frozenset()
+    return turns | media
+
+
+def _makes(recipe: str) -> tuple[type, ...]:
+    """What a recipe makes; one that does not say may make both."""
+    makes: tuple[type, ...] = getattr(recipe_class(recipe), "makes", (Conversation, Document))
+    return makes
 
 
 def flag(name: str) -> str:

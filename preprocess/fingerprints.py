@@ -9,7 +9,7 @@ from importlib.metadata import version
 from typing import Any
 
 from preprocess.config import PreprocessConfig
-from preprocess.recipes.base import recipe_fingerprint
+from preprocess.recipes.base import recipe_fingerprint, recipe_options
 from vlmdata import __version__
 from vlmdata.format.manifest import TokenizerInfo, differences
 from vlmdata.format.schema import SCHEMA_VERSION
@@ -50,10 +50,15 @@ def run_identity(config: PreprocessConfig, tokenizer: TokenizerInfo, source: Map
         source: Identity of the source.
     """
     return {
-        "config": {"options": config.to_json(), "fingerprints": fingerprints(config, tokenizer)},
+        "config": {"options": _options(config), "fingerprints": fingerprints(config, tokenizer)},
         "source": dict(source),
         "tokenizer": tokenizer_identity(tokenizer),
     }
+
+
+def _options(config: PreprocessConfig) -> dict[str, Any]:
+    """All options, the recipe's own with their defaults."""
+    return config.to_json() | {"recipe_options": asdict(recipe_options(config.recipe, config.recipe_options))}
 
 
 def tokenizer_identity(tokenizer: TokenizerInfo) -> dict[str, Any]:

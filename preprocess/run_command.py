@@ -162,7 +162,7 @@ def _check_options(spec: str, config: PreprocessConfig, given: Collection[str]) 
         load_recipe(config.recipe, config.recipe_options)  # a wrong name is told at once
         refuse_foreign_options(config, given)
     refuse_without_effect(spec, config.tokenizer, given)
-    require_image_root(config.recipe_options.image_root)
+    require_image_root(config.media.image_root)
     require_tokenizer(spec, given)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from preprocess.config import RecipeConfig
 from preprocess.conversation import Conversation, Message, TextPart
 from preprocess.recipes.base import Row
 from preprocess.reject import RowRejected
@@ -48,9 +47,6 @@ LIST_REJECTS: list[tuple[int, int | None, str]] = [
 
 class Lists:
     """Answers in ``samples``: as a bare conversation, list, tuple or generator, by ``form``."""
-
-    def __init__(self, config: RecipeConfig):
-        pass
 
     def __call__(self, row: Row) -> Any:
         """A null is refused, ``raise`` raises."""

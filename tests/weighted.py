@@ -7,10 +7,11 @@ import random
 from pathlib import Path
 from typing import Any
 
-from preprocess.config import ImageConfig, PreprocessConfig, RecipeConfig
+from preprocess.config import ImageConfig, PreprocessConfig
 from preprocess.conversation import Conversation
 from preprocess.job import preprocess_dataset
 from preprocess.recipes.base import Row, load_recipe
+from preprocess.recipes.media import MediaLoader
 from preprocess.sources.open import open_source
 from tests.chat_rows import write_jsonl
 
@@ -20,8 +21,8 @@ RECIPE = "tests.weighted:WeightedChat"
 class WeightedChat:
     """The chat recipe, with ``of_sample`` (a number) and ``of_turns`` (one number or null per assistant turn)."""
 
-    def __init__(self, config: RecipeConfig):
-        self._chat = load_recipe("chat", config)
+    def __init__(self, media: MediaLoader):
+        self._chat = load_recipe("chat", media=media)
 
     def __call__(self, row: Row) -> Conversation:
         """The row's conversation with its weights."""

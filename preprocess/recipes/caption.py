@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
-from preprocess.config import RecipeConfig
 from preprocess.conversation import Conversation, ImagePart, Message, TextPart
-from preprocess.recipes.base import RECIPE_OPTIONS, Row
-from preprocess.recipes.chat.content import ContentReader
+from preprocess.recipes.base import Row
+from preprocess.recipes.chat.content import ContentReader, StrayMarks, StrayMarksOption
 from preprocess.recipes.chat.forms import fits as fits_chat
 from preprocess.recipes.chat.images import BOUND_KEYS, RowImages
 from preprocess.recipes.chat.row_keys import refuse_row
@@ -38,13 +38,17 @@ class Caption:
     """Rows with ``image`` and ``txt``, ``text`` or ``caption``."""
 
     needs: ClassVar[str] = "image and txt, text or caption"
-    options: ClassVar[frozenset[str]] = RECIPE_OPTIONS - {"target"}
-    documents: ClassVar[bool] = False
+    makes: ClassVar[tuple[type, ...]] = (Conversation,)
 
-    def __init__(self, config: RecipeConfig):
-        self._prompt = config.prompt
-        self._media = MediaLoader(config.image_root, config.allow_urls)
-        self._stray_marks = config.stray_marks
+    @dataclass(frozen=True)
+    class Options:
+        """Options of the recipe."""
+
+        prompt: Annotated[str, "What the user asks about each image."] = "Describe this image."
+        stray_marks: StrayMarksOption = StrayMarks.REJECT
+
+    def __init__(self, options: Options, media: MediaLoader):
+        self._options, self._media = options, media
 
     @staticmethod
     def fits(columns: Collection[str]) -> bool:
@@ -61,8 +65,8 @@ class Caption:
         keys.note(values, _USED_COLUMNS, _HARMLESS_COLUMNS)
         answer = text_turn("assistant", _caption(values), "caption")
         images = RowImages(values, self._media, keys)
-        caption = tuple(ContentReader([answer], images, self._stray_marks, keys).parts(answer))
-        turns = (Message("user", (_only(images), TextPart(self._prompt))), Message("assistant", caption))
+        caption = tuple(ContentReader([answer], images, self._options.stray_marks, keys).parts(answer))
+        turns = (Message("user", (_only(images), TextPart(self._options.prompt))), Message("assistant", caption))
         return Conversation(turns, (), row_weight(values), keys.harmless, keys.unknown)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from itertools import islice
 
 from preprocess.candidates import candidates_of
 from preprocess.config import PreprocessConfig
 from preprocess.recipes.base import REGISTRY, Recipe, Row, load_recipe, recipe_class
+from preprocess.recipes.media import MediaLoader
 from preprocess.reject import RowRejected
 from preprocess.sources.rows import Source
 from vlmdata.errors import SourceError
@@ -46,13 +46,13 @@ def choose_recipe(source: Source, spec: str) -> str:
 
 def recipe_for(source: Source, config: PreprocessConfig) -> Recipe:
     """The config's recipe; image paths are relative to the source's folder where the config names none."""
-    options = dataclasses.replace(config.recipe_options, image_root=image_root_of(source, config))
-    return load_recipe(config.recipe, options)
+    media = MediaLoader(image_root_of(source, config), config.media.allow_urls)
+    return load_recipe(config.recipe, config.recipe_options, media)
 
 
 def image_root_of(source: Source, config: PreprocessConfig) -> str | None:
     """Folder that image paths are relative to: the one that the user named, or the source's."""
-    named = config.recipe_options.image_root
+    named = config.media.image_root
     return source.image_root if named is None else named
 
 

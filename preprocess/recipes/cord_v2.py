@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, Any, ClassVar
 
 import xxhash
 
 from preprocess import json_text
-from preprocess.config import RecipeConfig, Target
 from preprocess.conversation import Conversation, ImagePart, Message, TextPart
-from preprocess.recipes.base import RECIPE_OPTIONS, Row
+from preprocess.recipes.base import Row
 from preprocess.recipes.keys import HARMLESS_COLUMNS, KeyLog
 from preprocess.recipes.media import MediaLoader
 from preprocess.reject import RowRejected, excerpt
@@ -26,17 +27,28 @@ _USED_KEYS = frozenset({"gt_parse", "gt_parses"})
 _HARMLESS_KEYS = frozenset({"meta", "valid_line", "roi", "repeating_symbol", "dontcare"})
 
 
+class Target(StrEnum):
+    """How the ground truth is written as the answer."""
+
+    DONUT = "donut"
+    JSON = "json"
+
+
 class CordV2:
     """``image`` and ``ground_truth`` (JSON with ``gt_parse`` or ``gt_parses``) to one question and its answer."""
 
     needs: ClassVar[str] = "image and ground_truth"
-    options: ClassVar[frozenset[str]] = RECIPE_OPTIONS - {"stray_marks"}
-    documents: ClassVar[bool] = False
+    makes: ClassVar[tuple[type, ...]] = (Conversation,)
 
-    def __init__(self, config: RecipeConfig):
-        self._prompt = config.prompt
-        self._target = config.target
-        self._media = MediaLoader(config.image_root, config.allow_urls)
+    @dataclass(frozen=True)
+    class Options:
+        """Options of the recipe."""
+
+        prompt: Annotated[str, "What the user asks about each image."] = "Describe this image."
+        target: Annotated[Target, "Whether the answer is in Donut tokens or JSON."] = Target.DONUT
+
+    def __init__(self, options: Options, media: MediaLoader):
+        self._options, self._media = options, media
 
     @staticmethod
     def fits(columns: Collection[str]) -> bool:
@@ -47,12 +59,12 @@ class CordV2:
         """The image and the prompt as the question, the parse as the answer."""
         ground_truth = _ground_truth(row)
         parse = _choose_parse(ground_truth, row.number)
-        answer = donut_tokens(parse) if self._target is Target.DONUT else json.dumps(parse, ensure_ascii=False)
+        answer = donut_tokens(parse) if self._options.target is Target.DONUT else json.dumps(parse, ensure_ascii=False)
         if parse in ({}, [], "", None) or not answer.strip():
             raise RowRejected(Reason.EMPTY_ANSWER, f"the ground truth is empty: {excerpt(parse)}")
         user = Message(
             "user",
-            (ImagePart(self._media.load(row.values.get("image"), "image"), "image"), TextPart(self._prompt)),
+            (ImagePart(self._media.load(row.values.get("image"), "image"), "image"), TextPart(self._options.prompt)),
         )
         keys = KeyLog()
         keys.note(row.values, _USED_COLUMNS, HARMLESS_COLUMNS)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from preprocess.config import RecipeConfig
 from preprocess.conversation import Document, ImagePart, Part, TextPart
-from preprocess.recipes.base import RECIPE_OPTIONS, Row
-from preprocess.recipes.chat.content import ContentReader
+from preprocess.recipes.base import Row
+from preprocess.recipes.chat.content import ContentReader, StrayMarks, StrayMarksOption
 from preprocess.recipes.chat.forms import LIST_COLUMNS
 from preprocess.recipes.chat.forms import fits as fits_chat
 from preprocess.recipes.chat.images import BOUND_KEYS, RowImages
@@ -45,12 +45,16 @@ class Text:
     """Rows with ``text`` or ``content``, or with texts and images in turn."""
 
     needs: ClassVar[str] = "text, content, texts and images, or text_list and image_info"
-    options: ClassVar[frozenset[str]] = RECIPE_OPTIONS - {"prompt", "target", "train_turns", "train_think"}
-    documents: ClassVar[bool] = True
+    makes: ClassVar[tuple[type, ...]] = (Document,)
 
-    def __init__(self, config: RecipeConfig):
-        self._media = MediaLoader(config.image_root, config.allow_urls)
-        self._stray_marks = config.stray_marks
+    @dataclass(frozen=True)
+    class Options:
+        """Options of the recipe."""
+
+        stray_marks: StrayMarksOption = StrayMarks.REJECT
+
+    def __init__(self, options: Options, media: MediaLoader):
+        self._options, self._media = options, media
 
     @staticmethod
     def fits(columns: Collection[str]) -> bool:
@@ -80,7 +84,7 @@ class Text:
     def _content(self, turn: Turn, values: Mapping[str, Any], keys: KeyLog) -> tuple[Part, ...]:
         """Text with marks, or a list of text and image items; images of a column take the places in order."""
         images = RowImages(values, self._media, keys)
-        parts = tuple(ContentReader([turn], images, self._stray_marks, keys).parts(turn))
+        parts = tuple(ContentReader([turn], images, self._options.stray_marks, keys).parts(turn))
         images.require_all_used()
         return parts
 

@@ -8,18 +8,19 @@ from typing import Any
 
 import pytest
 
-from preprocess.config import RecipeConfig, StrayMarks
 from preprocess.conversation import Conversation, TextPart
 from preprocess.recipes.base import Row
 from preprocess.recipes.chat import Chat
+from preprocess.recipes.chat.content import StrayMarks
+from preprocess.recipes.media import MediaLoader
 from preprocess.reject import RowRejected
 from vlmdata.format.ledger import Reason
 
 
 def convert(values: dict[str, Any], root: Path | None = None, stray: StrayMarks = StrayMarks.REJECT) -> Conversation:
     """What the recipe makes of a row."""
-    config = RecipeConfig(image_root=None if root is None else str(root), stray_marks=stray)
-    return Chat(config)(Row(0, values))
+    media = MediaLoader(None if root is None else str(root), allow_urls=False)
+    return Chat(Chat.Options(stray), media)(Row(0, values))
 
 
 def check_rejected(values: dict[str, Any], reason: Reason, message: str) -> None:

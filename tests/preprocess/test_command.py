@@ -77,7 +77,7 @@ class TestHelp:
         assert "vlmdata preprocess demo --out build/demo" in said
         assert "Exit codes" in said
         options = """--recipe --split --tokenizer --min-pixels --max-pixels --max-length --pad-multiple --rows-per-shard
-            --workers --limit --prompt --target --max-reject-rate --json --overwrite --overlong --train-turns
+            --workers --limit --recipe-option --max-reject-rate --json --overwrite --overlong --train-turns
             --train-think --special-text --image-root --allow-urls --out"""
         assert {option for option in options.split() if option not in said} == set()
         assert "[default: 200704]" in said
@@ -243,7 +243,7 @@ class TestExitCodes:
             (["--rows-per-shard", -1], "rows_per_shard is -1; it must be at least 1"),
             (["--workers", 0], "workers is 0; it must be at least 1"),
             (["--max-reject-rate", 1.5], "max_reject_rate is 1.5; it is a share between 0 and 1"),
-            (["--target", "yaml"], "'yaml' is not one of 'donut', 'json'"),
+            (["--special-text", "yaml"], "'yaml' is not one of 'reject', 'plain'"),
             (["--max-length", "many"], "Invalid value for '--max-length'"),
             (["--limit", 0], "--limit 0: it must be at least 1"),
             (["--frobnicate"], "No such option"),

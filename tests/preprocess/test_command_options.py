@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from preprocess.effects import flag
-from preprocess.recipes.base import RECIPE_OPTIONS, REGISTRY, recipe_class
+from preprocess.conversation import Document
+from preprocess.effects import RECIPE_DEPENDENT, flag, obeyed
+from preprocess.recipes.base import REGISTRY, recipe_class
 from tests.conftest import cord_row, write_cord_parquet
 from tests.preprocess.command_line import SMALL_IMAGES, TOKENIZER, Ended
 from vlmdata.format.manifest import Manifest
@@ -21,13 +22,10 @@ Command = Callable[..., Ended]
 CHAT = {"messages": [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yes."}]}
 #: A value for each option that a recipe may not obey.
 VALUES = {
-    "prompt": ("x",),
-    "target": ("json",),
     "image_root": (".",),
     "allow_urls": (),
     "train_turns": ("last",),
     "train_think": ("never",),
-    "stray_marks": ("plain",),
 }
 
 
@@ -115,13 +113,13 @@ class TestOptionsWithoutEffect:
         refused(ended, words.format(chats=chats), opened=False)
 
     @pytest.mark.parametrize("recipe", REGISTRY)
-    @pytest.mark.parametrize("option", sorted(RECIPE_OPTIONS))
+    @pytest.mark.parametrize("option", sorted(RECIPE_DEPENDENT))
     def test_with_the_named_recipe_are_refused_before_the_source_is_opened(
         self, preprocess: Command, recipe: str, option: str
     ) -> None:
         """With a source that is not there, an option that is obeyed gets as far as opening it."""
         ended = preprocess("missing.parquet", "--recipe", recipe, flag(option), *VALUES[option])
-        if option in recipe_class(recipe).options:
+        if option in obeyed(recipe):
             refused(ended, "SOURCE missing.parquet: no such file", opened=True)
         else:
             refused(ended, f"{flag(option)} has no effect with --recipe {recipe}. Leave it out", opened=False)
@@ -129,16 +127,14 @@ class TestOptionsWithoutEffect:
     @pytest.mark.parametrize("recipe", REGISTRY)
     def test_splitting_needs_documents(self, preprocess: Command, recipe: str) -> None:
         ended = preprocess("missing.parquet", "--recipe", recipe, "--overlong", "split")
-        if recipe_class(recipe).documents:
+        if Document in recipe_class(recipe).makes:
             refused(ended, "SOURCE missing.parquet: no such file", opened=True)
         else:
             refused(ended, f"--overlong split has no effect with --recipe {recipe}", opened=False)
 
     def test_with_the_chosen_recipe_are_refused(self, preprocess: Command, chats: Path, tmp_path: Path) -> None:
-        ended = preprocess(chats, "--prompt", "Read it.")
-        refused(
-            ended, "--prompt has no effect with --recipe chat. Leave it out, or choose --recipe cord_v2", opened=True
-        )
+        ended = preprocess(chats, "-O", "prompt=Read it.")
+        refused(ended, "recipe chat has no option prompt (--recipe cord_v2 or caption would have it)", opened=True)
         assert not (tmp_path / "out").exists()
 
     def test_strict_has_an_effect_with_both_recipes_of_rows(self, preprocess: Command, tmp_path: Path) -> None:
@@ -149,15 +145,14 @@ class TestOptionsWithoutEffect:
             assert ended.code == 1
             assert "unknown_keys, for example row 0: " in ended.stdout
 
-    def test_are_unknown_of_a_recipe_of_ones_own(
+    def test_that_depend_on_the_recipe_are_obeyed_by_one_of_ones_own(
         self, preprocess: Command, chats: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         (tmp_path / "own_recipe.py").write_text(
-            "from preprocess.recipes.chat import Chat\n\ndef own(config):\n    assert config.prompt == 'Go.'\n"
-            "    return Chat(config)\n"
+            "from preprocess.recipes.chat import Chat\n\ndef own(media):\n    return Chat(Chat.Options(), media)\n"
         )
         monkeypatch.syspath_prepend(tmp_path)
-        ended = preprocess(chats, "--recipe", "own_recipe:own", "--prompt", "Go.")
+        ended = preprocess(chats, "--recipe", "own_recipe:own", "--train-turns", "last")
         assert ended.code == 0, ended.stderr
         del sys.modules["own_recipe"]
 

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from preprocess.candidates import unexpected
-from preprocess.config import RecipeConfig
 from preprocess.conversation import Conversation, ImagePart, Message, TextPart
 from preprocess.recipes.base import Row, load_recipe
 from tests.list_recipe import NAME
@@ -56,7 +55,7 @@ def test_weights_are_finite_and_not_negative(weight: float) -> None:
 
 
 def test_the_place_of_an_error_is_in_the_recipe_not_where_a_library_raised_it() -> None:
-    recipe = load_recipe(NAME, RecipeConfig())
+    recipe = load_recipe(NAME)
     row = Row(0, {"form": "list", "samples": [3]})  # TextPart(3) raises within preprocess.conversation
     with pytest.raises(TypeError) as raised:
         recipe(row)
@@ -72,21 +71,21 @@ def test_the_place_of_an_error_may_be_in_another_module_of_the_recipes_package(
     (package / "__init__.py").touch()
     (package / "reading.py").write_text("import json\n\n\ndef read(text):\n    return json.loads(text)\n")
     (package / "main.py").write_text(
-        "from recipes_of_mine.reading import read\n\n\nclass Mine:\n    def __init__(self, config):\n        pass\n\n"
+        "from recipes_of_mine.reading import read\n\n\nclass Mine:\n"
         "    def __call__(self, row):\n        return read(row.values['a'])\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    recipe = load_recipe("recipes_of_mine.main:Mine", RecipeConfig())
+    recipe = load_recipe("recipes_of_mine.main:Mine")
     with pytest.raises(ValueError, match="Expecting value") as raised:
         recipe(Row(0, {"a": "no JSON"}))
     assert unexpected(raised.value, recipe).message.endswith("(in read, recipes_of_mine/reading.py:5)")
     with pytest.raises(KeyError) as missing:
         recipe(Row(0, {}))
-    assert unexpected(missing.value, recipe).message == "KeyError: 'a' (in __call__, recipes_of_mine/main.py:9)"
+    assert unexpected(missing.value, recipe).message == "KeyError: 'a' (in __call__, recipes_of_mine/main.py:6)"
 
 
 def test_an_error_outside_the_recipe_is_placed_where_it_was_raised() -> None:
-    recipe = load_recipe(NAME, RecipeConfig())
+    recipe = load_recipe(NAME)
     with pytest.raises(ValueError, match="not a number") as raised:
         _raise()
     assert unexpected(raised.value, recipe).message.startswith("ValueError: not a number (in _raise, tests/preprocess/")

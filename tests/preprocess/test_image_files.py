@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from preprocess import image_files
-from preprocess.config import ImageConfig, PreprocessConfig, RecipeConfig
+from preprocess.config import ImageConfig, MediaConfig, PreprocessConfig
 from preprocess.image_files import changed_files, recording, write_files
 from preprocess.job import RunResult, Watcher, preprocess_dataset
 from preprocess.recipes.media import MediaLoader
@@ -54,8 +54,8 @@ def source(tmp_path: Path) -> Path:
 
 
 def preprocess(source: Path, out: Path, **options: Any) -> RunResult:
-    root = RecipeConfig(image_root=str(source.parent / "images"))
-    config = PreprocessConfig(recipe="chat", rows_per_shard=2, image=ImageConfig(1024, 65536), recipe_options=root)
+    root = MediaConfig(image_root=str(source.parent / "images"))
+    config = PreprocessConfig(recipe="chat", rows_per_shard=2, image=ImageConfig(1024, 65536), media=root)
     return preprocess_dataset(open_source(str(source)), out, config, **options)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from preprocess.config import ImageConfig, PreprocessConfig, RecipeConfig, Target
+from preprocess.config import ImageConfig, PreprocessConfig
 from preprocess.job import RunResult, Watcher, preprocess_dataset
 from preprocess.sources.open import open_source
 from tests.conftest import cord_row, encoded_image, tree_bytes, write_cord_parquet
@@ -266,7 +266,7 @@ class TestRunningAgain:
         before = tree_bytes(out)
         other = config(
             image=ImageConfig(min_pixels=2048, max_pixels=65_536),
-            recipe_options=RecipeConfig(prompt="Read it.", target=Target.JSON),
+            recipe_options={"prompt": "Read it.", "target": "json"},
             max_length=77,
         )
         with pytest.raises(ConfigMismatchError) as caught:

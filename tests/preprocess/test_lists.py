@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from preprocess.candidates import candidates_of
-from preprocess.config import RecipeConfig
 from preprocess.conversation import Conversation
 from preprocess.recipes.base import Row, load_recipe
 from tests.conftest import tree_bytes
@@ -118,6 +117,6 @@ def test_what_is_no_conversation_is_named(made: Any) -> None:
 
 def test_an_element_that_is_no_conversation_is_rejected_alone() -> None:
     row = Row(0, {"form": "list", "samples": ["Yes."]})
-    (good,) = candidates_of(load_recipe(NAME, RecipeConfig()), row)
+    (good,) = candidates_of(load_recipe(NAME), row)
     _, wrong = candidates_of(lambda row: [good.made, None], row)
     assert "element 1 is None; it must be a Conversation" in str(wrong.made)

@@ -175,7 +175,7 @@ def sources() -> list[Any]:
 def test_receipts_equal_the_processor(spec: str, images: ImageConfig, tokenizer: Any) -> None:
     config = PreprocessConfig(image=images, max_length=100_000)
     source = open_source(spec, limit=12)
-    recipe, encoder = load_recipe("cord_v2", config.recipe_options), Encoder(config, tokenizer)
+    recipe, encoder = load_recipe("cord_v2"), Encoder(config, tokenizer)
     processor = build_processor(tokenizer, images)
     for number in range(source.num_rows):
         conversation = recipe(source.row(number))
@@ -185,7 +185,7 @@ def test_receipts_equal_the_processor(spec: str, images: ImageConfig, tokenizer:
 def test_demo_chats_equal_the_processor(tokenizer: Any) -> None:
     config = PreprocessConfig(recipe="chat", image=SMALL)
     source = open_source("demo", layout="chat", limit=40)
-    recipe, encoder = load_recipe("chat", config.recipe_options), Encoder(config, tokenizer)
+    recipe, encoder = load_recipe("chat"), Encoder(config, tokenizer)
     processor = build_processor(tokenizer, SMALL)
     seen_images = set()
     for number in range(source.num_rows):
@@ -239,7 +239,7 @@ def test_the_stored_shards_equal_the_processor_too(tokenizer: Any, tmp_path: Pat
     preprocess_dataset(source, tmp_path / "out", config, workers=1)
     dataset = open_dataset(tmp_path / "out")
     processor = build_processor(tokenizer, SMALL)
-    recipe = load_recipe("cord_v2", config.recipe_options)
+    recipe = load_recipe("cord_v2")
     assert len(dataset) == 10
     for number, sample in enumerate(dataset):
         outputs = reference(processor, recipe(source.row(number)))

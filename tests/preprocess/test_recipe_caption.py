@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from preprocess.config import RecipeConfig
 from preprocess.conversation import Conversation, ImagePart, TextPart
-from preprocess.recipes.base import Row
-from preprocess.recipes.caption import Caption
+from preprocess.recipes.base import Row, load_recipe
 from preprocess.reject import RowRejected
 from tests.conftest import build_dataset, encoded_image
 from vlmdata.format.dataset import open_dataset
@@ -22,7 +20,7 @@ IMAGE = {"bytes": b"pixels", "path": "7.jpg"}
 
 
 def caption(**values: Any) -> Conversation:
-    return Caption(RecipeConfig(prompt="What is it?"))(Row(0, {"image": IMAGE, **values}))
+    return load_recipe("caption", {"prompt": "What is it?"})(Row(0, {"image": IMAGE, **values}))
 
 
 @pytest.mark.parametrize("column", ["txt", "text", "caption"])

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from qwen_vl_utils.vision_process import extract_vision_info
 
-from preprocess.config import RecipeConfig
 from preprocess.conversation import Conversation, TextPart
 from preprocess.recipes.base import Row
 from preprocess.recipes.chat import Chat
+from preprocess.recipes.media import MediaLoader
 
 NAMES = ("a", "b", "c")
 
@@ -34,7 +34,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def convert(values: dict[str, Any], root: Path | None = None) -> Conversation:
-    return Chat(RecipeConfig(image_root=None if root is None else str(root)))(Row(0, values))
+    return Chat(Chat.Options(), MediaLoader(None if root is None else str(root), False))(Row(0, values))
 
 
 def seen(conversation: Conversation) -> list[tuple[str, list[str]]]:

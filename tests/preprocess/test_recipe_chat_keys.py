@@ -10,9 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preprocess.config import RecipeConfig
-from preprocess.recipes.base import Row
-from preprocess.recipes.cord_v2 import CordV2
+from preprocess.recipes.base import Row, load_recipe
 from tests.preprocess.chat_recipe import answer, check_rejected, convert, seen, user
 from vlmdata.format.ledger import Reason
 
@@ -280,6 +278,6 @@ def test_two_reasonings_are_refused():
 def test_cord_rows_report_theirs_too():
     siblings = {key: {"a": 1} for key in ("meta", "valid_line", "roi", "repeating_symbol", "dontcare")}
     truth = json.dumps({"gt_parse": {"total": "1"}, **siblings, "extra": [1]})
-    conversation = CordV2(RecipeConfig())(Row(0, {"image": b"a", "ground_truth": truth, "id": 1, "note": "x"}))
+    conversation = load_recipe("cord_v2")(Row(0, {"image": b"a", "ground_truth": truth, "id": 1, "note": "x"}))
     assert conversation.unused == (*(f"ground_truth.{key}" for key in sorted(siblings)), "id")
     assert conversation.unknown == ("ground_truth.extra", "note")

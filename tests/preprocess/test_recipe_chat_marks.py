@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preprocess.config import StrayMarks
+from preprocess.recipes.chat.content import StrayMarks
 from preprocess.reject import RowRejected
 from tests.preprocess.chat_recipe import check_rejected, convert, seen, user
 from vlmdata.format.ledger import Reason
@@ -35,7 +35,7 @@ def forms(text: str) -> list[dict[str, Any]]:
 )
 def test_a_mark_without_an_image_rejects_the_row_in_every_form(columns: dict[str, Any]) -> None:
     for row in forms("<image>\nWhat?"):
-        pattern = r"<image> is placeholder 1, but the row has 0 images\. To keep .* write \\<image> or .*--stray-marks"
+        pattern = r"<image> is placeholder 1, but the row has 0 images\. To .* write \\<image> or .* stray_marks=plain"
         check_rejected({**row, **columns}, COUNT, pattern)
 
 
@@ -98,7 +98,7 @@ def test_marks_and_escapes_side_by_side(pieces: list[str]) -> None:
 
 
 class TestPlain:
-    """``--stray-marks plain``."""
+    """``--recipe-option stray_marks=plain``."""
 
     def test_rows_without_images_keep_marks_as_text(self) -> None:
         for text in ("Explain <image>.", "a <video> and <audio>", "\\<image>"):

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from preprocess.config import RecipeConfig
-from preprocess.recipes.base import Row
-from preprocess.recipes.chat import Chat
+from preprocess.recipes.base import Row, load_recipe
 from preprocess.reject import RowRejected
 from vlmdata.format.ledger import Reason
 
@@ -19,7 +17,7 @@ MARKS, MESSAGES, CONTENT = Reason.IMAGE_COUNT_MISMATCH, Reason.MALFORMED_MESSAGE
 
 def rejection(values: dict[str, Any]) -> RowRejected:
     with pytest.raises(RowRejected) as rejected:
-        Chat(RecipeConfig())(Row(0, values))
+        load_recipe("chat")(Row(0, values))
     return rejected.value
 
 

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preprocess.config import RecipeConfig, Target
 from preprocess.conversation import Conversation, ImagePart
-from preprocess.recipes.base import Row
-from preprocess.recipes.cord_v2 import CordV2, donut_tokens
+from preprocess.recipes.base import Row, load_recipe
+from preprocess.recipes.cord_v2 import Target, donut_tokens
 from preprocess.reject import RowRejected
 from tests.conftest import encoded_image
 from vlmdata.format.ledger import Reason
@@ -28,7 +27,7 @@ JSON = st.recursive(SCALAR, lambda inner: st.lists(inner, max_size=3) | st.dicti
 def convert(ground_truth: Any, number: int = 0, **config: Any) -> Conversation:
     text = ground_truth if isinstance(ground_truth, str) else json.dumps(ground_truth)
     values = {"image": {"bytes": IMAGE, "path": None}, "ground_truth": text}
-    return CordV2(RecipeConfig(**config))(Row(number, values))
+    return load_recipe("cord_v2", config)(Row(number, values))
 
 
 def answer_to(ground_truth: Any, number: int = 0, **config: Any) -> str:
@@ -103,11 +102,11 @@ class TestConversation:
     @pytest.mark.parametrize("row", [{"bytes": IMAGE, "path": "x.png"}, {"bytes": IMAGE}, IMAGE])
     def test_forms_of_the_image_column(self, row):
         values = {"image": row, "ground_truth": '{"gt_parse": {"a": 1}}'}
-        assert [image.data for image in CordV2(RecipeConfig())(Row(0, values)).images] == [IMAGE]
+        assert [image.data for image in load_recipe("cord_v2")(Row(0, values)).images] == [IMAGE]
 
     def test_ground_truth_may_be_an_object_instead_of_text(self):
         values = {"image": IMAGE, "ground_truth": {"gt_parse": {"a": "1"}}}
-        assert CordV2(RecipeConfig())(Row(0, values)).messages[1].text == "<s_a>1</s_a>"
+        assert load_recipe("cord_v2")(Row(0, values)).messages[1].text == "<s_a>1</s_a>"
 
 
 class TestSeveralParses:
@@ -142,7 +141,7 @@ class TestRejections:
     @staticmethod
     def rejected(values: dict[str, Any], **config: Any) -> RowRejected:
         with pytest.raises(RowRejected) as rejection:
-            CordV2(RecipeConfig(**config))(Row(0, values))
+            load_recipe("cord_v2", config)(Row(0, values))
         return rejection.value
 
     @pytest.mark.parametrize(

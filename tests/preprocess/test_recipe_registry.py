@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+from pathlib import Path
+
 import pytest
 
-from preprocess.config import RecipeConfig
-from preprocess.recipes.base import RECIPE_OPTIONS, REGISTRY, load_recipe, recipe_class
+from preprocess import command
+from preprocess.conversation import Conversation, Document
+from preprocess.recipes.base import REGISTRY, constructor_takes, load_recipe, options_class, recipe_class
+from preprocess.recipes.options import declared_options
+
+DOCS = Path(__file__).parents[2] / "docs" / "recipes.md"
 
 
 @pytest.mark.parametrize("name", REGISTRY)
@@ -13,14 +21,39 @@ class TestEveryRecipe:
     def test_names_the_columns_it_needs_in_words(self, name: str) -> None:
         assert recipe_class(name).needs
 
-    def test_obeys_options_that_there_are(self, name: str) -> None:
-        assert recipe_class(name).options <= RECIPE_OPTIONS
+    def test_says_what_it_makes(self, name: str) -> None:
+        assert set(recipe_class(name).makes) <= {Conversation, Document}
+        assert recipe_class(name).makes
 
     def test_fits_no_row_without_columns(self, name: str) -> None:
         assert recipe_class(name).fits([]) is False
 
-    def test_is_made_from_a_config(self, name: str) -> None:
-        assert callable(load_recipe(name, RecipeConfig()))
+    def test_declares_its_options_with_defaults_and_meanings(self, name: str) -> None:
+        options = options_class(name)
+        assert dataclasses.is_dataclass(options)
+        assert options.__dataclass_params__.frozen  # type: ignore[attr-defined]
+        for option in declared_options(options):
+            assert option.default is not None, option
+            assert option.meaning.endswith("."), option
+
+    def test_is_made_of_its_options_and_media(self, name: str) -> None:
+        assert constructor_takes(name) == {"options", "media"}
+        assert callable(load_recipe(name))
+
+    def test_is_documented_with_its_options(self, name: str) -> None:
+        docs = DOCS.read_text()
+        assert f"`{name}`" in docs
+        for option in declared_options(options_class(name)):
+            assert option.name in docs
+
+    def test_stands_in_the_help_with_its_options(self, name: str) -> None:
+        parameters = inspect.signature(command.preprocess, eval_str=True).parameters
+        (option,) = parameters["recipe_option"].annotation.__metadata__
+        (recipe,) = parameters["recipe"].annotation.__metadata__
+        assert f"`{name}`" in option.help
+        assert f"`{name}`" in recipe.help
+        for declared in declared_options(options_class(name)):
+            assert declared.name in option.help
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from preprocess.config import RecipeConfig
 from preprocess.conversation import Document, ImagePart, TextPart
 from preprocess.recipes.base import Row, load_recipe
 from preprocess.recipes.text import Text
@@ -19,7 +18,7 @@ BYTES = {"bytes": encoded_image(seed=1), "path": None}
 
 
 def made(values: dict[str, Any], **options: Any) -> Document:
-    document = load_recipe("text", RecipeConfig(**options))(Row(0, values))
+    document = load_recipe("text", options)(Row(0, values))
     assert isinstance(document, Document)
     return document
 
@@ -106,9 +105,7 @@ def test_other_rows_say_what_is_wrong(values: dict[str, Any], message: str) -> N
 
 
 def test_stray_marks_can_be_kept() -> None:
-    from preprocess.config import StrayMarks
-
-    assert shape(made({"text": "<video> <image>"}, stray_marks=StrayMarks.PLAIN)) == ["<video> <image>"]
+    assert shape(made({"text": "<video> <image>"}, stray_marks="plain")) == ["<video> <image>"]
 
 
 def test_weights_and_keys_are_those_of_the_row() -> None:

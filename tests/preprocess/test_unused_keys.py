@@ -77,7 +77,7 @@ def test_the_command_has_the_options(
     rows = [{"query": "What is <image>?", "response": "A tag."}, {"query": "?", "response": "x", "mood": "fine"}]
     source = tmp_path / "rows.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = ("--strict", "--stray-marks", "plain", "-j", "1", "--json", *TOKENIZER)
+    options = ("--strict", "-O", "stray_marks=plain", "-j", "1", "--json", *TOKENIZER)
     monkeypatch.setattr(sys, "argv", ["vlmdata", "preprocess", str(source), "--out", str(tmp_path / "out"), *options])
     with pytest.raises(SystemExit):
         main()

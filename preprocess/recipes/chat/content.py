@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from enum import StrEnum
+from typing import Annotated, Any
 
-from preprocess.config import StrayMarks
 from preprocess.conversation import Part, Role, TextPart
 from preprocess.recipes.chat.images import ITEM_KEYS, RowImages
 from preprocess.recipes.chat.turns import Turn
@@ -25,7 +25,18 @@ _IMAGE_TYPES = ("image", "image_url")
 _MEDIA_KEYS = ("video", "video_url", "audio", "audio_url", "input_audio")
 _TEXT_KEYS = frozenset({"type", "text"})
 _ITEM_HARMLESS = frozenset({"cache_control", "id"})
-_KEEP = "To keep the mark as text, write \\{mark} or give --stray-marks plain"
+_KEEP = "To keep the mark as text, write \\{mark} or give --recipe-option stray_marks=plain"
+
+
+class StrayMarks(StrEnum):
+    """What happens to marks such as ``<image>`` that stand for nothing."""
+
+    REJECT = "reject"
+    PLAIN = "plain"
+
+
+#: The option of recipes that read marks.
+StrayMarksOption = Annotated[StrayMarks, "A mark such as `<image>` without an image: reject the row, or keep as text."]
 
 
 class ContentReader:

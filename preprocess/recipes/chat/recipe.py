@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import ClassVar
 
-from preprocess.config import RecipeConfig
 from preprocess.conversation import Conversation, ImagePart, Message
-from preprocess.recipes.base import RECIPE_OPTIONS, Row
-from preprocess.recipes.chat.content import ContentReader
+from preprocess.recipes.base import Row
+from preprocess.recipes.chat.content import ContentReader, StrayMarks, StrayMarksOption
 from preprocess.recipes.chat.forms import fits, read_form
 from preprocess.recipes.chat.images import RowImages
 from preprocess.recipes.chat.row_keys import USED_COLUMNS, refuse_box_marks, refuse_row
@@ -26,12 +26,16 @@ class Chat:
     """Rows with a list of turns, or with a question and its answer."""
 
     needs: ClassVar[str] = "messages, conversations, or a pair such as instruction and output"
-    options: ClassVar[frozenset[str]] = RECIPE_OPTIONS - {"prompt", "target"}
-    documents: ClassVar[bool] = False
+    makes: ClassVar[tuple[type, ...]] = (Conversation,)
 
-    def __init__(self, config: RecipeConfig):
-        self._media = MediaLoader(config.image_root, config.allow_urls)
-        self._stray_marks = config.stray_marks
+    @dataclass(frozen=True)
+    class Options:
+        """Options of the recipe."""
+
+        stray_marks: StrayMarksOption = StrayMarks.REJECT
+
+    def __init__(self, options: Options, media: MediaLoader):
+        self._options, self._media = options, media
 
     @staticmethod
     def fits(columns: Collection[str]) -> bool:
@@ -46,7 +50,7 @@ class Chat:
         keys = KeyLog()
         keys.note(values, USED_COLUMNS | form.columns, HARMLESS_COLUMNS)
         images = RowImages(values, self._media, keys)
-        reader = ContentReader(form.turns, images, self._stray_marks, keys)
+        reader = ContentReader(form.turns, images, self._options.stray_marks, keys)
         messages = tuple(_message(turn, reader, keys) for turn in form.turns)
         images.require_all_used()
         refuse_box_marks(values, messages)
