@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from preprocess.chat.tokenizer import ChatTokenizer
-from preprocess.engine import describe
+from preprocess.engines.base import system_message
 from preprocess.image_files import merge_files
 from preprocess.key_counts import KeyCounts
 from preprocess.shard_job import FILES_SUFFIX, PROGRESS_DIR, RUN_FILE, ShardRecord, progress_path
@@ -68,8 +68,8 @@ def close_dataset(
         write_atomically(directory / MANIFEST_NAME, manifest.to_json())
     except OSError as error:
         raise ResourceError(
-            f"{directory}: {counted(len(records), 'shard')} made, but closing the dataset failed: {describe(error)}. "
-            "Make room and run the same command again."
+            f"{directory}: {counted(len(records), 'shard')} made, but closing the dataset failed: "
+            f"{system_message(error)}. Make room and run the same command again."
         ) from error
     return manifest
 

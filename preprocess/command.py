@@ -152,6 +152,13 @@ def preprocess(
     workers: Annotated[
         int | None, typer.Option("--workers", "-j", help="Processes. Default: one per core.", rich_help_panel=_RUN)
     ] = None,
+    engine: Annotated[
+        str,
+        typer.Option(
+            help="What makes the shards: `local` (processes of this machine), or your own as `module:attribute`.",
+            rich_help_panel=_RUN,
+        ),
+    ] = "local",
     max_reject_rate: Annotated[
         float, typer.Option(help="Exit with code 1 if a larger share of the rows is rejected.", rich_help_panel=_RUN)
     ] = 0.01,
@@ -256,6 +263,7 @@ def preprocess(
         revision=revision,
         limit=limit,
         holdout=holdout,
+        engine=engine,
         workers=workers,
         overwrite=overwrite,
         hash_source=hash_source,

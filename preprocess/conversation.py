@@ -58,7 +58,7 @@ class ImagePart:
             raise ValueError("ImagePart.resized_height and resized_width must be given together")
 
 
-Part = TextPart | ImagePart
+ContentPart = TextPart | ImagePart
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Message:
     """
 
     role: Role
-    parts: tuple[Part, ...]
+    parts: tuple[ContentPart, ...]
     reasoning: str | None = None
     tool_calls: tuple[Mapping[str, Any], ...] = ()
     loss_weight: float | None = None
@@ -149,7 +149,7 @@ class Document:
         unknown: As in :class:`Conversation`.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[ContentPart, ...]
     loss_weight: float = 1.0
     unused: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()

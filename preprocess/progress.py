@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from preprocess.config import PreprocessConfig
-from preprocess.engine import Counters
+from preprocess.counters import Counters
 from preprocess.shard_job import ShardRecord
 from vlmdata.wording import counted, duration
 

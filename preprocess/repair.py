@@ -11,7 +11,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +18,8 @@ import pyarrow.parquet as pq
 
 from preprocess.chat.tokenizer import ChatTokenizer
 from preprocess.closing import file_sha256, merged_image_files, merged_index, merged_ledger, saved_tokenizer
-from preprocess.engine import Run, run_jobs
+from preprocess.counters import Counters
+from preprocess.engines.base import Engine, ShardWork, make_shards
 from preprocess.shard_job import PROGRESS_DIR, ShardJob, ShardRecord, progress_path
 from vlmdata.errors import DatasetFormatError
 from vlmdata.format.atomic import sync
@@ -100,18 +100,22 @@ class Repair:
     """The repair of one dataset.
 
     Attributes:
-        run: Source, options and directory.
+        work: Source, options and directory.
         manifest: What the dataset must be.
         jobs: All shards.
         tokenizer: The tokenizer.
-        workers: Processes to use.
+        engine: Makes shards.
+        workers: Workers to use.
+        counters: Counts rows, for progress.
     """
 
-    run: Run
+    work: ShardWork
     manifest: Manifest
     jobs: Sequence[ShardJob]
     tokenizer: ChatTokenizer
+    engine: Engine
     workers: int
+    counters: Counters
 
     def mend(self, damage: Damage, shard_done: Callable[[ShardRecord], None]) -> Damage:
         """Makes again what is damaged.
@@ -168,7 +172,7 @@ class Repair:
 
     @property
     def _directory(self) -> Path:
-        return self.run.directory
+        return self.work.directory
 
     @property
     def _scratch(self) -> Path:
@@ -194,17 +198,16 @@ class Repair:
     def _make_shards(self, damaged: set[int], numbers: set[int], shard_done: Callable[[ShardRecord], None]) -> None:
         """Makes shards and their records in the scratch folder; moves the damaged ones to their place."""
         jobs = [job for job in self.jobs if job.number in numbers]
-        by_name = {info.name: (number, info) for number, info in enumerate(self.manifest.shards)}
-        with closing(run_jobs(replace(self.run, directory=self._scratch), jobs, self.workers)) as made:
-            for record in made:
-                number, info = by_name[record.info.name]
-                self._require(info.name, record.info.sha256, info.sha256, _OTHER_SOURCE)
-                if number in damaged:
-                    os.replace(self._scratch / info.name, self._directory / info.name)
-                    sync(self._directory)
-                else:
-                    (self._scratch / info.name).unlink()
-                shard_done(record)
+        work = replace(self.work, directory=self._scratch)
+        for number, record in make_shards(self.engine, work, jobs, self.workers, self.counters):
+            info = self.manifest.shards[number]
+            self._require(info.name, record.info.sha256, info.sha256, _OTHER_SOURCE)
+            if number in damaged:
+                os.replace(self._scratch / info.name, self._directory / info.name)
+                sync(self._directory)
+            else:
+                (self._scratch / info.name).unlink()
+            shard_done(record)
 
     def _require(self, name: str, found: str, expected: str, hint: str) -> None:
         if found != expected:

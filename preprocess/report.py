@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from preprocess.config import EMBEDDED, Overlong
-from preprocess.job import RunResult
+from preprocess.run import RunResult
 from vlmdata.format.index import DatasetIndex
 from vlmdata.format.ledger import Reason, Rejection, read_ledger
 from vlmdata.format.manifest import Manifest, Totals, counts_to_json

@@ -17,16 +17,17 @@ from preprocess.chat.tokenizer import load_tokenizer
 from preprocess.config import EMBEDDED, PreprocessConfig
 from preprocess.effects import refuse_foreign_options, refuse_without_effect, require_tokenizer
 from preprocess.encode import Encoder
+from preprocess.engines.base import Engine, load_engine
 from preprocess.family import family_of
 from preprocess.image_files import listed
-from preprocess.job import Watcher, preprocess_dataset
 from preprocess.locations import local_source, output_directory
-from preprocess.parts import Part, divide, split_names
+from preprocess.outputs import Output, divide, split_names
 from preprocess.progress import progress_display
 from preprocess.recipes.base import load_recipe
 from preprocess.recipes.choice import choose_recipe, misfit, recipe_for
 from preprocess.recipes.media import require_image_root
 from preprocess.report import Report, report_of
+from preprocess.run import Watcher, preprocess_dataset
 from preprocess.sources.open import DEMO, open_source
 from preprocess.sources.rows import Source
 from preprocess.trace import trace_row
@@ -50,6 +51,7 @@ def run_command(
     revision: str | None,
     limit: int | None,
     holdout: float | None,
+    engine: str,
     workers: int | None,
     overwrite: bool,
     hash_source: bool,
@@ -69,7 +71,8 @@ def run_command(
         revision: Revision of a hub dataset.
         limit: Most rows to read of each split.
         holdout: Share of the rows to hold out as a dataset of its own.
-        workers: Processes; None is one per core.
+        engine: Name of the engine that makes shards.
+        workers: Workers; None is one per core.
         overwrite: Whether to remove a dataset that stands in the output folder.
         hash_source: Whether to compare all image files of an earlier run by content.
         max_reject_rate: Largest share of rejected rows that is no failure.
@@ -80,6 +83,7 @@ def run_command(
     talk = Console(stderr=True, highlight=False)
     spec, directory = local_source(spec), None if out is None else output_directory(out)
     _check_options(spec, config, given)
+    made_by = load_engine(engine)
     names = split_names(split, holdout=holdout, trace=trace)
     quiet_libraries()
     if config.tokenizer != EMBEDDED:
@@ -104,11 +108,18 @@ def run_command(
     assert directory is not None
     workers = workers or available_cores()
     with _counting(talk, "row", "read to divide them") as read:
-        parts = divide(sources, directory, holdout=holdout, workers=workers, on_rows=read)
+        outputs = divide(sources, directory, holdout=holdout, workers=workers, on_rows=read)
     reports = {}
-    for part in parts:
-        report = reports[part.name] = _make(
-            part, config, talk, max_reject_rate, workers=workers, overwrite=overwrite, hash_source=hash_source
+    for output in outputs:
+        report = reports[output.name] = _make(
+            output,
+            config,
+            talk,
+            max_reject_rate,
+            engine=made_by,
+            workers=workers,
+            overwrite=overwrite,
+            hash_source=hash_source,
         )
         if not as_json:
             report.print(Console(highlight=False))
@@ -122,30 +133,32 @@ def run_command(
 
 
 def _make(
-    part: Part,
+    output: Output,
     config: PreprocessConfig,
     talk: Console,
     max_reject_rate: float,
     *,
+    engine: Engine,
     workers: int,
     overwrite: bool,
     hash_source: bool,
 ) -> Report:
     """Makes one dataset, or continues it."""
     begun = time.monotonic()
-    if part.name is not None:
-        talk.print(f"{part.name}: {part.directory}", markup=False, soft_wrap=True)
+    if output.name is not None:
+        talk.print(f"{output.name}: {output.directory}", markup=False, soft_wrap=True)
     with progress_display(talk, config, workers) as display:
         result = preprocess_dataset(
-            part.source,
-            part.directory,
+            output.source,
+            output.directory,
             config,
             workers=workers,
             overwrite=overwrite,
             hash_source=hash_source,
+            engine=engine,
             watcher=Watcher(display.start, display.shard_done, partial(_print_changed_files, talk)),
         )
-    return report_of(part.directory, result, time.monotonic() - begun, max_reject_rate)
+    return report_of(output.directory, result, time.monotonic() - begun, max_reject_rate)
 
 
 def _print_changed_files(talk: Console, changed: Mapping[int, Sequence[str]]) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from preprocess.chat.tokenizer import ChatTokenizer
-from preprocess.conversation import Conversation, Document, ImagePart, Message, Part
+from preprocess.conversation import ContentPart, Conversation, Document, ImagePart, Message
 from preprocess.encode import EncodedImage, EncodedSample
 from preprocess.reject import RowRejected
 from preprocess.trace import TracedCandidate, TracedRow
@@ -125,7 +125,7 @@ def _content(message: Message, images: Iterator[EncodedImage]) -> Iterator[tuple
         yield Text("nothing", "dim"), weight
 
 
-def _part(part: Part, images: Iterator[EncodedImage], remark: str) -> tuple[Any, str]:
+def _part(part: ContentPart, images: Iterator[EncodedImage], remark: str) -> tuple[Any, str]:
     if isinstance(part, ImagePart):
         return data(f"image {part.field}"), _sizes(part, next(images, None))
     return data(part.text, limit=_PART), remark

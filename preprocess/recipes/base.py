@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Protocol
 from preprocess.conversation import Conversation, Document
 from preprocess.recipes.media import MediaLoader
 from preprocess.recipes.options import NoOptions, declared_options, listed, make_options
+from preprocess.registry import find
 from preprocess.reject import RowRejected
 from vlmdata.errors import SourceError
 
@@ -160,12 +161,4 @@ def recipe_class(name: str) -> Any:
     Raises:
         SourceError: If there is none.
     """
-    target = REGISTRY.get(name, name)
-    module, separator, attribute = target.partition(":")
-    known = ", ".join(REGISTRY)
-    if not separator:
-        raise SourceError(f"--recipe {name}: no such recipe. Known: {known}; or module:attribute of your own.")
-    try:
-        return getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise SourceError(f"--recipe {name}: cannot load {target}: {error}. Built in: {known}.") from error
+    return find("--recipe", name, REGISTRY)

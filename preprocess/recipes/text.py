@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from preprocess.conversation import Document, ImagePart, Part, TextPart
+from preprocess.conversation import ContentPart, Document, ImagePart, TextPart
 from preprocess.recipes.base import Row
 from preprocess.recipes.chat.content import ContentReader, StrayMarks, StrayMarksOption
 from preprocess.recipes.chat.forms import LIST_COLUMNS
@@ -81,14 +81,14 @@ class Text:
         keys.note(values, frozenset({column, *images, *ROW_WEIGHTS}), _HARMLESS_COLUMNS)
         return Document(parts, weight, keys.harmless, keys.unknown)
 
-    def _content(self, turn: Turn, values: Mapping[str, Any], keys: KeyLog) -> tuple[Part, ...]:
+    def _content(self, turn: Turn, values: Mapping[str, Any], keys: KeyLog) -> tuple[ContentPart, ...]:
         """Text with marks, or a list of text and image items; images of a column take the places in order."""
         images = RowImages(values, self._media, keys)
         parts = tuple(ContentReader([turn], images, self._options.stray_marks, keys).parts(turn))
         images.require_all_used()
         return parts
 
-    def _in_turn(self, values: Mapping[str, Any]) -> Iterator[Part]:
+    def _in_turn(self, values: Mapping[str, Any]) -> Iterator[ContentPart]:
         """OBELICS: two lists of one length, of which each place holds a text or an image."""
         texts, images = _list(values, "texts"), _list(values, "images")
         if images and len(texts) != len(images):
@@ -108,10 +108,10 @@ class Text:
             elif not is_empty(text):
                 yield _text(text, f"texts[{i}]")
 
-    def _beside_sentences(self, values: Mapping[str, Any], keys: KeyLog) -> Iterator[Part]:
+    def _beside_sentences(self, values: Mapping[str, Any], keys: KeyLog) -> Iterator[ContentPart]:
         """MMC4: sentences, and images each of which stands before the sentence that it matches."""
         sentences, infos = _list(values, "text_list"), _list(values, "image_info")
-        before: dict[int, list[Part]] = {}
+        before: dict[int, list[ContentPart]] = {}
         for i, info in enumerate(infos):
             where = f"image_info[{i}]"
             if not isinstance(info, Mapping):

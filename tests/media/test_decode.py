@@ -13,7 +13,7 @@ from PIL import Image
 
 from tests.conftest import encoded_image
 from vlmdata.format.ledger import Reason
-from vlmdata.media.decode import DecodedImage, decode_image
+from vlmdata.media.decode import DecodedImage, _pillow_limit, decode_image
 from vlmdata.media.error import MediaError
 from vlmdata.media.resize import resize_image
 
@@ -212,3 +212,12 @@ def test_resize_equals_torchvision_on_a_plain_tensor(size: tuple[int, int]) -> N
     plain = torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
     expected = functional.resize(plain, [96, 160], interpolation=InterpolationMode.BICUBIC, antialias=True)
     assert np.array_equal(resize_image(pixels, 96, 160), expected.numpy())
+
+
+def test_pillows_limit_stays_until_the_last_thread_has_decoded() -> None:
+    before = Image.MAX_IMAGE_PIXELS
+    with _pillow_limit(7):
+        with _pillow_limit(7):
+            pass
+        assert Image.MAX_IMAGE_PIXELS == 7
+    assert before == Image.MAX_IMAGE_PIXELS

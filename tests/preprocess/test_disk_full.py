@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from preprocess.config import ImageConfig, PreprocessConfig
-from preprocess.job import preprocess_dataset
+from preprocess.run import preprocess_dataset
 from preprocess.sources.open import open_source
 from tests.conftest import cord_row, tree_bytes, write_cord_parquet
 from tests.preprocess.command_line import SMALL_IMAGES, run

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from preprocess import image_files
 from preprocess.config import ImageConfig, MediaConfig, PreprocessConfig
 from preprocess.image_files import changed_files, recording, write_files
-from preprocess.job import RunResult, Watcher, preprocess_dataset
 from preprocess.recipes.media import MediaLoader
 from preprocess.reject import RowRejected
+from preprocess.run import RunResult, Watcher, preprocess_dataset
 from preprocess.sources.open import open_source
 from tests.chat_rows import write_jsonl
 from tests.conftest import encoded_image, tree_bytes

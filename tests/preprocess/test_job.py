@@ -18,7 +18,7 @@ import pytest
 from filelock import FileLock
 
 from preprocess.config import ImageConfig, PreprocessConfig
-from preprocess.job import RunResult, Watcher, preprocess_dataset
+from preprocess.run import RunResult, Watcher, preprocess_dataset
 from preprocess.sources.open import open_source
 from tests.conftest import cord_row, encoded_image, tree_bytes, write_cord_parquet
 from vlmdata import open_dataset
@@ -201,7 +201,7 @@ class TestRejects:
     def test_a_recipe_that_cannot_start_says_why(
         self, rows: Path, tmp_path: Path, recipe_module: Callable[[str], str], workers: int
     ) -> None:
-        recipe = recipe_module("def Custom(config):\n    raise SourceError('the word list is not installed')\n")
+        recipe = recipe_module("def Custom():\n    raise SourceError('the word list is not installed')\n")
         with pytest.raises(SourceError, match="the word list is not installed"):
             preprocess(rows, tmp_path / "out", config=config(recipe=recipe, rows_per_shard=2), workers=workers)
 
@@ -214,8 +214,8 @@ class TestRunningAgain:
         before = preprocess(cord_parquet, out).manifest
         stamps = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
         calls: list[Any] = []
-        monkeypatch.setattr("preprocess.job.run_jobs", lambda *given: calls.append(given))
-        monkeypatch.setattr("preprocess.job.start_workers_early", lambda: calls.append("server"))
+        monkeypatch.setattr("preprocess.run.make_shards", lambda *given: calls.append(given))
+        monkeypatch.setattr("preprocess.engines.local.start_worker_server", lambda: calls.append("server"))
         result = preprocess(cord_parquet, out, workers=2)
         assert (result.made, result.kept, result.manifest) == (0, 7, before)
         assert not calls
@@ -365,7 +365,7 @@ class TestOverwrite:
 
             with monkeypatch.context() as patch:
                 patch.setattr(Path, "unlink", dying)
-                patch.setattr("preprocess.job.run_jobs", _never)
+                patch.setattr("preprocess.run.make_shards", _never)
                 try:
                     preprocess(rows, out, config=other, overwrite=True)
                 except _Stop:

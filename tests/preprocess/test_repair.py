@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from preprocess.config import ImageConfig, PreprocessConfig
-from preprocess.job import RunResult, Watcher, preprocess_dataset
 from preprocess.report import report_of
+from preprocess.run import RunResult, Watcher, preprocess_dataset
 from preprocess.sources.open import open_source
 from tests.chat_rows import MIXED_ROWS_PER_SHARD, mixed_rows, write_jsonl
 from tests.conftest import encoded_image, tree_bytes

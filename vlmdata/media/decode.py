@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import io
 import struct
+import threading
 import warnings
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -114,17 +115,36 @@ def _not_opened(data: bytes, found: Found | None, what: str) -> MediaError:
     return MediaError(found.reason, f"{what}: {found.name} ({size}), {verdict}. {found.remedy}.")
 
 
-@contextmanager
-def _pillow_limit(max_source_pixels: int) -> Iterator[None]:
-    """Sets Pillow's own bomb check to our limit, so it refuses what we refuse (also in frames and tiles)."""
-    previous = Image.MAX_IMAGE_PIXELS
-    Image.MAX_IMAGE_PIXELS = max_source_pixels
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # bombs between 1x and 2x the limit: we raise for those ourselves
+class _PillowLimit:
+    """Sets Pillow's own bomb check to our limit, so it refuses what we refuse (also in frames and tiles).
+
+    The check is one for the whole process: it stays until the last of several threads has decoded its image.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._undo = ExitStack()
+
+    @contextmanager
+    def __call__(self, max_source_pixels: int) -> Iterator[None]:
+        with self._lock:
+            if self._users == 0:
+                self._undo.callback(setattr, Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)
+                self._undo.enter_context(warnings.catch_warnings())
+                warnings.simplefilter("ignore")  # bombs between 1x and 2x the limit: we raise for those ourselves
+                Image.MAX_IMAGE_PIXELS = max_source_pixels
+            self._users += 1
+        try:
             yield
-    finally:
-        Image.MAX_IMAGE_PIXELS = previous
+        finally:
+            with self._lock:
+                self._users -= 1
+                if self._users == 0:
+                    self._undo.close()
+
+
+_pillow_limit = _PillowLimit()
 
 
 def _normalise(image: Image.Image, what: str) -> DecodedImage:

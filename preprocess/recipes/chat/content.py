@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 from typing import Annotated, Any
 
-from preprocess.conversation import Part, Role, TextPart
+from preprocess.conversation import ContentPart, Role, TextPart
 from preprocess.recipes.chat.images import ITEM_KEYS, RowImages
 from preprocess.recipes.chat.turns import Turn
 from preprocess.recipes.keys import KeyLog, filled
@@ -59,7 +59,7 @@ class ContentReader:
         self._keep_stray = stray_marks is StrayMarks.PLAIN
         self._marks_take = not self._placed_by_items and (images.count > 0 or not self._keep_stray)
 
-    def parts(self, turn: Turn) -> Iterator[Part]:
+    def parts(self, turn: Turn) -> Iterator[ContentPart]:
         """The parts of a turn's content, in order.
 
         Raises:
@@ -78,7 +78,7 @@ class ContentReader:
                 Reason.MALFORMED_MESSAGES, f"{turn.where}.content is neither text nor a list: {excerpt(content)}"
             )
 
-    def _item(self, item: Any, role: Role, where: str) -> Iterator[Part]:
+    def _item(self, item: Any, role: Role, where: str) -> Iterator[ContentPart]:
         if isinstance(item, str):
             item = {"type": "text", "text": item}
         if not isinstance(item, Mapping):
@@ -109,7 +109,7 @@ class ContentReader:
                 "one item for each.",
             )
 
-    def _text(self, text: str, role: Role, where: str) -> Iterator[Part]:
+    def _text(self, text: str, role: Role, where: str) -> Iterator[ContentPart]:
         """Text between images; marks with a backslash lose it."""
         if "<" not in text:
             yield TextPart(text)

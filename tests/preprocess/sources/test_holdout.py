@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preprocess.config import ImageConfig, PreprocessConfig
-from preprocess.engine import PRELOADED
-from preprocess.job import preprocess_dataset
+from preprocess.engines.local import PRELOADED
+from preprocess.run import preprocess_dataset
 from preprocess.sources import holdout
 from preprocess.sources.holdout import TRAIN, VALIDATION, content_hash, hold_out, is_held_out
 from preprocess.sources.open import open_source

@@ -1,8 +1,7 @@
-"""The examples of docs/extend, run as they stand there."""
+"""The recipe of docs/extend/recipe.md, run as it stands there."""
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
@@ -12,15 +11,7 @@ from preprocess.conversation import Conversation
 from preprocess.recipes.base import Row, describe_options, load_recipe
 from preprocess.reject import RowRejected
 from tests.conftest import encoded_image
-
-PAGES = Path(__file__).parents[2] / "docs" / "extend"
-
-
-def write_example(page: str, folder: Path) -> str:
-    """Writes a page's first block of code as the module that its first line names; returns the module's name."""
-    (code,) = re.findall(r"^```python\n(# (\w+)\.py\n.*?)^```$", (PAGES / page).read_text(), re.DOTALL | re.MULTILINE)
-    (folder / f"{code[1]}.py").write_text(code[0])
-    return str(code[1])
+from tests.preprocess.extend_pages import write_example
 
 
 def test_the_recipe_has_options_and_reads_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from preprocess.engine import PRELOADED
+from preprocess.engines.local import PRELOADED
 from preprocess.shard_job import PROGRESS_DIR
 from preprocess.sources.holdout import hold_out
 from preprocess.sources.rows import Source
@@ -15,8 +15,8 @@ from vlmdata.format.schema import MANIFEST_NAME
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
-    """A dataset to make.
+class Output:
+    """A dataset that the command makes.
 
     Attributes:
         name: Of the split or side, and of its folder below ``--out``; None if it is the only one.
@@ -54,7 +54,7 @@ def divide(
     holdout: float | None,
     workers: int,
     on_rows: Callable[[int], None],
-) -> list[Part]:
+) -> list[Output]:
     """The datasets to make.
 
     Args:
@@ -70,13 +70,13 @@ def divide(
     """
     if len(sources) == 1 and holdout is None:
         (source,) = sources.values()
-        return [Part(None, source, directory)]
+        return [Output(None, source, directory)]
     if (directory / MANIFEST_NAME).exists() or (directory / PROGRESS_DIR).exists():
         raise ConfigMismatchError(
             f"{directory}: holds a dataset itself, so there can be none for each split in it; give another --out"
         )
     if holdout is None:
-        return [Part(name, source, directory / str(name)) for name, source in sources.items()]
+        return [Output(name, source, directory / str(name)) for name, source in sources.items()]
     (source,) = sources.values()
     sides = hold_out(source, holdout, workers=workers, preload=PRELOADED, on_rows=on_rows)
-    return [Part(side, part, directory / side) for side, part in sides.items()]
+    return [Output(side, rows, directory / side) for side, rows in sides.items()]

@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,10 @@ from filelock import FileLock, Timeout
 from preprocess.chat.tokenizer import load_tokenizer
 from preprocess.closing import close_dataset
 from preprocess.config import PreprocessConfig
+from preprocess.counters import Counters
 from preprocess.earlier_files import EarlierFiles
-from preprocess.engine import Counters, Run, describe, run_jobs, start_workers_early
+from preprocess.engines.base import Engine, ShardWork, make_shards, system_message
+from preprocess.engines.local import Local
 from preprocess.fingerprints import identity_changes, run_identity, tokenizer_identity
 from preprocess.probe import require_usable
 from preprocess.recipes.choice import image_root_of
@@ -90,6 +92,7 @@ def preprocess_dataset(
     overwrite: bool = False,
     hash_source: bool = False,
     watcher: Watcher | None = None,
+    engine: Engine | None = None,
 ) -> RunResult:
     """Makes a dataset directory, or continues one that an earlier run of the same configuration began.
 
@@ -99,11 +102,12 @@ def preprocess_dataset(
         source: An opened source.
         directory: Where the dataset goes; made if absent.
         config: All options that can change its bytes.
-        workers: Processes to use; the result does not depend on it.
+        workers: Workers to use, by default processes; the result does not depend on it.
         overwrite: Whether to remove a dataset (of any configuration) that stands there.
         hash_source: Whether to read all image files of shards that an earlier run made, to find those that have
             changed, and not only those that were touched since.
         watcher: Progress callbacks.
+        engine: Where shards are made; by default on this machine. The result does not depend on it.
 
     Returns:
         The finished dataset's manifest, and what this run did.
@@ -115,9 +119,9 @@ def preprocess_dataset(
         ResourceError: If the disk is full or another run is at work there.
         SourceError: If the tokenizer or the recipe cannot be loaded, or the tokenizer cannot be used.
     """
-    watcher = watcher or Watcher()
-    if workers > 1 and (overwrite or not (directory / MANIFEST_NAME).exists()):
-        start_workers_early()
+    watcher, engine = watcher or Watcher(), engine or Local()
+    if overwrite or not (directory / MANIFEST_NAME).exists():
+        engine.warm_up(workers)
     tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_revision)
     require_usable(tokenizer, config)
     identity = run_identity(config, tokenizer.info, source.identity)
@@ -129,42 +133,38 @@ def preprocess_dataset(
         jobs = _plan(source.num_rows, config.rows_per_shard)
         finished = _continue(directory, identity)
         earlier = EarlierFiles(directory, image_root_of(source, config), hash_source)
+        work, counters = ShardWork(source, config, directory, tokenizer.info), Counters(len(jobs))
         if finished is not None:
             earlier.require_unchanged(finished)
-            run = Run(source, config, directory, Counters(len(jobs)), tokenizer.info)
-            return _mend(Repair(run, finished, jobs, tokenizer, workers), watcher)
+            return _mend(Repair(work, finished, jobs, tokenizer, engine, workers, counters), watcher)
         records = {job.number: record for job in jobs if (record := finished_record(directory, job))}
         if changed := earlier.forget_changed(records):
             watcher.files_changed(changed)
-        counters = Counters(len(jobs))
         for number, record in records.items():
-            totals = record.totals
-            counters.table()[number] = (totals.rows, totals.images, totals.tokens, totals.rejected)
+            counters.finish(number, record.totals)
         kept = len(records)
         watcher.started(source.num_rows, len(jobs), kept, counters)
         missing = [job for job in jobs if job.number not in records]
         for job in missing:  # a shard without its record is as good as none; on a small disk it is in the way
             (directory / shard_name(job.number)).unlink(missing_ok=True)
-        by_start = {job.row_start: job.number for job in jobs}
-        with closing(run_jobs(Run(source, config, directory, counters, tokenizer.info), missing, workers)) as made:
-            for record in made:
-                records[by_start[record.info.row_start]] = record
-                watcher.shard_done(record)
+        for number, record in make_shards(engine, work, missing, workers, counters):
+            records[number] = record
+            watcher.shard_done(record)
         ordered = [records[job.number] for job in jobs]
         return RunResult(close_dataset(directory, identity, ordered, tokenizer), made=len(missing), kept=kept)
 
 
 def _mend(repair: Repair, watcher: Watcher) -> RunResult:
     """Makes again what a finished dataset lost, if anything."""
-    manifest, run = repair.manifest, repair.run
-    damage = find_damage(run.directory, manifest)
+    manifest, work = repair.manifest, repair.work
+    damage = find_damage(work.directory, manifest)
     if not damage:
         return RunResult(manifest, made=0, kept=len(manifest.shards))
     needed = repair.shards_to_make(damage)
     for number, info in enumerate(manifest.shards):
         if number not in needed:
-            run.counters.table()[number] = (info.row_stop - info.row_start, 0, 0, info.rejected)
-    watcher.started(run.source.num_rows, len(manifest.shards), len(manifest.shards) - len(needed), run.counters)
+            repair.counters.table()[number] = (info.row_stop - info.row_start, 0, 0, info.rejected)
+    watcher.started(work.source.num_rows, len(manifest.shards), len(manifest.shards) - len(needed), repair.counters)
     mended = repair.mend(damage, watcher.shard_done)
     made = len(mended.shards)
     return RunResult(manifest, made, len(manifest.shards) - made, mended.names(manifest))
@@ -181,8 +181,8 @@ def _resource_errors(directory: Path, what: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise ResourceError(
-            f"{directory}: {what}: {describe(error)}. What is finished is kept; make room (or permission) and run the "
-            "same command again."
+            f"{directory}: {what}: {system_message(error)}. What is finished is kept; make room (or permission) and "
+            "run the same command again."
         ) from error
 
 

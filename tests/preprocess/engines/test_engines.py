@@ -1,0 +1,174 @@
+"""Every engine makes the same bytes, passes errors on and leaves no work behind: built in, and that of the docs."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from preprocess.chat.tokenizer import load_tokenizer
+from preprocess.config import ImageConfig, PreprocessConfig
+from preprocess.conversation import Conversation
+from preprocess.counters import Counters
+from preprocess.engines.base import REGISTRY, Engine, ShardWork, load_engine, make_shard, make_shards
+from preprocess.engines.local import Local
+from preprocess.recipes.base import Row
+from preprocess.run import Watcher, preprocess_dataset
+from preprocess.shard_job import ShardJob, ShardRecord
+from preprocess.sources.open import open_source
+from tests.conftest import tree_bytes
+from tests.preprocess.command_line import SMALL_IMAGES, TOKENIZER, Ended
+from tests.preprocess.extend_pages import write_example
+from vlmdata.errors import SourceError
+
+CONFIG = PreprocessConfig(image=ImageConfig(1024, 65_536), rows_per_shard=6)
+#: The engine of docs/extend/engine.md stands here as if it were registered.
+ENGINES = [*REGISTRY, "threads"]
+
+
+class Refusing:
+    """A recipe that cannot start."""
+
+    def __init__(self) -> None:
+        raise SourceError("the word list is not installed")
+
+    def __call__(self, row: Row) -> Conversation:
+        raise NotImplementedError
+
+
+@pytest.fixture
+def engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Engine]:
+    folder = tmp_path_factory.mktemp("engine")
+    monkeypatch.syspath_prepend(folder)
+    name = write_example("engine.md", folder)
+    monkeypatch.setattr("preprocess.engines.base.REGISTRY", {**REGISTRY, "threads": f"{name}:Threads"})
+    yield load_engine(request.param)
+    sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def reference(cord_parquet: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The dataset made in this process."""
+    out = tmp_path_factory.mktemp("reference") / "out"
+    preprocess_dataset(open_source(str(cord_parquet)), out, CONFIG)
+    return tree_bytes(out)
+
+
+def work_of(source: Path, directory: Path) -> ShardWork:
+    (directory / ".progress").mkdir(parents=True)
+    return ShardWork(open_source(str(source)), CONFIG, directory, load_tokenizer(CONFIG.tokenizer, None).info)
+
+
+@pytest.mark.parametrize("engine", ENGINES, indirect=True)
+class TestEveryEngine:
+    @pytest.mark.parametrize("workers", [1, 3])
+    def test_makes_the_same_bytes(
+        self, engine: Engine, cord_parquet: Path, tmp_path: Path, reference: dict[str, bytes], workers: int
+    ) -> None:
+        counts: list[Counters] = []
+        watcher = Watcher(started=lambda rows, shards, kept, counters: counts.append(counters))
+        source = open_source(str(cord_parquet))
+        preprocess_dataset(source, tmp_path, CONFIG, workers=workers, engine=engine, watcher=watcher)
+        assert tree_bytes(tmp_path) == reference
+        assert counts[0].table()[:, :2].tolist() == [[6, 6]] * 6 + [[4, 4]]
+
+    def test_makes_again_what_a_dataset_lost(
+        self, engine: Engine, cord_parquet: Path, tmp_path: Path, reference: dict[str, bytes]
+    ) -> None:
+        source = open_source(str(cord_parquet))
+        preprocess_dataset(source, tmp_path, CONFIG)
+        for number in (0, 3, 5):
+            (tmp_path / f"shard-{number:06}.tar").unlink()
+        assert preprocess_dataset(source, tmp_path, CONFIG, workers=2, engine=engine).made == 3
+        assert tree_bytes(tmp_path) == reference
+
+    def test_passes_errors_on(self, engine: Engine, cord_parquet: Path, tmp_path: Path) -> None:
+        config = PreprocessConfig(recipe=f"{__name__}:Refusing", rows_per_shard=6)
+        with pytest.raises(SourceError, match="the word list is not installed"):
+            preprocess_dataset(open_source(str(cord_parquet)), tmp_path, config, workers=2, engine=engine)
+
+    def test_leaves_no_worker_when_it_is_closed(self, engine: Engine, cord_parquet: Path, tmp_path: Path) -> None:
+        work, jobs = work_of(cord_parquet, tmp_path), [ShardJob(n, n, n + 1) for n in range(40)]
+        before = threading.active_count()
+        with closing(engine.run(work, jobs, 2, Counters(40))) as made:
+            next(made)
+        written = len(list(tmp_path.glob("shard-*.tar")))
+        time.sleep(0.2)
+        assert len(list(tmp_path.glob("shard-*.tar"))) == written < 40
+        assert threading.active_count() <= before
+
+
+class Halting(Engine):
+    """Runs the first job only, or the first one twice."""
+
+    def __init__(self, twice: bool):
+        self._twice = twice
+
+    def run(
+        self, work: ShardWork, jobs: Sequence[ShardJob], workers: int, counters: Counters
+    ) -> Generator[ShardRecord]:
+        """Some of it."""
+        for _ in range(1 + self._twice):
+            yield from Local().run(work, jobs[:1], 1, counters)
+
+
+@pytest.mark.parametrize(
+    ("twice", "words"),
+    [(True, "gave shard-000000.tar, for which no job waits"), (False, "ended without shard-000001.tar")],
+)
+def test_an_engine_that_does_not_do_its_jobs_is_told(
+    cord_parquet: Path, tmp_path: Path, twice: bool, words: str
+) -> None:
+    jobs = [ShardJob(n, n, n + 1) for n in range(2)]
+    with pytest.raises(RuntimeError, match=f"engine Halting {words}"):
+        list(make_shards(Halting(twice), work_of(cord_parquet, tmp_path), jobs, 1, Counters(2)))
+
+
+class Remote(Engine):
+    """A worker that gets pickled bytes and counts nothing."""
+
+    def run(
+        self, work: ShardWork, jobs: Sequence[ShardJob], workers: int, counters: Counters
+    ) -> Generator[ShardRecord]:
+        """Each job from the bytes alone."""
+        sent = pickle.dumps(work)
+        assert len(sent) < 32_000
+        for job in jobs:
+            yield make_shard(job, pickle.loads(sent).prepare())
+
+
+def test_what_a_remote_worker_needs_is_small_and_its_shards_are_counted_when_they_are_finished(
+    cord_parquet: Path, tmp_path: Path
+) -> None:
+    counters, done = Counters(3), np.zeros((3, 4), dtype=np.int64)
+    jobs = [ShardJob(n, n * 2, n * 2 + 2) for n in range(3)]
+    for number, record in make_shards(Remote(), work_of(cord_parquet, tmp_path), jobs, 1, counters):
+        done[number] = (2, 2, record.totals.tokens, 0)
+        assert (counters.table() == done).all()
+
+
+class TestCommand:
+    def test_takes_an_engine_by_name(
+        self, vlmdata: Callable[..., Ended], cord_parquet: Path, tmp_path: Path, reference: dict[str, bytes]
+    ) -> None:
+        options: tuple[Any, ...] = ("--rows-per-shard", 6, *SMALL_IMAGES, *TOKENIZER, "--recipe", "cord_v2")
+        own = vlmdata("preprocess", cord_parquet, "--out", tmp_path, *options, "--engine", f"{__name__}:Remote")
+        assert own.code == 0, own.stderr
+        assert {name: data for name, data in tree_bytes(tmp_path).items() if name.endswith(".tar")} == {
+            name: data for name, data in reference.items() if name.endswith(".tar")
+        }
+
+    def test_tells_the_engines_there_are(self, vlmdata: Callable[..., Ended], tmp_path: Path) -> None:
+        ended = vlmdata("preprocess", "demo", "--out", tmp_path, "--engine", "ray")
+        assert ended.code == 2
+        assert "--engine ray: no such engine. Known: local; or module:attribute of your own." in ended.stderr

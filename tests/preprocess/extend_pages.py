@@ -1,0 +1,15 @@
+"""The examples of docs/extend as modules."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+PAGES = Path(__file__).parents[2] / "docs" / "extend"
+
+
+def write_example(page: str, folder: Path) -> str:
+    """Writes a page's first block of code as the module that its first line names; returns the module's name."""
+    (code,) = re.findall(r"^```python\n(# (\w+)\.py\n.*?)^```$", (PAGES / page).read_text(), re.DOTALL | re.MULTILINE)
+    (folder / f"{code[1]}.py").write_text(code[0])
+    return str(code[1])
