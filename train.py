@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from vlmdata.loader.config import loader_options
+
 app = typer.Typer(
     add_completion=False,
     rich_markup_mode="markdown",
@@ -14,6 +16,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+_LOADER = loader_options()
 #: Where an option of the command line goes in the configuration.
 _SETTINGS = {
     "data": "data.paths",
@@ -50,8 +53,8 @@ def main(
         str | None, typer.Option(help="Folder of weights to start from; default: those of --hf; none: random.")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps in all.")] = None,
-    capacity: Annotated[int | None, typer.Option(help="Largest number of tokens in a pack.")] = None,
-    global_batch: Annotated[int | None, typer.Option(help="Packs per step, over all ranks.")] = None,
+    capacity: Annotated[int | None, typer.Option(help=_LOADER["capacity"].summary)] = None,
+    global_batch: Annotated[int | None, typer.Option(help=_LOADER["global_batch"].summary)] = None,
     workers: Annotated[int | None, typer.Option(help="Loader processes per rank.")] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor parallel size.")] = None,
     sp: Annotated[bool | None, typer.Option("--sp/--no-sp", help="Sequence parallelism, with --tp.")] = None,

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from vlmdata.batch import PackedBatch
     from vlmdata.format.dataset import VlmDataset, open_dataset
     from vlmdata.format.schema import Sample
+    from vlmdata.loader.config import LoaderConfig
     from vlmdata.loader.loader import StreamingLoader
     from vlmdata.packing.config import Blend
 
@@ -16,6 +17,7 @@ __version__ = "0.1.0"
 # Loaded on first use: `vlmdata --help` must not pay for numpy, pyarrow or torch.
 _EXPORTS = {
     "Blend": "vlmdata.packing.config",
+    "LoaderConfig": "vlmdata.loader.config",
     "PackedBatch": "vlmdata.batch",
     "Sample": "vlmdata.format.schema",
     "StreamingLoader": "vlmdata.loader.loader",
@@ -23,7 +25,7 @@ _EXPORTS = {
     "open_dataset": "vlmdata.format.dataset",
 }
 
-__all__ = ["Blend", "PackedBatch", "Sample", "StreamingLoader", "VlmDataset", "open_dataset"]
+__all__ = ["Blend", "LoaderConfig", "PackedBatch", "Sample", "StreamingLoader", "VlmDataset", "open_dataset"]
 
 
 def __getattr__(name: str) -> Any:

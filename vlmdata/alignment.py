@@ -5,6 +5,8 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from vlmdata.errors import UsageError
+
 
 def alignment(
     context_parallel: int = 1,
@@ -28,7 +30,7 @@ def alignment(
         The least common multiple of all that applies, in tokens.
 
     Raises:
-        ValueError: If a size is below 1.
+        UsageError: If a size is below 1.
     """
     for name, value in (
         ("context_parallel", context_parallel),
@@ -36,7 +38,7 @@ def alignment(
         ("extra", extra),
     ):
         if value < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1")
+            raise UsageError(f"{name} is {value}; it must be at least 1")
     scattered = tensor_parallel if sequence_parallel else 1
     if context_parallel == 1:
         return math.lcm(scattered, extra)
@@ -54,10 +56,10 @@ def aligned(lengths: npt.ArrayLike, multiple: int) -> npt.NDArray[np.int64]:
         int64, the shape of ``lengths``: the smallest multiples not below them.
 
     Raises:
-        ValueError: If ``multiple`` is below 1.
+        UsageError: If ``multiple`` is below 1.
     """
     if multiple < 1:
-        raise ValueError(f"multiple is {multiple}; it must be at least 1")
+        raise UsageError(f"multiple is {multiple}; it must be at least 1")
     # int64 before the addition: int32 lengths near the maximum must not wrap.
     wide = np.asarray(lengths).astype(np.int64)
     if multiple == 1:

@@ -7,6 +7,16 @@ class VlmdataError(Exception):
     """Base of all errors that are the data's, the machine's or the caller's, not a bug of vlmdata."""
 
 
+class UsageError(VlmdataError, ValueError):
+    """An option or argument is unknown, out of range, or does not go with another or with the data."""
+
+
+class NotFoundError(UsageError, IndexError, KeyError):
+    """A key or number names no sample, pack, step or row."""
+
+    __str__ = Exception.__str__  # KeyError's would quote the message
+
+
 class DatasetFormatError(VlmdataError):
     """A dataset directory, shard or index does not hold what the format demands."""
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from vlmdata.differences import ABSENT, differing
 from vlmdata.errors import VlmdataError
+from vlmdata.loader.config import DEFAULT_CAPACITY, Packing, Reading
 
 #: The value of ``model.weights`` that means random ones.
 NO_WEIGHTS = "none"
@@ -22,44 +23,46 @@ class ConfigError(VlmdataError):
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which data, and how it is packed (see :class:`vlmdata.StreamingLoader`).
+    """Which data, and how it is packed.
+
+    Settings named as options of the loader (:class:`vlmdata.LoaderConfig`) mean the same and have the same defaults.
 
     Attributes:
         paths: Dataset directories or URLs.
         blend: A weight for each of them, such as [0.7, 0.3]; empty is one pass over each per epoch.
         blend_by: What weights mean: shares of an epoch's "tokens" or "samples", in any scale, or passes over each
             dataset per epoch ("epochs", such as [1, 2.5]).
-        capacity: Most tokens in a pack.
-        global_batch: Packs per optimizer step, over all data-parallel ranks.
-        max_patches: Most vision patches in a pack; none is no limit.
+        capacity: As the loader's, like the next two.
+        global_batch: Packs per optimizer step.
+        max_patches: Most vision patches in a pack.
         pad_to_capacity: Packs of equal length; none means where there is CUDA, since some kernels are compiled and
             tuned for the length (flash-linear-attention's convolution: seconds for every 1,024 tokens more or less).
         pad_multiple: Samples are padded to a multiple of this, beside what the layout needs. With one that suits every
             layout (16, say) all of them train on the same packs, so that runs may be compared or moved.
-        shuffle_window: Shards packed and shuffled together; none is all.
+        shuffle_window: As the loader's, like ``balance``, ``seed``, ``verify``, ``timeout`` and ``cache_dir``.
         balance: Whether packs are spread over ranks by cost.
         seed: Of packing and order.
-        workers: Loader processes per rank.
-        verify: Whether everything read is checked against its checksum.
+        workers: Loader processes per rank (the loader's ``num_workers``).
+        verify: Whether checksums are checked.
         timeout: Seconds to wait for a batch.
-        cache_dir: Where remote shards are kept.
+        cache_dir: Folder for shards of remote datasets.
         eval_paths: Dataset directories or URLs of evaluation; each has a loss of its own.
     """
 
     paths: tuple[str, ...] = ()
     blend: tuple[float, ...] = ()
     blend_by: Literal["tokens", "samples", "epochs"] = "tokens"
-    capacity: int = 8192
+    capacity: int = DEFAULT_CAPACITY
     global_batch: int = 8
-    max_patches: int | None = None
+    max_patches: int | None = Packing.max_patches
     pad_to_capacity: bool | None = None
-    pad_multiple: int = 1
-    shuffle_window: int | None = None
-    balance: bool = True
-    seed: int = 0
+    pad_multiple: int = Packing.pad_multiple
+    shuffle_window: int | None = Packing.shuffle_window
+    balance: bool = Packing.balance
+    seed: int = Packing.seed
     workers: int = 2
-    verify: bool = True
-    timeout: float = 120.0
+    verify: bool = Reading.verify
+    timeout: float = Reading.timeout
     cache_dir: str | None = None
     eval_paths: tuple[str, ...] = ()
 

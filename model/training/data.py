@@ -13,8 +13,10 @@ from model.architecture import Architecture
 from model.families import spec_of
 from model.training.config import ConfigError, TrainConfig
 from model.training.early_checks import require_data_named
-from vlmdata import Blend, PackedBatch, StreamingLoader
+from vlmdata import Blend, LoaderConfig, PackedBatch, StreamingLoader
+from vlmdata.errors import UsageError
 from vlmdata.format.manifest import Manifest
+from vlmdata.loader.config import Packing, Parallelism, Reading
 from vlmdata.loader.open import DEFAULT_CACHE_BYTES, open_for_loading
 
 
@@ -91,32 +93,38 @@ def open_loader(
     require_data_named(data)
     weighs = architecture.language.moe is not None and model.moe_aux_loss != 0
     try:
-        return StreamingLoader(
-            data.paths,
-            capacity=data.capacity,
-            global_batch=data.global_batch,
-            dp_rank=place.dp_rank,
-            dp_size=place.dp_size,
-            seed=data.seed,
-            context_parallel=parallel.cp,
-            context_parallel_rank=place.cp_rank if parallel.cp > 1 else None,
-            tensor_parallel=parallel.tp,
-            sequence_parallel=parallel.sp,
-            pad_multiple=math.lcm(data.pad_multiple, 16 if config.run.fp8 else 1),
-            max_patches=data.max_patches,
-            pad_to_capacity=device.type == "cuda" if data.pad_to_capacity is None else data.pad_to_capacity,
-            shuffle_window=data.shuffle_window,
-            blend=Blend(data.blend_by, data.blend) if data.blend else None,
-            balance=data.balance,
-            cost=spec_of(architecture).step_flops(architecture, model.mtp is not False, model.freeze).cost_model(),
-            parts=parts_needed(place.first_stage, place.last_stage, weighs),
-            num_workers=data.workers,
-            timeout=data.timeout,
-            verify=data.verify,
-            device=device if device.type == "cuda" else None,
-            cache_dir=data.cache_dir,
+        options = LoaderConfig(
+            Packing(
+                capacity=data.capacity,
+                global_batch=data.global_batch,
+                max_patches=data.max_patches,
+                pad_to_capacity=device.type == "cuda" if data.pad_to_capacity is None else data.pad_to_capacity,
+                pad_multiple=math.lcm(data.pad_multiple, 16 if config.run.fp8 else 1),
+                shuffle_window=data.shuffle_window,
+                seed=data.seed,
+                blend=Blend(data.blend_by, data.blend) if data.blend else None,
+                balance=data.balance,
+                cost=spec_of(architecture).step_flops(architecture, model.mtp is not False, model.freeze).cost_model(),
+            ),
+            Parallelism(
+                dp_rank=place.dp_rank,
+                dp_size=place.dp_size,
+                context_parallel=parallel.cp,
+                context_parallel_rank=place.cp_rank if parallel.cp > 1 else None,
+                tensor_parallel=parallel.tp,
+                sequence_parallel=parallel.sp,
+            ),
+            Reading(
+                parts=parts_needed(place.first_stage, place.last_stage, weighs),
+                num_workers=data.workers,
+                timeout=data.timeout,
+                verify=data.verify,
+                device=device if device.type == "cuda" else None,
+                cache_dir=data.cache_dir,
+            ),
         )
-    except ValueError as error:
+        return StreamingLoader(data.paths, options)
+    except UsageError as error:
         raise ConfigError(str(error)) from error
 
 

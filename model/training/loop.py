@@ -33,6 +33,7 @@ from model.training.profiling import Profiler
 from model.training.starting_point import find_start, load_start
 from model.training.step import Stepper, StepResult, digest
 from vlmdata import StreamingLoader
+from vlmdata.loader.run_record import RunRecord
 from vlmdata.wording import counted
 
 
@@ -84,6 +85,8 @@ def train(config: TrainConfig, device: torch.device, resume: bool) -> Outcome:
         done, notes = load_start(config, architecture, place, checkpoints, start, learner, loader)
         with together():
             log = stack.enter_context(RunLog(config, place.rank == 0, done if resume else None))
+            if place.rank == 0:
+                RunRecord.of(loader, Path(config.run.out)).write()
         log.say(_describe(config, architecture, place, trained, loader))
         log.say(computed_by(model, settings_of(config, architecture, device.type == "cuda"), device))
         for note in [*_empty_packs(loader), *also_trained_on(sets, loader), *notes]:

@@ -16,8 +16,8 @@ import uvicorn
 
 from vlmdata.format.dataset import open_dataset
 from vlmdata.inspect.dataset import describe_dataset
-from vlmdata.inspect.options import PackOptions
 from vlmdata.inspect.server import PackSource, build_app
+from vlmdata.loader.loader import StreamingLoader
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,9 @@ class Client:
 def serving(directory: Path, *, host: str = "127.0.0.1", check: int | None = None, **options: Any) -> Iterator[Client]:
     """The application over a dataset, on a free port."""
     dataset = open_dataset(directory)
-    loader = PackOptions(context_parallel=2).loader([directory], 2048)
+    loader = StreamingLoader(
+        directory, capacity=2048, global_batch=1, dp_rank=0, context_parallel=2, parts=("tokens", "labels")
+    )
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
         packs = PackSource(loader, 0, {"context_parallel": 2})

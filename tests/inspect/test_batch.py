@@ -16,7 +16,7 @@ from vlmdata.context_parallel import partition_indices
 from vlmdata.format.dataset import VlmDataset, open_dataset
 from vlmdata.inspect import BatchDescription, describe_batch, describe_row, describe_step
 from vlmdata.inspect.batch import batch_at, num_batches
-from vlmdata.inspect.options import PackOptions, default_capacity
+from vlmdata.loader.open import default_capacity
 
 LAYOUTS: list[dict[str, Any]] = [
     {"capacity": 1536, "global_batch": 2, "context_parallel": 2, "tensor_parallel": 2},
@@ -26,21 +26,22 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
-def options_of(layout: dict[str, Any]) -> tuple[PackOptions, int]:
-    return PackOptions(**layout), layout["capacity"]
+def planning(data: Any, **layout: Any) -> StreamingLoader:
+    """A loader as ``inspect`` makes it: of one rank, without pixels."""
+    return StreamingLoader(data, **{"dp_rank": 0, "dp_size": 1, "parts": ("tokens", "labels"), **layout})
 
 
 @pytest.fixture(scope="module", params=range(len(LAYOUTS)))
 def described(request: pytest.FixtureRequest, demo: Path) -> list[tuple[PackedBatch, BatchDescription]]:
     layout = LAYOUTS[request.param]
-    options, capacity = options_of(layout)
-    loader = options.loader([demo], capacity)
+    capacity = layout["capacity"]
+    loader = planning([demo], **layout)
     epoch = list(StreamingLoader(demo, **layout))
     found = []
     for number in reversed(range(num_batches(loader))):  # out of order: each is found by itself
         batch = batch_at(loader, number)
-        cp = options.context_parallel
-        found.append(describe_batch(batch, cost=loader.config.cost, context_parallel=cp, capacity=capacity))
+        cp = layout.get("context_parallel", 1)
+        found.append(describe_batch(batch, cost=loader.plan_config.cost, context_parallel=cp, capacity=capacity))
     assert len(found) == len(epoch)
     return list(zip(epoch, reversed(found), strict=True))
 
@@ -76,11 +77,10 @@ def test_segments_add_up_and_cost_is_the_plans(described: Described, demo: Path)
 
 
 def test_cost_is_the_plans(demo: Path) -> None:
-    options, capacity = options_of(LAYOUTS[0])
-    loader = options.loader([demo], capacity)
+    loader = planning([demo], **LAYOUTS[0])
     for number in range(num_batches(loader)):
         batch = batch_at(loader, number)
-        found = describe_batch(batch, cost=loader.config.cost)
+        found = describe_batch(batch, cost=loader.plan_config.cost)
         expected = 0 if batch.pack < 0 else int(loader.plan(0).pack_costs(np.array([batch.pack]))[0])
         assert found.cost == expected
 
@@ -118,16 +118,14 @@ def test_images_are_the_batchs(described: Described) -> None:
 
 
 def test_a_slice_or_a_batch_without_labels_is_refused(demo: Path) -> None:
-    options, capacity = options_of(LAYOUTS[0])
-    loader = options.loader([demo], capacity)
+    loader = planning([demo], **LAYOUTS[0])
     batch = batch_at(loader, 0)
     with pytest.raises(ValueError, match="whole pack"):
-        describe_batch(batch.context_parallel_shard(0, 2), cost=loader.config.cost)
+        describe_batch(batch.context_parallel_shard(0, 2), cost=loader.plan_config.cost)
 
 
 def test_batches_outside_the_epoch_are_refused(demo: Path) -> None:
-    options, capacity = options_of(LAYOUTS[1])
-    loader = options.loader([demo], capacity)
+    loader = planning([demo], **LAYOUTS[1])
     total = num_batches(loader)
     for number in (-1, total):
         with pytest.raises(IndexError, match=f"no batch {number}: rank 1 gets {total}"):
@@ -137,10 +135,9 @@ def test_batches_outside_the_epoch_are_refused(demo: Path) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_lists_what_every_rank_gets(demo: Path, mixed: Path, layout: dict[str, Any]) -> None:
     data = [demo, mixed]
-    options = PackOptions(**layout)
-    planner = options.loader(data, layout["capacity"])
+    planner = planning(data, **layout)
     for epoch in (0, 1):
-        for rank in range(options.dp_size):
+        for rank in range(planner.dp_size):
             with StreamingLoader(data, **{**layout, "dp_rank": rank}) as loader:
                 batches: list[PackedBatch] = []
                 while loader.position.epoch <= epoch:
@@ -158,8 +155,7 @@ def test_a_step_lists_what_every_rank_gets(demo: Path, mixed: Path, layout: dict
 
 
 def test_all_ranks_of_a_step_are_listed_unless_one_is_asked_for(demo: Path) -> None:
-    options, capacity = options_of(LAYOUTS[2])
-    loader = options.loader([demo], capacity)
+    loader = planning([demo], **LAYOUTS[2])
     every = describe_step(loader, 0, 0)
     assert [pack.dp_rank for pack in every.packs] == [0, 1, 2, 3]
     assert describe_step(loader, 0, 0, 2).packs == every.packs[2:3]
@@ -169,7 +165,7 @@ def test_all_ranks_of_a_step_are_listed_unless_one_is_asked_for(demo: Path) -> N
 
 
 def test_rows_lead_to_samples_and_to_where_they_are_used(mixed: Path, mixed_dataset: VlmDataset) -> None:
-    loader = PackOptions(global_batch=2, dp_size=2).loader([mixed], 1024)
+    loader = planning([mixed], capacity=1024, global_batch=2, dp_size=2)
     for i in range(len(mixed_dataset)):
         row = int(mixed_dataset.index.source_row[i])
         trace = describe_row(mixed_dataset, row, loader, epoch=1)
@@ -197,7 +193,7 @@ def test_rejected_rows_say_why(mixed: Path, mixed_dataset: VlmDataset) -> None:
 
 def test_a_row_of_several_samples_leads_to_each_of_them(lists: Path) -> None:
     dataset = open_dataset(lists)
-    loader = PackOptions(global_batch=1).loader([lists], 1024)
+    loader = planning([lists], capacity=1024, global_batch=1)
     trace = describe_row(dataset, 1, loader)
     assert [(each.sample, each.status, each.key or each.reason) for each in trace.candidates] == [
         (0, "sample", "000000001-000"),

@@ -8,53 +8,24 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vlmdata.cli.loader_options import with_loader_options
 from vlmdata.wording import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from vlmdata.loader.choice import LoaderChoice
     from vlmdata.packing.report import PlanReport
 
-_PACK, _LAYOUT, _BLEND = "Packs", "Parallel layout", "Several datasets"
 
-
+@with_loader_options("dp_rank", "balance")
 def plan(
-    data: Annotated[list[str], typer.Argument(metavar="DIR", help="Dataset directories or fsspec URLs.")],
-    capacity: Annotated[int, typer.Option(help="Largest number of tokens in a pack.", rich_help_panel=_PACK)],
-    global_batch: Annotated[
-        int, typer.Option(help="Packs per optimizer step, over all ranks.", rich_help_panel=_PACK)
-    ] = 1,
-    max_patches: Annotated[
-        int | None, typer.Option(help="Most vision patches in a pack.", rich_help_panel=_PACK)
+    choice: LoaderChoice,
+    data: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="DIR", help="Dataset directories or fsspec URLs. Default: those of --run."),
     ] = None,
-    pad_to_capacity: Annotated[
-        bool, typer.Option("--pad-to-capacity", help="Packs of exactly the capacity.", rich_help_panel=_PACK)
-    ] = False,
-    last: Annotated[str, typer.Option(help="Incomplete last step: pad, keep, drop.", rich_help_panel=_PACK)] = "pad",
-    shuffle_window: Annotated[
-        int | None, typer.Option(help="Shards packed and shuffled together. Default: all.", rich_help_panel=_PACK)
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of packing and order.", rich_help_panel=_PACK)] = 0,
-    epoch: Annotated[int, typer.Option(help="Which epoch to plan.", rich_help_panel=_PACK)] = 0,
-    dp: Annotated[int, typer.Option(help="Data-parallel ranks.", rich_help_panel=_LAYOUT)] = 1,
-    cp: Annotated[int, typer.Option(help="Context-parallel size.", rich_help_panel=_LAYOUT)] = 1,
-    tp: Annotated[int, typer.Option(help="Tensor-parallel size.", rich_help_panel=_LAYOUT)] = 1,
-    sp: Annotated[bool, typer.Option("--sp/--no-sp", help="Sequence parallelism.", rich_help_panel=_LAYOUT)] = True,
-    pad_multiple: Annotated[
-        int, typer.Option(help="Any further multiple for sample lengths.", rich_help_panel=_LAYOUT)
-    ] = 1,
-    cost: Annotated[
-        str,
-        typer.Option(
-            help="Model size whose cost balances packs over ranks: 0.8b, 2b, 4b, 9b, 27b, ….", rich_help_panel=_LAYOUT
-        ),
-    ] = "4b",
-    weights: Annotated[
-        str | None, typer.Option(help="One weight per dataset, e.g. 0.7,0.3.", rich_help_panel=_BLEND)
-    ] = None,
-    weights_by: Annotated[
-        str, typer.Option(help="What weights mean: epochs, tokens, samples.", rich_help_panel=_BLEND)
-    ] = "tokens",
+    epoch: Annotated[int, typer.Option(help="Which epoch to plan.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Plan an epoch and report packs, fill, waste, balance and steps. Reads the index only, no media.
@@ -65,45 +36,33 @@ def plan(
 
     - `vlmdata plan data/cord data/chat --capacity 16384 --global-batch 64 --dp 8 --cp 2 --tp 2 --weights 0.7,0.3`
 
+    - `vlmdata plan --run runs/cord --capacity 16384` (what another capacity would make of a run)
+
     **Exit codes**: 0 done; 2 wrong options, no dataset, or a sample that fits no pack.
     """
-    from vlmdata.alignment import alignment
     from vlmdata.loader.open import DEFAULT_CACHE_BYTES, open_for_loading, require_one_tokenizer, sample_table
-    from vlmdata.packing.config import Blend, PlanConfig
-    from vlmdata.packing.cost import cost_model
     from vlmdata.packing.plan import plan_epoch
     from vlmdata.packing.report import report_plan
 
-    datasets = [open_for_loading(location, None, DEFAULT_CACHE_BYTES)[0] for location in data]
+    places = choice.data(data or [])
+    datasets = [open_for_loading(location, None, DEFAULT_CACHE_BYTES)[0] for location in places]
+    if choice.run is not None and not data:
+        choice.run.require_same_data(datasets)
     require_one_tokenizer(datasets)
-    try:
-        blend = Blend(weights_by, tuple(float(w) for w in weights.split(","))) if weights else None  # type: ignore[arg-type]
-        config = PlanConfig(
-            capacity=capacity,
-            global_batch=global_batch,
-            alignment=alignment(cp, tp, sp, pad_multiple),
-            max_patches=max_patches,
-            pad_to_capacity=pad_to_capacity,
-            last=last,  # type: ignore[arg-type]
-            shuffle_window=shuffle_window,
-            seed=seed,
-            blend=blend,
-            cost=cost_model(cost),
-        )
-        table = sample_table(datasets)
-        offsets = table.dataset_offsets()
+    loader_config = choice.config(datasets)
+    config = loader_config.plan_config()
+    table = sample_table(datasets)
+    offsets = table.dataset_offsets()
 
-        def key_of(sample: int) -> str:
-            dataset = int(table.dataset[sample])
-            return f"{Path(data[dataset]).name}:{datasets[dataset].index.key(sample - int(offsets[dataset]))}"
+    def key_of(sample: int) -> str:
+        dataset = int(table.dataset[sample])
+        return f"{Path(places[dataset]).name}:{datasets[dataset].index.key(sample - int(offsets[dataset]))}"
 
-        report = report_plan(plan_epoch(table, config, epoch, key_of), dp)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    report = report_plan(plan_epoch(table, config, epoch, key_of), loader_config.parallelism.dp_size or 1)
     if as_json:
-        print(json.dumps({"data": data, "config": config.to_dict(), **report.to_dict()}, indent=2))
+        print(json.dumps({"data": places, "config": config.to_dict(), **report.to_dict()}, indent=2))
     else:
-        _print(data, report)
+        _print(places, report)
 
 
 def _print(data: list[str], report: PlanReport) -> None:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vlmdata.errors import DatasetFormatError
+from vlmdata.errors import DatasetFormatError, NotFoundError
 from vlmdata.format.schema import DOCUMENTS, IMAGES, MEMBERS, OPTIONAL_MEMBERS, PATCHES_RAW
 from vlmdata.format.shard import ArrayPlace, Placement
 
@@ -339,12 +339,12 @@ class DatasetIndex:
         """Index of the sample with this key.
 
         Raises:
-            KeyError: If there is none.
+            NotFoundError: If there is none.
         """
         found = self._by_key.get(key)
         if found is None:
             first, last = (self.key(0), self.key(len(self) - 1)) if len(self) else ("none", "none")
-            raise KeyError(f"no sample {key!r}; keys run from {first} to {last}")
+            raise NotFoundError(f"no sample {key!r}; keys run from {first} to {last}")
         return found
 
     @cached_property

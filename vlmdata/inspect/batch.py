@@ -10,6 +10,7 @@ import torch
 
 from vlmdata.batch import IGNORE_INDEX, PackedBatch
 from vlmdata.context_parallel import chunk_ranges
+from vlmdata.errors import NotFoundError
 from vlmdata.loader.loader import StreamingLoader
 from vlmdata.packing.cost import CostModel
 from vlmdata.packing.plan import EMPTY_PACK
@@ -206,12 +207,12 @@ def batch_at(loader: StreamingLoader, number: int, epoch: int = 0) -> PackedBatc
         epoch: The epoch.
 
     Raises:
-        IndexError: If the epoch has no such batch for this rank.
+        NotFoundError: If the epoch has no such batch for this rank.
     """
     total = num_batches(loader, epoch)
     if not 0 <= number < total:
-        raise IndexError(f"no batch {number}: rank {loader.dp_rank} gets {total}, from 0, in epoch {epoch}")
-    step, micro_batch = divmod(number, loader.config.global_batch // loader.dp_size)
+        raise NotFoundError(f"no batch {number}: rank {loader.dp_rank} gets {total}, from 0, in epoch {epoch}")
+    step, micro_batch = divmod(number, loader.plan_config.global_batch // loader.dp_size)
     loader.load_state_dict({**loader.state_dict(), "epoch": epoch, "step": step, "micro_batch": micro_batch})
     return next(iter(loader))
 

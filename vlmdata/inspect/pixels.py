@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from vlmdata.errors import DatasetFormatError
+from vlmdata.errors import DatasetFormatError, NotFoundError
 from vlmdata.families import Family
 from vlmdata.format.schema import Sample
 
@@ -30,12 +30,12 @@ def rebuild_image(sample: Sample, number: int, family: Family) -> npt.NDArray[np
         uint8 (H, W, 3).
 
     Raises:
-        IndexError: If the sample has no such image.
+        NotFoundError: If the sample has no such image.
         DatasetFormatError: If its grid and the stored patches do not fit together.
     """
     grids = sample.image_grid_thw.astype(np.int64)
     if not 0 <= number < len(grids):
-        raise IndexError(f"no image {number}: sample {sample.key} has {len(grids)}, from 0")
+        raise NotFoundError(f"no image {number}: sample {sample.key} has {len(grids)}, from 0")
     start = int(grids[:number].prod(axis=1).sum())
     _, height, width = grids[number].tolist()
     merge = family.merge_size

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vlmdata.errors import NotFoundError, UsageError
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.index import DatasetIndex
 from vlmdata.inspect.findings import KINDS, IndexFindings, Severity
@@ -104,10 +105,10 @@ def parse_query(text: str, sort: str = "stored") -> Query:
         sort: Order of the answers.
 
     Raises:
-        ValueError: If there is no such order, or a word looks like a condition on an unknown field.
+        UsageError: If there is no such order, or a word looks like a condition on an unknown field.
     """
     if sort not in SORTS:
-        raise ValueError(f"sort {sort!r}: there are {', '.join(SORTS)}")
+        raise UsageError(f"sort {sort!r}: there are {', '.join(SORTS)}")
     conditions, flags, words = [], [], []
     for word in text.split():
         match = _TERM.fullmatch(word)
@@ -118,7 +119,7 @@ def parse_query(text: str, sort: str = "stored") -> Query:
         elif word in FLAGS:
             flags.append(word)
         elif re.fullmatch(r"[a-z]+(<=|>=|<|>|=)[0-9].*|is:.*", word):
-            raise ValueError(
+            raise UsageError(
                 f"{word!r}: conditions are FIELD<NUMBER with <, <=, >, >= or =, for the fields {', '.join(FIELDS)} "
                 f"(target also as 5%), and {', '.join(FLAGS)}"
             )
@@ -165,7 +166,7 @@ def candidates(facts: IndexFindings, query: Query, suspicious: Sequence[int] = (
 def _named(index: DatasetIndex, text: str) -> int | None:
     try:
         return index.position_of(text)
-    except KeyError:
+    except NotFoundError:
         return None
 
 

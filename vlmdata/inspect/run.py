@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from vlmdata.errors import ResourceError
+from vlmdata.errors import ResourceError, UsageError
 from vlmdata.format.dataset import VlmDataset, open_dataset
-from vlmdata.inspect.options import PackOptions, default_capacity
 from vlmdata.inspect.serialise import to_json
 from vlmdata.wording import counted
 
 if TYPE_CHECKING:
+    from vlmdata.loader.choice import LoaderChoice
     from vlmdata.loader.loader import StreamingLoader
 
 #: Samples that ``--find`` lists in the terminal; ``--json`` gives all.
@@ -30,13 +30,13 @@ class Run:
 
     Attributes:
         data: Dataset directories.
-        options: The loader's options.
+        choice: The loader's options as they were given.
         epoch: The epoch for packs.
         as_json: Whether to print JSON.
     """
 
     data: Sequence[str]
-    options: PackOptions
+    choice: LoaderChoice
     epoch: int
     as_json: bool
 
@@ -45,7 +45,7 @@ class Run:
         from vlmdata.inspect.dataset import describe_dataset
         from vlmdata.inspect.terminal.card import print_card
 
-        card = describe_dataset(self._dataset("a card"), check=check, seed=self.options.seed)
+        card = describe_dataset(self._dataset("a card"), check=check, seed=int(self.choice["seed"]))
         self._show(card, lambda console: print_card(console, card))
 
     def sample(self, which: str, tokens: bool) -> None:
@@ -64,7 +64,7 @@ class Run:
 
         dataset = self._dataset("--row")
         # Planning costs torch and seconds: only those who name the loader's capacity are told its steps.
-        loader = self._loader([dataset]) if self.options.capacity is not None else None
+        loader = self._loader([dataset]) if "capacity" in self.choice.given or self.choice.run is not None else None
         trace = describe_row(dataset, source_row, loader, self.epoch)
         positions = [candidate.index for candidate in trace.candidates]
         describe = SampleDescriber(dataset) if any(i is not None for i in positions) else None
@@ -83,9 +83,8 @@ class Run:
         dataset = self._dataset("--find")
         query = parse_query(text)
         # Tokens are looked into only if it is asked what is suspicious.
-        card = (
-            describe_dataset(dataset, check=check, seed=self.options.seed) if "is:suspicious" in query.flags else None
-        )
+        look = "is:suspicious" in query.flags
+        card = describe_dataset(dataset, check=check, seed=int(self.choice["seed"])) if look else None
         order = candidates(
             IndexFindings(dataset.index, dataset.family), query, () if card is None else suspicious_samples(card)
         )
@@ -104,12 +103,15 @@ class Run:
         found = self._described(loader, number, batch_at(loader, number, self.epoch))
         self._show(found, lambda console: print_batch(console, found))
 
-    def step(self, epoch: int, step: int, dp_rank: int | None) -> None:
-        """Prints the samples of an optimizer step."""
+    def step(self, epoch: int | None, step: int) -> None:
+        """Prints the samples of an optimizer step; without an epoch, of that step of the whole run, from 1."""
         from vlmdata.inspect.terminal.trace import print_step
-        from vlmdata.inspect.trace import describe_step
+        from vlmdata.inspect.trace import describe_step, step_of_run
 
-        found = describe_step(self._loader(self._datasets()), epoch, step, dp_rank)
+        loader = self._loader(self._datasets())
+        if epoch is None:
+            epoch, step = step_of_run(loader, step)
+        found = describe_step(loader, epoch, step, self.choice.given.get("dp_rank"))
         self._show(found, lambda console: print_step(console, found))
 
     def html(self, path: Path, count: int, keys: list[str] | None, packs: int, check: int | None) -> None:
@@ -122,9 +124,9 @@ class Run:
         from vlmdata.inspect.sample import position_of
 
         dataset = self._dataset("--html")
-        card = describe_dataset(dataset, check=check, seed=self.options.seed)
+        card = describe_dataset(dataset, check=check, seed=int(self.choice["seed"]))
         if keys is None:
-            chosen = choose_samples(card, len(dataset), count, self.options.seed)
+            chosen = choose_samples(card, len(dataset), count, int(self.choice["seed"]))
         else:
             chosen = given_samples([position_of(dataset, key.strip()) for key in keys])
         loader = self._loader([dataset]) if len(dataset) else None
@@ -155,7 +157,7 @@ class Run:
         from vlmdata.inspect.server import PackSource, build_app
 
         dataset = self._dataset("--serve")
-        card = describe_dataset(dataset, check=check, seed=self.options.seed)
+        card = describe_dataset(dataset, check=check, seed=int(self.choice["seed"]))
         loader = self._loader([dataset]) if len(dataset) else None
         packs = PackSource(loader, self.epoch, {} if loader is None else self._told(loader))
         with _listen(host, port) as listening:
@@ -179,28 +181,28 @@ class Run:
 
         return describe_batch(
             batch,
-            cost=loader.config.cost,
-            context_parallel=self.options.context_parallel,
-            capacity=loader.config.capacity,
+            cost=loader.plan_config.cost,
+            context_parallel=loader.config.parallelism.context_parallel,
+            capacity=loader.plan_config.capacity,
             number=number,
         )
 
     def _told(self, loader: StreamingLoader) -> dict[str, Any]:
         """The options that say which packs these are."""
-        options = self.options
+        config, plan = loader.config, loader.plan_config
         return {
-            "capacity": loader.config.capacity,
-            "alignment": loader.config.alignment,
-            "context_parallel": options.context_parallel,
-            "global_batch": options.global_batch,
-            "data_parallel": f"rank {options.dp_rank} of {options.dp_size}",
-            "seed": options.seed,
+            "capacity": plan.capacity,
+            "alignment": plan.alignment,
+            "context_parallel": config.parallelism.context_parallel,
+            "global_batch": plan.global_batch,
+            "data_parallel": f"rank {loader.dp_rank} of {loader.dp_size}",
+            "seed": plan.seed,
             "epoch": self.epoch,
         }
 
     def _dataset(self, what: str) -> VlmDataset:
         if len(self.data) > 1:
-            raise ValueError(f"{what} looks into one dataset, {len(self.data)} were given; only --pack and --step mix")
+            raise UsageError(f"{what} looks into one dataset, {len(self.data)} were given; only --pack and --step mix")
         return open_dataset(self.data[0])
 
     def _datasets(self) -> list[VlmDataset]:
@@ -210,8 +212,14 @@ class Run:
         return [open_for_loading(location, None, DEFAULT_CACHE_BYTES)[0] for location in self.data]
 
     def _loader(self, datasets: Sequence[VlmDataset]) -> StreamingLoader:
-        capacity = self.options.capacity if self.options.capacity is not None else default_capacity(datasets)
-        return self.options.loader(self.data, capacity)
+        """A loader with the chosen options that reads no pixels."""
+        from vlmdata.loader.loader import StreamingLoader
+
+        config = self.choice.config(datasets)
+        if self.choice.run is not None:
+            self.choice.run.require_same_data(datasets)
+        rank = config.parallelism.dp_rank or 0
+        return StreamingLoader(self.data, config, dp_rank=rank, parts=("tokens", "labels"))
 
     def _show(self, found: Any, draw: Callable[[Console], None]) -> None:
         if self.as_json:

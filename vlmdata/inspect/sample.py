@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vlmdata.errors import DatasetFormatError
+from vlmdata.errors import DatasetFormatError, NotFoundError
 from vlmdata.families import Family
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.schema import Sample
@@ -238,8 +238,7 @@ def describe_sample(dataset: VlmDataset, which: int | str) -> SampleDescription:
         The description.
 
     Raises:
-        KeyError: If there is no sample with this key.
-        IndexError: If there is no such position.
+        NotFoundError: If there is no sample with this key or at this position.
         DatasetFormatError: If its shard or the tokenizer cannot be read.
     """
     return SampleDescriber(dataset)(position_of(dataset, which))
@@ -252,21 +251,20 @@ def position_of(dataset: VlmDataset, which: int | str) -> int:
     eighteenth sample, "000000017" the sample of source row 17 or an error, never something else.
 
     Raises:
-        KeyError: If there is no sample with this key.
-        IndexError: If there is no such position.
+        NotFoundError: If there is no sample with this key or at this position.
     """
     total = len(dataset)
     if not total:
-        raise IndexError(f"no sample {which}: {dataset.name} has none (all rows were rejected?)")
+        raise NotFoundError(f"no sample {which}: {dataset.name} has none (all rows were rejected?)")
     if isinstance(which, str):
         if not re.fullmatch(r"0|-?[1-9][0-9]{0,17}", which):
             return dataset.index.position_of(which)
         try:
             return dataset.index.position_of(which)
-        except KeyError:
+        except NotFoundError:
             which = int(which)
     if not -total <= which < total:
-        raise IndexError(f"no sample {which}: the dataset has {total:,}, numbered 0 to {total - 1}")
+        raise NotFoundError(f"no sample {which}: the dataset has {total:,}, numbered 0 to {total - 1}")
     return which % total
 
 

@@ -24,7 +24,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vlmdata.errors import VlmdataError
+from vlmdata.errors import NotFoundError, UsageError, VlmdataError
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.inspect.dataset import DatasetCard, suspicious_samples
 from vlmdata.inspect.page.build import Document, build_page
@@ -74,9 +74,9 @@ class PackSource:
             found = [
                 describe_batch(
                     batch_at(loader, number, self.epoch),
-                    cost=loader.config.cost,
+                    cost=loader.plan_config.cost,
                     context_parallel=self.options["context_parallel"],
-                    capacity=loader.config.capacity,
+                    capacity=loader.plan_config.capacity,
                     number=number,
                 )
                 for number in range(start, min(start + count, total))
@@ -121,7 +121,7 @@ class InspectApp:
     def _list(self, request: Request) -> Response:
         try:
             query = parse_query(request.query_params.get("query", ""), request.query_params.get("sort", "stored"))
-        except ValueError as error:
+        except UsageError as error:
             raise HTTPException(400, str(error)) from error
         order = self._candidates(query)
         hits = search(
@@ -150,7 +150,7 @@ class InspectApp:
     def _pixels(self, request: Request, number: int) -> npt.NDArray[np.uint8]:
         try:
             return rebuild_image(self._dataset[self._index(request)], number, self._dataset.family)
-        except IndexError as error:
+        except NotFoundError as error:
             raise HTTPException(404, str(error)) from error
 
     def _pack_list(self, request: Request) -> Response:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vlmdata.errors import DatasetFormatError
+from vlmdata.errors import DatasetFormatError, NotFoundError
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.ledger import read_ledger
 from vlmdata.format.schema import LEDGER_NAME, parse_key
@@ -184,15 +184,15 @@ def describe_step(loader: StreamingLoader, epoch: int, step: int, dp_rank: int |
         The packs by rank and micro-batch.
 
     Raises:
-        IndexError: If the epoch has no such step, or the loader no such rank.
+        NotFoundError: If the epoch has no such step, or the loader no such rank.
     """
     if epoch < 0:
-        raise IndexError(f"epoch {epoch}: epochs count from 0")
+        raise NotFoundError(f"epoch {epoch}: epochs count from 0")
     plan = loader.plan(epoch)
     if not 0 <= step < plan.num_steps:
-        raise IndexError(f"no step {step}: epoch {epoch} has {plan.num_steps:,}, from 0")
+        raise NotFoundError(f"no step {step}: epoch {epoch} has {plan.num_steps:,}, from 0")
     if dp_rank is not None and not 0 <= dp_rank < loader.dp_size:
-        raise IndexError(f"no data-parallel rank {dp_rank}: there are {loader.dp_size}, from 0")
+        raise NotFoundError(f"no data-parallel rank {dp_rank}: there are {loader.dp_size}, from 0")
     assignment = plan.assignment(step, loader.dp_size)
     packs = []
     for rank in range(loader.dp_size) if dp_rank is None else [dp_rank]:
@@ -200,6 +200,24 @@ def describe_step(loader: StreamingLoader, epoch: int, step: int, dp_rank: int |
             packs.append(_pack(loader, epoch, rank, micro_batch, number))
     names = tuple(dataset.name for dataset in loader.datasets)
     return StepDescription(epoch, step, plan.num_steps, loader.dp_size, names, tuple(packs))
+
+
+def step_of_run(loader: StreamingLoader, number: int) -> tuple[int, int]:
+    """Epoch and step within it of a training run's step.
+
+    Args:
+        loader: The run's loader. Epochs before the step are planned, as each has its own number of steps.
+        number: The step as trainers count, from 1 over all epochs.
+
+    Raises:
+        NotFoundError: If it is not at least 1.
+    """
+    if number < 1:
+        raise NotFoundError(f"no step {number}: a run's steps count from 1")
+    epoch, step = 0, number - 1
+    while step >= (steps := loader.steps(epoch)):
+        epoch, step = epoch + 1, step - steps
+    return epoch, step
 
 
 def describe_row(
@@ -217,13 +235,13 @@ def describe_row(
         The trace.
 
     Raises:
-        IndexError: If the source has no such row, or the dataset is made of others.
+        NotFoundError: If the source has no such row, or the dataset is made of others.
         DatasetFormatError: If the row is neither in the index nor in the ledger.
     """
     selection = Selection.read(dataset.manifest.source)
     rows = dataset.manifest.totals.rows if selection is None else selection.of_rows
     if not 0 <= source_row < rows:
-        raise IndexError(f"no source row {source_row}: the source has {rows:,}, from 0")
+        raise NotFoundError(f"no source row {source_row}: the source has {rows:,}, from 0")
     index = dataset.index
     first, stop = (int(np.searchsorted(index.source_row, source_row, side)) for side in ("left", "right"))
     found = [_sample_trace(dataset, i, loader, epoch) for i in range(first, stop)]
@@ -235,7 +253,7 @@ def describe_row(
             if rejection.row == source_row
         ]
     if not found and selection is not None:
-        raise IndexError(
+        raise NotFoundError(
             f"source row {source_row} is not in this dataset: it is made of {dataset.manifest.totals.rows:,} of the "
             f"source's {rows:,} rows"
         )
@@ -274,7 +292,7 @@ def found_samples(dataset: VlmDataset, positions: Iterable[int]) -> tuple[FoundS
 
 
 def _pack(loader: StreamingLoader, epoch: int, rank: int, micro_batch: int, number: int) -> StepPack:
-    plan, config = loader.plan(epoch), loader.config
+    plan, config = loader.plan(epoch), loader.plan_config
     if number == EMPTY_PACK:
         tokens = config.capacity if config.pad_to_capacity else config.alignment
         return StepPack(rank, micro_batch, EMPTY_PACK, tokens, 0, 0, ())
@@ -314,7 +332,7 @@ def _uses(loader: StreamingLoader, epoch: int, i: int) -> tuple[RowUse, ...]:
     packs = np.searchsorted(plan.offsets, np.flatnonzero(plan.samples == i), side="right") - 1
     uses = []
     for pack in packs.tolist():
-        step = pack // loader.config.global_batch
+        step = pack // loader.plan_config.global_batch
         if step >= plan.num_steps:
             uses.append(RowUse(epoch, None, None, None, pack))
             continue

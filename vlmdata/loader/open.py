@@ -20,12 +20,13 @@ from vlmdata.format.manifest import Manifest, ShardInfo
 from vlmdata.format.schema import INDEX_NAME, LEDGER_NAME, MANIFEST_NAME, TOKENIZER_DIR
 from vlmdata.format.tokenizer_files import tokenizer_file_names
 from vlmdata.loader.cache import RemoteShards
+from vlmdata.loader.config import DEFAULT_CAPACITY, Reading
 from vlmdata.loader.remote import download
 from vlmdata.loader.shards import DatasetShards, LocalShards, ShardFile, ShardSource
 from vlmdata.locations import is_url, place_of
 from vlmdata.packing.table import SampleTable, concatenate_tables, table_from_columns
 
-DEFAULT_CACHE_BYTES = 100 * 1024**3
+DEFAULT_CACHE_BYTES = Reading.cache_bytes
 
 
 def default_cache_dir() -> Path:
@@ -173,3 +174,15 @@ def sample_table(datasets: Sequence[VlmDataset]) -> SampleTable:
             )
         )
     return concatenate_tables(tables)
+
+
+def default_capacity(datasets: Sequence[VlmDataset]) -> int:
+    """The capacity if none is given: 8,192 tokens, or the longest sample rounded up to a multiple of 1,024.
+
+    Raises:
+        DatasetFormatError: If there is no sample.
+    """
+    longest = max((int(np.max(dataset.index.lengths, initial=0)) for dataset in datasets), default=0)
+    if longest == 0:
+        raise DatasetFormatError(f"{datasets[0].name}: has no samples (all rows were rejected?)")
+    return max(DEFAULT_CAPACITY, -(-longest // 1024) * 1024)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from vlmdata.errors import UsageError
+
 _log = logging.getLogger("vlmdata.loader")
 _told: set[DataParallel] = set()
 
@@ -51,12 +53,12 @@ def data_parallel(
         tensor_parallel: Tensor-parallel size.
 
     Raises:
-        ValueError: If these do not fit together or not with the process group, or the rank cannot be told.
+        UsageError: If these do not fit together or not with the process group, or the rank cannot be told.
     """
     world = _world()
     if dp_rank is not None and dp_size is None:
         if world is not None and world.size > 1:
-            raise ValueError(f"dp_rank {dp_rank} without dp_size: give both, or neither")
+            raise UsageError(f"dp_rank {dp_rank} without dp_size: give both, or neither")
         dp_size = 1
     if dp_size is not None:
         found = _given(dp_rank, dp_size, context_parallel * tensor_parallel, world)
@@ -80,19 +82,19 @@ def _given(dp_rank: int | None, dp_size: int, model_parallel: int, world: _World
         elif world is not None and world.size == dp_size:
             dp_rank = world.rank
         else:
-            raise ValueError(f"dp_size {dp_size} without dp_rank: give both, or neither")
+            raise UsageError(f"dp_size {dp_size} without dp_rank: give both, or neither")
     if dp_size < 1 or not 0 <= dp_rank < dp_size:
-        raise ValueError(f"dp_rank {dp_rank} of dp_size {dp_size}: ranks count from 0 to dp_size - 1")
+        raise UsageError(f"dp_rank {dp_rank} of dp_size {dp_size}: ranks count from 0 to dp_size - 1")
     if world is not None and world.size > 1 and world.source == _GROUP:
         # Pipeline stages and the like multiply these, so they need not be the whole world, but must divide it.
         if world.size % (dp_size * model_parallel):
             parallel = f" x {model_parallel} (context x tensor parallel)" if model_parallel > 1 else ""
-            raise ValueError(
+            raise UsageError(
                 f"dp_size {dp_size}{parallel} does not divide the {world.size} processes of the process group; leave "
                 "dp_rank and dp_size out, or give those of this run"
             )
         if world.size == dp_size and dp_rank != world.rank:
-            raise ValueError(
+            raise UsageError(
                 f"dp_rank is {dp_rank}, but this is rank {world.rank} of {world.size} in the process group and dp_size "
                 f"is {dp_size} too; leave both out, or give dp_rank={world.rank}"
             )
@@ -104,7 +106,7 @@ def _default(context_parallel: int, tensor_parallel: int, world: _World | None) 
     if world is None or world.size in (1, model_parallel):
         return DataParallel(0, 1)
     if model_parallel > 1:
-        raise ValueError(
+        raise UsageError(
             f"{world.source} has {world.size} processes, with context_parallel {context_parallel} and tensor_parallel "
             f"{tensor_parallel}: which data-parallel rank this is cannot be told from that; give dp_rank and dp_size"
         )

@@ -10,11 +10,12 @@ import torch
 
 from vlmdata.batch import PackedBatch
 from vlmdata.loader.buffers import BufferPool
+from vlmdata.loader.config import Reading
 from vlmdata.loader.device import DeviceMover, InFlight
 from vlmdata.loader.shards import DatasetShards
 from vlmdata.loader.state import Position
 from vlmdata.loader.stream import RankStream, Tag
-from vlmdata.loader.workers import Filled, PipelineConfig, WorkerPipeline, make_here
+from vlmdata.loader.workers import Filled, WorkerPipeline, make_here
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +51,7 @@ class Session:
         self,
         stream: RankStream,
         shards: Sequence[DatasetShards],
-        config: PipelineConfig,
+        config: Reading,
         device: torch.device | None,
         start: Position,
     ):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch.utils.data
 
 from vlmdata.batch import PackedBatch
+from vlmdata.errors import UsageError
 
 if TYPE_CHECKING:
     from vlmdata.loader.loader import StreamingLoader
@@ -30,7 +31,7 @@ class LoaderDataset(torch.utils.data.IterableDataset[PackedBatch]):
     def __iter__(self) -> Iterator[PackedBatch]:
         worker = torch.utils.data.get_worker_info()
         if worker is not None:
-            raise ValueError(
+            raise UsageError(
                 f"DataLoader(num_workers={worker.num_workers}) over a StreamingLoader: every worker would yield all "
                 "batches. Use num_workers=0 here and give StreamingLoader, which has workers of its own, num_workers"
             )

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from vlmdata.errors import ResourceError, VlmdataError
 from vlmdata.loader.assemble import assemble, layout_of
 from vlmdata.loader.buffers import BufferMaps, BufferName, BufferPool, Lease
+from vlmdata.loader.config import Reading
 from vlmdata.loader.request import PackRequest
 from vlmdata.loader.shards import DatasetShards, ShardStore
 from vlmdata.loader.starting import worker_context
@@ -56,34 +57,6 @@ class Filled[T]:
     job: Job[T]
     lease: Lease
     bytes_read: int
-
-
-@dataclass(frozen=True)
-class PipelineConfig:
-    """How batches are made.
-
-    Attributes:
-        num_workers: Worker processes; 0 makes batches when they are asked for.
-        prefetch_factor: Batches under way per worker.
-        timeout: Seconds to wait for a batch before giving up on a stuck worker. A killed worker is noticed after 5 s
-            and replaced, unless this is less.
-        verify: Whether reads are checked against their checksums.
-        multiprocessing_context: Start method of workers; None is PyTorch's default.
-    """
-
-    num_workers: int
-    prefetch_factor: int
-    timeout: float
-    verify: bool
-    multiprocessing_context: str | None
-
-    def __post_init__(self) -> None:
-        if self.num_workers < 0:
-            raise ValueError(f"num_workers is {self.num_workers}; it must be at least 0")
-        if self.prefetch_factor < 1:
-            raise ValueError(f"prefetch_factor is {self.prefetch_factor}; it must be at least 1")
-        if not self.timeout > 0:
-            raise ValueError(f"timeout is {self.timeout}; it must be more than 0 seconds")
 
 
 class _Maker(torch.utils.data.Dataset[Any]):
@@ -133,7 +106,7 @@ class WorkerPipeline[T]:
         jobs: Iterator[Job[T]],
         datasets: Sequence[DatasetShards],
         pool: BufferPool,
-        config: PipelineConfig,
+        config: Reading,
         on_thread: Callable[[Filled[T]], Any],
     ):
         self._jobs, self._datasets, self._pool, self._config = jobs, datasets, pool, config

@@ -16,6 +16,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from vlmdata.errors import UsageError
 from vlmdata.packing.config import Blend
 from vlmdata.packing.seeding import derive_key, grouped_permutation, permutation
 from vlmdata.packing.table import SampleTable
@@ -70,13 +71,13 @@ def passes_per_epoch(table: SampleTable, blend: Blend | None) -> tuple[Fraction,
         One exact number per dataset.
 
     Raises:
-        ValueError: If the number of weights is not that of the datasets.
+        UsageError: If the number of weights is not that of the datasets.
     """
     if blend is None:
         return (Fraction(1),) * table.num_datasets
     weights = blend.fractions()
     if len(weights) != table.num_datasets:
-        raise ValueError(
+        raise UsageError(
             f"blend has {counted(len(weights), 'weight')} for {counted(table.num_datasets, 'dataset')}; give one each"
         )
     if blend.by == "epochs":

@@ -11,6 +11,7 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from vlmdata.differences import differing
+from vlmdata.errors import UsageError
 from vlmdata.packing.cost import DEFAULT_COST, CostModel, cost_model
 
 # Changes whenever the same inputs give another plan, so that a resume across versions is refused, not silently
@@ -42,9 +43,9 @@ class Blend:
 
     def __post_init__(self) -> None:
         if self.by not in ("epochs", "tokens", "samples"):
-            raise ValueError(f"blend by {self.by!r}: must be 'epochs', 'tokens' or 'samples'")
+            raise UsageError(f"blend by {self.by!r}: must be 'epochs', 'tokens' or 'samples'")
         if not self.weights or min(self.weights) < 0 or not 0 < sum(self.weights) < float("inf"):
-            raise ValueError(f"blend weights {list(self.weights)}: need numbers >= 0, not all 0")
+            raise UsageError(f"blend weights {list(self.weights)}: need numbers >= 0, not all 0")
         # 2 and 2.0 are the same weight and must have the same fingerprint.
         object.__setattr__(self, "weights", tuple(float(weight) for weight in self.weights))
 
@@ -94,14 +95,14 @@ class PlanConfig:
             # Plain ints only: numpy's are equal to them, but neither JSON nor the seeding knows them.
             object.__setattr__(self, name, operator.index(value))
             if name != "seed" and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
+                raise UsageError(f"{name} is {value}; it must be at least 1")
         if self.last not in ("drop", "pad", "keep"):
-            raise ValueError(f"last is {self.last!r}; it must be 'drop', 'pad' or 'keep'")
+            raise UsageError(f"last is {self.last!r}; it must be 'drop', 'pad' or 'keep'")
         if self.capacity < self.alignment:
-            raise ValueError(f"capacity {self.capacity} is below the alignment {self.alignment}")
+            raise UsageError(f"capacity {self.capacity} is below the alignment {self.alignment}")
         if self.pad_to_capacity and self.capacity % self.alignment:
             down = self.capacity // self.alignment * self.alignment
-            raise ValueError(
+            raise UsageError(
                 f"pad_to_capacity needs a capacity that is a multiple of the alignment {self.alignment}, got "
                 f"{self.capacity}; use {down} or {down + self.alignment}"
             )

@@ -19,6 +19,7 @@ from importlib.metadata import entry_points
 import numpy as np
 import numpy.typing as npt
 
+from vlmdata.errors import UsageError
 from vlmdata.wording import counted
 
 #: Each entry is a function without arguments that returns cost models by the name of the model size.
@@ -103,11 +104,11 @@ def cost_model(name: str) -> CostModel:
         name: Such as "0.8b", "2b", "4b" or "9b".
 
     Raises:
-        ValueError: If no installed package names it.
+        UsageError: If no installed package names it.
     """
     known = _named()
     if name not in known:
-        raise ValueError(f"no cost model for {name!r}; known sizes: {', '.join(known) or 'none'}")
+        raise UsageError(f"no cost model for {name!r}; known sizes: {', '.join(known) or 'none'}")
     return known[name]
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlmdata.alignment import aligned
+from vlmdata.errors import UsageError
 from vlmdata.packing.balance import balanced, in_order
 from vlmdata.packing.blend import epoch_passes
 from vlmdata.packing.config import PlanConfig
@@ -135,7 +136,7 @@ class EpochPlan:
 
         Raises:
             IndexError: If there is no such step.
-            ValueError: If ``global_batch`` is not a multiple of ``dp_size``.
+            UsageError: If ``global_batch`` is not a multiple of ``dp_size``.
         """
         packs = self.padded_step(number, dp_size)
         if self.config.balance:
@@ -158,11 +159,11 @@ class EpochPlan:
 
         Raises:
             IndexError: If there is no such step.
-            ValueError: If ``global_batch`` is not a multiple of ``dp_size``.
+            UsageError: If ``global_batch`` is not a multiple of ``dp_size``.
         """
         global_batch = self.config.global_batch
         if dp_size < 1 or global_batch % dp_size:
-            raise ValueError(f"global_batch {global_batch} is not a multiple of dp_size {dp_size}")
+            raise UsageError(f"global_batch {global_batch} is not a multiple of dp_size {dp_size}")
         packs = self.step(number)
         size = global_batch if self.config.last == "pad" else -(-len(packs) // dp_size) * dp_size
         return np.concatenate([packs, np.full(size - len(packs), EMPTY_PACK)])
@@ -174,7 +175,7 @@ class EpochPlan:
             dp_size: Data-parallel ranks.
 
         Raises:
-            ValueError: If ``global_batch`` is not a multiple of ``dp_size``.
+            UsageError: If ``global_batch`` is not a multiple of ``dp_size``.
         """
         if self.num_steps == 0:
             return 0
@@ -229,21 +230,21 @@ def plan_epoch(
         The plan.
 
     Raises:
-        ValueError: If a sample fits no pack, if there are no samples, if the blend does not match the datasets, or if
+        UsageError: If a sample fits no pack, if there are no samples, if the blend does not match the datasets, or if
             dropping the last step leaves none.
     """
     if epoch < 0:
-        raise ValueError(f"epoch is {epoch}; epochs count from 0")
+        raise UsageError(f"epoch is {epoch}; epochs count from 0")
     check_limits(table, config, key_of)
     passes = epoch_passes(table, config.blend, config.seed, epoch)
     if not passes:
-        raise ValueError(
+        raise UsageError(
             f"epoch {epoch} holds no samples: {counted(len(table), 'sample')} in all, blend {config.blend}"
         )
     windows = make_windows(table, passes, config.shuffle_window, config.seed, epoch)
     plan = _pack_windows(table, config, epoch, windows)
     if plan.num_steps == 0:
-        raise ValueError(
+        raise UsageError(
             f"epoch {epoch}: {counted(plan.num_packs, 'pack')} cannot make a step of global_batch "
             f"{config.global_batch}; lower it or use last='pad'"
         )
@@ -259,7 +260,7 @@ def check_limits(table: SampleTable, config: PlanConfig, key_of: Callable[[int],
         key_of: Gives a sample's key by table position; without it positions are shown.
 
     Raises:
-        ValueError: Counts all such samples and shows the first ten.
+        UsageError: Counts all such samples and shows the first ten.
     """
     lengths = aligned(table.lengths, config.alignment)
     usable = config.capacity // config.alignment * config.alignment
@@ -292,7 +293,7 @@ def _refuse(
     name = key_of if key_of is not None else (lambda i: f"sample {i}")
     shown = "; ".join(f"{name(i)} ({describe(i)})" for i in positions[:_SHOWN].tolist())
     more = f"; and {len(positions) - _SHOWN} more" if len(positions) > _SHOWN else ""
-    raise ValueError(
+    raise UsageError(
         f"{counted(len(positions), 'sample')} {what}: {shown}{more}. Either {remedy}, or leave them out when "
         "preprocessing (smaller max_pixels or max_length)"
     )

@@ -78,12 +78,12 @@ def test_packs_are_balanced_by_the_cost_of_the_model_that_is_trained(
 ) -> None:
     cpu = torch.device("cpu")
     with open_loader(config_of(two, tmp_path), ALONE, architecture, cpu) as loader:
-        assert loader.config.cost == step_flops(architecture).cost_model()
-        trained_tower = loader.config.cost
+        assert loader.plan_config.cost == step_flops(architecture).cost_model()
+        trained_tower = loader.plan_config.cost
     frozen = config_of(two, tmp_path, model__freeze=["vision"], model__mtp=False)
     with open_loader(frozen, ALONE, architecture, cpu) as loader:
-        assert loader.config.cost.per_patch < trained_tower.per_patch / 2
-        assert loader.config.cost.per_target == trained_tower.per_target / 2
+        assert loader.plan_config.cost.per_patch < trained_tower.per_patch / 2
+        assert loader.plan_config.cost.per_target == trained_tower.per_target / 2
 
 
 def trained(config: Any, resume: bool) -> None:

@@ -1,0 +1,161 @@
+"""One set of options: declared once, the same by keyword, in a configuration and on every command line."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import vlmdata.inspect.trace
+from vlmdata import Blend, LoaderConfig, StreamingLoader
+from vlmdata.cli.main import main
+from vlmdata.errors import UsageError
+from vlmdata.loader import config as declared
+from vlmdata.loader.config import Packing, Parallelism, Reading, loader_options
+from vlmdata.packing.cost import cost_model
+
+#: A value of each option that decides packs, other than its default, and the flags that give it.
+VALUES: dict[str, tuple[Any, list[str]]] = {
+    "capacity": (896, ["--capacity", "896"]),
+    "global_batch": (6, ["--global-batch", "6"]),
+    "max_patches": (400, ["--max-patches", "400"]),
+    "pad_to_capacity": (True, ["--pad-to-capacity"]),
+    "pad_multiple": (16, ["--pad-multiple", "16"]),
+    "last": ("keep", ["--last", "keep"]),
+    "shuffle_window": (2, ["--shuffle-window", "2"]),
+    "seed": (7, ["--seed", "7"]),
+    "blend": (Blend("epochs", (2.0,)), ["--weights", "2", "--weights-by", "epochs"]),
+    "cost": ("2b", ["--cost", "2b"]),
+    "context_parallel": (2, ["--cp", "2"]),
+    "tensor_parallel": (4, ["--tp", "4", "--sp"]),
+    "dp_size": (2, ["--dp", "2"]),
+}
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Runs ``vlmdata`` in this process; gives exit code, stdout and stderr."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["vlmdata", *map(str, arguments)])
+        monkeypatch.setenv("COLUMNS", "200")
+        with pytest.raises(SystemExit) as end:
+            main()
+        said = capsys.readouterr()
+        return int(end.value.code or 0), said.out, " ".join(said.err.split())
+
+    return call
+
+
+def test_every_option_says_what_it_means() -> None:
+    for option in loader_options().values():
+        assert re.fullmatch(r"[A-Z].*\.", option.help), option.name
+    assert {"capacity", "dp_size", "timeout"} <= set(inspect.signature(StreamingLoader).parameters)
+    assert str(inspect.signature(StreamingLoader).parameters["timeout"]) == "timeout: 'float' = 120.0"
+
+
+def test_keywords_make_a_configuration(chat: Path) -> None:
+    config = LoaderConfig(
+        Packing(capacity=832, global_batch=2, seed=3), Parallelism(dp_rank=0, dp_size=2), Reading(verify=False)
+    )
+    by_name = {"capacity": 832, "global_batch": 2, "seed": 3, "dp_rank": 0, "dp_size": 2, "verify": False}
+    assert LoaderConfig.of(**by_name) == config
+    with StreamingLoader(chat, config) as loader, StreamingLoader(chat, **by_name) as named:
+        assert loader.config == named.config
+        assert loader.plan_config == named.plan_config == config.plan_config()
+    with StreamingLoader(chat, config, seed=4, dp_rank=1) as mixed:
+        assert mixed.config == LoaderConfig.of(**{**by_name, "seed": 4, "dp_rank": 1})
+
+
+@pytest.mark.parametrize("command", ["plan", "inspect"])
+@pytest.mark.parametrize("name", VALUES)
+def test_commands_make_the_loaders_plan(
+    chat: Path, run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, command: str, name: str
+) -> None:
+    value, flags = VALUES[name]
+    size = ["--capacity", "896"] if name != "capacity" else []
+    more = {"sequence_parallel": True} if name == "tensor_parallel" else {}
+    if command == "plan":
+        code, said, error = run("plan", chat, *size, *flags, "--json")
+        found = json.loads(said)["config"] if not code else error
+    else:
+        kept: list[StreamingLoader] = []
+        describe = vlmdata.inspect.trace.describe_step
+        monkeypatch.setattr(
+            vlmdata.inspect.trace, "describe_step", lambda loader, *of: kept.append(loader) or describe(loader, *of)
+        )
+        code, _, error = run("inspect", chat, "--step", "0:0", *size, *flags, "--json")
+        found = kept[0].plan_config.to_dict() if not code else error
+    ranks = value if name == "dp_size" else 1
+    expected = LoaderConfig.of(**{"capacity": 896, "global_batch": ranks, name: value, **more})
+    assert found == expected.plan_config().to_dict()
+
+
+@pytest.mark.parametrize("command", ["plan", "inspect"])
+def test_every_option_of_packs_is_offered(run: Callable[..., tuple[int, str, str]], command: str) -> None:
+    said = run(command, "--help")[1]
+    for _, flags in VALUES.values():
+        for flag in flags[::2]:
+            assert f"{flag} " in said
+    assert loader_options()["pad_multiple"].summary.split(",")[0] in " ".join(re.sub("[│]", " ", said).split())
+
+
+def test_sequence_parallelism_is_off_unless_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    sizes = {"capacity": 64, "global_batch": 1, "dp_rank": 0, "dp_size": 1}
+    declared._warn_that_sequence_parallel_is_off.cache_clear()
+    with caplog.at_level(logging.WARNING, "vlmdata.loader"):
+        assert LoaderConfig.of(**sizes, tensor_parallel=8, sequence_parallel=True).plan_config().alignment == 8
+        assert LoaderConfig.of(**sizes, tensor_parallel=8, sequence_parallel=False).plan_config().alignment == 1
+        assert not caplog.records
+        assert LoaderConfig.of(**sizes, tensor_parallel=8).plan_config().alignment == 1
+        assert "Pass sequence_parallel=True (--sp)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"capacity": 0}, "capacity is 0"),
+        ({"seed": 1}, "capacity and global_batch must be given"),
+        ({"capacity": 64, "global_batch": 1, "num_workers": -1}, "num_workers is -1"),
+        ({"capacity": 64, "global_batch": 1, "timeout": 0}, "timeout is 0"),
+        ({"capacity": 64, "global_batch": 1, "parts": ["sound"]}, "parts .* 'sound' is none of tokens"),
+        ({"capacity": 64, "global_batch": 1, "context_parallel_rank": 1}, "context_parallel_rank 1 of context_parall"),
+        ({"capacity": 64, "global_batch": 1, "cost": "70b"}, "no cost model for '70b'"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        LoaderConfig.of(**{"global_batch": 1, **options} if "capacity" in options else options)
+
+
+def test_an_unknown_option_has_a_nearest_one(chat: Path) -> None:
+    with pytest.raises(TypeError, match="no option 'capasity'; the nearest is 'capacity'"):
+        StreamingLoader(chat, capasity=64)
+
+
+def test_options_are_settled_without_reading(tmp_path: Path) -> None:
+    config = LoaderConfig.of(capacity=64, global_batch=1, cost=cost_model("4b"))
+    assert config.with_options(cost="4b").plan_config() == config.plan_config()
+    with pytest.raises(UsageError, match="prefetch_factor is 0"):
+        StreamingLoader(tmp_path / "nothing", config, prefetch_factor=0)
+
+
+def test_an_internal_error_is_no_wrong_option(
+    chat: Path, run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise KeyError("lengths")
+
+    monkeypatch.setattr(vlmdata.inspect.trace, "describe_step", broken)
+    with pytest.raises(KeyError, match="lengths"):
+        run("inspect", chat, "--step", "0:0")
+    monkeypatch.setattr("vlmdata.packing.plan.plan_epoch", broken)
+    with pytest.raises(KeyError, match="lengths"):
+        run("plan", chat)

@@ -1,0 +1,128 @@
+"""The loader's options on the command line: flags, help and defaults come from their one declaration."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from vlmdata.errors import UsageError
+
+if TYPE_CHECKING:
+    from vlmdata.loader.choice import LoaderChoice
+
+#: Flags that are shorter than the option's name.
+_FLAGS = {"dp_size": "dp", "context_parallel": "cp", "tensor_parallel": "tp", "sequence_parallel": "sp"}
+_TYPES = {"int": int, "bool": bool, "str": str}
+_PANELS = {"packing": "Packs and steps", "parallelism": "Parallel layout"}
+#: What a command does where an option that the loader demands is not given.
+_FALLBACKS = {
+    "capacity": "8192, or room for the longest sample",
+    "global_batch": "one per rank",
+    "dp_size": "1",
+    "sequence_parallel": "off",
+}
+
+
+def with_loader_options(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command the options that decide packs and steps, and ``--run``.
+
+    The command takes them as one argument, ``choice``, a :class:`vlmdata.loader.choice.LoaderChoice`.
+
+    Args:
+        *without: Options that it does not take, by name.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        types = get_type_hints(command, localns={"LoaderChoice": object}, include_extras=True)
+        own = [
+            each.replace(annotation=types[name])
+            for name, each in inspect.signature(command).parameters.items()
+            if name != "choice"
+        ]
+        offered = [each for each in _parameters() if each.name not in without]
+
+        @wraps(command)
+        def run_command(**values: Any) -> None:
+            given = {each.name: values.pop(each.name) for each in offered}
+            command(**values, choice=_choice({name: each for name, each in given.items() if each is not None}))
+
+        parameters = [*own, *offered]
+        run_command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run_command.__annotations__ = {each.name: each.annotation for each in parameters}
+        return run_command
+
+    return decorate
+
+
+def _parameters() -> list[inspect.Parameter]:
+    """One parameter per option, None by default: not given."""
+    from vlmdata.loader.config import loader_options
+
+    run = typer.Option(
+        metavar="RUNDIR",
+        help="Folder of a training run: use its data and options. Options given here win.",
+        rich_help_panel="A training run",
+    )
+    made = [_parameter("run", str, run)]
+    for option in loader_options().values():
+        kind = _TYPES.get(option.annotation.removesuffix(" | None"), str)
+        if option.group not in _PANELS or option.name in ("blend", "context_parallel_rank"):
+            continue
+        flag = f"--{_FLAGS.get(option.name, option.name).replace('_', '-')}"
+        switch = f"{flag}/--no-{flag[2:]}" if kind is bool else flag
+        made.append(
+            _parameter(
+                option.name,
+                kind,
+                typer.Option(
+                    switch,
+                    help=option.summary,
+                    show_default=_default(option.name, option.default),
+                    rich_help_panel=_PANELS[option.group],
+                ),
+            )
+        )
+    panel = "Several datasets"
+    weights = typer.Option(metavar="W,…", help="One weight per dataset, e.g. 0.7,0.3.", rich_help_panel=panel)
+    by = typer.Option(
+        help="What weights mean: epochs, tokens or samples.", show_default="tokens", rich_help_panel=panel
+    )
+    return [*made, _parameter("weights", str, weights), _parameter("weights_by", str, by)]
+
+
+def _parameter(name: str, kind: type[Any], option: Any) -> inspect.Parameter:
+    annotation: Any = Annotated[kind | None, option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _default(name: str, default: Any) -> str | bool:
+    if name in _FALLBACKS:
+        return _FALLBACKS[name]
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return False if default is None else str(default)
+
+
+def _choice(given: dict[str, Any]) -> LoaderChoice:
+    from vlmdata.loader.choice import LoaderChoice
+    from vlmdata.loader.run_record import RunRecord
+    from vlmdata.packing.config import Blend
+
+    run, weights, by = (given.pop(name, None) for name in ("run", "weights", "weights_by"))
+    record = None if run is None else RunRecord.read(run)
+    if weights is not None:
+        given["blend"] = Blend(by or "tokens", _numbers(weights))
+    elif by is not None:
+        raise UsageError(f"--weights-by {by} without --weights: give one weight per dataset, e.g. --weights 0.7,0.3")
+    return LoaderChoice(given, record)
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(weight) for weight in text.split(","))
+    except ValueError:
+        raise UsageError(f"--weights {text!r}: give numbers with commas between them, e.g. 0.7,0.3") from None

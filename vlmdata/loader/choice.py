@@ -1,0 +1,59 @@
+"""Loader options as a command was given them: a run's, with single ones changed, or defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vlmdata.errors import UsageError
+from vlmdata.format.dataset import VlmDataset
+from vlmdata.loader.config import LoaderConfig, loader_options
+from vlmdata.loader.open import default_capacity
+from vlmdata.loader.run_record import RunRecord
+
+
+@dataclass(frozen=True)
+class LoaderChoice:
+    """Options that were given, and the run whose options hold for the others.
+
+    Attributes:
+        given: Options by name.
+        run: The run; None is defaults.
+    """
+
+    given: Mapping[str, Any] = field(default_factory=dict)
+    run: RunRecord | None = None
+
+    def data(self, named: Sequence[str]) -> list[str]:
+        """The datasets that were named, or else those of the run.
+
+        Raises:
+            UsageError: If there are neither.
+        """
+        if named or self.run is not None:
+            return list(named) if self.run is None or named else list(self.run.data)
+        raise UsageError("DIR: name a dataset, or a training run with --run")
+
+    def config(self, datasets: Sequence[VlmDataset]) -> LoaderConfig:
+        """The options for these datasets.
+
+        Without a run, ``capacity`` has room for the longest sample and ``global_batch`` is one pack per rank.
+
+        Raises:
+            UsageError: If options do not fit together.
+            DatasetFormatError: If there is no sample.
+        """
+        if self.run is not None:
+            return self.run.config.with_options(**self.given)
+        given = {"dp_size": 1, **self.given}
+        if "capacity" not in given:
+            given["capacity"] = default_capacity(datasets)
+        return LoaderConfig.of(**{"global_batch": given["dp_size"], **given})
+
+    def __getitem__(self, name: str) -> Any:
+        """An option that needs no dataset: given, or the run's, or its default."""
+        if name in self.given:
+            return self.given[name]
+        option = loader_options()[name]
+        return option.default if self.run is None else getattr(getattr(self.run.config, option.group), name)

@@ -1,0 +1,158 @@
+"""What a training run read: its datasets and the options that decide its packs, kept in the run's folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vlmdata.errors import ConfigMismatchError, ResourceError, UsageError
+from vlmdata.format.atomic import write_atomically
+from vlmdata.format.dataset import VlmDataset
+from vlmdata.loader.config import LoaderConfig, Packing, Parallelism
+from vlmdata.locations import is_url, place_of
+from vlmdata.packing.config import Blend, config_differences
+from vlmdata.packing.cost import CostModel
+
+if TYPE_CHECKING:
+    from vlmdata.loader.loader import StreamingLoader
+
+RECORD_NAME = "loader.json"
+RECORD_VERSION = 1
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The datasets and options of a run.
+
+    Attributes:
+        path: The file it was read from or will be written to.
+        data: Datasets: absolute paths or URLs.
+        fingerprints: Fingerprint of each dataset's manifest.
+        config: The options, with ``dp_size`` but without what differs from rank to rank. ``reading`` is not recorded.
+        plan: ``config.plan_config()`` as a dictionary, with the version of the algorithm.
+    """
+
+    path: Path
+    data: tuple[str, ...]
+    fingerprints: tuple[str, ...]
+    config: LoaderConfig
+    plan: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, loader: StreamingLoader, folder: Path) -> RunRecord:
+        """The record of a loader, to be written into a run's folder. All ranks have the same one."""
+        places = [name if is_url(name) else str(Path(name).resolve()) for name, _ in loader.fingerprints]
+        layout = dataclasses.replace(
+            loader.config.parallelism, dp_rank=None, dp_size=loader.dp_size, context_parallel_rank=None
+        )
+        return cls(
+            path=folder / RECORD_NAME,
+            data=tuple(places),
+            fingerprints=tuple(fingerprint for _, fingerprint in loader.fingerprints),
+            config=LoaderConfig(loader.config.packing, layout),
+            plan=loader.plan_config.to_dict(),
+        )
+
+    @classmethod
+    def read(cls, run: str) -> RunRecord:
+        """Reads the record of a run.
+
+        Args:
+            run: The run's folder, a checkpoint folder in it, or the file itself.
+
+        Raises:
+            UsageError: If there is none, or it cannot be read.
+            ConfigMismatchError: If this version of vlmdata plans differently from the one that trained.
+        """
+        path = _find(Path(run))
+        try:
+            values = json.loads(path.read_text())
+            if values["version"] != RECORD_VERSION:
+                raise UsageError(f"{path}: has version {values['version']}, this vlmdata reads {RECORD_VERSION}")
+            record = cls(
+                path=path,
+                data=tuple(str(each["place"]) for each in values["datasets"]),
+                fingerprints=tuple(str(each["fingerprint"]) for each in values["datasets"]),
+                config=_config_of(values),
+                plan=values["plan"],
+            )
+        except OSError as error:
+            raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from error
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+            raise UsageError(
+                f"{path}: is not a record of a run ({error!r}). Resume the run to write it anew"
+            ) from error
+        changed = config_differences(dict(record.plan), record.config.plan_config())
+        if changed:
+            listed = "\n".join(f"  {line}" for line in changed)
+            raise ConfigMismatchError(f"{path}: this version of vlmdata makes other packs than the run had:\n{listed}")
+        return record
+
+    def write(self) -> None:
+        """Writes the record.
+
+        Raises:
+            ResourceError: If it cannot be written.
+        """
+        packing = dataclasses.asdict(self.config.packing)
+        values = {
+            "version": RECORD_VERSION,
+            "datasets": [
+                {"place": place, "fingerprint": fingerprint}
+                for place, fingerprint in zip(self.data, self.fingerprints, strict=True)
+            ],
+            "packing": packing,
+            "parallelism": dataclasses.asdict(self.config.parallelism),
+            "plan": dict(self.plan),
+        }
+        try:
+            write_atomically(self.path, (json.dumps(values, indent=2) + "\n").encode())
+        except OSError as error:
+            raise ResourceError(
+                f"{self.path}: cannot be written: {error.strerror or error}. Make room, or give the rights"
+            ) from error
+
+    def require_same_data(self, datasets: Sequence[VlmDataset]) -> None:
+        """Refuses datasets that are not those the run was trained on.
+
+        Raises:
+            ConfigMismatchError: Naming the first that differs.
+        """
+        if len(datasets) != len(self.data):
+            raise ConfigMismatchError(
+                f"{self.path}: the run read {', '.join(self.data)}; name all of them, not {len(datasets)}"
+            )
+        for place, fingerprint, dataset in zip(self.data, self.fingerprints, datasets, strict=True):
+            found = dataset.manifest.fingerprint
+            if found != fingerprint:
+                raise ConfigMismatchError(
+                    f"{place_of(dataset.name)}: has fingerprint {found[:16]}, but the run read {place} with "
+                    f"{fingerprint[:16]} ({self.path}). Its steps had other samples; name the dataset it read"
+                )
+
+
+def _find(run: Path) -> Path:
+    # A checkpoint lies in RUN/checkpoints/step-….
+    places = [run, *run.absolute().parents[:2]]
+    found = [place / RECORD_NAME for place in places if (place / RECORD_NAME).is_file()]
+    if run.is_file() or found:
+        return run if run.is_file() else found[0]
+    if not run.exists():
+        raise UsageError(f"--run {run}: there is no such folder")
+    raise UsageError(
+        f"--run {run}: holds no {RECORD_NAME}, which train.py writes when a run starts. For an older run, resume it "
+        "once, or give its settings (--capacity, --global-batch, … as in its config.toml)"
+    )
+
+
+def _config_of(values: Mapping[str, Any]) -> LoaderConfig:
+    packing = dict(values["packing"])
+    if packing["blend"] is not None:
+        packing["blend"] = Blend(packing["blend"]["by"], tuple(packing["blend"]["weights"]))
+    if isinstance(packing["cost"], dict):
+        packing["cost"] = CostModel(**packing["cost"])
+    return LoaderConfig(Packing(**packing), Parallelism(**values["parallelism"]))
