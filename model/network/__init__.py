@@ -1,1 +1,1 @@
-"""The network: vision tower, decoder, and their merging. Start reading at ``qwen35_vl.py``."""
+"""Layers that model families share. A whole model is in ``model/families/NAME/model.py``; start reading there."""

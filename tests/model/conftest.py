@@ -51,8 +51,9 @@ class Pair:
 @pytest.fixture(scope="session")
 def make_pair(one_process: None) -> Callable[..., Pair]:
     """Makes pairs; settings are those of :class:`ModelSettings`."""
-    from model.families.qwen3_5.build import ModelSettings, build_model
+    from model.families.qwen3_5.build import build_model
     from model.families.qwen3_5.names import parameter_maps
+    from model.network.settings import ModelSettings
     from model.weights.mapping import hf_names, load_from_hf
 
     def make(*, moe: bool = False, tied: bool = False, mtp: int = 0, **settings: Any) -> Pair:

@@ -32,7 +32,8 @@ before_megatron()
 
 from megatron.core import dist_checkpointing, parallel_state
 
-from model.families.qwen3_5.build import ModelSettings, build_model
+from model.families.qwen3_5.build import build_model
+from model.network.settings import ModelSettings
 from model.parallel import cpu_mode, groups
 from model.training.checkpoint import Checkpoints, sharded_model
 from model.training.config import TrainConfig

@@ -28,9 +28,10 @@ before_megatron()
 
 from model.architecture import MoeArchitecture, VisionArchitecture
 from model.families.qwen3_5.architecture import Qwen35Architecture, Qwen35LanguageArchitecture
-from model.families.qwen3_5.build import ModelSettings, build_model, vision_config, vocabulary_rows
+from model.families.qwen3_5.build import build_model, vision_config
 from model.families.qwen3_5.names import parameter_maps
 from model.families.qwen3_5.presets import pattern
+from model.network.settings import ModelSettings, vocabulary_rows
 from model.network.vision_attention import FlashAttention
 from model.parallel import groups
 from model.weights.mapping import canonical_names, hf_names, load_from_hf

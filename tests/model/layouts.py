@@ -81,7 +81,7 @@ def architecture_of(case: Case, data: Path) -> Any:
 
 def settings_of(case: Case) -> Any:
     """The case's settings."""
-    from model.families.qwen3_5.build import ModelSettings
+    from model.network.settings import ModelSettings
 
     return ModelSettings(**{f"{name}_parallel": size for name, size in case.groups.items()}, **case.settings)
 
@@ -90,8 +90,9 @@ def build(case: Case, data: Path) -> Any:
     """This rank's part of the model, with weights that do not depend on the layout."""
     from megatron.core import parallel_state
 
-    from model.families.qwen3_5.build import build_model, vocabulary_rows
+    from model.families.qwen3_5.build import build_model
     from model.families.qwen3_5.names import parameter_maps
+    from model.network.settings import vocabulary_rows
     from model.weights.mapping import hf_names, load_from_hf
 
     architecture, settings = architecture_of(case, data), settings_of(case)
@@ -218,7 +219,8 @@ def refusal_of_split_experts() -> str:
     """What is said where megatron-core's groups were made by its own defaults, with experts as tensor parallel."""
     from megatron.core import parallel_state
 
-    from model.families.qwen3_5.build import ModelSettings, build_model
+    from model.families.qwen3_5.build import build_model
+    from model.network.settings import ModelSettings
     from model.parallel import groups
 
     groups.initialize(backend="gloo")
@@ -252,8 +254,8 @@ def whole_gradients(case: Case, data: Path, outcomes: list[StepOutcome]) -> dict
 
     A tied output layer on a stage of its own comes under its own name, and must equal the embedding's.
     """
-    from model.families.qwen3_5.build import vocabulary_rows
     from model.families.qwen3_5.names import parameter_maps
+    from model.network.settings import vocabulary_rows
 
     architecture, size = architecture_of(case, data), case.groups.get("tensor", 1)
     maps = parameter_maps(architecture, vocab_rows=vocabulary_rows(architecture.language.vocab_size, size))

@@ -19,8 +19,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from model.families import architecture_to_hf
-from model.families.qwen3_5.build import ModelSettings, build_model
+from model.families.qwen3_5.build import build_model
 from model.families.qwen3_5.names import parameter_maps
+from model.network.settings import ModelSettings
 from model.weights.convert import to_hf, to_megatron
 from model.weights.hf_files import HfTensors, PlannedTensor, WeightsError, write_tensors
 from model.weights.mapping import canonical_names, hf_names

@@ -113,8 +113,9 @@ def test_image_embeddings_are_seen(make_pair: Callable[..., Pair]) -> None:
 
 
 def test_it_can_be_left_out(make_pair: Callable[..., Pair]) -> None:
-    from model.families.qwen3_5.build import ModelSettings, build_model
+    from model.families.qwen3_5.build import build_model
     from model.families.qwen3_5.names import parameter_maps
+    from model.network.settings import ModelSettings
     from model.weights.mapping import canonical_names
 
     pair = make_pair(mtp=1)

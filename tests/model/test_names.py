@@ -28,7 +28,8 @@ def test_table_is_transformers_state_dict(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_table_is_our_models_parameters(kind: str, one_process: None) -> None:
-    from model.families.qwen3_5.build import ModelSettings, build_model
+    from model.families.qwen3_5.build import build_model
+    from model.network.settings import ModelSettings
     from model.weights.mapping import canonical_names
 
     architecture = small_architecture(**KINDS[kind])

@@ -14,8 +14,9 @@ from tests.model.helpers import mixed_samples, pack, small_architecture
 
 pytest.importorskip("megatron.core")
 
-from model.families.qwen3_5.build import ModelSettings, build_model, vocabulary_rows
+from model.families.qwen3_5.build import build_model
 from model.families.qwen3_5.sizes import check
+from model.network.settings import ModelSettings, vocabulary_rows
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,8 @@ def test_the_example_of_the_docs(folder: Path, tmp_path: Path, capsys: pytest.Ca
 def test_it_computes_what_ours_does(model: Any, checkpoint: Path, validation: Path) -> None:
     from megatron.core import dist_checkpointing
 
-    from model.families.qwen3_5.build import ModelSettings, build_model
+    from model.families.qwen3_5.build import build_model
+    from model.network.settings import ModelSettings
     from model.weights.convert import read_architecture
 
     (found,) = evaluations_of(checkpoint.parents[1])

@@ -14,9 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 pytest.importorskip("megatron.core")
 
 from model.families.qwen3_5.architecture import FULL_ATTENTION
-from model.families.qwen3_5.build import ModelSettings, build_model
+from model.families.qwen3_5.build import build_model
 from model.families.qwen3_5.flops import step_flops
 from model.families.qwen3_5.presets import PRESETS
+from model.network.settings import ModelSettings
 from tests.model.helpers import mixed_samples, pack, small_architecture
 
 pytestmark = pytest.mark.usefixtures("one_process")

@@ -84,7 +84,8 @@ class TestSettingsOfTheOptimizer:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_win_in_every_layout_of_the_state(self, one_process: None, distributed: bool, dtype: torch.dtype) -> None:
         """megatron-core's plain, mixed-precision and distributed optimizers each keep their groups elsewhere."""
-        from model.families.qwen3_5.build import ModelSettings, build_model
+        from model.families.qwen3_5.build import build_model
+        from model.network.settings import ModelSettings
         from model.training.config_loading import load_config
         from model.training.optimizer import build_learner
         from model.training.run_state import keep_settings, optimizer_form
