@@ -11,7 +11,7 @@ from preprocess.config import ImageConfig
 from preprocess.conversation import ImagePart
 from preprocess.encode import encode_image
 from tests.conftest import encoded_image
-from tests.preprocess.chat_recipe import check_rejected, convert, user
+from tests.preprocess.recipes.chat_recipe import check_rejected, convert, user
 from vlmdata.families.qwen3_5 import FAMILY
 from vlmdata.format.ledger import Reason
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preprocess.recipes.base import Row, load_recipe
-from tests.preprocess.chat_recipe import answer, check_rejected, convert, seen, user
+from tests.preprocess.recipes.chat_recipe import answer, check_rejected, convert, seen, user
 from vlmdata.format.ledger import Reason
 
 CONTENT, MESSAGES, PREFERENCE = Reason.UNSUPPORTED_CONTENT, Reason.MALFORMED_MESSAGES, Reason.PREFERENCE_DATA

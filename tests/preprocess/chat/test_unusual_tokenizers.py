@@ -21,7 +21,7 @@ from preprocess.run import preprocess_dataset
 from preprocess.sources.open import open_source
 from tests.chat_rows import image_item, mixed_rows, turn, write_jsonl
 from tests.conftest import encoded_image
-from tests.preprocess.unusual import (
+from tests.preprocess.chat.unusual import (
     RELIED,
     TEMPLATE,
     TEXT_TEMPLATE,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preprocess.recipes.chat import Chat
-from tests.preprocess.chat_recipe import check_rejected, convert, seen, user
+from tests.preprocess.recipes.chat_recipe import check_rejected, convert, seen, user
 from vlmdata.format.ledger import Reason
 
 PAIRS = [("instruction", "output"), ("query", "response"), ("prompt", "completion")]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.preprocess.chat_recipe import answer, check_rejected, convert, user
+from tests.preprocess.recipes.chat_recipe import answer, check_rejected, convert, user
 from vlmdata.format.ledger import Reason
 
 FLAGS = ("loss", "train", "training", "weight", "loss_scale", "loss_weight")

@@ -13,7 +13,7 @@ from preprocess.conversation import Conversation, Document
 from preprocess.recipes.base import REGISTRY, constructor_takes, load_recipe, options_class, recipe_class
 from preprocess.recipes.options import declared_options
 
-DOCS = Path(__file__).parents[2] / "docs" / "recipes.md"
+DOCS = Path(__file__).parents[3] / "docs" / "recipes.md"
 
 
 @pytest.mark.parametrize("name", REGISTRY)
