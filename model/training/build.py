@@ -84,7 +84,7 @@ def _hf_config(name: str) -> dict[str, object]:
     except (OSError, ValueError) as error:
         first = str(error).splitlines()[0]
         raise ConfigError(
-            f"model.hf {name!r} is no folder with a config.json here, and the hub says: {first}"
+            f"model.hf {name!r} is not a folder with a config.json here, and the hub says: {first}"
         ) from error
 
 

@@ -51,7 +51,7 @@ def read_state(path: Path) -> RunState:
     try:
         return RunState(**json.loads((path / "run.json").read_text()))
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{path} is no checkpoint of a run: {error}") from error
+        raise ConfigError(f"{path} is not a checkpoint of a run: {error}") from error
 
 
 def optimizer_form(optimizer: MegatronOptimizer) -> dict[str, str]:

@@ -60,7 +60,7 @@ def find_weights(config: TrainConfig) -> Path | None:
 def _folder_of_weights(path: Path) -> Path:
     if not path.is_dir():
         raise ConfigError(
-            f"model.weights {path} is no folder; name a Hugging Face checkpoint, a run's checkpoint or what "
+            f"model.weights {path} is not a folder; name a Hugging Face checkpoint, a run's checkpoint or what "
             f"`vlmdata convert` made, or --weights {NO_WEIGHTS} for random weights"
         )
     if not _holds_weights(path):

@@ -106,7 +106,7 @@ def _direction(source: Path, out: Path, like: Path | None, data: str | None, dty
     """
     if not source.is_dir():
         raise VlmdataError(
-            f"{source} is no folder; download a checkpoint first: `hf download OWNER/NAME --local-dir DIR`"
+            f"{source} is not a folder; download a checkpoint first: `hf download OWNER/NAME --local-dir DIR`"
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise VlmdataError(f"{out} is not empty; choose another --out")
@@ -114,7 +114,7 @@ def _direction(source: Path, out: Path, like: Path | None, data: str | None, dty
         raise VlmdataError(f"--dtype {dtype}: choose one of {', '.join(_DTYPES)}")
     if (source / ".metadata").exists():
         if like is not None and not (like / "config.json").is_file():
-            raise VlmdataError(f"--like {like} is no folder of a Hugging Face checkpoint: it has no config.json")
+            raise VlmdataError(f"--like {like} is not a folder of a Hugging Face checkpoint: it has no config.json")
         return False
     if not any(source.glob("*.safetensors")):
         raise VlmdataError(

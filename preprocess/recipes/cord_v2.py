@@ -116,5 +116,5 @@ def _choose_parse(ground_truth: Mapping[str, Any], row: int) -> Any:
             )
         return ground_truth["gt_parse"]
     if not isinstance(choices, list) or not choices:
-        raise RowRejected(Reason.MALFORMED_GROUND_TRUTH, f"gt_parses is no list of parses: {excerpt(choices)}")
+        raise RowRejected(Reason.MALFORMED_GROUND_TRUTH, f"gt_parses is not a list of parses: {excerpt(choices)}")
     return choices[xxhash.xxh3_64_intdigest(str(row).encode()) % len(choices)]

@@ -28,7 +28,7 @@ def require_image_root(image_root: str | None) -> None:
         SourceError: If it is not.
     """
     if image_root is not None and not Path(image_root).is_dir():
-        found = "is no folder" if Path(image_root).exists() else "does not exist"
+        found = "is not a folder" if Path(image_root).exists() else "does not exist"
         raise SourceError(
             f"--image-root {image_root}: it {found}; name the folder that image paths in the data begin at"
         )

@@ -206,7 +206,7 @@ class TestWhatIsWrongIsListed:
         from model.weights.command import _direction
 
         (tmp_path / ".metadata").touch()
-        with pytest.raises(VlmdataError, match=r"--like nowhere is no folder of a Hugging Face checkpoint"):
+        with pytest.raises(VlmdataError, match=r"--like nowhere is not a folder of a Hugging Face checkpoint"):
             _direction(tmp_path, tmp_path / "out", Path("nowhere"), None, None)
 
     def test_a_checkpoint_in_which_a_bit_changed(self, tmp_path: Path) -> None:

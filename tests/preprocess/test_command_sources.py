@@ -52,7 +52,7 @@ def write_chats(path: Path, *numbers: int) -> Path:
 
 
 class TestRefusals:
-    @pytest.mark.parametrize(("name", "problem"), [("nowhere", "does not exist"), ("chats.jsonl", "is no folder")])
+    @pytest.mark.parametrize(("name", "problem"), [("nowhere", "does not exist"), ("chats.jsonl", "is not a folder")])
     def test_an_image_root_that_is_no_folder_before_anything_is_read(self, tmp_path, vlmdata, name, problem):
         source = write_chats(tmp_path / "chats.jsonl", 1)
         root = tmp_path / name

@@ -82,7 +82,7 @@ class ContentReader:
         if isinstance(item, str):
             item = {"type": "text", "text": item}
         if not isinstance(item, Mapping):
-            raise RowRejected(Reason.MALFORMED_MESSAGES, f"{where} is no object: {excerpt(item)}")
+            raise RowRejected(Reason.MALFORMED_MESSAGES, f"{where} is not an object: {excerpt(item)}")
         # Arrow gives every struct every key; the absent ones are null.
         item = {key: value for key, value in item.items() if value is not None}
         kind = _kind(item)

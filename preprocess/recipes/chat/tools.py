@@ -22,7 +22,7 @@ def read_calls(calls: Any, where: str, keys: KeyLog) -> Iterator[Mapping[str, An
         RowRejected: MALFORMED_MESSAGES.
     """
     if not isinstance(calls, list):
-        raise RowRejected(Reason.MALFORMED_MESSAGES, f"{where} is no list: {excerpt(calls)}")
+        raise RowRejected(Reason.MALFORMED_MESSAGES, f"{where} is not a list: {excerpt(calls)}")
     for i, call in enumerate(calls):
         field = f"{where}[{i}]"
         function = (call.get("function") or call) if isinstance(call, Mapping) else None
@@ -35,7 +35,7 @@ def read_calls(calls: Any, where: str, keys: KeyLog) -> Iterator[Mapping[str, An
         else:
             arguments = without_nulls(arguments)
         if not isinstance(arguments, Mapping):
-            raise RowRejected(Reason.MALFORMED_MESSAGES, f"{field}.arguments is no object: {excerpt(arguments)}")
+            raise RowRejected(Reason.MALFORMED_MESSAGES, f"{field}.arguments is not an object: {excerpt(arguments)}")
         yield {"name": function["name"], "arguments": arguments}
 
 

@@ -107,7 +107,7 @@ def read_turn(turn: Any, where: str, learned: bool = True) -> Turn:
         RowRejected: MALFORMED_MESSAGES or UNSUPPORTED_CONTENT.
     """
     if not isinstance(turn, Mapping):
-        raise RowRejected(Reason.MALFORMED_MESSAGES, f"{where} is no object: {excerpt(turn)}")
+        raise RowRejected(Reason.MALFORMED_MESSAGES, f"{where} is not an object: {excerpt(turn)}")
     turn = {key: value for key, value in turn.items() if value is not None}
     for key in filled(turn, sorted(turn.keys() & _REFUSED_KEYS.keys())):
         raise RowRejected(Reason.UNSUPPORTED_CONTENT, f"{where}.{key} holds {excerpt(turn[key])}; {_REFUSED_KEYS[key]}")

@@ -216,7 +216,7 @@ class TestWeightsWithoutPrediction:
                 trained(chats, tmp_path / "run", model__weights=str(folder))
 
     def test_that_are_not_there_are_told(self, chats: Path, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match=r"nowhere is no folder; name a Hugging Face checkpoint, "):
+        with pytest.raises(ConfigError, match=r"nowhere is not a folder; name a Hugging Face checkpoint, "):
             trained(chats, tmp_path / "run", model__weights=str(tmp_path / "nowhere"))
 
 

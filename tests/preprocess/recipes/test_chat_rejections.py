@@ -54,8 +54,8 @@ def human(value: Any, **columns: Any) -> dict[str, Any]:
         ({"messages": '"hello"'}, MESSAGES, "messages is not a list of turns: hello"),
         ({"messages": "[" * 200_000}, MESSAGES, r"messages is not JSON: .*… \(200000 characters\)"),
         ({"conversations": "x"}, MESSAGES, "conversations is not JSON"),
-        ({"messages": [USER, "hello"]}, MESSAGES, r"messages\[1\] is no object: hello"),
-        ({"messages": [None]}, MESSAGES, r"messages\[0\] is no object: None"),
+        ({"messages": [USER, "hello"]}, MESSAGES, r"messages\[1\] is not an object: hello"),
+        ({"messages": [None]}, MESSAGES, r"messages\[0\] is not an object: None"),
     ],
 )
 def test_rows_without_turns(values, reason, message):
@@ -93,8 +93,8 @@ def test_sharegpt_turns(turn, message):
     [
         (7, MESSAGES, r"messages\[1\]\.content is neither text nor a list: 7"),
         ({"type": "text"}, MESSAGES, r"messages\[1\]\.content is neither text nor a list: {'type'"),
-        ([7], MESSAGES, r"messages\[1\]\.content\[0\] is no object: 7"),
-        (["x", None], MESSAGES, r"messages\[1\]\.content\[1\] is no object: None"),
+        ([7], MESSAGES, r"messages\[1\]\.content\[0\] is not an object: 7"),
+        (["x", None], MESSAGES, r"messages\[1\]\.content\[1\] is not an object: None"),
         ([{"type": "text", "text": 7}], MESSAGES, r"messages\[1\]\.content\[0\]\.text is not text: 7"),
         ([{"type": "text", "text": None}], MESSAGES, r"messages\[1\]\.content\[0\]\.text is not text: None"),
         ([{"type": "text"}], MESSAGES, r"messages\[1\]\.content\[0\]\.text is not text: None"),
@@ -126,16 +126,16 @@ def test_reasoning(reasoning):
 @pytest.mark.parametrize(
     ("calls", "message"),
     [
-        ({"name": "f"}, r"messages\[1\]\.tool_calls is no list: {'name': 'f'}"),
-        ("f(x)", r"messages\[1\]\.tool_calls is no list: f\(x\)"),
+        ({"name": "f"}, r"messages\[1\]\.tool_calls is not a list: {'name': 'f'}"),
+        ("f(x)", r"messages\[1\]\.tool_calls is not a list: f\(x\)"),
         (["f"], r"messages\[1\]\.tool_calls\[0\] names no function: f"),
         ([{"name": "f"}, {"arguments": "{}"}], r"messages\[1\]\.tool_calls\[1\] names no function"),
         ([{"function": {"name": None}}], r"tool_calls\[0\] names no function"),
         ([{"function": "f"}], r"tool_calls\[0\] names no function"),
         ([{"name": "f", "arguments": "x = 1"}], r"tool_calls\[0\]\.arguments is not JSON: .*: x = 1"),
-        ([{"name": "f", "arguments": "[1]"}], r"tool_calls\[0\]\.arguments is no object: \[1\]"),
-        ([{"name": "f", "arguments": [1]}], r"tool_calls\[0\]\.arguments is no object: \[1\]"),
-        ([{"name": "f", "arguments": 5}], r"tool_calls\[0\]\.arguments is no object: 5"),
+        ([{"name": "f", "arguments": "[1]"}], r"tool_calls\[0\]\.arguments is not an object: \[1\]"),
+        ([{"name": "f", "arguments": [1]}], r"tool_calls\[0\]\.arguments is not an object: \[1\]"),
+        ([{"name": "f", "arguments": 5}], r"tool_calls\[0\]\.arguments is not an object: 5"),
     ],
 )
 def test_tool_calls(calls, message):
