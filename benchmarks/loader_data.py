@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vlmdata.format.dataset import VlmDataset
-from vlmdata.format.index import INDEX_SCHEMA
+from vlmdata.format.index_row import INDEX_SCHEMA
 from vlmdata.format.schema import INDEX_NAME, MANIFEST_NAME, TOKENIZER_DIR, sample_key, shard_name
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"

@@ -21,7 +21,7 @@ from preprocess.shard_job import FILES_SUFFIX, PROGRESS_DIR, RUN_FILE, ShardReco
 from vlmdata import __version__
 from vlmdata.errors import ResourceError
 from vlmdata.format.atomic import atomic_path, sync, write_atomically
-from vlmdata.format.index import index_schema
+from vlmdata.format.index_row import index_schema
 from vlmdata.format.manifest import Manifest, Totals, canonical_hash
 from vlmdata.format.schema import IMAGE_FILES, IMAGE_FILES_NAME, INDEX_NAME, LEDGER_NAME, MANIFEST_NAME, TOKENIZER_DIR
 from vlmdata.format.tokenizer_files import hash_tokenizer_files

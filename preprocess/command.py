@@ -146,6 +146,10 @@ def preprocess(
     max_source_pixels: Annotated[
         int, typer.Option(help="Reject image files with more pixels, before they are decoded.", rich_help_panel=_IMAGES)
     ] = ImageConfig.max_source_pixels,
+    pixels: Annotated[
+        str,
+        typer.Option(help="How shards store images: `raw` is patches as they are.", rich_help_panel=_IMAGES),
+    ] = PreprocessConfig.pixels,
     rows_per_shard: Annotated[
         int, typer.Option(help="Source rows per shard.", rich_help_panel=_RUN)
     ] = PreprocessConfig.rows_per_shard,
@@ -228,6 +232,7 @@ def preprocess(
             tokenizer_revision=tokenizer_revision,
             family=family or PreprocessConfig.family,
             image=ImageConfig(min_pixels, max_pixels, max_source_pixels),
+            pixels=pixels,
             recipe_options=own_options,
             media=MediaConfig(image_root, allow_urls),
             train_turns=train_turns,

@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from vlmdata.families import DEFAULT_FAMILY, Family, family
+from vlmdata.media.codecs import RAW, codec
 
 #: Name of the tokenizer that comes with vlmdata: 6,144 ids that no published model shares.
 EMBEDDED = "embedded"
@@ -94,6 +95,7 @@ class PreprocessConfig:
         tokenizer_revision: Hub revision.
         family: Name of the model family the samples are made for.
         image: Image geometry.
+        pixels: Name of the codec that stores images.
         recipe_options: The recipe's own options by name, as text or as values of their types. Those left out have the
             defaults that the recipe declares.
         media: How image files that rows name are fetched.
@@ -112,6 +114,7 @@ class PreprocessConfig:
     tokenizer_revision: str | None = None
     family: str = DEFAULT_FAMILY
     image: ImageConfig = field(default_factory=ImageConfig)
+    pixels: str = RAW
     recipe_options: Mapping[str, Any] = field(default_factory=dict)
     media: MediaConfig = field(default_factory=MediaConfig)
     train_turns: TrainTurns = TrainTurns.ALL
@@ -129,6 +132,7 @@ class PreprocessConfig:
             raise ValueError(
                 f"min_pixels is {self.image.min_pixels}; it must be at least {made.factor**2} ({made.factor}²)"
             )
+        codec(self.pixels)  # refuses an unknown one
         for name in ("max_length", "pad_multiple", "rows_per_shard"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")

@@ -15,7 +15,7 @@ from preprocess.conversation import Conversation, ImagePart, Message, TextPart
 from preprocess.encode import EncodedSample, Encoder
 from preprocess.reject import RowRejected
 from vlmdata.errors import SourceError
-from vlmdata.format.index import IndexRow
+from vlmdata.format.index_row import IndexRow
 from vlmdata.format.ledger import Reason
 from vlmdata.format.schema import sample_key
 from vlmdata.format.shard import Placement

@@ -23,7 +23,7 @@ from preprocess.engines.base import Engine, ShardWork, make_shards
 from preprocess.shard_job import PROGRESS_DIR, ShardJob, ShardRecord, progress_path
 from vlmdata.errors import DatasetFormatError
 from vlmdata.format.atomic import sync
-from vlmdata.format.index import index_table
+from vlmdata.format.index_row import index_table
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.reindex import index_rows_of
 from vlmdata.format.schema import (
@@ -31,8 +31,8 @@ from vlmdata.format.schema import (
     IMAGE_FILES_NAME,
     INDEX_NAME,
     LEDGER_NAME,
-    SUPPORTED_FEATURES,
     TOKENIZER_DIR,
+    supported_features,
 )
 from vlmdata.format.tokenizer_files import hash_tokenizer_files, tokenizer_findings
 
@@ -188,7 +188,7 @@ class Repair:
             rows = index_rows_of(self._directory, number, self.manifest.shards[number], image, made)
             if rows is None:
                 return False
-            pq.write_table(index_table(rows, SUPPORTED_FEATURES), progress_path(self._scratch, number, "parquet"))
+            pq.write_table(index_table(rows, supported_features()), progress_path(self._scratch, number, "parquet"))
             return True
 
         numbers = [job.number for job in self.jobs if job.number not in damaged]

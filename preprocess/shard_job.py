@@ -30,11 +30,12 @@ from preprocess.reject import RowRejected
 from preprocess.sources.rows import Source
 from vlmdata.errors import SourceError
 from vlmdata.format.atomic import atomic_path, sync, temporary_path, write_atomically
-from vlmdata.format.index import IndexRow, index_table, used_features
+from vlmdata.format.index_row import IndexRow, index_table, used_features
 from vlmdata.format.ledger import Rejection
 from vlmdata.format.manifest import ShardInfo, TokenizerInfo, Totals, differences
-from vlmdata.format.schema import SUPPORTED_FEATURES, sample_key, shard_name
-from vlmdata.format.shard import Placement, ShardWriter
+from vlmdata.format.schema import sample_key, shard_name, supported_features
+from vlmdata.format.shard import EncodedItem, Placement, ShardWriter
+from vlmdata.media.codecs import RAW, codec
 
 PROGRESS_DIR = ".progress"
 RUN_FILE = "run.json"
@@ -181,7 +182,7 @@ def run_shard(job: ShardJob, context: ShardContext, on_row: Callable[[RowOutcome
     record = ShardRecord(info, _totals(info, rows), rejects, keys, tuple(sorted(used_features(rows))))
     with atomic_path(progress_path(context.directory, job.number, "parquet")) as path:
         # All columns: which of them the whole dataset has is known when all its shards are made.
-        pq.write_table(index_table(rows, SUPPORTED_FEATURES), path)
+        pq.write_table(index_table(rows, supported_features()), path)
     write_files(progress_path(context.directory, job.number, FILES_SUFFIX), job.number, files)
     ledger = b"".join(rejection.to_line() for rejection in rejections)
     write_atomically(progress_path(context.directory, job.number, "jsonl"), ledger)
@@ -212,7 +213,7 @@ def _process_row(
             rejections.append(Rejection(number, outcome.reason, outcome.message, place.sample))
             rejected += 1
         else:
-            rows.append(_write_sample(outcome, number, place, shard, writer))
+            rows.append(_write_sample(outcome, number, place, shard, writer, context.encoder.config))
             images, tokens = images + len(outcome.images), tokens + outcome.length
     return RowOutcome(images, tokens, rejected)
 
@@ -264,7 +265,9 @@ def _foreseen(recipe: Recipe) -> Iterator[None]:
         raise unexpected(error, recipe) from error
 
 
-def _write_sample(encoded: EncodedSample, row: int, place: _Place, shard: int, writer: ShardWriter) -> IndexRow:
+def _write_sample(
+    encoded: EncodedSample, row: int, place: _Place, shard: int, writer: ShardWriter, config: PreprocessConfig
+) -> IndexRow:
     key = sample_key(row, place.sample, place.of)
     grids = tuple(image.grid for image in encoded.images)
     targets = int(encoded.loss_mask.sum())
@@ -283,7 +286,11 @@ def _write_sample(encoded: EncodedSample, row: int, place: _Place, shard: int, w
         metadata["sample"] = place.sample
     if encoded.turn_weights:
         metadata["turn_weights"] = encoded.turn_weights
-    placement: Placement = writer.add(key, metadata, _pieces(encoded))
+    pieces, items = _pieces(encoded), _encoded_items(encoded, config)
+    if items:
+        del pieces["patches"]
+        metadata["items"] = [item.describe() for item in items]
+    placement: Placement = writer.add(key, metadata, pieces, items)
     return IndexRow(
         key=key,
         source_row=row,
@@ -297,6 +304,16 @@ def _write_sample(encoded: EncodedSample, row: int, place: _Place, shard: int, w
         image_grid_thw=grids,
         image_starts=encoded.image_starts,
     )
+
+
+def _encoded_items(encoded: EncodedSample, config: PreprocessConfig) -> list[EncodedItem]:
+    """The images as the run's codec encodes them; none if patches are stored as they are."""
+    if config.pixels == RAW:
+        return []
+    encode = codec(config.pixels).encode
+    return [
+        EncodedItem(encode(image.patches, image.grid, config.model_family), config.pixels) for image in encoded.images
+    ]
 
 
 def _pieces(encoded: EncodedSample) -> dict[str, list[Any]]:

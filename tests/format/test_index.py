@@ -12,13 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlmdata.errors import DatasetFormatError
-from vlmdata.format.index import INDEX_SCHEMA, DatasetIndex, IndexRow, index_table
+from vlmdata.format.index import DatasetIndex
+from vlmdata.format.index_row import INDEX_SCHEMA, ITEM_COLUMNS, IndexRow, index_table
 from vlmdata.format.schema import MEMBERS
-from vlmdata.format.shard import Placement
+from vlmdata.format.shard import ItemPlace, Placement
 
 COUNT = st.integers(0, 2**31 - 1)
 BIG = st.integers(0, 2**63 - 1)
 HASH = st.integers(0, 2**64 - 1)
+ITEM = st.builds(ItemPlace, BIG, BIG, st.sampled_from(["image", "video"]), st.sampled_from(["raw", "zlib", "é"]))
 GRID = st.tuples(st.just(1), st.integers(1, 100).map(lambda n: 2 * n), st.integers(1, 100).map(lambda n: 2 * n))
 
 
@@ -34,6 +36,7 @@ def index_rows(draw, number: int = 0) -> IndexRow:
         json_size=draw(COUNT),
         data_offsets=tuple(draw(BIG) for _ in MEMBERS),
         data_checksums=(*hashes, tuple(draw(HASH) for _ in grids)),
+        items=tuple(draw(ITEM) for _ in grids),
     )
     return IndexRow(
         key=f"{number:09d}",
@@ -50,6 +53,9 @@ def index_rows(draw, number: int = 0) -> IndexRow:
     )
 
 
+ITEM_A = ItemPlace(4, 3)
+
+
 def simple_rows(count: int) -> list[IndexRow]:
     hashes = ((1,), (2,), (3,), (4,))
     return [
@@ -57,7 +63,7 @@ def simple_rows(count: int) -> list[IndexRow]:
             key=f"{n:09d}",
             source_row=2 * n,
             shard=n // 2,
-            placement=Placement(1024 * n, 1024, n, 512, 10, (1, 2, 3, 4, 5), (*hashes, tuple(range(n)))),
+            placement=Placement(1024 * n, 1024, n, 512, 10, (1, 2, 3, 4, 5), (*hashes, tuple(range(n))), items=(ITEM_A,) * n),
             length=10 + n,
             padded_length=16,
             num_targets=n,
@@ -173,7 +179,7 @@ def test_a_column_of_the_wrong_type_is_a_format_error(index_file, column):
         DatasetIndex.read(index_file)
 
 
-@pytest.mark.parametrize("name", ["image_starts", "image_checksums"])
+@pytest.mark.parametrize("name", ["image_starts", "image_checksums", *ITEM_COLUMNS])
 def test_a_list_that_has_not_one_entry_an_image_is_a_format_error(index_file, name):
     table = pq.read_table(index_file)
     lists = table.column(name).to_pylist()

@@ -20,7 +20,8 @@ from tests.conftest import build_dataset, tree_bytes
 from tests.verify.rewriting import edit_manifest_json, rewrite_manifest, rewrite_sample, sha256
 from tests.weighted import build_weighted
 from vlmdata.errors import DatasetFormatError
-from vlmdata.format.index import INDEX_SCHEMA, DatasetIndex, index_schema
+from vlmdata.format.index import DatasetIndex
+from vlmdata.format.index_row import INDEX_SCHEMA, index_schema
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import INDEX_NAME, LOSS_WEIGHTS, MANIFEST_NAME, MEMBERS
 from vlmdata.verify.dataset import verify_dataset
@@ -105,7 +106,7 @@ def test_text_alone_uses_no_feature_and_turns_of_weight_0_none_either(tmp_path: 
 
 
 def test_an_old_reader_refuses_weights_by_the_feature(weighted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlmdata.format.manifest.SUPPORTED_FEATURES", frozenset({"images", "patches-raw"}))
+    monkeypatch.setattr("vlmdata.format.manifest.supported_features", lambda: {"images", "patches-raw"})
     with pytest.raises(DatasetFormatError, match=r"needs features this vlmdata lacks: loss-weights\. Upgrade it"):
         vlmdata.open_dataset(weighted)
 

@@ -12,9 +12,9 @@ from tests.chat_rows import build_mixed, image_item, turn, write_jsonl
 from tests.conftest import build_dataset
 from vlmdata.families.qwen3_5 import FAMILY
 from vlmdata.format.dataset import open_dataset
-from vlmdata.format.index import index_table
+from vlmdata.format.index_row import index_table
 from vlmdata.format.reindex import index_rows_of
-from vlmdata.format.schema import SUPPORTED_FEATURES
+from vlmdata.format.schema import supported_features
 
 
 def weighted_rows() -> list[Any]:
@@ -45,7 +45,7 @@ def test_the_rows_are_those_of_the_index(directory: Path) -> None:
     ]
     written = [dataset.index.row(i) for i in range(len(dataset))]
     assert [row.key for row in found] == [row.key for row in written]
-    assert index_table(found, SUPPORTED_FEATURES) == index_table(written, SUPPORTED_FEATURES)
+    assert index_table(found, supported_features()) == index_table(written, supported_features())
 
 
 def test_a_shard_that_is_not_the_manifests_gives_none(directory: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from vlmdata.families.qwen3_5 import FAMILY
-from vlmdata.format.index import IndexRow, index_table, used_features
+from vlmdata.format.index_row import IndexRow, index_table, used_features
 from vlmdata.format.manifest import Manifest, ShardInfo, TokenizerInfo, Totals
 from vlmdata.format.schema import sample_key, shard_name
 from vlmdata.format.shard import ShardWriter

@@ -14,7 +14,7 @@ import pytest
 
 from tests.list_recipe import build_lists
 from tests.verify.rewriting import edit_manifest_json, rewrite_manifest, rewrite_sample, sha256
-from vlmdata.format.index import INDEX_SCHEMA
+from vlmdata.format.index_row import INDEX_SCHEMA
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import INDEX_NAME, LEDGER_NAME, MANIFEST_NAME
 from vlmdata.verify.dataset import verify_dataset

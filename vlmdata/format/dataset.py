@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from vlmdata.errors import DatasetFormatError
 from vlmdata.format.index import DatasetIndex
 from vlmdata.format.manifest import Manifest, ShardInfo
 from vlmdata.format.schema import INDEX_NAME, MEMBER_BY_NAME, OPTIONAL_MEMBERS, Sample
 from vlmdata.locations import is_url, place_of
+from vlmdata.media.codecs import decode_item
 from vlmdata.wording import counted
 
 OpenShard = Callable[[ShardInfo], int]
@@ -49,7 +51,7 @@ class VlmDataset:
         self._open_shard = open_shard
         self.manifest = Manifest.read(self.directory)
         self.family = self.manifest.model_family
-        self.index = DatasetIndex.read(self.directory / INDEX_NAME)
+        self.index = DatasetIndex.read(self.directory / INDEX_NAME, self.family.patch_bytes)
         if len(self.index) != self.manifest.totals.samples:
             raise DatasetFormatError(
                 f"{self.name}: the index has {counted(len(self.index), 'row')}, the manifest "
@@ -83,7 +85,6 @@ class VlmDataset:
         data = self._map(int(index.shard[i]))
         padded = int(index.padded_lengths[i])
         images = int(index.image_counts[i])
-        patches = int(index.num_patches[i])
 
         def view(name: str, shape: tuple[int, ...]) -> Any:
             dtype = MEMBER_BY_NAME[name].dtype
@@ -100,9 +101,26 @@ class VlmDataset:
             loss_mask=view("loss_mask", (padded,)),
             position_ids=view("position_ids", (3, padded)),
             image_grid_thw=view("image_grid_thw", (images, 3)),
-            patches=view("patches", (patches, self.family.patch_bytes)),
+            patches=view("patches", (int(index.num_patches[i]), self.family.patch_bytes))
+            if int(index.data_offsets["patches"][i]) >= 0
+            else self._decoded(i, data),
             loss_weights=view("loss_weights", (padded,)),
         )
+
+    def _decoded(self, i: int, data: mmap.mmap) -> npt.NDArray[np.uint8]:
+        """The patches of a sample whose items a codec encoded, (P, bytes per patch)."""
+        index = self.index
+        patches = np.empty((int(index.num_patches[i]), self.family.patch_bytes), np.uint8)
+        begin, stored = 0, memoryview(data)
+        for number in range(int(index.grid_offsets[i]), int(index.grid_offsets[i + 1])):
+            t, h, w = index.grids[number].tolist()
+            end, offset = begin + t * h * w, int(index.item_offsets[number])
+            payload = stored[offset : offset + int(index.item_bytes[number])]
+            what = f"{self.name}: key {index.key(i)} image {number - int(index.grid_offsets[i])}"
+            decode_item(index.item_codecs[number], payload, (t, h, w), self.family, patches[begin:end], what)
+            begin = end
+        patches.flags.writeable = False
+        return patches
 
     def metadata(self, i: int) -> dict[str, Any]:
         """The metadata JSON of sample ``i``: source row, original image sizes, what was normalised."""

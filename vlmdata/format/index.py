@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,141 +12,29 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vlmdata.errors import DatasetFormatError, NotFoundError
-from vlmdata.format.schema import DOCUMENTS, IMAGES, MEMBERS, OPTIONAL_MEMBERS, PATCHES_RAW
-from vlmdata.format.shard import ArrayPlace, Placement
-
-_PATCHES = next(i for i, member in enumerate(MEMBERS) if member.name == "patches")
-_GRID = pa.list_(pa.list_(pa.int32(), 3))
-
-#: Members hashed as one array; ``patches`` is hashed image by image.
-TOKEN_MEMBERS = tuple(member for member in MEMBERS if member.name != "patches")
-
-#: Column name -> arrow type of the columns that every index has. Documented in docs/data-format.md.
-INDEX_SCHEMA = pa.schema(
-    [
-        pa.field("key", pa.string(), nullable=False),
-        pa.field("source_row", pa.int64(), nullable=False),
-        pa.field("shard", pa.int32(), nullable=False),
-        pa.field("offset", pa.int64(), nullable=False),
-        pa.field("size", pa.int64(), nullable=False),
-        pa.field("checksum", pa.uint64(), nullable=False),
-        pa.field("length", pa.int32(), nullable=False),
-        pa.field("padded_length", pa.int32(), nullable=False),
-        pa.field("num_targets", pa.int32(), nullable=False),
-        pa.field("target_turns", pa.int32(), nullable=False),
-        pa.field("truncated", pa.bool_(), nullable=False),
-        pa.field("num_patches", pa.int32(), nullable=False),
-        pa.field("image_grid_thw", _GRID, nullable=False),
-        pa.field("image_starts", pa.list_(pa.int32()), nullable=False),
-        pa.field("json_offset", pa.int64(), nullable=False),
-        pa.field("json_size", pa.int32(), nullable=False),
-        *(pa.field(f"{member.name}_offset", pa.int64(), nullable=False) for member in MEMBERS),
-        *(pa.field(f"{member.name}_checksum", pa.uint64(), nullable=False) for member in TOKEN_MEMBERS),
-        pa.field("image_checksums", pa.list_(pa.uint64()), nullable=False),
-    ]
-)
-
-#: What stands in the columns of an optional member for a sample that lacks it.
-ABSENT = ArrayPlace(offset=-1, checksum=0)
+from vlmdata.families import DEFAULT_FAMILY, family
+from vlmdata.format.index_row import INDEX_SCHEMA, ITEM_COLUMNS, TOKEN_MEMBERS, IndexRow, index_schema
+from vlmdata.format.schema import IMAGE, MEMBERS, OPTIONAL_MEMBERS
+from vlmdata.format.shard import ArrayPlace, ItemPlace, Placement
+from vlmdata.media.codecs import RAW
 
 
-def index_schema(features: Collection[str]) -> pa.Schema:
-    """The columns of the index of a dataset with these features."""
-    fields = list(INDEX_SCHEMA)
-    for member in OPTIONAL_MEMBERS:
-        if member.feature in features:
-            fields.append(pa.field(f"{member.name}_offset", pa.int64(), nullable=False))
-            fields.append(pa.field(f"{member.name}_checksum", pa.uint64(), nullable=False))
-    return pa.schema(fields)
-
-
-@dataclass(frozen=True)
-class IndexRow:
-    """What the index says of one sample. Units: tokens, patches, bytes.
-
-    Attributes:
-        key: The sample's key.
-        source_row: Row of the source it was made from.
-        shard: Number of its shard.
-        placement: Where it lies in the shard.
-        length: True length.
-        padded_length: Stored length.
-        num_targets: Tokens under the loss.
-        target_turns: Assistant turns that are targets.
-        truncated: Whether the last answer was cut (so that turn has no ``<|im_end|>``).
-        image_grid_thw: Patches along t, h, w for every image.
-        image_starts: First token of every image.
-    """
-
-    key: str
-    source_row: int
-    shard: int
-    placement: Placement
-    length: int
-    padded_length: int
-    num_targets: int
-    target_turns: int
-    truncated: bool
-    image_grid_thw: tuple[tuple[int, int, int], ...]
-    image_starts: tuple[int, ...]
-
-    @property
-    def num_patches(self) -> int:
-        """Patches over all images."""
-        return sum(t * h * w for t, h, w in self.image_grid_thw)
-
-
-def used_features(rows: Iterable[IndexRow]) -> frozenset[str]:
-    """The features that a reader of these samples must know."""
-    used: set[str] = set()
-    for row in rows:
-        if row.image_grid_thw:
-            used |= {IMAGES, PATCHES_RAW}
-        if row.target_turns == 0:
-            used.add(DOCUMENTS)
-        used |= {str(member.feature) for member in OPTIONAL_MEMBERS if member.name in row.placement.optional}
-    return frozenset(used)
-
-
-def index_table(rows: Sequence[IndexRow], features: Collection[str] | None = None) -> pa.Table:
-    """Rows as an arrow table of :func:`index_schema`.
-
-    Args:
-        rows: The rows.
-        features: Features that get their columns; None is those that the rows use.
-    """
-    schema = index_schema(used_features(rows) if features is None else features)
-    optional = [member.name for member in OPTIONAL_MEMBERS if f"{member.name}_offset" in schema.names]
-    records: list[dict[str, Any]] = []
-    for row in rows:
-        place = row.placement
-        extra = {name: place.optional.get(name, ABSENT) for name in optional}
-        records.append(
-            {
-                "key": row.key,
-                "source_row": row.source_row,
-                "shard": row.shard,
-                "offset": place.offset,
-                "size": place.size,
-                "checksum": place.checksum,
-                "length": row.length,
-                "padded_length": row.padded_length,
-                "num_targets": row.num_targets,
-                "target_turns": row.target_turns,
-                "truncated": row.truncated,
-                "num_patches": row.num_patches,
-                "image_grid_thw": [list(grid) for grid in row.image_grid_thw],
-                "image_starts": list(row.image_starts),
-                "json_offset": place.json_offset,
-                "json_size": place.json_size,
-                **{f"{m.name}_offset": o for m, o in zip(MEMBERS, place.data_offsets, strict=True)},
-                **{f"{m.name}_checksum": place.data_checksums[MEMBERS.index(m)][0] for m in TOKEN_MEMBERS},
-                "image_checksums": place.data_checksums[_PATCHES][: len(row.image_grid_thw)],
-                **{f"{name}_offset": found.offset for name, found in extra.items()},
-                **{f"{name}_checksum": found.checksum for name, found in extra.items()},
-            }
-        )
-    return pa.Table.from_pylist(records, schema=schema)
+def _with_raw_items(table: pa.Table, patch_bytes: int) -> pa.Table:
+    """Adds the columns of items to an index of format 1.0: a sample's images lie one after another in its patches."""
+    grids = table.column("image_grid_thw").combine_chunks()
+    counts = np.asarray(grids.value_lengths().to_numpy(zero_copy_only=False), dtype=np.int64)
+    shapes = np.asarray(grids.flatten().flatten().to_numpy(zero_copy_only=False), dtype=np.int64).reshape(-1, 3)
+    sizes = shapes.prod(axis=1) * patch_bytes
+    before = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+    ends = np.cumsum(counts)
+    firsts = np.asarray(table.column("patches_offset").to_numpy(), dtype=np.int64)
+    offsets = before[:-1] + np.repeat(firsts - before[ends - counts], counts)
+    bounds = pa.array(np.concatenate([[0], ends]), pa.int32())
+    values = (pa.array(offsets), pa.array(sizes), pa.repeat(IMAGE, len(sizes)), pa.repeat(RAW, len(sizes)))
+    for name, value in zip(ITEM_COLUMNS, values, strict=True):
+        kind = INDEX_SCHEMA.field(name).type
+        table = table.append_column(name, pa.ListArray.from_arrays(bounds, value.cast(kind.value_type)))
+    return table
 
 
 class DatasetIndex:
@@ -164,8 +50,12 @@ class DatasetIndex:
         self.table = table.combine_chunks()
 
     @classmethod
-    def read(cls, path: Path) -> DatasetIndex:
+    def read(cls, path: Path, patch_bytes: int = family(DEFAULT_FAMILY).patch_bytes) -> DatasetIndex:
         """Reads ``index.parquet``.
+
+        Args:
+            path: The file.
+            patch_bytes: Bytes of a patch, to find the items if the index is of format 1.0.
 
         Raises:
             DatasetFormatError: If the file is missing, damaged, or lacks a column.
@@ -179,15 +69,19 @@ class DatasetIndex:
             ) from error
         features = [str(m.feature) for m in OPTIONAL_MEMBERS if f"{m.name}_offset" in table.column_names]
         schema = index_schema(features)
-        missing = [name for name in schema.names if name not in table.column_names]
+        # An index of format 1.0 has no columns of items.
+        old = not set(ITEM_COLUMNS).intersection(table.column_names)
+        stored = pa.schema([field for field in schema if not (old and field.name in ITEM_COLUMNS)])
+        missing = [name for name in stored.names if name not in table.column_names]
         if missing:
             raise DatasetFormatError(f"{path}: the index lacks the columns {', '.join(missing)}")
         try:
             # Columns a later minor version added are of no concern here.
-            index = cls(table.select(schema.names).cast(schema))
+            table = table.select(stored.names).cast(stored)
+            index = cls(_with_raw_items(table, patch_bytes).select(schema.names).cast(schema) if old else table)
         except (pa.ArrowException, ValueError) as error:
             raise DatasetFormatError(f"{path}: a column of the index has the wrong type or nulls: {error}") from error
-        for name in ("image_starts", "image_checksums"):
+        for name in ("image_starts", "image_checksums", *ITEM_COLUMNS):
             # All samples share one flat array of each, found through the grids alone.
             if not np.array_equal(index._list_lengths(name), index.image_counts):
                 raise DatasetFormatError(f"{path}: {name} has not one entry an image")
@@ -291,6 +185,33 @@ class DatasetIndex:
         return np.asarray(flat.to_numpy(zero_copy_only=False), dtype=np.uint64)
 
     @cached_property
+    def item_offsets(self) -> npt.NDArray[np.int64]:
+        """First stored byte of every image in its shard, int64 (G,), in the order of :attr:`grids`."""
+        flat = self._chunk("item_offsets").flatten()
+        return np.asarray(flat.to_numpy(zero_copy_only=False), dtype=np.int64)
+
+    @cached_property
+    def item_bytes(self) -> npt.NDArray[np.int64]:
+        """Stored bytes of every image, int64 (G,)."""
+        flat = self._chunk("item_bytes").flatten()
+        return np.asarray(flat.to_numpy(zero_copy_only=False), dtype=np.int64)
+
+    @cached_property
+    def item_kinds(self) -> npt.NDArray[np.object_]:
+        """Kind of every item, object (G,); equal names are one object."""
+        return self._names("item_kinds")
+
+    @cached_property
+    def item_codecs(self) -> npt.NDArray[np.object_]:
+        """Codec name of every item, object (G,); equal names are one object."""
+        return self._names("item_codecs")
+
+    def _names(self, name: str) -> npt.NDArray[np.object_]:
+        encoded = self._chunk(name).flatten().dictionary_encode()
+        names = np.array(encoded.dictionary.to_pylist(), dtype=object)
+        return np.asarray(names[encoded.indices.to_numpy(zero_copy_only=False)], dtype=object)
+
+    @cached_property
     def json_offset(self) -> npt.NDArray[np.int64]:
         """First byte of each sample's metadata JSON, int64 (n,)."""
         return self.column("json_offset")
@@ -353,6 +274,8 @@ class DatasetIndex:
 
     def row(self, i: int) -> IndexRow:
         """Everything the index says of sample ``i``."""
+        images = slice(self.grid_offsets[i], self.grid_offsets[i + 1])
+        items = (self.item_offsets, self.item_bytes, self.item_kinds, self.item_codecs)
         placement = Placement(
             offset=int(self.offset[i]),
             size=int(self.size[i]),
@@ -362,15 +285,16 @@ class DatasetIndex:
             data_offsets=tuple(int(self.data_offsets[m.name][i]) for m in MEMBERS),
             data_checksums=(
                 *((int(self.token_checksums[m.name][i]),) for m in TOKEN_MEMBERS),
-                tuple(self.image_checksums[self.grid_offsets[i] : self.grid_offsets[i + 1]].tolist()),
+                tuple(self.image_checksums[images].tolist()),
             ),
             optional={
                 name: ArrayPlace(int(self.data_offsets[name][i]), int(self.token_checksums[name][i]))
                 for name in self.optional_members
                 if self.data_offsets[name][i] >= 0
             },
+            items=tuple(map(ItemPlace, *(column[images].tolist() for column in items))),
         )
-        grids = self.grids[self.grid_offsets[i] : self.grid_offsets[i + 1]].tolist()
+        grids = self.grids[images].tolist()
         return IndexRow(
             key=self.key(i),
             source_row=int(self.source_row[i]),
@@ -382,5 +306,5 @@ class DatasetIndex:
             target_turns=int(self.target_turns[i]),
             truncated=bool(self.truncated[i]),
             image_grid_thw=tuple((t, h, w) for t, h, w in grids),
-            image_starts=tuple(self.image_starts[self.grid_offsets[i] : self.grid_offsets[i + 1]].tolist()),
+            image_starts=tuple(self.image_starts[images].tolist()),
         )

@@ -15,7 +15,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from vlmdata.errors import DatasetFormatError
 from vlmdata.families import DEFAULT_FAMILY, REGISTRY, Family, family
-from vlmdata.format.schema import FORMAT_NAME, MANIFEST_NAME, SCHEMA_VERSION, SUPPORTED_FEATURES
+from vlmdata.format.schema import FORMAT_NAME, MANIFEST_NAME, SCHEMA_VERSION, supported_features
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Manifest:
         shards: All shards in order.
         index_sha256: Of ``index.parquet``.
         ledger_sha256: Of ``rejected.jsonl``.
-        features: What a reader must understand; see :data:`SUPPORTED_FEATURES`.
+        features: What a reader must understand; see :func:`vlmdata.format.schema.supported_features`.
         unused_keys: Samples by key of their rows that the recipe does not use and knows to be harmless.
         unknown_keys: Samples by key of their rows that the recipe does not know.
         family: Name of the model family the samples are made for; empty in format 1.0, which knew one only.
@@ -255,7 +255,8 @@ def _check_version(path: Path, version: str, features: Any) -> None:
         )
     if not isinstance(features, list):
         raise TypeError(f"features is {features!r}, not a list")
-    unknown = [str(feature) for feature in features if feature not in SUPPORTED_FEATURES]
+    known = supported_features()
+    unknown = [str(feature) for feature in features if feature not in known]
     if unknown:
         raise DatasetFormatError(f"{path}: needs features this vlmdata lacks: {', '.join(unknown)}. Upgrade it.")
 

@@ -7,8 +7,7 @@ import io
 import json
 import mmap
 import tarfile
-from collections.abc import Iterator
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,10 @@ import xxhash
 
 from vlmdata.families import Family
 from vlmdata.families.positions import locate_images
-from vlmdata.format.index import IndexRow
+from vlmdata.format.index_row import TOKEN_MEMBERS, IndexRow
 from vlmdata.format.manifest import ShardInfo
-from vlmdata.format.schema import MEMBER_BY_NAME, MEMBERS, METADATA_MEMBER, OPTIONAL_MEMBERS
-from vlmdata.format.shard import BLOCK, ArrayPlace, Placement
+from vlmdata.format.schema import ITEMS_MEMBER, MEMBER_BY_NAME, MEMBERS, METADATA_MEMBER, OPTIONAL_MEMBERS
+from vlmdata.format.shard import ABSENT, BLOCK, ArrayPlace, ItemPlace, Placement
 
 _Found = dict[str, tuple[int, npt.NDArray[Any]]]
 """Member name -> first byte of its array's data, and the array."""
@@ -62,24 +61,31 @@ def _row(
     text = members[0]
     assert text.name == f"{key}.{METADATA_MEMBER}", text.name
     metadata = json.loads(data[text.offset_data : text.offset_data + text.size])
-    arrays: _Found = dict(_read(data, member) for member in members[1:])
+    arrays: _Found = dict(_read(data, member) for member in members[1:] if member.name != f"{key}.{ITEMS_MEMBER}")
     start, last = text.offset, members[-1]
     stop = last.offset_data + last.size + -last.size % BLOCK
     grids = arrays["image_grid_thw"][1]
-    sizes = grids.astype(np.int64).prod(axis=1)
+    if "patches" in arrays:
+        items = _raw_items(*arrays["patches"], grids)
+    else:
+        items = _encoded_items(members[-1].offset_data, metadata["items"])
     placement = Placement(
         offset=start,
         size=stop - start,
         checksum=_checksum(data[start:stop]),
         json_offset=text.offset_data,
         json_size=text.size,
-        data_offsets=tuple(arrays[member.name][0] for member in MEMBERS),
-        data_checksums=tuple(_piece_checksums(member.name, arrays, sizes) for member in MEMBERS),
+        data_offsets=tuple(arrays[m.name][0] if m.name in arrays else ABSENT.offset for m in MEMBERS),
+        data_checksums=(
+            *((_checksum(arrays[member.name][1]),) for member in TOKEN_MEMBERS),
+            tuple(_checksum(data[item.offset : item.offset + item.bytes]) for item in items),
+        ),
         optional={
             member.name: ArrayPlace(arrays[member.name][0], _checksum(arrays[member.name][1]))
             for member in OPTIONAL_MEMBERS
             if member.name in arrays
         },
+        items=items,
     )
     ids = arrays["input_ids"][1]
     starts = locate_images(ids[: metadata["length"]], family.token_counts(grids), image_token)
@@ -106,12 +112,20 @@ def _read(data: mmap.mmap, member: tarfile.TarInfo) -> tuple[str, tuple[int, npt
     return name, (stop - array.nbytes, array)
 
 
-def _piece_checksums(name: str, arrays: _Found, sizes: npt.NDArray[np.int64]) -> tuple[int, ...]:
-    array = arrays[name][1]
-    pieces: Iterator[npt.NDArray[Any]] | list[npt.NDArray[Any]] = [array]
-    if name == "patches" and len(sizes):
-        pieces = np.split(array, np.cumsum(sizes)[:-1])
-    return tuple(map(_checksum, pieces))
+def _raw_items(begin: int, patches: npt.NDArray[Any], grids: npt.NDArray[np.integer]) -> tuple[ItemPlace, ...]:
+    """The images in ``patches.npy``, one after another; of a sample without any, an empty piece."""
+    sizes = (grids.astype(np.int64).prod(axis=1) * patches.shape[1]).tolist() or [0]
+    starts = accumulate(sizes, initial=begin)
+    return tuple(ItemPlace(start, size) for start, size in zip(starts, sizes, strict=False))
+
+
+def _encoded_items(begin: int, described: list[dict[str, Any]]) -> tuple[ItemPlace, ...]:
+    """The items in ``items.bin``, as the metadata describes them."""
+    starts = accumulate((item["bytes"] for item in described), initial=begin)
+    return tuple(
+        ItemPlace(start, item["bytes"], item["kind"], item["codec"])
+        for start, item in zip(starts, described, strict=False)
+    )
 
 
 def _checksum(piece: Any) -> int:

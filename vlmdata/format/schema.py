@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from vlmdata.media.codecs import REGISTRY, codec_feature
+
 if TYPE_CHECKING:
     import torch
 
 FORMAT_NAME = "vlmdata"
 #: MAJOR.MINOR. A reader refuses another MAJOR; a higher MINOR only adds what old readers may ignore.
 SCHEMA_VERSION = "1.1"
-IMAGES, PATCHES_RAW, LOSS_WEIGHTS, DOCUMENTS = "images", "patches-raw", "loss-weights", "documents"
-#: What a reader must understand to read a dataset rightly. A writer lists the ones it used in the manifest;
-#: a reader refuses any it does not know (so video items or compressed patches can come without a new MAJOR).
-SUPPORTED_FEATURES = frozenset({IMAGES, PATCHES_RAW, LOSS_WEIGHTS, DOCUMENTS})
+IMAGES, LOSS_WEIGHTS, DOCUMENTS = "images", "loss-weights", "documents"
+#: The only kind of item so far. Video items will be a feature, so that readers of images alone refuse them.
+IMAGE = "image"
 
 MANIFEST_NAME = "manifest.json"
 INDEX_NAME = "index.parquet"
@@ -33,9 +34,20 @@ IMAGE_FILES_NAME = "image_files.parquet"
 IMAGE_FILES = "image_files"
 
 METADATA_MEMBER = "json"
+#: Instead of ``patches.npy`` in samples with items that a codec encoded: their stored bytes, one after another.
+ITEMS_MEMBER = "items.bin"
 
 _SAMPLE_DIGITS = 3
 _KEY = re.compile(r"(?P<row>\d{9,})(-(?P<sample>\d{3,}))?", re.ASCII)
+
+
+def supported_features() -> frozenset[str]:
+    """What this reader understands.
+
+    A writer lists the features it used in the manifest. A reader refuses any it does not know, so video items or
+    another codec can come without a new MAJOR.
+    """
+    return frozenset({IMAGES, LOSS_WEIGHTS, DOCUMENTS, *map(codec_feature, REGISTRY)})
 
 
 @dataclass(frozen=True)
@@ -70,7 +82,7 @@ ALL_MEMBERS: tuple[Member, ...] = (
     Member("image_grid_thw", np.dtype("<i4"), "(N, 3) patches per image along t, h, w"),
     Member("patches", np.dtype("|u1"), "(P, bytes per patch) pixels of all images in merge-block order"),
 )
-#: The members that every sample has, and those that some samples have.
+#: The members that every sample has (``items.bin`` may stand in for ``patches``), and those that some samples have.
 MEMBERS = tuple(member for member in ALL_MEMBERS if member.feature is None)
 OPTIONAL_MEMBERS = tuple(member for member in ALL_MEMBERS if member.feature is not None)
 MEMBER_BY_NAME = {member.name: member for member in ALL_MEMBERS}

@@ -12,7 +12,7 @@ import io
 import json
 import os
 import tarfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Buffer, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +23,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from vlmdata.format.schema import ALL_MEMBERS, METADATA_MEMBER
+from vlmdata.format.schema import ALL_MEMBERS, IMAGE, ITEMS_MEMBER, METADATA_MEMBER
+from vlmdata.media.codecs import RAW
 
 BLOCK = tarfile.BLOCKSIZE
 _END_OF_ARCHIVE = bytes(2 * BLOCK)
@@ -44,6 +45,46 @@ class ArrayPlace:
     checksum: int
 
 
+#: What stands in the columns of a member for a sample that lacks it.
+ABSENT = ArrayPlace(offset=-1, checksum=0)
+
+
+@dataclass(frozen=True)
+class ItemPlace:
+    """Where an item (an image) lies, and how it is stored.
+
+    Attributes:
+        offset: First of its stored bytes in the shard.
+        bytes: How many there are.
+        kind: What it is: ``image``.
+        codec: Name of the codec that decodes it.
+    """
+
+    offset: int
+    bytes: int
+    kind: str = IMAGE
+    codec: str = RAW
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedItem:
+    """An item as a codec encoded it.
+
+    Attributes:
+        payload: The bytes to store.
+        codec: Name of the codec.
+        kind: What it is.
+    """
+
+    payload: Buffer
+    codec: str
+    kind: str = IMAGE
+
+    def describe(self) -> dict[str, Any]:
+        """What the sample's metadata says of the item, so that the payloads can be told apart without the index."""
+        return {"kind": self.kind, "codec": self.codec, "bytes": memoryview(self.payload).nbytes}
+
+
 @dataclass(frozen=True)
 class Placement:
     """Where a sample lies in its shard; all numbers are bytes.
@@ -54,10 +95,12 @@ class Placement:
         checksum: xxh3-64 of those bytes.
         json_offset: Start of the metadata JSON text.
         json_size: Length of the metadata JSON text.
-        data_offsets: Start of each array's data, in the order of :data:`MEMBERS`.
+        data_offsets: Start of each array's data, in the order of :data:`MEMBERS`; of ``patches`` -1 if ``items.bin``
+            stands in for it.
         data_checksums: For each member, the xxh3-64 of each of the pieces it was written in: of the whole array, for
-            ``patches`` of every image's own part. So whatever a reader reads alone, it can check alone.
+            ``patches`` of every item's stored bytes. So whatever a reader reads alone, it can check alone.
         optional: By name, the members of :data:`OPTIONAL_MEMBERS` that the sample has.
+        items: Every item, in order. A sample without any has one empty piece here, as in ``data_checksums``.
     """
 
     offset: int
@@ -68,6 +111,7 @@ class Placement:
     data_offsets: tuple[int, ...]
     data_checksums: tuple[tuple[int, ...], ...]
     optional: Mapping[str, ArrayPlace] = field(default_factory=dict)
+    items: tuple[ItemPlace, ...] = ()
 
 
 def npy_header(array: npt.NDArray[np.generic]) -> bytes:
@@ -109,6 +153,7 @@ class ShardWriter:
         key: str,
         metadata: Mapping[str, Any],
         arrays: Mapping[str, Sequence[npt.NDArray[np.generic]]],
+        encoded: Sequence[EncodedItem] = (),
     ) -> Placement:
         """Appends a sample.
 
@@ -119,6 +164,7 @@ class ShardWriter:
                 are C-contiguous, so several images are written without being copied together first. ``patches`` has
                 one piece per image; a sample without images has one empty piece. A member of
                 :data:`OPTIONAL_MEMBERS`, if it is given, has one piece.
+            encoded: The sample's items if a codec encoded them; ``arrays`` then lacks ``patches``.
 
         Returns:
             Where everything lies.
@@ -130,8 +176,14 @@ class ShardWriter:
         offsets: list[int] = []
         checksums: list[tuple[int, ...]] = []
         optional: dict[str, ArrayPlace] = {}
+        items: tuple[ItemPlace, ...] = ()
         for member in ALL_MEMBERS:
             if member.feature is not None and member.name not in arrays:
+                continue
+            if member.name == "patches" and encoded:
+                items, hashes = self._items(key, encoded)
+                offsets.append(ABSENT.offset)
+                checksums.append(hashes)
                 continue
             pieces = arrays[member.name]
             shape = (sum(piece.shape[0] for piece in pieces), *pieces[0].shape[1:])
@@ -141,6 +193,9 @@ class ShardWriter:
             views = [memoryview(piece).cast("B") for piece in pieces if piece.size]
             offset = self._member(f"{key}.{member.suffix}", npy_header_for(member.dtype, shape), views)
             hashes = tuple(xxhash.xxh3_64_intdigest(piece) for piece in pieces)
+            if member.name == "patches":
+                sizes = [piece.nbytes for piece in pieces]
+                items = tuple(ItemPlace(offset + sum(sizes[:i]), size) for i, size in enumerate(sizes))
             if member.feature is None:
                 offsets.append(offset)
                 checksums.append(hashes)
@@ -155,7 +210,18 @@ class ShardWriter:
             data_offsets=tuple(offsets),
             data_checksums=tuple(checksums),
             optional=optional,
+            items=items,
         )
+
+    def _items(self, key: str, encoded: Sequence[EncodedItem]) -> tuple[tuple[ItemPlace, ...], tuple[int, ...]]:
+        """Writes the member ``items.bin``; returns where its items lie, and their checksums."""
+        views = [memoryview(item.payload).cast("B") for item in encoded]
+        offset = self._member(f"{key}.{ITEMS_MEMBER}", b"", views)
+        places = []
+        for item, view in zip(encoded, views, strict=True):
+            places.append(ItemPlace(offset, view.nbytes, item.kind, item.codec))
+            offset += view.nbytes
+        return tuple(places), tuple(xxhash.xxh3_64_intdigest(view) for view in views)
 
     def _member(self, name: str, header: bytes, views: Sequence[memoryview]) -> int:
         """Writes one tar member and returns where its data (after ``header``) begins."""

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from vlmdata.batch import IGNORE_INDEX
 from vlmdata.loader.request import TOKEN_MEMBERS, IntArray, PackRequest, Part, SampleReads
 from vlmdata.loader.shards import ShardStore
+from vlmdata.media.codecs import RAW, decode_item
 
 _ALIGN = 64
 _BYTES_PER_TOKEN = {"input_ids": 4, "loss_mask": 1, "loss_weights": 4, "position_ids": 12}
@@ -64,7 +65,7 @@ def layout_of(request: PackRequest) -> Layout:
     if request.weighted:
         wanted.append(("loss_weights", "<f4", (1, local)))
     if Part.PIXELS in request.parts:
-        wanted.append(("patches", "|u1", (request.local_patches, request.patch_bytes)))
+        wanted.append(("patches", "|u1", (request.local_patches, request.family.patch_bytes)))
     fields, offset = [], 0
     for name, dtype, shape in wanted:
         field = Field(name, np.dtype(dtype), shape, offset)
@@ -206,23 +207,35 @@ def _runs(starts: IntArray, stops: IntArray, dataset: IntArray, shard: IntArray)
 
 
 def _fill_patches(request: PackRequest, store: ShardStore, patches: npt.NDArray[np.generic]) -> None:
-    """Reads the images held here, one after another, straight into their place."""
+    """Reads the images held here, one after another: raw ones straight into their place, others by their codec."""
     if not patches.size:
         return
-    into, at = memoryview(patches.reshape(-1)).cast("B"), 0
+    rows = patches.view(np.uint8)
+    into, at, patch_bytes = memoryview(rows.reshape(-1)), 0, rows.shape[1]
     samples, images, held = request.samples, request.images, request.held
     owner = images.sample[held]
     columns = (
         samples.dataset[owner],
         samples.shard[owner],
         images.offsets[held],
-        images.grids[held].prod(axis=1) * request.patch_bytes,
+        images.grids[held].prod(axis=1) * patch_bytes,
         images.checksums[held],
         samples.row[owner],
         owner,
         held - np.searchsorted(images.sample, owner),
+        held,
     )
-    for dataset, shard, offset, size, checksum, row, sample, number in zip(*(c.tolist() for c in columns), strict=True):
+    for dataset, shard, offset, size, checksum, row, sample, number, image in zip(
+        *(c.tolist() for c in columns), strict=True
+    ):
         what = f"row {row} key {samples.keys[sample]} patches of image {number}"
-        store.read(dataset, shard, offset, into[at : at + size], checksum, what)
+        name = images.codecs[image]
+        if name == RAW:
+            store.read(dataset, shard, offset, into[at : at + size], checksum, what)
+        else:
+            stored = np.empty(int(images.bytes[image]), np.uint8)
+            store.read(dataset, shard, offset, memoryview(stored), checksum, what)
+            place = rows[at // patch_bytes : (at + size) // patch_bytes]
+            t, h, w = images.grids[image].tolist()
+            decode_item(name, stored, (t, h, w), request.family, place, f"{store.path(dataset, shard)}: {what}")
         at += size

@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from vlmdata.context_parallel import chunk_ranges
+from vlmdata.families import Family
 from vlmdata.format.dataset import VlmDataset
-from vlmdata.format.index import ABSENT
+from vlmdata.format.shard import ABSENT
 from vlmdata.packing.plan import Pack
 from vlmdata.vision_split import image_owners
 
@@ -68,15 +69,19 @@ class ImageReads:
         sample: int64 (N,), number in the pack of the sample each belongs to.
         grids: int64 (N, 3), (t, h, w) in patches.
         starts: int64 (N,), first token of each in the pack.
-        offsets: int64 (N,), first byte of each image's patches in the shard.
+        offsets: int64 (N,), first stored byte of each image in the shard.
+        bytes: int64 (N,), stored bytes of each.
         checksums: uint64 (N,), their xxh3-64.
+        codecs: Name of the codec of each; N of them.
     """
 
     sample: IntArray
     grids: IntArray
     starts: IntArray
     offsets: IntArray
+    bytes: IntArray
     checksums: npt.NDArray[np.uint64]
+    codecs: tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +97,7 @@ class PackRequest:
         ranges: int64 (r, 2): token ranges of the pack held here, ascending.
         parts: What is read.
         pad_id: Token id of padding.
-        patch_bytes: Bytes of a patch.
+        family: The datasets' family.
     """
 
     samples: SampleReads
@@ -103,7 +108,7 @@ class PackRequest:
     ranges: IntArray
     parts: Part
     pad_id: int
-    patch_bytes: int
+    family: Family
 
     @property
     def total_tokens(self) -> int:
@@ -158,9 +163,7 @@ def build_request(
     else:
         ranges = chunk_ranges(cu_seqlens_padded, cp_size, cp_rank).reshape(-1, 2)
         held = np.flatnonzero(image_owners(images.grids, cp_size) == cp_rank)
-    return PackRequest(
-        samples, images, held, cu_seqlens, cu_seqlens_padded, ranges, parts, pad_id, datasets[0].family.patch_bytes
-    )
+    return PackRequest(samples, images, held, cu_seqlens, cu_seqlens_padded, ranges, parts, pad_id, datasets[0].family)
 
 
 def _reads(pack: Pack | None, datasets: Sequence[VlmDataset], begins: IntArray) -> tuple[SampleReads, ImageReads]:
@@ -199,7 +202,9 @@ def _reads(pack: Pack | None, datasets: Sequence[VlmDataset], begins: IntArray) 
         grids=np.ascontiguousarray(column("image_grids", shape=(3, 0)).T),
         starts=column("image_starts"),
         offsets=column("image_offsets"),
+        bytes=column("image_bytes"),
         checksums=column("image_checksums", np.uint64),
+        codecs=tuple(column("image_codecs", np.object_).tolist()),
     )
     return samples, images
 
@@ -212,10 +217,6 @@ def _look_up(dataset: VlmDataset, chosen: IntArray, begins: IntArray, first: int
     owner = np.repeat(np.arange(len(chosen)), counts)
     images = _concatenated_ranges(image_begins, counts)
     grids = index.grids[images].astype(np.int64)
-    # A sample's images lie one behind the other in its patches.
-    ends = np.cumsum(grids.prod(axis=1) * dataset.family.patch_bytes)
-    before = np.concatenate([np.zeros(1, np.int64), ends])
-    first_byte = index.data_offsets["patches"][chosen] - before[np.cumsum(counts) - counts]
     return {
         "shard": index.shard[chosen],
         "row": index.source_row[chosen],
@@ -226,7 +227,9 @@ def _look_up(dataset: VlmDataset, chosen: IntArray, begins: IntArray, first: int
         "image_sample": owner + first,
         "image_grids": grids.T,
         "image_starts": index.image_starts[images] + begins[owner],
-        "image_offsets": before[:-1] + first_byte[owner],
+        "image_offsets": index.item_offsets[images],
+        "image_bytes": index.item_bytes[images],
+        "image_codecs": index.item_codecs[images],
         "image_checksums": index.image_checksums[images],
     }
 

@@ -124,11 +124,11 @@ class ShardStore:
             try:
                 got = os.preadv(file, [into[done:]], offset + done)
             except OSError as error:
-                path = self._path(dataset, shard)
+                path = self.path(dataset, shard)
                 raise ResourceError(f"{path}: {what}: cannot be read at byte {offset + done}: {error}") from error
             if got == 0:
                 raise DatasetFormatError(
-                    f"{self._path(dataset, shard)}: {what}: the file ends at byte {offset + done}, "
+                    f"{self.path(dataset, shard)}: {what}: the file ends at byte {offset + done}, "
                     f"{counted(into.nbytes - done, 'byte')} early. "
                     "Run `vlmdata verify` on the dataset; it says how to mend it."
                 )
@@ -144,7 +144,7 @@ class ShardStore:
     def changed(self, dataset: int, shard: int, data: Buffer, checksum: int, what: str) -> DatasetFormatError:
         """The error for bytes that are not :meth:`is_sound`."""
         return DatasetFormatError(
-            f"{self._path(dataset, shard)}: {what}: the data changed after preprocessing: xxh3 is "
+            f"{self.path(dataset, shard)}: {what}: the data changed after preprocessing: xxh3 is "
             f"{xxhash.xxh3_64_intdigest(data):016x}, expected {checksum:016x}. Run `vlmdata verify` on the "
             "dataset; it says how to mend it."
         )
@@ -160,7 +160,7 @@ class ShardStore:
         if size != info.bytes:
             os.close(file)
             raise DatasetFormatError(
-                f"{self._path(dataset, shard)}: {size} bytes, but the manifest says {info.bytes} (sha256 "
+                f"{self.path(dataset, shard)}: {size} bytes, but the manifest says {info.bytes} (sha256 "
                 f"{info.sha256}); the shard was cut or replaced. Run `vlmdata verify` on the dataset; "
                 "it says how to mend it."
             )
@@ -169,7 +169,7 @@ class ShardStore:
             os.close(self._open.popitem(last=False)[1])
         return file
 
-    def _path(self, dataset: int, shard: int) -> str:
+    def path(self, dataset: int, shard: int) -> str:
         """For messages: the shard by the name the user gave, and its copy here if it is one."""
         found = self._datasets[dataset]
         name, path = f"{found.name}/{found.files[shard].name}", found.source.local_path(found.files[shard])

@@ -29,11 +29,11 @@ from vlmdata.format.schema import (
     LEDGER_NAME,
     MANIFEST_NAME,
     OPTIONAL_MEMBERS,
-    PATCHES_RAW,
     parse_key,
 )
 from vlmdata.format.selection import SELECTION, Selection
 from vlmdata.format.tokenizer_files import tokenizer_findings
+from vlmdata.media.codecs import codec_feature
 from vlmdata.verify.fault import Fault
 from vlmdata.verify.sample import SampleRules
 from vlmdata.verify.shard import FolderShards, ShardAudit, audit_shard, hash_shard
@@ -80,7 +80,7 @@ def verify_dataset(
     faults = list(_check_files(directory, manifest))
     faults += [Fault(*found) for found in tokenizer_findings(directory, manifest)]
     try:
-        index = DatasetIndex.read(directory / INDEX_NAME)
+        index = DatasetIndex.read(directory / INDEX_NAME, manifest.model_family.patch_bytes)
     except DatasetFormatError as error:
         faults.append(Fault(INDEX_NAME, "unreadable", str(error)))
         return _audit(manifest, faults, _hash_shards(open_shard, manifest, workers), on_shard)
@@ -156,7 +156,8 @@ _worker: _Opened | None = None
 
 def _start_worker(directory: Path, open_shard: OpenShard) -> None:
     global _worker
-    manifest, index = Manifest.read(directory), DatasetIndex.read(directory / INDEX_NAME)
+    manifest = Manifest.read(directory)
+    index = DatasetIndex.read(directory / INDEX_NAME, manifest.model_family.patch_bytes)
     _worker = _Opened(directory, open_shard, manifest, index, SampleRules.of(manifest))
 
 
@@ -244,7 +245,7 @@ def _check_keys(index: DatasetIndex) -> Iterator[Fault]:
 
 def _check_features(index: DatasetIndex, manifest: Manifest) -> Iterator[Fault]:
     """The manifest lists every feature that samples use. Writers of schema 1.0 listed image features always."""
-    used = {IMAGES, PATCHES_RAW} if len(index.grids) else set()
+    used = {IMAGES, *map(codec_feature, set(index.item_codecs.tolist()))} if len(index.grids) else set()
     optional = {str(member.feature): member.name for member in OPTIONAL_MEMBERS}
     used |= {
         feature

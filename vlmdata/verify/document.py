@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from vlmdata.format.index import IndexRow
+from vlmdata.format.index_row import IndexRow
 from vlmdata.format.manifest import TokenizerInfo
 from vlmdata.format.schema import Sample
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from vlmdata.errors import DatasetFormatError
 from vlmdata.families import Family
 from vlmdata.families.positions import locate_images
-from vlmdata.format.index import IndexRow
+from vlmdata.format.index_row import IndexRow
 from vlmdata.format.manifest import Manifest, TokenizerInfo
 from vlmdata.format.schema import DOCUMENTS, Sample
 from vlmdata.verify.document import audit_document

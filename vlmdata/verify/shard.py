@@ -18,12 +18,15 @@ import xxhash
 
 from vlmdata.errors import DatasetFormatError
 from vlmdata.format.dataset import OpenShard
-from vlmdata.format.index import IndexRow
+from vlmdata.format.index_row import IndexRow
 from vlmdata.format.manifest import ShardInfo
-from vlmdata.format.schema import MEMBERS, METADATA_MEMBER, OPTIONAL_MEMBERS, Member, Sample, parse_key
+from vlmdata.format.schema import ITEMS_MEMBER, MEMBERS, METADATA_MEMBER, OPTIONAL_MEMBERS, Member, Sample, parse_key
 from vlmdata.verify.fault import Fault
+from vlmdata.verify.items import decode_items, raw_items_problem
 from vlmdata.verify.sample import SampleRules, audit_sample, turn_weights_of
 from vlmdata.wording import counted
+
+_PATCHES = next(i for i, member in enumerate(MEMBERS) if member.name == "patches")
 
 
 @dataclass(frozen=True)
@@ -184,6 +187,14 @@ def _audit_row(
     for member in OPTIONAL_MEMBERS:
         if member.name not in place.optional and f"{row.key}.{member.suffix}" in members:
             yield "member", f"{member.suffix}: in the tar, but not in the index"
+    if place.data_offsets[_PATCHES] < 0:
+        found = members.get(f"{row.key}.{ITEMS_MEMBER}")
+        if isinstance(decoded := decode_items(data, found, row, rules.family), str):
+            yield "items", decoded
+            return
+        arrays["patches"] = decoded
+    elif problem := raw_items_problem(row, rules.family.patch_bytes):
+        yield "index", problem
     for member, offset, _ in _indexed(row):
         loaded = _load_member(data, members.get(f"{row.key}.{member.suffix}"), offset)
         if isinstance(loaded, str):
@@ -201,11 +212,12 @@ def _audit_row(
 
 
 def _indexed(row: IndexRow) -> list[tuple[Member, int, tuple[int, ...]]]:
-    """The members that the index gives a sample, with the first byte and the checksums of their data."""
+    """The arrays that the index gives a sample, with the first byte and the checksums of their data."""
     place = row.placement
     optional = [(member, place.optional[member.name]) for member in OPTIONAL_MEMBERS if member.name in place.optional]
+    always = zip(MEMBERS, place.data_offsets, place.data_checksums, strict=True)
     return [
-        *zip(MEMBERS, place.data_offsets, place.data_checksums, strict=True),
+        *(found for found in always if found[1] >= 0),
         *((member, found.offset, (found.checksum,)) for member, found in optional),
     ]
 
@@ -263,6 +275,8 @@ def _check_metadata(data: mmap.mmap, members: dict[str, tuple[int, int]], row: I
         "truncated": row.truncated,
         "image_grid_thw": [list(grid) for grid in row.image_grid_thw],
     }
+    if row.placement.data_offsets[_PATCHES] < 0:
+        indexed["items"] = [{"kind": item.kind, "codec": item.codec, "bytes": item.bytes} for item in row.items]
     named = parse_key(row.key)
     indexed["sample"] = named[1] if named is not None and named[1] >= 0 else None
     wrong = [name for name, value in indexed.items() if metadata.get(name) != value]

@@ -1,0 +1,27 @@
+"""A codec for tests, as docs/extend/codec.md shows one: zlib over the planes of each channel."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Buffer
+
+import numpy as np
+import numpy.typing as npt
+
+from vlmdata.families import Family
+from vlmdata.media.codecs import Grid
+
+
+class ShuffledZlib:
+    """Columns of the patches one after another, compressed."""
+
+    def encode(self, patches: npt.NDArray[np.uint8], grid: Grid, family: Family) -> Buffer:
+        assert patches.shape == (grid[0] * grid[1] * grid[2], family.patch_bytes)
+        return zlib.compress(np.ascontiguousarray(patches.T), level=1)
+
+    def decode(self, stored: Buffer, grid: Grid, family: Family, out: npt.NDArray[np.uint8]) -> None:
+        assert out.shape == (grid[0] * grid[1] * grid[2], family.patch_bytes)
+        out[:] = np.frombuffer(zlib.decompress(stored), np.uint8).reshape(out.T.shape).T
+
+
+CODEC = ShuffledZlib()

@@ -1,0 +1,230 @@
+"""A dataset under any codec holds the pixels that it holds raw, from preprocessing to the batch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import webdataset as wds
+from hypothesis import given
+from hypothesis import strategies as st
+
+import vlmdata
+from preprocess.config import ImageConfig, PreprocessConfig
+from tests.chat_rows import write_jsonl
+from tests.conftest import build_dataset, tree_bytes
+from tests.loader.helpers import assert_same, stream
+from tests.loader.rows import chat_rows
+from vlmdata.batch import PackedBatch
+from vlmdata.errors import DatasetFormatError
+from vlmdata.families.qwen3_5 import FAMILY
+from vlmdata.format.index_row import ITEM_COLUMNS
+from vlmdata.format.manifest import Manifest
+from vlmdata.format.schema import INDEX_NAME
+from vlmdata.media.codecs import REGISTRY, codec, decode_item
+from vlmdata.verify.dataset import verify_dataset
+
+NAME = "shuffled-zlib"
+ROWS = 24
+OPTIONS = {"recipe": "chat", "image": ImageConfig(1024, 16384), "rows_per_shard": 6}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(REGISTRY, NAME, "tests.media.shuffled_zlib")
+        yield
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_jsonl(tmp_path_factory.mktemp("codecs") / "chat.jsonl", chat_rows(ROWS))
+
+
+@pytest.fixture(scope="module")
+def raw(source: Path) -> Path:
+    return build_dataset(source, source.with_name("raw"), **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def encoded(source: Path, _registered: None) -> Path:
+    return build_dataset(source, source.with_name("encoded"), pixels=NAME, **OPTIONS)
+
+
+@pytest.fixture
+def damaged(encoded: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(encoded, tmp_path / "dataset"))
+
+
+def with_image(directory: Path) -> tuple[str, Path, int, int]:
+    """Of a sample with two images: its key, its shard, and the first byte and bytes of its second image."""
+    dataset = vlmdata.open_dataset(directory)
+    i = int(np.flatnonzero(dataset.index.image_counts == 2)[0])
+    item = dataset.index.row(i).items[1]
+    return dataset.index.key(i), dataset.shard_path(int(dataset.index.shard[i])), item.offset, item.bytes
+
+
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 4
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", [*REGISTRY, NAME])
+@given(rows=st.integers(1, 4), columns=st.integers(1, 4), seed=st.integers(0, 99), grey=st.booleans())
+def test_every_codec_gives_back_the_patches(name: str, rows: int, columns: int, seed: int, grey: bool) -> None:
+    grid = (1, 2 * rows, 2 * columns)
+    shape = (4 * rows * columns, FAMILY.patch_bytes)
+    patches = np.full(shape, seed, np.uint8) if grey else np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
+    stored = bytes(codec(name).encode(patches, grid, FAMILY))
+    out = np.full(shape, 7, np.uint8)
+    codec(name).decode(stored, grid, FAMILY, out)
+    np.testing.assert_array_equal(out, patches)
+    with pytest.raises(DatasetFormatError, match=f"image 0: its .* bytes do not decode with codec {name}"):
+        decode_item(name, stored[:-1], grid, FAMILY, out, "image 0")
+
+
+class TestOfADataset:
+    def test_samples_are_those_stored_raw(self, raw: Path, encoded: Path) -> None:
+        plain, dataset = vlmdata.open_dataset(raw), vlmdata.open_dataset(encoded)
+        assert set(plain.index.image_counts.tolist()) == {0, 1, 2}
+        for one, other in zip(plain, dataset, strict=True):
+            assert (one.key, one.length) == (other.key, other.length)
+            for name, array in one.arrays().items():
+                np.testing.assert_array_equal(getattr(other, name), array)
+            assert not other.patches.flags.writeable
+
+    def test_it_is_sound_and_says_what_it_uses(self, raw: Path, encoded: Path) -> None:
+        assert verify_dataset(encoded).faults == []
+        assert Manifest.read(raw).features == ("images", "patches-raw")
+        manifest = Manifest.read(encoded)
+        assert manifest.features == ("images", f"patches-{NAME}")
+        assert manifest.config["options"]["pixels"] == NAME
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    @pytest.mark.parametrize("ranks", [1, 2])
+    def test_batches_are_those_of_raw_pixels(self, raw: Path, encoded: Path, workers: int, ranks: int) -> None:
+        """Whole packs, and each context-parallel rank's slice."""
+        for rank in range(ranks):
+            options = {"context_parallel": ranks, "context_parallel_rank": rank} if ranks > 1 else {}
+            assert_same(batches(raw, **options), batches(encoded, num_workers=workers, **options))
+
+    def test_a_rank_reads_only_its_items(self, encoded: Path) -> None:
+        index = vlmdata.open_dataset(encoded).index
+        stored = []
+        for rank in range(2):
+            bytes_read = []
+            for parts in (("tokens", "labels"), ("tokens", "labels", "pixels")):
+                with stream(encoded, parts=parts, context_parallel=2, context_parallel_rank=rank) as loader:
+                    list(loader)
+                    bytes_read.append(loader.stats.bytes_read)
+            stored.append(bytes_read[1] - bytes_read[0])
+        assert min(stored) > 0
+        assert sum(stored) == int(index.item_bytes.sum())
+
+    def test_a_blend_of_both_is_read(self, raw: Path, encoded: Path) -> None:
+        found = {False: 0, True: 0}
+        opened = vlmdata.open_dataset(raw)
+        with stream([raw, encoded]) as loader:
+            for batch in loader:
+                assert batch.patches is not None
+                expected = [opened[0].patches[:0], *(opened.sample(key).patches for key in batch.sample_keys)]
+                np.testing.assert_array_equal(batch.patches.numpy(), np.concatenate(expected))
+                for origin in batch.origins:
+                    found[bool(origin.dataset)] += 1
+        assert found[False] == found[True] == len(opened)
+
+    def test_one_image_is_found_by_the_index_alone(self, encoded: Path) -> None:
+        """As a reader in another language would."""
+        row = next(r for r in pq.read_table(encoded / INDEX_NAME).to_pylist() if len(r["image_grid_thw"]) == 2)
+        assert row["item_kinds"] == ["image", "image"]
+        assert row["item_codecs"] == [NAME, NAME]
+        assert row["patches_offset"] == -1
+        data = (encoded / f"shard-{row['shard']:06d}.tar").read_bytes()
+        begin, size = row["item_offsets"][1], row["item_bytes"][1]
+        t, h, w = row["image_grid_thw"][1]
+        out = np.empty((t * h * w, FAMILY.patch_bytes), np.uint8)
+        codec(NAME).decode(data[begin : begin + size], (t, h, w), FAMILY, out)
+        stored = vlmdata.open_dataset(encoded).sample(row["key"]).patches
+        np.testing.assert_array_equal(out, stored[-len(out) :])
+
+    def test_plain_webdataset_opens_the_shards(self, encoded: Path) -> None:
+        urls = sorted(map(str, encoded.glob("shard-*.tar")))
+        counts = []
+        for sample in wds.WebDataset(urls, shardshuffle=False):
+            described = json.loads(sample["json"]).get("items", [])
+            assert ("items.bin" in sample) == bool(described)
+            assert ("patches.npy" in sample) == (not described)
+            assert sum(item["bytes"] for item in described) == len(sample.get("items.bin", b""))
+            counts.append(len(described))
+        assert counts == vlmdata.open_dataset(encoded).index.image_counts.tolist()
+
+    def test_a_lost_index_and_a_lost_shard_are_made_again_as_they_were(self, damaged: Path, source: Path) -> None:
+        whole = tree_bytes(damaged)
+        (damaged / INDEX_NAME).unlink()
+        build_dataset(source, damaged, pixels=NAME, **OPTIONS)
+        assert tree_bytes(damaged) == whole
+        (damaged / "shard-000001.tar").unlink()
+        build_dataset(source, damaged, pixels=NAME, **OPTIONS)
+        assert tree_bytes(damaged) == whole
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen2_5_vl"])
+def test_an_index_without_columns_of_items_is_completed(source: Path, tmp_path: Path, family: str) -> None:
+    """As datasets of format 1.0 have it."""
+    directory = build_dataset(source, tmp_path / "dataset", family=family, **OPTIONS)
+    dataset = vlmdata.open_dataset(directory)
+    pq.write_table(pq.read_table(directory / INDEX_NAME).drop_columns(list(ITEM_COLUMNS)), directory / INDEX_NAME)
+    completed = vlmdata.open_dataset(directory)
+    assert completed.index.table.equals(dataset.index.table)
+    assert [fault.file for fault in verify_dataset(directory).faults] == [INDEX_NAME]  # its hash alone
+    assert_same(batches(directory), batches(build_dataset(source, tmp_path / "again", family=family, **OPTIONS)))
+
+
+class TestDamage:
+    def test_a_flipped_byte_is_found(self, damaged: Path) -> None:
+        key, shard, offset, size = with_image(damaged)
+        flip(shard, offset + size // 2)
+        assert {(fault.check, fault.key) for fault in verify_dataset(damaged).faults} >= {("checksum", key)}
+        with pytest.raises(DatasetFormatError, match=f"key {key} patches of image 1: the data changed"):
+            batches(damaged)
+
+    def test_bytes_that_do_not_decode_name_the_image(self, damaged: Path) -> None:
+        key, shard, offset, _ = with_image(damaged)
+        flip(shard, offset)
+        with pytest.raises(DatasetFormatError, match=f"key {key} image 1: its .* bytes do not decode with codec"):
+            vlmdata.open_dataset(damaged).sample(key)
+        with pytest.raises(DatasetFormatError, match=f"key {key} patches of image 1: its .* bytes do not decode"):
+            batches(damaged, verify=False)
+
+    @pytest.mark.parametrize("column", ITEM_COLUMNS)
+    def test_an_index_that_says_otherwise_is_found(self, damaged: Path, column: str) -> None:
+        key = with_image(damaged)[0]
+        table = pq.read_table(damaged / INDEX_NAME)
+        lists = table.column(column).to_pylist()
+        at = table.column("key").to_pylist().index(key)
+        lists[at][1] = {"item_kinds": "video", "item_codecs": "raw"}.get(column, 17)
+        place = table.column_names.index(column)
+        changed = table.set_column(place, table.schema.field(column), [lists])
+        pq.write_table(changed, damaged / INDEX_NAME)
+        faults = {(fault.check, fault.key) for fault in verify_dataset(damaged).faults}
+        assert {("items", key), ("metadata", key)} & faults
+
+    def test_a_codec_that_this_vlmdata_lacks_is_named(self, encoded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delitem(REGISTRY, NAME)
+        with pytest.raises(DatasetFormatError, match=f"needs features this vlmdata lacks: patches-{NAME}"):
+            vlmdata.open_dataset(encoded)
+
+    def test_an_unknown_codec_is_refused_as_an_option(self) -> None:
+        with pytest.raises(ValueError, match="no codec 'webp'; known codecs: raw"):
+            PreprocessConfig(pixels="webp")
+
+
+def batches(directory: Path, **options: object) -> list[PackedBatch]:
+    with stream(directory, **options) as loader:
+        return list(loader)
