@@ -63,7 +63,9 @@ def simple_rows(count: int) -> list[IndexRow]:
             key=f"{n:09d}",
             source_row=2 * n,
             shard=n // 2,
-            placement=Placement(1024 * n, 1024, n, 512, 10, (1, 2, 3, 4, 5), (*hashes, tuple(range(n))), items=(ITEM_A,) * n),
+            placement=Placement(
+                1024 * n, 1024, n, 512, 10, (1, 2, 3, 4, 5), (*hashes, tuple(range(n))), items=(ITEM_A,) * n
+            ),
             length=10 + n,
             padded_length=16,
             num_targets=n,

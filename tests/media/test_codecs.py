@@ -69,6 +69,16 @@ def with_image(directory: Path) -> tuple[str, Path, int, int]:
     return dataset.index.key(i), dataset.shard_path(int(dataset.index.shard[i])), item.offset, item.bytes
 
 
+def change_item(directory: Path, column: str, value: object) -> str:
+    """Changes what the index says of that image; returns the sample's key."""
+    key, table = with_image(directory)[0], pq.read_table(directory / INDEX_NAME)
+    lists = table.column(column).to_pylist()
+    lists[table.column("key").to_pylist().index(key)][1] = value
+    changed = table.set_column(table.column_names.index(column), table.schema.field(column), [lists])
+    pq.write_table(changed, directory / INDEX_NAME)
+    return key
+
+
 def flip(path: Path, offset: int) -> None:
     data = bytearray(path.read_bytes())
     data[offset] ^= 4
@@ -204,16 +214,15 @@ class TestDamage:
 
     @pytest.mark.parametrize("column", ITEM_COLUMNS)
     def test_an_index_that_says_otherwise_is_found(self, damaged: Path, column: str) -> None:
-        key = with_image(damaged)[0]
-        table = pq.read_table(damaged / INDEX_NAME)
-        lists = table.column(column).to_pylist()
-        at = table.column("key").to_pylist().index(key)
-        lists[at][1] = {"item_kinds": "video", "item_codecs": "raw"}.get(column, 17)
-        place = table.column_names.index(column)
-        changed = table.set_column(place, table.schema.field(column), [lists])
-        pq.write_table(changed, damaged / INDEX_NAME)
+        key = change_item(damaged, column, {"item_kinds": "video", "item_codecs": "raw"}.get(column, 17))
         faults = {(fault.check, fault.key) for fault in verify_dataset(damaged).faults}
         assert {("items", key), ("metadata", key)} & faults
+
+    @pytest.mark.parametrize("column", ITEM_COLUMNS)
+    def test_an_index_of_raw_pixels_that_says_otherwise_is_found(self, raw: Path, tmp_path: Path, column: str) -> None:
+        copy = Path(shutil.copytree(raw, tmp_path / "dataset"))
+        key = change_item(copy, column, {"item_kinds": "video", "item_codecs": NAME}.get(column, 17))
+        assert ("index", key) in {(fault.check, fault.key) for fault in verify_dataset(copy).faults}
 
     def test_a_codec_that_this_vlmdata_lacks_is_named(self, encoded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(REGISTRY, NAME)

@@ -53,8 +53,13 @@ def decode_items(
 
 
 def raw_items_problem(row: IndexRow, patch_bytes: int) -> str:
-    """Whether the index's items of a sample with ``patches.npy`` are its images, one after another; empty if so."""
+    """What is wrong with the index's items of a sample with ``patches.npy``: its images, one after another.
+
+    Empty if nothing is, or if the sample has ``items.bin``.
+    """
     offset = row.placement.data_offsets[-1]
+    if offset < 0:
+        return ""
     for number, (item, (t, h, w)) in enumerate(zip(row.items, row.image_grid_thw, strict=True)):
         expected = ItemPlace(offset, t * h * w * patch_bytes, IMAGE, RAW)
         if item != expected:

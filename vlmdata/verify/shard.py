@@ -193,8 +193,6 @@ def _audit_row(
             yield "items", decoded
             return
         arrays["patches"] = decoded
-    elif problem := raw_items_problem(row, rules.family.patch_bytes):
-        yield "index", problem
     for member, offset, _ in _indexed(row):
         loaded = _load_member(data, members.get(f"{row.key}.{member.suffix}"), offset)
         if isinstance(loaded, str):
@@ -205,7 +203,7 @@ def _audit_row(
     if problem:
         yield "shape", problem
         return
-    problem = _checksum_problem(arrays, row)
+    problem = _checksum_problem(arrays, row) or raw_items_problem(row, rules.family.patch_bytes)
     if problem:
         yield "index", problem
     yield from audit_sample(Sample(row.key, row.length, **arrays), row, rules, turn_weights)
