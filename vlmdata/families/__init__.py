@@ -1,4 +1,4 @@
-"""Model families: what a kind of model fixes about its data. One file each; docs/extend/family.md shows how to add one."""
+"""Model families: what a kind of model fixes about its data. One file each; docs/extend/family.md adds one."""
 
 from __future__ import annotations
 
