@@ -27,6 +27,7 @@ def check_early(config: TrainConfig) -> None:
     """
     require_preset(config)
     require_data_named(config.data)
+    _require_folder("run.out", config.run.out)
     _require_layout(config)
     architecture = None if config.model.hf is not None else preset(config.model.preset)
     if architecture is not None:
@@ -48,6 +49,14 @@ def require_data_named(data: DataConfig) -> None:
     """
     if not data.paths:
         raise ConfigError("no data: name a dataset directory with --data, made by `vlmdata preprocess`")
+
+
+def _require_folder(setting: str, value: str) -> None:
+    if "://" in value:
+        raise ConfigError(
+            f"{setting} is {value!r}: a run's folder must be on a file system. Mount the storage, or copy the folder there "
+            "when the run is done"
+        )
 
 
 def require_preset(config: TrainConfig) -> None:
