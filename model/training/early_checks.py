@@ -54,8 +54,8 @@ def require_data_named(data: DataConfig) -> None:
 def _require_folder(setting: str, value: str) -> None:
     if "://" in value:
         raise ConfigError(
-            f"{setting} is {value!r}: a run's folder must be on a file system. Mount the storage, or copy the folder there "
-            "when the run is done"
+            f"{setting} is {value!r}: a run's folder must be on a file system. Mount the storage, or copy the folder "
+            "there when the run is done"
         )
 
 
