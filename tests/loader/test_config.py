@@ -37,6 +37,7 @@ VALUES: dict[str, tuple[Any, list[str]]] = {
     "tensor_parallel": (4, ["--tp", "4", "--sp"]),
     "dp_size": (2, ["--dp", "2"]),
 }
+SIZES = {"capacity": 896, "global_batch": 1}
 
 
 @pytest.fixture
@@ -96,6 +97,9 @@ def test_commands_make_the_loaders_plan(
     ranks = value if name == "dp_size" else 1
     expected = LoaderConfig.of(**{"capacity": 896, "global_batch": ranks, name: value, **more})
     assert found == expected.plan_config().to_dict()
+    if name != "dp_size":  # which decides no pack
+        base = LoaderConfig.of(capacity=832, global_batch=1) if name == "capacity" else LoaderConfig.of(**SIZES)
+        assert expected.plan_config() != base.plan_config()
 
 
 @pytest.mark.parametrize("command", ["plan", "inspect"])

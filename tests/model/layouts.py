@@ -130,6 +130,7 @@ def batches(case: Case, data: Path) -> Iterator[PackedBatch]:
         context_parallel=context,
         context_parallel_rank=state.get_context_parallel_rank() if context > 1 else None,
         tensor_parallel=state.get_tensor_model_parallel_world_size(),
+        sequence_parallel=True,
         parts=tuple(parts),
         **LOADING,
     )
