@@ -137,7 +137,7 @@ def test_a_forked_copy_leaves_the_parents_workers_and_batches_alone(chat: Path) 
     child = os.fork()
     if child == 0:  # goes on by itself where the parent stood, and ends
         try:
-            loader._pipeline_config = stream(chat)._pipeline_config
+            loader.config = stream(chat).config  # which has no workers
             same = packs_of(loader) == packs_of(whole[1:])
             loader.close()
             os._exit(0 if same else 1)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.loader.helpers import OPTIONS, packs_of, steps_of
 from vlmdata.errors import ConfigMismatchError
@@ -28,18 +26,28 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "_told", set())
 
 
-@pytest.fixture
-def group() -> Iterator[Callable[[int, int], None]]:
-    """Makes this process a rank of a process group whose other ranks do not exist."""
+class Group:
+    """Makes this process a rank of a process group whose other ranks do not exist.
 
-    def join(rank: int, size: int) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    Only what is asked of torch is replaced: this process may hold a real group, of the model's tests.
+    """
 
-    yield join
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self._patch = monkeypatch
+        self.leave()
+
+    def __call__(self, rank: int, size: int) -> None:
+        self._patch.setattr(dist, "is_initialized", lambda: True)
+        self._patch.setattr(dist, "get_rank", lambda: rank)
+        self._patch.setattr(dist, "get_world_size", lambda: size)
+
+    def leave(self) -> None:
+        self._patch.setattr(dist, "is_initialized", lambda: False)
+
+
+@pytest.fixture(autouse=True)
+def group(monkeypatch: pytest.MonkeyPatch) -> Group:
+    return Group(monkeypatch)
 
 
 def environment(monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> None:
@@ -54,7 +62,7 @@ def test_a_lone_process_is_the_only_rank(chat: Path) -> None:
 
 @pytest.mark.parametrize("source", ["group", "environment"])
 def test_every_process_gets_samples_of_its_own(
-    chat: Path, group: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch, source: str
+    chat: Path, group: Group, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
     with StreamingLoader(chat, **FAST) as loader:
         whole = steps_of(loader)
@@ -75,7 +83,7 @@ def test_every_process_gets_samples_of_its_own(
 
 
 def test_the_group_counts_rather_than_the_environment(
-    chat: Path, group: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
+    chat: Path, group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environment(monkeypatch, 3, 4)
     group(1, 2)
@@ -93,7 +101,7 @@ def test_an_environment_that_makes_no_sense_says_nothing(
         assert (loader.dp_rank, loader.dp_size) == (0, 1)
 
 
-def test_a_loader_may_be_made_before_the_process_group(chat: Path, group: Callable[[int, int], None]) -> None:
+def test_a_loader_may_be_made_before_the_process_group(chat: Path, group: Group) -> None:
     with StreamingLoader(chat, **FAST) as loader, StreamingLoader(chat, dp_rank=1, dp_size=2, **FAST) as given:
         assert (loader.dp_size, len(loader)) == (1, 2 * len(given))
         state = loader.state_dict()
@@ -101,11 +109,11 @@ def test_a_loader_may_be_made_before_the_process_group(chat: Path, group: Callab
         loader.load_state_dict(state)
         assert len(loader) == len(given)
         assert packs_of(loader) == packs_of(given)
-        dist.destroy_process_group()
+        group.leave()
         assert (loader.dp_rank, loader.dp_size) == (1, 2), "it stays what it was in the group"
 
 
-def test_a_group_set_up_within_a_step_is_refused(chat: Path, group: Callable[[int, int], None]) -> None:
+def test_a_group_set_up_within_a_step_is_refused(chat: Path, group: Group) -> None:
     with StreamingLoader(chat, **FAST) as loader:
         next(iter(loader))
         group(0, 2)
@@ -113,16 +121,14 @@ def test_a_group_set_up_within_a_step_is_refused(chat: Path, group: Callable[[in
             next(iter(loader))
 
 
-def test_between_steps_it_goes_on_with_its_part(chat: Path, group: Callable[[int, int], None]) -> None:
+def test_between_steps_it_goes_on_with_its_part(chat: Path, group: Group) -> None:
     with StreamingLoader(chat, **FAST) as loader, StreamingLoader(chat, dp_rank=0, dp_size=2, **FAST) as given:
         list(islice(loader, 4))
         group(0, 2)
         assert packs_of(loader) == packs_of(given)[2:]
 
 
-def test_it_is_said_once_and_by_rank_0(
-    chat: Path, group: Callable[[int, int], None], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_it_is_said_once_and_by_rank_0(chat: Path, group: Group, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         for rank in (1, 0, 0):
             group(rank, 2)
@@ -133,7 +139,7 @@ def test_it_is_said_once_and_by_rank_0(
     ]
 
 
-def test_ranks_that_are_given_count(chat: Path, group: Callable[[int, int], None], caplog: Any) -> None:
+def test_ranks_that_are_given_count(chat: Path, group: Group, caplog: Any) -> None:
     group(3, 4)
     for given in ({"dp_rank": 1, "dp_size": 2}, {"dp_rank": 0, "dp_size": 1}, {"dp_size": 1}):  # pipelines, evaluation
         with StreamingLoader(chat, **FAST, **given) as loader:
@@ -143,7 +149,7 @@ def test_ranks_that_are_given_count(chat: Path, group: Callable[[int, int], None
     assert not caplog.records
 
 
-def test_processes_that_share_a_pack_are_one_rank(chat: Path, group: Callable[[int, int], None]) -> None:
+def test_processes_that_share_a_pack_are_one_rank(chat: Path, group: Group) -> None:
     group(3, 4)
     with StreamingLoader(chat, **FAST, context_parallel=2, context_parallel_rank=1, tensor_parallel=2) as loader:
         assert (loader.dp_rank, loader.dp_size) == (0, 1)
@@ -162,14 +168,14 @@ def test_processes_that_share_a_pack_are_one_rank(chat: Path, group: Callable[[i
     ],
 )
 def test_what_does_not_fit_the_group_is_refused(
-    chat: Path, group: Callable[[int, int], None], options: dict[str, Any], message: str
+    chat: Path, group: Group, options: dict[str, Any], message: str
 ) -> None:
     group(3, 4)
     with pytest.raises(ValueError, match=message):
         StreamingLoader(chat, **{**FAST, **options})
 
 
-def test_a_pickled_loader_settles_its_rank_where_it_lands(chat: Path, group: Callable[[int, int], None]) -> None:
+def test_a_pickled_loader_settles_its_rank_where_it_lands(chat: Path, group: Group) -> None:
     sent = pickle.dumps(StreamingLoader(chat, **FAST))
     group(1, 2)
     with pickle.loads(sent) as loader:

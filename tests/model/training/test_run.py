@@ -205,7 +205,7 @@ class TestTheCommand:
             (["--set", "data.capasity=1"], "the nearest is 'data.capacity'"),
             (["--capacity", "32"], "longer than capacity 32"),
             (["--hf", "a", "--preset", "tiny"], "give one of --preset and --hf"),
-            (["--hf", "nowhere/at-all"], "no folder with a config.json here, and the hub says"),
+            (["--hf", "nowhere/at-all"], "not a folder with a config.json here, and the hub says"),
             (["--ep", "2"], "expert"),
         ],
     )
