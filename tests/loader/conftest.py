@@ -11,7 +11,7 @@ import pytest
 from preprocess.config import ImageConfig
 from tests.chat_rows import write_jsonl
 from tests.conftest import build_dataset
-from tests.loader.helpers import worker_pids
+from tests.loader.helpers import forget_earlier_children, worker_pids
 from tests.loader.rows import chat_rows
 from vlmdata.format.dataset import VlmDataset
 
@@ -51,6 +51,7 @@ def chat_copy(chat: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _no_worker_is_left() -> Iterator[None]:
+    forget_earlier_children()
     yield
     assert not worker_pids()
 

@@ -77,9 +77,20 @@ def packs_of(batches: Iterable[PackedBatch]) -> list[tuple[int, int, tuple[str, 
     return [(batch.epoch, batch.step, batch.sample_keys) for batch in batches]
 
 
+#: Child processes that were there before the test: another test of this process may have left one.
+_EARLIER: set[int] = set()
+
+
+def forget_earlier_children() -> None:
+    """From now on :func:`worker_pids` tells of children that are started from now on."""
+    _EARLIER.clear()
+    _EARLIER.update(worker_pids())
+
+
 def worker_pids() -> list[int]:
-    """Worker processes of this process."""
-    return [child.pid for child in multiprocessing.active_children() if child.pid is not None]
+    """Worker processes of this process that the test has started."""
+    pids = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
+    return [pid for pid in pids if pid not in _EARLIER]
 
 
 def buffer_files() -> int:
