@@ -48,11 +48,12 @@ def test_batches_that_are_dropped_make_room_for_the_next(chat: Path, num_workers
             assert batch.total_tokens
         settled = buffer_files() - others
         # What can be under way at once: prefetched, on their way, the consumer's last two.
-        assert 0 < settled <= 2 * num_workers + 5
+        most = 2 * num_workers + 5
+        assert 0 < settled <= most
         for _ in range(8):
             for batch in loader:
                 assert batch.total_tokens
-        assert buffer_files() - others <= settled + 1
+        assert buffer_files() - others <= most  # however many epochs
     del batch
     assert wait_until(lambda: buffer_files() <= others, 60)  # the thread that hands them over ends on its own time
 
