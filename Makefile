@@ -80,9 +80,12 @@ docs: .venv/.stamp-docs
 	@echo "the site is in build/docs/index.html"
 
 bench: .venv/.stamp-dev
+	$(UV) pip install --quiet --python $(PY) --constraint $(LOCK) --editable '.[bench]'
 	$(PY) benchmarks/preprocess.py
 	$(PY) benchmarks/packing.py
 	$(PY) benchmarks/loader.py
+	$(PY) benchmarks/sources.py
+	$(PY) benchmarks/codecs.py
 
 # No index URL and no host stands in the lock; wheels come from whatever index the user's uv is set to.
 lock: | $(filter .uv/bin/uv,$(UV))

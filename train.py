@@ -1,4 +1,4 @@
-"""Trains a Qwen3.5-VL on packed batches: parse, build, loop, close. The pieces are in model/training."""
+"""Trains Qwen3.5-VL and Qwen3-VL on packed batches: parse, build, loop, close. The parts are in ``model/training``."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+#: Options of the loader mean here what they mean there, so their help is the loader's.
 _LOADER = loader_options()
-#: Where an option of the command line goes in the configuration.
+#: Command-line options and the configuration fields that they set.
 _SETTINGS = {
     "data": "data.paths",
     "capacity": "data.capacity",
@@ -47,38 +48,40 @@ _SETTINGS = {
 def main(
     context: typer.Context,
     data: Annotated[list[str] | None, typer.Option(help="Dataset directory or URL; may be repeated.")] = None,
-    preset: Annotated[str | None, typer.Option(help="Model size: tiny, tiny-moe, proxy, 0.8b, 2b, 4b, 9b, …")] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="Model size: tiny, 0.8b, 2b, 9b, …, qwen3-vl-tiny, qwen3-vl-2b, …")
+    ] = None,
     hf: Annotated[str | None, typer.Option(help="Train this Hugging Face checkpoint: folder or hub id.")] = None,
     weights: Annotated[
-        str | None, typer.Option(help="Folder of weights to start from; default: those of --hf; none: random.")
+        str | None, typer.Option(help="Folder with initial weights. Default: those of --hf, or random.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps in all.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Total number of optimizer steps.")] = None,
     capacity: Annotated[int | None, typer.Option(help=_LOADER["capacity"].summary)] = None,
     global_batch: Annotated[int | None, typer.Option(help=_LOADER["global_batch"].summary)] = None,
-    workers: Annotated[int | None, typer.Option(help="Loader processes per rank.")] = None,
-    tp: Annotated[int | None, typer.Option(help="Tensor parallel size.")] = None,
-    sp: Annotated[bool | None, typer.Option("--sp/--no-sp", help="Sequence parallelism, with --tp.")] = None,
-    cp: Annotated[int | None, typer.Option(help="Context parallel size.")] = None,
+    workers: Annotated[int | None, typer.Option(help=_LOADER["num_workers"].summary)] = None,
+    tp: Annotated[int | None, typer.Option(help=_LOADER["tensor_parallel"].summary)] = None,
+    sp: Annotated[bool | None, typer.Option("--sp/--no-sp", help=_LOADER["sequence_parallel"].summary)] = None,
+    cp: Annotated[int | None, typer.Option(help=_LOADER["context_parallel"].summary)] = None,
     pp: Annotated[int | None, typer.Option(help="Pipeline stages.")] = None,
     ep: Annotated[int | None, typer.Option(help="Expert parallel size.")] = None,
-    freeze: Annotated[str | None, typer.Option(help="Parts not trained, such as vision,merger.")] = None,
+    freeze: Annotated[str | None, typer.Option(help="Parts to freeze, such as vision,merger.")] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
-    out: Annotated[str | None, typer.Option(help="Folder of logs and checkpoints.")] = None,
-    save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints; 0: at the end only.")] = None,
+    out: Annotated[str | None, typer.Option(help="Folder for logs and checkpoints.")] = None,
+    save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints; 0: only at the end.")] = None,
     eval_data: Annotated[
         list[str] | None, typer.Option(help="Dataset directory or URL to evaluate on; may be repeated.")
     ] = None,
-    eval_every: Annotated[int | None, typer.Option(help="Steps between evaluations; 0: at the end only.")] = None,
+    eval_every: Annotated[int | None, typer.Option(help="Steps between evaluations; 0: only at the end.")] = None,
     keep_best: Annotated[
         bool | None,
         typer.Option("--keep-best/--no-keep-best", help="Keep the checkpoint with the lowest evaluation loss."),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the initial weights.")] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file; options given here win over it.")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file; command-line options override it.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Any setting: group.name=value.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint in --out.")] = False,
 ) -> None:
-    """Train Qwen3.5-VL on what `vlmdata preprocess` made.
+    """Train Qwen3.5-VL or Qwen3-VL on datasets that `vlmdata preprocess` wrote.
 
     Examples:
         python train.py --data build/demo --preset tiny --steps 50 --capacity 4096 --global-batch 1
@@ -89,26 +92,26 @@ def main(
 
         python train.py --config runs/cord/checkpoints/step-00000500/config.toml --resume
 
-    Exit codes: 0 done; 1 another rank or the program failed; 2 wrong options, data or configuration; 3 out of space or
-    workers; 4 a loss or gradient that is not finite; 130 or 143 interrupted, with a checkpoint saved.
+    Exit codes: 0 done; 1 another rank or the program failed; 2 invalid option, data or configuration; 3 out of space or
+    workers; 4 loss or gradient not finite; 130 or 143 interrupted, with a checkpoint saved.
     """
     overrides: list[str | tuple[str, Any]] = []
     for name, setting in _SETTINGS.items():
         value = context.params[name]
-        if value is not None and value not in ([], ()):  # typer gives one or the other for an option not named
+        if value is not None and value not in ([], ()):  # typer passes either for an option that was not given
             parts = [each for each in value.split(",") if each] if name == "freeze" else value
             overrides.append((setting, parts))
     raise typer.Exit(_run(config, [*overrides, *(set_ or [])], resume))
 
 
 def _run(file: Path | None, overrides: list[str | tuple[str, Any]], resume: bool) -> int:
-    """Joins the process group, trains, leaves it; the exit code."""
+    """Joins the process group, trains and leaves the group. Returns the exit code."""
     from model.parallel.environment import adopt_slurm_ranks, before_megatron
     from model.training.config import ConfigError
     from model.training.config_loading import load_config
     from model.training.early_checks import check_early
 
-    adopt_slurm_ranks()  # first: of several processes one is to say what is wrong
+    adopt_slurm_ranks()  # first: only one of several processes must report an error
     config = load_config(file, overrides)
     check_early(config)
     before_megatron()
@@ -131,7 +134,7 @@ def _run(file: Path | None, overrides: list[str | tuple[str, Any]], resume: bool
         except ValueError as error:
             raise ConfigError(str(error)) from error
         outcome = train(config, device, resume)
-        groups.destroy()  # together; a rank that failed must not wait for the others
+        groups.destroy()  # all ranks together; a failed rank must not wait for the others
     return 0 if outcome.interrupted_by is None else 128 + outcome.interrupted_by
 
 

@@ -261,17 +261,16 @@ def on_the_fly(source: str, dataset: Path) -> tuple[Callable[[], Iterator[Any]],
     from PIL import Image
     from transformers import AutoTokenizer, Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
 
-    from preprocess.config import ImageConfig
     from preprocess.conversation import ImagePart
     from preprocess.recipes.base import load_recipe
     from preprocess.sources.open import open_source
+    from vlmdata.families.qwen3_5 import FAMILY
 
-    limits = ImageConfig()
     images = Qwen2VLImageProcessor(
         patch_size=16,
         image_mean=[0.5] * 3,
         image_std=[0.5] * 3,
-        size={"shortest_edge": limits.min_pixels, "longest_edge": limits.max_pixels},
+        size={"shortest_edge": FAMILY.min_pixels, "longest_edge": FAMILY.max_pixels},
     )
     assert images.backend == "torchvision"
     tokenizer = AutoTokenizer.from_pretrained(dataset / "tokenizer")

@@ -39,19 +39,20 @@ import torch
 from PIL import Image
 
 from preprocess.chat.tokenizer import load_tokenizer
-from preprocess.config import ImageConfig, PreprocessConfig
+from preprocess.config import PreprocessConfig
 from preprocess.conversation import Conversation, TextPart
 from vlmdata.families.qwen3_5 import FAMILY
+from vlmdata.format.schema import PROGRESS_DIR
 from vlmdata.media.resize import resize_image
+from vlmdata.store.folder import Folder
 from preprocess.recipes.base import load_recipe
-from preprocess.shard_job import PROGRESS_DIR, ShardContext, ShardJob, run_shard
+from preprocess.shard_job import ShardContext, ShardJob, run_shard
 from preprocess.sources.open import open_source
 from preprocess.sources.rows import Source
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 COMMAND = str(Path(sys.executable).parent / "vlmdata")
-BOUNDS = ImageConfig()
 #: Times the rows are repeated where one and two workers are compared.
 _MANY = 20
 _ROWS_PER_SHARD = 16
@@ -74,7 +75,7 @@ def main() -> None:
             "date": datetime.date.today().isoformat(),
             "command": "python benchmarks/preprocess.py" + (" --quick" if options.quick else ""),
             "hardware": hardware("torch", "torchvision", "pillow", "transformers", "tokenizers", "vlmdata"),
-            "bounds": [BOUNDS.min_pixels, BOUNDS.max_pixels],
+            "bounds": [FAMILY.min_pixels, FAMILY.max_pixels],
             "repeats": repeats,
             "one_worker": {name: one_worker(source, work, repeats) for name, source in sources.items()},
             "workers": scaling(work, sources, repeats=1 if options.quick else 2),
@@ -141,7 +142,7 @@ def floor_of(source: Source) -> Callable[[], None]:
 
         for data in files:
             pixels = np.array(Image.open(io.BytesIO(data)).convert("RGB"))
-            resize_image(pixels, *FAMILY.image_size(*pixels.shape[:2], BOUNDS.min_pixels, BOUNDS.max_pixels))
+            resize_image(pixels, *FAMILY.image_size(*pixels.shape[:2], FAMILY.min_pixels, FAMILY.max_pixels))
 
     return run
 
@@ -150,7 +151,7 @@ def processor_of(source: Source) -> Callable[[], None]:
     from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
 
     tokenizer = load_tokenizer().hf
-    pixels = {"shortest_edge": BOUNDS.min_pixels, "longest_edge": BOUNDS.max_pixels}
+    pixels = {"shortest_edge": FAMILY.min_pixels, "longest_edge": FAMILY.max_pixels}
     images = Qwen2VLImageProcessor(patch_size=16, image_mean=[0.5] * 3, image_std=[0.5] * 3, size=pixels)
     processor = Qwen3VLProcessor(images, tokenizer, Qwen3VLVideoProcessor(), chat_template=tokenizer.chat_template)
     recipe = load_recipe("cord_v2")
@@ -181,7 +182,7 @@ def worker_of(source: Source, directory: Path) -> Callable[[], None]:
     (directory / PROGRESS_DIR).mkdir(parents=True)
     config = PreprocessConfig()
     expected = load_tokenizer(config.tokenizer, config.tokenizer_revision).info
-    context = ShardContext.build(source, config, directory, expected)
+    context = ShardContext.build(source, config, Folder(directory), expected)
     # A new file every time: to give up the bytes of an old one is not part of the job.
     numbers = itertools.count()
     return lambda: void(run_shard(ShardJob(next(numbers), 0, source.num_rows), context))

@@ -1,15 +1,15 @@
-"""What every model is, whichever family it belongs to: the numbers that decide its result.
+"""Architectures of models: the fields that all families share.
 
-Everything here is plain data and needs no torch. A family adds what only its models have in a subclass of
-:class:`LanguageArchitecture` and of :class:`Architecture` (``model/families/NAME/architecture.py``). How a model is
-computed (back end, parallel layout, recompute) is in :class:`model.network.settings.ModelSettings`.
+This module is plain data and needs no torch. A family adds its own fields in subclasses of
+:class:`LanguageArchitecture` and :class:`Architecture` (``model/families/NAME/architecture.py``).
+:class:`model.network.settings.ModelSettings` says how a model is computed (back end, parallel layout, recompute).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
 if TYPE_CHECKING:
@@ -18,22 +18,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class VisionArchitecture:
-    """The vision tower, which Qwen3.5 has of Qwen3-VL: transformers' ``Qwen3_5VisionConfig``.
+    """The vision tower, which Qwen3.5 and Qwen3-VL share: transformers' ``Qwen3VLVisionConfig``.
 
     Attributes:
         depth: Encoder blocks.
         hidden_size: Width of the encoder.
         intermediate_size: Width of its feed-forward layers.
         num_heads: Attention heads; ``hidden_size / num_heads`` must be a multiple of 4 (two axes, rotated in halves).
-        out_hidden_size: Width of what the merger puts out; the language model's ``hidden_size``.
+        out_hidden_size: Width of the merger's output; equals the language model's ``hidden_size``.
         num_position_embeddings: Rows of the learned position table, a square number.
         rope_theta: Base of the 2D rotary embedding.
         in_channels: Colour channels.
         patch_size: Side of a patch in pixels.
-        temporal_patch_size: Frames a patch spans.
+        temporal_patch_size: Frames per patch.
         spatial_merge_size: Side of the block of patches that becomes one token.
         layer_norm_eps: Epsilon of the layer norms (a constant in transformers).
-        initializer_range: Standard deviation of fresh weights.
+        initializer_range: Standard deviation of initial weights.
+        deepstack_layers: Blocks, from 0 and ascending, whose outputs are merged too. Each of the first decoder layers
+            adds one of them to its output (``deepstack_visual_indexes``).
     """
 
     depth: int
@@ -49,8 +51,15 @@ class VisionArchitecture:
     spatial_merge_size: int = 2
     layer_norm_eps: float = 1e-6
     initializer_range: float = 0.02
+    deepstack_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        ascending = sorted({number for number in self.deepstack_layers if 0 <= number < self.depth})
+        if list(self.deepstack_layers) != ascending:
+            raise ValueError(
+                f"vision.deepstack_layers must ascend within the {self.depth} blocks (from 0), got "
+                f"{list(self.deepstack_layers)}"
+            )
         require_multiple("vision", "hidden_size", self.hidden_size, "4 * num_heads", 4 * self.num_heads)
         side = round(self.num_position_embeddings**0.5)
         if side * side != self.num_position_embeddings:
@@ -63,7 +72,7 @@ class VisionArchitecture:
 
     @property
     def patch_values(self) -> int:
-        """Values of a patch row of ``pixel_values``: channels, frames, height, width."""
+        """Number of values in a patch row of ``pixel_values``: channels x frames x height x width."""
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
     @property
@@ -78,16 +87,16 @@ class MoeArchitecture:
 
     Attributes:
         num_experts: Routed experts per layer.
-        num_experts_per_tok: Experts a token is sent to.
+        num_experts_per_tok: Experts per token.
         intermediate_size: Width of a routed expert (``moe_intermediate_size``).
-        shared_expert_intermediate_size: Width of the shared expert.
+        shared_expert_intermediate_size: Width of the shared expert; 0 for none.
         router_aux_loss_coef: Weight of the load-balancing loss.
     """
 
     num_experts: int
     num_experts_per_tok: int
     intermediate_size: int
-    shared_expert_intermediate_size: int
+    shared_expert_intermediate_size: int = 0
     router_aux_loss_coef: float = 0.001
 
     def __post_init__(self) -> None:
@@ -98,26 +107,60 @@ class MoeArchitecture:
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LanguageArchitecture(ABC):
-    """What the decoders of all families have.
+    """Decoder fields that all families share.
 
     Attributes:
-        vocab_size: Token ids.
+        vocab_size: Number of token ids.
         hidden_size: Width of the residual stream.
         intermediate_size: Width of the dense feed-forward layers; 0 with ``moe``.
         moe: Mixture of experts in every layer; None for dense layers.
+        num_attention_heads: Query heads of full attention.
+        num_key_value_heads: Key and value heads of full attention.
+        head_dim: Width of a full-attention head.
+        rope_theta: Base of the rotary embedding.
+        mrope_section: Frequencies of the t, h and w axes; their sum is half the rotated width.
+        rms_norm_eps: Epsilon of the RMS norms.
+        max_position_embeddings: Longest sequence that the checkpoint supports; not enforced.
+        initializer_range: Standard deviation of initial weights.
     """
 
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    moe: MoeArchitecture | None = field(default=None, kw_only=True)
+    moe: MoeArchitecture | None = None
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rope_theta: float
+    mrope_section: tuple[int, int, int]
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 262_144
+    initializer_range: float = 0.02
+
+    def __post_init__(self) -> None:
+        require_multiple(
+            "language", "num_attention_heads", self.num_attention_heads, "num_key_value_heads", self.num_key_value_heads
+        )
+        if 2 * sum(self.mrope_section) != self.rotary_dim:
+            raise ValueError(
+                f"language.mrope_section {self.mrope_section} must sum to half the rotated width, {self.rotary_dim} / 2"
+            )
+        if (self.moe is None) == (self.intermediate_size == 0):
+            raise ValueError(
+                f"language.intermediate_size is for dense layers and must be 0 with moe, got {self.intermediate_size}"
+            )
 
     @property
     @abstractmethod
     def num_layers(self) -> int:
-        """Decoder layers."""
+        """Number of decoder layers."""
+
+    @property
+    def rotary_dim(self) -> int:
+        """Number of rotated columns of a full-attention head."""
+        return self.head_dim
 
 
 @dataclass(frozen=True)
@@ -131,8 +174,8 @@ class Architecture:
         video_token_id: Id of ``<|video_pad|>``.
         vision_start_token_id: Id of ``<|vision_start|>``.
         vision_end_token_id: Id of ``<|vision_end|>``.
-        tie_embeddings: Whether the output layer is the embedding table.
-        mtp_layers: Multi-token-prediction layers of the checkpoint; 0 in families without them.
+        tie_embeddings: Whether the output layer shares the embedding table.
+        mtp_layers: Multi-token prediction layers of the checkpoint; 0 for families without them.
     """
 
     #: Name of the model family, in :data:`model.families.REGISTRY`.
@@ -153,22 +196,27 @@ class Architecture:
                 f"vision.out_hidden_size ({self.vision.out_hidden_size}) must equal language.hidden_size "
                 f"({self.language.hidden_size})"
             )
+        deepstack, layers = len(self.vision.deepstack_layers), self.language.num_layers
+        if deepstack > layers:
+            raise ValueError(
+                f"vision.deepstack_layers names {deepstack} blocks for {layers} decoder layers; it must not name more"
+            )
         for name in ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"):
             if not 0 <= getattr(self, name) < self.language.vocab_size:
                 raise ValueError(
                     f"{name} {getattr(self, name)} is outside the vocabulary of {self.language.vocab_size} ids; "
-                    "give the ids of your tokenizer with with_vocabulary"
+                    "set the ids of your tokenizer with with_vocabulary"
                 )
 
     def with_vocabulary(self, tokenizer: TokenizerInfo, size: int | None = None) -> Self:
-        """The same model for another tokenizer, as a dataset's manifest describes it.
+        """Returns the same model for the tokenizer of a dataset's manifest.
 
         Args:
             tokenizer: Ids and vocabulary size.
-            size: Rows of the embedding table; ``tokenizer.vocab_size`` if None. A checkpoint's table may be longer.
+            size: Rows of the embedding table; ``tokenizer.vocab_size`` if None. A checkpoint's table may be larger.
 
         Raises:
-            ValueError: If ``size`` is less than the tokenizer's ids.
+            ValueError: If ``size`` is smaller than the tokenizer's vocabulary.
         """
         size = tokenizer.vocab_size if size is None else size
         if size < tokenizer.vocab_size:
@@ -186,10 +234,10 @@ class Architecture:
 
 
 def require_multiple(section: str, name: str, value: int, other: str, divisor: int) -> None:
-    """Refuses a size that is no multiple of another.
+    """Raises an error if one size is not a multiple of another.
 
     Raises:
-        ValueError: With both names and values.
+        ValueError: Naming both sizes and their values.
     """
     if divisor < 1 or value % divisor:
         raise ValueError(f"{section}.{name} ({value}) must be a multiple of {other} ({divisor})")

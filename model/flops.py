@@ -1,15 +1,16 @@
-"""Model FLOP of a batch: what the arithmetic of the model needs at least, padding and recomputation not counted.
+"""Model FLOP of a batch: the minimum arithmetic of the model, without padding and recomputation.
 
-A multiply-add is 2 FLOP. A family gives the coefficients (``model/families/NAME/flops.py``). Of what all have, per
-sample with images of p patches, forward:
+A multiply-add counts as 2 FLOP. A family supplies the coefficients (``model/families/NAME/flops.py``). All families
+share these terms, per sample with images of p patches, forward:
 
-- per target: the output layer over the whole vocabulary; tokens that are no target need no logits;
-- per patch: patch embedding from 768 stored values, vision blocks, and per four patches the merger;
+- per target: the output layer over the whole vocabulary; tokens that are not targets need no logits;
+- per patch: patch embedding from 768 stored values, vision blocks, and for every four patches the mergers;
 - per squared patch: 4 hidden p^2 per vision block.
 
-Backward is twice the forward pass. A frozen part needs no gradients of weights, and a frozen part that nothing
-trained lies before needs none at all. MFU is this over time and the peak of all devices; the peaks are the dense bf16
-figures of the data sheets.
+The backward pass of a matrix product computes two more products of the same size: the gradient of its weights, which a
+frozen part does not need, and the gradient of its input, needed only if a trained part lies before it. Attention scores
+and the delta rule have no weights: either both their operands need gradients or neither does. MFU is this count divided
+by the time and by the peak of all devices. The peaks are the dense bf16 figures of the data sheets.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from model.architecture import VisionArchitecture
+from model.architecture import LanguageArchitecture, VisionArchitecture
 from vlmdata.packing.cost import CostModel
 
 if TYPE_CHECKING:
     import torch
 
-#: Dense bf16 FLOP/s by a part of the device's name.
+#: Dense bf16 FLOP/s, by a substring of the device name.
 _PEAKS = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "B200": 2250e12, "A100": 312e12, "A800": 312e12}
 
 
 @dataclass(frozen=True)
 class StepFlops:
-    """Coefficients of the formula, forward and backward together.
+    """Coefficients of the FLOP formula, forward and backward passes together.
 
     Attributes:
         per_token: FLOP per token.
@@ -49,20 +50,20 @@ class StepFlops:
     per_target: int
 
     def of(self, lengths: npt.NDArray[np.int64], patches: npt.NDArray[np.int64]) -> float:
-        """FLOP of samples with these true lengths (n,) and images with these patches (N,), but for ``per_target``."""
+        """FLOP of samples with true lengths (n,) and images with patch counts (N,), without ``per_target``."""
         tokens, spans = lengths.astype(np.float64), patches.astype(np.float64)
         text = self.per_token * tokens.sum() + self.per_token_squared * (tokens**2).sum()
         return float(text + self.per_patch * spans.sum() + self.per_patch_squared * (spans**2).sum())
 
     def cost_model(self) -> CostModel:
-        """The same formula as the loader's cost model, by which packs are spread over ranks."""
+        """Returns the formula as the loader's cost model, which balances packs over ranks."""
         return CostModel(
             self.per_token, self.per_token_squared, self.per_target, self.per_patch, self.per_patch_squared
         )
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 FLOP/s of a device, or None where it is not known."""
+    """Dense bf16 FLOP/s of a device; None if unknown."""
     if device.type != "cuda":
         return None
     import torch
@@ -71,14 +72,71 @@ def peak_flops(device: torch.device) -> float | None:
     return next((peak for part, peak in _PEAKS.items() if part in name), None)
 
 
-def blocks_per_patch(vision: VisionArchitecture) -> int:
-    """Forward FLOP of a patch in the embedding and all blocks, but for attention scores."""
-    width = vision.hidden_size
-    block = 2 * 4 * width * width + 2 * 2 * width * vision.intermediate_size
-    return 2 * vision.patch_values // vision.temporal_patch_size * width + vision.depth * block
+@dataclass(frozen=True)
+class Trained:
+    """The parts of a model that are trained, and how often its products are computed as a result.
+
+    Attributes:
+        vision: Whether the encoder is trained, without its mergers.
+        merger: Whether its mergers are.
+        language: Whether the language model is, its output layer included.
+    """
+
+    vision: bool
+    merger: bool
+    language: bool
+
+    @classmethod
+    def without(cls, frozen: tuple[str, ...]) -> Trained:
+        """All parts but those of ``frozen``, of "vision", "merger" and "language"."""
+        return cls(*(part not in frozen for part in ("vision", "merger", "language")))
+
+    @property
+    def language_weights(self) -> int:
+        """Passes of a product with weights of the language model: forward, gradient of weights, gradient of input."""
+        return 1 + self.language + (self.language or self.vision or self.merger)
+
+    @property
+    def language_mixing(self) -> int:
+        """Passes of products without weights: attention scores and the delta rule."""
+        return 3 if self.language or self.vision or self.merger else 1
 
 
-def merger_per_patch(vision: VisionArchitecture) -> int:
-    """Forward FLOP of a patch in the merger."""
-    merged = vision.hidden_size * vision.merge_unit
-    return 2 * vision.hidden_size * (merged + vision.out_hidden_size)
+def vision_per_patch(vision: VisionArchitecture, trained: Trained) -> int:
+    """FLOP per patch in embedding, blocks and mergers, forward and backward, without attention scores."""
+    width, merged = vision.hidden_size, vision.hidden_size * vision.merge_unit
+    embedding = 2 * vision.patch_values // vision.temporal_patch_size * width
+    blocks = vision.depth * (2 * 4 * width * width + 2 * 2 * width * vision.intermediate_size)
+    merger = (1 + len(vision.deepstack_layers)) * 2 * width * (merged + vision.out_hidden_size)
+    return (
+        (1 + trained.vision) * embedding  # pixels need no gradient
+        + (1 + 2 * trained.vision) * blocks
+        + (1 + trained.merger + (trained.merger or trained.vision)) * merger  # whose norm comes before its products
+    )
+
+
+def vision_per_patch_squared(vision: VisionArchitecture, trained: Trained) -> int:
+    """FLOP per squared patch of an image in the attention scores of all blocks, forward and backward."""
+    return (3 if trained.vision else 1) * vision.depth * 4 * vision.hidden_size
+
+
+def attention_per_token(language: LanguageArchitecture, gate: bool) -> int:
+    """Forward FLOP per token in the projections of a full-attention layer, with or without an output gate."""
+    queries = language.num_attention_heads * language.head_dim
+    keys = language.num_key_value_heads * language.head_dim
+    return 2 * language.hidden_size * ((2 + gate) * queries + 2 * keys)
+
+
+def attention_per_token_squared(language: LanguageArchitecture) -> int:
+    """Forward FLOP per squared token of a sample in the causal scores of a full-attention layer."""
+    return 2 * language.num_attention_heads * language.head_dim
+
+
+def feed_forward_per_token(language: LanguageArchitecture) -> int:
+    """Forward FLOP per token in a feed-forward layer, or in its experts and their router."""
+    width, moe = language.hidden_size, language.moe
+    if moe is None:
+        return 6 * width * language.intermediate_size
+    shared = moe.shared_expert_intermediate_size
+    experts = moe.num_experts_per_tok * moe.intermediate_size + shared
+    return 6 * width * experts + 2 * width * (moe.num_experts + bool(shared))  # router, and the shared expert's gate

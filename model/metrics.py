@@ -1,6 +1,6 @@
-"""Sums of what a model measures beside its loss, to be averaged over the whole step.
+"""Sums of additional model measurements, averaged over the whole step.
 
-A mean of ranks' means is wrong where the ranks count different numbers; sums and counts add up.
+A mean of per-rank means is wrong if ranks count different numbers. Sums and counts add up correctly.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from torch import Tensor
 
 
 class MetricSums:
-    """Named pairs of a sum and a count, kept on the device until they are read."""
+    """Named pairs of a sum and a count, kept on the device until read."""
 
     def __init__(self) -> None:
         self._pairs: dict[str, Tensor] = {}
 
     def add(self, name: str, total: Tensor, count: Tensor) -> None:
-        """Adds to a metric, without waiting for the device.
+        """Adds to a metric without waiting for the device.
 
         Args:
             name: Metric.
-            total: Sum, one number.
-            count: What to divide by, one number.
+            total: Sum, a scalar.
+            count: Divisor, a scalar.
         """
         pair = torch.stack([total.detach().float(), count.detach().float()])
         self._pairs[name] = self._pairs[name] + pair if name in self._pairs else pair
@@ -30,17 +30,17 @@ class MetricSums:
     def pop(
         self, names: tuple[str, ...], group: dist.ProcessGroup | None = None, device: str = "cpu"
     ) -> dict[str, float]:
-        """Means over all ranks since the last call, and starts anew.
+        """Returns means over all ranks since the last call and resets the sums.
 
-        All ranks of the group must call it together with the same names; a rank may have counted nothing.
+        All ranks of the group must call this together with the same names. A rank may have counted nothing.
 
         Args:
-            names: Metrics, in an order that all ranks share.
-            group: Ranks to add up over; all if None.
-            device: Where the collective runs.
+            names: Metrics, in the same order on all ranks.
+            group: Ranks to sum over; None means all.
+            device: Device of the collective.
 
         Returns:
-            Mean of every metric that anyone counted.
+            The mean of each metric that any rank counted.
         """
         if not names:
             return {}

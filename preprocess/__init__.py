@@ -1,1 +1,1 @@
-"""The offline side: from source rows to a dataset directory."""
+"""Offline preprocessing: from source rows to a dataset directory."""

@@ -1,4 +1,4 @@
-"""What a recipe makes of a row: one candidate, or a numbered list of them, and what to say when it fails."""
+"""The result of a recipe for a row: one candidate or a numbered list, and error descriptions."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _WANTED = "a Conversation or Document"
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """What may become one sample.
+    """A candidate for a sample.
 
     Attributes:
-        made: What the recipe made, or why it refuses this element of its list.
-        sample: Number within the row's list; None if the recipe gave no list.
+        made: Result of the recipe, or its rejection of this list element.
+        sample: Number within the row's list; None without a list.
         of: Length of the list.
     """
 
@@ -32,18 +32,18 @@ class Candidate:
 
 
 def candidates_of(recipe: Recipe, row: Row) -> list[Candidate]:
-    """Calls the recipe.
+    """Calls the recipe on a row.
 
     Args:
         recipe: The recipe.
         row: The row.
 
     Returns:
-        One candidate without a number for a Conversation or Document; for a list, tuple or generator its elements,
-        numbered.
+        One candidate without a number for a Conversation or Document; the numbered elements of a list, tuple or
+        generator.
 
     Raises:
-        RowRejected: What the recipe raised; NO_SAMPLES for an empty list.
+        RowRejected: As raised by the recipe; NO_SAMPLES for an empty list.
         TypeError: If the recipe returned something else.
     """
     made: Any = recipe(row)
@@ -69,10 +69,10 @@ def _described(value: Any) -> str:
 
 
 def unexpected(error: Exception, recipe: Recipe) -> RowRejected:
-    """An error that nobody foresaw as a rejection that says where in the recipe it was raised.
+    """Converts an unexpected error to a rejection that names the place in the recipe.
 
-    The place is the innermost in the recipe's module or its package; outside of these, the innermost of all. It is
-    named by module, so that it is the same in any folder.
+    The place is the innermost frame in the recipe's module or package; failing that, the innermost frame. The message
+    names the module, so that it is the same in any folder.
     """
     frames = [
         (frame.f_globals.get("__name__", "?"), line, frame.f_code) for frame, line in walk_tb(error.__traceback__)

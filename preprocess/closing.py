@@ -1,48 +1,60 @@
-"""Closing a dataset: from the records of all shards to index, ledger, tokenizer folder and manifest."""
+"""Completes a dataset: merges the records of all shards to index, ledger, tokenizer folder and manifest."""
 
 from __future__ import annotations
 
-import hashlib
-import os
-import shutil
+import io
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from preprocess.chat.tokenizer import ChatTokenizer
 from preprocess.engines.base import system_message
 from preprocess.image_files import merge_files
 from preprocess.key_counts import KeyCounts
-from preprocess.shard_job import FILES_SUFFIX, PROGRESS_DIR, RUN_FILE, ShardRecord, progress_path
+from preprocess.shard_job import FILES_SUFFIX, RUN_FILE, ShardRecord, progress_name
 from vlmdata import __version__
 from vlmdata.errors import ResourceError
-from vlmdata.format.atomic import atomic_path, sync, write_atomically
 from vlmdata.format.index_row import index_schema
 from vlmdata.format.manifest import Manifest, Totals, canonical_hash
-from vlmdata.format.schema import IMAGE_FILES, IMAGE_FILES_NAME, INDEX_NAME, LEDGER_NAME, MANIFEST_NAME, TOKENIZER_DIR
+from vlmdata.format.schema import (
+    IMAGE_FILES,
+    IMAGE_FILES_NAME,
+    INDEX_NAME,
+    LEDGER_NAME,
+    MANIFEST_NAME,
+    PROGRESS_DIR,
+    TOKENIZER_DIR,
+)
 from vlmdata.format.tokenizer_files import hash_tokenizer_files
+from vlmdata.store import Store
+from vlmdata.store.hashing import Hashing
 from vlmdata.wording import counted
+
+#: Largest number of row groups of an index. Describing one takes about 4 kB in the file and 20 kB in memory.
+_MOST_ROW_GROUPS = 1000
 
 
 def close_dataset(
-    directory: Path, identity: Mapping[str, Any], records: list[ShardRecord], tokenizer: ChatTokenizer
+    store: Store, identity: Mapping[str, Any], records: list[ShardRecord], tokenizer: ChatTokenizer
 ) -> Manifest:
-    """Merges the shards' records and writes the manifest, last of all."""
+    """Merges the shards' records, then writes the manifest."""
     try:
         features = tuple(sorted({feature for record in records for feature in record.features}))
         shards = range(len(records))
-        with merged_index(directory, directory, shards, features) as index:
-            index_hash = file_sha256(index)
-        with merged_ledger(directory, directory, shards) as ledger:
-            ledger_hash = file_sha256(ledger)
-        began_ns = (directory / PROGRESS_DIR / RUN_FILE).stat().st_mtime_ns
-        with merged_image_files(directory, directory, shards, began_ns) as files:
+        with merged_index(store, store, shards, features) as index:
+            index_hash = index.sha256
+        with merged_ledger(store, store, [n for n in shards if records[n].info.rejected]) as ledger:
+            ledger_hash = ledger.sha256
+        with merged_image_files(store, store) as files:
             image_files = {} if files is None else {IMAGE_FILES: files}
-        with saved_tokenizer(directory, tokenizer) as folder:
+        if files is not None:
+            store.stamp(IMAGE_FILES_NAME, store.modified_ns(RUN_FILE))
+        with saved_tokenizer(store, tokenizer) as folder:
             tokenizer_files = hash_tokenizer_files(folder)
         keys = KeyCounts.sum(record.keys for record in records).to_json()
         rejects: Counter[str] = Counter()
@@ -65,11 +77,11 @@ def close_dataset(
             created_by=f"vlmdata {__version__}",
             tokenizer_files=tokenizer_files,
         )
-        write_atomically(directory / MANIFEST_NAME, manifest.to_json())
+        store.put(MANIFEST_NAME, manifest.to_json())
     except OSError as error:
         raise ResourceError(
-            f"{directory}: {counted(len(records), 'shard')} made, but closing the dataset failed: "
-            f"{system_message(error)}. Make room and run the same command again."
+            f"{store}: {counted(len(records), 'shard')} made, but completing the dataset failed: "
+            f"{system_message(error)}. Free disk space and run the same command again."
         ) from error
     return manifest
 
@@ -80,84 +92,80 @@ def _sum(totals: list[Totals]) -> Totals:
 
 
 @contextmanager
-def merged_index(directory: Path, records: Path, shards: Iterable[int], features: Collection[str]) -> Iterator[Path]:
-    """Merges the index rows of shards; yields the file for a look at it, then gives it its name.
+def merged_index(store: Store, records: Store, shards: Sequence[int], features: Collection[str]) -> Iterator[Hashing]:
+    """Merges the index rows of shards. Yields the file, so that its hash can be checked, then renames it.
 
-    One row group per shard, streamed: memory does not grow with the dataset. Only columns of used features stay.
+    Rows are streamed: memory does not grow with the dataset. Each row group holds one shard or, with over a
+    thousand shards, several, so that there are at most a thousand groups. Only columns of used features are kept.
 
     Args:
-        directory: The dataset.
-        records: Folder with the shards' records in its progress folder.
+        store: The dataset.
+        records: Where the shards' records are.
         shards: Shard numbers, ascending.
         features: Format features that the dataset uses.
     """
     schema = index_schema(features)
-    with atomic_path(directory / INDEX_NAME) as path:
-        with pq.ParquetWriter(path, schema, compression="zstd") as writer:
-            for shard in shards:
-                table = pq.read_table(progress_path(records, shard, "parquet"), schema=schema)
+    together = -(-len(shards) // _MOST_ROW_GROUPS)
+    contents = records.read_all(progress_name(shard, "parquet") for shard in shards)
+    with store.writing(INDEX_NAME) as unnamed:
+        file = Hashing(unnamed)
+        with pq.ParquetWriter(file, schema, compression="zstd") as writer:
+            group: list[pa.Table] = []
+            for number, content in enumerate(contents, start=1):
+                group.append(pq.read_table(io.BytesIO(content), schema=schema))
+                if number % together and number < len(shards):
+                    continue
+                table = pa.concat_tables(group)
+                group.clear()
                 if table.num_rows:
-                    writer.write_table(table, row_group_size=max(1, table.num_rows))
-        yield path
+                    writer.write_table(table, row_group_size=table.num_rows)
+        yield file
 
 
 @contextmanager
-def merged_ledger(directory: Path, records: Path, shards: Iterable[int]) -> Iterator[Path]:
-    """Merges the rejects of shards; yields the file for a look at it, then gives it its name."""
-    with atomic_path(directory / LEDGER_NAME) as path:
-        with open(path, "wb") as ledger:
-            for shard in shards:
-                ledger.write(progress_path(records, shard, "jsonl").read_bytes())
-        yield path
+def merged_ledger(store: Store, records: Store, shards: Sequence[int]) -> Iterator[Hashing]:
+    """Merges the rejects of shards. Yields the file, so that its hash can be checked, then renames it."""
+    with store.writing(LEDGER_NAME) as unnamed:
+        file = Hashing(unnamed)
+        for content in records.read_all(progress_name(shard, "jsonl") for shard in shards):
+            file.write(content)
+        yield file
 
 
 @contextmanager
-def merged_image_files(
-    directory: Path, records: Path, shards: Iterable[int], began_ns: int
-) -> Iterator[dict[str, Any] | None]:
-    """Merges the lists of image files of shards; yields what the manifest says of it, then gives the list its name.
+def merged_image_files(store: Store, records: Store) -> Iterator[dict[str, Any] | None]:
+    """Merges the image file lists of shards. Yields the list's manifest entry, then renames the list.
 
-    Yields None, and writes nothing, if no row named an image file.
+    Yields None, and writes nothing, if no row named an image file. The caller sets the list's modification time
+    (:meth:`Store.stamp`) to the start of the run: later file changes count. The time is not part of the content,
+    which is the same for every copy of the source.
 
     Args:
-        directory: The dataset.
-        records: Folder with the shards' records in its progress folder.
-        shards: Shard numbers, ascending.
-        began_ns: When the run began. The list gets this modification time: it says from when on changes of files
-            count, and it is no part of the content, which is the same for every copy of the source.
+        store: The dataset.
+        records: Where the shards' records are.
     """
-    found = [path for shard in shards if (path := progress_path(records, shard, FILES_SUFFIX)).exists()]
+    found = [name for name in records.listing(PROGRESS_DIR) if name.endswith(f".{FILES_SUFFIX}")]
     if not found:
         yield None
         return
-    with atomic_path(directory / IMAGE_FILES_NAME) as path:
-        counts = merge_files(found, path)
-        yield {**counts, "sha256": file_sha256(path)}
-        os.utime(path, ns=(began_ns, began_ns))
+    with store.writing(IMAGE_FILES_NAME) as unnamed:
+        file = Hashing(unnamed)
+        by_number = sorted(found, key=lambda name: (len(name), name))
+        counts = merge_files(records.read_all(f"{PROGRESS_DIR}/{name}" for name in by_number), file)
+        yield {**counts, "sha256": file.sha256}
 
 
 @contextmanager
-def saved_tokenizer(directory: Path, tokenizer: ChatTokenizer) -> Iterator[Path]:
-    """Puts the tokenizer beside the data, so the dataset can be read and audited on its own.
+def saved_tokenizer(store: Store, tokenizer: ChatTokenizer) -> Iterator[Path]:
+    """Saves the tokenizer in the dataset, so that the dataset can be read and audited without other files.
 
-    Yields the folder for a look at it, then gives it its name.
+    Yields the folder for inspection, then renames it.
     """
-    final, partial = directory / TOKENIZER_DIR, directory / PROGRESS_DIR / TOKENIZER_DIR
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        tokenizer.save(partial)
-    except OSError:
-        raise
-    except Exception as error:  # its Rust half says so when the disk is full
-        raise OSError(f"the tokenizer cannot be saved: {error}") from error
-    for entry in [*partial.rglob("*"), partial]:
-        sync(entry)
-    yield partial
-    shutil.rmtree(final, ignore_errors=True)
-    partial.rename(final)
-
-
-def file_sha256(path: Path) -> str:
-    """sha256 of a file, in hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    with store.writing_folder(TOKENIZER_DIR) as folder:
+        try:
+            tokenizer.save(folder)
+        except OSError:
+            raise
+        except Exception as error:  # its Rust part raises this on a full disk
+            raise OSError(f"the tokenizer cannot be saved: {error}") from error
+        yield folder

@@ -1,4 +1,4 @@
-"""``vlmdata preprocess``: options, and nothing heavy until it runs."""
+"""``vlmdata preprocess``: the options. Heavy imports wait until it runs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from preprocess.config import (
     TrainThink,
     TrainTurns,
 )
+from vlmdata.media.codecs import describe_codecs
 
 _IMAGES, _TEXT, _DATA, _RUN = "Images", "Text and targets", "Data", "Run"
 
@@ -24,20 +25,24 @@ def preprocess(
     source: Annotated[
         str,
         typer.Argument(
-            help="`demo`, a hub dataset id, a parquet/arrow/JSONL/CSV file or WebDataset tar, a folder of them, or a "
-            "save_to_disk folder."
+            help="`demo`, a hub dataset id, a parquet/arrow/JSONL/CSV file or WebDataset tar, a folder of them (all "
+            "of these also as s3://, gs://, az://, hf:// or https://), or a save_to_disk folder."
         ),
     ] = "demo",
     out: Annotated[
         str | None,
         typer.Option(
-            "--out", "-o", help="Local folder of the dataset to make or continue. Required, except with --trace."
+            "--out",
+            "-o",
+            help="Dataset to make or continue: a folder, or s3://, gs:// or az:// of one in a bucket. Required, except "
+            "with --trace.",
         ),
     ] = None,
     recipe: Annotated[
         str,
         typer.Option(
-            help="`cord_v2`, `chat`, `text`, `caption`, or your own as `module:attribute`. Default: by the columns.",
+            help="`cord_v2`, `chat`, `text`, `caption`, or your own as `module:attribute` or `file.py:attribute`. "
+            "Default: by the columns.",
             rich_help_panel=_DATA,
             show_default=False,
         ),
@@ -49,7 +54,7 @@ def preprocess(
             "-O",
             metavar="NAME=VALUE",
             help="Option of the recipe; repeat for several. `cord_v2`: prompt, target. `caption`: prompt, "
-            "stray_marks. `chat`, `text`: stray_marks. `-O help` describes them, and with --recipe those of your own.",
+            "stray_marks. `chat`, `text`: stray_marks. `-O help` describes them, also for your own --recipe.",
             rich_help_panel=_DATA,
         ),
     ] = None,
@@ -57,8 +62,8 @@ def preprocess(
     split: Annotated[
         str | None,
         typer.Option(
-            help="Split to read. Default: train, or the only one. Several, as in `train,validation`: a dataset for "
-            "each, in a folder of its name in --out.",
+            help="Split to read. Default: train, or the only one. Several, as in `train,validation`, make one dataset "
+            "each, in folders of --out.",
             rich_help_panel=_DATA,
         ),
     ] = None,
@@ -73,7 +78,7 @@ def preprocess(
     holdout: Annotated[
         float | None,
         typer.Option(
-            help="Hold out this share of the rows, such as 0.02, chosen by a hash of their content: datasets "
+            help="Hold out this share of the rows, such as 0.02, chosen by a hash of their content. Makes datasets "
             "`train` and `validation` in --out.",
             rich_help_panel=_DATA,
         ),
@@ -81,12 +86,13 @@ def preprocess(
     image_root: Annotated[
         str | None,
         typer.Option(
-            help="Folder that image paths in the data are relative to and may not leave. Default: the source's folder.",
+            help="Folder or URL (s3://…) that image paths in the data are relative to and may not leave. Default: the "
+            "source's folder.",
             rich_help_panel=_DATA,
         ),
     ] = None,
     allow_urls: Annotated[
-        bool, typer.Option("--allow-urls", help="Fetch http(s) images named in the data.", rich_help_panel=_DATA)
+        bool, typer.Option("--allow-urls", help="Download http(s) images named in the data.", rich_help_panel=_DATA)
     ] = False,
     tokenizer: Annotated[
         str,
@@ -103,17 +109,17 @@ def preprocess(
     family: Annotated[
         str | None,
         typer.Option(
-            help="Model family: `qwen3_5`, `qwen3_vl` or `qwen2_5_vl`. Default: what the tokenizer's files say, else "
+            help="Model family: `qwen3_5`, `qwen3_vl` or `qwen2_5_vl`. Default: from the tokenizer's files, else "
             "qwen3_5.",
             rich_help_panel=_TEXT,
         ),
     ] = None,
     train_turns: Annotated[
-        TrainTurns, typer.Option(help="Learn all assistant turns or the last.", rich_help_panel=_TEXT)
+        TrainTurns, typer.Option(help="Learn all assistant turns or only the last.", rich_help_panel=_TEXT)
     ] = PreprocessConfig.train_turns,
     train_think: Annotated[
         TrainThink,
-        typer.Option(help="Learn think blocks: where they hold reasoning, always, never.", rich_help_panel=_TEXT),
+        typer.Option(help="Learn think blocks: if they contain reasoning, always, or never.", rich_help_panel=_TEXT),
     ] = PreprocessConfig.train_think,
     max_length: Annotated[
         int, typer.Option(help="Largest number of tokens in a sample.", rich_help_panel=_TEXT)
@@ -121,13 +127,13 @@ def preprocess(
     overlong: Annotated[
         Overlong,
         typer.Option(
-            help="Over it: reject, cut the end of the last answer or document, or split a document into samples.",
+            help="Longer samples: reject, truncate the last answer or document, or split a document into samples.",
             rich_help_panel=_TEXT,
         ),
     ] = PreprocessConfig.overlong,
     special_text: Annotated[
         SpecialText,
-        typer.Option(help="Data that spells a special token: reject, or encode as plain text.", rich_help_panel=_TEXT),
+        typer.Option(help="Text of special tokens in data: reject, or encode as plain text.", rich_help_panel=_TEXT),
     ] = PreprocessConfig.special_text,
     strict: Annotated[
         bool,
@@ -135,46 +141,79 @@ def preprocess(
     ] = False,
     pad_multiple: Annotated[
         int,
-        typer.Option(help="Stored lengths are multiples of this (a loader can re-pad).", rich_help_panel=_TEXT),
+        typer.Option(help="Pad stored lengths to multiples of this (a loader can re-pad).", rich_help_panel=_TEXT),
     ] = PreprocessConfig.pad_multiple,
     min_pixels: Annotated[
-        int, typer.Option(help="Enlarge images with fewer pixels to this.", rich_help_panel=_IMAGES)
-    ] = ImageConfig.min_pixels,
+        int | None,
+        typer.Option(
+            help="Enlarge images with fewer pixels to this.",
+            show_default="the family's, 200,704 for qwen3_5",
+            rich_help_panel=_IMAGES,
+        ),
+    ] = None,
     max_pixels: Annotated[
-        int, typer.Option(help="Reduce images with more pixels to this.", rich_help_panel=_IMAGES)
-    ] = ImageConfig.max_pixels,
+        int | None,
+        typer.Option(
+            help="Reduce images with more pixels to this.",
+            show_default="the family's, 1,003,520 for qwen3_5",
+            rich_help_panel=_IMAGES,
+        ),
+    ] = None,
     max_source_pixels: Annotated[
-        int, typer.Option(help="Reject image files with more pixels, before they are decoded.", rich_help_panel=_IMAGES)
+        int, typer.Option(help="Reject image files with more pixels before decoding.", rich_help_panel=_IMAGES)
     ] = ImageConfig.max_source_pixels,
     pixels: Annotated[
         str,
-        typer.Option(help="How shards store images: `raw` is patches as they are.", rich_help_panel=_IMAGES),
+        typer.Option(help=f"How shards store images. {describe_codecs()}.", rich_help_panel=_IMAGES),
     ] = PreprocessConfig.pixels,
     rows_per_shard: Annotated[
         int, typer.Option(help="Source rows per shard.", rich_help_panel=_RUN)
     ] = PreprocessConfig.rows_per_shard,
     workers: Annotated[
-        int | None, typer.Option("--workers", "-j", help="Processes. Default: one per core.", rich_help_panel=_RUN)
+        int | None,
+        typer.Option(
+            "--workers", "-j", help="Workers. Default: one per core (of the cluster, with Ray).", rich_help_panel=_RUN
+        ),
     ] = None,
     engine: Annotated[
         str,
         typer.Option(
-            help="What makes the shards: `local` (processes of this machine), or your own as `module:attribute`.",
+            help="What makes the shards: `local` (processes of this machine), `ray` (a Ray cluster), or your own as "
+            "`module:attribute`.",
             rich_help_panel=_RUN,
         ),
     ] = "local",
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            "--ray-address",
+            help="With --engine ray: the cluster, such as 10.0.0.1:6379 or auto. Default: $RAY_ADDRESS, else Ray is "
+            "started on this machine.",
+            rich_help_panel=_RUN,
+            show_default=False,
+        ),
+    ] = None,
+    part: Annotated[
+        str | None,
+        typer.Option(
+            metavar="K/N",
+            help="Make every N-th shard only, from the K-th, and no manifest; `vlmdata finish` closes the dataset when "
+            "all parts are made.",
+            rich_help_panel=_RUN,
+        ),
+    ] = None,
     max_reject_rate: Annotated[
         float, typer.Option(help="Exit with code 1 if a larger share of the rows is rejected.", rich_help_panel=_RUN)
     ] = 0.01,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Remove a dataset in --out and start anew.", rich_help_panel=_RUN)
+        bool, typer.Option("--overwrite", help="Remove a dataset in --out and start over.", rich_help_panel=_RUN)
     ] = False,
     hash_source: Annotated[
         bool,
         typer.Option(
             "--hash-source",
-            help="When continuing a run: read all image files of finished shards to find changed ones, not only those "
-            "that were touched since.",
+            help="Know the source's files by their bytes, not by footers, times or a bucket's checksums; and when "
+            "continuing, read all image files of finished shards, not only those touched since.",
             rich_help_panel=_RUN,
         ),
     ] = False,
@@ -182,19 +221,24 @@ def preprocess(
         int | None,
         typer.Option(
             metavar="ROW",
-            help="Write nothing; show what the recipe and the tokenizer make of this row, or the traceback.",
+            help="Write nothing; show the recipe's and tokenizer's result for this row, or the traceback.",
             rich_help_panel=_RUN,
         ),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the summary as JSON on stdout.", rich_help_panel=_RUN)
+        bool,
+        typer.Option(
+            "--json",
+            help="Print the summary as JSON on stdout, and progress as lines of JSON on stderr.",
+            rich_help_panel=_RUN,
+        ),
     ] = False,
 ) -> None:
-    """Turn rows of images and text into tokenized samples in shards, ready to be packed.
+    """Convert rows of images and text to tokenized samples in shards, ready for packing.
 
-    A recipe turns each row into a conversation or document; without `--recipe`, the source's columns choose it.
-    Options that would have no effect are refused. Repeat the command to continue an interrupted run, or to make again
-    what a finished dataset has lost. The result is byte-identical for any number of workers and any interruption.
+    A recipe converts each row to a conversation or document. Without `--recipe`, the source's columns select it.
+    Options without effect are errors. Repeat the command to continue an interrupted run or to recreate lost files of a
+    finished dataset. The result is byte-identical for any number of workers and any interruption.
 
     **Examples**
 
@@ -208,9 +252,14 @@ def preprocess(
 
     - `vlmdata preprocess chats.jsonl --tokenizer Qwen/Qwen3.5-9B --trace 17`
 
-    **Exit codes**: 0 done; 1 done, but more rows rejected than allowed, or all, or the traced row is rejected; 2 wrong
-    options, source or configuration; 3 no space or no workers left; 130 interrupted.
+    - `vlmdata preprocess chats.jsonl --tokenizer Qwen/Qwen3.5-9B --out data/chat --part 3/16`
+
+    - `vlmdata preprocess chats.jsonl --tokenizer Qwen/Qwen3.5-9B --out data/chat --engine ray --ray-address auto`
+
+    **Exit codes**: 0 done; 1 done, but too many rows, all rows or the traced row rejected; 2 invalid
+    options, source or configuration; 3 out of space or workers; 130 interrupted.
     """
+    from preprocess.part import Part
     from preprocess.recipes.base import describe_options
     from preprocess.run_command import run_command
 
@@ -245,19 +294,23 @@ def preprocess(
             rows_per_shard=rows_per_shard,
         )
         if not 0 <= max_reject_rate <= 1:
-            raise ValueError(f"max_reject_rate is {max_reject_rate}; it is a share between 0 and 1")
+            raise ValueError(f"max_reject_rate is {max_reject_rate}; it must be between 0 and 1")
         if holdout is not None and not 0 < holdout < 1:
-            raise ValueError(f"holdout is {holdout}; it is a share between 0 and 1")
+            raise ValueError(f"holdout is {holdout}; it must be between 0 and 1")
         if workers is not None and workers < 1:
             raise ValueError(f"workers is {workers}; it must be at least 1")
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     if out is None and trace is None:
-        raise typer.BadParameter("missing; it names the dataset directory to make", param_hint="--out")
+        raise typer.BadParameter("missing; give the dataset directory to make", param_hint="--out")
     if trace is not None and as_json:
-        raise typer.BadParameter("--trace prints text; leave out --json")
+        raise typer.BadParameter("--trace prints text; omit --json")
     if trace is not None and holdout is not None:
-        raise typer.BadParameter("--trace shows one row and makes no dataset; leave out --holdout")
+        raise typer.BadParameter("--trace shows one row and makes no dataset; omit --holdout")
+    if part is not None and trace is not None:
+        raise typer.BadParameter("--trace shows one row and makes no shards; omit --part")
+    if part is not None and overwrite:
+        raise typer.BadParameter("--overwrite would remove the shards of other parts; omit it, or remove the folder")
     code = run_command(
         source,
         out,
@@ -269,6 +322,8 @@ def preprocess(
         limit=limit,
         holdout=holdout,
         engine=engine,
+        ray_address=ray_address,
+        part=None if part is None else Part.parse(part),
         workers=workers,
         overwrite=overwrite,
         hash_source=hash_source,
@@ -280,7 +335,7 @@ def preprocess(
 
 
 def _by_name(options: list[str]) -> dict[str, str]:
-    """``NAME=VALUE`` of each ``--recipe-option``."""
+    """Parses ``NAME=VALUE`` of each ``--recipe-option``."""
     found: dict[str, str] = {}
     for option in options:
         name, separator, value = option.partition("=")

@@ -1,4 +1,4 @@
-"""Every option that can change a byte of the output, resolved and validated."""
+"""All options that can change a byte of the output, resolved and validated."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from vlmdata.errors import UsageError
 from vlmdata.families import DEFAULT_FAMILY, Family, family
-from vlmdata.media.codecs import RAW, codec
+from vlmdata.media.codecs import MOST_FILE_PIXELS, RAW, codec
 
-#: Name of the tokenizer that comes with vlmdata: 6,144 ids that no published model shares.
+#: Name of the tokenizer included in vlmdata: 6,144 ids, which fit no published model.
 EMBEDDED = "embedded"
 
 
@@ -23,7 +24,7 @@ class TrainTurns(StrEnum):
 
 
 class TrainThink(StrEnum):
-    """Whether a think block is a target: ``auto`` only where it holds reasoning."""
+    """Whether a think block is a target. ``auto``: only if it contains reasoning."""
 
     AUTO = "auto"
     ALWAYS = "always"
@@ -31,9 +32,9 @@ class TrainThink(StrEnum):
 
 
 class Overlong(StrEnum):
-    """What happens to a sample over ``max_length``.
+    """Handling of samples longer than ``max_length``.
 
-    ``truncate`` cuts the end of the last answer or of the document. ``split`` makes several samples of a document,
+    ``truncate`` cuts the end of the last answer or document. ``split`` splits a document into several samples
     and rejects a conversation.
     """
 
@@ -43,7 +44,7 @@ class Overlong(StrEnum):
 
 
 class SpecialText(StrEnum):
-    """What happens to data whose text spells a special token."""
+    """Handling of data with the text of a special token."""
 
     REJECT = "reject"
     PLAIN = "plain"
@@ -54,29 +55,45 @@ class ImageConfig:
     """Image geometry and limits.
 
     Attributes:
-        min_pixels: Smaller images are enlarged to about this many pixels.
-        max_pixels: Larger images are reduced to at most this many pixels.
-        max_source_pixels: An image file of more pixels is rejected before it is decoded. The default is the size
-            at which Pillow starts to warn of decompression bombs.
+        min_pixels: Smaller images are enlarged to about this many pixels. None: the family's default.
+        max_pixels: Larger images are reduced to at most this many pixels. None: the family's default.
+        max_source_pixels: An image file with more pixels is rejected before decoding. The default is the size
+            from which Pillow warns of decompression bombs.
     """
 
-    min_pixels: int = 200_704
-    max_pixels: int = 1_003_520
+    min_pixels: int | None = None
+    max_pixels: int | None = None
     max_source_pixels: int = 89_478_485
 
     def __post_init__(self) -> None:
-        if self.max_pixels < self.min_pixels:
-            raise ValueError(f"max_pixels is {self.max_pixels}, less than min_pixels {self.min_pixels}")
         if self.max_source_pixels < 1:
             raise ValueError(f"max_source_pixels is {self.max_source_pixels}; it must be positive")
+
+    def bounds(self, family: Family) -> tuple[int, int]:
+        """Returns the smallest and largest area of a resized image, in pixels.
+
+        Raises:
+            UsageError: If they contradict each other or the family.
+        """
+        least = family.min_pixels if self.min_pixels is None else self.min_pixels
+        most = family.max_pixels if self.max_pixels is None else self.max_pixels
+        if least < family.factor**2:
+            raise UsageError(f"min_pixels is {least}; it must be at least {family.factor**2} ({family.factor}²)")
+        if most < least:
+            default = f" (the default of family {family.name})"
+            raise UsageError(
+                f"max_pixels is {most}{default if self.max_pixels is None else ''}, less than min_pixels {least}"
+                f"{default if self.min_pixels is None else ''}. Set both."
+            )
+        return least, most
 
 
 @dataclass(frozen=True)
 class MediaConfig:
-    """How image files that rows name are fetched.
+    """Access to image files that rows name.
 
     Attributes:
-        image_root: Folder that image paths in the data are relative to and may not leave. None: the source's folder.
+        image_root: Folder or URL that image paths in the data are relative to and may not leave. None: the source's.
         allow_urls: Whether http(s) image URLs in the data are fetched.
     """
 
@@ -86,25 +103,25 @@ class MediaConfig:
 
 @dataclass(frozen=True)
 class PreprocessConfig:
-    """All of a run but its source, output folder and degree of parallelism.
+    """The configuration of a run, except source, output folder and parallelism.
 
     Attributes:
-        recipe: Name of a registered recipe, or ``module:attribute``. The command chooses by the source's columns.
-        tokenizer: Hub id or folder, or ``embedded``, which is for the demo and trials. The command makes its user
-            name one.
+        recipe: Name of a registered recipe, or ``module:attribute``. The command can choose it by the source's columns.
+        tokenizer: Hub id or folder, or ``embedded``, which is for the demo and trials. The command requires a
+            tokenizer for other sources.
         tokenizer_revision: Hub revision.
-        family: Name of the model family the samples are made for.
+        family: Family of the samples.
         image: Image geometry.
         pixels: Name of the codec that stores images.
-        recipe_options: The recipe's own options by name, as text or as values of their types. Those left out have the
-            defaults that the recipe declares.
-        media: How image files that rows name are fetched.
+        recipe_options: The recipe's own options by name, as text or typed values. Omitted options have the
+            recipe's defaults.
+        media: Access to image files that rows name.
         train_turns: Which assistant turns are targets.
         train_think: Whether think blocks are targets.
-        max_length: Most tokens (true length) in a sample.
-        overlong: What to do with more.
-        special_text: What to do with special-token text in data.
-        strict: Whether rows with keys that the recipe does not know are rejected.
+        max_length: Largest true length of a sample, in tokens.
+        overlong: Handling of longer samples.
+        special_text: Handling of special-token text in data.
+        strict: Whether to reject rows with unknown keys.
         pad_multiple: Stored lengths are multiples of this.
         rows_per_shard: Source rows per shard.
     """
@@ -127,21 +144,25 @@ class PreprocessConfig:
     rows_per_shard: int = 256
 
     def __post_init__(self) -> None:
-        made = self.model_family
-        if self.image.min_pixels < made.factor**2:
+        family(self.family)  # refuses an unknown name
+        store = codec(self.pixels)
+        store.libraries()  # refuses a codec whose package is not installed
+        if store.needs_file and self.image.max_source_pixels > MOST_FILE_PIXELS:
             raise ValueError(
-                f"min_pixels is {self.image.min_pixels}; it must be at least {made.factor**2} ({made.factor}²)"
+                f"max_source_pixels is {self.image.max_source_pixels}; pixels={self.pixels} stores image files, and "
+                f"readers decode none of more than {MOST_FILE_PIXELS} pixels"
             )
-        codec(self.pixels)  # refuses an unknown one
         for name in ("max_length", "pad_multiple", "rows_per_shard"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
 
     @property
     def model_family(self) -> Family:
-        """The model family the samples are made for."""
+        """Family of the samples."""
         return family(self.family)
 
     def to_json(self) -> dict[str, Any]:
-        """Nested JSON-able form."""
-        return dataclasses.asdict(self)
+        """Returns the configuration as nested JSON, with the defaults of the family filled in."""
+        least, most = self.image.bounds(self.model_family)
+        image = dataclasses.replace(self.image, min_pixels=least, max_pixels=most)
+        return dataclasses.asdict(dataclasses.replace(self, image=image))

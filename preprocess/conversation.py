@@ -1,4 +1,4 @@
-"""What a recipe makes of a row: a conversation or a document of text and images, before template and tokenizer."""
+"""Results of recipes: conversations and documents of text and images, before template and tokenizer."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class TextPart:
 
 @dataclass(frozen=True, eq=False)
 class ImagePart:
-    """The bytes of an image file, and the size to resize it to where the data asks for one.
+    """The bytes of an image file, and its size after resizing if the data specifies one.
 
-    The bounds of this image win over those of the run (``--min-pixels``, ``--max-pixels``).
+    The bounds of this image override those of the run (``--min-pixels``, ``--max-pixels``).
 
     Attributes:
         data: The encoded file.
-        field: Where in the row it came from, for messages.
-        min_pixels: Smallest area in pixels after resizing; None is the run's.
-        max_pixels: Largest area in pixels after resizing; None is the run's.
+        field: Place in the row, for messages.
+        min_pixels: Smallest area in pixels after resizing; None means the run's.
+        max_pixels: Largest area in pixels after resizing; None means the run's.
         resized_height: Height in pixels to resize to, rounded to the family's grid; needs ``resized_width``.
         resized_width: Width in pixels to resize to, rounded to the family's grid; needs ``resized_height``.
     """
@@ -66,12 +66,12 @@ class Message:
     """One turn.
 
     Attributes:
-        role: Who speaks.
-        parts: What is said, in order.
+        role: Role of the speaker.
+        parts: Content, in order.
         reasoning: The assistant's reasoning, separate from its answer.
         tool_calls: The assistant's calls: mappings with ``name`` and ``arguments`` (a mapping).
         loss_weight: Weight of the turn's targets in the loss, at least 0; 0 means the turn is not learned. Assistant
-            turns only. None is 1 and leaves the choice of turns to ``--train-turns``.
+            turns only. None means 1, with the choice of turns left to ``--train-turns``.
     """
 
     role: Role
@@ -107,15 +107,15 @@ class Message:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A whole sample: turns in order, and the tools the assistant was offered.
+    """A sample with turns, and the tools offered to the assistant.
 
     Attributes:
         messages: The turns.
-        tools: Tool definitions (JSON-schema mappings), given to the chat template.
+        tools: Tool definitions (JSON-schema mappings), for the chat template.
         loss_weight: Factor on the weights of all targets of the sample, at least 0.
-        unused: Keys of the row that the recipe does not use and knows to be harmless, such as ``id`` or
+        unused: Harmless keys of the row that the recipe does not use, such as ``id`` or
             ``messages[].name``. The run's summary counts them.
-        unknown: Keys of the row that the recipe does not use and knows nothing of. The run's summary counts them;
+        unknown: Keys of the row that the recipe does not know. The run's summary counts them;
             ``--strict`` rejects the row.
     """
 
@@ -140,13 +140,13 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Document:
-    """A whole sample for continued pre-training: text and images in order, without turns. All text is learned.
+    """A sample for continued pre-training: text and images in order, without turns. All text is learned.
 
     Attributes:
-        parts: The content. Texts that follow each other are joined with nothing between them.
+        parts: The content. Adjacent texts are joined without a separator.
         loss_weight: Weight of all targets of the sample, at least 0.
-        unused: As in :class:`Conversation`.
-        unknown: As in :class:`Conversation`.
+        unused: See :class:`Conversation`.
+        unknown: See :class:`Conversation`.
     """
 
     parts: tuple[ContentPart, ...]

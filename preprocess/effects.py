@@ -1,4 +1,4 @@
-"""Options that would change nothing are refused before anything is opened."""
+"""Rejects options without effect before anything is opened."""
 
 from __future__ import annotations
 
@@ -11,32 +11,33 @@ from preprocess.conversation import Conversation, Document
 from preprocess.recipes.base import REGISTRY, constructor_takes, recipe_class, recipe_options
 from preprocess.sources.open import DEMO
 from vlmdata.errors import SourceError
+from vlmdata.locations import is_url
 
 _TURN_OPTIONS = frozenset({"train_turns", "train_think"})
 _MEDIA_OPTIONS = frozenset({"image_root", "allow_urls"})
-#: Options of the command that some recipes leave without effect.
+#: Options of the command that have no effect with some recipes.
 RECIPE_DEPENDENT = _TURN_OPTIONS | _MEDIA_OPTIONS
 
 
 def require_tokenizer(spec: str, given: Collection[str]) -> None:
-    """Only the demo may go without a named tokenizer.
+    """Raises an error if no tokenizer is given, except for the demo.
 
     Args:
         spec: The source.
         given: Names of the options that the user gave.
 
     Raises:
-        SourceError: If another source has none.
+        SourceError: If another source has no tokenizer.
     """
     if spec != DEMO and "tokenizer" not in given:
         raise SourceError(
-            f"SOURCE {spec}: name the tokenizer of your model, e.g. --tokenizer Qwen/Qwen3.5-9B. "
-            f"(--tokenizer {EMBEDDED} takes a small one for trials, which no published model shares.)"
+            f"SOURCE {spec}: give the tokenizer of your model, e.g. --tokenizer Qwen/Qwen3.5-9B. "
+            f"(--tokenizer {EMBEDDED} selects a small one for trials, which fits no published model.)"
         )
 
 
 def refuse_without_effect(spec: str, tokenizer: str, given: Collection[str]) -> None:
-    """Refuses options that this source or tokenizer leaves without effect.
+    """Raises an error for options without effect with this source or tokenizer.
 
     Raises:
         SourceError: For the first such option.
@@ -44,11 +45,11 @@ def refuse_without_effect(spec: str, tokenizer: str, given: Collection[str]) -> 
     for names, why in _without_effect(spec, tokenizer):
         for name in names:
             if name in given:
-                raise SourceError(f"{flag(name)} has no effect: {why}. Leave it out.")
+                raise SourceError(f"{flag(name)} has no effect: {why}. Omit it.")
 
 
 def refuse_foreign_options(config: PreprocessConfig, given: Collection[str]) -> None:
-    """Refuses options that the config's recipe does not obey, and options of its own that it does not have.
+    """Raises an error for options without effect with the recipe, and for unknown recipe options.
 
     Raises:
         SourceError: For the first such option.
@@ -57,31 +58,29 @@ def refuse_foreign_options(config: PreprocessConfig, given: Collection[str]) -> 
     recipe_options(recipe, config.recipe_options)
     for name in sorted((RECIPE_DEPENDENT - obeyed(recipe)).intersection(given)):
         others = " or ".join(other for other in REGISTRY if name in obeyed(other))
-        raise SourceError(
-            f"{flag(name)} has no effect with --recipe {recipe}. Leave it out, or choose --recipe {others}."
-        )
+        raise SourceError(f"{flag(name)} has no effect with --recipe {recipe}. Omit it, or choose --recipe {others}.")
     if config.overlong == Overlong.SPLIT and Document not in _makes(recipe):
         raise SourceError(
             f"--overlong split has no effect with --recipe {recipe}: it makes conversations, which are not split. "
-            "Leave it out to reject long ones, or give --overlong truncate."
+            "Omit it to reject long ones, or use --overlong truncate."
         )
 
 
 def obeyed(recipe: str) -> frozenset[str]:
-    """Which of :data:`RECIPE_DEPENDENT` have an effect with a recipe."""
+    """Returns the options of :data:`RECIPE_DEPENDENT` that have an effect with a recipe."""
     turns = _TURN_OPTIONS if Conversation in _makes(recipe) else frozenset()
     media = _MEDIA_OPTIONS if "media" in constructor_takes(recipe) else frozenset()
     return turns | media
 
 
 def _makes(recipe: str) -> tuple[type, ...]:
-    """What a recipe makes; one that does not say may make both."""
+    """Returns what a recipe makes. A recipe without ``makes`` may make both."""
     makes: tuple[type, ...] = getattr(recipe_class(recipe), "makes", (Conversation, Document))
     return makes
 
 
 def flag(name: str) -> str:
-    """An option's name as it is typed."""
+    """Returns an option's name on the command line."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -90,12 +89,14 @@ def _without_effect(spec: str, tokenizer: str) -> list[tuple[tuple[str, ...], st
     path = Path(spec)
     if spec == DEMO:
         found.append((("split", "subset", "revision"), "the demo has one split, drawn on this machine"))
-        found.append((("image_root", "allow_urls"), "the demo's rows hold their images themselves"))
+        found.append((("image_root", "allow_urls"), "the demo's rows contain their images"))
+    elif is_url(spec):
+        found.append((("subset", "revision"), f"SOURCE {spec} is a URL; they belong to hub datasets"))
     elif path.exists() or glob.has_magic(spec):
         found.append((("revision",), f"SOURCE {spec} is local; revisions belong to hub datasets"))
         if not path.is_dir() or (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-            found.append((("subset",), f"SOURCE {spec} has no configurations; hub datasets and folders like them do"))
+            found.append((("subset",), f"SOURCE {spec} has no configurations; hub datasets and similar folders do"))
     if tokenizer == EMBEDDED or Path(tokenizer).exists():
-        where = "comes with vlmdata" if tokenizer == EMBEDDED else "is a local folder"
+        where = "is included in vlmdata" if tokenizer == EMBEDDED else "is a local folder"
         found.append((("tokenizer_revision",), f"the tokenizer {tokenizer} {where}; revisions belong to the hub"))
     return found

@@ -1,4 +1,4 @@
-"""Which model family a tokenizer belongs to, by the files beside it."""
+"""Determines the model family of a tokenizer from the files next to it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 from vlmdata.families import DEFAULT_FAMILY, REGISTRY, family
 
-#: Files that tell, and the field that does: a model's config names its type, the others the processor's class.
+#: Files that identify a family, and their field: the model type in a config, else the processor class.
 _FILES = (("config.json", "model_type"), ("preprocessor_config.json", "processor_class"),
           ("processor_config.json", "processor_class"), ("tokenizer_config.json", "processor_class"))  # fmt: skip
-#: Processors of one family only. Qwen3.5 and Qwen3-VL share theirs, and their images and positions are equal.
+#: Processors of one family only. Qwen3.5 and Qwen3-VL share one, and their images and positions are equal.
 _PROCESSORS = {"Qwen2_5_VLProcessor": "qwen2_5_vl"}
 
 
 def family_of(tokenizer: str, revision: str | None = None) -> str:
-    """The name of the family that a tokenizer's files tell; :data:`DEFAULT_FAMILY` if they tell none.
+    """Returns the family in a tokenizer's files, or :data:`DEFAULT_FAMILY` if they specify none.
 
     Args:
         tokenizer: Hub id or folder.
@@ -32,7 +32,7 @@ def family_of(tokenizer: str, revision: str | None = None) -> str:
 
 
 def _read(tokenizer: str, file: str, revision: str | None) -> dict[str, Any]:
-    """A JSON file of a folder or of a hub id; empty if there is none."""
+    """Reads a JSON file of a folder or hub id; empty if there is none."""
     from transformers.utils.hub import cached_file
 
     try:
@@ -45,6 +45,6 @@ def _read(tokenizer: str, file: str, revision: str | None) -> dict[str, Any]:
             _raise_exceptions_for_gated_repo=False,
         )
         values = json.loads(Path(found).read_text(encoding="utf-8")) if found else {}
-    except (OSError, ValueError):  # whether the tokenizer can be had at all is told where it is loaded
+    except (OSError, ValueError):  # loading the tokenizer reports if it is not available
         return {}
     return values if isinstance(values, dict) else {}

@@ -1,14 +1,15 @@
-"""Which image files a shard was made of, and noticing that they have changed since.
+"""Records the image files of a shard, and detects later changes.
 
-Rows may name image files by path. Their content is recorded by hash: it is what the dataset was made of, and it is the
-same for every copy of the source. Reading all files again in order to compare them is slow, so a file counts as
-unchanged if its size is the same and the file system says that it was not touched since the run began. Only the others
-are read.
+Rows may name image files by path. Their content is recorded by hash, since the dataset depends on it and it is the same
+for every copy of the source. Reading all files again to compare them is slow. So a file counts as unchanged if its size
+is the same and, according to the file system, it was not modified since the start of the run. Only other files are
+read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,8 +21,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
+from preprocess.recipes.remote_root import FetchProblem, RemoteRoot
 from preprocess.sources.identity import file_digest
-from vlmdata.format.atomic import atomic_path
+from vlmdata.store import Store, Writing
 
 SCHEMA = pa.schema(
     [
@@ -31,9 +33,9 @@ SCHEMA = pa.schema(
         pa.field("xxh3_128", pa.string(), nullable=False),
     ]
 )
-#: Size of a file that is not there.
+#: Size of a missing file.
 _ABSENT = -1
-#: Clocks of file servers and of this machine may differ; files touched shortly before the run are read too.
+#: Clocks of file servers and this machine may differ, so files modified shortly before the run are read too.
 _MARGIN_NS = 60 * 10**9
 _THREADS = 16
 
@@ -42,12 +44,12 @@ _reading: ContextVar[dict[str, ImageFile] | None] = ContextVar("image files read
 
 @dataclass(frozen=True)
 class ImageFile:
-    """An image file as a shard found it.
+    """An image file used by a shard.
 
     Attributes:
-        path: Below the image root, or absolute.
-        bytes: Its size; -1 if there was no such file.
-        xxh3_128: Hash of its content; empty if it was not read.
+        path: Path relative to the image root, or absolute.
+        bytes: Size in bytes; -1 if the file was missing.
+        xxh3_128: Hash of the content; empty if not read.
     """
 
     path: str
@@ -57,7 +59,7 @@ class ImageFile:
 
 @contextmanager
 def recording() -> Iterator[Mapping[str, ImageFile]]:
-    """Collects the image files that are read inside the block, by path."""
+    """Collects the image files read in the block, by path."""
     files: dict[str, ImageFile] = {}
     token = _reading.set(files)
     try:
@@ -67,14 +69,14 @@ def recording() -> Iterator[Mapping[str, ImageFile]]:
 
 
 def record(root: Path, path: str, full: Path | None, size: int | None, data: bytes | None) -> None:
-    """Notes that a row names a file, if somebody collects them.
+    """Records a file that a row names, inside :func:`recording`.
 
     Args:
-        root: The image root, links resolved.
-        path: As the data names it.
-        full: The file below the root, links resolved; None if there is none.
-        size: Its size; None if there is no such file.
-        data: Its content; None if it was not read.
+        root: The image root, with links resolved.
+        path: Path in the data.
+        full: The file in the root, with links resolved; None if missing.
+        size: Size of the file; None if missing.
+        data: Content of the file; None if not read.
     """
     files = _reading.get()
     if files is None:
@@ -87,30 +89,45 @@ def record(root: Path, path: str, full: Path | None, size: int | None, data: byt
     files[path] = ImageFile(path, _ABSENT if size is None else size, digest)
 
 
-def write_files(path: Path, shard: int, files: Mapping[str, ImageFile]) -> None:
-    """Writes the files of a shard, ascending by path; without files there is no file."""
+def record_remote(name: str, size: int | None, data: bytes | None) -> None:
+    """Notes that a row names a file below a URL, if somebody collects them.
+
+    Args:
+        name: Below the image root, as the data names it.
+        size: Its size; None if there is no such file.
+        data: Its content; None if it was not read.
+    """
+    files = _reading.get()
+    if files is not None:
+        name = name.encode("utf-8", "backslashreplace").decode()
+        digest = "" if data is None else xxhash.xxh3_128_hexdigest(data)
+        files[name] = ImageFile(name, _ABSENT if size is None else size, digest)
+
+
+def write_files(store: Store, name: str, shard: int, files: Mapping[str, ImageFile]) -> None:
+    """Writes the list of a shard's files, ascending by path. Writes nothing if there are none."""
     if not files:
-        path.unlink(missing_ok=True)
+        store.delete([name])
         return
-    rows = [{"shard": shard, **vars(files[name])} for name in sorted(files)]
-    with atomic_path(path) as unfinished:
+    rows = [{"shard": shard, **vars(files[path])} for path in sorted(files)]
+    with store.writing(name) as unfinished:
         pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), unfinished)
 
 
-def merge_files(paths: Sequence[Path], merged: Path) -> dict[str, int]:
+def merge_files(lists: Iterable[bytes], merged: Writing) -> dict[str, int]:
     """Joins lists of files, one row group each.
 
     Args:
-        paths: What :func:`write_files` wrote, shard by shard.
-        merged: Where the joined list goes.
+        lists: Lists of :func:`write_files`, in the order of shards.
+        merged: Destination of the joined list.
 
     Returns:
-        Number of ``files``, how many of them are ``missing``, and the ``bytes`` of the others.
+        Number of ``files``, number of ``missing`` ones, and total ``bytes`` of the others.
     """
     counts = {"files": 0, "missing": 0, "bytes": 0}
     with pq.ParquetWriter(merged, SCHEMA, compression="zstd") as writer:
-        for path in paths:
-            table = pq.read_table(path, schema=SCHEMA)
+        for content in lists:
+            table = pq.read_table(io.BytesIO(content), schema=SCHEMA)
             writer.write_table(table)
             sizes = table.column("bytes").to_pylist()
             counts["files"] += len(sizes)
@@ -119,26 +136,30 @@ def merge_files(paths: Sequence[Path], merged: Path) -> dict[str, int]:
     return counts
 
 
-def changed_files(recorded: Path, root: Path, since_ns: int | None) -> dict[int, list[str]]:
-    """Compares recorded files with those that are there now.
+def changed_files(recorded: Path, root: Path | RemoteRoot, since_ns: int | None) -> dict[int, list[str]]:
+    """Compares recorded files with the current ones.
 
     Args:
-        recorded: What :func:`write_files` or :func:`merge_files` wrote.
+        recorded: List of :func:`write_files` or :func:`merge_files`.
         root: The image root.
-        since_ns: When the run began, by the clock of the file system: files untouched since are not read. None
-            reads all.
+        since_ns: Start of the run, by the clock of the file system: files not modified since are not read. None reads
+            all files.
 
     Returns:
-        Shard to paths of its files that have changed, have gone or have come.
+        Paths of changed, removed or added files, by shard.
     """
     changed: dict[int, list[str]] = {}
+    is_changed: Callable[[ImageFile], bool]
+    if isinstance(root, RemoteRoot):
+        is_changed = partial(_is_changed_remote, root, since_ns)
+    else:
+        is_changed = partial(_is_changed, root, since_ns)
     with pq.ParquetFile(recorded) as file, ThreadPoolExecutor(_THREADS) as threads:
         for batch in file.iter_batches():
             rows = batch.to_pylist()
             files = [ImageFile(row["path"], row["bytes"], row["xxh3_128"]) for row in rows]
-            found = threads.map(partial(_is_changed, root, since_ns), files)
-            for row, is_changed in zip(rows, found, strict=True):
-                if is_changed:
+            for row, differs in zip(rows, threads.map(is_changed, files), strict=True):
+                if differs:
                     changed.setdefault(row["shard"], []).append(row["path"])
     return changed
 
@@ -154,7 +175,7 @@ def _is_changed(root: Path, since_ns: int | None, file: ImageFile) -> bool:
         return is_file != (file.bytes != _ABSENT)
     if status.st_size != file.bytes:
         return True
-    # A copy that keeps the old modification time, or a new file under the old name, still has a new change time.
+    # A copy with the old modification time, or a new file with the old name, still has a new change time.
     touched = max(status.st_mtime_ns, status.st_ctime_ns, link.st_ctime_ns)
     if not file.xxh3_128 or (since_ns is not None and touched < since_ns - _MARGIN_NS):
         return False
@@ -164,7 +185,23 @@ def _is_changed(root: Path, since_ns: int | None, file: ImageFile) -> bool:
         return True
 
 
+def _is_changed_remote(root: RemoteRoot, since_ns: int | None, file: ImageFile) -> bool:
+    size, seconds = root.state(file.path)
+    if size is None or file.bytes == _ABSENT:
+        return (size is None) != (file.bytes == _ABSENT)
+    if not file.xxh3_128:
+        return False
+    if size != file.bytes:
+        return True
+    if since_ns is not None and seconds is not None and seconds * 10**9 < since_ns - _MARGIN_NS:
+        return False
+    try:
+        return xxhash.xxh3_128_hexdigest(root.fetch(root.name_of(file.path))) != file.xxh3_128
+    except FetchProblem:
+        return True
+
+
 def listed(changed: Mapping[int, Sequence[str]], shown: int = 3) -> str:
-    """Changed files for a message: ``a.png, b.png, … (7 in all)``."""
+    """Formats changed files for a message: ``a.png, b.png, … (7 in total)``."""
     paths = sorted({path for paths in changed.values() for path in paths})
-    return ", ".join(paths[:shown]) + (f", … ({len(paths):,} in all)" if len(paths) > shown else "")
+    return ", ".join(paths[:shown]) + (f", … ({len(paths):,} in total)" if len(paths) > shown else "")

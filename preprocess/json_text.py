@@ -1,6 +1,6 @@
-"""JSON in the data, read strictly: a key that stands twice in an object is an error.
+"""Reads JSON in the data strictly: a duplicate key in an object is an error.
 
-Python keeps the last of the two without a word, and other readers the first.
+Python silently keeps the last of two equal keys; other readers keep the first.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 
 
 def loads(text: str | bytes) -> Any:
-    """The value of JSON text.
+    """Parses JSON text.
 
     Raises:
-        ValueError: If it is not JSON, or an object has a key twice.
-        RecursionError: If it is nested too deeply.
+        ValueError: If the text is not JSON, or an object has a duplicate key.
+        RecursionError: If the JSON is nested too deeply.
     """
     return json.loads(text, object_pairs_hook=_object)
 
@@ -25,5 +25,5 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(value) < len(pairs):
         counts = Counter(key for key, _ in pairs)
         repeated = next(key for key, count in counts.items() if count > 1)
-        raise ValueError(f"the key {repeated!r} stands twice in one object")
+        raise ValueError(f"the key {repeated!r} occurs twice in one object")
     return value

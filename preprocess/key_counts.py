@@ -1,4 +1,4 @@
-"""How many samples came from rows with keys that the recipe did not use."""
+"""Counts the samples of rows with keys that the recipe did not use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from preprocess.conversation import Conversation, Document
 
-#: More keys than this are counted together, so that data whose keys are names or ids cannot fill the manifest.
+#: Further keys are counted together, so that data with names or ids as keys cannot fill the manifest.
 _MOST_KEYS = 200
 _OTHERS = "(other keys)"
 _LONGEST_KEY = 120
@@ -17,10 +17,10 @@ _LONGEST_KEY = 120
 
 @dataclass(frozen=True)
 class KeyCounts:
-    """Samples by key.
+    """Number of samples by key.
 
     Attributes:
-        unused: Keys that the recipe knows to be harmless.
+        unused: Harmless keys.
         unknown: Keys that the recipe does not know.
     """
 
@@ -28,23 +28,23 @@ class KeyCounts:
     unknown: Counter[str] = field(default_factory=Counter)
 
     def add(self, made: Conversation | Document) -> None:
-        """Counts the keys of what a recipe made."""
+        """Counts the unused keys of a sample."""
         for counter, keys in ((self.unused, made.unused), (self.unknown, made.unknown)):
             if keys:
                 counter.update(key[:_LONGEST_KEY] for key in keys)
 
     def to_json(self) -> dict[str, dict[str, int]]:
-        """JSON-able form, sorted by key."""
+        """Returns the JSON form, sorted by key."""
         return {"unused": dict(sorted(self.unused.items())), "unknown": dict(sorted(self.unknown.items()))}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> KeyCounts:
-        """What :meth:`to_json` gave."""
+        """Restores counts from :meth:`to_json`."""
         return cls(Counter(fields["unused"]), Counter(fields["unknown"]))
 
     @classmethod
     def sum(cls, counts: Iterable[KeyCounts]) -> KeyCounts:
-        """The counts of a whole run; of very many keys, the most frequent."""
+        """Sums the counts of a run. Of very many keys, keeps the most frequent."""
         total = cls()
         for each in counts:
             total.unused.update(each.unused)

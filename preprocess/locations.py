@@ -1,4 +1,4 @@
-"""Places that the user names: which are local, and where a dataset can be made."""
+"""Resolves the user's source and output locations."""
 
 from __future__ import annotations
 
@@ -6,45 +6,41 @@ import re
 from pathlib import Path
 
 from vlmdata.errors import SourceError
-from vlmdata.locations import without_file_scheme
+from vlmdata.locations import is_url, place_of, without_file_scheme
+from vlmdata.store import Store, open_store
 
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_HUB_DATASET = re.compile(r"hf://datasets/[^/]+(/[^/]+)?/?")
 
 
-def local_source(spec: str) -> str:
-    """The source as a path, hub id or ``demo``; a ``file:///…`` URL becomes a path.
+def source_place(spec: str) -> str:
+    """Returns the source as a path, URL, hub id or ``demo``; a ``file:///…`` URL becomes a path.
 
     Raises:
-        SourceError: If it is another URL.
+        SourceError: If it is the URL of a whole hub dataset.
     """
     spec = without_file_scheme(spec)
-    if spec.startswith("hf://datasets/"):
-        raise SourceError(f"SOURCE {spec}: give a hub dataset by its id alone, such as naver-clova-ix/cord-v2")
-    if _URL.match(spec):
-        raise SourceError(
-            f"SOURCE {spec}: sources are local files, local folders and hub datasets; other URLs cannot be read yet. "
-            "Download or mount it, and give the local path."
-        )
+    if _HUB_DATASET.fullmatch(spec):
+        raise SourceError(f"SOURCE {spec}: give only the id of a hub dataset, such as naver-clova-ix/cord-v2")
     return spec
 
 
-def output_directory(out: str) -> Path:
-    """The folder that ``--out`` names; a ``file:///…`` URL becomes a path.
+def output_store(out: str) -> Store:
+    """Returns the store of ``--out``: a folder, or the URL of a folder in an object store.
 
     Raises:
-        SourceError: If it is another URL, or a file stands in the way.
+        SourceError: If the path, or part of it, is a file.
+        UsageError: If writes to such a URL are not atomic.
     """
-    out = without_file_scheme(out)
-    if match := _URL.match(out):
-        raise SourceError(
-            f"--out {out}: datasets are made in local folders; {match[1]}:// cannot be written yet. "
-            "Give a local folder and copy it there when it is finished."
-        )
-    directory = Path(out)
+    place = place_of(out)
+    if not is_url(place):
+        _refuse_file(out, Path(place))
+    return open_store(place)
+
+
+def _refuse_file(out: str, directory: Path) -> None:
     for place in (directory, *directory.parents):
         if place.is_dir():
-            break
+            return
         if place.exists():
-            inside = "" if place == directory else f", so there can be no folder {directory}"
-            raise SourceError(f"--out {out}: {place} is a file{inside}. --out names a folder, made if absent.")
-    return directory
+            inside = "" if place == directory else f", so the folder {directory} cannot exist"
+            raise SourceError(f"--out {out}: {place} is a file{inside}. --out must be a folder, or absent.")

@@ -1,82 +1,81 @@
-"""Which datasets one command makes: one, one per split, or the two sides of a held-out share."""
+"""The datasets of one command: a single one, one per split, or the two sides of a holdout."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from preprocess.engines.local import PRELOADED
-from preprocess.shard_job import PROGRESS_DIR
 from preprocess.sources.holdout import hold_out
 from preprocess.sources.rows import Source
 from vlmdata.errors import ConfigMismatchError, SourceError
-from vlmdata.format.schema import MANIFEST_NAME
+from vlmdata.format.schema import MANIFEST_NAME, PROGRESS_DIR
+from vlmdata.store import Store
 
 
 @dataclass(frozen=True, eq=False)
 class Output:
-    """A dataset that the command makes.
+    """A dataset to make.
 
     Attributes:
-        name: Of the split or side, and of its folder below ``--out``; None if it is the only one.
+        name: Name of the split or side, and of its folder in ``--out``; None for a single dataset.
         source: Its rows.
-        directory: Where it goes.
+        store: Destination of the dataset.
     """
 
     name: str | None
     source: Source
-    directory: Path
+    store: Store
 
 
 def split_names(split: str | None, *, holdout: float | None, trace: int | None) -> list[str | None]:
-    """The splits that ``--split`` names; None is the default.
+    """Returns the splits in ``--split``; None means the default.
 
     Raises:
-        SourceError: If a name is missing or repeated, or several do not go with the other options.
+        SourceError: If a name is missing or repeated, or several splits conflict with other options.
     """
     if split is None:
         return [None]
     names = [name.strip() for name in split.split(",")]
     if "" in names or len(set(names)) != len(names):
-        raise SourceError(f"--split {split}: name each split once, as in --split train,validation")
+        raise SourceError(f"--split {split}: give each split once, as in --split train,validation")
     if len(names) > 1 and holdout is not None:
-        raise SourceError(f"--split {split}: --holdout divides one split; name one, or leave --holdout out")
+        raise SourceError(f"--split {split}: --holdout divides one split; give one, or omit --holdout")
     if len(names) > 1 and trace is not None:
-        raise SourceError(f"--split {split}: --trace shows a row of one split; name one")
+        raise SourceError(f"--split {split}: --trace shows a row of one split; give one")
     return [*names]
 
 
 def divide(
     sources: Mapping[str | None, Source],
-    directory: Path,
+    store: Store,
     *,
     holdout: float | None,
     workers: int,
     on_rows: Callable[[int], None],
 ) -> list[Output]:
-    """The datasets to make.
+    """Returns the datasets to make.
 
     Args:
         sources: The opened splits by name; one if there is a holdout.
-        directory: What ``--out`` names.
+        store: Destination in ``--out``.
         holdout: Share of the rows to hold out, if any.
-        workers: Processes to use.
-        on_rows: Called with the number of rows read so far in order to divide them.
+        workers: Number of processes.
+        on_rows: Called with the number of rows read so far for the division.
 
     Raises:
-        ConfigMismatchError: If several go below a folder that is a dataset itself.
-        SourceError: If the holdout would leave a side without rows.
+        ConfigMismatchError: If several datasets would go into a folder that is itself a dataset.
+        SourceError: If a side of the holdout would have no rows.
     """
     if len(sources) == 1 and holdout is None:
         (source,) = sources.values()
-        return [Output(None, source, directory)]
-    if (directory / MANIFEST_NAME).exists() or (directory / PROGRESS_DIR).exists():
+        return [Output(None, source, store)]
+    if {MANIFEST_NAME, PROGRESS_DIR} & store.listing().keys():
         raise ConfigMismatchError(
-            f"{directory}: holds a dataset itself, so there can be none for each split in it; give another --out"
+            f"{store}: is itself a dataset, so it cannot contain one per split; give another --out"
         )
     if holdout is None:
-        return [Output(name, source, directory / str(name)) for name, source in sources.items()]
+        return [Output(name, source, store.below(str(name))) for name, source in sources.items()]
     (source,) = sources.values()
     sides = hold_out(source, holdout, workers=workers, preload=PRELOADED, on_rows=on_rows)
-    return [Output(side, rows, directory / side) for side, rows in sides.items()]
+    return [Output(side, rows, store.below(side)) for side, rows in sides.items()]

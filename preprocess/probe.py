@@ -1,4 +1,4 @@
-"""A tokenizer and its chat template, tried on small conversations before any row is paid for."""
+"""Tests a tokenizer and its chat template on small conversations before the run."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from vlmdata.verify.sample import SampleRules, audit_sample
 _REMEDY = (
     "Give the tokenizer of a Qwen-VL model, or a copy of this one with chat_template.jinja or tokenizer.json corrected."
 )
-#: Functions and filters of templates whose result changes from call to call, and what they give.
+#: Template functions and filters whose result varies between calls, with a description of the result.
 _IMPURE = {"strftime_now": "the date", "lipsum": "random text", "random": "a random choice"}
 _NO_PLACE = Placement(0, 0, 0, 0, 0, (), ())
 
 
 def require_usable(tokenizer: ChatTokenizer, config: PreprocessConfig) -> None:
-    """Encodes conversations of known form, with and without images, and audits the samples as ``verify`` would.
+    """Encodes known conversations, with and without images, and audits the samples as in ``verify``.
 
-    A template that knows no images passes: text rows need none.
+    A text-only template passes, since text rows need no images.
 
     Raises:
-        SourceError: Naming the tokenizer, what was found and the remedy.
+        SourceError: Naming the tokenizer, the problem and the remedy.
     """
     for name, what in _impure_names(tokenizer.hf.chat_template):
         raise SourceError(
-            f"--tokenizer {tokenizer.info.name}: its chat template uses {name}, which writes {what}: the same rows "
-            "would give other tokens each time. Write a constant instead in a copy of its chat_template.jinja."
+            f"--tokenizer {tokenizer.info.name}: its chat template uses {name}, which writes {what}, so the same rows "
+            "would give different tokens each time. Replace it by a constant in a copy of its chat_template.jinja."
         )
     config = dataclasses.replace(
         config, image=ImageConfig(1024, 4096), train_turns=TrainTurns.ALL, max_length=1 << 20, pad_multiple=16
@@ -59,13 +59,13 @@ def require_usable(tokenizer: ChatTokenizer, config: PreprocessConfig) -> None:
         if findings:
             check, message = findings[0]
             raise SourceError(
-                f"--tokenizer {tokenizer.info.name}: `vlmdata verify` would find fault with every sample: {check}: "
+                f"--tokenizer {tokenizer.info.name}: `vlmdata verify` would find a fault in every sample: {check}: "
                 f"{message}. {_REMEDY}"
             )
 
 
 def _talk(images: tuple[ImagePart, ...]) -> Conversation:
-    """Two exchanges of distinct texts; images stand in both questions, amid text and before it."""
+    """Builds two exchanges with distinct texts, and images in both questions, within and before the text."""
     return Conversation(
         (
             Message("user", (TextPart("Which colour is "), *images, TextPart(" this square?"))),
@@ -81,7 +81,7 @@ def _image() -> ImagePart:
 
 
 def _knows_images(encoder: Encoder, conversation: Conversation) -> bool:
-    """Whether the template writes image placeholders at all; one for text may refuse images or print them as text."""
+    """True if the template writes image placeholders. A text-only one may reject images or print them as text."""
     try:
         return encoder.tokenizer.image_text in encoder.renderer.render(conversation).text
     except RowRejected as error:
@@ -105,11 +105,11 @@ def _index_row(sample: EncodedSample) -> IndexRow:
 
 
 def _impure_names(template: Any) -> Iterator[tuple[str, str]]:
-    """Names in a template, or in any of several, whose value changes from call to call."""
+    """Yields the names in one or several templates whose value varies between calls."""
     for source in [template] if isinstance(template, str) else template.values():
         before = ""
         for _, kind, text in Environment().lex(source):
-            # `random` is a name like any other unless it is used as a filter.
+            # `random` is an ordinary name unless used as a filter.
             if kind == "name" and text in _IMPURE and (text != "random" or before == "|"):
                 yield text, _IMPURE[text]
             if kind != "whitespace":

@@ -1,42 +1,53 @@
-"""Following a run: a live bar on a terminal, plain lines elsewhere. Both read the same counters."""
+"""Following a run: a live bar on a terminal, plain lines or JSON elsewhere. All read the same counters."""
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from preprocess.config import PreprocessConfig
-from preprocess.counters import Counters
+from preprocess.counters import Counters, Counts, counts_of
+from preprocess.part import Part
 from preprocess.shard_job import ShardRecord
 from vlmdata.wording import counted, duration
 
-_BAR_INTERVAL = 0.2  # seconds, as are the others
-#: Between two lines: a tenth of the time so far, within these bounds. A run of 10 hours prints some 150 lines.
+_BAR_INTERVAL = 0.2  # in seconds, like the others
+#: Interval between lines: a tenth of the elapsed time, within these bounds. A 10-hour run prints about 150 lines.
 _LEAST_PAUSE, _LONGEST_PAUSE = 10.0, 300.0
+#: Reasons of rejection shown in a line; --json has all.
+_SHOWN_REASONS = 3
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Counts so far, those of earlier runs included, and rates of this run alone."""
+    """Counts so far, those of earlier runs included, and rates of this run alone.
 
-    rows: int
-    images: int
-    tokens: int
-    rejected: int
-    images_per_second: float
-    tokens_per_second: float
-    rows_per_second: float
+    Attributes:
+        counts: Counts so far.
+        rows: Rows per second.
+        images: Images per second.
+        tokens: True tokens per second.
+        bytes: Bytes of samples per second.
+    """
+
+    counts: Counts
+    rows: float
+    images: float
+    tokens: float
+    bytes: float
 
 
 class _Meter:
-    """Turns live counters into rates since the first row: the time that workers take to start does not count."""
+    """Computes rates from live counters since the first row, without the start-up time of workers."""
 
     def __init__(self, counters: Counters):
         self._counters = counters
@@ -48,43 +59,52 @@ class _Meter:
         if (now == self._before).all():
             self._begun = time.monotonic()
         seconds = max(time.monotonic() - self._begun, 1e-9)
-        row_rate, image_rate, token_rate, _ = ((now - self._before) / seconds).tolist()
-        rows, images, tokens, rejected = now.tolist()
-        return Snapshot(rows, images, tokens, rejected, image_rate, token_rate, row_rate)
+        return Snapshot(counts_of(now), *((now - self._before)[:4] / seconds).tolist())
 
 
 class ProgressDisplay:
-    """Follows a run in a thread of its own, until :meth:`stop`."""
+    """Shows progress from a separate thread, until :meth:`stop`."""
 
-    def __init__(self, console: Console, config: PreprocessConfig, workers: int):
+    def __init__(
+        self,
+        console: Console,
+        config: PreprocessConfig,
+        workers: int,
+        part: Part | None = None,
+        *,
+        as_json: bool = False,
+    ):
         self._console = console
         self._config = config
         self._workers = workers
+        self._part = part
+        self._as_json = as_json
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._rows = self._shards = self._done = 0
 
     def start(self, rows: int, shards: int, kept: int, counters: Counters) -> None:
-        """The run begins: so many rows and shards, so many shards already whole."""
+        """Starts the display, given the numbers of rows, shards and already finished shards."""
         self._rows, self._shards, self._done = rows, shards, kept
         before = f", {kept:,} already made" if kept else ""
         workers = counted(max(min(self._workers, shards - kept), 1), "worker")
+        part = f"part {self._part}: " if self._part else ""
         self._console.print(
-            f"{counted(rows, 'row')} in {counted(shards, 'shard')}{before}: recipe {self._config.recipe}, "
+            f"{part}{counted(rows, 'row')} in {counted(shards, 'shard')}{before}: recipe {self._config.recipe}, "
             f"tokenizer {self._config.tokenizer}, {workers}",
             soft_wrap=True,
             markup=False,
         )
-        follow = self._bar if self._console.is_terminal else self._lines
+        follow = self._bar if self._console.is_terminal and not self._as_json else self._lines
         self._thread = threading.Thread(target=follow, args=(_Meter(counters),), daemon=True)
         self._thread.start()
 
     def shard_done(self, _: ShardRecord) -> None:
-        """A shard was made."""
+        """Counts a finished shard."""
         self._done += 1
 
     def stop(self) -> None:
-        """Ends the display, showing the last counts."""
+        """Stops the display after showing the last counts."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -103,7 +123,7 @@ class ProgressDisplay:
             while not ended:
                 ended = self._stop.wait(_BAR_INTERVAL)
                 snapshot = meter.read()
-                progress.update(task, completed=snapshot.rows, rates=_rates(snapshot))
+                progress.update(task, completed=snapshot.counts.rows, rates=_rates(snapshot))
 
     def _lines(self, meter: _Meter) -> None:
         begun = time.monotonic()
@@ -112,50 +132,97 @@ class ProgressDisplay:
         self._line(meter.read())
 
     def _line(self, snapshot: Snapshot) -> None:
-        self._console.print(progress_line(snapshot, self._rows, self._done, self._shards), soft_wrap=True)
+        if self._as_json:
+            part = {"part": str(self._part)} if self._part else {}
+            self._console.out(
+                json.dumps(part | progress_json(snapshot, self._rows, self._done, self._shards)), highlight=False
+            )
+        else:
+            self._console.print(progress_line(snapshot, self._rows, self._done, self._shards), soft_wrap=True)
 
 
 def pause_after(elapsed: float) -> float:
-    """Seconds until the next line of a log."""
+    """Returns the seconds until the next log line."""
     return min(max(_LEAST_PAUSE, elapsed / 10), _LONGEST_PAUSE)
 
 
 def progress_line(snapshot: Snapshot, rows: int, done: int, shards: int) -> str:
-    """A line of a log: ``shard 3/30, 10 %, 41 rows/s, 2 min left, 7 rejected``.
+    """A line of a log: ``shard 3/30, 10 %, 41 rows/s, 29.5 MB/s, 2 min left, 7 rejected (5 overlong, 2 empty_image)``.
 
     Args:
         snapshot: Counts so far.
-        rows: Rows of the source.
+        rows: Rows to make.
         done: Shards that are whole.
         shards: Shards in all.
     """
-    rate, missing = snapshot.rows_per_second, max(rows - snapshot.rows, 0)
-    parts = [f"shard {done:,}/{shards:,}", f"{100 * snapshot.rows // max(rows, 1)} %"]
-    if rate > 0:
-        parts.append(f"{rate:,.0f} rows/s" if rate >= 9.95 else f"{rate:.1f} rows/s")
+    counts, missing = snapshot.counts, max(rows - snapshot.counts.rows, 0)
+    parts = [f"shard {done:,}/{shards:,}", f"{100 * counts.rows // max(rows, 1)} %"]
+    if snapshot.rows > 0:
+        parts += [f"{_short(snapshot.rows)} rows/s", f"{_short(snapshot.bytes / 1e6)} MB/s"]
     if missing:
-        parts.append(f"{_rough(missing / rate)} left" if rate > 0 else "starting")
-    if snapshot.rejected:
-        parts.append(f"{snapshot.rejected:,} rejected")
+        parts.append(f"{_rough(missing / snapshot.rows)} left" if snapshot.rows > 0 else "starting")
+    if counts.rejected:
+        parts.append(f"{counts.rejected:,} rejected ({_listed(counts.rejects)})")
     return ", ".join(parts)
 
 
+def progress_json(snapshot: Snapshot, rows: int, done: int, shards: int) -> dict[str, Any]:
+    """The same as an object, with all reasons and the rates of images and tokens."""
+    counts, missing = snapshot.counts, max(rows - snapshot.counts.rows, 0)
+    return {
+        "event": "progress",
+        "shards_done": done,
+        "shards": shards,
+        "rows_done": counts.rows,
+        "rows": rows,
+        "images": counts.images,
+        "tokens": counts.tokens,
+        "bytes": counts.bytes,
+        "rejected": counts.rejected,
+        "rejects": dict(counts.rejects),
+        "rows_per_second": round(snapshot.rows, 3),
+        "images_per_second": round(snapshot.images, 3),
+        "tokens_per_second": round(snapshot.tokens, 1),
+        "mb_per_second": round(snapshot.bytes / 1e6, 3),
+        "seconds_left": round(missing / snapshot.rows, 1) if snapshot.rows > 0 else None,
+    }
+
+
+def _listed(rejects: Mapping[str, int]) -> str:
+    """The most frequent reasons."""
+    shown = [f"{count:,} {reason}" for reason, count in list(rejects.items())[:_SHOWN_REASONS]]
+    return ", ".join([*shown, "…"] if len(rejects) > len(shown) else shown)
+
+
+def _short(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 9.95 else f"{rate:.1f}"
+
+
 def _rough(seconds: float) -> str:
-    """A duration that is only guessed: whole seconds under a minute, whole minutes from there."""
+    """Formats an estimated duration: whole seconds below a minute, then whole minutes."""
     return f"{math.ceil(seconds)} s" if seconds <= 59 else duration(60 * math.ceil(seconds / 60))
 
 
 def _rates(snapshot: Snapshot) -> str:
-    return (
-        f"{snapshot.images_per_second:.1f} images/s, {snapshot.tokens_per_second:,.0f} tokens/s, "
-        f"{snapshot.rejected:,} rejected"
-    )
+    counts = snapshot.counts
+    rates = f"{_short(snapshot.rows)} rows/s, {snapshot.tokens:,.0f} tokens/s, {_short(snapshot.bytes / 1e6)} MB/s"
+    return f"{rates}, {counts.rejected:,} rejected" + (f" ({_listed(counts.rejects)})" if counts.rejects else "")
 
 
 @contextmanager
-def progress_display(console: Console, config: PreprocessConfig, workers: int) -> Iterator[ProgressDisplay]:
-    """A display that stops, whatever happens, when the block ends."""
-    display = ProgressDisplay(console, config, workers)
+def progress_display(
+    console: Console, config: PreprocessConfig, workers: int, part: Part | None = None, *, as_json: bool = False
+) -> Iterator[ProgressDisplay]:
+    """A display that stops, whatever happens, when the block ends.
+
+    Args:
+        console: Where it shows.
+        config: The options, some of which it tells.
+        workers: Workers to use.
+        part: The part of the run that is made; None is all.
+        as_json: Whether to print lines of JSON, even on a terminal.
+    """
+    display = ProgressDisplay(console, config, workers, part, as_json=as_json)
     try:
         yield display
     finally:

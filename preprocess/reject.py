@@ -1,4 +1,4 @@
-"""How code deep in a row's processing says that the row, or one sample of its list, cannot be used."""
+"""The exception that rejects a row, or one sample of its list."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ __all__ = ["RowRejected", "excerpt"]
 
 
 class RowRejected(Exception):
-    """This row, or this sample of the list that the row gave, is rejected; the run goes on.
+    """Rejects the current row, or the current sample of its list. The run continues.
 
     Args:
-        reason: Which ledger reason.
-        message: What was found: field, value, and where it helps the remedy.
+        reason: Reason in the ledger.
+        message: Description with field, value and, if helpful, the remedy.
     """
 
     def __init__(self, reason: Reason, message: str):

@@ -1,28 +1,23 @@
-"""Making again what a finished dataset has lost, and nothing else.
+"""Recreates the lost files of a finished dataset, and only these.
 
-Shards and rejects come from the rows they were made of, the index from the shards, the tokenizer folder from the
-tokenizer. Everything is made beside the dataset and takes its place only if it is, byte for byte, what the manifest
-says.
+Shards and rejects are recreated from their rows, the index from the shards, the tokenizer folder from the tokenizer.
+All files are made in a scratch folder, and replace the lost ones only if they match the manifest byte for byte.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pyarrow.parquet as pq
 
 from preprocess.chat.tokenizer import ChatTokenizer
-from preprocess.closing import file_sha256, merged_image_files, merged_index, merged_ledger, saved_tokenizer
+from preprocess.closing import merged_image_files, merged_index, merged_ledger, saved_tokenizer
 from preprocess.counters import Counters
 from preprocess.engines.base import Engine, ShardWork, make_shards
-from preprocess.shard_job import PROGRESS_DIR, ShardJob, ShardRecord, progress_path
+from preprocess.shard_job import ShardJob, ShardRecord, progress_name
 from vlmdata.errors import DatasetFormatError
-from vlmdata.format.atomic import sync
 from vlmdata.format.index_row import index_table
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.reindex import index_rows_of
@@ -31,24 +26,28 @@ from vlmdata.format.schema import (
     IMAGE_FILES_NAME,
     INDEX_NAME,
     LEDGER_NAME,
+    PROGRESS_DIR,
     TOKENIZER_DIR,
     supported_features,
 )
-from vlmdata.format.tokenizer_files import hash_tokenizer_files, tokenizer_findings
+from vlmdata.format.tokenizer_files import hash_tokenizer_files, tokenizer_file_names, tokenizer_findings
+from vlmdata.store import Store
 
-_SCRATCH = "repair"
+_SCRATCH = f"{PROGRESS_DIR}/repair"
+#: An empty file in the scratch folder. Its modification time is when the repair began.
+_BEGUN = "begun"
 
 
 @dataclass(frozen=True)
 class Damage:
-    """What of a finished dataset is missing or not what the manifest says.
+    """The files of a finished dataset that are missing or do not match the manifest.
 
     Attributes:
-        shards: Numbers of the shards.
-        index: Whether the index is.
-        ledger: Whether the ledger is.
-        image_files: Whether the list of image files is.
-        tokenizer: Whether the tokenizer folder is.
+        shards: Numbers of the damaged shards.
+        index: Whether the index is damaged.
+        ledger: Whether the ledger is damaged.
+        image_files: Whether the list of image files is damaged.
+        tokenizer: Whether the tokenizer folder is damaged.
     """
 
     shards: tuple[int, ...] = ()
@@ -61,7 +60,7 @@ class Damage:
         return bool(self.shards or self.index or self.ledger or self.image_files or self.tokenizer)
 
     def names(self, manifest: Manifest) -> tuple[str, ...]:
-        """Names of the damaged files and folders."""
+        """Returns the names of the damaged files and folders."""
         others = (
             (INDEX_NAME, self.index),
             (LEDGER_NAME, self.ledger),
@@ -71,28 +70,19 @@ class Damage:
         return (*(manifest.shards[n].name for n in self.shards), *(name for name, damaged in others if damaged))
 
 
-def find_damage(directory: Path, manifest: Manifest) -> Damage:
-    """Looks at sizes of shards and hashes of all other files; what is in a shard is for ``vlmdata verify``."""
+def find_damage(store: Store, manifest: Manifest) -> Damage:
+    """Checks the sizes of shards and the hashes of all other files. ``vlmdata verify`` checks shard contents."""
+    sizes = store.listing()
+    with store.local(*(f"{TOKENIZER_DIR}/{name}" for name in tokenizer_file_names(manifest))) as folder:
+        tokenizer = any(True for _ in tokenizer_findings(folder, manifest))
+    image_files = manifest.source.get(IMAGE_FILES)
     return Damage(
-        shards=tuple(n for n, info in enumerate(manifest.shards) if _size(directory / info.name) != info.bytes),
-        index=_hash(directory / INDEX_NAME) != manifest.index_sha256,
-        ledger=_hash(directory / LEDGER_NAME) != manifest.ledger_sha256,
-        image_files=_lacks_image_files(directory, manifest),
-        tokenizer=any(True for _ in tokenizer_findings(directory, manifest)),
+        shards=tuple(n for n, info in enumerate(manifest.shards) if sizes.get(info.name) != info.bytes),
+        index=store.sha256(INDEX_NAME) != manifest.index_sha256,
+        ledger=store.sha256(LEDGER_NAME) != manifest.ledger_sha256,
+        image_files=image_files is not None and store.sha256(IMAGE_FILES_NAME) != image_files["sha256"],
+        tokenizer=tokenizer,
     )
-
-
-def _lacks_image_files(directory: Path, manifest: Manifest) -> bool:
-    recorded = manifest.source.get(IMAGE_FILES)
-    return recorded is not None and _hash(directory / IMAGE_FILES_NAME) != recorded["sha256"]
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else -1
-
-
-def _hash(path: Path) -> str:
-    return file_sha256(path) if path.is_file() else ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,13 +90,13 @@ class Repair:
     """The repair of one dataset.
 
     Attributes:
-        work: Source, options and directory.
-        manifest: What the dataset must be.
+        work: Source, options and store.
+        manifest: The expected manifest.
         jobs: All shards.
         tokenizer: The tokenizer.
-        engine: Makes shards.
-        workers: Workers to use.
-        counters: Counts rows, for progress.
+        engine: Engine that makes shards.
+        workers: Number of workers.
+        counters: Row counters, for progress.
     """
 
     work: ShardWork
@@ -117,50 +107,51 @@ class Repair:
     workers: int
     counters: Counters
 
-    def mend(self, damage: Damage, shard_done: Callable[[ShardRecord], None]) -> Damage:
-        """Makes again what is damaged.
+    def apply(self, damage: Damage, shard_done: Callable[[ShardRecord], None]) -> Damage:
+        """Recreates damaged files.
 
         Args:
-            damage: What :func:`find_damage` found.
-            shard_done: Called with the record of every shard that was made again.
+            damage: Result of :func:`find_damage`.
+            shard_done: Called with the record of each recreated shard.
 
         Returns:
-            What was made again: the damage, and shards that were found to be damaged when the index was made.
+            The recreated files: the damage, and further shards found to be damaged while rebuilding the index.
 
         Raises:
-            DatasetFormatError: If something made again is not what the manifest says; nothing is replaced by it.
+            DatasetFormatError: If a recreated file does not match the manifest; it then replaces nothing.
         """
-        shutil.rmtree(self._scratch, ignore_errors=True)
-        (self._scratch / PROGRESS_DIR).mkdir(parents=True)
-        began_ns = self._scratch.stat().st_mtime_ns
+        store, scratch = self.work.store, self._scratch
+        store.delete_folder(_SCRATCH)
+        scratch.prepare(PROGRESS_DIR)
+        scratch.put(_BEGUN, b"")
         if damage.index:
             damage = replace(damage, shards=tuple(sorted({*damage.shards, *self._read_index_rows(damage.shards)})))
         self._make_shards(set(damage.shards), self.shards_to_make(damage), shard_done)
         if damage.index:
-            every = range(len(self.jobs))
-            with merged_index(self._directory, self._scratch, every, self.manifest.features) as path:
-                hint = "another version of pyarrow than the one that wrote it writes other bytes"
-                self._require(INDEX_NAME, file_sha256(path), self.manifest.index_sha256, hint)
+            with merged_index(store, scratch, range(len(self.jobs)), self.manifest.features) as index:
+                hint = "a different version of pyarrow writes different bytes"
+                self._require(INDEX_NAME, index.sha256, self.manifest.index_sha256, hint)
         if damage.ledger:
-            with merged_ledger(self._directory, self._scratch, self._rejecting) as path:
-                self._require(LEDGER_NAME, file_sha256(path), self.manifest.ledger_sha256, _OTHER_SOURCE)
+            with merged_ledger(store, scratch, self._rejecting) as ledger:
+                self._require(LEDGER_NAME, ledger.sha256, self.manifest.ledger_sha256, _OTHER_SOURCE)
         if damage.image_files:
-            with merged_image_files(self._directory, self._scratch, range(len(self.jobs)), began_ns) as files:
+            with merged_image_files(store, scratch) as files:
                 expected = self.manifest.source[IMAGE_FILES]["sha256"]
                 self._require(IMAGE_FILES_NAME, "none" if files is None else files["sha256"], expected, _OTHER_SOURCE)
+            store.stamp(IMAGE_FILES_NAME, scratch.modified_ns(_BEGUN))
         if damage.tokenizer:
-            with saved_tokenizer(self._directory, self.tokenizer) as folder:
-                files = hash_tokenizer_files(folder)
+            with saved_tokenizer(store, self.tokenizer) as folder:
+                found = hash_tokenizer_files(folder)
                 for name, expected in self.manifest.tokenizer_files.items():
-                    hint = "the tokenizer's files changed since"
-                    self._require(f"{TOKENIZER_DIR}/{name}", files.get(name, "none"), expected, hint)
-        shutil.rmtree(self._scratch)
+                    hint = "the tokenizer's files have changed"
+                    self._require(f"{TOKENIZER_DIR}/{name}", found.get(name, "none"), expected, hint)
+        store.delete_folder(_SCRATCH)
         return damage
 
     def shards_to_make(self, damage: Damage) -> set[int]:
-        """Numbers of the shards whose rows are needed.
+        """Returns the numbers of the shards whose rows are needed.
 
-        They are the damaged ones, for the ledger all with rejected rows, and for the list of image files all.
+        These are the damaged shards, for the ledger all shards with rejected rows, and for image files all shards.
         """
         if damage.image_files:
             return set(range(len(self.jobs)))
@@ -171,50 +162,49 @@ class Repair:
         return [number for number, info in enumerate(self.manifest.shards) if info.rejected]
 
     @property
-    def _directory(self) -> Path:
-        return self.work.directory
-
-    @property
-    def _scratch(self) -> Path:
-        return self._directory / PROGRESS_DIR / _SCRATCH
+    def _scratch(self) -> Store:
+        return self.work.store.below(_SCRATCH)
 
     def _read_index_rows(self, known: Iterable[int]) -> list[int]:
-        """Reads the index rows of all shards that are whole; returns the others' numbers."""
+        """Reads the index rows of all intact shards. Returns the numbers of the others."""
         damaged = set(known)
 
         image, made = self.manifest.tokenizer.image, self.manifest.model_family
+        store, scratch = self.work.store, self._scratch
 
         def read(number: int) -> bool:
-            rows = index_rows_of(self._directory, number, self.manifest.shards[number], image, made)
+            info = self.manifest.shards[number]
+            with store.local(info.name) as folder:
+                rows = index_rows_of(folder, number, info, image, made)
             if rows is None:
                 return False
-            pq.write_table(index_table(rows, supported_features()), progress_path(self._scratch, number, "parquet"))
+            with scratch.writing(progress_name(number, "parquet")) as file:
+                pq.write_table(index_table(rows, supported_features()), file)
             return True
 
         numbers = [job.number for job in self.jobs if job.number not in damaged]
-        with ThreadPoolExecutor(self.workers) as pool:  # hashing, which takes most of the time, releases the GIL
+        with ThreadPoolExecutor(self.workers) as pool:  # hashing takes most of the time and releases the GIL
             return [number for number, whole in zip(numbers, pool.map(read, numbers), strict=True) if not whole]
 
     def _make_shards(self, damaged: set[int], numbers: set[int], shard_done: Callable[[ShardRecord], None]) -> None:
-        """Makes shards and their records in the scratch folder; moves the damaged ones to their place."""
+        """Makes shards and their records in the scratch folder, and moves the damaged ones into place."""
         jobs = [job for job in self.jobs if job.number in numbers]
-        work = replace(self.work, directory=self._scratch)
+        work = replace(self.work, store=self._scratch)
         for number, record in make_shards(self.engine, work, jobs, self.workers, self.counters):
             info = self.manifest.shards[number]
             self._require(info.name, record.info.sha256, info.sha256, _OTHER_SOURCE)
             if number in damaged:
-                os.replace(self._scratch / info.name, self._directory / info.name)
-                sync(self._directory)
+                self.work.store.move(f"{_SCRATCH}/{info.name}", info.name)
             else:
-                (self._scratch / info.name).unlink()
+                self._scratch.delete([info.name])
             shard_done(record)
 
     def _require(self, name: str, found: str, expected: str, hint: str) -> None:
         if found != expected:
             raise DatasetFormatError(
-                f"{self._directory / name}: made again, it has sha256 {found}, the manifest says {expected}, so it is "
-                f"left as it was: {hint}. Restore it from a copy, or make the dataset anew with --overwrite."
+                f"{self.work.store.path(name)}: recreated with sha256 {found}, but the manifest says {expected}, so "
+                f"the old file is kept: {hint}. Restore it from a copy, or recreate the dataset with --overwrite."
             )
 
 
-_OTHER_SOURCE = "what the rows refer to (image files, URLs, a recipe's packages) changed since"
+_OTHER_SOURCE = "data that the rows refer to (image files, URLs, a recipe's packages) has changed"

@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from preprocess.config import EMBEDDED, Overlong
 from preprocess.run import RunResult
-from vlmdata.format.index import DatasetIndex
+from vlmdata.format.image_sizes import image_sizes
 from vlmdata.format.ledger import Reason, Rejection, read_ledger
 from vlmdata.format.manifest import Manifest, Totals, counts_to_json
 from vlmdata.format.schema import INDEX_NAME, LEDGER_NAME
 from vlmdata.inspect.text import one_line
+from vlmdata.media.codecs import RAW
+from vlmdata.store import Store
 from vlmdata.wording import counted, duration
 
 _PERCENTILES = (0, 25, 50, 75, 95, 99, 100)
 _BINS, _BAR_WIDTH = 10, 32
-#: Reasons of rejection that are shown with an example, and characters of an example's message.
+#: Number of rejection reasons shown with an example, and length of an example's message.
 _EXAMPLES, _MESSAGE_LENGTH = 3, 240
-#: Keys listed in a line; --json has all.
+#: Number of keys in a line; --json lists all.
 _SHOWN_KEYS = 12
 
 
@@ -36,7 +39,7 @@ class LengthDistribution:
 
     Attributes:
         mean: Mean.
-        percentiles: Percent -> length.
+        percentiles: Length by percent.
         edges: Histogram bin edges, one more than ``counts``.
         counts: Samples per bin.
     """
@@ -49,69 +52,63 @@ class LengthDistribution:
 
 @dataclass(frozen=True)
 class Report:
-    """What a run gave.
+    """Summary of a run.
 
     Attributes:
-        directory: The dataset.
+        store: The dataset.
         manifest: Its manifest.
         lengths: Length distribution; None without samples.
         seconds: Wall time of this run.
-        made: Shards made in this run.
-        kept: Shards already there.
-        mended: Files and folders that the finished dataset had lost and that were made again.
-        max_reject_rate: Largest rejected share that is no failure.
-        examples: The first rejection for each of the commonest reasons, commonest first.
+        made: Number of shards made in this run.
+        kept: Number of shards already present.
+        repaired: Lost files and folders of a finished dataset that were recreated.
+        max_reject_rate: Largest rejected share without failure.
+        examples: The first rejection for each of the most common reasons, the most common first.
+        failed_row: The first row with an unexpected error, if any.
     """
 
-    directory: Path
+    store: Store
     manifest: Manifest
     lengths: LengthDistribution | None
     seconds: float
     made: int
     kept: int
-    mended: tuple[str, ...]
+    repaired: tuple[str, ...]
     max_reject_rate: float
     examples: tuple[Rejection, ...]
-
-    @property
-    def failed_row(self) -> int | None:
-        """The first row with an error that nobody foresaw, if there is any."""
-        if not self.manifest.rejects.get(Reason.UNEXPECTED_ERROR):
-            return None
-        rejections = read_ledger(self.directory / LEDGER_NAME)
-        return next((each.row for each in rejections if each.reason is Reason.UNEXPECTED_ERROR), None)
+    failed_row: int | None
 
     @property
     def reject_rate(self) -> float:
-        """Rejected share of what could have become samples."""
+        """Rejected share of the candidates."""
         return self.manifest.totals.rejected / max(self.manifest.totals.candidates, 1)
 
     @property
     def failure(self) -> str | None:
-        """Why the command ends in exit code 1; None if it does not."""
+        """Reason for exit code 1; None without failure."""
         totals = self.manifest.totals
         if totals.samples == 0:
             return (
-                f"no sample came of {counted(totals.rows, 'row')}, so there is nothing to train on. Mend the data, or "
-                "try another --recipe or other options; --overwrite is not needed for that. "
+                f"{counted(totals.rows, 'row')} gave no samples, so there is nothing to train on. Correct the data, or "
+                "try another --recipe or other options; --overwrite is not needed. "
                 f"{self._ledger} has each row's reason."
             )
         if self.reject_rate > self.max_reject_rate:
             return (
                 f"{totals.rejected:,} of {_candidates(totals)} rejected ({100 * self.reject_rate:.1f} %), more than "
-                f"--max-reject-rate {self.max_reject_rate} allows. The dataset of the others is complete. "
+                f"--max-reject-rate {self.max_reject_rate} allows. The dataset is complete without them. "
                 f"{self._ledger} has the reasons."
             )
         return None
 
     @property
-    def _ledger(self) -> Path:
-        return self.directory / LEDGER_NAME
+    def _ledger(self) -> str:
+        return self.store.path(LEDGER_NAME)
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-able form."""
+        """Returns the JSON form."""
         return {
-            "directory": str(self.directory),
+            "directory": str(self.store),
             "fingerprint": self.manifest.fingerprint,
             "config_hash": self.manifest.config_hash,
             "recipe": self._recipe,
@@ -128,14 +125,14 @@ class Report:
             "shards": len(self.manifest.shards),
             "shards_made": self.made,
             "shards_kept": self.kept,
-            "mended": list(self.mended),
+            "repaired": list(self.repaired),
             "seconds": round(self.seconds, 3),
         }
 
     def print(self, console: Console) -> None:
         """Prints the summary."""
         tokenizer = self.manifest.tokenizer
-        trial = ", for trials: no published model shares it" if tokenizer.name == EMBEDDED else ""
+        trial = ", for trials only: fits no published model" if tokenizer.name == EMBEDDED else ""
         console.print(self._table())
         if self.lengths is not None:
             console.print(_histogram(self.lengths))
@@ -148,10 +145,10 @@ class Report:
             lines.append(f"rejected rows, with reasons: {self._ledger}")
         if self.failed_row is not None:
             lines.append(f"unexpected errors: add --trace {self.failed_row} to the command for the first traceback")
-        if self.mended:
-            lines.append(f"made again, as the manifest has them: {', '.join(self.mended)}")
+        if self.repaired:
+            lines.append(f"recreated and equal to the manifest: {', '.join(self.repaired)}")
         if self.manifest.totals.samples:
-            lines.append(f"next: vlmdata verify {self.directory}")
+            lines.append(f"next: vlmdata verify {self.store}")
         for line in lines:
             console.print(line, soft_wrap=True, markup=False)
 
@@ -159,31 +156,35 @@ class Report:
     def _recipe(self) -> str:
         return str(self.manifest.config["options"]["recipe"])
 
+    @property
+    def _pixels(self) -> str:
+        return str(self.manifest.config["options"].get("pixels", RAW))
+
     def _key_lines(self) -> Iterator[str]:
-        """Keys of the rows that nothing was made of, the most frequent first."""
+        """Yields lines about unused keys of the rows, the most frequent first."""
         if self.manifest.unused_keys:
-            yield f"keys not used, and harmless: {_shown(self.manifest.unused_keys)}"
+            yield f"keys not used, harmless: {_shown(self.manifest.unused_keys)}"
         if self.manifest.unknown_keys:
-            yield f"keys the recipe does not know, not used: {_shown(self.manifest.unknown_keys)}"
-            yield "  check that they do not matter; --strict rejects rows that have such keys"
+            yield f"keys not used, unknown to the recipe: {_shown(self.manifest.unknown_keys)}"
+            yield "  check that they do not matter; --strict rejects rows with such keys"
 
     def _table(self) -> Table:
         totals = self.manifest.totals
-        table = Table(title=escape(str(self.directory)), title_justify="left", show_header=False)
+        table = Table(title=escape(str(self.store)), title_justify="left", show_header=False)
         table.add_column(style="bold")
         table.add_column(justify="right")
         table.add_column()
         share = 100 * totals.targets / max(totals.tokens, 1)
         done = f"{counted(self.made, 'shard')} made" + (f", {self.kept:,} kept" if self.kept else "")
         table.add_row("rows", f"{totals.rows:,}", "")
-        # Where documents are split, nothing is lost by a cut.
+        # If documents are split, cuts lose nothing.
         cut = "truncated"
         if self.manifest.config["options"]["overlong"] == Overlong.SPLIT:
-            cut = "go on in the next sample"
+            cut = "continue in the next sample"
         table.add_row("samples", f"{totals.samples:,}", f"{totals.truncated:,} {cut}" if totals.truncated else "")
         table.add_row("tokens", f"{totals.tokens:,}", f"+ {totals.padding:,} padding")
         table.add_row("target tokens", f"{totals.targets:,}", f"{share:.1f} % of tokens")
-        table.add_row("images", f"{totals.images:,}", "")
+        table.add_row("images", f"{totals.images:,}", image_sizes(totals, self._pixels))
         table.add_row("patches", f"{totals.patches:,}", f"{totals.patches / max(totals.images, 1):,.0f} per image")
         table.add_row(
             "bytes",
@@ -199,24 +200,32 @@ class Report:
         return table
 
 
-def report_of(directory: Path, result: RunResult, seconds: float, max_reject_rate: float) -> Report:
-    """The report of a finished run."""
+def report_of(store: Store, result: RunResult, seconds: float, max_reject_rate: float) -> Report:
+    """Creates the report of a finished run."""
     manifest = result.manifest
+    shown = [reason for reason, _ in _commonest_first(manifest)[:_EXAMPLES]]
+    if manifest.rejects.get(Reason.UNEXPECTED_ERROR):
+        shown.append(Reason.UNEXPECTED_ERROR)
+    with store.local(INDEX_NAME, *([LEDGER_NAME] if shown else [])) as folder:
+        lengths = pq.read_table(folder / INDEX_NAME, columns=["length"]).column("length").to_numpy()
+        first = _first_rejections(folder / LEDGER_NAME, set(shown))
+    failed = first.get(Reason.UNEXPECTED_ERROR)
     return Report(
-        directory=directory,
+        store=store,
         manifest=manifest,
-        lengths=_distribution(DatasetIndex.read(directory / INDEX_NAME).lengths),
+        lengths=_distribution(lengths),
         seconds=seconds,
         made=result.made,
         kept=result.kept,
-        mended=result.mended,
+        repaired=result.repaired,
         max_reject_rate=max_reject_rate,
-        examples=_examples(directory / LEDGER_NAME, [reason for reason, _ in _commonest_first(manifest)[:_EXAMPLES]]),
+        examples=tuple(first[reason] for reason in dict.fromkeys(shown[:_EXAMPLES]) if reason in first),
+        failed_row=None if failed is None else failed.row,
     )
 
 
 def _candidates(totals: Totals) -> str:
-    """What the rejected are a share of: the rows or, where rows gave lists, their samples."""
+    """Describes the total of the rejected share: the rows or, with lists, their samples."""
     if totals.extra_candidates:
         return f"{counted(totals.candidates, 'sample')} of {counted(totals.rows, 'row')}"
     return counted(totals.rows, "row")
@@ -226,8 +235,8 @@ def _commonest_first(manifest: Manifest) -> list[tuple[str, int]]:
     return sorted(manifest.rejects.items(), key=lambda reason: (-reason[1], reason[0]))
 
 
-def _examples(ledger: Path, reasons: Sequence[str]) -> tuple[Rejection, ...]:
-    """The first rejection for each reason. Reads no further in the ledger than it must."""
+def _first_rejections(ledger: Path, reasons: Collection[str]) -> dict[str, Rejection]:
+    """Returns the first rejection for each reason. Reads only as much of the ledger as needed."""
     found: dict[str, Rejection] = {}
     if reasons:
         for rejection in read_ledger(ledger):
@@ -235,7 +244,7 @@ def _examples(ledger: Path, reasons: Sequence[str]) -> tuple[Rejection, ...]:
                 found.setdefault(rejection.reason, rejection)
             if len(found) == len(reasons):
                 break
-    return tuple(found[reason] for reason in reasons if reason in found)
+    return found
 
 
 def _shown(counts: Mapping[str, int]) -> str:

@@ -1,4 +1,4 @@
-"""What ``vlmdata preprocess`` does once its options are read: open, run under a progress display, report."""
+"""Runs ``vlmdata preprocess`` with parsed options: opens the source, runs with a progress display, reports."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 from rich.console import Console
@@ -20,14 +21,16 @@ from preprocess.encode import Encoder
 from preprocess.engines.base import Engine, load_engine
 from preprocess.family import family_of
 from preprocess.image_files import listed
-from preprocess.locations import local_source, output_directory
+from preprocess.locations import output_store, source_place
 from preprocess.outputs import Output, divide, split_names
+from preprocess.part import Part
+from preprocess.part_report import PartReport
 from preprocess.progress import progress_display
 from preprocess.recipes.base import load_recipe
 from preprocess.recipes.choice import choose_recipe, misfit, recipe_for
 from preprocess.recipes.media import require_image_root
 from preprocess.report import Report, report_of
-from preprocess.run import Watcher, preprocess_dataset
+from preprocess.run import PartResult, RunResult, Watcher, preprocess_dataset, preprocess_part
 from preprocess.sources.open import DEMO, open_source
 from preprocess.sources.rows import Source
 from preprocess.trace import trace_row
@@ -36,7 +39,7 @@ from vlmdata.cli.machine import available_cores
 from vlmdata.errors import SourceError
 from vlmdata.wording import counted
 
-#: Without a terminal, there is a line at this count and whenever it has doubled.
+#: Without a terminal, prints a line at this count and at each doubling.
 _LEAST_COUNT = 64
 
 
@@ -52,6 +55,8 @@ def run_command(
     limit: int | None,
     holdout: float | None,
     engine: str,
+    ray_address: str | None = None,
+    part: Part | None = None,
     workers: int | None,
     overwrite: bool,
     hash_source: bool,
@@ -59,35 +64,38 @@ def run_command(
     as_json: bool,
     trace: int | None = None,
 ) -> int:
-    """Runs the command; returns its exit code.
+    """Runs the command. Returns its exit code.
 
     Args:
         spec: The source, as typed.
-        out: The output folder, as typed; a traced row needs none.
-        config: Options that decide the bytes; a recipe or tokenizer in it counts only if the user gave it.
+        out: The output folder or URL, as typed; not needed to trace a row.
+        config: Options that affect the bytes; its recipe and tokenizer count only if the user gave them.
         given: Names of the options that the user gave.
-        split: Split to read, or several, separated by commas: each gives a dataset in a folder of its own.
+        split: Split to read, or several separated by commas, each for a dataset in its own folder.
         subset: Configuration of a hub dataset.
         revision: Revision of a hub dataset.
-        limit: Most rows to read of each split.
-        holdout: Share of the rows to hold out as a dataset of its own.
+        limit: Largest number of rows to read per split.
+        holdout: Share of the rows to hold out as a separate dataset.
         engine: Name of the engine that makes shards.
-        workers: Workers; None is one per core.
+        ray_address: The cluster of an engine that takes one.
+        part: The part of the shards to make; None is all.
+        workers: Workers; None is as many as the engine finds.
         overwrite: Whether to remove a dataset that stands in the output folder.
-        hash_source: Whether to compare all image files of an earlier run by content.
-        max_reject_rate: Largest share of rejected rows that is no failure.
+        hash_source: Whether to identify source files, and compare image files of an earlier run, by their bytes.
+        max_reject_rate: Largest share of rejected rows without failure.
         as_json: Whether to print the summary as JSON.
         trace: A row to show instead of making a dataset.
     """
-    # stdout is for the summary alone; progress, like all talk, goes to stderr.
+    # stdout is only for the summary; progress and other messages go to stderr.
     talk = Console(stderr=True, highlight=False)
-    spec, directory = local_source(spec), None if out is None else output_directory(out)
+    spec, store = source_place(spec), None if out is None else output_store(out)
     _check_options(spec, config, given)
-    made_by = load_engine(engine)
+    made_by = load_engine(engine, ray_address)
     names = split_names(split, holdout=holdout, trace=trace)
     quiet_libraries()
     if config.tokenizer != EMBEDDED:
-        load_tokenizer(config.tokenizer, config.tokenizer_revision)  # before the source, which may be a long download
+        load_tokenizer(config.tokenizer, config.tokenizer_revision)  # before the source, a possibly long download
+    config = _with_family(config, given, talk)
     talk.print(f"opening {spec} …", markup=False, soft_wrap=True)
     with _counting(talk, "receipt", "drawn") as drawn:
         sources = {
@@ -98,29 +106,22 @@ def run_command(
                 config_name=subset,
                 revision=revision,
                 limit=limit,
+                hash_source=hash_source,
                 drawn=drawn,
             )
             for name in names
         }
-    config = _with_family(_with_recipe(config, sources, spec, given, talk), given, talk)
+    config = _with_recipe(config, sources, spec, given, talk)
     if trace is not None:
         return _trace(sources[names[0]], config, trace)
-    assert directory is not None
-    workers = workers or available_cores()
+    assert store is not None
     with _counting(talk, "row", "read to divide them") as read:
-        outputs = divide(sources, directory, holdout=holdout, workers=workers, on_rows=read)
-    reports = {}
+        outputs = divide(sources, store, holdout=holdout, workers=workers or available_cores(), on_rows=read)
+    workers = workers or made_by.default_workers(config)
+    run = Run(config, made_by, workers, part, overwrite, hash_source, max_reject_rate, as_json)
+    reports: dict[str | None, Report | PartReport] = {}
     for output in outputs:
-        report = reports[output.name] = _make(
-            output,
-            config,
-            talk,
-            max_reject_rate,
-            engine=made_by,
-            workers=workers,
-            overwrite=overwrite,
-            hash_source=hash_source,
-        )
+        report = reports[output.name] = _make(output, run, talk)
         if not as_json:
             report.print(Console(highlight=False))
         if report.failure is not None:
@@ -132,47 +133,79 @@ def run_command(
     return int(any(report.failure is not None for report in reports.values()))
 
 
-def _make(
-    output: Output,
-    config: PreprocessConfig,
-    talk: Console,
-    max_reject_rate: float,
-    *,
-    engine: Engine,
-    workers: int,
-    overwrite: bool,
-    hash_source: bool,
-) -> Report:
-    """Makes one dataset, or continues it."""
+@dataclass(frozen=True)
+class Run:
+    """How datasets are made.
+
+    Attributes:
+        config: Options that decide the bytes.
+        engine: Makes shards.
+        workers: Workers to use.
+        part: The part of the shards to make; None is all.
+        overwrite: Whether to remove a dataset that stands there.
+        hash_source: Whether to compare all image files of an earlier run by content.
+        max_reject_rate: Largest share of rejected rows that is no failure.
+        as_json: Whether progress is for programs.
+    """
+
+    config: PreprocessConfig
+    engine: Engine
+    workers: int
+    part: Part | None
+    overwrite: bool
+    hash_source: bool
+    max_reject_rate: float
+    as_json: bool
+
+
+def _make(output: Output, run: Run, talk: Console) -> Report | PartReport:
+    """Makes one dataset or a part of it, or continues it."""
     begun = time.monotonic()
     if output.name is not None:
-        talk.print(f"{output.name}: {output.directory}", markup=False, soft_wrap=True)
-    with progress_display(talk, config, workers) as display:
-        result = preprocess_dataset(
-            output.source,
-            output.directory,
-            config,
-            workers=workers,
-            overwrite=overwrite,
-            hash_source=hash_source,
-            engine=engine,
-            watcher=Watcher(display.start, display.shard_done, partial(_print_changed_files, talk)),
-        )
-    return report_of(output.directory, result, time.monotonic() - begun, max_reject_rate)
+        talk.print(f"{output.name}: {output.store}", markup=False, soft_wrap=True)
+    made: PartResult | RunResult
+    with progress_display(talk, run.config, run.workers, run.part, as_json=run.as_json) as display:
+        watcher = Watcher(display.start, display.shard_done, partial(_print_changed_files, talk))
+        if run.part is not None:
+            made = preprocess_part(
+                run.part,
+                output.source,
+                output.store,
+                run.config,
+                workers=run.workers,
+                hash_source=run.hash_source,
+                engine=run.engine,
+                watcher=watcher,
+            )
+        else:
+            made = preprocess_dataset(
+                output.source,
+                output.store,
+                run.config,
+                workers=run.workers,
+                overwrite=run.overwrite,
+                hash_source=run.hash_source,
+                engine=run.engine,
+                watcher=watcher,
+            )
+    seconds = time.monotonic() - begun
+    if isinstance(made, PartResult):
+        return PartReport(output.store, made, seconds)
+    return report_of(output.store, made, seconds, run.max_reject_rate)
 
 
 def _print_changed_files(talk: Console, changed: Mapping[int, Sequence[str]]) -> None:
     talk.print(
-        f"{counted(len(changed), 'finished shard')} made again: image files have changed since ({listed(changed)})",
+        f"{counted(len(changed), 'finished shard')} recreated: image files have changed ({listed(changed)})",
         markup=False,
         soft_wrap=True,
     )
 
 
 def _check_options(spec: str, config: PreprocessConfig, given: Collection[str]) -> None:
-    """All that can be refused before the source is opened, which may take a while."""
+    """Checks everything that does not need the source, which may take long to open."""
     if "recipe" in given:
-        load_recipe(config.recipe, config.recipe_options)  # a wrong name is told at once
+        load_recipe(config.recipe, config.recipe_options)  # reports an unknown name immediately
         refuse_foreign_options(config, given)
     refuse_without_effect(spec, config.tokenizer, given)
     require_image_root(config.media.image_root)
@@ -182,17 +215,17 @@ def _check_options(spec: str, config: PreprocessConfig, given: Collection[str]) 
 def _with_recipe(
     config: PreprocessConfig, sources: Mapping[str | None, Source], spec: str, given: Collection[str], talk: Console
 ) -> PreprocessConfig:
-    """The config with the recipe that the user named, or that the columns choose."""
+    """Returns the config with the recipe that the user gave or the columns select."""
     if "recipe" in given:
         for source in sources.values():
             if warning := misfit(source, spec, config):
                 talk.print(f"[yellow]warning:[/] {escape(warning)}", soft_wrap=True)
         return config
-    if spec != DEMO:  # which has the default's rows
+    if spec != DEMO:  # whose rows fit the default
         chosen = {name: choose_recipe(source, spec) for name, source in sources.items()}
         if len(set(chosen.values())) > 1:
             listed = ", ".join(f"{recipe} for {name}" for name, recipe in chosen.items())
-            raise SourceError(f"SOURCE {spec}: the columns of its splits choose several recipes ({listed}). Name one.")
+            raise SourceError(f"SOURCE {spec}: the columns of its splits select several recipes ({listed}). Set one.")
         config = dataclasses.replace(config, recipe=next(iter(chosen.values())))
         talk.print(f"recipe {config.recipe}, chosen by the columns", markup=False)
     refuse_foreign_options(config, given)
@@ -200,13 +233,18 @@ def _with_recipe(
 
 
 def _with_family(config: PreprocessConfig, given: Collection[str], talk: Console) -> PreprocessConfig:
-    """The config with the family that the user named, or that the tokenizer's files tell."""
-    if "family" in given or config.tokenizer == EMBEDDED:
-        return config
-    found = family_of(config.tokenizer, config.tokenizer_revision)
-    if found != config.family:
-        talk.print(f"family {found}, by the tokenizer's files", markup=False)
-    return dataclasses.replace(config, family=found)
+    """Returns the config with the family that the user gave or the tokenizer's files specify.
+
+    Raises:
+        UsageError: If the image bounds do not fit the family.
+    """
+    if "family" not in given and config.tokenizer != EMBEDDED:
+        found = family_of(config.tokenizer, config.tokenizer_revision)
+        if found != config.family:
+            talk.print(f"family {found}, by the tokenizer's files", markup=False)
+        config = dataclasses.replace(config, family=found)
+    config.image.bounds(config.model_family)
+    return config
 
 
 def _trace(source: Source, config: PreprocessConfig, row: int) -> int:
@@ -217,7 +255,7 @@ def _trace(source: Source, config: PreprocessConfig, row: int) -> int:
 
 
 def quiet_libraries() -> None:
-    """Keeps other libraries' bars and hints out of our output; their warnings of failures stay."""
+    """Suppresses progress bars and hints of other libraries, but keeps their warnings of failures."""
     import datasets
     from transformers.utils import logging as transformers_logging
 
@@ -228,7 +266,7 @@ def quiet_libraries() -> None:
 
 @contextmanager
 def _counting(talk: Console, what: str, done: str) -> Iterator[Callable[[int], None]]:
-    """Gives a function that shows a growing number; nothing is shown unless it is called."""
+    """Provides a function that shows a growing number. Nothing is shown unless it is called."""
     shown = 0
     with talk.status("") as status:
         if not talk.is_terminal:

@@ -1,22 +1,21 @@
 """One shard as the output of a pure function: (source, row range, configuration) -> tar, index rows, rejects.
 
-The tar is renamed into place first, its records after it, the record ``.json`` last. So a shard whose ``.json``
-exists is whole, whenever the process died.
+The tar is renamed first, then its records, the record ``.json`` last. A shard whose ``.json`` exists is therefore
+complete, whenever the process died.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
+import xxhash
 
 from preprocess.candidates import Candidate, candidates_of, unexpected
 from preprocess.chat.tokenizer import load_tokenizer
@@ -24,42 +23,49 @@ from preprocess.config import Overlong, PreprocessConfig
 from preprocess.encode import EncodedSample, Encoder
 from preprocess.image_files import recording, write_files
 from preprocess.key_counts import KeyCounts
-from preprocess.recipes.base import Recipe
-from preprocess.recipes.choice import recipe_for
+from preprocess.read_ahead import rows_of
+from preprocess.recipes.base import Recipe, Row
+from preprocess.recipes.choice import media_for, recipe_for
+from preprocess.recipes.media import MediaLoader
 from preprocess.reject import RowRejected
 from preprocess.sources.rows import Source
 from vlmdata.errors import SourceError
-from vlmdata.format.atomic import atomic_path, sync, temporary_path, write_atomically
 from vlmdata.format.index_row import IndexRow, index_table, used_features
-from vlmdata.format.ledger import Rejection
+from vlmdata.format.ledger import Reason, Rejection
 from vlmdata.format.manifest import ShardInfo, TokenizerInfo, Totals, differences
-from vlmdata.format.schema import sample_key, shard_name, supported_features
+from vlmdata.format.schema import PROGRESS_DIR, sample_key, shard_name, supported_features
 from vlmdata.format.shard import EncodedItem, Placement, ShardWriter
-from vlmdata.media.codecs import RAW, codec
+from vlmdata.media.codecs import RAW, Item, codec
+from vlmdata.store import Store
 
-PROGRESS_DIR = ".progress"
-RUN_FILE = "run.json"
+RUN_FILE = f"{PROGRESS_DIR}/run.json"
 FILES_SUFFIX = "files"
 
 
 @dataclass(frozen=True)
 class ShardJob:
-    """Rows ``[row_start, row_stop)`` of those in ``Source.numbers``, to be made into shard ``number``."""
+    """Shard ``number``, made from rows ``[row_start, row_stop)`` of ``Source.numbers``."""
 
     number: int
     row_start: int
     row_stop: int
 
 
+def plan_shards(rows: int, rows_per_shard: int) -> list[ShardJob]:
+    """All shards of a run."""
+    starts = range(0, rows, rows_per_shard)
+    return [ShardJob(n, start, min(start + rows_per_shard, rows)) for n, start in enumerate(starts)]
+
+
 @dataclass(frozen=True)
 class ShardRecord:
-    """What is known of a finished shard without opening it.
+    """Data of a finished shard, available without opening it.
 
     Attributes:
         info: Its entry in the manifest.
-        totals: Its sums.
+        totals: Its totals.
         rejects: Rejected rows by reason.
-        keys: Keys of rows that were not used.
+        keys: Unused keys of rows.
         features: Format features that its samples use, sorted.
     """
 
@@ -70,7 +76,7 @@ class ShardRecord:
     features: tuple[str, ...]
 
     def to_json(self) -> bytes:
-        """JSON text of the record."""
+        """Returns the JSON text of the record."""
         fields = {
             "info": dataclasses.asdict(self.info),
             "totals": dataclasses.asdict(self.totals),
@@ -81,9 +87,13 @@ class ShardRecord:
         return json.dumps(fields, sort_keys=True).encode()
 
     @classmethod
-    def read(cls, path: Path) -> ShardRecord:
-        """Reads a record written by :meth:`to_json`."""
-        fields = json.loads(path.read_bytes())
+    def from_json(cls, content: bytes) -> ShardRecord:
+        """Parses the result of :meth:`to_json`.
+
+        Raises:
+            ValueError, KeyError, TypeError: If it is something else, such as the record of another version.
+        """
+        fields = json.loads(content)
         info, totals = ShardInfo(**fields["info"]), Totals(**fields["totals"])
         keys = KeyCounts.from_json(fields["keys"])
         return cls(info, totals, fields["rejects"], keys, tuple(fields["features"]))
@@ -91,107 +101,131 @@ class ShardRecord:
 
 @dataclass(frozen=True)
 class RowOutcome:
-    """What became of one row, for progress: images and true tokens of its samples, and how many were rejected."""
+    """What became of one row, for progress.
+
+    Attributes:
+        images: Images of its samples.
+        tokens: True tokens of its samples.
+        bytes: Bytes of its samples in the shard.
+        rejects: Why candidates were rejected, one reason for each.
+        file_bytes: Bytes of the image files of its samples.
+    """
 
     images: int
     tokens: int
-    rejected: int
+    bytes: int
+    rejects: tuple[Reason, ...]
+    file_bytes: int = 0
 
 
 @dataclass(frozen=True, eq=False)
 class ShardContext:
-    """What every shard of a run shares; built once per process."""
+    """Data shared by all shards of a run; built once per process."""
 
     source: Source
     recipe: Recipe
+    media: MediaLoader
     encoder: Encoder
-    directory: Path
+    store: Store
 
     @classmethod
-    def build(cls, source: Source, config: PreprocessConfig, directory: Path, expected: TokenizerInfo) -> ShardContext:
+    def build(cls, source: Source, config: PreprocessConfig, store: Store, expected: TokenizerInfo) -> ShardContext:
         """Loads the tokenizer and the recipe.
 
         Args:
             source: The rows.
             config: The options.
-            directory: Where shards go.
-            expected: The tokenizer as the run found it when it began.
+            store: Destination of the shards.
+            expected: The tokenizer at the start of the run.
 
         Raises:
-            SourceError: If the tokenizer's files were edited since, so that shards would differ in their tokens.
+            SourceError: If the tokenizer's files have changed since, which would change tokens.
         """
         tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_revision)
         if tokenizer.info != expected:
             changed = differences(dataclasses.asdict(expected), dataclasses.asdict(tokenizer.info))
             raise SourceError(
-                f"--tokenizer {expected.name}: changed while the run was under way ({'; '.join(changed)}). "
+                f"--tokenizer {expected.name}: changed during the run ({'; '.join(changed)}). "
                 "Restore its files and run the same command again to continue."
             )
-        return cls(source, recipe_for(source, config), Encoder(config, tokenizer), directory)
+        media = media_for(source, config)
+        return cls(source, recipe_for(source, config, media), media, Encoder(config, tokenizer), store)
 
 
-def progress_path(directory: Path, shard: int, suffix: str) -> Path:
-    """Where a shard's record, index rows, rejects or image files (``json parquet jsonl files``) wait for the end."""
-    return directory / PROGRESS_DIR / Path(shard_name(shard)).with_suffix(f".{suffix}").name
+def progress_name(shard: int, suffix: str) -> str:
+    """Path of a shard's record, index rows, rejects or image files (``json parquet jsonl files``) during a run."""
+    return f"{PROGRESS_DIR}/{shard_name(shard).removesuffix('.tar')}.{suffix}"
 
 
-def finished_record(directory: Path, job: ShardJob) -> ShardRecord | None:
-    """The record of a shard that is already whole, or None."""
-    try:
-        record = ShardRecord.read(progress_path(directory, job.number, "json"))
-        size = (directory / record.info.name).stat().st_size
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return record if size == record.info.bytes else None
+def finished_records(store: Store, jobs: Iterable[ShardJob]) -> dict[int, ShardRecord]:
+    """Reads the records of the finished shards, by number: two listings and the records themselves."""
+    shards, begun = store.listing(), store.listing(PROGRESS_DIR)
+    numbers = [
+        job.number
+        for job in jobs
+        if shards.get(shard_name(job.number)) is not None
+        and begun.get(progress_name(job.number, "json").removeprefix(f"{PROGRESS_DIR}/")) is not None
+    ]
+    found = {}
+    contents = store.read_all(progress_name(number, "json") for number in numbers)
+    for number, content in zip(numbers, contents, strict=True):
+        try:
+            record = ShardRecord.from_json(content)
+        except (ValueError, KeyError, TypeError):
+            continue
+        if shards.get(record.info.name) == record.info.bytes:
+            found[number] = record
+    return found
 
 
 def run_shard(job: ShardJob, context: ShardContext, on_row: Callable[[RowOutcome], None] | None = None) -> ShardRecord:
     """Makes one shard and its records.
 
     Args:
-        job: Which rows.
-        context: Source, recipe, encoder and output folder.
-        on_row: Called after every row.
+        job: The shard and its rows.
+        context: Source, recipe, encoder and store.
+        on_row: Called after each row.
 
     Returns:
         The shard's record, as written.
 
     Raises:
-        OSError: If the disk is full or not writable; no partial file is left.
+        OSError: If the disk is full or not writable; leaves no partial file.
+        ResourceError: If an object store cannot be written; leaves no partial file.
     """
-    name = shard_name(job.number)
-    # Not atomic_path: the writer has already flushed the file when it closes.
-    temporary = temporary_path(context.directory / name)
+    name, store = shard_name(job.number), context.store
     rows: list[IndexRow] = []
     rejections: list[Rejection] = []
-    keys = KeyCounts()
-    try:
-        with recording() as files, ShardWriter(temporary) as writer:
-            for number in context.source.numbers[job.row_start : job.row_stop]:
-                outcome = _process_row(number, job.number, context, writer, rows, rejections, keys)
-                if on_row is not None:
-                    on_row(outcome)
-            size, digest = writer.close()
-        os.replace(temporary, context.directory / name)
-        sync(context.directory)
-    finally:
-        temporary.unlink(missing_ok=True)
+    keys, file_bytes = KeyCounts(), 0
+    numbers = context.source.numbers[job.row_start : job.row_stop]
+    with (
+        recording() as files,
+        store.writing(name) as file,
+        ShardWriter(file) as writer,
+        closing(rows_of(context.source, numbers, context.media)) as read,
+    ):
+        for number, row in read:
+            outcome = _process_row(number, row, job.number, context, writer, rows, rejections, keys)
+            file_bytes += outcome.file_bytes
+            if on_row is not None:
+                on_row(outcome)
+        size, digest = writer.close()
     extra = len(rows) + len(rejections) - (job.row_stop - job.row_start)
     info = ShardInfo(name, job.row_start, job.row_stop, len(rows), len(rejections), size, digest, extra)
     rejects = dict(sorted(Counter(rejection.reason.value for rejection in rejections).items()))
-    record = ShardRecord(info, _totals(info, rows), rejects, keys, tuple(sorted(used_features(rows))))
-    with atomic_path(progress_path(context.directory, job.number, "parquet")) as path:
-        # All columns: which of them the whole dataset has is known when all its shards are made.
-        pq.write_table(index_table(rows, supported_features()), path)
-    write_files(progress_path(context.directory, job.number, FILES_SUFFIX), job.number, files)
-    ledger = b"".join(rejection.to_line() for rejection in rejections)
-    write_atomically(progress_path(context.directory, job.number, "jsonl"), ledger)
-    write_atomically(progress_path(context.directory, job.number, "json"), record.to_json())
+    record = ShardRecord(info, totals_of(info, rows, file_bytes), rejects, keys, tuple(sorted(used_features(rows))))
+    with store.writing(progress_name(job.number, "parquet")) as file:
+        # All columns: the columns of the dataset are known only after all shards are made.
+        pq.write_table(index_table(rows, supported_features()), file)
+    write_files(store, progress_name(job.number, FILES_SUFFIX), job.number, files)
+    store.put(progress_name(job.number, "jsonl"), b"".join(rejection.to_line() for rejection in rejections))
+    store.put(progress_name(job.number, "json"), record.to_json())
     return record
 
 
 def _process_row(
     number: int,
+    read: Callable[[], Row],
     shard: int,
     context: ShardContext,
     writer: ShardWriter,
@@ -199,28 +233,31 @@ def _process_row(
     rejections: list[Rejection],
     keys: KeyCounts,
 ) -> RowOutcome:
-    """Adds the row's samples to the shard and ``rows``, and what is wrong with the others to ``rejections``."""
+    """Adds the row's samples to the shard and ``rows``, and rejections to ``rejections``."""
     try:
-        row = context.source.row(number)
+        row = read()
         with _foreseen(context.recipe):
             candidates = candidates_of(context.recipe, row)
     except RowRejected as error:
         rejections.append(Rejection(number, error.reason, error.message))
-        return RowOutcome(0, 0, 1)
-    images = tokens = rejected = 0
+        return RowOutcome(0, 0, 0, (error.reason,))
+    images = tokens = size = file_bytes = 0
+    rejects: list[Reason] = []
     for place, outcome in _outcomes(candidates, context, keys):
         if isinstance(outcome, RowRejected):
             rejections.append(Rejection(number, outcome.reason, outcome.message, place.sample))
-            rejected += 1
+            rejects.append(outcome.reason)
         else:
             rows.append(_write_sample(outcome, number, place, shard, writer, context.encoder.config))
             images, tokens = images + len(outcome.images), tokens + outcome.length
-    return RowOutcome(images, tokens, rejected)
+            size += rows[-1].placement.size
+            file_bytes += sum(len(image.file) for image in outcome.images)
+    return RowOutcome(images, tokens, size, tuple(rejects), file_bytes)
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a sample stands in the list of its row: its number, None without a list, and the list's length."""
+    """Place of a sample in the list of its row: its number (None without a list) and the list's length."""
 
     sample: int | None
     of: int
@@ -229,13 +266,13 @@ class _Place:
 def _outcomes(
     candidates: list[Candidate], context: ShardContext, keys: KeyCounts
 ) -> Iterator[tuple[_Place, EncodedSample | RowRejected]]:
-    """What became of each candidate, one after the other."""
+    """Yields the outcome of each candidate, in order."""
     if context.encoder.config.overlong != Overlong.SPLIT:
         for candidate in candidates:
             (outcome,) = _encode(candidate, context, keys)
             yield _Place(candidate.sample, candidate.of), outcome
         return
-    # How many samples documents give is known when all of them are encoded.
+    # The number of samples of documents is known only after encoding all of them.
     outcomes = [outcome for candidate in candidates for outcome in _encode(candidate, context, keys)]
     listed = len(outcomes) > 1 or candidates[0].sample is not None
     for number, outcome in enumerate(outcomes):
@@ -256,7 +293,7 @@ def _encode(candidate: Candidate, context: ShardContext, keys: KeyCounts) -> Seq
 
 @contextmanager
 def _foreseen(recipe: Recipe) -> Iterator[None]:
-    """Turns what nobody foresaw into a rejection: one row must not lose the others; the summary shows it."""
+    """Converts unexpected errors to rejections, so that one row does not end the run. The summary shows them."""
     try:
         yield
     except (RowRejected, MemoryError):
@@ -289,7 +326,6 @@ def _write_sample(
     pieces, items = _pieces(encoded), _encoded_items(encoded, config)
     if items:
         del pieces["patches"]
-        metadata["items"] = [item.describe() for item in items]
     placement: Placement = writer.add(key, metadata, pieces, items)
     return IndexRow(
         key=key,
@@ -307,12 +343,17 @@ def _write_sample(
 
 
 def _encoded_items(encoded: EncodedSample, config: PreprocessConfig) -> list[EncodedItem]:
-    """The images as the run's codec encodes them; none if patches are stored as they are."""
+    """Encodes the images with the run's codec; empty if patches are stored raw."""
     if config.pixels == RAW:
         return []
-    encode = codec(config.pixels).encode
+    encode, family = codec(config.pixels).encode, config.model_family
     return [
-        EncodedItem(encode(image.patches, image.grid, config.model_family), config.pixels) for image in encoded.images
+        EncodedItem(
+            encode(Item(image.patches, image.grid, family, image.file)),
+            config.pixels,
+            xxhash.xxh3_64_intdigest(image.patches),
+        )
+        for image in encoded.images
     ]
 
 
@@ -327,7 +368,9 @@ def _pieces(encoded: EncodedSample) -> dict[str, list[Any]]:
     return pieces if encoded.loss_weights is None else pieces | {"loss_weights": [encoded.loss_weights]}
 
 
-def _totals(info: ShardInfo, rows: list[IndexRow]) -> Totals:
+def totals_of(info: ShardInfo, rows: Sequence[IndexRow], file_bytes: int = 0) -> Totals:
+    """The sums of a shard."""
+    stored = {item.offset: item.bytes for row in rows for item in row.items}  # rows may share an image
     return Totals(
         rows=info.row_stop - info.row_start,
         samples=info.samples,
@@ -340,4 +383,6 @@ def _totals(info: ShardInfo, rows: list[IndexRow]) -> Totals:
         bytes=info.bytes,
         truncated=sum(row.truncated for row in rows),
         extra_candidates=info.extra_candidates,
+        image_bytes=sum(stored.values()),
+        file_bytes=file_bytes,
     )

@@ -1,4 +1,4 @@
-"""``--trace ROW``: one row through source, recipe and encoder, with nothing written and every error kept."""
+"""``--trace ROW``: processes one row with source, recipe and encoder, writes nothing and keeps all errors."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from vlmdata.wording import counted
 
 @dataclass(frozen=True, eq=False)
 class TracedCandidate:
-    """What became of a candidate.
+    """Outcome of a candidate.
 
     Attributes:
-        candidate: What the recipe made.
-        outcome: The sample, or those of a document that was split; or the rejection, or the error that nobody
-            foresaw.
+        candidate: Result of the recipe.
+        outcome: The sample, or the samples of a split document; or the rejection, or an unexpected error.
     """
 
     candidate: Candidate
@@ -28,20 +27,20 @@ class TracedCandidate:
 
     @property
     def accepted(self) -> bool:
-        """Whether all of it became samples."""
+        """True if all of it became samples."""
         return isinstance(self.outcome, list) and all(isinstance(each, EncodedSample) for each in self.outcome)
 
 
 @dataclass(frozen=True, eq=False)
 class TracedRow:
-    """What became of a row.
+    """Outcome of a row.
 
     Attributes:
         number: The row.
-        rows: Rows of the source.
-        row: The row as the recipe got it; None if the source could not read it.
-        candidates: What the recipe made of it, and what became of that; empty if ``error`` is set.
-        error: The rejection of the whole row, or the error that nobody foresaw.
+        rows: Number of rows in the source.
+        row: The row passed to the recipe; None if the source could not read it.
+        candidates: Results of the recipe and their outcomes; empty if ``error`` is set.
+        error: The rejection of the whole row, or an unexpected error.
     """
 
     number: int
@@ -52,12 +51,12 @@ class TracedRow:
 
     @property
     def accepted(self) -> bool:
-        """Whether everything that the recipe made became a sample."""
+        """True if every result of the recipe became a sample."""
         return self.error is None and all(candidate.accepted for candidate in self.candidates)
 
 
 def trace_row(source: Source, recipe: Recipe, encoder: Encoder, number: int) -> TracedRow:
-    """Takes one row the way a run would.
+    """Processes one row as a run would.
 
     Raises:
         SourceError: If the source has no such row.

@@ -1,4 +1,4 @@
-"""A traced row in the terminal: what the recipe got and made, the tokens with targets marked, or the traceback."""
+"""Prints a traced row: the recipe's input and result, the tokens with marked targets, or the traceback."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def print_trace(console: Console, traced: TracedRow, recipe: str, tokenizer: Cha
     """Prints a traced row.
 
     Args:
-        console: Where to.
+        console: Console to print to.
         traced: The row.
         recipe: Name of the recipe.
-        tokenizer: Spells the tokens.
+        tokenizer: Decodes the tokens.
     """
     console.print(Text(f"source row {traced.number:,} of {traced.rows:,}", "bold"))
     if traced.row is not None:
@@ -61,7 +61,7 @@ def _print_candidate(console: Console, traced: TracedCandidate, keys: list[str],
         samples = [each for each in outcome if isinstance(each, EncodedSample)] if isinstance(outcome, list) else []
         console.print(facts(*_parts(made, [image for sample in samples for image in sample.images])))
     if isinstance(outcome, Exception):
-        _print_error(console, outcome, "the recipe refuses it" if isinstance(made, RowRejected) else "encoding it")
+        _print_error(console, outcome, "the recipe rejected it" if isinstance(made, RowRejected) else "encoding it")
         return
     for key, encoded in zip(keys, outcome, strict=True):
         if len(keys) > 1:
@@ -75,7 +75,7 @@ def _print_candidate(console: Console, traced: TracedCandidate, keys: list[str],
 
 def _print_sample(console: Console, encoded: EncodedSample, tokenizer: ChatTokenizer) -> None:
     images = sum(image.tokens for image in encoded.images)
-    cut = ", cut at the end" if encoded.truncated else ""
+    cut = ", truncated" if encoded.truncated else ""
     tokens = f"{encoded.length - images:,} of text, {images:,} of images{cut}"
     where = f"in {counted(encoded.target_turns, 'turn')}" if encoded.target_turns else "of a document"
     console.print(
@@ -84,12 +84,12 @@ def _print_sample(console: Console, encoded: EncodedSample, tokenizer: ChatToken
             ("targets", f"{int(encoded.loss_mask.sum()):,}", where),
         )
     )
-    console.print(Text("⟦targets⟧", _TARGET) + Text(" are what the loss is taken over; ↵ is a newline", "dim"))
+    console.print(Text("⟦targets⟧", _TARGET) + Text(" are in the loss; ↵ is a newline", "dim"))
     console.print(_marked(encoded, tokenizer))
 
 
 def _parts(made: Conversation | Document, images: list[EncodedImage]) -> Iterator[tuple[str, Any, str]]:
-    """A line for every part of every turn, or of the document."""
+    """Yields a line for each part of each turn, or of the document."""
     remaining = iter(images)
     if made.loss_weight != 1:
         yield "weight", f"{made.loss_weight}", "of the sample"
@@ -142,7 +142,7 @@ def _sizes(part: ImagePart, image: EncodedImage | None) -> str:
 
 
 def _marked(encoded: EncodedSample, tokenizer: ChatTokenizer) -> Text:
-    """The tokens as text, targets between brackets, image tokens folded."""
+    """Formats the tokens as text, with targets in brackets and image tokens folded."""
     text, image = Text(), tokenizer.info.image
     ids, mask = (values[: encoded.length].tolist() for values in (encoded.input_ids, encoded.loss_mask))
     for (target, is_image), group in groupby(zip(ids, mask, strict=True), lambda each: (each[1] > 0, each[0] == image)):
@@ -166,7 +166,7 @@ def _print_error(console: Console, error: Exception, doing: str) -> None:
 
 
 def _shown(value: Any) -> str:
-    """A column's value in short; bytes by their number."""
+    """Formats a column's value, shortened; bytes as their number."""
     short = repr(_without_bytes(value))
     return short if len(short) <= _VALUE else f"{short[:_VALUE]}… ({len(short):,} characters)"
 
@@ -182,7 +182,7 @@ def _without_bytes(value: Any) -> Any:
 
 
 class _Size(int):
-    """A number of bytes that shows itself as such."""
+    """A number of bytes with a readable representation."""
 
     def __repr__(self) -> str:
         return f"<{counted(self, 'byte')}>"

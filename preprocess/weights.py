@@ -1,4 +1,4 @@
-"""What each assistant turn of a conversation, or a document, counts in the loss."""
+"""Loss weights of assistant turns and documents."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from preprocess.conversation import Conversation, Document
 from preprocess.reject import RowRejected
 from vlmdata.format.ledger import Reason
 
-#: Weights other than 0 lie within these bounds. Gradients travel through the network multiplied by the weights, and
-#: are divided by their sum at the end of the step: this leaves float32 and bfloat16 (1e-38 to 3e38) 30 decimal places
-#: on either side. Only ratios of weights matter, so no sensible weights are lost.
+#: Weights other than 0 are within these bounds. Gradients are multiplied by the weights in the network and divided by
+#: their sum at the end of the step. The bounds leave 30 decimal places on either side in float32 and bfloat16 (1e-38 to
+#: 3e38). Only ratios of weights matter, so this excludes no sensible weights.
 LEAST, MOST = 1e-8, 1e8
 
 
 def turn_weights(conversation: Conversation, train_turns: TrainTurns) -> tuple[float, ...]:
-    """The weight of the targets of each assistant turn: 0 where the turn is not learned.
+    """Returns the target weight of each assistant turn; 0 if the turn is not learned.
 
     Args:
         conversation: The sample.
@@ -41,7 +41,7 @@ def turn_weights(conversation: Conversation, train_turns: TrainTurns) -> tuple[f
                 Reason.LOSS_WEIGHT,
                 f"the loss weight of assistant turn {number} of {len(answers)} is {weight:g} ({factor:g} of the sample "
                 f"x {own:g} of the turn); it must be 0 or from {LEAST:g} to {MOST:g}. Only ratios of weights matter: "
-                "multiply all of them by one number",
+                "multiply all of them by the same number",
             )
         weights.append(float(np.float32(weight)))
     if not any(weights):
@@ -50,10 +50,10 @@ def turn_weights(conversation: Conversation, train_turns: TrainTurns) -> tuple[f
 
 
 def document_weight(document: Document) -> float:
-    """The weight of the targets of a document, as a float32 value.
+    """Returns the target weight of a document, as a float32 value.
 
     Raises:
-        RowRejected: NO_TARGETS if it is 0; LOSS_WEIGHT if it is out of bounds.
+        RowRejected: NO_TARGETS if the weight is 0; LOSS_WEIGHT if it is out of bounds.
     """
     weight = float(document.loss_weight)
     if weight == 0:
@@ -62,7 +62,7 @@ def document_weight(document: Document) -> float:
         raise RowRejected(
             Reason.LOSS_WEIGHT,
             f"the loss weight of the document is {weight:g}; it must be 0 or from {LEAST:g} to {MOST:g}. Only ratios "
-            "of weights matter: multiply all of them by one number",
+            "of weights matter: multiply all of them by the same number",
         )
     return float(np.float32(weight))
 

@@ -1,7 +1,7 @@
-"""Worker processes that may die at any moment without harm to the others.
+"""Worker processes, any of which may die without harm to the others.
 
-Every worker is asked and answers over a pipe of its own. (The executors of ``concurrent.futures`` share queues and
-their locks between workers: one death ends the whole pool, and a death while workers are being started hangs it.)
+Each worker has its own pipe for jobs and results. (The executors of ``concurrent.futures`` share queues and their locks
+between workers: one death ends the whole pool, and a death while workers start makes it hang.)
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from typing import Any
 
 from vlmdata.errors import VlmdataError
 
-#: Workers that may die over the same job before we give up.
+#: Number of workers that may die on the same job before an error.
 _MAX_DEATHS = 5
-#: A worker that is told to end does so at once, unless the system holds it in a read or write.
+#: A worker ends immediately when told to, unless it is blocked in a read or write.
 _SECONDS_TO_END = 30.0
 
 
 class WorkersDied(Exception):
-    """Worker after worker died over one job.
+    """Several workers in a row died on one job.
 
     Attributes:
         job: The job.
-        deaths: How many died.
+        deaths: Number of dead workers.
     """
 
     def __init__(self, job: Any, deaths: int):
-        super().__init__(f"{deaths} worker processes died, one after the other, over {job}")
+        super().__init__(f"{deaths} worker processes died in a row on {job}")
         self.job = job
         self.deaths = deaths
 
 
 class WorkerError(Exception):
-    """What went wrong in a worker, with its traceback as text."""
+    """An error in a worker, with its traceback as text."""
 
 
 def start_worker_server(preload: Sequence[str]) -> None:
-    """Starts the process that workers are forked from, and returns while it still imports their libraries.
+    """Starts the process from which workers are forked. Returns while it is still importing libraries.
 
-    It imports everything once and starts no thread, so forking it is quick and safe. Ctrl-C reaches every process of
-    a terminal; this one and its workers leave it to the parent.
+    It imports everything once and starts no threads, so forking is quick and safe. Ctrl-C reaches all processes of
+    a terminal; this process and its workers ignore it and leave it to the parent.
 
     Args:
         preload: Modules to import.
@@ -64,19 +64,19 @@ def start_worker_server(preload: Sequence[str]) -> None:
 def run_in_workers[J, R](
     prepare: Callable[[], Callable[[J], R]], jobs: Sequence[J], workers: int, preload: Sequence[str]
 ) -> Generator[R]:
-    """Does jobs in worker processes, yielding results in any order.
+    """Runs jobs in worker processes and yields results in any order.
 
-    A job whose worker dies is given to another one. However the iteration ends, no worker outlives it; close the
+    If a worker dies, another one runs its job. No worker outlives the iteration; close the
     iterator when leaving it early.
 
     Args:
-        prepare: Called once in every worker; gives the function that does a job. Picklable.
+        prepare: Called once in each worker; returns the function that runs a job. Picklable.
         jobs: Picklable.
-        workers: How many processes.
+        workers: Number of processes.
         preload: Modules to import before workers are forked.
 
     Raises:
-        WorkersDied: If a job killed its worker again and again.
+        WorkersDied: If a job killed its worker repeatedly.
         VlmdataError: If the function raised one.
         WorkerError: If it raised anything else.
     """
@@ -92,7 +92,7 @@ def run_in_workers[J, R](
 
     def hire(job: int) -> None:
         try:
-            start_worker_server(preload)  # it, too, may have died
+            start_worker_server(preload)  # it may have died too
             worker = _Worker(prepare)
         except (EOFError, OSError):
             died(job)
@@ -139,15 +139,15 @@ class _Worker:
     """A worker process, from its parent's side.
 
     Attributes:
-        pipe: Jobs go in; (result, error) comes out.
-        job: Number of the job it is at.
+        pipe: Sends jobs and receives (result, error).
+        job: Number of its current job.
     """
 
     def __init__(self, prepare: Callable[[], Callable[[Any], Any]]):
         context = multiprocessing.get_context("forkserver")
         self.job: int | None = None
         self.pipe, pipe = context.Pipe()
-        # Nothing is ever sent here. It closes when the parent closes it or dies, and that ends the worker.
+        # Nothing is sent here. The pipe closes when the parent closes it or dies, which ends the worker.
         lifeline, self._lifeline = context.Pipe(duplex=False)
         self._process = context.Process(target=_serve, args=(pipe, lifeline, prepare), daemon=True)
         try:
@@ -157,7 +157,7 @@ class _Worker:
             lifeline.close()
 
     def end(self) -> None:
-        """Ends the process, whatever it is at, and waits until it is gone."""
+        """Ends the process in any state and waits until it is gone."""
         self._lifeline.close()
         try:
             while self.pipe.poll(_SECONDS_TO_END):
@@ -171,7 +171,7 @@ class _Worker:
 def _serve(
     pipe: Connection[Any, Any], lifeline: Connection[Any, Any], prepare: Callable[[], Callable[[Any], Any]]
 ) -> None:
-    """The life of a worker."""
+    """Main loop of a worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with, args=(lifeline,), daemon=True).start()
     work: Callable[[Any], Any] | None = None

@@ -18,6 +18,8 @@ import pytest
 from hypothesis import settings
 from PIL import Image
 
+from tests.object_store import object_store, object_store_server  # noqa: F401
+
 # A first example pays for imports; slow machines are no fault of the code.
 settings.register_profile("vlmdata", deadline=None)
 settings.load_profile("vlmdata")
@@ -83,7 +85,7 @@ def cord_row(number: int = 0, **image_options: Any) -> dict[str, Any]:
     return {"image": {"bytes": data, "path": None}, "ground_truth": json.dumps({"gt_parse": parse})}
 
 
-def write_cord_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
+def write_cord_parquet(path: Path, rows: list[dict[str, Any]], rows_per_group: int | None = None) -> Path:
     """Rows as a parquet file with the features of CORD-V2."""
     from datasets import Dataset, Features, Value
     from datasets import Image as ImageFeature
@@ -91,7 +93,7 @@ def write_cord_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     features = Features({"image": ImageFeature(decode=False), "ground_truth": Value("string")})
     columns = {name: [row[name] for row in rows] for name in ("image", "ground_truth")}
-    Dataset.from_dict(columns, features=features).to_parquet(str(path))
+    Dataset.from_dict(columns, features=features).to_parquet(str(path), batch_size=rows_per_group)
     return path
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from vlmdata.batch import HostLayout, PackedBatch, SampleOrigin, Slice
+from vlmdata.batch import HostArrays, PackedBatch, SampleOrigin, Slice
 from vlmdata.vision_split import image_owners
 
 
@@ -77,7 +77,7 @@ def test_the_host_layout_is_that_of_the_tensors(method: str) -> None:
     arguments: dict[str, tuple[Any, ...]] = {"clone": (), "to": ("cpu",), "context_parallel_shard": (1, 2)}
     batch = make_batch()
     for made in (batch, getattr(batch, method)(*arguments[method])):
-        for field in dataclasses.fields(HostLayout):
+        for field in dataclasses.fields(HostArrays):
             array = getattr(made.host, field.name)
             assert array.dtype == np.int64
             assert array.tolist() == getattr(made, field.name).tolist(), field.name

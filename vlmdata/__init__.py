@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Loaded on first use: `vlmdata --help` must not pay for numpy, pyarrow or torch.
+# Loaded on first use, so that `vlmdata --help` does not import numpy, pyarrow or torch.
 _EXPORTS = {
     "Blend": "vlmdata.packing.config",
     "LoaderConfig": "vlmdata.loader.config",

@@ -1,4 +1,4 @@
-"""Token alignment: the multiple to which every sample is padded inside a pack."""
+"""Token alignment: the multiple to which each sample is padded in a pack."""
 
 import math
 
@@ -14,20 +14,20 @@ def alignment(
     sequence_parallel: bool = True,
     extra: int = 1,
 ) -> int:
-    """Smallest multiple to which each sample must be padded for a parallel layout.
+    """Returns the smallest multiple to which each sample must be padded for a parallel layout.
 
-    A context-parallel rank owns 2 of a sample's ``2 * CP`` equal chunks, so a sample is a multiple of ``2 * CP``. Under
-    sequence parallelism the tokens that one context-parallel rank holds are scattered over TP ranks: a multiple of TP,
-    or of ``CP * TP`` counted before the context-parallel split.
+    A context-parallel rank owns 2 of a sample's ``2 * CP`` equal chunks, so sample lengths are multiples of ``2 * CP``.
+    Sequence parallelism scatters the tokens of a context-parallel rank over TP ranks. This needs a multiple of TP, or
+    of ``CP * TP`` before the context-parallel split.
 
     Args:
         context_parallel: Context-parallel size CP, at least 1.
         tensor_parallel: Tensor-parallel size TP, at least 1.
-        sequence_parallel: Whether TP ranks scatter the sequence between layers. Without it TP asks for nothing.
-        extra: Any further multiple (16 or 32 for FP8 kernels, say), at least 1.
+        sequence_parallel: Whether TP ranks scatter the sequence between layers. Without it, TP needs no alignment.
+        extra: A further multiple (such as 16 or 32 for FP8 kernels), at least 1.
 
     Returns:
-        The least common multiple of all that applies, in tokens.
+        The least common multiple of all applicable multiples, in tokens.
 
     Raises:
         UsageError: If a size is below 1.
@@ -46,7 +46,7 @@ def alignment(
 
 
 def aligned(lengths: npt.ArrayLike, multiple: int) -> npt.NDArray[np.int64]:
-    """Round token counts up to a multiple.
+    """Rounds token counts up to a multiple.
 
     Args:
         lengths: Token counts, any integer shape and dtype.
@@ -60,7 +60,7 @@ def aligned(lengths: npt.ArrayLike, multiple: int) -> npt.NDArray[np.int64]:
     """
     if multiple < 1:
         raise UsageError(f"multiple is {multiple}; it must be at least 1")
-    # int64 before the addition: int32 lengths near the maximum must not wrap.
+    # Convert to int64 before the addition: int32 lengths near the maximum would wrap.
     wide = np.asarray(lengths).astype(np.int64)
     if multiple == 1:
         return wide

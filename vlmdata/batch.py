@@ -1,4 +1,4 @@
-"""A packed (THD) batch: what the loader hands to a training step."""
+"""A packed (THD) batch, which the loader yields for a training step."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vlmdata.context_parallel import Slice as Slice  # modules that must not import torch have them from there
 from vlmdata.context_parallel import partition_indices
 from vlmdata.families import DEFAULT_FAMILY, Family, family
+from vlmdata.format.schema import IGNORE_INDEX as IGNORE_INDEX
 from vlmdata.vision_split import image_owners
-
-IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True)
 class SampleOrigin:
-    """Where a sample of a batch came from.
+    """The origin of a sample in a batch.
 
     Attributes:
         dataset: Number of the dataset in the loader's list.
-        shard: Number of the shard in it.
-        row: Row of the source it was made from.
+        shard: Number of the shard in the dataset.
+        row: Source row of the sample.
         index: Position in the dataset: ``dataset[index]`` is the sample.
     """
 
@@ -35,24 +35,16 @@ class SampleOrigin:
     index: int
 
 
-@dataclass(frozen=True)
-class Slice:
-    """The part of a pack that one context-parallel rank holds."""
-
-    rank: int
-    size: int
-
-
 @dataclass(frozen=True, eq=False)
-class HostLayout:
-    """The layout of a pack as host arrays, wherever the batch's tensors are: reading it never waits for a device.
+class HostArrays:
+    """Boundaries and images of a pack as host arrays: to read them never waits for a device.
 
     Attributes:
         cu_seqlens: int64 (segments + 1,), running sum of true lengths.
-        cu_seqlens_padded: int64 (segments + 1,), where segments begin.
+        cu_seqlens_padded: int64 (segments + 1,), start of each segment.
         image_grid_thw: int64 (N, 3), patches per image along t, h, w.
         image_starts: int64 (N,), first token of each image in the pack.
-        image_indices: int64 (M,), which of the images ``patches`` holds.
+        image_indices: int64 (M,), which of the images ``patches`` holds. A model checks that they are those it encodes.
     """
 
     cu_seqlens: npt.NDArray[np.int64]
@@ -64,39 +56,41 @@ class HostLayout:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PackedBatch:
-    """One pack: n samples one after another, each padded to the alignment, and perhaps a padded tail.
+    """One pack: n samples one after another, each padded to the alignment, and optionally a padded tail.
 
-    T is the pack's tokens, t the tokens held here (T, or T / size for a context-parallel slice), N the pack's images,
-    P the patches held here. Segments are the samples and, with ``pad_to_capacity`` or in an empty pack, a last one that
-    is all padding. Fields of parts that were not asked for are None. Tensors may share memory that the loader
-    reuses once the last of them is gone: keep them as long as you like, but do not write to them.
+    T is the number of tokens in the pack, t the tokens held here (T, or T / size for a context-parallel slice), N the
+    images of the pack, P the patches held here. Segments are the samples and, with ``pad_to_capacity`` or in an empty
+    pack, a final segment of padding. Fields of parts that were not requested are None. The loader reuses the memory of
+    tensors after the last reference is gone: keep them as long as you like, but do not write to them.
 
     Attributes:
         input_ids: int64 (1, t), token ids; padding holds the pad id.
-        labels: int64 (1, t), the next token where it is a target, else -100; never across samples.
+        labels: int64 (1, t), the next token if it is a target, else -100; never across samples.
         loss_mask: float32 (1, t), 1 where ``labels`` is a target.
         loss_weights: float32 (1, t), weight of each target in the loss, which is sum(weight x loss) / sum(weight); 0
-            off target. If all targets of the pack weigh 1, it is the tensor ``loss_mask`` itself; also if not given.
-        position_ids: int64 (3, 1, T), MRoPE rows t, h, w, from 0 in every sample; 0 on padding. Always whole.
-        padding_mask: bool (1, t), True on padding (as megatron-core's router takes it).
+            off target. If not given or if all targets of the pack weigh 1, it is the tensor ``loss_mask`` itself.
+        position_ids: int64 (3, 1, T), MRoPE rows t, h, w, from 0 in every sample; 0 on padding. Never sliced.
+        padding_mask: bool (1, t), True on padding (the convention of megatron-core's router).
         cu_seqlens: int32 (segments + 1,), running sum of true lengths.
-        cu_seqlens_padded: int32 (segments + 1,), where segments begin; the last entry is T. Always of the whole pack.
+        cu_seqlens_padded: int32 (segments + 1,), start of each segment; the last entry is T. Always of the whole pack.
         max_seqlen: Longest segment in tokens, padding included.
         total_tokens: T.
         true_tokens: Tokens of the whole pack that are not padding.
         image_grid_thw: int64 (N, 3), patches per image along t, h, w. Always of the whole pack.
         image_starts: int64 (N,), first token of each image in the pack.
-        image_indices: int64 (M,), which of the N images ``patches`` holds, ascending; all N unless sliced.
-        patches: uint8 (P, bytes per patch), pixels of those images.
+        image_indices: int64 (M,), ascending indices of the images in ``patches``; all N unless sliced.
+        patches: Pixels of those images: uint8 (P, bytes per patch); with the loader's option ``pixels``, their
+            ``pixel_values``, (P, T * bytes per patch) of that dtype, for T frames per patch.
         sample_keys: Keys of the samples.
-        origins: Dataset, shard and row of the samples.
+        origins: Origins of the samples: dataset, shard and row.
         epoch: Epoch, from 0.
         step: Optimizer step within the epoch.
         micro_batch: Micro-batch within the step.
         pack: Pack number within the epoch, -1 for an empty pack.
         context_parallel: Which slice this is; None for a whole pack.
-        host: The layout as host arrays; made from the tensors if it is not given.
+        host: Boundaries and images as host arrays; made from the tensors if it is not given.
         family: The model family the samples are made for, which knows how patches become ``pixel_values``.
+        masked: Numbers of the samples that were damaged and stand without targets and pixels (``on_damage="mask"``).
     """
 
     input_ids: torch.Tensor | None
@@ -120,17 +114,18 @@ class PackedBatch:
     micro_batch: int
     pack: int
     context_parallel: Slice | None = None
-    host: HostLayout = None  # type: ignore[assignment]
+    host: HostArrays = None  # type: ignore[assignment]
     family: Family = field(default_factory=lambda: family(DEFAULT_FAMILY))
     loss_weights: torch.Tensor | None = None
+    masked: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.loss_weights is None:
             object.__setattr__(self, "loss_weights", self.loss_mask)
-        if cast(HostLayout | None, self.host) is None:
-            names = [each.name for each in dataclasses.fields(HostLayout)]
+        if cast(HostArrays | None, self.host) is None:
+            names = [each.name for each in dataclasses.fields(HostArrays)]
             arrays = [getattr(self, name).cpu().numpy().astype(np.int64) for name in names]
-            object.__setattr__(self, "host", HostLayout(*arrays))
+            object.__setattr__(self, "host", HostArrays(*arrays))
 
     def __repr__(self) -> str:
         held = (
@@ -146,51 +141,59 @@ class PackedBatch:
 
     @property
     def num_samples(self) -> int:
-        """Samples in the pack."""
+        """Number of samples in the pack."""
         return len(self.sample_keys)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors that are present, by field name."""
+        """Returns all present tensors, by field name."""
         fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         return {name: value for name, value in fields.items() if isinstance(value, torch.Tensor)}
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """The batch with its tensors on a device; those that are there already are shared, not copied."""
+        """Returns the batch with its tensors on a device. Tensors already there are shared, not copied."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
-        """The batch with its tensors in page-locked memory, for copies that overlap with work."""
+        """Returns the batch with its tensors in page-locked memory, for asynchronous copies."""
         return self._map(lambda tensor: tensor if tensor.is_pinned() else tensor.pin_memory())
 
     def clone(self) -> Self:
-        """The batch with tensors of its own, which may be written to."""
+        """Returns a copy of the batch with its own tensors, which may be modified."""
         changed: dict[str, Any] = {name: tensor.clone() for name, tensor in self.tensors().items()}
         return dataclasses.replace(self, **changed)
 
-    def pixel_values(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The ``pixel_values`` of transformers' processor for the images held here, exactly.
+    def pixel_values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Returns exactly the ``pixel_values`` of transformers' processor for the images held here.
 
-        Expanded on whatever device the patches are on, so that a quarter (bf16) or an eighth (fp32) of their bytes
-        crosses the bus.
+        uint8 patches are expanded on their device, so only a quarter (bf16) or an eighth (fp32) of the bytes crosses
+        the bus. Patches that the loader has expanded (``pixels``) are returned as they are.
 
         Args:
-            dtype: Result dtype.
+            dtype: Result dtype; by default that of expanded patches, else float32.
 
         Returns:
             (P, 2 * bytes per patch), columns (C, T, patch, patch).
 
         Raises:
-            ValueError: If the batch was loaded without pixels.
+            ValueError: If the batch was loaded without pixels, or expanded to a dtype that was already rounded.
         """
         if self.patches is None:
-            raise ValueError("the batch holds no patches: it was loaded without the part 'pixels'")
-        return self.family.pixel_values(self.patches, dtype)
+            raise ValueError("the batch has no patches: it was loaded without the part 'pixels'")
+        held = self.patches.dtype
+        if held == torch.uint8:
+            return self.family.pixel_values(self.patches, dtype)
+        if dtype not in (None, held) and held != torch.float32:
+            raise ValueError(
+                f"the loader rounded the pixels to {held}, so their values in {dtype} are lost: load with "
+                f"pixels='float32' or 'uint8', or take pixel_values({held})"
+            )
+        return self.patches if dtype is None else self.patches.to(dtype)
 
     def context_parallel_shard(self, rank: int, size: int) -> Self:
-        """The part of a whole pack that a context-parallel rank computes.
+        """Returns the part of a whole pack that a context-parallel rank computes.
 
         Per-token tensors are its two chunks of every segment, in the order of Transformer Engine's
-        ``thd_get_partitioned_indices``; ``patches`` those of the images it encodes (:func:`image_owners`).
+        ``thd_get_partitioned_indices``. ``patches`` are those of the images that it encodes (:func:`image_owners`).
         ``position_ids``, ``cu_seqlens`` and the grids stay whole.
 
         Args:
@@ -198,7 +201,7 @@ class PackedBatch:
             size: Context-parallel size.
 
         Raises:
-            ValueError: If the batch is a slice already, or a segment is no multiple of ``2 * size``.
+            ValueError: If the batch is already a slice, or a segment is not a multiple of ``2 * size``.
         """
         if self.context_parallel is not None:
             have = self.context_parallel
@@ -236,6 +239,6 @@ class PackedBatch:
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         tensors = self.tensors()
         if self.loss_weights is self.loss_mask:
-            tensors.pop("loss_weights", None)  # one tensor stays one
+            tensors.pop("loss_weights", None)  # the shared tensor stays shared
         changed: dict[str, Any] = {name: function(tensor) for name, tensor in tensors.items()}
         return dataclasses.replace(self, **{"loss_weights": None} | changed)

@@ -1,12 +1,14 @@
 """The zigzag context-parallel split of a packed (THD) batch.
 
-Each sample is cut in ``2 * size`` equal chunks and rank r owns chunks r and ``2 * size - 1 - r``, samples in order.
-Under causal attention early chunks are cheap and late ones dear, so every rank gets the same work from every sample.
+Each sample is cut into ``2 * size`` equal chunks. Rank r owns chunks r and ``2 * size - 1 - r``, with samples in order.
+Under causal attention early chunks are cheap and late ones expensive, so each rank gets the same work from each sample.
 The token order equals Transformer Engine's ``thd_get_partitioned_indices(cu_seqlens_padded, total_tokens, size,
 rank)``.
 
-Everything here follows from the sample boundaries, so a rank knows what it owns before it reads a byte.
+Everything here follows from the sample boundaries, so a rank knows which tokens it owns before it reads any data.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +18,16 @@ from vlmdata.wording import counted
 IntArray = npt.NDArray[np.int64]
 
 
+@dataclass(frozen=True)
+class Slice:
+    """The part of a pack that one context-parallel rank holds."""
+
+    rank: int
+    size: int
+
+
 def chunk_ranges(cu_seqlens_padded: npt.ArrayLike, size: int, rank: int) -> IntArray:
-    """Token ranges of a pack that one context-parallel rank owns.
+    """Returns the token ranges of a pack that one context-parallel rank owns.
 
     Args:
         cu_seqlens_padded: (n + 1,) integers, sample boundaries in tokens, from 0, non-decreasing; every sample's padded
@@ -58,7 +68,7 @@ def chunk_ranges(cu_seqlens_padded: npt.ArrayLike, size: int, rank: int) -> IntA
 
 
 def partition_indices(cu_seqlens_padded: npt.ArrayLike, total_tokens: int, size: int, rank: int) -> IntArray:
-    """Indices of the tokens that one context-parallel rank owns, in the order it holds them.
+    """Returns the indices of the tokens that one context-parallel rank owns, in its order.
 
     Args:
         cu_seqlens_padded: (n + 1,) integers, as for :func:`chunk_ranges`.
@@ -70,7 +80,7 @@ def partition_indices(cu_seqlens_padded: npt.ArrayLike, total_tokens: int, size:
         int64 (total_tokens / size,), increasing.
 
     Raises:
-        ValueError: As :func:`chunk_ranges`, or if ``total_tokens`` is not the last boundary.
+        ValueError: See :func:`chunk_ranges`, or if ``total_tokens`` is not the last boundary.
     """
     ranges = chunk_ranges(cu_seqlens_padded, size, rank)
     last = int(np.asarray(cu_seqlens_padded)[-1])
@@ -78,15 +88,15 @@ def partition_indices(cu_seqlens_padded: npt.ArrayLike, total_tokens: int, size:
         raise ValueError(f"cu_seqlens_padded ends at {last}, but the pack has {counted(total_tokens, 'token')}")
     starts = ranges[:, :, 0].ravel()
     lengths = ranges[:, :, 1].ravel() - starts
-    return _concatenated_ranges(starts, lengths)
+    return concatenated_ranges(starts, lengths)
 
 
 def local_ranges(
     starts: npt.ArrayLike, ends: npt.ArrayLike, cu_seqlens_padded: npt.ArrayLike, size: int, rank: int
 ) -> IntArray:
-    """Where token ranges of the pack (images, say) land in one rank's slice.
+    """Maps token ranges of the pack (such as images) to one rank's slice.
 
-    A rank holds its tokens in pack order, so whatever part of a range it owns is one run in its slice, even if the
+    A rank holds its tokens in pack order, so its part of a range is contiguous in its slice, even if the
     range crosses several chunks.
 
     Args:
@@ -97,10 +107,10 @@ def local_ranges(
         rank: Context-parallel rank.
 
     Returns:
-        int64 (m, 2): ``[start, end)`` in the rank's slice; an empty range where it owns none of the tokens.
+        int64 (m, 2): ``[start, end)`` in the rank's slice; an empty range if it owns none of the tokens.
 
     Raises:
-        ValueError: As :func:`chunk_ranges`, or if a range is reversed or leaves the pack.
+        ValueError: See :func:`chunk_ranges`, or if a range is reversed or extends beyond the pack.
     """
     ranges = chunk_ranges(cu_seqlens_padded, size, rank)
     bounds = np.asarray(cu_seqlens_padded).astype(np.int64)
@@ -118,7 +128,7 @@ def local_ranges(
 def images_in_slice(
     starts: npt.ArrayLike, ends: npt.ArrayLike, cu_seqlens_padded: npt.ArrayLike, size: int, rank: int
 ) -> npt.NDArray[np.bool_]:
-    """Which images have at least one token in a rank's slice.
+    """Returns which images have at least one token in a rank's slice.
 
     Args:
         starts: (m,) integers, first image token of each image in the pack.
@@ -131,17 +141,17 @@ def images_in_slice(
         bool (m,).
 
     Raises:
-        ValueError: As :func:`local_ranges`.
+        ValueError: See :func:`local_ranges`.
     """
     ranges = local_ranges(starts, ends, cu_seqlens_padded, size, rank)
     return ranges[:, 1] > ranges[:, 0]
 
 
 def _owned_before(positions: IntArray, bounds: IntArray, ranges: IntArray) -> IntArray:
-    """Count the rank's tokens before each pack position; any shape in, the same shape out."""
+    """Counts the rank's tokens before each pack position. The result has the shape of ``positions``."""
     owned = (ranges[:, :, 1] - ranges[:, :, 0]).sum(1)
     before_sample = np.concatenate([[0], np.cumsum(owned)[:-1]])
-    # The sample that holds each position; a position at the end of the pack belongs to the last one.
+    # The sample of each position. A position at the end of the pack belongs to the last sample.
     sample = np.clip(np.searchsorted(bounds, positions, side="right") - 1, 0, len(bounds) - 2)
     count = before_sample[sample]
     for half in (0, 1):
@@ -150,8 +160,8 @@ def _owned_before(positions: IntArray, bounds: IntArray, ranges: IntArray) -> In
     return count
 
 
-def _concatenated_ranges(starts: IntArray, lengths: IntArray) -> IntArray:
-    """Concatenate ``arange(start, start + length)`` over all pairs."""
+def concatenated_ranges(starts: IntArray, lengths: IntArray) -> IntArray:
+    """Concatenates ``arange(start, start + length)`` over all pairs."""
     total = int(lengths.sum())
     offsets = np.cumsum(lengths) - lengths
     indices: IntArray = np.arange(total, dtype=np.int64) + np.repeat(starts - offsets, lengths)

@@ -1,4 +1,4 @@
-"""Where two nested configurations differ."""
+"""Differences of two nested configurations."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ class _Absent:
         return "absent"
 
 
-#: Stands for a setting that one side does not have.
+#: Marks a setting that one side lacks.
 ABSENT: Final = _Absent()
 
 
 def differing(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Compares two JSON-like dictionaries.
 
-    A tuple equals the list that it becomes in JSON.
+    A tuple equals the corresponding list, as in JSON.
 
     Args:
-        old: One of them.
-        new: The other.
-        prefix: What names begin with.
+        old: The first dictionary.
+        new: The second dictionary.
+        prefix: Prefix of names.
 
     Yields:
-        Dotted name and both values, :data:`ABSENT` on a side that has none; sorted by name within each dictionary.
+        Dotted name and both values, :data:`ABSENT` for a missing one; sorted by name within each dictionary.
     """
     for key in sorted(old.keys() | new.keys()):
         name, before, after = f"{prefix}{key}", old.get(key, ABSENT), new.get(key, ABSENT)

@@ -1,28 +1,32 @@
-"""Exceptions a user may meet. Every message names what, where, the numbers, and a remedy."""
+"""Exceptions for users. Each message names the problem, its place, the values and a remedy."""
 
 from __future__ import annotations
 
 
 class VlmdataError(Exception):
-    """Base of all errors that are the data's, the machine's or the caller's, not a bug of vlmdata."""
+    """Base of all errors caused by the data, the machine or the caller, as opposed to bugs in vlmdata."""
 
 
 class UsageError(VlmdataError, ValueError):
-    """An option or argument is unknown, out of range, or does not go with another or with the data."""
+    """An option or argument is unknown, out of range, or incompatible with another one or with the data."""
 
 
 class NotFoundError(UsageError, IndexError, KeyError):
-    """A key or number names no sample, pack, step or row."""
+    """A key or number does not match any sample, pack, step or row."""
 
     __str__ = Exception.__str__  # KeyError's would quote the message
 
 
 class DatasetFormatError(VlmdataError):
-    """A dataset directory, shard or index does not hold what the format demands."""
+    """A dataset directory, shard or index violates the format."""
+
+
+class ChangedDataError(DatasetFormatError):
+    """Stored bytes of a sample do not have their checksum."""
 
 
 class ConfigMismatchError(VlmdataError):
-    """Two configurations that must agree do not; the message lists the differences."""
+    """Two configurations that must agree differ; the message lists the differences."""
 
 
 class SourceError(VlmdataError):
@@ -30,4 +34,4 @@ class SourceError(VlmdataError):
 
 
 class ResourceError(VlmdataError):
-    """The machine ran out of space, permission or living worker processes; what was finished is kept."""
+    """The machine lacks space, permissions or live worker processes. Finished work is kept."""

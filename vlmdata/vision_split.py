@@ -1,24 +1,24 @@
-"""Which context-parallel rank encodes which image of a pack."""
+"""Assigns the images of a pack to the context-parallel ranks that encode them."""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
 
-#: Patches at which attention over an image costs as much as the linear layers over it: 6 x hidden of the encoder
-#: (per patch and layer 24 * hidden^2 FLOP linear, 4 * patches * hidden attention), hidden 1,152 as in the 9b and up.
+#: Number of patches at which attention over an image costs as much as the linear layers: 6 x hidden of the encoder
+#: (per patch and layer 24 * hidden^2 FLOP linear, 4 * patches * hidden attention), with hidden 1,152 as in 9b and up.
 BREAK_EVEN_PATCHES = 6 * 1152
 
 
 def image_owners(image_grid_thw: npt.ArrayLike, size: int) -> npt.NDArray[np.int64]:
-    """Spreads the images of a pack over ranks so that the encoding work is even.
+    """Assigns the images of a pack to ranks so that the encoding work is even.
 
-    Longest processing time first (Graham 1969): images by falling cost, each to the least loaded rank; equal loads go
+    Longest processing time first (Graham 1969): images by decreasing cost, each to the least loaded rank; ties go
     to the lowest rank. Every rank computes the same answer from the grids alone.
 
     Args:
         image_grid_thw: (N, 3) integers, patches along t, h, w.
-        size: Ranks, at least 1.
+        size: Number of ranks, at least 1.
 
     Returns:
         int64 (N,): the rank that encodes each image.

@@ -8,23 +8,23 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
 
     Args:
         number: How many.
-        noun: What, in the singular. Words after the noun need a ``plural``.
-        plural: The noun for every number but 1; by default the usual ending is added (``-s``, ``-es``, ``-ies``).
+        noun: Noun in the singular. Words after the noun need a ``plural``.
+        plural: Noun for every number except 1; by default the usual ending is added (``-s``, ``-es``, ``-ies``).
     """
     return f"{number:,} {noun if number == 1 else plural or _plural(noun)}"
 
 
 def with_article(word: str) -> str:
-    """A word after its indefinite article: ``a user``, ``an assistant``.
+    """A word with its indefinite article: ``a user``, ``an assistant``.
 
-    Right for the words this project uses; English has exceptions (``an hour``) that it does not know.
+    Correct for the words of this project. It does not know exceptions such as ``an hour``.
     """
-    vowel = word[:1].lower() in tuple("aeio")  # of the words with u, "user" and "uint8" are ours
+    vowel = word[:1].lower() in tuple("aeio")  # of words with u, this project uses "user" and "uint8"
     return f"{'an' if vowel else 'a'} {word}"
 
 
 def duration(seconds: float) -> str:
-    """A time for people: ``0.4 s``, ``42 s``, ``2 min 5 s``, ``3 h 20 min``, ``2 d 4 h``."""
+    """A readable duration: ``0.4 s``, ``42 s``, ``2 min 5 s``, ``3 h 20 min``, ``2 d 4 h``."""
     if seconds < 9.95:
         return f"{max(seconds, 0):.1f} s"
     whole = round(seconds)

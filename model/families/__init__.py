@@ -1,4 +1,4 @@
-"""Model families: what can be trained. A folder each; docs/extend/model.md shows how to add one."""
+"""Model families that can be trained, one folder each. docs/extend/model.md shows how to add one."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from vlmdata.packing.cost import CostModel
 #: Families by name. A new one is a folder here with a constant ``SPEC`` in its ``spec.py``, and a line below.
 REGISTRY: Mapping[str, str] = {
     "qwen3_5": "model.families.qwen3_5.spec",
+    "qwen3_vl": "model.families.qwen3_vl.spec",
 }
 
 __all__ = [
     "REGISTRY",
     "ModelSpec",
+    "adopts_vocabulary",
     "architecture_from_hf",
     "architecture_to_hf",
     "model_spec",
@@ -31,41 +33,46 @@ __all__ = [
 
 @cache
 def model_spec(name: str) -> ModelSpec[Any]:
-    """The family of a name.
+    """Returns the family of a name.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If the name is unknown.
     """
     if name not in REGISTRY:
-        raise ValueError(f"no model family {name!r}; known families: {', '.join(REGISTRY)}")
+        raise ValueError(f"unknown model family {name!r}; known families: {', '.join(REGISTRY)}")
     found: ModelSpec[Any] = import_module(REGISTRY[name]).SPEC
     return found
 
 
 def spec_of(architecture: Architecture) -> ModelSpec[Any]:
-    """The family of an architecture."""
+    """Returns the family of an architecture."""
     return model_spec(architecture.family)
 
 
 @cache
 def presets() -> Mapping[str, Architecture]:
-    """The presets of all families by name."""
+    """Returns the presets of all families by name."""
     return {name: made for family in REGISTRY for name, made in model_spec(family).presets.items()}
 
 
 def preset(name: str) -> Architecture:
-    """A preset by name.
+    """Returns a preset by name.
 
     Raises:
-        ValueError: If there is none, with the names there are.
+        ValueError: If the name is unknown; lists the known presets.
     """
     if name not in presets():
-        raise ValueError(f"there is no preset {name!r}; there are {', '.join(presets())}")
+        raise ValueError(f"unknown preset {name!r}; choose one of {', '.join(presets())}")
     return presets()[name]
 
 
+def adopts_vocabulary(name: str) -> bool:
+    """True for a small preset, which takes the vocabulary of its dataset; published sizes keep their own."""
+    return name in spec_of(preset(name)).small
+
+
 def preset_costs() -> dict[str, CostModel]:
-    """Cost models of all presets, all parts trained; found by ``vlmdata plan --cost NAME`` through an entry point."""
+    """Cost models of all presets with all parts trained, an entry point for ``vlmdata plan --cost NAME``."""
     return {name: spec_of(each).step_flops(each, True, ()).cost_model() for name, each in presets().items()}
 
 
@@ -74,11 +81,11 @@ def architecture_from_hf(config: Mapping[str, Any] | Any, *, ignore: Collection[
 
     Args:
         config: The content of ``config.json``, or a transformers config object.
-        ignore: Names of unknown fields (without their section) that are known to be harmless.
+        ignore: Names of unknown fields (without their section) that do not change the result.
 
     Raises:
-        ValueError: If no family has such models, a field has a value that the model does not compute, or fields are
-            unknown.
+        ValueError: If no family has such models, a field has a value that the model does not compute, or fields
+                are unknown.
     """
     kind = config.get("model_type") if isinstance(config, Mapping) else getattr(config, "model_type", None)
     specs = [model_spec(name) for name in REGISTRY]
@@ -93,5 +100,5 @@ def architecture_from_hf(config: Mapping[str, Any] | Any, *, ignore: Collection[
 
 
 def architecture_to_hf(architecture: Architecture) -> dict[str, Any]:
-    """The content of a ``config.json`` that :func:`architecture_from_hf` and transformers read back to this model."""
+    """Returns a ``config.json`` from which :func:`architecture_from_hf` and transformers restore this model."""
     return spec_of(architecture).to_hf(architecture)

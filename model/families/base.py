@@ -1,4 +1,4 @@
-"""What a model family gives to the trainer and to the conversion of weights."""
+"""The interface between a model family and the trainer and weight conversion."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class Build[A: Architecture](Protocol):
-    """Builds this rank's part of a model, with fresh weights.
+    """Builds this rank's part of a model with freshly initialised weights.
 
     Raises:
-        SettingError: If the settings contradict each other, the architecture or the groups that exist.
+        SettingError: If the settings contradict each other, the architecture or the process groups.
         ImportError: If the back end is not installed.
     """
 
@@ -30,10 +30,10 @@ class Build[A: Architecture](Protocol):
 
 
 class ParameterMaps[A: Architecture](Protocol):
-    """Makes the table of weight names of a model, by canonical name in the order of the layers.
+    """Makes the weight name table of a model, keyed by canonical name in layer order.
 
-    Rows of the embedding table beyond the vocabulary (``vocab_rows``) are zero and left out of what is written for
-    Hugging Face. ``checkpoint_names`` are the tensors of the checkpoint that is read, if its spelling has variants.
+    Embedding rows beyond the vocabulary (``vocab_rows``) are zero and are not written to Hugging Face files.
+    ``checkpoint_names`` lists the tensors of the checkpoint to read, for families whose checkpoints differ in naming.
     """
 
     def __call__(  # noqa: D102
@@ -48,26 +48,28 @@ class ParameterMaps[A: Architecture](Protocol):
 
 @dataclass(frozen=True)
 class ModelSpec[A: Architecture]:
-    """A model family. Everything but ``build`` and ``parameter_maps`` works without torch.
+    """A model family. Only ``build`` and ``parameter_maps`` need torch.
 
     Attributes:
         name: Name in :data:`model.families.REGISTRY`; the ``family`` of its architectures.
-        data_family: The family in :mod:`vlmdata.families` whose datasets its models train on.
-        model_types: Values of ``model_type`` of a ``config.json`` that ``from_hf`` reads.
-        presets: Architectures by name; names are unique over all families.
+        data_family: Family in :mod:`vlmdata.families` of the datasets that its models train on.
+        model_types: Values of ``model_type`` in ``config.json`` that ``from_hf`` accepts.
+        presets: Architectures by name; names are unique across families.
+        small: Names of the presets that adopt a dataset's vocabulary; the others keep their own.
         from_hf: Reads the content of a ``config.json`` or a transformers config. The second argument names unknown
-            fields that are known to be harmless. Raises ValueError for what the model does not compute.
-        to_hf: The content of a ``config.json`` that ``from_hf`` and transformers read back.
-        step_flops: The FLOP formula, given architecture, whether multi-token prediction is trained, and frozen parts.
-        check: Refuses settings that do not fit an architecture with a :class:`model.network.settings.SettingError`.
+            fields that are known to be harmless. Raises ValueError for anything that the model does not compute.
+        to_hf: Returns the content of a ``config.json`` that ``from_hf`` and transformers can read.
+        step_flops: FLOP formula; takes the architecture, whether multi-token prediction is trained, and frozen parts.
+        check: Raises :class:`model.network.settings.SettingError` for settings that do not fit an architecture.
         build: Builds a model.
-        parameter_maps: Makes the table of weight names.
+        parameter_maps: Makes the weight name table.
     """
 
     name: str
     data_family: str
     model_types: tuple[str, ...]
     presets: Mapping[str, A]
+    small: frozenset[str]
     from_hf: Callable[[Mapping[str, Any] | Any, Collection[str]], A]
     to_hf: Callable[[A], dict[str, Any]]
     step_flops: Callable[[A, bool, tuple[str, ...]], StepFlops]

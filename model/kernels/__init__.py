@@ -1,1 +1,1 @@
-"""Kernels of our own for CUDA, without which everything computes, too, and where compiled ones are kept."""
+"""Optional CUDA kernels of this project, and the cache of compiled FlashAttention kernels."""

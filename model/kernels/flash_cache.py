@@ -1,4 +1,4 @@
-"""A place where FlashAttention 4 keeps what it compiles, which takes it up to a minute at every start otherwise."""
+"""Cache folder for FlashAttention 4, which otherwise compiles its kernels for up to a minute at each start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ENABLED, _FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_C
 
 
 def flash_attention_4_is_installed() -> bool:
-    """Whether the package is there; nothing is imported."""
+    """Checks if the package is installed, without importing it."""
     try:
         importlib.metadata.version("flash-attn-4")
     except importlib.metadata.PackageNotFoundError:
@@ -22,14 +22,15 @@ def flash_attention_4_is_installed() -> bool:
 
 
 def keep_compiled() -> Path | None:
-    """Turns its cache on; to be called before ``flash_attn.cute`` is imported, which reads the environment then only.
+    """Enables the compile cache of FlashAttention 4.
 
-    Left to itself the package compiles in every process. Its cache locks files and fails a step where they cannot be
-    locked, as on some network file systems, and its own default is a folder in /tmp with a name that others could take
-    first, to have code of theirs loaded. So: a folder on this machine that is ours alone, and tried.
+    Call it before importing ``flash_attn.cute``, which reads the environment once. By default the package compiles in
+    every process. Its cache locks files and fails a step if locking fails, as on some network file systems. Its default
+    folder is in /tmp under a predictable name, where another user could place code that the package would load. So this
+    function uses a folder on this machine that only this user can write to, after testing that locking works.
 
     Returns:
-        The folder; none where the user has decided about the cache, or where there is no such folder.
+        The folder; None if the user has set the cache or no such folder exists.
     """
     if _ENABLED in os.environ:
         return None
@@ -49,7 +50,7 @@ def keep_compiled() -> Path | None:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether it is a folder, no link, of this user that nobody else may write to."""
+    """True if the path is a real directory, owned by this user and not writable by others."""
     found = folder.lstat()
     others = stat.S_IWGRP | stat.S_IWOTH
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & others

@@ -1,10 +1,11 @@
-"""Splitting heads and rotating queries and keys in one pass, as a Triton kernel.
+"""Triton kernel that splits heads and rotates queries and keys in one pass.
 
-The vision tower's ``q, k, v = mixed.unbind(); q = rotate(q); k = rotate(k)`` (``apply_rotary_pos_emb_vision``), with
-angles for every row. What it reads and writes is all it costs: Transformer Engine's kernel for the same, made for
-angles per position of a sequence, takes more than twice as long on an H200 (docs/decisions/0026).
+It replaces the vision tower's ``q, k, v = mixed.unbind(); q = rotate(q); k = rotate(k)``
+(``apply_rotary_pos_emb_vision``), with separate angles for each row. Memory traffic is its only cost. Transformer
+Engine's kernel, which is made for angles per sequence position, takes more than twice as long on an H200
+(docs/decisions/0026).
 
-Shapes: rows P, heads n, head width d, of which the halves rotate against each other.
+Shapes: rows P, heads n, head width d. The two halves of a head rotate against each other.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 
 class SplitAndRotate(torch.autograd.Function):
-    """(P, n, 3, d) and angles float32 (P, d), both halves equal, to query, key, value, each (P, n, d)."""
+    """Maps (P, n, 3, d) and angles float32 (P, d), both halves equal, to query, key and value, each (P, n, d)."""
 
     @staticmethod
     def forward(ctx: Any, mixed_pn3d: Tensor, angles_pd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,7 +70,7 @@ def _split_and_rotate(  # type: ignore[no-untyped-def]  # Triton compiles it; it
     block_half: tl.constexpr,
     backward: tl.constexpr,
 ):
-    """A program does all heads of a row; backward it goes the other way, by minus the angle."""
+    """Processes all heads of a row per program. The backward pass joins instead, with negated angles."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, block_heads)[:, None]
     column = tl.arange(0, block_half)[None, :]

@@ -1,1 +1,1 @@
-"""Layers that model families share. A whole model is in ``model/families/NAME/model.py``; start reading there."""
+"""Layers that model families share. Whole models are in ``model/families/NAME/model.py``; start there."""

@@ -1,9 +1,10 @@
 """Full attention with interleaved 3D rotary positions.
 
-Mirrors transformers' ``Qwen3_5Attention``, ``Qwen3_5TextRotaryEmbedding`` and ``apply_rotary_pos_emb``.
+Mirrors transformers' ``Qwen3_5Attention``, ``Qwen3VLTextAttention``, their rotary embeddings and
+``apply_rotary_pos_emb``.
 Projections, q/k norms and the output gate (where a family has one) are megatron-core's ``SelfAttention``.
 
-Shapes: tokens of this rank t, batch 1, heads n, key-value heads g, head width d, rotated width r.
+Shapes: tokens on this rank t, batch 1, heads n, key-value heads g, head width d, rotated width r.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from model.parallel.exchange import all_gather_rows
-from model.parallel.packed import PackedLayout
+from model.parallel.packed import PackParams
 
 
 class InterleavedMRoPE(nn.Module):
-    """Rotation angles of tokens with three positions: ``Qwen3_5TextRotaryEmbedding``.
+    """Rotation angles of tokens with three positions: ``Qwen3VLTextRotaryEmbedding``.
 
-    Frequency i belongs to the axis t, h, w, t, h, w, … in turn, as far as the sections of h and w reach; the rest
-    belongs to t. megatron-core's own class gives each axis a consecutive block instead, which is another model.
+    The frequencies go to the axes t, h, w, t, h, w, … in turn, up to the sections of h and w. The remaining frequencies
+    go to t. megatron-core's own class gives each axis a consecutive block, which is a different model.
     """
 
     def __init__(self, rotary_dim: int, base: float) -> None:
@@ -36,9 +37,9 @@ class InterleavedMRoPE(nn.Module):
         """Computes the angles.
 
         Args:
-            position_ids: int64 (3, 1, t), of the tokens held here.
+            position_ids: int64 (3, 1, t), of the tokens on this rank.
             mrope_section: Frequencies of t, h, w.
-            cp_group: Ignored: the positions are local already. megatron-core passes it.
+            cp_group: Ignored; megatron-core passes it, but the positions are already local.
 
         Returns:
             float32 (t, 1, 1, r), in radians; both halves equal.
@@ -54,7 +55,7 @@ class InterleavedMRoPE(nn.Module):
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotates the first columns of heads: ``apply_rotary_pos_emb``.
+    """Rotates the first columns of each head: ``apply_rotary_pos_emb``.
 
     Args:
         x: (t, 1, n, d).
@@ -72,7 +73,7 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 
 
 def _rotate_fused(x: Tensor, angles: Tensor) -> Tensor:
-    """:func:`rotate` by Transformer Engine, in float32."""
+    """:func:`rotate` with Transformer Engine's kernel, in float32."""
     from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
     turned: Tensor = apply_rotary_pos_emb(x, angles, tensor_format="sbhd", fused=True)
@@ -80,15 +81,15 @@ def _rotate_fused(x: Tensor, angles: Tensor) -> Tensor:
 
 
 class RotatedSelfAttention(SelfAttention):
-    """``Qwen3_5Attention``: megatron-core's self-attention that rotates with angles per token.
+    """``Qwen3VLTextAttention``: megatron-core's self-attention with rotation angles per token.
 
-    megatron-core's rotary code for packed batches copies boundaries to the host in every layer, and takes positions to
-    count up within a segment. So the angles come ready, one row per token held here, and are applied here: by
-    Transformer Engine's kernel for one long sequence (in float32), or by :func:`rotate`.
+    megatron-core's rotary code for packed batches copies boundaries to the host in every layer and assumes that
+    positions count up within a segment. Here the angles arrive with one row per token, and the layer applies them with
+    Transformer Engine's kernel for one long sequence (in float32) or with :func:`rotate`.
     """
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """As ``Attention.forward``; ``rotary_pos_emb`` are angles as :class:`InterleavedMRoPE` makes them."""
+        """See ``Attention.forward``. ``rotary_pos_emb`` holds the angles of :class:`InterleavedMRoPE`."""
         self._angles = kwargs.pop("rotary_pos_emb", None)
         try:
             output: tuple[Tensor, Tensor] = super().forward(
@@ -99,7 +100,7 @@ class RotatedSelfAttention(SelfAttention):
         return output
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
-        """Queries and keys normalised and rotated, values, and the gate if the model has one."""
+        """Returns normalised and rotated queries and keys, values, and the gate if the model has one."""
         query, key, *rest = super().get_query_key_value_tensors(*args, **kwargs)
         if self._angles is not None:
             turn = _rotate_fused if self.config.apply_rope_fusion else rotate
@@ -108,9 +109,9 @@ class RotatedSelfAttention(SelfAttention):
 
 
 class SegmentAttention(MegatronModule):
-    """Causal attention within the segments of a pack by torch's scaled dot product, for the torch back end.
+    """Causal attention within the segments of a pack, with torch's scaled dot product, for the torch back end.
 
-    With context parallelism keys and values are gathered from all ranks; every rank computes the rows of its two chunks
+    With context parallelism, keys and values are gathered from all ranks. Each rank computes the rows of its two chunks
     of each segment.
     """
 
@@ -138,15 +139,15 @@ class SegmentAttention(MegatronModule):
         attention_mask: Tensor | None = None,
         attn_mask_type: Any = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: PackedLayout | None = None,
+        packed_seq_params: PackParams | None = None,
     ) -> Tensor:
-        """Attends.
+        """Computes attention.
 
         Args:
             query: (t, n, d).
             key: (t, g, d).
             value: (t, g, d).
-            attention_mask: Ignored; the segments say it.
+            attention_mask: Ignored; the segments define the mask.
             attn_mask_type: Ignored.
             attention_bias: Must be None.
             packed_seq_params: The pack.
@@ -154,17 +155,17 @@ class SegmentAttention(MegatronModule):
         Returns:
             (t, n * d).
         """
-        layout = packed_seq_params
-        assert isinstance(layout, PackedLayout)
+        pack = packed_seq_params
+        assert isinstance(pack, PackParams)
         assert attention_bias is None
-        size, rank = layout.context_size, layout.context_rank
+        size, rank = pack.context_size, pack.context_rank
         if size > 1:
-            assert layout.gathered_order is not None
+            assert pack.gathered_order is not None
             counts = [query.shape[0]] * size
             both = all_gather_rows(torch.cat([key, value], -1), counts, self.cp_group)
-            key, value = both.index_select(0, layout.gathered_order).split(key.shape[-1], -1)
+            key, value = both.index_select(0, pack.gathered_order).split(key.shape[-1], -1)
         pieces = []
-        for start, stop, local in zip(layout.bounds, layout.bounds[1:], layout.local_bounds, strict=False):
+        for start, stop, local in zip(pack.bounds, pack.bounds[1:], pack.local_bounds, strict=False):
             if size == 1:
                 pieces.append(self._attend(query[start:stop], key[start:stop], value[start:stop]))
                 continue
@@ -176,7 +177,7 @@ class SegmentAttention(MegatronModule):
         return torch.cat(pieces).flatten(1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Rows of queries that end where the keys end."""
+        """Attends with queries that end where the keys end."""
         if not query.shape[0]:
             return query
         rows, columns = query.shape[0], key.shape[0]

@@ -1,11 +1,11 @@
-"""Patch embedding, straight from the stored uint8 patches.
+"""Patch embedding, directly from stored uint8 patches.
 
 Mirrors transformers' ``Qwen3_5VisionPatchEmbed``, whose 3D convolution with equal kernel and stride is a linear map of
 a patch's 1,536 values ``(C, T=2, 16, 16)``.
 
-Of an image both frames are equal, so the map of the 768 stored values is the sum of the kernel's two halves. The
+Both frames of an image are equal, so the map of the 768 stored values is the sum of the kernel's two halves. The
 normalisation ``(u - 127.5) / 127.5`` is folded in too: the subtraction is exact in bfloat16 (``u - 127.5`` has 8
-significant bits), the division goes into the weight. So a patch needs neither its second copy nor its float form.
+significant bits), and the division goes into the weight. A patch needs neither its second copy nor its float form.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from model.architecture import VisionArchitecture
 from vlmdata.families.qwen3_5 import FAMILY
 
-#: Mean and scale of pixel values: the family's, which are equal, for values from 0 to 255.
+#: Mean and scale of pixel values from 0 to 255. The family's mean and standard deviation are equal.
 PIXEL_MEAN = PIXEL_SCALE = 255.0 * FAMILY.image_mean[0]
 
 
 class PatchEmbed(nn.Module):
-    """``Qwen3_5VisionPatchEmbed``; its weight is the convolution's, flattened to (hidden, 1536)."""
+    """``Qwen3_5VisionPatchEmbed``, with the convolution's weight flattened to (hidden, 1536)."""
 
     def __init__(self, architecture: VisionArchitecture, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -37,13 +37,13 @@ class PatchEmbed(nn.Module):
         """Embeds patches.
 
         Args:
-            patches: uint8 (P, 768) as vlmdata stores them, or floats (P, 1536) as transformers' ``pixel_values``.
+            patches: uint8 (P, 768) as stored by vlmdata, or floats (P, 1536) as in transformers' ``pixel_values``.
 
         Returns:
             (P, hidden).
 
         Raises:
-            ValueError: If the rows are neither.
+            ValueError: If the rows have neither form.
         """
         values = self.weight.shape[1]
         if patches.dtype == torch.uint8 and patches.shape[1] * self.frames == values:

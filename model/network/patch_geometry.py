@@ -1,4 +1,4 @@
-"""Where patches stand in their images: attention segments, rotation angles, rows of the position table.
+"""Positions of patches in their images: attention segments, rotation angles, rows of the position table.
 
 Mirrors transformers' ``Qwen3_5VisionRotaryEmbedding`` and its interpolation of learned positions. Patches: P.
 """
@@ -18,14 +18,14 @@ Grid = tuple[int, int, int]
 
 
 class PatchGeometry:
-    """What follows from the grids of some images, on the device.
+    """Tensors that follow from the grids of some images, on the device.
 
     Attributes:
-        bounds: Attention segments, on the host: every frame of every image by itself.
-        cu_seqlens: The same, int32, on the device.
-        longest: Longest segment.
-        angles: float32 (P, 1, d), rotation angles of every patch, both halves equal.
-        table_rows: int64 (P, 4), rows of the position table around every patch.
+        bounds: Attention segments, on the host; each frame of each image is one segment.
+        cu_seqlens: ``bounds`` as int32 on the device.
+        longest: Length of the longest segment.
+        angles: float32 (P, 1, d), rotation angles of each patch; both halves are equal.
+        table_rows: int64 (P, 4), rows of the position table around each patch.
         table_weights: float32 (P, 4), their bilinear weights.
     """
 
@@ -38,7 +38,7 @@ class PatchGeometry:
 
     @classmethod
     def of(cls, architecture: VisionArchitecture, grids: Sequence[Grid], device: torch.device) -> PatchGeometry:
-        """Works it out."""
+        """Computes the geometry of images with these grids."""
         self = cls()
         lengths = [h * w for t, h, w in grids for _ in range(t)]
         self.bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
@@ -51,7 +51,7 @@ class PatchGeometry:
         return self
 
     def packed(self) -> PackedSeqParams:
-        """The segments as megatron-core's attention takes them."""
+        """The segments in the form that megatron-core's attention takes."""
         return PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=self.cu_seqlens,
@@ -63,10 +63,10 @@ class PatchGeometry:
 
 
 def patch_places(grids: Sequence[Grid], merge: int) -> tuple[Tensor, Tensor]:
-    """Row and column of every patch, in merge order: ``get_vision_position_ids``.
+    """Returns the row and column of each patch, in merge order: ``get_vision_position_ids``.
 
     Args:
-        grids: Patches along t, h, w.
+        grids: Patches of each image along t, h, w.
         merge: Side of a merge block.
 
     Returns:
@@ -83,10 +83,10 @@ def patch_places(grids: Sequence[Grid], merge: int) -> tuple[Tensor, Tensor]:
 
 
 def position_table_rows(places: Tensor, sizes: Tensor, side: int) -> tuple[Tensor, Tensor]:
-    """Bilinear interpolation of the learned table: ``get_vision_interpolation_indices_and_weights``, corners aligned.
+    """Interpolates the learned table bilinearly: ``get_vision_interpolation_indices_and_weights``, corners aligned.
 
     Args:
-        places: int64 (P, 2), row and column of every patch.
+        places: int64 (P, 2), row and column of each patch.
         sizes: int64 (P, 2), height and width of its image.
         side: Side of the table.
 
@@ -104,7 +104,7 @@ def position_table_rows(places: Tensor, sizes: Tensor, side: int) -> tuple[Tenso
 
 
 def rotary_angles(places: Tensor, head_dim: int, base: float) -> Tensor:
-    """``Qwen3_5VisionRotaryEmbedding``: a quarter of the head turns with the row, a quarter with the column, twice.
+    """``Qwen3_5VisionRotaryEmbedding``: a quarter of the head rotates with the row, a quarter with the column, twice.
 
     Args:
         places: int64 (P, 2), row and column.

@@ -1,6 +1,6 @@
-"""Parts that networks are put together from, for either back end.
+"""Building blocks of networks, for both back ends.
 
-A *provider* says which linear layers, norms and attention a model consists of. Both providers give parameters the same
+A *provider* selects the linear layers, norms and attention of a model. Both providers give parameters the same
 checkpoint keys.
 """
 
@@ -18,19 +18,24 @@ from model.network.attention import SegmentAttention
 
 
 class RMSNorm(nn.Module):
-    """``Qwen3_5RMSNorm``: computed in float32, scaled by 1 + weight."""
+    """An RMS norm, computed in float32.
 
-    zero_centered = True
+    Its scale is 1 + weight (``Qwen3_5RMSNorm``) or the weight itself (``Qwen3VLTextRMSNorm``), as
+    ``layernorm_zero_centered_gamma`` of the configuration says.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.zero_centered = eps, self._zero_centered(config)
         device = torch.get_default_device() if config.use_cpu_initialization else torch.cuda.current_device()
         fresh = torch.zeros if self.zero_centered else torch.ones
         self.weight = nn.Parameter(fresh(hidden_size, dtype=config.params_dtype, device=device))
-        # Under sequence parallelism each tensor-parallel rank sees some tokens only; megatron-core then sums the
+        # Under sequence parallelism each tensor-parallel rank sees only some tokens. megatron-core then sums the
         # gradient.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def _zero_centered(self, config: TransformerConfig) -> bool:
+        return bool(config.layernorm_zero_centered_gamma)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalises the last axis."""
@@ -42,17 +47,18 @@ class RMSNorm(nn.Module):
 
 
 class PlainRMSNorm(RMSNorm):
-    """The norm inside ``Qwen3_5RMSNormGated``: scaled by the weight itself.
+    """The norm inside ``Qwen3_5RMSNormGated``, scaled by the weight itself.
 
-    megatron-core's delta net would have it zero-centred; ``w - 1`` of a small w does not come back exactly, so a
-    checkpoint would change by being converted.
+    megatron-core's delta net uses a zero-centred weight. For a small w, ``w - 1`` does not convert back exactly, so
+    conversion would change a checkpoint.
     """
 
-    zero_centered = False
+    def _zero_centered(self, config: TransformerConfig) -> bool:
+        return False
 
 
 class LayerNorm(nn.LayerNorm):
-    """torch's, in the vision tower; built as megatron-core builds norms."""
+    """torch's layer norm with the constructor of megatron-core's norms, for the vision tower."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         device = torch.get_default_device() if config.use_cpu_initialization else torch.cuda.current_device()
@@ -60,7 +66,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 class Provider(Protocol):
-    """Which parts a back end uses: megatron-core's ``BackendSpecProvider`` and what it lacks."""
+    """Building blocks of a back end: megatron-core's ``BackendSpecProvider`` with additions."""
 
     def column_parallel_linear(self) -> type: ...  # noqa: D102
 
@@ -77,31 +83,31 @@ class Provider(Protocol):
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any: ...  # noqa: D102
 
     def plain_rms_norm(self) -> Any:
-        """An RMS norm whose scale is the weight itself, for a delta net's output."""
+        """Returns an RMS norm whose scale is the weight itself, for a delta net's output."""
         ...
 
 
 class TorchProvider(LocalSpecProvider):
-    """Plain torch: runs on CPU and GPU."""
+    """The torch back end; runs on CPU and GPU."""
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> Any:
-        """Zero-centred RMS norm, or a layer norm."""
+        """Returns an RMS norm or a layer norm."""
         return RMSNorm if rms_norm else LayerNorm
 
     def plain_rms_norm(self) -> Any:
-        """RMS norm with a plain scale."""
+        """Returns an RMS norm whose scale is the weight itself."""
         return PlainRMSNorm
 
     def core_attention(self) -> type:
-        """Scaled dot product over segments."""
+        """Returns scaled dot-product attention over segments."""
         return SegmentAttention
 
 
 def transformer_engine_provider(*packages: str) -> Provider:
-    """The Transformer Engine back end; CUDA only.
+    """Returns the Transformer Engine back end; CUDA only.
 
     Args:
-        packages: What else a family's layers need: "flash-linear-attention".
+        packages: Further packages that a family's layers need, such as "flash-linear-attention".
 
     Raises:
         ImportError: If Transformer Engine or one of them is missing.
@@ -116,7 +122,7 @@ def transformer_engine_provider(*packages: str) -> Provider:
     ]
     if missing:
         raise ImportError(
-            f"backend 'transformer_engine' needs {' and '.join(missing)}: install the extra 'gpu' on a CUDA machine, "
+            f"backend 'transformer_engine' needs {' and '.join(missing)}: install the extra 'gpu' on a CUDA machine "
             "or choose backend 'torch'"
         )
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider

@@ -1,4 +1,4 @@
-"""The router of a mixture of experts, with a load-balancing loss that does not depend on the layout."""
+"""Mixture-of-experts router with a load-balancing loss that does not depend on the layout."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from model.metrics import MetricSums
 
 @dataclass
 class RouterState:
-    """What all routers of a model share.
+    """State that all routers of a model share.
 
     Attributes:
-        weight: Weight of the load-balancing loss of the micro-batch in work: the sum of its targets' weights, since
-            the gradient is divided by that sum over the whole step in the end.
-        metrics: Where the losses are counted.
+        weight: Weight of the load-balancing loss of the current micro-batch: the sum of its target weights. The step
+            divides the gradient by that sum over the whole step.
+        metrics: Collects the losses.
     """
 
     weight: Tensor | float = 1.0
@@ -28,32 +28,32 @@ class RouterState:
 
 
 class BalancedRouter(TopKRouter):
-    """``Qwen3_5MoeTopKRouter`` with a load-balancing loss that counts no padding and does not depend on the layout.
+    """``Qwen3_5MoeTopKRouter`` with a load-balancing loss that ignores padding and does not depend on the layout.
 
-    megatron-core's own loss is scaled by the rank's tokens and divided by the sum of tokens, which is off when the
-    ranks' padding differs or not every token is a target; and of a pack that is all padding it is not a number.
+    megatron-core's own loss is scaled by the rank's tokens and divided by the sum of tokens. This is wrong if the ranks
+    have different padding or if some tokens are not targets, and it is NaN for a pack of padding only.
     """
 
     state: RouterState
 
     def gating(self, input: Tensor) -> Tensor:
-        """Router logits in float32. megatron-core's would move a CPU weight to CUDA."""
+        """Computes router logits in float32. megatron-core's version would move a CPU weight to CUDA."""
         logits: Tensor = router_gating_linear(input, self.weight, self.bias, torch.float32)
         return logits
 
     def _apply_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
     ) -> Tensor:
-        """Gives the loss its part in the gradient: experts x sum of (share of choices x mean probability).
+        """Adds the gradient of the loss: experts x sum of (share of choices x mean probability).
 
-        Equations 4 to 6 of "Switch Transformers" (Fedus et al. 2021), the shares over all choices of a token as
-        megatron-core has it: 1 when tokens are spread evenly (transformers' ``load_balancing_loss_func`` gives as many
-        as a token has choices). A rank adds its own tokens' part.
+        Equations 4 to 6 of "Switch Transformers" (Fedus et al. 2021), with the shares taken over all choices of a token
+        as in megatron-core: the loss is 1 if tokens are spread evenly (transformers' ``load_balancing_loss_func`` gives
+        the number of choices per token). Each rank adds the part of its own tokens.
 
         Args:
             probs: Weights of the experts, which carry the gradient.
-            scores_for_aux_loss: float32 (t, experts), probabilities, 0 for padding.
-            routing_map: bool (t, experts), what was chosen, nothing for padding.
+            scores_for_aux_loss: float32 (t, experts), probabilities; 0 for padding.
+            routing_map: bool (t, experts), chosen experts; none for padding.
             with_padding_mask: Ignored.
         """
         coefficient, group = self.get_aux_loss_coeff("aux_loss"), self.tp_cp_group

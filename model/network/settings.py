@@ -1,6 +1,6 @@
 """Compute settings of a model (layout, precision, recomputation, kernels) and the checks that they are compatible.
 
-Nothing here needs torch, so that the trainer refuses wrong settings before it imports it.
+This module needs no torch, so the trainer can reject invalid settings before importing it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     import torch
 
 
-#: A tensor-parallel rank's share of the vocabulary is a multiple of this, as matrix kernels want it.
+#: A tensor-parallel rank's share of the vocabulary is a multiple of this, as matrix kernels prefer.
 VOCABULARY_MULTIPLE = 16
 
 
 class Field(str):
-    """The name of a setting within an error's message."""
+    """The name of a setting in an error message."""
 
     __slots__ = ()
 
@@ -28,10 +28,10 @@ class Field(str):
 class SettingError(ValueError):
     """A setting contradicts another one, the architecture, or the process groups.
 
-    The message is told in parts, so that whoever calls the settings by other names can say it in those.
+    The message is stored in parts, so that a caller with other names for the settings can substitute them.
 
     Args:
-        parts: The message; names of settings in it are :class:`Field`.
+        parts: Parts of the message; each setting name is a :class:`Field`.
     """
 
     def __init__(self, *parts: str) -> None:
@@ -44,7 +44,7 @@ class SettingError(ValueError):
         return tuple(str(part) for part in self.parts if isinstance(part, Field))
 
     def renamed(self, names: Mapping[str, str]) -> str:
-        """The message with other names of settings; a setting without another name keeps its own."""
+        """Returns the message with settings renamed by ``names``; others keep their names."""
         return "".join(names.get(part, part) if isinstance(part, Field) else part for part in self.parts)
 
 
@@ -52,7 +52,7 @@ TENSOR = Field("tensor_parallel")
 
 
 def joined_fields(names: Iterable[str]) -> tuple[str, ...]:
-    """Parts of a message: names with commas between them."""
+    """Returns message parts: the names, separated by commas."""
     parts: list[str] = []
     for name in names:
         parts += [", "] * bool(parts) + [Field(name)]
@@ -61,34 +61,35 @@ def joined_fields(names: Iterable[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """How a model is computed. The result does not depend on it, but for rounding.
+    """How a model is computed. Apart from rounding, the result does not depend on it.
 
     Attributes:
         tensor_parallel: Ranks that share every layer.
-        vision_tensor_parallel: The same in the vision tower: ``tensor_parallel`` (None is that), or 1, where each of
-            those ranks encodes some of the images instead, and training must go through
+        vision_tensor_parallel: Tensor-parallel size of the vision tower: ``tensor_parallel`` (the same as None) or 1.
+            With 1, each of those ranks encodes some of the images. Training must then use
             :func:`model.training.optimizer.build_learner`, which sums their gradients.
         sequence_parallel: Whether these ranks also share the tokens between layers.
         context_parallel: Ranks that share the tokens of a pack.
-        pipeline_parallel: Stages.
+        pipeline_parallel: Number of pipeline stages.
         expert_parallel: Ranks that share the experts.
-        backend: ``torch`` runs anywhere; ``transformer_engine`` on CUDA.
+        backend: ``torch`` runs anywhere; ``transformer_engine`` needs CUDA.
         precision: Data type of parameters and activations.
-        mtp_layers: Multi-token prediction layers that are trained, at most the architecture's; None for its number.
+        language_only: Whether to build the language model without the vision tower, for data without images.
+        mtp_layers: Multi-token prediction layers to train, at most the architecture's; None means all of them.
         mtp_loss_scale: Weight of their loss.
-        moe_aux_loss: Weight of the load-balancing loss; None for the architecture's.
-        recompute: What is computed again in the backward pass: nothing, feed-forward layers (``selective``) or whole
+        moe_aux_loss: Weight of the load-balancing loss; None means the architecture's.
+        recompute: What the backward pass computes again: nothing, feed-forward layers (``selective``) or whole
             layers (``full``).
-        vision_recompute: Whether the vision tower's blocks are.
-        vision_attention: What attends in the vision tower with Transformer Engine's back end: its own attention
-            (cuDNN's kernels), FlashAttention 4, or (``auto``) the latter where it is installed and made for the card.
-        cp_comm_type: How attention exchanges over context-parallel ranks (Transformer Engine): ``p2p``,
+        vision_recompute: Whether the backward pass computes the vision tower's blocks again.
+        vision_attention: Attention of the vision tower with the Transformer Engine back end: Transformer Engine's own
+            (cuDNN kernels), FlashAttention 4, or ``auto`` for FlashAttention 4 if installed and made for the GPU.
+        cp_comm_type: How attention exchanges data between context-parallel ranks (Transformer Engine): ``p2p``,
             ``all_gather``, ``a2a``, ``a2a+p2p``.
-        fused_cross_entropy: Cross-entropy by Transformer Engine's kernel.
-        gradient_accumulation_fusion: Weight gradients straight into the gradient buffer (Transformer Engine); the model
-            must be trained behind megatron-core's ``DistributedDataParallel``, and ``grad`` stays without meaning.
-        fp8: FP8 format of linear layers (``hybrid``, ``e4m3``), with Transformer Engine; None for none.
-        fp8_recipe: Scaling of FP8: of whole tensors by their present range (``tensorwise``) or by that of earlier steps
+        fused_cross_entropy: Compute cross-entropy with Transformer Engine's kernel.
+        gradient_accumulation_fusion: Add weight gradients directly to the gradient buffer (Transformer Engine). The
+            model must be wrapped in megatron-core's ``DistributedDataParallel``, and ``grad`` has no meaning.
+        fp8: FP8 format of linear layers (``hybrid``, ``e4m3``) with Transformer Engine; None disables FP8.
+        fp8_recipe: FP8 scaling: of whole tensors by their current range (``tensorwise``) or by that of earlier steps
             (``delayed``), or of blocks (``blockwise``).
     """
 
@@ -100,6 +101,7 @@ class ModelSettings:
     expert_parallel: int = 1
     backend: Literal["torch", "transformer_engine"] = "torch"
     precision: Literal["fp32", "bf16"] = "fp32"
+    language_only: bool = False
     mtp_layers: int | None = None
     mtp_loss_scale: float = 0.1
     moe_aux_loss: float | None = None
@@ -119,23 +121,23 @@ class ModelSettings:
 
     @property
     def params_dtype(self) -> torch.dtype:
-        """``precision`` as torch has it."""
+        """``precision`` as a torch dtype."""
         import torch
 
         return torch.bfloat16 if self.precision == "bf16" else torch.float32
 
     def mtp_layers_of(self, architecture: Architecture) -> int:
-        """Multi-token prediction layers that are trained."""
+        """Number of multi-token prediction layers to train."""
         return architecture.mtp_layers if self.mtp_layers is None else self.mtp_layers
 
 
 def vocabulary_rows(vocab_size: int, tensor_parallel: int) -> int:
-    """Rows of the embedding table: the vocabulary, filled up so that every tensor-parallel rank has the same number.
+    """Returns the rows of the embedding table: the vocabulary padded to the same number on each tensor-parallel rank.
 
-    The rows that fill up are never looked up and their logits are masked, so the result does not depend on them.
+    Padding rows are never looked up and their logits are masked, so the result does not depend on them.
 
     Args:
-        vocab_size: Token ids.
+        vocab_size: Number of token ids.
         tensor_parallel: Tensor-parallel size.
     """
     unit = VOCABULARY_MULTIPLE * tensor_parallel
@@ -143,10 +145,10 @@ def vocabulary_rows(vocab_size: int, tensor_parallel: int) -> int:
 
 
 def check_settings(settings: ModelSettings, architecture: Architecture) -> None:
-    """Refuses what no model of any family can do, before anything is built. A family's own check calls it first.
+    """Raises an error for settings that no family supports. Each family's own check calls it first.
 
     Raises:
-        SettingError: With the setting, its value, and what to do.
+        SettingError: Naming the setting, its value and the remedy.
     """
     _check_values(settings, architecture)
     _check_sizes(settings, architecture)
@@ -155,15 +157,28 @@ def check_settings(settings: ModelSettings, architecture: Architecture) -> None:
 
 
 def require_divides(settings: ModelSettings, sizes: Mapping[str, int]) -> None:
-    """Refuses a tensor-parallel size that does not divide sizes of the architecture, given by name.
+    """Raises an error if the tensor-parallel size does not divide these named sizes of the architecture.
 
     Raises:
-        SettingError: If one is no multiple of it.
+        SettingError: If a size is not a multiple of it.
     """
     tensor = settings.tensor_parallel
     for name, size in sizes.items():
         if size % tensor:
             raise SettingError(TENSOR, f" {tensor} does not divide {name} {size}; choose a divisor of it")
+
+
+def check_attention_heads(settings: ModelSettings, architecture: Architecture) -> None:
+    """Raises an error if the heads of full attention do not divide over tensor-parallel ranks.
+
+    Raises:
+        SettingError: If a number of heads is not a multiple of the tensor-parallel size.
+    """
+    language = architecture.language
+    sizes = {"language.num_attention_heads": language.num_attention_heads}
+    if settings.tensor_parallel % language.num_key_value_heads:  # several ranks may hold copies of one key-value head
+        sizes["language.num_key_value_heads"] = language.num_key_value_heads
+    require_divides(settings, sizes)
 
 
 def _check_values(settings: ModelSettings, architecture: Architecture) -> None:
@@ -192,7 +207,7 @@ def _check_values(settings: ModelSettings, architecture: Architecture) -> None:
     layers = settings.mtp_layers_of(architecture)
     if not 0 <= layers <= architecture.mtp_layers:
         raise SettingError(
-            Field("mtp_layers"), f" must lie in 0..{architecture.mtp_layers}, what the architecture has, got {layers}"
+            Field("mtp_layers"), f" must be between 0 and the architecture's {architecture.mtp_layers}, got {layers}"
         )
 
 
@@ -216,7 +231,7 @@ def _check_experts(settings: ModelSettings, architecture: Architecture) -> None:
     moe, experts = architecture.language.moe, settings.expert_parallel
     if settings.sequence_parallel and settings.tensor_parallel == 1:
         raise SettingError(
-            Field("sequence_parallel"), " shares tokens over tensor-parallel ranks: it needs ", TENSOR, " > 1"
+            Field("sequence_parallel"), " splits tokens over tensor-parallel ranks: it needs ", TENSOR, " > 1"
         )
     if moe is None:
         if experts > 1:

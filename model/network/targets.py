@@ -1,4 +1,4 @@
-"""Which tokens are targets, and how a second loss joins the first."""
+"""Selects the target tokens, and attaches a second loss to the first."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from vlmdata.batch import IGNORE_INDEX
 
-#: Targets are filled up to a multiple of this.
+#: The number of targets is padded to a multiple of this.
 _ROWS = 128
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What the last stage compares with.
+    """Targets of the last stage.
 
     Attributes:
         next: The tokens that come next.
@@ -28,14 +28,14 @@ class Targets:
 
 
 class TargetRows:
-    """Which tokens are targets, and their weights. In fine-tuning they are few, and only they need logits.
+    """Indices, labels and weights of the target tokens. Fine-tuning has few targets, and only targets need logits.
 
-    The places are found on the device; their number comes to the host in the background, so that it is there when
-    the heads ask for it and nothing waits for the layers that are queued in between.
+    The device finds the indices. Their number is copied to the host in the background, so it is usually available when
+    the heads need it, and nothing waits for the queued layers.
 
     Args:
         labels: int64 (1, t), the next token or -100.
-        weights: float32 (1, t), what each label counts in the loss.
+        weights: float32 (1, t), weight of each label in the loss.
     """
 
     def __init__(self, labels: Tensor, weights: Tensor) -> None:
@@ -50,11 +50,10 @@ class TargetRows:
             self._counted.record()
 
     def get(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Places, labels and weights of the targets, filled up with label -100 to a number that matrix kernels like.
+        """Returns indices, labels and weights of the targets, padded with label -100 for efficient matrix kernels.
 
         Returns:
-            int64 (n,) places among the tokens, int64 (n,) labels, and float32 (n,) weights, 0 of what fills up; n is
-            at least 1.
+            int64 (n,) token indices, int64 (n,) labels, and float32 (n,) weights, 0 for padding; n is at least 1.
         """
         if self._counted is not None:
             self._counted.synchronize()
@@ -67,12 +66,12 @@ class TargetRows:
 
 
 class AttachLoss(torch.autograd.Function):
-    """Lets a second loss take part in the backward pass of the first, with its scale, without changing its value.
+    """Adds a second loss to the backward pass of the first, at the first loss's scale, without changing its value.
 
-    The step adds up weighted token losses and divides the gradient by the sum of the weights of the global batch; so a
-    sum attached here is divided by the same number, whatever the layout. Who divides the loss instead gives every
-    loss's gradient the same factor, and that is the second loss's, too. (Weights must be in the losses already: a
-    caller who multiplied by them would give different factors.)
+    The step sums weighted token losses and divides the gradient by the sum of weights of the global batch. An attached
+    sum is divided by the same number, whatever the layout. A caller that divides the loss itself scales all its
+    gradients by the same factor, which then applies to the second loss too. The losses must already contain their
+    weights: a caller that multiplied by weights afterwards would apply different factors.
     """
 
     @staticmethod
@@ -83,6 +82,6 @@ class AttachLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradient of the losses, and one for the extra loss."""
+        """Returns the gradient of the losses, and ones for the extra loss."""
         (extra,) = ctx.saved_tensors
         return gradients[0], gradients[0].amax().to(extra.dtype).expand_as(extra)

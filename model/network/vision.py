@@ -1,13 +1,17 @@
-"""The vision tower: patches of images in, one embedding per 2 x 2 patches out.
+"""The vision tower: maps image patches to one embedding per 2 x 2 patches.
 
-Mirrors transformers' ``Qwen3_5VisionModel``, ``Qwen3_5VisionBlock``, ``Qwen3_5VisionMLP`` and
-``Qwen3_5VisionPatchMerger``; attention and positions stand in ``vision_attention.py`` and ``patch_geometry.py``.
+Mirrors transformers' ``Qwen3VLVisionModel``, ``Qwen3VLVisionBlock``, ``Qwen3VLVisionMLP`` and
+``Qwen3VLVisionPatchMerger``; Qwen3.5 has the same without deepstack. Attention and positions are in
+``vision_attention.py`` and ``patch_geometry.py``.
 
-Tensor-parallel ranks hold some heads and some feed-forward columns each, and the whole residual stream (no sequence
-parallelism: the number of patches is any). Or they hold all of it, and encode different images: then nothing is sent
-between layers, products are whole, and the gradients of the ranks are summed once a step.
+Deepstack merges the outputs of some earlier blocks too, each with a merger of its own. Their embeddings are further
+columns of the result.
 
-Shapes: patches P, hidden c, heads of this rank n, head width d, image tokens M = P / 4.
+With tensor parallelism, each rank holds some heads and some feed-forward columns, and the whole residual stream (the
+number of patches is arbitrary, so there is no sequence parallelism). Alternatively each rank holds the whole tower and
+encodes different images: layers then send nothing, matrix products are whole, and gradients are summed once per step.
+
+Shapes: patches P, hidden c, heads on this rank n, head width d, image tokens M = P / 4.
 """
 
 from __future__ import annotations
@@ -32,16 +36,16 @@ from model.network.vision_attention import core_attention
 
 
 class VisionTower(MegatronModule):
-    """``Qwen3_5VisionModel``.
+    """``Qwen3VLVisionModel``.
 
     Args:
-        config: Of the tower, without sequence and context parallelism.
-        architecture: Its sizes.
+        config: Configuration of the tower, without sequence and context parallelism.
+        architecture: Sizes of the tower.
         provider: The back end.
         pg_collection: Process groups; ``tp`` is the tower's.
-        sharing_group: Ranks that hold the same weights and encode different images of those that all of them have.
-        recompute: Whether blocks are computed again in the backward pass instead of kept.
-        attention: Which attention, as in :class:`~model.families.qwen3_5.build.ModelSettings`.
+        sharing_group: Ranks that hold the same weights and encode different images of a common set.
+        recompute: Whether the backward pass computes blocks again instead of storing them.
+        attention: Attention kernel, as in :class:`~model.network.settings.ModelSettings`.
     """
 
     def __init__(
@@ -69,22 +73,26 @@ class VisionTower(MegatronModule):
             VisionBlock(config, architecture, provider, pg_collection, attention) for _ in range(architecture.depth)
         )
         self.merger = PatchMerger(config, architecture, provider, pg_collection)
+        self.deepstack_mergers = nn.ModuleList(
+            PatchMerger(config, architecture, provider, pg_collection, norm_joined=True)
+            for _ in architecture.deepstack_layers
+        )
         if dist.get_world_size(sharing_group) > 1:
-            for parameter in self.parameters():  # so that its gradient is counted once in the norm
+            for parameter in self.parameters():  # so the gradient norm counts it once
                 parameter.tensor_model_parallel = False
 
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         """Encodes images.
 
-        Without images one black token is encoded in their place and left out of the result, so that all parameters take
-        part in the backward pass on every rank and get the gradient zero.
+        Without images, the tower encodes one black token and drops it from the result, so that all parameters take part
+        in the backward pass on every rank and get zero gradients.
 
         Args:
-            patches: uint8 (P, 768) or floating point (P, 1536), images one after another in merge order.
-            grids: Patches along t, h, w of every image, on the host.
+            patches: uint8 (P, 768) or floating point (P, 1536), one image after another, in merge order.
+            grids: Patches of each image along t, h, w, on the host.
 
         Returns:
-            (M, out_hidden).
+            (M, (1 + D) * out_hidden): the embedding of each image token, then those of the D deepstack blocks.
         """
         if not grids:
             return self._nothing(patches)
@@ -92,34 +100,37 @@ class VisionTower(MegatronModule):
         x_pc = self.patch_embed(patches)
         table = self.pos_embed(images.table_rows) * images.table_weights[:, :, None]
         x_pc = x_pc + table.sum(1).to(x_pc.dtype)
-        for block in self.blocks:
+        deepstack: list[Tensor] = []
+        for number, block in enumerate(self.blocks):
             if self.recompute and self.training and torch.is_grad_enabled():
                 x_pc = checkpoint(block, x_pc, images, use_reentrant=False)
             else:
                 x_pc = block(x_pc, images)
+            if number in self.architecture.deepstack_layers:
+                deepstack.append(self.deepstack_mergers[len(deepstack)](x_pc))
         merged: Tensor = self.merger(x_pc)
-        return merged
+        return torch.cat([merged, *deepstack], -1) if deepstack else merged
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """As megatron-core's, which would take a list of modules for replicated, and knows nothing of copies."""
+        """Returns the sharded state. megatron-core's would take lists of modules as replicated and ignore copies."""
         state: dict[str, Any] = {}
         for name, module in self.named_children():
-            parts = module.named_children() if module is self.blocks else [("", module)]
+            parts = module.named_children() if isinstance(module, nn.ModuleList) else [("", module)]
             for number, part in parts:
                 place = f"{prefix}{name}.{number}." if number else f"{prefix}{name}."
                 state |= sharded_state_dict_default(part, place, sharded_offsets, metadata, tp_group=self.tp_group)
         copy = dist.get_rank(self.sharing_group)
         for entry in state.values():
-            # Of a tensor that several ranks hold, a checkpoint takes that of the first: (pipeline, tensor, data) 0.
+            # If several ranks hold a tensor, the checkpoint stores that of rank 0 in (pipeline, tensor, data).
             pipeline, tensor, data = entry.replica_id
             entry.replica_id = (pipeline, tensor or copy, data)
         return state
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Sums ``main_grad`` over the ranks that encoded different images; called once a step, when they are whole."""
+        """Sums ``main_grad`` over the ranks that share images. Call it once per step, on complete gradients."""
         gradients = [each.main_grad for each in self.parameters() if each.requires_grad]
         if dist.get_world_size(self.sharing_group) == 1 or not gradients:
             return
@@ -131,7 +142,7 @@ class VisionTower(MegatronModule):
 
     @torch.no_grad()
     def take_first_weights(self) -> None:
-        """Gives all ranks that share images the first one's weights, as fresh ones differ; called before training."""
+        """Copies the first rank's weights to all ranks that share images. Call it before training."""
         if dist.get_world_size(self.sharing_group) > 1:
             for parameter in self.parameters():
                 dist.broadcast(parameter, group=self.sharing_group, group_src=0)
@@ -144,7 +155,7 @@ class VisionTower(MegatronModule):
 
 
 def _buckets(tensors: Sequence[Tensor], elements: int = 2**25) -> Iterator[list[Tensor]]:
-    """Tensors in groups of about so many elements, which bounds the memory for sending them together."""
+    """Groups tensors into buckets of about ``elements`` elements, which bounds the memory for sending each together."""
     bucket: list[Tensor] = []
     for tensor in tensors:
         bucket.append(tensor)
@@ -156,7 +167,7 @@ def _buckets(tensors: Sequence[Tensor], elements: int = 2**25) -> Iterator[list[
 
 
 class VisionBlock(MegatronModule):
-    """``Qwen3_5VisionBlock``."""
+    """``Qwen3VLVisionBlock``."""
 
     def __init__(
         self,
@@ -179,8 +190,8 @@ class VisionBlock(MegatronModule):
         self.head_dim = architecture.head_dim
 
     def forward(self, x_pc: Tensor, images: PatchGeometry) -> Tensor:
-        """Attends within images, then transforms every patch; (P, c) to (P, c)."""
-        # Per head [query, key, value], so that a tensor-parallel rank's rows are whole heads.
+        """Attends within images, then transforms each patch; (P, c) to (P, c)."""
+        # Per head [query, key, value], so a tensor-parallel rank's rows are whole heads.
         mixed_pn3d = self.qkv(self.norm1(x_pc))[0].unflatten(-1, (-1, 3, self.head_dim))
         x_pc = x_pc + self.proj(self.core_attention(mixed_pn3d, images))[0]
         hidden, _ = self.linear_fc1(self.norm2(x_pc))
@@ -189,21 +200,37 @@ class VisionBlock(MegatronModule):
 
 
 class PatchMerger(MegatronModule):
-    """``Qwen3_5VisionPatchMerger``: norm, join 2 x 2 patches, two layers with exact GELU."""
+    """``Qwen3VLVisionPatchMerger``: norm, join 2 x 2 patches, two layers with exact GELU.
+
+    Args:
+        config: Configuration of the tower.
+        architecture: Sizes of the tower.
+        provider: The back end.
+        pg_collection: Process groups.
+        norm_joined: Whether the norm comes after the join and spans the four patches, as in deepstack.
+    """
 
     def __init__(
-        self, config: TransformerConfig, architecture: VisionArchitecture, provider: Provider, pg_collection: Any
+        self,
+        config: TransformerConfig,
+        architecture: VisionArchitecture,
+        provider: Provider,
+        pg_collection: Any,
+        *,
+        norm_joined: bool = False,
     ) -> None:
         super().__init__(config=config)
-        self.width = architecture.hidden_size * architecture.merge_unit
+        self.width, self.norm_joined = architecture.hidden_size * architecture.merge_unit, norm_joined
         norm = provider.layer_norm(rms_norm=False)
-        self.norm = norm(config, architecture.hidden_size, eps=architecture.layer_norm_eps)
+        normed = self.width if norm_joined else architecture.hidden_size
+        self.norm = norm(config, normed, eps=architecture.layer_norm_eps)
         self.linear_fc1 = _column(provider, config, self.width, self.width, pg_collection.tp)
         self.linear_fc2 = _row(provider, config, self.width, architecture.out_hidden_size, pg_collection.tp)
 
     def forward(self, x_pc: Tensor) -> Tensor:
-        """(P, c) to (M, out_hidden)."""
-        hidden, _ = self.linear_fc1(self.norm(x_pc).view(-1, self.width))
+        """Maps (P, c) to (M, out_hidden)."""
+        joined = self.norm(x_pc.view(-1, self.width) if self.norm_joined else x_pc).view(-1, self.width)
+        hidden, _ = self.linear_fc1(joined)
         out: Tensor = self.linear_fc2(F.gelu(hidden))[0]
         return out
 

@@ -1,6 +1,6 @@
-"""Rotation of queries and keys, and attention within images: in plain torch, and by the fast kernels there are.
+"""Rotation of queries and keys and attention within images, in plain torch and with faster kernels.
 
-Mirrors transformers' ``Qwen3_5VisionAttention`` between its two linear layers. Shapes: patches P, heads of this rank n,
+Mirrors transformers' ``Qwen3_5VisionAttention`` between its two linear layers. Shapes: patches P, heads on this rank n,
 head width d.
 """
 
@@ -24,13 +24,13 @@ class TorchAttention(nn.Module):
     """Rotation and attention within images, in plain torch."""
 
     def forward(self, mixed_pn3d: Tensor, images: PatchGeometry) -> Tensor:
-        """(P, n, 3, d) to (P, n * d)."""
+        """Maps (P, n, 3, d) to (P, n * d)."""
         query, key, value = mixed_pn3d.unbind(-2)
         return _attend(rotate_patches(query, images.angles), rotate_patches(key, images.angles), value, images.bounds)
 
 
 class EngineAttention(nn.Module):
-    """The same in two kernels: one that splits and rotates, and Transformer Engine's attention."""
+    """Rotation and attention in two kernels: one splits and rotates, then Transformer Engine's attention runs."""
 
     def __init__(self, config: TransformerConfig, pg_collection: Any) -> None:
         super().__init__()
@@ -45,14 +45,14 @@ class EngineAttention(nn.Module):
         )
 
     def forward(self, mixed_pn3d: Tensor, images: PatchGeometry) -> Tensor:
-        """(P, n, 3, d) to (P, n * d)."""
+        """Maps (P, n, 3, d) to (P, n * d)."""
         query, key, value = _split_and_rotate(mixed_pn3d, images.angles)
         out: Tensor = self.attention(query, key, value, None, AttnMaskType.no_mask, packed_seq_params=images.packed())
         return out.reshape(out.shape[0], -1)
 
 
 class FlashAttention(nn.Module):
-    """The same with FlashAttention 4, of the package ``flash-attn-4``: on Hopper its kernels are the faster ones."""
+    """Rotation and attention with FlashAttention 4 (package ``flash-attn-4``), which is faster on Hopper."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,20 +60,20 @@ class FlashAttention(nn.Module):
             from flash_attn.cute.interface import flash_attn_varlen_func
         except ImportError as error:
             raise ImportError(
-                f"FlashAttention 4 cannot be loaded ({error}): pip install 'vlmdata[flash]', or go on without it, "
+                f"FlashAttention 4 cannot be loaded ({error}): pip install 'vlmdata[flash]', or run without it: "
                 "--set model.vision_attention=transformer_engine"
             ) from error
         self._attend = flash_attn_varlen_func
 
     @staticmethod
     def is_usable(config: TransformerConfig) -> bool:
-        """Whether it is installed, and made for this card and data type."""
+        """True if FlashAttention 4 is installed and supports this GPU and data type."""
         if not (flash_attention_4_is_installed() and config.bf16 and torch.cuda.is_available()):
             return False
         return torch.cuda.get_device_capability() >= (9, 0)
 
     def forward(self, mixed_pn3d: Tensor, images: PatchGeometry) -> Tensor:
-        """(P, n, 3, d) to (P, n * d)."""
+        """Maps (P, n, 3, d) to (P, n * d)."""
         query, key, value = _split_and_rotate(mixed_pn3d, images.angles)
         bounds, longest = images.cu_seqlens, images.longest
         sizes = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": longest, "max_seqlen_k": longest}
@@ -83,7 +83,7 @@ class FlashAttention(nn.Module):
 
 
 def core_attention(kind: str, config: TransformerConfig, pg_collection: Any) -> nn.Module:
-    """The attention of that name in :class:`~model.families.qwen3_5.build.ModelSettings`, or the fastest there is."""
+    """Returns the attention that ``ModelSettings.vision_attention`` names; ``auto`` picks the fastest available."""
     if config.transformer_impl != "transformer_engine":
         return TorchAttention()
     if kind == "flash_attention_4" or (kind == "auto" and FlashAttention.is_usable(config)):
@@ -92,14 +92,14 @@ def core_attention(kind: str, config: TransformerConfig, pg_collection: Any) -> 
 
 
 def _split_and_rotate(mixed_pn3d: Tensor, angles_p1d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    from model.kernels.rotation import SplitAndRotate  # Triton is there with CUDA only
+    from model.kernels.rotation import SplitAndRotate  # Triton is only available with CUDA
 
     parts: tuple[Tensor, Tensor, Tensor] = SplitAndRotate.apply(mixed_pn3d, angles_p1d.squeeze(1))
     return parts
 
 
 def rotate_patches(x: Tensor, angles: Tensor) -> Tensor:
-    """``apply_rotary_pos_emb_vision``: (P, n, d), in float32."""
+    """Rotates (P, n, d) in float32: ``apply_rotary_pos_emb_vision``."""
     wide = x.float()
     first, second = wide.chunk(2, -1)
     return (wide * angles.cos() + torch.cat([-second, first], -1) * angles.sin()).to(x.dtype)

@@ -1,1 +1,1 @@
-"""Process groups, the CPU mode, and what ranks exchange."""
+"""Process groups, the CPU mode and collectives."""

@@ -1,11 +1,11 @@
 """The CPU mode: megatron-core's training code on machines without CUDA.
 
-megatron-core's process groups, tensor-parallel layers and attention run on CPU as they are. Sequence parallelism,
-expert dispatch, pipeline schedules, gradient buffers, optimizers and recompute do too, but for asking ``torch.cuda``
-for "the current device", streams and random states, and for allocating with ``device="cuda"``. Within
-:func:`cpu_as_cuda` those requests are answered for the CPU. It changes ``torch.cuda``, the dispatch of torch functions,
-and how ``all_to_all_single`` takes sizes, in this process and for as long as it is entered; it changes no attribute of
-megatron-core. Enter it once, around building and training, and only where there is no CUDA.
+megatron-core's process groups, tensor-parallel layers and attention run on CPU unchanged. Sequence parallelism, expert
+dispatch, pipeline schedules, gradient buffers, optimizers and recompute would too, but they ask ``torch.cuda`` for the
+current device, streams and random states, and allocate with ``device="cuda"``. :func:`cpu_as_cuda` answers those
+requests for the CPU. While it is active, it changes ``torch.cuda``, the dispatch of torch functions, and the sizes that
+``all_to_all_single`` accepts, in this process. It changes no attribute of megatron-core. Enter it once, around building
+and training, and only on machines without CUDA.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _NOTHING = contextlib.nullcontext()
 
 
 def needed() -> bool:
-    """Whether this machine has to use the CPU mode."""
+    """True if this machine needs the CPU mode."""
     return not torch.cuda.is_available()
 
 
 @contextlib.contextmanager
 def cpu_as_cuda() -> Iterator[None]:
-    """Makes requests for CUDA land on the CPU; see the module's text.
+    """Redirects CUDA requests to the CPU; see the module docstring.
 
     Raises:
-        RuntimeError: If the machine has CUDA: there the real thing must run.
+        RuntimeError: If the machine has CUDA.
     """
     if not needed():
-        raise RuntimeError("cpu_as_cuda is for machines without CUDA, this one has it; use nccl and the real device")
+        raise RuntimeError("cpu_as_cuda is for machines without CUDA, this one has CUDA: use nccl and the device")
     stream = _Stream()
     answers: dict[str, Callable[..., Any]] = {
         "current_device": lambda: _CPU,
@@ -44,7 +44,7 @@ def cpu_as_cuda() -> Iterator[None]:
         "default_stream": lambda *_: stream,
         "synchronize": lambda *_: None,
         "set_device": lambda *_: None,
-        "Stream": _Stream,  # classes, since annotations of libraries imported later mention them
+        "Stream": _Stream,  # classes, since annotations of libraries imported later name them
         "Event": _Stream,
         "stream": lambda *_: contextlib.nullcontext(),
         "get_rng_state": lambda *_, **__: torch.get_rng_state(),
@@ -56,7 +56,7 @@ def cpu_as_cuda() -> Iterator[None]:
     try:
         for name, answer in answers.items():
             setattr(torch.cuda, name, answer)
-        # megatron-core's recompute reads the state through this second name.
+        # megatron-core's recompute reads the state under this second name.
         torch.cuda.random.get_rng_state = answers["get_rng_state"]
         dist.all_to_all_single = _with_sizes_as_lists(saved_exchange)
         with _CudaToCpu(), _uncompiled():
@@ -69,15 +69,15 @@ def cpu_as_cuda() -> Iterator[None]:
 
 
 def cpu_mode_if_needed() -> contextlib.AbstractContextManager[None]:
-    """:func:`cpu_as_cuda` without CUDA, nothing with it."""
+    """Returns :func:`cpu_as_cuda` on machines without CUDA, otherwise a null context."""
     return cpu_as_cuda() if needed() else contextlib.nullcontext()
 
 
 def _uncompiled() -> contextlib.AbstractContextManager[Any]:
-    """megatron-core marks small functions to be compiled; on a CPU that costs more than it ever gains.
+    """Disables compilation of the small functions that megatron-core marks; on a CPU it costs more than it gains.
 
-    After :func:`model.parallel.environment.before_megatron` it has marked none. Asking torch for as much would
-    import its compiler, which takes seconds.
+    After :func:`model.parallel.environment.before_megatron` no functions are marked. Disabling would then import
+    torch's compiler for nothing, which takes seconds.
     """
     jit = sys.modules.get("megatron.core.jit")
     return torch.compiler.set_stance("force_eager") if jit is None or jit.jit_fuser is torch.compile else _NOTHING
@@ -92,7 +92,7 @@ def _on_cpu(device: Any) -> Any:
 
 
 def _with_sizes_as_lists(exchange: Callable[..., Any]) -> Callable[..., Any]:
-    """``all_to_all_single`` for numbers of tokens that the expert dispatcher moves to the host only from a GPU."""
+    """Wraps ``all_to_all_single`` to accept token counts as tensors; on CPU, the dispatcher does not convert them."""
 
     def exchange_lists(*args: Any, **kwargs: Any) -> Any:
         for name in ("output_split_sizes", "input_split_sizes"):
@@ -103,8 +103,13 @@ def _with_sizes_as_lists(exchange: Callable[..., Any]) -> Callable[..., Any]:
     return exchange_lists
 
 
+def _frobenius(arguments: dict[str, Any]) -> bool:
+    """Whether ``torch.norm`` with these arguments is the norm of the whole tensor, in its own type."""
+    return arguments.get("p", "fro") == "fro" and all(arguments.get(name) is None for name in ("dim", "out", "dtype"))
+
+
 class _CudaToCpu(TorchFunctionMode):
-    """Rewrites the device of torch calls, and answers questions about tensor types as CUDA would."""
+    """Rewrites the device of torch calls, and reports tensor types and norms as CUDA would."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -116,16 +121,19 @@ class _CudaToCpu(TorchFunctionMode):
         if name == "cuda":
             return args[0]
         if name == "type" and len(args) == 1 and not kwargs:
-            # The optimizers sort parameters by the type's name and know the CUDA names only.
+            # The optimizers sort parameters by type name and know only the CUDA names.
             kind: str = func(*args)
             return kind if "cuda" in kind else kind.replace("torch.", "torch.cuda.", 1)
+        if name == "norm" and len(args) == 1 and args[0].dtype == torch.float32 and _frobenius(kwargs):
+            # On a CPU, torch sums the squares of a large float32 tensor to four digits; CUDA's kernels do better.
+            return torch.linalg.vector_norm(args[0], dtype=torch.float64).float()
         if name == "to":
             args = (args[0], *(_on_cpu(arg) for arg in args[1:]))
         return func(*args, **kwargs)
 
 
 class _Stream:
-    """A stream and an event of a device that does everything at once."""
+    """A stream and an event of a synchronous device."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 

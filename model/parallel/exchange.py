@@ -1,6 +1,6 @@
 """Collectives with gradients that megatron-core lacks.
 
-Shapes: rows R of a rank, gathered rows N, hidden H.
+Shapes: rows R on a rank, gathered rows N, hidden H.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import torch.distributed as dist
 def all_gather_rows(
     rows: torch.Tensor, counts: Sequence[int], group: dist.ProcessGroup, *, sum_gradients: bool = True
 ) -> torch.Tensor:
-    """Gathers different numbers of rows from every rank of a group.
+    """Gathers a different number of rows from each rank of a group.
 
-    All ranks must call it together, whatever they hold: the counts come from knowledge that all of them have.
+    All ranks must call it together, even with zero rows. The counts come from data that all ranks have.
 
     Args:
         rows: (R, ...), R equal to this rank's count; zero is allowed.
-        counts: Rows of every rank, in rank order; equal on all ranks.
+        counts: Rows of each rank, in rank order; equal on all ranks.
         group: The ranks.
-        sum_gradients: Whether the gradient comes back summed over the ranks, as it must where they use the gathered
-            rows for different things (context parallelism). Where all do the same with them and have the same gradient
-            (tensor parallelism), each takes its rows of it and nothing is sent.
+        sum_gradients: Whether to sum the gradient over the ranks. This is needed if the ranks use the gathered rows for
+            different things (context parallelism). If all ranks do the same with them and have the same gradient
+            (tensor parallelism), each rank takes its rows of the gradient without communication.
 
     Returns:
         (sum of counts, ...), rows in rank order.
@@ -40,7 +40,7 @@ def all_gather_rows(
 
 
 class _AllGatherRows(torch.autograd.Function):
-    """One collective each way: equal blocks of the largest count travel, what is beyond a rank's count is dropped."""
+    """One collective per direction: ranks send equal blocks of the largest count, and the excess is dropped."""
 
     @staticmethod
     def forward(
@@ -73,8 +73,58 @@ class _AllGatherRows(torch.autograd.Function):
         return mine[: counts[rank]], None, None, None
 
 
+def exchange_rows(
+    rows: torch.Tensor,
+    outgoing: torch.Tensor,
+    sent: Sequence[int],
+    received: Sequence[int],
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
+    """Sends some rows to each rank of a group, and nothing else. Gradients return to where the rows came from.
+
+    All ranks must call it together, even with zero rows. The counts come from data that all ranks have.
+
+    Args:
+        rows: (R, ...), this rank's rows.
+        outgoing: int64 (sum of sent,), the rows to send, in the order of their destinations; a row may go to several.
+        sent: Rows for each rank, in rank order.
+        received: Rows from each rank, in rank order.
+        group: The ranks.
+
+    Returns:
+        (sum of received, ...), in the order of the ranks they came from.
+    """
+    assert len(sent) == len(received) == dist.get_world_size(group)
+    chosen = rows.index_select(0, outgoing)
+    arrived: torch.Tensor = _ExchangeRows.apply(chosen, tuple(sent), tuple(received), group)
+    return arrived
+
+
+class _ExchangeRows(torch.autograd.Function):
+    """One all-to-all per direction."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, sent: tuple[int, ...], received: tuple[int, ...], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _all_to_all(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _all_to_all(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _all_to_all(
+    rows: torch.Tensor, sent: tuple[int, ...], received: tuple[int, ...], group: dist.ProcessGroup
+) -> torch.Tensor:
+    arrived = rows.new_empty((sum(received), *rows.shape[1:]))
+    dist.all_to_all_single(arrived, rows.contiguous(), list(received), list(sent), group=group)
+    return arrived
+
+
 def all_gather_plain(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Gathers equal tensors from every rank along a new first axis, without gradient.
+    """Gathers tensors of equal shape from all ranks along a new first axis, without gradient.
 
     Args:
         local: Any shape, equal on all ranks.

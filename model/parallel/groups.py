@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -12,35 +11,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from model.parallel.layout import require_layout
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where this process stands.
-
-    Attributes:
-        tensor: Tensor-parallel size; ``tensor_rank`` the rank.
-        context: Context-parallel size.
-        pipeline: Pipeline stages.
-        expert: Expert-parallel size.
-        data: Data-parallel size (context parallelism not counted).
-        tensor_rank: Rank in the tensor-parallel group.
-        context_rank: Rank in the context-parallel group.
-        pipeline_rank: Stage.
-        expert_rank: Rank in the expert-parallel group.
-        data_rank: Rank in the data-parallel group.
-    """
-
-    tensor: int
-    context: int
-    pipeline: int
-    expert: int
-    data: int
-    tensor_rank: int
-    context_rank: int
-    pipeline_rank: int
-    expert_rank: int
-    data_rank: int
 
 
 def initialize(
@@ -52,29 +22,26 @@ def initialize(
     backend: str | None = None,
     seed: int = 1234,
     timeout_minutes: float = 10.0,
-) -> Layout:
-    """Joins the process group (as torchrun describes it, or alone), makes megatron-core's groups, and seeds.
+) -> None:
+    """Joins torchrun's process group or forms one alone, creates megatron-core's groups and sets the seeds.
 
     Args:
         tensor: Tensor-parallel size.
         context: Context-parallel size.
-        pipeline: Pipeline stages.
-        expert: Expert-parallel size; divides data x context x tensor.
-        backend: ``"gloo"`` or ``"nccl"``; nccl where there is CUDA if None.
-        seed: Seed of fresh weights; see :func:`seed_all`.
+        pipeline: Number of pipeline stages.
+        expert: Expert-parallel size; must divide data x context x tensor.
+        backend: ``"gloo"`` or ``"nccl"``; None means nccl with CUDA, else gloo.
+        seed: Seed of the initial weights; see :func:`seed_all`.
         timeout_minutes: How long a collective waits for a missing rank before the job fails.
 
-    Returns:
-        The layout.
-
     Raises:
-        ValueError: If the number of processes is no multiple of the layout's, or ``MASTER_PORT`` is taken.
-        RuntimeError: If groups exist already; call :func:`destroy` first.
+        ValueError: If the number of processes is not a multiple of the layout's, or ``MASTER_PORT`` is in use.
+        RuntimeError: If the groups already exist; call :func:`destroy` first.
     """
     from megatron.core import parallel_state
 
     if parallel_state.model_parallel_is_initialized():
-        raise RuntimeError("the parallel groups exist already: call model.parallel.groups.destroy first")
+        raise RuntimeError("the parallel groups already exist: call model.parallel.groups.destroy first")
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     require_layout(world, tensor=tensor, context=context, pipeline=pipeline, expert=expert)
     if torch.cuda.is_available():
@@ -92,36 +59,17 @@ def initialize(
         distributed_timeout_minutes=max(1, round(timeout_minutes)),
     )
     seed_all(seed)
-    return current()
-
-
-def current() -> Layout:
-    """The layout of the groups that exist."""
-    from megatron.core import parallel_state as state
-
-    return Layout(
-        tensor=state.get_tensor_model_parallel_world_size(),
-        context=state.get_context_parallel_world_size(),
-        pipeline=state.get_pipeline_model_parallel_world_size(),
-        expert=state.get_expert_model_parallel_world_size(),
-        data=state.get_data_parallel_world_size(),
-        tensor_rank=state.get_tensor_model_parallel_rank(),
-        context_rank=state.get_context_parallel_rank(),
-        pipeline_rank=state.get_pipeline_model_parallel_rank(),
-        expert_rank=state.get_expert_model_parallel_rank(),
-        data_rank=state.get_data_parallel_rank(),
-    )
 
 
 def seed_all(seed: int) -> None:
-    """Seeds torch and megatron-core's tracker.
+    """Seeds torch and megatron-core's random state tracker.
 
-    Replicas (data- and context-parallel ranks) get equal streams, pipeline stages different ones. Tensor-parallel ranks
-    share torch's default stream, which fills replicated parameters, and differ in the tracker's, which fills sharded
-    ones.
+    Replicas (data- and context-parallel ranks) get equal streams, and pipeline stages get different ones.
+    Tensor-parallel ranks share torch's default stream, which initialises replicated parameters, and differ in the
+    tracker's stream, which initialises sharded ones.
 
     Args:
-        seed: At least 0.
+        seed: The seed, at least 0.
     """
     import random
 
@@ -157,11 +105,11 @@ def _join(backend: str, world: int, timeout_minutes: float) -> None:
             if "EADDRINUSE" not in str(error):
                 raise
             raise ValueError(
-                f"port {os.environ.get('MASTER_PORT')} of {os.environ['MASTER_ADDR']} is taken by another process: "
-                "give another, as --master-port of torchrun or MASTER_PORT"
+                f"port {os.environ.get('MASTER_PORT')} of {os.environ['MASTER_ADDR']} is in use by another process: "
+                "choose another with torchrun's --master-port or with MASTER_PORT"
             ) from error
         return
     if world != 1:
         raise ValueError(f"WORLD_SIZE is {world}, but MASTER_ADDR is not set: start the processes with torchrun")
-    # A process alone needs no port: two of them on one machine must not meet.
+    # A single process needs no port, so two runs on one machine cannot collide.
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)

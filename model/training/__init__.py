@@ -1,1 +1,1 @@
-"""The training loop around the model: configuration, data, step, optimizer, checkpoints, logs."""
+"""The training loop: configuration, data, step, optimizer, checkpoints, logs."""

@@ -1,6 +1,6 @@
-"""What ranks settle among themselves before and after they touch files: one fails, all raise; one decides, all follow.
+"""Collectives by which ranks agree around file access: if one rank fails, all raise; if rank 0 decides, all follow.
 
-Everything here is a collective: every rank calls it, in the same order.
+All ranks must call each of these functions, in the same order.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from model.training.config import ConfigError
 from model.training.failure import OtherRankError, said_by_another, say
 from vlmdata.errors import ResourceError, VlmdataError
 
-#: Seconds in which a network file system shows one node what another one wrote.
+#: Seconds that a network file system may take to show one node what another node wrote.
 PATIENCE = 10.0
 
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Around work without collectives: where it fails on one rank, all raise and end with its exit code.
+    """Wraps work without collectives: if it fails on one rank, all ranks raise and exit with the same code.
 
     Raises:
-        VlmdataError: This rank's own error, or else the first one of another rank, in its words.
-        OtherRankError: If another rank failed in a way that is no error of ours; it shows the traceback.
+        VlmdataError: The error of this rank, or else the first error of another rank, with its message.
+        OtherRankError: If another rank failed unexpectedly; that rank shows the traceback.
     """
     error: Exception | None = None
     try:
@@ -44,13 +44,13 @@ def together() -> Iterator[None]:
 
 
 def on_all_ranks[T](action: Callable[[], T]) -> T:
-    """:func:`together` for one call, and what it returns."""
+    """Runs one call in :func:`together` and returns its result."""
     with together():
         return action()
 
 
 def raise_together(error: Exception) -> NoReturn:
-    """Raises on every rank, once it is said: the first rank to end may hold what the others need to do so."""
+    """Prints the error, then raises it on every rank. The first rank to exit may hold the store that others need."""
     if dist.get_world_size() > 1:
         say(error)
         gathered(None)
@@ -58,14 +58,14 @@ def raise_together(error: Exception) -> NoReturn:
 
 
 def _portable(error: Exception | None) -> tuple[type[VlmdataError], str] | None:
-    """An error for another process."""
+    """Returns an error in a form that can be sent to another process."""
     if isinstance(error, VlmdataError):
         return type(error), str(error)
-    return None if error is None else (OtherRankError, "another rank failed, and says why")
+    return None if error is None else (OtherRankError, "another rank failed and printed the reason")
 
 
 def decided[T](action: Callable[[], T]) -> T:
-    """What rank 0 finds, on all ranks; only rank 0 looks.
+    """Runs ``action`` on rank 0 only and returns its result on all ranks.
 
     Raises:
         VlmdataError: If rank 0 raises one.
@@ -78,12 +78,12 @@ def decided[T](action: Callable[[], T]) -> T:
 
 
 def by_leaders(action: Callable[[], object]) -> None:
-    """Runs something long, such as a download, on one process of each node, while the others wait.
+    """Runs a long action, such as a download, on one process per node while the others wait.
 
-    They look at the store rather than wait in a collective, which would fail after ``run.timeout_minutes``.
+    The others poll the store; a collective would fail after ``run.timeout_minutes``.
 
     Raises:
-        VlmdataError: If it fails on a node; on all ranks.
+        VlmdataError: On all ranks, if the action fails on a node.
     """
     if dist.get_world_size() == 1:
         action()
@@ -105,7 +105,7 @@ def by_leaders(action: Callable[[], object]) -> None:
 
 
 def gathered[T](value: T) -> list[T]:
-    """Every rank's value, by rank."""
+    """Returns the values of all ranks, in rank order."""
     if dist.get_world_size() == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -114,10 +114,10 @@ def gathered[T](value: T) -> list[T]:
 
 
 def require_shared(folder: Path) -> None:
-    """Makes a folder, and sees that it can be written and is the same one on every rank.
+    """Creates a folder, and checks that it is writable and the same on every rank.
 
     Args:
-        folder: As this rank names it.
+        folder: The folder's path on this rank.
 
     Raises:
         ResourceError: If rank 0 cannot write there.
@@ -125,7 +125,7 @@ def require_shared(folder: Path) -> None:
     """
     marker = decided(lambda: _write_marker(folder))
     seen = _appears(folder / marker)
-    places = gathered((seen, socket.gethostname(), str(folder.resolve())))  # all have looked once this is through
+    places = gathered((seen, socket.gethostname(), str(folder.resolve())))  # after this, all ranks have looked
     if dist.get_rank() == 0:
         (folder / marker).unlink(missing_ok=True)
     blind = [f"rank {rank} on {host} ({path})" for rank, (sees, host, path) in enumerate(places) if not sees]
@@ -134,8 +134,10 @@ def require_shared(folder: Path) -> None:
         more = f" and {len(blind) - 4} more" if len(blind) > 4 else ""
         raise_together(
             ConfigError(
-                f"run.out {folder} is not one folder for all processes: what rank 0 on {host} wrote to {path} is not "
-                f"seen by {', '.join(blind[:4])}{more}. Give --out as an absolute path on storage that all nodes share"
+                f"run.out {folder} is not the same folder for all processes: what rank 0 on {host} wrote to {path} is "
+                "not "
+                f"visible to {', '.join(blind[:4])}{more}. Set --out to an absolute path on storage that all nodes "
+                "share"
             )
         )
 
@@ -147,19 +149,19 @@ def _write_marker(folder: Path) -> str:
         (folder / name).touch()
     except OSError as error:
         raise ResourceError(
-            f"run.out {folder.resolve()} cannot be written: {error.strerror or error}. Make room or give the rights, "
+            f"run.out {folder.resolve()} cannot be written: {error.strerror or error}. Free space or fix permissions, "
             "or choose another --out"
         ) from error
     return name
 
 
 def _appears(path: Path) -> bool:
-    """Whether a file that another node made is seen, for as long as a file system may take to show it."""
+    """Waits until a file that another node wrote is visible; False after the time limit."""
     end = time.monotonic() + PATIENCE
     while not path.exists():
         if time.monotonic() > end:
             return False
         time.sleep(0.2)
         if path.parent.is_dir():
-            list(path.parent.iterdir())  # asks the server anew
+            list(path.parent.iterdir())  # makes the client ask the server again
     return True

@@ -1,4 +1,4 @@
-"""The checkpoint with the lowest evaluation loss, noted in ``OUT/checkpoints/best.json``."""
+"""The checkpoint with the lowest evaluation loss, recorded in ``OUT/checkpoints/best.json``."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Best:
     Attributes:
         checkpoint: Name of its folder.
         step: Its step.
-        loss: Its loss over the evaluation sets.
-        data: Fingerprints of these sets. Losses on others are not comparable.
+        loss: Its loss on the evaluation sets.
+        data: Fingerprints of these sets. Losses on other sets are not comparable.
     """
 
     checkpoint: str
@@ -34,10 +34,10 @@ class Best:
 
 
 class BestCheckpoint:
-    """Which checkpoint of a run is the best one so far.
+    """Tracks a run's best checkpoint so far.
 
     Args:
-        folder: Of the run's checkpoints.
+        folder: Folder of the run's checkpoints.
     """
 
     def __init__(self, folder: Path):
@@ -46,38 +46,38 @@ class BestCheckpoint:
 
     @property
     def name(self) -> str | None:
-        """Its folder's name, which is not removed; None if there is none."""
+        """Name of the best checkpoint's folder, which is not removed; None if there is none."""
         return None if self._best is None else self._best.checkpoint
 
     def recall(self, data: tuple[str, ...]) -> tuple[Best | None, list[str]]:
-        """What an earlier part of the run has noted; a collective.
+        """Reads the record of an earlier part of the run. A collective.
 
         Args:
             data: Fingerprints of the evaluation sets.
 
         Returns:
-            The best checkpoint, if it still exists and its loss is of the same sets; a line if it is of others.
+            The best checkpoint, if it still exists and used the same sets, and a note if it used others.
         """
         found = decided(self._read)
         if found is not None and found.data != data:
-            return None, [f"{found.checkpoint} was the best so far on other evaluation data: the search begins anew"]
+            return None, [f"{found.checkpoint} was the best so far on other evaluation data: the search starts over"]
         self._best = found
         return found, []
 
     def mark(self, best: Best) -> None:
-        """Keeps a checkpoint, which was saved or is being saved, until a better one is marked; a collective.
+        """Keeps a saved or in-progress checkpoint until a better one is marked. A collective.
 
         Raises:
-            ResourceError: If that cannot be noted.
+            ResourceError: If the record cannot be written.
         """
         self._best = best
         on_all_ranks(lambda: self.note(best.checkpoint) if dist.get_rank() == 0 else None)
 
     def note(self, name: str) -> None:
-        """Writes the note if a checkpoint is the best one and whole; on rank 0, for each checkpoint that is whole.
+        """Records a complete checkpoint if it is the best one. Rank 0 calls it for each complete checkpoint.
 
         Raises:
-            ResourceError: If the file cannot be written; the earlier one stays.
+            ResourceError: If the file cannot be written; the previous file stays.
         """
         if self._best is None or self._best.checkpoint != name or not (self._folder / name).is_dir():
             return
@@ -87,7 +87,7 @@ class BestCheckpoint:
         except OSError as error:
             raise ResourceError(
                 f"{(self._folder / _FILE).resolve()} could not be written: {error.strerror or error}. Checkpoints are "
-                "as they were. Make room or give the rights, and go on with --resume"
+                "unchanged. Free space or fix permissions, and continue with --resume"
             ) from error
 
     def _read(self) -> Best | None:

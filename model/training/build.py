@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from model.architecture import Architecture
-from model.families import architecture_from_hf, preset, spec_of
+from model.families import adopts_vocabulary, architecture_from_hf, preset, spec_of
 from model.network.settings import ModelSettings, SettingError
 from model.network.vision_attention import FlashAttention
 from model.training.config import ConfigError, TrainConfig
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
 
 
 def device_of_this_process() -> torch.device:
-    """The CUDA device that torchrun's local rank means, or the CPU."""
+    """Returns the CUDA device of torchrun's local rank, or the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def parameter_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
-    """Data type of parameters."""
+    """Returns the data type of parameters."""
     return torch.bfloat16 if precision_of(config, device.type == "cuda") == "bf16" else torch.float32
 
 
 def architecture_of(config: TrainConfig) -> Architecture:
-    """The model that is asked for, able to embed every token of the data.
+    """Returns the configured architecture, with an embedding for every token of the data.
 
-    A preset takes over the data's vocabulary where the preset is small; a published size keeps its own, which must
-    have room for it, and a checkpoint's must be the very same ids.
+    A small preset adopts the data's vocabulary. A published size keeps its own vocabulary, which must be at least as
+    large. A checkpoint must have the same ids as the data.
 
     Raises:
-        ConfigError: If the preset is unknown, the data is made for another model family, or the vocabularies do not
+        ConfigError: If the preset is unknown, the data is for another model family, or the vocabularies do not
             fit.
     """
     manifest = manifest_of(config)
@@ -63,12 +63,11 @@ def architecture_of(config: TrainConfig) -> Architecture:
     made = preset(config.model.preset)
     require_data_family(made, manifest, config.data.paths[0])
     size = max(made.language.vocab_size, tokenizer.vocab_size)
-    small = config.model.preset.startswith(("tiny", "proxy"))
-    return made.with_vocabulary(tokenizer, tokenizer.vocab_size if small else size)
+    return made.with_vocabulary(tokenizer, tokenizer.vocab_size if adopts_vocabulary(config.model.preset) else size)
 
 
 def _hf_config(name: str) -> dict[str, object]:
-    """The content of a ``config.json``: of a folder, a file, or a hub id."""
+    """Reads the content of ``config.json``, given a folder, a file or a hub id."""
     path = Path(name)
     if path.is_dir():
         path = path / "config.json"
@@ -84,12 +83,12 @@ def _hf_config(name: str) -> dict[str, object]:
     except (OSError, ValueError) as error:
         first = str(error).splitlines()[0]
         raise ConfigError(
-            f"model.hf {name!r} is not a folder with a config.json here, and the hub says: {first}"
+            f"model.hf {name!r} is not a local folder with a config.json, and the hub reports: {first}"
         ) from error
 
 
 def computed_by(model: MegatronModule, settings: ModelSettings, device: torch.device) -> str:
-    """A line on what computes the model, which depends on the machine."""
+    """Formats a line about what computes the model on this machine."""
     flash = any(isinstance(module, FlashAttention) for module in model.modules())
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     tower = ", FlashAttention 4 in the vision tower" if flash else ""
@@ -98,10 +97,10 @@ def computed_by(model: MegatronModule, settings: ModelSettings, device: torch.de
 
 
 def build(config: TrainConfig, architecture: Architecture, place: RankPlace, device: torch.device) -> MegatronModule:
-    """This rank's part of the model, on its device.
+    """Builds this rank's part of the model on its device.
 
     Raises:
-        ConfigError: If settings and architecture do not fit together.
+        ConfigError: If settings and architecture are incompatible.
     """
     try:
         model = spec_of(architecture).build(

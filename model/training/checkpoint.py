@@ -1,9 +1,9 @@
-"""Checkpoints: model and optimizer through megatron-core, so that any layout can load them, and where the run stood.
+"""Checkpoints: the model and optimizer in megatron-core's format, which any layout can load, and the run's position.
 
 A checkpoint is a folder ``step-00000050`` under ``checkpoints/``. It is written under a temporary name and renamed when
-every rank is done, so whatever carries the name is whole. It holds megatron-core's distributed checkpoint,
-``run.json`` (step, loader state, layout, configuration), ``config.toml``, each rank's random state, and checksums of
-all of these, which are made in the background once the checkpoint has its name.
+all ranks are done, so a folder with that name is complete. It contains megatron-core's distributed checkpoint,
+``run.json`` (step, loader state, layout, configuration), ``config.toml``, the random state of each rank, and checksums
+of all these files. The checksums are computed in the background after the renaming.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
 from torch.distributed.checkpoint.api import CheckpointException
 
 from model.architecture import Architecture
@@ -33,6 +34,7 @@ from model.training.agreement import decided, on_all_ranks, require_shared
 from model.training.best import BestCheckpoint
 from model.training.config import ConfigError, TrainConfig
 from model.training.data import RankPlace
+from model.training.interruption import shielding_children
 from model.training.optimizer import Learner, unwrapped
 from model.training.random_state import restore_random_state, write_random_state
 from model.training.run_lock import claim
@@ -42,7 +44,7 @@ from model.weights.store import save_strategy
 from vlmdata.errors import ResourceError, VlmdataError
 
 _NAME = re.compile(r"step-(\d{8})")
-#: Sharding of the distributed optimizer's state that any layout can load.
+#: Sharding of the distributed optimizer's state; any layout can load it.
 _OPTIMIZER_FORMAT = "fully_reshardable"
 
 
@@ -50,13 +52,13 @@ class Checkpoints:
     """The checkpoints of one run.
 
     Attributes:
-        best: Which of them has the lowest evaluation loss.
+        best: Tracks the checkpoint with the lowest evaluation loss.
 
     Args:
-        config: The run.
-        architecture: Its model.
+        config: Configuration of the run.
+        architecture: Architecture of its model.
         place: This process.
-        async_save: Whether files are written while training goes on.
+        async_save: Write files in the background while training continues.
     """
 
     def __init__(self, config: TrainConfig, architecture: Architecture, place: RankPlace, async_save: bool):
@@ -69,12 +71,13 @@ class Checkpoints:
         self.best = BestCheckpoint(self._folder)
 
     def agree_on_latest(self) -> Path | None:
-        """The newest whole checkpoint, as rank 0 sees it, once ``run.out`` is one writable folder for all ranks.
+        """Returns the newest complete checkpoint that rank 0 sees.
 
-        What earlier runs that were killed left half-written is removed. A collective.
+        First checks that ``run.out`` is shared by all ranks and writable. Removes incomplete files of earlier runs
+        that were killed. A collective.
 
         Raises:
-            ConfigError: If ranks have different folders, or another run is at work there.
+            ConfigError: If ranks have different folders, or another run uses the folder.
             ResourceError: If the folder cannot be written.
         """
         require_shared(self._folder.parent)
@@ -89,16 +92,16 @@ class Checkpoints:
         return None if found is None else found.name
 
     def latest(self) -> Path | None:
-        """The newest whole checkpoint that this rank sees."""
+        """Returns the newest complete checkpoint that this rank sees."""
         found = checkpoints_in(self._folder)
         return found[-1] if found else None
 
     def path_of(self, step: int) -> Path:
-        """Where the checkpoint of a step is, or will be."""
+        """Returns the path of a step's checkpoint, which may not exist yet."""
         return self._folder / f"step-{step:08d}"
 
     def save(self, step: int, learner: Learner, loader: dict[str, Any]) -> None:
-        """Writes a checkpoint; in the background if the run says so.
+        """Writes a checkpoint, in the background with ``async_save``.
 
         Args:
             step: Optimizer steps done.
@@ -106,7 +109,7 @@ class Checkpoints:
             loader: The loader's state.
 
         Raises:
-            ResourceError: If there is no room, or the files cannot be written. Earlier checkpoints stay.
+            ResourceError: If space is short or the files cannot be written. Earlier checkpoints stay.
         """
         self.wait()
         gather_weights(learner)
@@ -123,6 +126,9 @@ class Checkpoints:
         sharded = self._sharded(learner, loading=False)
         self._size = _bytes_of(sharded)
         on_all_ranks(partial(self._prepare, temporary))
+        if self._queue is not None:
+            with shielding_children():
+                get_write_results_queue()  # a process that megatron-core starts once
         with self._writing(temporary):
             request = dist_checkpointing.save(
                 sharded,
@@ -139,14 +145,20 @@ class Checkpoints:
             return
         request.add_finalize_fn(finish)
         self._pending = temporary
-        self._queue.schedule_async_request(request)
+        with shielding_children():
+            self._queue.schedule_async_request(request)
+
+    @property
+    def pending_bytes(self) -> int:
+        """Size of the checkpoint that is being written in the background; 0 if there is none."""
+        return self._size if self._queue is not None and self._queue.get_num_unfinalized_calls() else 0
 
     def poll(self) -> None:
-        """Finishes a background save whose files are written; every rank calls it at the same steps."""
+        """Finishes a background save whose files are written. All ranks must call it at the same steps."""
         self._finalize(blocking=False)
 
     def wait(self) -> None:
-        """Finishes a background save and its checksums, waiting for them."""
+        """Waits for a background save and its checksums, and finishes them."""
         self._finalize(blocking=True)
         if self._checksums is not None:
             self._checksums.join()
@@ -160,13 +172,13 @@ class Checkpoints:
     def load(self, path: Path, learner: Learner) -> tuple[RunState, list[str]]:
         """Restores model, optimizer, schedule and, on the same layout, the random state.
 
-        Learning rates and the like are the run's, not the checkpoint's.
+        Learning rates and similar settings come from the run, not from the checkpoint.
 
         Returns:
-            Where the run stood, and lines on what is worth knowing.
+            The position of the run, and notes for the user.
 
         Raises:
-            ConfigError: If the checkpoint is of another model, of a run with another optimizer, or damaged.
+            ConfigError: If the checkpoint is damaged, or of another model or optimizer.
         """
         state = read_state(path)
         with self._reading(path):
@@ -182,7 +194,7 @@ class Checkpoints:
         return state, notes
 
     def _check_files(self, path: Path) -> list[str]:
-        """This rank's share of the files against their checksums; a line if there are some without."""
+        """Checks this rank's share of the files against their checksums. Returns a line if some have none."""
         with self._reading(path):
             damaged = damaged_files(path, self._place.rank, self._place.world)
             if damaged:
@@ -204,16 +216,16 @@ class Checkpoints:
             restore_random_state(path / f"random-{self._place.rank:05d}.pt")
 
     def _prepare(self, temporary: Path) -> None:
-        """An empty folder on a disk with enough room."""
+        """Creates an empty folder on a disk with enough space."""
         if self._place.rank != 0:
             return
         with self._writing(temporary):
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             disk = shutil.disk_usage(temporary)
-            if disk.total and disk.free < self._size:  # some remote file systems have no notion of their size
+            if disk.total and disk.free < self._size:  # some remote file systems do not report their size
                 temporary.rmdir()
-                raise self._failed(None, "there is no room for it")
+                raise self._failed(None, "not enough disk space")
 
     def _write_beside(self, temporary: Path, state: RunState) -> None:
         with self._writing(temporary):
@@ -223,7 +235,7 @@ class Checkpoints:
             write_random_state(temporary / f"random-{self._place.rank:05d}.pt")
 
     def _finish(self, temporary: Path, final: Path) -> None:
-        """Gives the checkpoint its name and removes old ones, but for the best."""
+        """Renames the finished checkpoint and removes old ones except the best."""
         torch.distributed.barrier()
         on_all_ranks(partial(self._rename, temporary, final))
         self._checksums = Thread(target=_note_checksums, args=(final, self._place.rank), name="checksums")
@@ -233,7 +245,7 @@ class Checkpoints:
         if self._place.rank != 0:
             return
         with self._writing(temporary):
-            if final.exists():  # a run that was resumed before it writes the same step again
+            if final.exists():  # a run resumed from an earlier step writes the same step again
                 shutil.rmtree(final)
             os.rename(temporary, final)
             self.best.note(final.name)
@@ -244,35 +256,42 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _writing(self, temporary: Path | None) -> Iterator[None]:
-        """Failures to write as what they are; the half-written checkpoint goes."""
+        """Converts write failures to :class:`ResourceError` and removes the incomplete checkpoint."""
         try:
             yield
         except OSError as error:
-            raise self._failed(temporary, reason(error)) from error
-        except CheckpointException as error:  # raised on all ranks; rank 0 has what each of them met
+            raise self._failed(temporary, reason(error), not isinstance(error, ConnectionError)) from error
+        except CheckpointException as error:  # raised on all ranks; rank 0 has the error of each
             on_all_ranks(partial(self._fail, temporary, reason(error)))
 
     def _fail(self, temporary: Path | None, why: str) -> None:
         if self._place.rank == 0:
-            raise self._failed(temporary, why)
+            raise self._failed(temporary, why, by_disk=False)
 
-    def _failed(self, temporary: Path | None, why: str) -> ResourceError:
+    def _failed(self, temporary: Path | None, why: str, by_disk: bool = True) -> ResourceError:
+        """The error, with a remedy that fits: whether the disk refused may be known, or is tried out."""
         if temporary is not None:
-            why = _refusal_of(temporary) or why
+            refusal = _refusal_of(temporary)
+            by_disk, why = by_disk or refusal is not None, refusal or why
             if self._place.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
         folder = self._folder if self._folder.is_dir() else self._folder.parent
         kept = self.latest()
-        newest = "there is none yet" if kept is None else f"{kept.name} is the newest whole one"
+        newest = "there is none yet" if kept is None else f"{kept.name} is the newest complete one"
+        free = shutil.disk_usage(folder).free
+        remedy = (
+            "Free space or fix permissions, and continue with --resume"
+            if by_disk or free < self._size
+            else "The folder accepts files. Continue with --resume; if it happens again, set run.async_save=false"
+        )
         return ResourceError(
-            f"{self._folder.resolve()}: a checkpoint of {_megabytes(self._size)} could not be saved: {why}; "
-            f"{_megabytes(shutil.disk_usage(folder).free)} free. Earlier checkpoints are as they were ({newest}). Make "
-            "room or give the rights, and go on with --resume"
+            f"{self._folder.resolve()}: a checkpoint of {megabytes(self._size)} could not be saved: {why}; "
+            f"{megabytes(free)} free. Earlier checkpoints are unchanged ({newest}). {remedy}"
         )
 
     @contextlib.contextmanager
     def _reading(self, path: Path) -> Iterator[None]:
-        """Whatever megatron-core and torch raise on damaged files, said with the way out."""
+        """Converts errors of megatron-core and torch on damaged files to :class:`ConfigError` with a remedy."""
         try:
             yield
         except VlmdataError:
@@ -283,31 +302,32 @@ class Checkpoints:
     def _unreadable(self, path: Path, why: str) -> ConfigError:
         earlier = [each for each in checkpoints_in(self._folder) if each.name < path.name]
         way_out = (
-            f"To go on from {earlier[-1].name}, the one before, move {path.name} out of {self._folder} and use "
+            f"To continue from {earlier[-1].name}, the previous checkpoint, move {path.name} out of {self._folder} and "
+            "use "
             "--resume again"
             if earlier
-            else "There is no earlier one to go on from: start a new run with another --out"
+            else "There is no earlier checkpoint: start a new run with another --out"
         )
-        return ConfigError(f"{path} cannot be loaded, its files seem damaged: {why}. {way_out}")
+        return ConfigError(f"{path} cannot be loaded; its files seem damaged: {why}. {way_out}")
 
 
 def _note_checksums(path: Path, rank: int) -> None:
-    """In a thread: reading takes a while, and nothing waits for it."""
+    """Writes checksums. Runs in a thread, since reading takes long and nothing waits for it."""
     try:
         write_checksums(path, rank)
     except OSError as error:
-        if path.is_dir():  # it may have been removed as too old
-            print(f"warning: {path}: no checksums, though it is whole: {error.strerror}", file=sys.stderr, flush=True)
+        if path.is_dir():  # it may have been removed as an old checkpoint
+            print(f"warning: {path}: complete, but without checksums: {error.strerror}", file=sys.stderr, flush=True)
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Whole checkpoints, oldest first."""
+    """Lists complete checkpoints, oldest first."""
     found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)]
     return sorted(found, key=lambda path: path.name)
 
 
 def _content() -> dict[str, Any]:
-    """What megatron-core must know to write and to read the optimizer's state."""
+    """Metadata that megatron-core needs to write and read the optimizer's state."""
     return {
         "distrib_optim_sharding_type": _OPTIMIZER_FORMAT,
         "distrib_optim_fully_reshardable_mem_efficient": False,
@@ -318,17 +338,17 @@ def _content() -> dict[str, Any]:
 
 
 def sharded_model(model: Any) -> dict[str, Any]:
-    """The parameters as megatron-core's checkpoints hold them, by name."""
+    """Returns the parameters as in megatron-core's checkpoints, by name."""
     state: dict[str, Any] = model.sharded_state_dict(metadata=_content())
     return state
 
 
 def gather_weights(learner: Learner) -> None:
-    """Completes the weights on every rank, where the distributed optimizer leaves that to the next forward pass.
+    """Completes the weights on every rank if the distributed optimizer leaves that to the next forward pass.
 
-    After a step a rank has new weights for its share of the optimizer's state only; with ``overlap_param_gather`` the
-    others come while the next forward pass runs, as in megatron-core's own ``force_param_sync``. That pass then finds
-    them there and sends nothing.
+    After a step, a rank has new weights only for its share of the optimizer's state. With ``overlap_param_gather``, the
+    others arrive during the next forward pass. This function gathers them now, like megatron-core's
+    ``force_param_sync``; the next forward pass then sends nothing.
     """
     learner.optimizer.prepare_model_params_for_param_sync()
     for chunk in learner.model:
@@ -338,7 +358,7 @@ def gather_weights(learner: Learner) -> None:
 
 
 def _bytes_of(sharded: dict[str, Any]) -> int:
-    """Bytes of tensors that all ranks together write."""
+    """Returns the total tensor bytes that all ranks write."""
     mine = sum(
         entry.data.nbytes
         for entry in nested_values(sharded)
@@ -352,7 +372,7 @@ def _bytes_of(sharded: dict[str, Any]) -> int:
 
 
 def _refusal_of(folder: Path) -> str | None:
-    """Why a folder takes no more, in the system's words, which torch does not pass on; None if it does or is gone."""
+    """Returns the system's reason why a folder is not writable, which torch hides; None if it is writable or gone."""
     probe = folder / f"probe-{torch.distributed.get_rank()}"
     try:
         with probe.open("wb") as file:
@@ -360,24 +380,25 @@ def _refusal_of(folder: Path) -> str | None:
             file.flush()
             os.fsync(file.fileno())
         probe.unlink()
-    except FileNotFoundError:  # rank 0 has removed it
+    except FileNotFoundError:  # removed by rank 0
         return None
     except OSError as error:
         return error.strerror
     return None
 
 
-def _megabytes(count: int) -> str:
+def megabytes(count: float) -> str:
+    """A size for people: ``31.0 GB``, ``0.4 MB``."""
     return f"{count / 1e6:,.1f} MB" if count < 1e9 else f"{count / 1e9:,.1f} GB"
 
 
 def reason(error: BaseException) -> str:
-    """An error as one line; of an error of several ranks, the first one's."""
+    """Formats an error as one line. For an error of several ranks, uses the first rank's."""
     where = ""
     if isinstance(error, CheckpointException) and error.failures:
         rank, (error, _) = next(iter(error.failures.items()))
         where = f"on rank {rank} " if torch.distributed.get_world_size() > 1 else ""
     elif isinstance(error, CheckpointException):
-        return "another rank says why"
+        return "another rank printed the reason"
     first = next((line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()), "")
     return where + (f"{type(error).__name__}: {first}" if first else type(error).__name__)

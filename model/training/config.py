@@ -1,4 +1,4 @@
-"""What a training run is told: five groups of settings. :mod:`model.training.config_loading` reads and checks them."""
+"""Settings of a training run, in five groups. :mod:`model.training.config_loading` reads and checks them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,19 @@ from typing import Any, Literal
 
 from vlmdata.differences import ABSENT, differing
 from vlmdata.errors import VlmdataError
-from vlmdata.loader.config import DEFAULT_CAPACITY, Packing, Reading
+from vlmdata.loader.config import (
+    DEFAULT_CAPACITY,
+    DEFAULT_VERIFY,
+    Fetch,
+    OnDamage,
+    Packing,
+    Parallelism,
+    Reading,
+    Service,
+    Verify,
+)
 
-#: The value of ``model.weights`` that means random ones.
+#: The value of ``model.weights`` for random initial weights.
 NO_WEIGHTS = "none"
 
 
@@ -23,30 +33,41 @@ class ConfigError(VlmdataError):
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which data, and how it is packed.
+    """The data and how it is packed.
 
-    Settings named as options of the loader (:class:`vlmdata.LoaderConfig`) mean the same and have the same defaults.
+    Settings with the name of a loader option (:class:`vlmdata.LoaderConfig`) have its meaning and default.
+    The trainer's own defaults are these four: ``capacity`` and ``global_batch``, which the loader must be given;
+    ``workers``, since a step should not wait for its data; and ``pad_to_capacity``, which depends on the device.
 
     Attributes:
-        paths: Dataset directories or URLs.
-        blend: A weight for each of them, such as [0.7, 0.3]; empty is one pass over each per epoch.
-        blend_by: What weights mean: shares of an epoch's "tokens" or "samples", in any scale, or passes over each
+        paths: Dataset directories or URLs, or a collation service (``grpc://host:8815``).
+        blend: A weight for each dataset, such as [0.7, 0.3]; empty means one pass over each per epoch.
+        blend_by: Meaning of the weights: shares of an epoch's "tokens" or "samples", in any scale, or passes over each
             dataset per epoch ("epochs", such as [1, 2.5]).
-        capacity: As the loader's, like the next two.
+        capacity: Largest number of tokens in a pack.
         global_batch: Packs per optimizer step.
-        max_patches: Most vision patches in a pack.
-        pad_to_capacity: Packs of equal length; none means where there is CUDA, since some kernels are compiled and
-            tuned for the length (flash-linear-attention's convolution: seconds for every 1,024 tokens more or less).
-        pad_multiple: Samples are padded to a multiple of this, beside what the layout needs. With one that suits every
-            layout (16, say) all of them train on the same packs, so that runs may be compared or moved.
-        shuffle_window: As the loader's, like ``balance``, ``seed``, ``verify``, ``timeout`` and ``cache_dir``.
-        balance: Whether packs are spread over ranks by cost.
-        seed: Of packing and order.
-        workers: Loader processes per rank (the loader's ``num_workers``).
-        verify: Whether checksums are checked.
+        max_patches: Largest number of vision patches in a pack.
+        pad_to_capacity: Make all packs equally long. Unset means only with CUDA, where some kernels are compiled and
+            tuned per length (flash-linear-attention's convolution: seconds for each new multiple of 1,024 tokens).
+        pad_multiple: Pad samples to a multiple of this, in addition to what the layout needs. With a multiple that
+            suits all layouts (such as 16), they train on the same packs, so runs can be compared or moved.
+        shuffle_window: Shards that are shuffled together.
+        balance: Spread packs over ranks by cost.
+        seed: Seed of packing and order.
+        workers: Loader processes per rank: the loader's ``num_workers``.
+        verify: Data to check against checksums: "pixels", "stored" or "off".
+        on_damage: Effect of damaged samples: "raise" ends the run, "mask" trains on the rest. Evaluation always raises.
+        max_damaged: Most samples of a run that are masked.
         timeout: Seconds to wait for a batch.
+        fetch: Data to fetch of remote datasets: "shards", "ranges", or "auto", which chooses.
         cache_dir: Folder for shards of remote datasets.
-        eval_paths: Dataset directories or URLs of evaluation; each has a loss of its own.
+        eval_paths: Dataset directories or URLs to evaluate on; each has its own loss.
+        hedge: With a collation service: seconds without an answer after which the next server is asked, too.
+        service_token: File with the token that its servers want.
+        service_insecure: Whether the token may cross a network in clear text.
+        tls_ca: File with the certificates of authorities for ``grpc+tls://``; unset means those of the system.
+        tls_cert: File with a certificate of this client, if the servers want one.
+        tls_key: File with the private key of ``tls_cert``.
     """
 
     paths: tuple[str, ...] = ()
@@ -61,32 +82,41 @@ class DataConfig:
     balance: bool = Packing.balance
     seed: int = Packing.seed
     workers: int = 2
-    verify: bool = Reading.verify
+    verify: Verify = DEFAULT_VERIFY
+    on_damage: OnDamage = Reading.on_damage
+    max_damaged: int = Reading.max_damaged
     timeout: float = Reading.timeout
+    fetch: Fetch = Reading.fetch
     cache_dir: str | None = None
     eval_paths: tuple[str, ...] = ()
+    hedge: float = Service.hedge
+    service_token: str | None = None
+    service_insecure: bool = Service.service_insecure
+    tls_ca: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which model.
+    """The model.
 
     Attributes:
         preset: Name of a size in :func:`model.families.presets`; ignored with ``hf``.
         hf: Folder, ``config.json`` or hub id of a Hugging Face checkpoint whose architecture is built.
-        ignore_config_fields: Fields of that ``config.json`` that are unknown here, but harmless.
-        weights: Folder of the weights to start from: a Hugging Face checkpoint, what ``vlmdata convert`` made, or a
-            run's checkpoint. Unset, they are those of ``hf``, and random without ``hf``. The word "none" starts from
-            random weights.
-        backend: "transformer_engine", "torch", or "auto": Transformer Engine where there is CUDA.
-        mtp: Whether multi-token prediction is trained; none means as the architecture has it.
+        ignore_config_fields: Unknown fields of that ``config.json`` to ignore, if harmless.
+        weights: Folder of initial weights: a Hugging Face checkpoint, the output of ``vlmdata convert``, or a run's
+            checkpoint. Unset means those of ``hf``, or random without ``hf``. "none" means random weights.
+        backend: "transformer_engine", "torch", or "auto": Transformer Engine with CUDA, else torch.
+        mtp: Train multi-token prediction; unset means if the architecture has it.
         mtp_loss_scale: Weight of its loss.
-        moe_aux_loss: Weight of the load-balancing loss; none means the architecture's.
-        freeze: Parts that are not trained: of "vision", "merger", "language".
-        recompute: Activations of the language model made again in the backward pass: "none", "selective", "full".
-        vision_recompute: The same for all vision blocks.
-        vision_attention: With Transformer Engine, what attends in the vision tower: "transformer_engine",
-            "flash_attention_4" (package flash-attn-4), or "auto": the latter where it is installed.
+        moe_aux_loss: Weight of the load-balancing loss; unset means the architecture's.
+        language_only: Train the language model without the vision tower, on data without images.
+        freeze: Parts to freeze: any of "vision", "merger", "language".
+        recompute: Activations of the language model that the backward pass computes again: "none", "selective", "full".
+        vision_recompute: Compute the activations of all vision blocks again in the backward pass.
+        vision_attention: Attention of the vision tower with Transformer Engine: "transformer_engine",
+            "flash_attention_4" (package flash-attn-4), or "auto": FlashAttention 4 if installed.
     """
 
     preset: str = "tiny"
@@ -97,6 +127,7 @@ class ModelConfig:
     mtp: bool | None = None
     mtp_loss_scale: float = 0.1
     moe_aux_loss: float | None = None
+    language_only: bool = False
     freeze: tuple[str, ...] = ()
     recompute: Literal["none", "selective", "full"] = "none"
     vision_recompute: bool = False
@@ -105,22 +136,23 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the model is spread; what is left of the world size is data parallel.
+    """How the model is split over processes. The rest of the world size is data parallel.
 
     Attributes:
         tp: Tensor parallel size.
-        vision_tp: The same of the vision tower: none is ``tp``; 1 has each of these ranks encode some of the images.
-        sp: Sequence parallelism; experts with tensor parallelism need it.
+        vision_tp: Tensor parallel size of the vision tower: unset means ``tp``; with 1, each of these ranks encodes
+            some of the images.
+        sp: Sequence parallelism, off by default as in the loader; experts with tensor parallelism need it.
         cp: Context parallel size.
         pp: Pipeline stages.
         ep: Expert parallel size.
-        cp_comm: How context-parallel attention talks (Transformer Engine).
+        cp_comm: Communication of context-parallel attention (Transformer Engine).
     """
 
-    tp: int = 1
+    tp: int = Parallelism.tensor_parallel
     vision_tp: int | None = None
     sp: bool = False
-    cp: int = 1
+    cp: int = Parallelism.context_parallel
     pp: int = 1
     ep: int = 1
     cp_comm: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] = "p2p"
@@ -132,18 +164,18 @@ class OptimizerConfig:
 
     Attributes:
         lr: Peak learning rate.
-        min_lr: Learning rate at the end of the decay; none means a tenth of ``lr``.
-        warmup_steps: Steps W of linear warm-up, of which step k trains with k / (W + 1) of the peak; none means a tenth
-            of the steps, 10 at most.
-        decay_steps: Steps until ``min_lr``, warm-up included; none means all steps of the run.
+        min_lr: Learning rate at the end of the decay; unset means a tenth of ``lr``.
+        warmup_steps: Linear warm-up steps W; step k trains with k / (W + 1) of the peak. Unset means a tenth of the
+            steps, at most 10.
+        decay_steps: Steps until ``min_lr``, including warm-up; unset means all steps of the run.
         schedule: Shape of the decay.
-        weight_decay: Decoupled weight decay, of matrices only.
-        beta1: Adam's first decay.
-        beta2: Adam's second decay.
+        weight_decay: Decoupled weight decay, applied to matrices only.
+        beta1: Adam's first decay rate.
+        beta2: Adam's second decay rate.
         eps: Adam's epsilon.
-        clip_grad: Largest gradient norm; 0 clips nothing.
-        distributed: Optimizer state spread over data-parallel ranks; none means where there is CUDA.
-        overlap: Gradient reduction while the backward pass runs; none means where there is CUDA.
+        clip_grad: Largest gradient norm; 0 disables clipping.
+        distributed: Split the optimizer state over data-parallel ranks; unset means only with CUDA.
+        overlap: Reduce gradients during the backward pass; unset means only with CUDA.
     """
 
     lr: float = 1e-4
@@ -167,27 +199,27 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The run itself.
+    """Length, outputs and precision of the run.
 
     Attributes:
-        out: Folder of logs and checkpoints.
-        steps: Optimizer steps in all, over every resume.
-        seed: Of the initial weights.
-        precision: "fp32", "bf16", or "auto": bf16 where there is CUDA.
-        fp8: Matrix products in FP8, E4M3 forward and E5M2 backward (Transformer Engine only).
-        fp8_recipe: Scaling of FP8: of whole tensors by their present range ("tensorwise") or by that of earlier steps
-            ("delayed", which is not kept in checkpoints), or of blocks ("blockwise").
-        save_every: Steps between checkpoints; 0 saves at the end only.
-        keep: Newest checkpoints that are kept; 0 keeps all.
-        eval_every: Steps between evaluations, the first of which comes before step 1; 0 evaluates at the end only.
-        keep_best: Whether the checkpoint with the lowest evaluation loss is kept. An evaluation that finds a lower loss
-            than all before saves one.
-        async_save: Checkpoints written in the background; none means where there is CUDA.
-        verify: Whether a checkpoint is compared with its checksums before it is loaded.
-        tensorboard: Whether TensorBoard files are written.
+        out: Folder for logs and checkpoints.
+        steps: Total number of optimizer steps, across resumes.
+        seed: Seed of the initial weights.
+        precision: "fp32", "bf16", or "auto": bf16 with CUDA, else fp32.
+        fp8: Compute matrix products in FP8, E4M3 forward and E5M2 backward (Transformer Engine only).
+        fp8_recipe: FP8 scaling: of whole tensors by their current range ("tensorwise") or by that of earlier steps
+            ("delayed"; not saved in checkpoints), or of blocks ("blockwise").
+        save_every: Steps between checkpoints; 0 saves only at the end.
+        keep: Number of newest checkpoints to keep; 0 keeps all.
+        eval_every: Steps between evaluations, starting before step 1; 0 evaluates only at the end.
+        keep_best: Keep the checkpoint with the lowest evaluation loss. An evaluation with a new lowest loss saves a
+            checkpoint.
+        async_save: Write checkpoints in the background; unset means only with CUDA.
+        verify: Compare a checkpoint with its checksums before loading it.
+        tensorboard: Write TensorBoard files.
         wandb: Weights & Biases project to log to.
-        profile: First and last step of a profile, such as [10, 12]; empty is none.
-        timeout_minutes: After so long without an answer from a rank the job ends.
+        profile: First and last step to profile, such as [10, 12]; empty disables profiling.
+        timeout_minutes: The job ends if a rank does not respond for this long.
     """
 
     out: str = "runs/default"
@@ -208,14 +240,23 @@ class RunConfig:
     timeout_minutes: float = 10.0
 
 
-#: Settings that change neither what is computed nor in which order.
+#: Settings that change neither the computation nor its order.
 WITHOUT_EFFECT_ON_RESULTS = frozenset(
     [
         "data.workers",
         "data.verify",
+        "data.on_damage",
+        "data.max_damaged",
         "data.timeout",
+        "data.fetch",
         "data.cache_dir",
         "data.eval_paths",
+        "data.hedge",
+        "data.service_token",
+        "data.service_insecure",
+        "data.tls_ca",
+        "data.tls_cert",
+        "data.tls_key",
         "model.ignore_config_fields",
         "run.out",
         "run.save_every",
@@ -234,7 +275,7 @@ WITHOUT_EFFECT_ON_RESULTS = frozenset(
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Everything a run depends on."""
+    """All settings of a run."""
 
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -244,32 +285,32 @@ class TrainConfig:
 
     @property
     def decay_steps(self) -> int:
-        """Steps until the last learning rate, warm-up included."""
+        """Steps until the last learning rate, including warm-up."""
         return self.optimizer.decay_steps or self.run.steps
 
     @property
     def warmup_steps(self) -> int:
-        """Steps of warm-up."""
+        """Warm-up steps."""
         given = self.optimizer.warmup_steps
         return min(10, self.decay_steps // 10) if given is None else given
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """JSON-able groups; tuples are lists."""
+        """Returns the groups as JSON-compatible dictionaries, with lists for tuples."""
         return json.loads(json.dumps(dataclasses.asdict(self)))  # type: ignore[no-any-return]
 
     def hash(self) -> str:
-        """First 16 hex digits of the SHA-256 of the canonical JSON of what has an effect on results.
+        """Returns the first 16 hex digits of the SHA-256 of the canonical JSON of settings that affect results.
 
-        Equal for two runs that differ in :data:`WITHOUT_EFFECT_ON_RESULTS` only: in folder, logs, when checkpoints are
-        made, and how data is fetched. Layout and back end, which change results by rounding, are in it, and so are
-        paths: of the data, a ``config.json`` and weights it knows no more than the name.
+        Runs that differ only in :data:`WITHOUT_EFFECT_ON_RESULTS` have equal hashes: folder, logs, checkpoint intervals
+        and the way data is read. Layout and back end are included, since they change results by rounding. Paths are
+        included too: for data, a ``config.json`` and weights, only the path is hashed, not the content.
         """
         settings = {name: each for name, each in flattened(self.to_dict()) if name not in WITHOUT_EFFECT_ON_RESULTS}
         text = json.dumps(settings, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def to_toml(self) -> str:
-        """The configuration as TOML, of which ``load_config`` makes an equal one again."""
+        """Returns the configuration as TOML, from which ``load_config`` restores an equal one."""
         import tomli_w
 
         groups = {name: {k: v for k, v in group.items() if v is not None} for name, group in self.to_dict().items()}
@@ -277,7 +318,7 @@ class TrainConfig:
 
 
 def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Lines ``data.capacity: 8192 -> 4096`` for what differs between two dictionaries of any depth."""
+    """Lists the differences of two nested dictionaries, as ``data.capacity: 8192 -> 4096``."""
     return [
         f"{name}: {_change(*(None if each is ABSENT else each for each in both))}"
         for name, *both in differing(old, new)
@@ -285,7 +326,7 @@ def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[s
 
 
 def flattened(groups: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Pairs of ``group.name`` and value, however deep they are."""
+    """Yields pairs of ``group.name`` and value, at any depth."""
     for name, value in groups.items():
         if isinstance(value, Mapping):
             yield from flattened(value, f"{prefix}{name}.")
@@ -294,7 +335,7 @@ def flattened(groups: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def _change(old: Any, new: Any) -> str:
-    """Long lists by their ends, such as the kinds of 64 layers, if these tell the difference."""
+    """Formats a change. Shortens long lists to their ends, such as the kinds of 64 layers, if those differ."""
     ends = [
         f"[{each[0]}, …, {each[-1]}] ({len(each)})" if isinstance(each, list | tuple) and len(each) > 8 else str(each)
         for each in (old, new)

@@ -1,4 +1,4 @@
-"""A run's settings from defaults, a TOML file and overrides, in that order; each checked, and refused by its name."""
+"""Loads a run's settings from defaults, a TOML file and overrides, in that order. Errors name the setting."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ _LEAST = {
 
 
 def load_config(file: Path | None = None, overrides: Sequence[str | tuple[str, Any]] = ()) -> TrainConfig:
-    """Defaults, then a TOML file, then overrides.
+    """Loads the configuration: defaults, then a TOML file, then overrides.
 
     Args:
-        file: TOML with the groups as tables.
-        overrides: ``"group.name=value"`` texts, the value in TOML or a bare word; or ``("group.name", value)``.
+        file: TOML file with the groups as tables.
+        overrides: Strings ``"group.name=value"`` with a TOML value or a bare word, or pairs ``("group.name", value)``.
 
     Raises:
-        ConfigError: Naming the setting, and the nearest one where the name is unknown.
+        ConfigError: Naming the setting, or the nearest one for an unknown name.
     """
     config = TrainConfig()
     if file is not None:
@@ -61,10 +61,10 @@ def load_config(file: Path | None = None, overrides: Sequence[str | tuple[str, A
         overridden.add(name)
     _check(config)
     if "model.preset" in overridden and config.model.hf is not None:
-        source = "" if "model.hf" in overridden else f", from {file}: --set model.hf=none takes it back"
+        source = "" if "model.hf" in overridden else f", from {file}: --set model.hf=none removes it"
         raise ConfigError(
-            f"both model.preset ({config.model.preset}) and model.hf ({config.model.hf}{source}) say which model is "
-            "built; give one of --preset and --hf"
+            f"both model.preset ({config.model.preset}) and model.hf ({config.model.hf}{source}) select the model to "
+            "build; give only one of --preset and --hf"
         )
     return config
 
@@ -79,7 +79,7 @@ def _settings_of(file: Path) -> Iterator[tuple[str, Any]]:
     for group, settings in groups.items():
         if not isinstance(settings, dict):
             names = ", ".join(f"[{name}]" for name in _group_names())
-            raise ConfigError(f"{file}: {group!r} stands outside a table; settings belong into one of {names}")
+            raise ConfigError(f"{file}: {group!r} is outside a table; settings belong in one of {names}")
         yield from ((f"{group}.{name}", value) for name, value in settings.items())
 
 
@@ -88,7 +88,7 @@ def _parse_override(text: str) -> tuple[str, Any]:
     if not equals:
         raise ConfigError(f"--set {text!r}: write it as group.name=value, such as optimizer.lr=1e-4")
     if value.strip().lower() == NO_WEIGHTS and name.strip() == "model.weights":
-        return "model.weights", NO_WEIGHTS  # a value there; empty takes the setting back
+        return "model.weights", NO_WEIGHTS  # "none" is a value here; an empty string unsets it
     if value.strip().lower() in ("none", ""):
         return name.strip(), None
     try:
@@ -106,7 +106,7 @@ def _merge(config: TrainConfig, settings: Mapping[str, Any], where: str) -> Trai
         group_name, _, key = name.partition(".")
         known = {f"{g}.{each.name}" for g in _group_names() for each in dataclasses.fields(getattr(config, g))}
         if name not in known:
-            raise ConfigError(f"{where}: there is no setting {name!r}; {meant(name, known)}")
+            raise ConfigError(f"{where}: unknown setting {name!r}; {meant(name, known)}")
         group = getattr(config, group_name)
         kind = typing.get_type_hints(type(group))[key]
         changed = dataclasses.replace(group, **{key: _as_type(kind, value, f"{where}: {name}")})
@@ -115,7 +115,7 @@ def _merge(config: TrainConfig, settings: Mapping[str, Any], where: str) -> Trai
 
 
 def _as_type(kind: Any, value: Any, what: str) -> Any:
-    """The value as the field's type; whole floats may stand for ints and ints for floats, nothing else is bent."""
+    """Converts a value to the field's type. Only whole floats become ints, and ints become floats."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (Union, types.UnionType):
         if value is None:
@@ -147,15 +147,15 @@ def _check(config: TrainConfig) -> None:
     _check_evaluation(config)
     if config.warmup_steps >= config.decay_steps:
         raise ConfigError(
-            f"optimizer.warmup_steps {config.warmup_steps} leaves nothing of {config.decay_steps} steps to decay in; "
+            f"optimizer.warmup_steps {config.warmup_steps} leaves none of the {config.decay_steps} steps for decay; "
             f"set it below {config.decay_steps}"
         )
     if config.optimizer.last_lr > config.optimizer.lr:
-        raise ConfigError(f"optimizer.min_lr {config.optimizer.min_lr} is over optimizer.lr {config.optimizer.lr}")
+        raise ConfigError(f"optimizer.min_lr {config.optimizer.min_lr} is above optimizer.lr {config.optimizer.lr}")
     unknown = set(config.model.freeze) - {"vision", "merger", "language"}
     if unknown:
         raise ConfigError(
-            f"model.freeze names {sorted(unknown)}; it knows vision, merger, language: --freeze vision,merger, or "
+            f"model.freeze names {sorted(unknown)}; choose from vision, merger, language: --freeze vision,merger, or "
             """--set 'model.freeze=["vision", "merger"]'"""
         )
 
@@ -172,7 +172,7 @@ def _check_numbers(config: TrainConfig) -> None:
         if values[name] >= 1:
             raise ConfigError(f"{name} is {values[name]}; it must be below 1")
     if config.run.timeout_minutes <= 0:
-        raise ConfigError(f"run.timeout_minutes is {config.run.timeout_minutes}; it must be more than 0")
+        raise ConfigError(f"run.timeout_minutes is {config.run.timeout_minutes}; it must be above 0")
 
 
 def _check_blend(data: DataConfig) -> None:
@@ -190,10 +190,10 @@ def _check_blend(data: DataConfig) -> None:
 def _check_profile(run: RunConfig) -> None:
     profile = run.profile
     if profile and (len(profile) != 2 or not 1 <= profile[0] <= profile[1]):
-        raise ConfigError(f"run.profile is {list(profile)}; give the first and the last step, counted from 1")
+        raise ConfigError(f"run.profile is {list(profile)}; give the first and last step, counted from 1")
     if profile and profile[0] > run.steps:
         raise ConfigError(
-            f"run.profile {list(profile)} begins after the last step, run.steps {run.steps}; profile earlier"
+            f"run.profile {list(profile)} starts after the last step, run.steps {run.steps}; profile earlier"
         )
 
 
@@ -202,7 +202,7 @@ def _check_evaluation(config: TrainConfig) -> None:
     idle = [name for name, value in settings.items() if value]
     paths = [path.rstrip("/") for path in config.data.eval_paths]
     if idle and not paths:
-        raise ConfigError(f"{' and '.join(idle)} without evaluation data: name a dataset directory with --eval-data")
+        raise ConfigError(f"{' and '.join(idle)} without evaluation data: give a dataset directory with --eval-data")
     twice = sorted({path for path in paths if paths.count(path) > 1})
     if twice:
-        raise ConfigError(f"data.eval_paths names {', '.join(twice)} twice; name each evaluation set once")
+        raise ConfigError(f"data.eval_paths lists {', '.join(twice)} twice; list each evaluation set once")

@@ -1,4 +1,4 @@
-"""The loader of one rank: which packs, which slice of them, which of their parts."""
+"""The loader of one rank: its packs, its slice of them, and the parts that it needs."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ import torch
 
 from model.architecture import Architecture
 from model.families import spec_of
-from model.training.config import ConfigError, TrainConfig
+from model.training.config import ConfigError, DataConfig, TrainConfig
 from model.training.early_checks import require_data_named
 from vlmdata import Blend, LoaderConfig, PackedBatch, StreamingLoader
 from vlmdata.errors import UsageError
 from vlmdata.format.manifest import Manifest
-from vlmdata.loader.config import Packing, Parallelism, Reading
-from vlmdata.loader.open import DEFAULT_CACHE_BYTES, open_for_loading
+from vlmdata.loader.config import Packing, Parallelism, Reading, Service
+from vlmdata.loader.open import DEFAULT_CACHE_BYTES, open_data
 
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where a process stands in the parallel layout.
+    """The place of a process in the parallel layout.
 
     Attributes:
         rank: Global rank.
-        world: Processes in all.
-        dp_rank: Data-parallel rank (context parallelism not counted).
-        dp_size: Data-parallel ranks.
+        world: Number of processes.
+        dp_rank: Data-parallel rank (without context parallelism).
+        dp_size: Data-parallel size.
         cp_rank: Context-parallel rank.
-        cp_size: Context-parallel ranks.
+        cp_size: Context-parallel size.
         tp_rank: Tensor-parallel rank.
-        first_stage: Whether it holds the embeddings.
-        last_stage: Whether it holds the loss.
+        first_stage: Whether the process holds the embeddings.
+        last_stage: Whether the process computes the loss.
     """
 
     rank: int
@@ -48,7 +48,7 @@ class RankPlace:
 
     @classmethod
     def here(cls) -> RankPlace:
-        """The place of this process, once the process groups exist."""
+        """Returns the place of this process. The process groups must exist."""
         from megatron.core import parallel_state as groups
 
         return cls(
@@ -65,29 +65,32 @@ class RankPlace:
 
     @property
     def speaks(self) -> bool:
-        """Whether this process speaks for its part of the data: one a data-parallel and context-parallel rank does."""
+        """Whether this process reports its data: true for one process per data- and context-parallel rank."""
         return self.last_stage and self.tp_rank == 0
 
 
-def parts_needed(first_stage: bool, last_stage: bool, every_stage_weighs: bool) -> tuple[str, ...]:
-    """What a pipeline stage reads.
+def parts_needed(
+    first_stage: bool, last_stage: bool, every_stage_weighs: bool, language_only: bool = False
+) -> tuple[str, ...]:
+    """Returns the parts that a pipeline stage reads.
 
     Args:
-        first_stage: It embeds tokens and images.
-        last_stage: It compares with labels.
-        every_stage_weighs: Whether a load-balancing loss is trained: routers on all stages weigh it by the targets.
+        first_stage: The stage embeds tokens and images.
+        last_stage: The stage computes the loss.
+        every_stage_weighs: A load-balancing loss is trained, which routers on all stages weight by the targets.
+        language_only: The model has no vision tower.
     """
-    parts = ["tokens", "pixels"] if first_stage else []
+    parts = ["tokens", *([] if language_only else ["pixels"])] if first_stage else []
     return (*parts, "labels") if last_stage or every_stage_weighs else tuple(parts)
 
 
 def open_loader(
     config: TrainConfig, place: RankPlace, architecture: Architecture, device: torch.device
 ) -> StreamingLoader:
-    """The loader of this rank; packs are spread over ranks by what they cost this model, frozen parts considered.
+    """Opens the loader of this rank. Packs are balanced over ranks by this model's cost, given its frozen parts.
 
     Raises:
-        ConfigError: If no data is named, or sizes do not fit together.
+        ConfigError: If no data is given, or sizes are incompatible.
     """
     data, parallel, model = config.data, config.parallel, config.model
     require_data_named(data)
@@ -115,13 +118,17 @@ def open_loader(
                 sequence_parallel=parallel.sp,
             ),
             Reading(
-                parts=parts_needed(place.first_stage, place.last_stage, weighs),
+                parts=parts_needed(place.first_stage, place.last_stage, weighs, model.language_only),
                 num_workers=data.workers,
                 timeout=data.timeout,
                 verify=data.verify,
+                on_damage=data.on_damage,
+                max_damaged=data.max_damaged,
                 device=device if device.type == "cuda" else None,
+                fetch=data.fetch,
                 cache_dir=data.cache_dir,
             ),
+            service_of(data),
         )
         return StreamingLoader(data.paths, options)
     except UsageError as error:
@@ -129,20 +136,35 @@ def open_loader(
 
 
 def manifest_of(config: TrainConfig) -> Manifest:
-    """Manifest of the first dataset; all datasets of a run have one tokenizer and one family.
+    """Reads the manifest of the first dataset. All datasets of a run share one tokenizer and one family.
 
     Raises:
-        ConfigError: If no data is named.
-        DatasetFormatError: If there is no finished dataset.
+        ConfigError: If no data is given.
+        DatasetFormatError: If the dataset is missing or unfinished.
     """
     data = config.data
     require_data_named(data)
     cache = None if data.cache_dir is None else Path(data.cache_dir)
-    dataset, _ = open_for_loading(data.paths[0], cache, DEFAULT_CACHE_BYTES)
-    return dataset.manifest
+    return open_data(data.paths[:1], cache, DEFAULT_CACHE_BYTES, service_of(data)).datasets[0].manifest
+
+
+def service_of(data: DataConfig) -> Service:
+    """Returns the options of a collation service.
+
+    Raises:
+        UsageError: If they are incompatible.
+    """
+    return Service(
+        hedge=data.hedge,
+        service_token=data.service_token,
+        service_insecure=data.service_insecure,
+        tls_ca=data.tls_ca,
+        tls_cert=data.tls_cert,
+        tls_key=data.tls_key,
+    )
 
 
 def endless(loader: StreamingLoader) -> Iterator[PackedBatch]:
-    """Batches epoch after epoch."""
+    """Yields batches, epoch after epoch."""
     while True:
         yield from loader

@@ -1,4 +1,4 @@
-"""Checks of a run's configuration before torch and megatron-core are imported, which takes up to 20 seconds."""
+"""Checks a configuration before importing torch and megatron-core, which takes up to 20 seconds."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from vlmdata.format.manifest import Manifest
 
 
 def check_early(config: TrainConfig) -> None:
-    """Refuses what can be known to be wrong without torch: data, preset, layout, and settings that exclude each other.
+    """Raises an error for problems that need no torch to detect: in data, preset, layout, or incompatible settings.
 
-    A process among several looks for datasets later, together with the others: where one node lacks a folder, all
-    must end. The settings of a checkpoint (``model.hf``) are checked when it is built, since transformers reads its
+    With several processes, datasets are checked later by all ranks together: if one node lacks a folder, all must end.
+    The settings of a checkpoint (``model.hf``) are checked when it is built, since transformers reads its
     ``config.json``.
 
     Raises:
-        ConfigError: If a setting is wrong.
-        DatasetFormatError: If a folder is no finished dataset.
+        ConfigError: If a setting is invalid.
+        DatasetFormatError: If a folder is not a finished dataset.
     """
     require_preset(config)
     require_data_named(config.data)
@@ -42,40 +42,40 @@ def check_early(config: TrainConfig) -> None:
 
 
 def require_data_named(data: DataConfig) -> None:
-    """Refuses a run without data.
+    """Raises an error for a run without data.
 
     Raises:
-        ConfigError: If no data is named.
+        ConfigError: If no data is given.
     """
     if not data.paths:
-        raise ConfigError("no data: name a dataset directory with --data, made by `vlmdata preprocess`")
+        raise ConfigError("no data: give a dataset directory with --data, written by `vlmdata preprocess`")
 
 
 def _require_folder(setting: str, value: str) -> None:
     if "://" in value:
         raise ConfigError(
             f"{setting} is {value!r}: a run's folder must be on a file system. Mount the storage, or copy the folder "
-            "there when the run is done"
+            "there after the run"
         )
 
 
 def require_preset(config: TrainConfig) -> None:
-    """Refuses a preset that there is not, where one is built.
+    """Raises an error if the run builds an unknown preset.
 
     Raises:
-        ConfigError: If it is unknown.
+        ConfigError: If the preset is unknown.
     """
     if config.model.hf is None and config.model.preset not in presets():
-        raise ConfigError(f"there is no preset {config.model.preset!r}; there are {', '.join(presets())}")
+        raise ConfigError(f"unknown preset {config.model.preset!r}; choose one of {', '.join(presets())}")
 
 
 def require_data_family(architecture: Architecture, manifest: Manifest, data: str) -> None:
-    """Refuses a dataset whose patches, placeholders or positions are those of another model family.
+    """Raises an error for a dataset with the patches, placeholders or positions of another model family.
 
     Args:
         architecture: The model.
-        manifest: Of the dataset.
-        data: The dataset, as it was named.
+        manifest: Manifest of the dataset.
+        data: Path or URL of the dataset, for messages.
 
     Raises:
         ConfigError: If the model cannot read it.
@@ -83,13 +83,13 @@ def require_data_family(architecture: Architecture, manifest: Manifest, data: st
     found, wanted = manifest.model_family.name, spec_of(architecture).data_family
     if found != wanted:
         raise ConfigError(
-            f"{data} was made for the model family {found}, but the model reads {wanted}: "
+            f"{data} is for the model family {found}, but the model needs {wanted}: "
             f"preprocess it with --family {wanted}, or choose a model of the family {found}"
         )
 
 
 def _require_layout(config: TrainConfig) -> None:
-    """Refuses a number of processes that the layout does not divide, and a global batch that ranks cannot share."""
+    """Raises an error if the layout or the global batch does not fit the number of processes."""
     parallel, world = config.parallel, int(os.environ.get("WORLD_SIZE", "1"))
     try:
         require_layout(world, tensor=parallel.tp, context=parallel.cp, pipeline=parallel.pp, expert=parallel.ep)
@@ -104,7 +104,7 @@ def _require_layout(config: TrainConfig) -> None:
 
 
 def _require_settings(config: TrainConfig, architecture: Architecture) -> None:
-    """Refuses what neither a GPU nor a CPU can do; "auto" settles in favour of the former, which is slow to ask for."""
+    """Raises an error for settings that neither GPU nor CPU supports. "auto" counts as GPU; detecting one is slow."""
     try:
         spec_of(architecture).check(settings_of(config, architecture, on_gpu=True), architecture)
     except SettingError as error:

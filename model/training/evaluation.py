@@ -1,8 +1,8 @@
 """The loss over whole evaluation sets: forward passes only, in the run's own layout.
 
-Every sample counts once, and the loss is sum(weight x loss) / sum(weight) over all targets, so it depends neither on
-packing nor on layout. Packs are spread over data-parallel ranks evenly; empty ones fill up, so that all ranks make
-equally many forward passes.
+Every sample counts once. The loss is sum(weight x loss) / sum(weight) over all targets, so it does not depend on
+packing or layout. Packs are spread evenly over data-parallel ranks and padded with empty ones, so that all ranks make
+the same number of forward passes.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from model.training.step import forward_step
 from vlmdata import PackedBatch, StreamingLoader
 from vlmdata.loader.open import require_one_tokenizer
 
-#: Most loader processes of a rank that read evaluation data; they live for one evaluation.
+#: Largest number of loader processes per rank for evaluation data. They exist for one evaluation.
 _WORKERS = 2
 
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """A dataset that losses are computed on.
+    """A dataset to evaluate on.
 
     Attributes:
-        name: What it is called in logs.
-        loader: Of this rank; each pass over it is epoch 0.
+        name: Name of the set in logs.
+        loader: Loader of this rank; each pass over it is epoch 0.
     """
 
     name: str
@@ -44,15 +44,15 @@ class EvaluationSet:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation found, over all ranks.
+    """Results of an evaluation, over all ranks.
 
     Attributes:
-        step: Optimizer steps done before it.
-        loss: Mean cross-entropy over the targets of all sets by their weights, in nats.
-        losses: The same of each set, by name.
+        step: Optimizer steps completed before it.
+        loss: Weighted mean cross-entropy over the targets of all sets, in nats.
+        losses: Loss of each set, by name.
         mtp_loss: Mean loss of multi-token prediction over all sets; None without it.
-        targets: Targets of all sets.
-        samples: Samples of all sets.
+        targets: Number of targets in all sets.
+        samples: Number of samples in all sets.
         seconds: Wall time.
     """
 
@@ -66,7 +66,7 @@ class Evaluation:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Numbers by name; with several sets ``loss/NAME`` is the loss of each."""
+        """Returns numbers by name. With several sets, ``loss/NAME`` is the loss of each."""
         values = {"loss": self.loss}
         if len(self.losses) > 1:
             values |= {f"loss/{name}": loss for name, loss in self.losses.items()}
@@ -75,7 +75,7 @@ class Evaluation:
         return values | {"targets": self.targets, "samples": self.samples, "seconds": self.seconds}
 
     def line(self, steps: int) -> str:
-        """One line for people."""
+        """Formats one console line."""
         parts = [f"eval {self.step:>{len(str(steps))}}/{steps}", f"loss {self.loss:.4f}"]
         if len(self.losses) > 1:
             parts += [f"{name} {loss:.4f}" for name, loss in self.losses.items()]
@@ -93,12 +93,12 @@ def open_evaluation_sets(
 ) -> list[EvaluationSet]:
     """Opens the datasets of ``data.eval_paths``.
 
-    They are packed as the training data is, but for balance and blend.
+    They are packed like the training data, but without balance and blend.
 
     Raises:
         ConfigError: If a sample fits no pack.
-        ConfigMismatchError: If a set was made with another tokenizer than the training data.
-        DatasetFormatError: If there is no finished dataset.
+        ConfigMismatchError: If a set has another tokenizer than the training data.
+        DatasetFormatError: If a dataset is missing or unfinished.
     """
     sets = []
     for path, name in zip(config.data.eval_paths, set_names(config.data.eval_paths), strict=True):
@@ -108,6 +108,7 @@ def open_evaluation_sets(
             blend=(),
             global_batch=place.dp_size,
             balance=False,
+            on_damage="raise",  # losses over other samples would not compare
             workers=min(config.data.workers, _WORKERS),
         )
         try:
@@ -120,7 +121,7 @@ def open_evaluation_sets(
 
 
 def set_names(paths: Sequence[str]) -> list[str]:
-    """Names of different datasets: the end of each path, as long as it takes to tell them apart."""
+    """Returns names of the datasets: the shortest path endings that are unique."""
     parts = [path.rstrip("/").split("/") for path in paths]
     longest = max(map(len, parts), default=1)
     names = (["/".join(part[-length:]) for part in parts] for length in range(1, longest + 1))
@@ -128,25 +129,25 @@ def set_names(paths: Sequence[str]) -> list[str]:
 
 
 def also_trained_on(sets: Sequence[EvaluationSet], training: StreamingLoader) -> list[str]:
-    """A line for each evaluation set that is training data, too."""
+    """Returns a warning for each evaluation set that is also training data."""
     trained = {dataset.manifest.fingerprint for dataset in training.datasets}
     return [
-        f"warning: the evaluation set {each.name} is training data, too: its loss says nothing about other data"
+        f"warning: the evaluation set {each.name} is also training data: its loss says nothing about other data"
         for each in sets
         if each.loader.datasets[0].manifest.fingerprint in trained
     ]
 
 
 class Evaluator:
-    """Evaluates a model that is being trained, and leaves no trace in it.
+    """Evaluates a model during training without changing it.
 
     Args:
-        sets: What to evaluate on.
+        sets: The evaluation sets.
         learner: The model.
         place: This process.
         config: The run.
-        device: Where sums over ranks are made.
-        stop_requested: Whether this process was asked to stop; asked after as many packs as a training step has.
+        device: Device for sums over ranks.
+        stop_requested: Whether this process was asked to stop; checked after as many packs as a training step has.
     """
 
     def __init__(
@@ -166,13 +167,13 @@ class Evaluator:
         self._starts = [each.loader.state_dict() for each in sets]
 
     def __call__(self, step: int) -> Evaluation | None:
-        """Passes over all sets once; a collective.
+        """Passes over all sets once. A collective.
 
         Args:
-            step: Optimizer steps done.
+            step: Optimizer steps completed.
 
         Returns:
-            What was found; None if a rank was asked to stop before the end.
+            The results; None if a rank was asked to stop before the end.
         """
         begun = time.perf_counter()
         gather_weights(self._learner)
@@ -184,7 +185,7 @@ class Evaluator:
         finally:
             model.train()
         network = unwrapped(model)
-        # Also after an evaluation that was cut off: what it has counted is not the next step's.
+        # Also after an interrupted evaluation: its counts do not belong to the next step.
         extra = network.metrics.pop(network.metric_names, device=self._device)
         if table is None:
             return None
@@ -200,7 +201,7 @@ class Evaluator:
         )
 
     def _pass_over_all(self) -> list[list[float]] | None:
-        """For each set the sums of losses, weights and targets; None if a rank was asked to stop."""
+        """Returns the sums of losses, weights and targets for each set; None if a rank was asked to stop."""
         table = []
         for each, start in zip(self._sets, self._starts, strict=True):
             found = self._pass_over(each.loader)
@@ -211,7 +212,7 @@ class Evaluator:
         return table
 
     def _pass_over(self, loader: StreamingLoader) -> torch.Tensor | None:
-        """Sums of losses, weights and targets over all ranks, float64 (3,); None if a rank was asked to stop."""
+        """Sums losses, weights and targets over all ranks, float64 (3,); None if a rank was asked to stop."""
         total = torch.zeros(3, dtype=torch.float64, device=self._device)
         left, batches = loader.steps(0), iter(loader)
         while left:

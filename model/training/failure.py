@@ -1,9 +1,8 @@
-"""What happens when a rank cannot go on: every rank ends, soon, and whoever knows why says it once.
+"""Ends all ranks when one fails. The failing rank prints the reason once.
 
-Ranks wait for each other in collectives, so a rank that fails must not wait for the others: whatever it does in order
-to close may itself be a collective, or wait for a GPU that waits for another rank. It says what is wrong, gives its
-clean-up a few seconds, and ends without leaving the process groups. Its end is what ends the other ranks: torchrun and
-``srun --kill-on-bad-exit`` stop them.
+Ranks wait for each other in collectives, so a failing rank must not wait for the others: its clean-up may itself be a
+collective, or wait for a GPU that waits for another rank. It prints the reason, allows its clean-up a few seconds, and
+exits without leaving the process groups. torchrun or ``srun --kill-on-bad-exit`` then stop the other ranks.
 """
 
 from __future__ import annotations
@@ -19,28 +18,28 @@ from typing import NoReturn
 
 from vlmdata.errors import ResourceError, VlmdataError
 
-#: Seconds that a failed rank of several may take to close files and workers; then the kernel ends it.
+#: Seconds for a failed rank of several to close files and workers; then the kernel kills it.
 _CLOSING_SECONDS = 15
-#: How a message of torch.distributed over gloo says that the other side is gone; it has no exception of its own.
+#: Part of a torch.distributed message about a lost peer over gloo, which has no exception class.
 _GLOO = "gloo"
 
 
 class NotFiniteError(VlmdataError):
-    """Loss or gradient of a step are infinite or no number."""
+    """The loss or gradient of a step is infinite or NaN."""
 
 
 class OtherRankError(VlmdataError):
-    """Another rank failed, and says itself why."""
+    """Another rank failed and prints the reason itself."""
 
 
 @contextlib.contextmanager
 def ending() -> Iterator[None]:
-    """Around what only one of the ranks may fail in: it says why before it closes anything, and is gone soon after."""
+    """Wraps work in which a single rank may fail: that rank prints the reason first, then must exit within seconds."""
     try:
         yield
     except BaseException as error:
         if _world() > 1:
-            # The kernel's own, so that nothing the process is stuck in can keep it.
+            # The kernel's default action works even if the process hangs.
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(_CLOSING_SECONDS)
         say(error)
@@ -48,11 +47,11 @@ def ending() -> Iterator[None]:
 
 
 def end_process(error: Exception) -> NoReturn:
-    """Says what is wrong, unless that was done, and ends the process with :func:`exit_code`."""
+    """Prints the error, unless already printed, and ends the process with :func:`exit_code`."""
     say(error)
     if _world() > 1:
         sys.stdout.flush()
-        os._exit(exit_code(error))  # the interpreter's own end would wait for the process groups
+        os._exit(exit_code(error))  # a normal exit would wait for the process groups
     if _in_groups():
         import torch.distributed as dist
 
@@ -61,11 +60,11 @@ def end_process(error: Exception) -> NoReturn:
 
 
 def exit_code(error: BaseException) -> int:
-    """What the process ends with.
+    """Returns the exit code for an error.
 
     Returns:
-        2 for wrong options, data or configuration; 3 for resources; 4 for a loss or gradient that is not finite; 1 for
-        everything else, and where only another rank failed.
+        2 for invalid options, data or configuration; 3 for resources; 4 for a loss or gradient that is not finite; 1
+        for everything else, and if only another rank failed.
     """
     if isinstance(error, OtherRankError) or not isinstance(error, VlmdataError):
         return 1
@@ -73,7 +72,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def say(error: BaseException) -> None:
-    """Prints an error: one line, or a traceback if it is a fault of ours. The same words are said by one rank only."""
+    """Prints an error: one line, or a traceback if unexpected. Only one rank prints the same message."""
     if isinstance(error, OtherRankError | KeyboardInterrupt | SystemExit) or getattr(error, "was_said", False):
         return
     error.was_said = True  # type: ignore[attr-defined]
@@ -81,7 +80,7 @@ def say(error: BaseException) -> None:
         text = str(error)
     elif _is_lost_peer(error):
         first = _first_line(error)
-        text = f"a rank that this one waited for has ended or hangs: see what it or the launcher says ({first})"
+        text = f"another rank has exited or hangs: see its output or the launcher's ({first})"
     else:
         text = "".join(traceback.format_exception(error)).rstrip()
     if _is_first_to_say(error, text):
@@ -90,7 +89,7 @@ def say(error: BaseException) -> None:
 
 
 def said_by_another(error: Exception) -> Exception:
-    """Marks an error that another rank had: :func:`say` leaves it to that one, whose number belongs to it."""
+    """Marks an error of another rank, so that :func:`say` leaves printing it to that rank."""
     error.was_said = True  # type: ignore[attr-defined]
     return error
 
@@ -110,23 +109,23 @@ def _first_line(error: BaseException) -> str:
 def _is_first_to_say(error: BaseException, text: str) -> bool:
     if _world() == 1:
         return True
-    # Unless torchrun holds the store a rank does, and may be the one that is lost.
+    # If torchrun does not hold the store, a rank does, and that rank may be the lost one.
     if _is_lost_peer(error) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True
     if not _in_groups():
-        # A configuration that is refused before ranks know each other is refused by all, at least by those of a node.
+        # A configuration error before ranks are connected occurs on all ranks, at least on those of a node.
         return os.environ.get("LOCAL_RANK", "0") == "0" or isinstance(error, ResourceError)
     import torch.distributed as dist
 
     try:
         store = dist.distributed_c10d._get_default_store()
         return bool(store.add(f"vlmdata/said/{hashlib.sha256(text.encode()).hexdigest()}", 1) == 1)
-    except (RuntimeError, ValueError):  # the rank that holds the store has ended
+    except (RuntimeError, ValueError):  # the rank that holds the store has exited
         return True
 
 
 def _in_groups() -> bool:
-    """Whether there are process groups. Importing torch, which takes seconds, makes none."""
+    """True if process groups exist. Without torch there are none, so this avoids importing it."""
     if "torch.distributed" not in sys.modules:
         return False
     import torch.distributed as dist

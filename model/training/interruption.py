@@ -1,4 +1,4 @@
-"""Signals to stop: remembered until the step is over, so that its result can be saved."""
+"""Records signals to stop until the step is complete, so that its result can be saved."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
 from types import FrameType
+
+_STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interruption:
-    """Remembers the first signal to stop; the second one ends the process at once.
+    """Records the first signal to stop; a second signal ends the process at once.
 
     Attributes:
-        signal: Number of the signal, or None while there was none.
+        signal: Number of the signal; None before the first.
     """
 
     def __init__(self) -> None:
@@ -22,20 +25,35 @@ class Interruption:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """The signal handler."""
         if self.signal is not None:
-            os.write(2, b"stopped at once, without saving\n")  # print might be what was interrupted
+            os.write(2, b"stopped at once, without saving\n")  # the signal may have interrupted print
             raise KeyboardInterrupt
         self.signal = number
 
     def requested(self) -> bool:
-        """Whether this process was told to stop."""
+        """Returns True if this process was asked to stop."""
         return self.signal is not None
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Listens to ctrl-C and to what schedulers send."""
-        before = {number: signal.signal(number, self) for number in (signal.SIGINT, signal.SIGTERM)}
+        """Handles ctrl-C and the signals of schedulers."""
+        before = {number: signal.signal(number, self) for number in _STOPPING}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def shielding_children() -> Iterator[None]:
+    """Keeps ctrl-C and SIGTERM from processes started within, for as long as they live.
+
+    A terminal's ctrl-C, ``timeout`` and ``torchrun`` signal the whole process group. The trainer then saves, and what
+    writes for it must live on. A child inherits the signals that its parent blocks; the parent gets its own afterwards.
+    """
+    resource_tracker.ensure_running()  # its start, part of a spawn, would unblock the signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,4 +1,4 @@
-"""What a run says: a line a step, a bar on a terminal, metrics.jsonl always, TensorBoard and W&B if wanted."""
+"""Output of a run: one line per step, a progress bar on a terminal, metrics.jsonl, and optional TensorBoard and W&B."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from vlmdata.errors import ResourceError
 
 @dataclasses.dataclass(frozen=True)
 class StepReport:
-    """What is logged of a step.
+    """Log entry of a step.
 
     Attributes:
-        step: Steps done, from 1.
+        step: Number of the step, from 1.
         epoch: Epoch of the data.
-        result: What the step did.
-        lr: Learning rate it was made with.
-        mfu: Model FLOP/s over the devices' peak; None where the peak is not known.
-        samples: Digest of the samples of this rank, to compare runs by.
+        result: Result of the step.
+        lr: Learning rate of the step.
+        mfu: Model FLOP/s over the devices' peak; None if the peak is unknown.
+        samples: Digest of this rank's samples, for comparing runs.
     """
 
     step: int
@@ -46,7 +46,7 @@ class StepReport:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Numbers by name."""
+        """Returns numbers by name."""
         result = self.result
         values: dict[str, float | None] = {
             "loss": result.loss,
@@ -69,7 +69,7 @@ class StepReport:
         return {name: float(value) for name, value in values.items() if value is not None}
 
     def line(self, steps: int) -> str:
-        """One line for people."""
+        """Formats one console line."""
         m = self.metrics
         parts = [f"step {self.step:>{len(str(steps))}}/{steps}", f"loss {m['loss']:.4f}"]
         if "mtp_loss" in m:
@@ -90,33 +90,33 @@ class StepReport:
 
 
 class Sink(Protocol):
-    """Somewhere metrics go."""
+    """A destination of metrics."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes the numbers of a training step."""
+        """Writes the numbers of a training step."""
 
     def write_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes the numbers of an evaluation after a step."""
+        """Writes the numbers of an evaluation after a step."""
 
     def close(self) -> None:
-        """Flushes and ends."""
+        """Flushes and closes."""
 
 
 @contextlib.contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Failures to write as what they are."""
+    """Converts write failures to :class:`ResourceError`."""
     try:
         yield
     except OSError as error:
         free = shutil.disk_usage(folder).free / 1e6
         raise ResourceError(
             f"{folder.resolve()}: logs could not be written: {error.strerror or error}; {free:,.1f} MB free. "
-            "Checkpoints are as they were. Make room or give the rights, and go on with --resume"
+            "Checkpoints are unchanged. Free space or fix permissions, and continue with --resume"
         ) from error
 
 
 class JsonLines:
-    """``metrics.jsonl``: a line a step; a resumed run goes on in the same file."""
+    """``metrics.jsonl``: one line per step. A resumed run continues the same file."""
 
     def __init__(self, path: Path, resumed_at: int | None):
         self._folder = path.parent
@@ -127,15 +127,15 @@ class JsonLines:
             self.event("resumed", resumed_at)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Appends the line of a step."""
+        """Appends a step."""
         self._line({"step": step, **metrics})
 
     def event(self, name: str, step: int, values: Mapping[str, Any] | None = None) -> None:
-        """Appends the line of something else."""
+        """Appends an event other than a step."""
         self._line({"event": name, "step": step, **(values or {})})
 
     def _line(self, values: Mapping[str, Any]) -> None:
-        # JSON knows neither nan nor inf.
+        # JSON has neither NaN nor infinity.
         plain = {name: None if _is_odd(value) else value for name, value in values.items()}
         with _writing(self._folder):
             self._file.write(json.dumps(plain, allow_nan=False) + "\n")
@@ -148,7 +148,7 @@ class JsonLines:
 
 
 def _drop_half_line(path: Path) -> None:
-    """What a full disk or a crash of the machine cut off would spoil the next line, too."""
+    """Removes a truncated last line (full disk, crash), which would corrupt the next line."""
     if path.is_file() and not (content := path.read_bytes()).endswith(b"\n"):
         os.truncate(path, content.rfind(b"\n") + 1)
 
@@ -165,7 +165,7 @@ class TensorBoard:
 
         self._folder = folder.parent
         with _writing(self._folder):
-            # Events of steps that a resume makes again are hidden.
+            # Hides events of steps that a resumed run repeats.
             self._writer = SummaryWriter(str(folder), purge_step=None if resumed_at is None else resumed_at + 1)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -188,7 +188,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A Weights & Biases run; its id is kept in ``OUT/wandb-id``, so that a resumed run goes on in it."""
+    """A Weights & Biases run; ``OUT/wandb-id`` keeps its id, so a resumed run continues it."""
 
     def __init__(self, config: TrainConfig, resumed: bool):
         try:
@@ -216,7 +216,7 @@ class WeightsAndBiases:
 
 
 def _run_id(file: Path, resumed: bool) -> str:
-    """A random id; on resuming, the one in the file. Never of the configuration: equal runs are not one run."""
+    """Returns a random id, or the saved id when resuming. The id must not depend on the configuration alone."""
     if resumed and file.is_file() and (kept := file.read_text().strip()):
         return kept
     made = uuid.uuid4().hex
@@ -225,16 +225,16 @@ def _run_id(file: Path, resumed: bool) -> str:
 
 
 class RunLog:
-    """Everything rank 0 says; on other ranks nothing.
+    """Console output and log files of rank 0. Other ranks print nothing.
 
     Args:
         config: The run.
         speaks: Whether this is rank 0.
-        resumed_at: Step that was resumed from; None for a fresh run.
+        resumed_at: Step from which the run was resumed; None for a new run.
 
     Raises:
-        ConfigError: If wandb is wanted and not installed.
-        ResourceError: If files cannot be written, then or later.
+        ConfigError: If wandb is configured but not installed.
+        ResourceError: If files cannot be written, now or later.
     """
 
     def __init__(self, config: TrainConfig, speaks: bool, resumed_at: int | None):
@@ -265,7 +265,7 @@ class RunLog:
             self._bar.start()
 
     def say(self, text: str) -> None:
-        """A line for people."""
+        """Prints a console line."""
         self._console.print(text, markup=False)
 
     def step(self, report: StepReport) -> None:
@@ -289,16 +289,16 @@ class RunLog:
             sink.write_evaluation(found.step, found.metrics)
 
     def event(self, name: str, step: int, values: Mapping[str, Any]) -> None:
-        """Notes something in ``metrics.jsonl`` that is not a step that was made."""
+        """Records an event other than a completed step in ``metrics.jsonl``."""
         if self._lines is not None:
             self._lines.event(name, step, values)
 
     def close(self) -> None:
-        """Ends bar and files."""
+        """Closes the progress bar and files."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-        with contextlib.ExitStack() as closing:  # the others are closed where one fails
+        with contextlib.ExitStack() as closing:  # closes the others if one fails
             if self._lines is not None:
                 closing.callback(self._lines.close)
                 self._lines = None
@@ -311,6 +311,6 @@ class RunLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # What failed to be written once is not to be said twice, nor instead of what failed before.
+        # A second write failure must not be reported again, nor hide an earlier error.
         with contextlib.nullcontext() if error is None else contextlib.suppress(ResourceError):
             self.close()

@@ -1,4 +1,4 @@
-"""A run from start to end: build, resume, step, log, save, close."""
+"""A training run from start to end: build, resume, step, log, save, close."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import os
 import shlex
 import signal
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +20,11 @@ from model.flops import peak_flops
 from model.training.agreement import raise_together, together
 from model.training.best import Best
 from model.training.build import architecture_of, build, computed_by, parameter_dtype
-from model.training.checkpoint import Checkpoints
+from model.training.checkpoint import Checkpoints, megabytes
 from model.training.config import TrainConfig
+from model.training.damage import name_damage_once, settle_damage
 from model.training.data import RankPlace, endless, open_loader
+from model.training.data_wait import DataWait, decoded_codecs
 from model.training.evaluation import EvaluationSet, Evaluator, also_trained_on, open_evaluation_sets
 from model.training.failure import ending
 from model.training.interruption import Interruption
@@ -34,7 +37,7 @@ from model.training.starting_point import find_start, load_start
 from model.training.step import Stepper, StepResult, digest
 from vlmdata import StreamingLoader
 from vlmdata.loader.run_record import RunRecord
-from vlmdata.wording import counted
+from vlmdata.wording import counted, duration
 
 
 @dataclass(frozen=True)
@@ -42,9 +45,9 @@ class Outcome:
     """How a run ended.
 
     Attributes:
-        steps: Optimizer steps done, in all.
-        loss: Of the last step; nan if none was made.
-        interrupted_by: Signal that ended it early, or None.
+        steps: Total optimizer steps completed.
+        loss: Loss of the last step; NaN without steps.
+        interrupted_by: Signal that ended the run early, or None.
     """
 
     steps: int
@@ -53,22 +56,22 @@ class Outcome:
 
 
 def train(config: TrainConfig, device: torch.device, resume: bool) -> Outcome:
-    """Trains until the configured step, or until it is interrupted; the process groups exist already.
+    """Trains until the configured step or an interruption. The process groups must exist.
 
     Args:
         config: The run.
         device: This process's device.
-        resume: Whether to go on from the newest checkpoint in ``run.out``; otherwise that folder must hold none.
+        resume: Continue from the newest checkpoint in ``run.out``; otherwise the folder must contain none.
 
     Raises:
-        ConfigError: If something does not fit together.
-        OtherRankError: If another rank failed in a way that is no error of ours.
-        NotFiniteError: If a loss or a gradient norm is infinite or no number; on all ranks alike.
+        ConfigError: If settings, data or checkpoint are incompatible.
+        OtherRankError: If another rank failed unexpectedly.
+        NotFiniteError: If a loss or gradient norm is infinite or NaN; raised on all ranks.
         VlmdataError: If this rank's data cannot be read.
     """
     place = RankPlace.here()
     with contextlib.ExitStack() as stack:
-        # The data first: what is wrong with it is told before a large model is built.
+        # Data comes first, so that its errors appear before a large model is built.
         with together():
             architecture = architecture_of(config)
             loader = stack.enter_context(open_loader(config, place, architecture, device))
@@ -89,12 +92,13 @@ def train(config: TrainConfig, device: torch.device, resume: bool) -> Outcome:
                 RunRecord.of(loader, Path(config.run.out)).write()
         log.say(_describe(config, architecture, place, trained, loader))
         log.say(computed_by(model, settings_of(config, architecture, device.type == "cuda"), device))
+        name_damage_once(place)
         for note in [*_empty_packs(loader), *also_trained_on(sets, loader), *notes]:
             log.say(note)
-        run = _Run(config, architecture, place, learner, checkpoints, loader, sets, log, device)
-        stack.callback(run.profiler.close)
+        steps = _Loop(config, architecture, place, learner, checkpoints, loader, sets, log, device)
+        stack.callback(steps.profiler.close)
         stack.enter_context(ending())
-        return run.until_end(done)
+        return steps.until_end(done)
 
 
 def _describe(
@@ -113,20 +117,20 @@ def _describe(
 
 
 def _empty_packs(loader: StreamingLoader) -> list[str]:
-    """A line if many packs have no samples, since steps are of a fixed number of packs."""
+    """Returns a line if many packs are empty, since steps have a fixed number of packs."""
     plan = loader.plan(loader.position.epoch)
     made, computed = plan.num_packs, plan.num_steps * plan.config.global_batch
     if made > 0.75 * computed:
         return []
     return [
         f"an epoch has {counted(made, 'pack')} for {counted(plan.num_steps, 'step')} of "
-        f"{plan.config.global_batch:,}: the others are empty and cost their time all the same; lower "
+        f"{plan.config.global_batch:,}: the remaining packs are empty but take full time; lower "
         "--global-batch or --capacity"
     ]
 
 
-class _Run:
-    """The loop and what it needs; made once the start is known."""
+class _Loop:
+    """The loop and its parts, created when the starting point is known."""
 
     def __init__(
         self,
@@ -160,11 +164,12 @@ class _Run:
         self._peak = None if peak is None else peak * place.world
         trace = Path(config.run.out) / "profile" / f"rank-{place.rank:05d}.json"
         self.profiler = Profiler(config.run.profile, trace, device)
+        self._data_wait = DataWait(config.data.workers, decoded_codecs(loader.datasets))
         self._best: Best | None = None
         self._saved = -1
 
     def until_end(self, done: int) -> Outcome:
-        """Steps until the last one or a signal, evaluates, saves, and says how it ended."""
+        """Runs steps until the last one or a signal, evaluates, saves, and prints how the run ended."""
         run, batches = self._config.run, endless(self._loader)
         loss, stopped, finished = float("nan"), False, done >= run.steps
         self._saved = done
@@ -176,6 +181,8 @@ class _Run:
                 lr = self._learner.optimizer.param_groups[0]["lr"]
                 with self.profiler.at(done + 1):
                     result = self._stepper(batches)
+                if result.any_masked:
+                    settle_damage(self._loader, self._place, result.masked)
                 if result.not_finite:
                     self._checkpoints.wait()
                     raise_together(
@@ -183,24 +190,26 @@ class _Run:
                     )
                 done, loss = done + 1, result.loss
                 self._log.step(self._report(done, result, lr))
+                if note := self._data_wait.note(result):
+                    self._log.say(note)
                 self._checkpoints.poll()
-                # Who is told to stop in the last step is done anyway.
+                # A run that is asked to stop in the last step is complete anyway.
                 stopped = result.interrupted and done < run.steps
                 if stopped or self._due(done, run.save_every):
                     self._save(done)
-                # After saving: whatever happens in an evaluation, the step is not lost.
+                # After saving, so that a failure in evaluation does not lose the step.
                 if not stopped and self._due(done, run.eval_every) and not self._evaluated(done):
                     stopped = True
                     self._save(done)
-            self._checkpoints.wait()
+            self._finish_saving()
         self._say_end(done, stopped, finished)
         if stopped:
-            # A rank may have been told to stop by another one, without a signal of its own.
+            # Another rank may have asked this one to stop, without a signal here.
             return Outcome(done, loss, self._interruption.signal or signal.SIGTERM)
         return Outcome(done, loss, None)
 
     def _due(self, done: int, every: int) -> bool:
-        """Whether something that happens so often, and at the end, happens after this step."""
+        """True if a periodic action with this interval, also due at the end, is due after this step."""
         return done == self._config.run.steps or (every > 0 and done % every == 0)
 
     def _save(self, done: int) -> None:
@@ -208,8 +217,18 @@ class _Run:
             self._checkpoints.save(done, self._learner, self._loader.state_dict())
             self._saved = done
 
+    def _finish_saving(self) -> None:
+        """Waits for what is written in the background, and says how long: large models take minutes."""
+        size, begun = self._checkpoints.pending_bytes, time.perf_counter()
+        if size:
+            self._log.say(f"writing the last checkpoint, {megabytes(size)} …")
+        self._checkpoints.wait()
+        if size:
+            took = time.perf_counter() - begun
+            self._log.say(f"written in {duration(took)}, {megabytes(size / max(took, 1e-3))}/s")
+
     def _evaluated(self, done: int) -> bool:
-        """Evaluates if there are sets to do it on, and keeps the checkpoint if it is the best; False if cut off."""
+        """Evaluates on the sets, if any, and keeps the checkpoint if it is the best. False if interrupted."""
         if self._evaluator is None:
             return True
         found = self._evaluator(done)
@@ -218,7 +237,7 @@ class _Run:
             return False
         self._log.evaluation(found)
         better = self._best is None or found.loss < self._best.loss
-        # Nothing is saved of step 0, whose weights are where they came from.
+        # Step 0 is not saved: its weights are the initial ones.
         if self._config.run.keep_best and done > 0 and math.isfinite(found.loss) and better:
             self._save(done)
             self._best = Best(self._checkpoints.path_of(done).name, done, found.loss, self._data)
@@ -238,7 +257,7 @@ class _Run:
             self._log.say(f"best: step {self._best.step}, evaluation loss {self._best.loss:.4f}, {best}")
         if stopped:
             command = self._resume_command(done)
-            self._log.say(f"interrupted: step {done} is saved in {run.out}; go on with:\n  {command}")
+            self._log.say(f"interrupted: step {done} is saved in {run.out}; continue with:\n  {command}")
         elif finished:
             self._log.say(f"nothing to do: step {done} is saved in {run.out}, and run.steps is {run.steps}")
         else:
@@ -252,6 +271,6 @@ class _Run:
         world = self._place.world
         start = "python" if world == 1 else f"torchrun --nproc-per-node {world} --master-addr 127.0.0.1"
         if world > int(os.environ.get("LOCAL_WORLD_SIZE", str(world))) or "SLURM_PROCID" in os.environ:
-            start = "(started as before)"
+            start = "(launcher as before)"
         config = self._checkpoints.path_of(step) / "config.toml"
         return f"{start} train.py --config {shlex.quote(str(config))} --resume"

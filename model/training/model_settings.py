@@ -1,4 +1,4 @@
-"""From a run's configuration to the model's settings, and back for messages. Nothing here needs torch."""
+"""Translates a run's configuration to model settings, and their names back in messages. Needs no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from model.architecture import Architecture
 from model.network.settings import ModelSettings, SettingError
 from model.training.config import ConfigError, TrainConfig
 
-#: Fields of :class:`ModelSettings` by the settings of a run that they come from.
+#: Fields of :class:`ModelSettings`, by their settings in a run's configuration.
 _OF_THE_RUN = {
     "tensor_parallel": "parallel.tp",
     "vision_tensor_parallel": "parallel.vision_tp",
@@ -26,7 +26,7 @@ _OF_THE_RUN = {
 
 
 def precision_of(config: TrainConfig, on_gpu: bool) -> Literal["fp32", "bf16"]:
-    """Data type of parameters, "auto" settled."""
+    """Returns the data type of parameters, with "auto" resolved."""
     wanted = config.run.precision
     if wanted == "auto":
         return "bf16" if on_gpu else "fp32"
@@ -34,7 +34,7 @@ def precision_of(config: TrainConfig, on_gpu: bool) -> Literal["fp32", "bf16"]:
 
 
 def settings_of(config: TrainConfig, architecture: Architecture, on_gpu: bool) -> ModelSettings:
-    """How the model is computed, "auto" settled."""
+    """Returns the model settings, with "auto" resolved."""
     parallel, model = config.parallel, config.model
     backend = model.backend
     if backend == "auto":
@@ -49,6 +49,7 @@ def settings_of(config: TrainConfig, architecture: Architecture, on_gpu: bool) -
         expert_parallel=parallel.ep,
         backend=backend,
         precision=precision_of(config, on_gpu),
+        language_only=model.language_only,
         mtp_layers=mtp,
         mtp_loss_scale=model.mtp_loss_scale,
         moe_aux_loss=model.moe_aux_loss,
@@ -64,5 +65,5 @@ def settings_of(config: TrainConfig, architecture: Architecture, on_gpu: bool) -
 
 
 def in_the_runs_words(error: SettingError) -> ConfigError:
-    """The same error with the settings' names in the run's configuration."""
+    """Returns the error with the setting names of the run's configuration."""
     return ConfigError(error.renamed(_OF_THE_RUN))

@@ -1,11 +1,11 @@
-"""Suggests the setting that an unknown name means: the word of another trainer, or a misspelling."""
+"""Suggests the setting for an unknown name: the name in another trainer, or the closest spelling."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Collection
 
-#: Words of Hugging Face's Trainer and of Megatron-LM whose spelling does not lead to the setting.
+#: Names in Hugging Face's Trainer and Megatron-LM that are not close to ours in spelling.
 _WORDS: dict[str, str] = {
     "data.paths": "data_path train_data_path dataset_name train_file",
     "data.capacity": "seq_length max_length max_seq_length model_max_length cutoff_len",
@@ -38,12 +38,12 @@ _WORDS: dict[str, str] = {
     "run.timeout_minutes": "ddp_timeout",
 }
 
-#: Where the setting is not just another word for the same.
+#: Notes for settings that differ in meaning from the other trainer's.
 _NOTES: dict[str, str] = {
-    "data.capacity": "the most tokens of a pack, in which samples lie side by side",
+    "data.capacity": "the largest number of tokens in a pack of samples",
     "data.global_batch": "packs per step over all ranks; a micro-batch is one pack of up to data.capacity tokens, and "
-    "each data-parallel rank makes its share of them one after the other",
-    "run.steps": "optimizer steps in all; a run begins by saying how many make an epoch",
+    "each data-parallel rank processes its share one by one",
+    "run.steps": "total optimizer steps; a run prints the steps per epoch at the start",
     "optimizer.warmup_steps": "in steps",
 }
 
@@ -51,10 +51,10 @@ _MEANT = {word: setting for setting, words in _WORDS.items() for word in words.s
 
 
 def meant(name: str, known: Collection[str]) -> str:
-    """What to write instead of a name, for an error message.
+    """Returns a suggestion for an unknown name, for an error message.
 
     Args:
-        name: What was written, with or without a group.
+        name: The unknown name, with or without a group.
         known: All settings, as ``group.name``.
     """
     last = name.rpartition(".")[2].strip("-").replace("-", "_").lower()

@@ -1,4 +1,4 @@
-"""What is told of a step whose loss or gradient is infinite or no number."""
+"""Reports a step with an infinite or NaN loss or gradient."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from model.training.logs import RunLog
 from model.training.step import MicroBatch, StepResult, digest
 from vlmdata.errors import ResourceError
 
-#: Samples that a message names; the file beside it has all.
+#: Number of samples in the message; the file lists all.
 _NAMED = 4
 
 
 def not_finite_error(
     step: int, result: StepResult, config: TrainConfig, place: RankPlace, checkpoints: Checkpoints, log: RunLog
 ) -> NotFiniteError:
-    """The error of such a step, the same on all ranks; every rank must call this.
+    """Returns the error for such a step, the same on all ranks. All ranks must call it.
 
-    Writes which samples each data-parallel rank had to ``OUT/not-finite-step-00000012.json``, and an event to
+    Writes the samples of each data-parallel rank to ``OUT/not-finite-step-00000012.json`` and an event to
     ``metrics.jsonl``.
 
     Args:
         step: The step, from 1.
-        result: What it gave.
+        result: Result of the step.
         config: The run.
         place: This process.
-        checkpoints: Those of the run, none of which is being written.
-        log: Of the run.
+        checkpoints: Checkpoints of the run; none may be in progress.
+        log: Log of the run.
     """
     everyone: list[Any] = [None] * place.world
     dist.all_gather_object(everyone, (place.dp_rank, result.batches))
@@ -46,14 +46,14 @@ def not_finite_error(
     file = Path(config.run.out) / f"not-finite-step-{step:08d}.json"
     shown = {name: str(value) for name, value in values.items()}
     unlisted = decided(partial(_list, file, {"step": step, "values": shown, "packs": packs}))
-    with contextlib.suppress(ResourceError):  # a full disk is the lesser news
+    with contextlib.suppress(ResourceError):  # the error of the step matters more than a full disk
         log.event("not_finite", step, {**values, "samples": first})
     named = ", ".join(f"{name} {values[name]}" for name in result.not_finite)
     latest = checkpoints.latest()
     kept = "there is no checkpoint yet" if latest is None else f"the last good checkpoint is {latest}"
     listed = f"are listed in {file}" if unlisted is None else f"could not be listed in {file}: {unlisted}"
     return NotFiniteError(
-        f"step {step} gave {named}; nothing of it was saved, {kept}. {_where(packs)} All samples of the step (digest "
+        f"step {step} gave {named}; it was not saved, and {kept}. {_where(packs)} All samples of the step (digest "
         f"{first} on rank 0) {listed}. Look at them with `vlmdata inspect "
         f"{config.data.paths[0]} --sample KEY`; try a lower optimizer.lr or optimizer.clip_grad, a longer "
         "optimizer.warmup_steps, or run.precision=fp32."
@@ -61,7 +61,7 @@ def not_finite_error(
 
 
 def _list(file: Path, what: dict[str, Any]) -> str | None:
-    """Writes the file; why not, if it cannot be written."""
+    """Writes the file. Returns the reason if that fails."""
     try:
         file.write_text(json.dumps(what, indent=1) + "\n")
     except OSError as error:
@@ -72,7 +72,7 @@ def _list(file: Path, what: dict[str, Any]) -> str | None:
 
 
 def _packs(everyone: list[tuple[int, tuple[MicroBatch, ...]]]) -> list[dict[str, Any]]:
-    """The packs of the step and whether their losses are finite: a pack is spread over ranks, and each has a say."""
+    """Merges the ranks' reports: for each pack of the step, whether its loss is finite on all ranks."""
     packs: dict[tuple[int, int], dict[str, Any]] = {}
     for dp_rank, batches in everyone:
         for number, batch in enumerate(batches):
@@ -85,7 +85,7 @@ def _packs(everyone: list[tuple[int, tuple[MicroBatch, ...]]]) -> list[dict[str,
 def _where(packs: list[dict[str, Any]]) -> str:
     guilty = [pack for pack in packs if not pack["finite"]]
     if not guilty:
-        return "The loss of each pack is finite, so it is the gradient that overflowed."
+        return "The loss of each pack is finite, so the gradient overflowed."
     first = guilty[0]
     keys = first["sample_keys"]
     more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""

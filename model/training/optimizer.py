@@ -18,11 +18,11 @@ from vlmdata import PackedBatch
 
 @dataclass(frozen=True)
 class Learner:
-    """What changes the weights.
+    """Model, optimizer and schedule.
 
     Attributes:
-        model: The model behind its gradient buffers; one chunk, as a list because megatron-core's schedules take lists.
-        optimizer: AdamW, on each rank's share of the state if it is distributed.
+        model: The wrapped model with gradient buffers; a list of one chunk, as megatron-core's schedules expect.
+        optimizer: AdamW; on each rank's share of the state if distributed.
         schedule: Learning rate by step.
     """
 
@@ -32,17 +32,17 @@ class Learner:
 
 
 def freeze(model: torch.nn.Module, parts: tuple[str, ...]) -> int:
-    """Stops the training of parts of the model.
+    """Freezes parts of the model.
 
     Args:
-        model: A :class:`model.families.qwen3_5.model.Qwen35VL`.
-        parts: Of "vision" (the encoder without its merger), "merger" and "language".
+        model: A :class:`model.network.vision_language.VisionLanguageModel`.
+        parts: Any of "vision" (the encoder without its mergers), "merger" (with those of deepstack) and "language".
 
     Returns:
-        Parameters (elements) of this rank that are still trained.
+        Number of trained parameters (elements) on this rank.
 
     Raises:
-        ConfigError: If there are none.
+        ConfigError: If no trained parameters remain.
     """
     for name, parameter in model.named_parameters():
         if part_of(name) in parts:
@@ -54,17 +54,17 @@ def freeze(model: torch.nn.Module, parts: tuple[str, ...]) -> int:
             parallel_state.get_pipeline_model_parallel_world_size(),
         )
         raise ConfigError(
-            f"model.freeze {list(parts)} leaves nothing to train on pipeline stage {stage} of {stages}; freeze less"
-            + (", or use fewer stages (--pp)" if stages > 1 else "")
+            f"model.freeze {list(parts)} leaves nothing to train on pipeline stage {stage} of {stages}; freeze fewer "
+            "parts" + (", or use fewer stages (--pp)" if stages > 1 else "")
         )
     return trained
 
 
 def part_of(name: str) -> str:
-    """The part a parameter belongs to, by its name in the model."""
+    """Returns the part that a parameter belongs to, from its name in the model."""
     if not name.startswith("vision."):
         return "language"
-    return "merger" if name.startswith("vision.merger.") else "vision"
+    return "merger" if name.startswith(("vision.merger.", "vision.deepstack_mergers.")) else "vision"
 
 
 def build_learner(model: torch.nn.Module, config: TrainConfig, device: torch.device, dtype: torch.dtype) -> Learner:
@@ -72,9 +72,9 @@ def build_learner(model: torch.nn.Module, config: TrainConfig, device: torch.dev
 
     Args:
         model: This rank's model, on its device.
-        config: The run.
-        device: Its device.
-        dtype: Of the parameters. Gradients and optimizer state are fp32 always.
+        config: Configuration of the run.
+        device: Device of the model.
+        dtype: Dtype of the parameters. Gradients and optimizer state are always fp32.
     """
     settings = config.optimizer
     on_gpu = device.type == "cuda"
@@ -82,7 +82,7 @@ def build_learner(model: torch.nn.Module, config: TrainConfig, device: torch.dev
     overlap = on_gpu if settings.overlap is None else settings.overlap
     if distributed and not on_gpu:
         raise ConfigError(
-            "optimizer.distributed needs CUDA: megatron-core restores its state through fused Adam only. Leave it out."
+            "optimizer.distributed needs CUDA: megatron-core restores its state only with fused Adam. Omit it."
         )
     wrapped = DistributedDataParallel(
         model.config,
@@ -106,15 +106,15 @@ def build_learner(model: torch.nn.Module, config: TrainConfig, device: torch.dev
 
 
 def build_schedule(optimizer: MegatronOptimizer, config: TrainConfig) -> OptimizerParamScheduler:
-    """The learning rate by step, of a peak p, a least rate m, W warm-up steps and D steps in all.
+    """Returns the learning-rate schedule for peak p, minimum m, W warm-up steps and D steps in total.
 
-    Step k, from 1, trains with p k / (W + 1) in the warm-up, and after it with m + (p - m) f(r) where
-    r = (k - 1 - W) / (D - W) and f(r) is (1 + cos(pi r)) / 2, 1 - r or 1: cosine, linear or constant.
+    Step k, from 1, trains with p k / (W + 1) during warm-up, and then with m + (p - m) f(r), where
+    r = (k - 1 - W) / (D - W) and f(r) is (1 + cos(pi r)) / 2, 1 - r or 1 for cosine, linear or constant.
     """
     settings, steps, warmup = config.optimizer, config.decay_steps, config.warmup_steps
     return OptimizerParamScheduler(
         optimizer,
-        # megatron-core gives the first step this rate; from 0 that step would train nothing.
+        # megatron-core uses this rate for the first step; with 0 that step would train nothing.
         init_lr=settings.lr / (warmup + 1),
         max_lr=settings.lr,
         min_lr=settings.last_lr,
@@ -125,7 +125,7 @@ def build_schedule(optimizer: MegatronOptimizer, config: TrainConfig) -> Optimiz
         end_wd=settings.weight_decay,
         wd_incr_steps=steps,
         wd_incr_style="constant",
-        # A resumed run takes its settings from its configuration, and only the step from the checkpoint.
+        # A resumed run takes only the step from the checkpoint; its settings come from its configuration.
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
@@ -143,7 +143,7 @@ def _optimizer_config(
         adam_beta1=settings.beta1,
         adam_beta2=settings.beta2,
         adam_eps=settings.eps,
-        # Infinity clips nothing and has the norm computed all the same.
+        # Infinity disables clipping, but the norm is still computed.
         clip_grad=settings.clip_grad or float("inf"),
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
@@ -153,21 +153,21 @@ def _optimizer_config(
 
 
 class TargetWeights:
-    """The sum of the weights of a step's targets: on this rank as its batches pass, and then over all ranks."""
+    """Sums the weights of a step's targets, first on this rank and then over all ranks."""
 
     def __init__(self) -> None:
         self._sum: torch.Tensor | None = None
 
     def add(self, batch: PackedBatch) -> None:
-        """Counts a batch, without waiting for the device; one without labels counts nothing."""
+        """Adds a batch without waiting for the device. A batch without labels adds nothing."""
         if batch.loss_weights is not None:
             own = batch.loss_weights.sum(dtype=torch.float64)
             self._sum = own if self._sum is None else self._sum + own
 
     def over_all_ranks(self, device: torch.device) -> torch.Tensor:
-        """float64 (), the sum over the packs of all data-parallel and context-parallel ranks; a collective.
+        """Returns the sum over the packs of all data-parallel and context-parallel ranks, float64 (). A collective.
 
-        The last pipeline stage, which has all labels, tells the others.
+        The last pipeline stage, which has all labels, sends the sum to the others.
         """
         total = torch.zeros((), dtype=torch.float64, device=device) if self._sum is None else self._sum.clone()
         stages = parallel_state.get_pipeline_model_parallel_group()
@@ -181,19 +181,19 @@ def finalize_gradients(
 ) -> None:
     """Reduces gradients over all ranks and divides them by the sum of the weights of the step's targets.
 
-    megatron-core's own reduction divides by a number of tokens, which its schedules add up as an integer
-    (docs/decisions/0030); so it is told none. Gradients of a tower whose images the ranks shared are summed last.
+    megatron-core's own reduction divides by an integer token count from its schedules (docs/decisions/0030), so this
+    function does not pass it one. Gradients of a tower whose images the ranks share are summed last.
 
     Args:
         weights: Weights of all batches of the step on this rank.
         model: The model's chunks.
-        num_tokens: What megatron-core's schedule counted; only its device matters.
-        **kwargs: Of megatron-core's ``finalize_model_grads``.
+        num_tokens: Count of megatron-core's schedule; only its device is used.
+        **kwargs: Arguments of megatron-core's ``finalize_model_grads``.
     """
     finalize_model_grads(model, None, **kwargs)
     assert num_tokens is not None, "the schedule does not count tokens: calculate_per_token_loss is off"
     total = weights.over_all_ranks(num_tokens.device)
-    # Of a step without targets all gradients are 0, and stay so.
+    # In a step without targets, all gradients are 0 and remain 0.
     scale = 1.0 / torch.where(total > 0, total, 1.0).float()
     for chunk in model:
         chunk.scale_gradients(scale)
@@ -209,7 +209,7 @@ def _connect(
     overlap_reduce: bool,
     overlap_gather: bool,
 ) -> None:
-    """Tells megatron-core's schedules how gradients are reduced; what they are divided by each step says itself."""
+    """Sets the gradient reduction of megatron-core's schedules. Each step supplies its own divisor."""
     model_config.grad_scale_func = optimizer.scale_loss
     if overlap_reduce:
         model_config.no_sync_func = wrapped.no_sync
@@ -218,7 +218,7 @@ def _connect(
 
 
 def unwrapped(model: torch.nn.Module) -> Any:
-    """The model inside its gradient wrapper."""
+    """Returns the model inside its gradient wrapper."""
     inner: Any = model
     while hasattr(inner, "module"):
         inner = inner.module

@@ -12,14 +12,14 @@ import torch
 
 
 class Profiler:
-    """Profiles a range of steps; nothing without a range.
+    """Profiles a range of steps; does nothing without a range.
 
-    A run that begins within the range profiles what is left of it, and one that ends within it writes what there is.
+    A run that starts within the range profiles the rest of it. A run that ends within it writes a partial profile.
 
     Args:
-        steps: First and last step, from 1; empty is none.
+        steps: First and last step, from 1; empty disables profiling.
         path: The trace; its table gets the suffix ``.txt``.
-        device: CUDA is profiled as well if it is one.
+        device: A CUDA device is profiled too.
     """
 
     def __init__(self, steps: tuple[int, ...], path: Path, device: torch.device):
@@ -29,7 +29,7 @@ class Profiler:
 
     @contextlib.contextmanager
     def at(self, step: int) -> Iterator[None]:
-        """Around a step."""
+        """Wraps a step."""
         if self._profile is None and self._first <= step <= self._last:
             activities = [torch.profiler.ProfilerActivity.CPU]
             if self._device.type == "cuda":
@@ -41,9 +41,9 @@ class Profiler:
             self.close()
 
     def close(self) -> None:
-        """Ends the profile that is being made, if there is one, and writes it.
+        """Ends the current profile, if any, and writes it.
 
-        Where there is no room for it a warning is all that comes of it: a run does not depend on its profile.
+        A full disk causes only a warning, since a run does not depend on its profile.
         """
         profile, self._profile = self._profile, None
         if profile is None:
@@ -54,7 +54,7 @@ class Profiler:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             profile.export_chrome_trace(str(self._path))
-            if not self._path.exists():  # torch logs what failed, raises nothing, and leaves what it had written
+            if not self._path.exists():  # torch logs a failure, raises nothing, and leaves a partial file
                 self._path.with_name(self._path.name + ".tmp").unlink(missing_ok=True)
                 raise OSError("torch could not write the trace")
             self._path.with_suffix(".txt").write_text(table)
@@ -65,8 +65,8 @@ class Profiler:
         folder = next(each for each in self._path.absolute().parents if each.is_dir())
         free = shutil.disk_usage(folder).free / 1e6
         print(
-            f"warning: {self._path}: no profile of these steps: {error.strerror or error} ({free:,.1f} MB free); the "
-            "run does not depend on it. Make room or give the rights, and profile later steps with run.profile",
+            f"warning: {self._path}: no profile of these steps: {error.strerror or error} ({free:,.1f} MB free). The "
+            "run continues. Free space or fix permissions, and profile later steps with run.profile",
             file=sys.stderr,
             flush=True,
         )

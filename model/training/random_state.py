@@ -1,4 +1,4 @@
-"""Where the random generators of this process stand: Python's, NumPy's, torch's, and megatron-core's for CUDA."""
+"""State of this process's random generators: Python's, NumPy's, torch's, and megatron-core's for CUDA."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def write_random_state(path: Path) -> None:
     """Writes the state of all generators to a file.
 
     Raises:
-        OSError: If it cannot be written (by way of memory: torch tells of a full disk in its own words).
+        OSError: If the file cannot be written. The state goes through memory, as torch obscures a full disk.
     """
     state = {
         "python": random.getstate(),
@@ -31,7 +31,7 @@ def write_random_state(path: Path) -> None:
 
 
 def restore_random_state(path: Path) -> None:
-    """Sets all generators to what :func:`write_random_state` wrote."""
+    """Restores all generators from a file of :func:`write_random_state`."""
     state = torch.load(path, weights_only=False)
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])  # noqa: NPY002

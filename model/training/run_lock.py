@@ -1,4 +1,4 @@
-"""One run at a time in a folder."""
+"""A lock that allows one run at a time in a folder."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from vlmdata.errors import ResourceError
 
 
 def claim(folder: Path) -> FileIO:
-    """Has a run's folder to itself while the returned file is open: children do not inherit locks of this kind.
+    """Locks a run's folder while the returned file is open. Child processes do not inherit this kind of lock.
 
     Args:
-        folder: ``run.out``; the lock is ``.lock`` in it, with the process and machine that hold it.
+        folder: ``run.out``. Its file ``.lock`` names the process and machine that hold the lock.
 
     Raises:
-        ConfigError: If another run is at work there.
+        ConfigError: If another run uses the folder.
         ResourceError: If the folder cannot be written.
     """
     path = folder / ".lock"
@@ -38,7 +38,7 @@ def claim(folder: Path) -> FileIO:
         ) from error
     except OSError:  # a file system without locks
         return lock
-    with contextlib.suppress(OSError):  # a full disk has room for the lock, if not for whose it is
+    with contextlib.suppress(OSError):  # on a full disk the lock works, but its owner cannot be written
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
     return lock

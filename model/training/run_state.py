@@ -1,4 +1,4 @@
-"""Where a run stood when its checkpoint was written, and whether another run can go on from there."""
+"""The position of a run at a checkpoint, and the check that a run can resume from it."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from model.architecture import Architecture
 from model.families import architecture_to_hf
 from model.training.config import ConfigError, config_differences
 
-#: What identifies a group of parameters among the others of its optimizer, whatever the run's settings.
+#: Fields that identify a parameter group of an optimizer, independent of the run's settings.
 _GROUP = ("is_expert_parallel", "is_decoupled_lr", "wd_mult", "lr_mult")
-#: What a group holds that is no setting.
+#: Fields of a group that are not settings.
 _NO_SETTING = ("params", "step")
 
 
 @dataclass(frozen=True)
 class RunState:
-    """Where a run stood.
+    """The position of a run at a checkpoint.
 
     Attributes:
-        step: Optimizer steps done.
+        step: Optimizer steps completed.
         loader: The loader's state.
         layout: Sizes of the parallel layout.
         config: The configuration, as :meth:`TrainConfig.to_dict`.
         architecture: The model, as a Hugging Face config.
-        optimizer: The form of the optimizer's state, see :func:`optimizer_form`; None in checkpoints of old.
+        optimizer: Form of the optimizer's state, see :func:`optimizer_form`; None in old checkpoints.
     """
 
     step: int
@@ -43,10 +43,10 @@ class RunState:
 
 
 def read_state(path: Path) -> RunState:
-    """Reads where a run stood.
+    """Reads the run state of a checkpoint.
 
     Raises:
-        ConfigError: If the folder is no checkpoint.
+        ConfigError: If the folder is not a checkpoint.
     """
     try:
         return RunState(**json.loads((path / "run.json").read_text()))
@@ -55,13 +55,13 @@ def read_state(path: Path) -> RunState:
 
 
 def optimizer_form(optimizer: MegatronOptimizer) -> dict[str, str]:
-    """What decides whether an optimizer can take another one's state.
+    """Returns what decides whether an optimizer can load the state of another.
 
-    megatron-core's plain and distributed optimizers keep it under different names, in bf16 there are fp32 weights
-    beside the model's, and Transformer Engine's Adam counts steps where torch's does not look.
+    megatron-core's plain and distributed optimizers store their state under different names. With bf16 there are fp32
+    weights in addition to the model's. Transformer Engine's Adam stores its step count where torch's does not look.
 
     Returns:
-        ``state`` ("plain" or "distributed"), ``weights`` ("bf16" or "fp32"), ``adam`` (the library it is from).
+        ``state`` ("plain" or "distributed"), ``weights`` ("bf16" or "fp32"), ``adam`` (the library of the optimizer).
     """
     parts = _parts(optimizer)
     adam = next((type(each.optimizer).__module__ for each in parts if each.optimizer is not None), "none")
@@ -75,22 +75,22 @@ def optimizer_form(optimizer: MegatronOptimizer) -> dict[str, str]:
 def require_resumable(
     path: Path, state: RunState, config: dict[str, Any], architecture: Architecture, optimizer: MegatronOptimizer
 ) -> None:
-    """Sees that a run can go on from a checkpoint, before anything is loaded.
+    """Checks that a run can resume from a checkpoint, before anything is loaded.
 
     Args:
         path: The checkpoint.
         state: Its state.
-        config: The run that is to go on, as :meth:`TrainConfig.to_dict`.
+        config: The run to resume, as :meth:`TrainConfig.to_dict`.
         architecture: Its model.
         optimizer: Its optimizer.
 
     Raises:
-        ConfigError: Naming all that differs and cannot, and the remedy.
+        ConfigError: Naming all incompatible differences and the remedy.
     """
     ours = architecture_to_hf(architecture)
     if state.architecture != ours:
         lines = "; ".join(config_differences({"model": state.architecture}, {"model": ours}))
-        raise ConfigError(f"{path} holds another model: {lines}")
+        raise ConfigError(f"{path} contains another model: {lines}")
     old, new = state.config.get("model", {}), config["model"]
     differences = []
     if sorted(old.get("freeze", [])) != sorted(new["freeze"]):
@@ -98,9 +98,12 @@ def require_resumable(
     trained = [predicts(each.get("mtp"), architecture) for each in (old, new)]
     if trained[0] != trained[1]:
         differences.append(f"model.mtp: {trained[0]} -> {trained[1]}".lower())
+    alone = [each.get("language_only", False) for each in (old, new)]
+    if alone[0] != alone[1]:
+        differences.append(f"model.language_only: {alone[0]} -> {alone[1]}".lower())
     spread = [state.layout["ep"], config["parallel"]["ep"]]
     if architecture.language.moe is not None and (spread[0] > 1) != (spread[1] > 1):
-        # Experts that are spread have an optimizer of their own.
+        # Expert-parallel experts have their own optimizer.
         differences.append(f"parallel.ep: {spread[0]} -> {spread[1]}")
     before, after = state.optimizer or _form_of_old(path), optimizer_form(optimizer)
     differences += [
@@ -108,23 +111,24 @@ def require_resumable(
     ]
     if differences:
         raise ConfigError(
-            f"{path} cannot be resumed, as its optimizer state does not fit: {'; '.join(differences)}. Resume as it "
-            f"was made, or start a new run from its weights: without --resume, with --weights {path} and another --out"
+            f"{path} cannot be resumed, because its optimizer state does not fit: {'; '.join(differences)}. Resume "
+            f"with the old settings, or start a new run from its weights: without --resume, with --weights {path} and "
+            "another --out"
         )
 
 
 def keep_settings(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> None:
-    """Puts a run's settings in the place of those that a checkpoint was written with.
+    """Replaces a checkpoint's optimizer settings by the run's.
 
-    megatron-core finds the checkpoint's groups of parameters by their settings, learning rates among them, and takes
-    over the others (betas, epsilon). Everything in a group is a setting but its parameters and the number of steps.
+    megatron-core finds the checkpoint's parameter groups by their settings, learning rates among them, and takes the
+    other settings (betas, epsilon) from the checkpoint. All fields of a group except parameters and step are settings.
 
     Args:
-        loaded: The optimizer's state as megatron-core loaded it; changed in place.
+        loaded: The optimizer's state as loaded by megatron-core; modified in place.
         optimizer: The run's optimizer.
     """
     parts = _parts(optimizer)
-    # The state of a chain of several is by number; of one it is that one's.
+    # A chain of several optimizers has states by number; a single one has its state directly.
     states = [loaded] if len(parts) == 1 else [loaded[number] for number in range(len(parts))]
     for part, state in zip(parts, states, strict=True):
         groups = state["param_groups"] if "param_groups" in state else state["optimizer"]["param_groups"]
@@ -143,12 +147,12 @@ def _identity(group: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def predicts(mtp: bool | None, architecture: Architecture) -> bool:
-    """Whether multi-token prediction is trained: as ``model.mtp`` says, or else as the architecture has it."""
+    """True if multi-token prediction is trained: set by ``model.mtp``, or else by the architecture."""
     return architecture.mtp_layers > 0 if mtp is None else mtp
 
 
 def _form_of_old(path: Path) -> dict[str, str]:
-    """The form of a checkpoint that does not tell it, as far as its content does."""
+    """Returns the form of an old checkpoint that does not record it, as far as its content shows."""
     state = dist_checkpointing.load_common_state_dict(str(path)).get("optimizer", {})
     state = state.get(0, state)
     if "param_state_sharding_type" in state:

@@ -1,4 +1,4 @@
-"""What a run begins from: nothing, weights, or its own newest checkpoint."""
+"""The starting point of a run: random weights, given weights, or its own newest checkpoint."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from vlmdata import StreamingLoader
 
 @dataclass(frozen=True)
 class Start:
-    """What a run begins from; the same on all ranks.
+    """The starting point of a run; the same on all ranks.
 
     Attributes:
-        checkpoint: Of the run itself, to go on from; None for a fresh run.
-        weights: Folder of a fresh run's weights; None for random ones.
+        checkpoint: Checkpoint of this run to resume from; None for a new run.
+        weights: Folder of a new run's initial weights; None for random ones.
     """
 
     checkpoint: Path | None
@@ -29,18 +29,20 @@ class Start:
 
 
 def find_start(config: TrainConfig, checkpoints: Checkpoints, resume: bool) -> Start:
-    """Finds what a run begins from, before its model is built.
+    """Finds the starting point of a run before its model is built.
 
     Raises:
-        ConfigError: If a fresh run would meet an old one's checkpoints, there is nothing to resume, or ``model.hf`` has
+        ConfigError: If a new run's folder contains checkpoints, there is nothing to resume, or ``model.hf`` has
             no weights.
     """
     latest = checkpoints.agree_on_latest()
     if resume and latest is None:
-        raise ConfigError(f"{config.run.out} holds no checkpoint to resume from; leave --resume out, or name its --out")
+        raise ConfigError(
+            f"{config.run.out} contains no checkpoint to resume from; omit --resume, or give the run's --out"
+        )
     if not resume and latest is not None:
         raise ConfigError(
-            f"{config.run.out} holds the checkpoint {latest.name} of an earlier run: go on with --resume, or "
+            f"{config.run.out} contains the checkpoint {latest.name} of an earlier run: continue with --resume, or "
             "choose another --out"
         )
     return Start(latest, None if resume else find_weights(config))
@@ -55,19 +57,19 @@ def load_start(
     learner: Learner,
     loader: StreamingLoader,
 ) -> tuple[int, list[str]]:
-    """Loads what a run begins from.
+    """Loads the starting point of a run.
 
     Args:
         config: The run.
         architecture: Its model.
         place: This process.
         checkpoints: Its checkpoints.
-        start: What :func:`find_start` gave.
+        start: Result of :func:`find_start`.
         learner: Model, optimizer and schedule.
-        loader: Its position is restored.
+        loader: The loader, whose position is restored.
 
     Returns:
-        Steps done already, and lines on what is worth knowing.
+        Number of steps already completed, and notes for the user.
     """
     if start.checkpoint is None:
         if start.weights is None:
@@ -81,5 +83,5 @@ def load_start(
 
 
 def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint's configuration with the settings that came after it, as they had no effect then."""
+    """Adds newer settings to a checkpoint's configuration, with values that had no effect then."""
     return {name: group | config.get(name, {}) for name, group in TrainConfig().to_dict().items()}

@@ -1,8 +1,8 @@
-"""One optimizer step over packed batches, whose loss does not depend on packing or layout.
+"""One optimizer step over packed batches. Its loss does not depend on packing or layout.
 
-The loss is sum(weight x loss) / sum(weight) over all targets of the step, in every micro-batch, data-parallel and
-context-parallel rank: each micro-batch gives its sum, megatron-core adds gradients up, and they are divided once by the
-sum of all weights (:func:`model.training.optimizer.finalize_gradients`). Targets weigh 1 unless the data differs.
+The loss is sum(weight x loss) / sum(weight) over all targets of the step, in all micro-batches and data- and
+context-parallel ranks. Each micro-batch yields its sum, megatron-core adds the gradients, and they are divided once by
+the sum of all weights (:func:`model.training.optimizer.finalize_gradients`). Targets weigh 1 unless the data differs.
 """
 
 from __future__ import annotations
@@ -27,24 +27,26 @@ from vlmdata import PackedBatch
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did, over all ranks.
+    """Result of a step, over all ranks.
 
     Attributes:
-        loss: Mean cross-entropy over targets by their weights, in nats.
-        extra_losses: Means of the losses beside it: ``mtp_loss``, ``moe_aux_loss``.
+        loss: Weighted mean cross-entropy over targets, in nats.
+        extra_losses: Means of additional losses: ``mtp_loss``, ``moe_aux_loss``.
         grad_norm: Norm of the gradient before clipping.
-        targets: Targets trained on.
-        tokens: True tokens.
-        slots: Tokens there was room for: packs x capacity.
-        images: Images.
-        patches: Vision patches.
+        targets: Number of targets.
+        tokens: Number of true tokens.
+        slots: Token capacity: packs x capacity.
+        images: Number of images.
+        patches: Number of vision patches.
         flops: Model FLOP, forward and backward (:mod:`model.flops`).
         seconds: Wall time.
         data_wait: Longest wait of a rank for its batches, in seconds.
-        memory: Peak bytes of device memory since the start, of the rank with the most; 0 on a CPU.
+        memory: Peak bytes of device memory since the start, the maximum over ranks; 0 on a CPU.
         interrupted: Whether any rank was asked to stop.
-        not_finite: Which of the losses and the gradient norm are infinite or no number; on all ranks alike.
-        batches: What this rank trained on.
+        any_masked: Whether any rank masked damaged samples.
+        masked: (dataset number, position in it) of the samples that this rank masked.
+        not_finite: Which of the losses and the gradient norm are infinite or NaN; the same on all ranks.
+        batches: Micro-batches of this rank.
     """
 
     loss: float
@@ -62,6 +64,8 @@ class StepResult:
     interrupted: bool
     not_finite: tuple[str, ...]
     batches: tuple[MicroBatch, ...]
+    any_masked: bool = False
+    masked: frozenset[tuple[int, int]] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -71,8 +75,8 @@ class MicroBatch:
     Attributes:
         epoch: Epoch of the data.
         step: Step in that epoch, from 0.
-        sample_keys: Samples of the whole pack.
-        finite: Whether this rank's part of its loss is a finite number; None on ranks that don't see the loss.
+        sample_keys: Keys of all samples in the pack.
+        finite: Whether this rank's part of the loss is finite; None on ranks without the loss.
     """
 
     epoch: int
@@ -82,18 +86,19 @@ class MicroBatch:
 
 
 def digest(batches: Sequence[MicroBatch]) -> str:
-    """Twelve hex digits of the samples, in any order."""
+    """Returns a digest of the samples in 12 hex digits, independent of their order."""
     keys = sorted(key for batch in batches for key in batch.sample_keys)
     return hashlib.sha256("\n".join(keys).encode()).hexdigest()[:12]
 
 
 class _Counted:
-    """Batches of one step, counted as they pass."""
+    """Iterates over the batches of one step and counts them."""
 
     def __init__(self, batches: Iterator[PackedBatch], flops: StepFlops):
         self._batches, self._flops = batches, flops
         self._origins: list[tuple[int, int, tuple[str, ...]]] = []
         self.weights = TargetWeights()
+        self.masked: set[tuple[int, int]] = set()
         self.tokens = self.images = self.patches = 0
         self.flops = self.wait = 0.0
 
@@ -111,11 +116,12 @@ class _Counted:
         self.images += len(patches)
         self.patches += int(patches.sum())
         self.flops += self._flops.of(lengths, patches)
+        self.masked.update((batch.origins[i].dataset, batch.origins[i].index) for i in batch.masked)
         self._origins.append((batch.epoch, batch.step, batch.sample_keys))
         return batch
 
     def made(self, losses: list[float] | None) -> tuple[MicroBatch, ...]:
-        """What has passed, with this rank's losses by micro-batch if it has any."""
+        """Returns the processed micro-batches, with this rank's losses if it has any."""
         finite = [None if losses is None else math.isfinite(losses[i]) for i in range(len(self._origins))]
         return tuple(MicroBatch(*each, of) for each, of in zip(self._origins, finite, strict=True))
 
@@ -126,11 +132,11 @@ class Stepper:
     Args:
         learner: Model, optimizer and schedule.
         place: This process.
-        micro_batches: Packs of this rank in a step.
-        capacity: Tokens of a pack, as pipeline stages exchange them.
+        micro_batches: Packs per step on this rank.
+        capacity: Tokens per pack, for the exchange between pipeline stages.
         flops: The FLOP formula of the model.
-        device: Where sums over ranks are made.
-        stop_requested: Whether this process was asked to stop: looked at when a step is made, and told to all ranks.
+        device: Device for sums over ranks.
+        stop_requested: Whether this process was asked to stop; checked in each step and shared with all ranks.
     """
 
     def __init__(
@@ -152,7 +158,7 @@ class Stepper:
         """Trains on the next packs.
 
         Args:
-            batches: At least as many as this rank has in a step.
+            batches: At least as many as this rank needs in a step.
         """
         begun = time.perf_counter()
         learner, counted = self._learner, _Counted(batches, self._flops)
@@ -175,7 +181,7 @@ class Stepper:
         return self._result(found, counted, float(grad_norm), begun)
 
     def _result(self, found: list[dict[str, Any]], counted: _Counted, grad_norm: float, begun: float) -> StepResult:
-        """Sums over ranks in one message; maxima in another."""
+        """Reduces over ranks: one message for sums, one for maxima."""
         speaks = self._place.speaks
         whole = speaks and self._place.cp_rank == 0
         losses = torch.stack([each["loss"] for each in found]) if speaks else None
@@ -183,12 +189,18 @@ class Stepper:
         slots = self._micro_batches * self._capacity
         counts = (counted.tokens, slots, counted.images, counted.patches, counted.flops)
         total = torch.tensor([*sums, *(counts if whole else [0.0] * 5)], dtype=torch.float64, device=self._device)
-        own = [counted.wait, peak_memory(self._device), not math.isfinite(grad_norm), self._stop_requested()]
+        own = [
+            counted.wait,
+            peak_memory(self._device),
+            not math.isfinite(grad_norm),
+            self._stop_requested(),
+            bool(counted.masked),
+        ]
         most = torch.tensor(own, dtype=torch.float64, device=self._device)
         torch.distributed.all_reduce(total)
         torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
         loss, weight, targets, tokens, slots, images, patches, flops = total.tolist()
-        wait, memory, overflow, stop = most.tolist()
+        wait, memory, overflow, stop, any_masked = most.tolist()
         model = unwrapped(self._learner.model[0])
         extra_losses = model.metrics.pop(model.metric_names, device=self._device)
         odd = [name for name, value in {"loss": loss, **extra_losses}.items() if not math.isfinite(value)]
@@ -206,28 +218,30 @@ class Stepper:
             data_wait=wait,
             memory=int(memory),
             interrupted=bool(stop),
+            any_masked=bool(any_masked),
+            masked=frozenset(counted.masked),
             not_finite=(*odd, "grad_norm") if overflow else tuple(odd),
             batches=counted.made(None if losses is None else losses[:, 0].tolist()),
         )
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak bytes allocated on a device since the start; 0 on a CPU."""
+    """Returns the peak bytes allocated on a device since the start; 0 on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def forward_step(batches: Iterator[PackedBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-    """What megatron-core's schedules call for each micro-batch, in training and in evaluation."""
+    """Forward step that megatron-core's schedules call for each micro-batch, in training and evaluation."""
     batch = next(batches)
     return model(batch), partial(_loss, batch)
 
 
 def _loss(batch: PackedBatch, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """The weighted sum over this rank's targets, their number, and for the log the sum, their weight and their number.
+    """Returns the weighted sum over this rank's targets, their number, and for the log the sum, weight and number.
 
     Args:
         batch: The batch, with ``loss_mask`` and ``loss_weights`` (1, t).
-        losses: float32 (1, t), cross-entropy of every token times its weight, 0 off target.
+        losses: float32 (1, t), cross-entropy of each token times its weight, 0 off target.
     """
     assert batch.loss_mask is not None
     assert batch.loss_weights is not None

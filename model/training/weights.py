@@ -1,4 +1,4 @@
-"""The weights a fresh run begins from: of a Hugging Face checkpoint, of a distributed checkpoint, or random."""
+"""Initial weights of a new run: from a Hugging Face checkpoint, from a distributed checkpoint, or random."""
 
 from __future__ import annotations
 
@@ -27,21 +27,20 @@ from model.weights.hf_files import HfTensors, WeightsError
 from model.weights.hf_load import ModelPart, fill_from_folder, holds_prediction
 from vlmdata.errors import VlmdataError
 
-#: How the parameters of multi-token prediction are called.
+#: Name prefix of multi-token prediction parameters.
 _PREDICTOR = "language.predictor."
-#: What is downloaded of a hub id: weights, and what `vlmdata convert --like` copies.
+#: Files to download for a hub id: weights, and the files that `vlmdata convert --like` copies.
 _HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt")
 
 
 def find_weights(config: TrainConfig) -> Path | None:
-    """The folder that a fresh run's weights are read from, before a model is built; None for random weights.
+    """Returns the folder of a new run's weights, before a model is built; None for random weights.
 
-    ``model.weights`` decides; if it is not set, the weights are those of ``model.hf``. A hub id is downloaded, by one
-    process of each node. A collective.
+    ``model.weights`` decides. If unset, the weights are those of ``model.hf``. For a hub id, one process per node
+    downloads them. A collective.
 
     Raises:
-        ConfigError: If ``model.hf`` has no weights and nothing says that random ones are meant, or if there is no
-            folder of that name.
+        ConfigError: If ``model.hf`` has no weights and random weights are not requested, or the folder does not exist.
     """
     model = config.model
     if model.weights == NO_WEIGHTS or (model.weights is None and model.hf is None):
@@ -50,7 +49,7 @@ def find_weights(config: TrainConfig) -> Path | None:
         return on_all_ranks(partial(_folder_of_weights, Path(model.weights)))
     assert model.hf is not None
     name = model.hf
-    # Rank 0 decides, so that ranks with different working folders do not part here.
+    # Rank 0 decides, so that ranks with different working folders agree.
     if not decided(lambda: Path(name).exists()):
         by_leaders(partial(_downloaded, name))
         return on_all_ranks(lambda: _with_weights(name, _downloaded(name, again=True)))
@@ -60,23 +59,23 @@ def find_weights(config: TrainConfig) -> Path | None:
 def _folder_of_weights(path: Path) -> Path:
     if not path.is_dir():
         raise ConfigError(
-            f"model.weights {path} is not a folder; name a Hugging Face checkpoint, a run's checkpoint or what "
-            f"`vlmdata convert` made, or --weights {NO_WEIGHTS} for random weights"
+            f"model.weights {path} is not a folder; give a Hugging Face checkpoint, a run's checkpoint or the output "
+            f"of `vlmdata convert`, or --weights {NO_WEIGHTS} for random weights"
         )
     if not _holds_weights(path):
         found = [*checkpoints_in(path), *checkpoints_in(path / "checkpoints")]
-        newest = f"{found[-1]} is one" if found else "it holds no *.safetensors either"
-        raise ConfigError(f"model.weights {path} is no distributed checkpoint; {newest}")
+        newest = f"{found[-1]} is one" if found else "it contains no *.safetensors either"
+        raise ConfigError(f"model.weights {path} is not a distributed checkpoint; {newest}")
     return path
 
 
 def _with_weights(name: str, folder: Path) -> Path:
-    """A folder that ``model.hf`` names, if it holds weights."""
+    """Returns the folder of ``model.hf`` if it contains weights."""
     if folder.is_dir() and _holds_weights(folder):
         return folder
     what = "is a config.json, which has no weights" if folder.is_file() else "has no weights (*.safetensors)"
     raise ConfigError(
-        f"model.hf {name} {what}: --weights {NO_WEIGHTS} trains from random weights, --weights FOLDER from those of "
+        f"model.hf {name} {what}: --weights {NO_WEIGHTS} trains from random weights, --weights FOLDER from those in "
         "another folder"
     )
 
@@ -86,43 +85,42 @@ def _holds_weights(folder: Path) -> bool:
 
 
 def _downloaded(name: str, again: bool = False) -> Path:
-    """The folder of a hub id's files.
+    """Returns the local folder of a hub id's files.
 
     Args:
         name: The id.
-        again: Only look where a process of this node has put them.
+        again: Only look for files that a process of this node downloaded.
     """
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(name, allow_patterns=list(_HUB_FILES), local_files_only=again))
-    except Exception as error:  # of the hub, of HTTP, of a full disk
+    except Exception as error:  # hub, HTTP, full disk
         first = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(
             f"model.hf {name}: its weights could not be downloaded: {first}. Download them with `hf download {name} "
-            "--local-dir DIR` and name DIR"
+            "--local-dir DIR` and give --hf DIR"
         ) from error
 
 
 def load_weights(
     path: Path, learner: Learner, config: TrainConfig, architecture: Architecture, place: RankPlace
 ) -> list[str]:
-    """Fills the model with weights, for any layout.
+    """Loads weights into the model, for any layout.
 
     Args:
-        path: Holds ``*.safetensors`` of Hugging Face, or a distributed checkpoint that ``vlmdata convert`` or a run
-            made.
-        learner: The model they go to.
-        config: The run; whose multi-token prediction starts from random weights if the folder has none of it and
-            ``model.mtp`` is true (rather than left to the architecture).
-        architecture: Its model.
+        path: Folder with Hugging Face ``*.safetensors``, or a distributed checkpoint of ``vlmdata convert`` or a run.
+        learner: The model to load into.
+        config: The run. If the folder has no multi-token prediction weights and ``model.mtp`` is true (rather than
+            unset), multi-token prediction starts from random weights.
+        architecture: Architecture of the model.
         place: This process.
 
     Returns:
-        Lines on where the weights come from and what is worth knowing.
+        Notes for the user about the source of the weights.
 
     Raises:
-        ConfigError: If they are damaged, or of another model.
+        ConfigError: If the weights are damaged, or of another model.
     """
     load = _load_distributed if (path / ".metadata").exists() else partial(_load_hf, place=place)
     notes = load(path, learner, config, architecture)
@@ -144,9 +142,7 @@ def _load_hf(
         except (WeightsError, OSError) as error:
             if other := _difference(path, architecture, config.model.ignore_config_fields):
                 other = other.removesuffix(": ")
-                raise ConfigError(
-                    f"model.weights {path}: {other}. Name the model they are of with --preset or --hf"
-                ) from error
+                raise ConfigError(f"model.weights {path}: {other}. Select their model with --preset or --hf") from error
             raise ConfigError(f"the weights in {path} cannot be loaded: {error}") from error
         return [f"weights: Hugging Face checkpoint {path}, {read / 1e9:,.3f} GB", *notes]
 
@@ -174,40 +170,40 @@ def _load_distributed(path: Path, learner: Learner, config: TrainConfig, archite
 
 
 def _check_files(path: Path) -> list[str]:
-    """This rank's share of the files against their checksums; a line if there are some without."""
+    """Checks this rank's share of the files against their checksums. Returns a line if some have none."""
     try:
         damaged, unchecked = damaged_files(path, dist.get_rank(), dist.get_world_size()), unchecked_files(path)
     except (OSError, ValueError) as error:
         damaged = [str(error)]
     if damaged:
-        raise ConfigError(f"model.weights {path}: {'; '.join(damaged)}. Convert them again, or take another checkpoint")
+        raise ConfigError(f"model.weights {path}: {'; '.join(damaged)}. Convert them again, or use another checkpoint")
     return [without_checksum(path, unchecked)] if unchecked else []
 
 
 def _require_same_sizes(
     path: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any], architecture: Architecture
 ) -> None:
-    """Tensors of other sizes are of another model, whatever else may be missing."""
+    """Raises an error if tensor sizes differ, which means another model."""
     for entry in nested_values(dict(wanted)):
         theirs = stored.get(getattr(entry, "key", ""))
         if isinstance(entry, ShardedTensor) and theirs is not None and theirs.global_shape != entry.global_shape:
             raise ConfigError(
                 f"model.weights {path}: {_difference(path, architecture)}{entry.key} is {tuple(theirs.global_shape)} "
-                f"there and {tuple(entry.global_shape)} here. Name the model they are of with --preset or --hf"
+                f"there and {tuple(entry.global_shape)} here. Select their model with --preset or --hf"
             )
 
 
 def _without_prediction(path: Path, fresh: bool) -> str:
     if fresh:
-        return f"{path} has no weights of multi-token prediction: it starts from random ones"
+        return f"{path} has no multi-token prediction weights: they start from random values"
     raise ConfigError(
-        f"{path} has no weights of multi-token prediction, which this model has: train without it, --set "
-        "model.mtp=false, or train it from random weights, --set model.mtp=true"
+        f"{path} has no multi-token prediction weights, which this model needs: train without it, --set "
+        "model.mtp=false, or from random weights, --set model.mtp=true"
     )
 
 
 def _difference(path: Path, architecture: Architecture, ignore: Collection[str] = ()) -> str:
-    """What the weights' model has other than this one, if that can be told."""
+    """Describes how the weights' model differs from this one, if known."""
     try:
         theirs = read_architecture(path, ignore)
     except VlmdataError:

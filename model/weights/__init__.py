@@ -1,1 +1,1 @@
-"""Weights: names and layouts of Hugging Face and megatron-core, and conversion between them."""
+"""Weights: names and layouts in Hugging Face and megatron-core, and conversion between the two."""

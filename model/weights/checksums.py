@@ -1,7 +1,7 @@
-"""Checksums of a checkpoint's binary files, so that a byte that changes on disk is noticed before it is trained on.
+"""Checksums of a checkpoint's binary files, which detect bytes that changed on disk before training on them.
 
-Whoever wrote files leaves a ``checksums-00003.json`` (3 its rank) beside them: from names to sizes in bytes and xxh3
-(128 bits, hex). Like this neither writing nor checking needs ranks to wait for each other.
+Each rank that wrote files adds a ``checksums-00003.json`` (3 is its rank). It maps file names to sizes in bytes and
+xxh3 hashes (128 bits, hex). This way ranks need not wait for each other to write or check.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import Any
 
 import xxhash
 
-#: Files that ranks write for themselves: megatron-core's shards, and random states.
+#: Per-rank files: megatron-core's shards and random states.
 _OWNED = re.compile(r"__(\d+)_.*\.distcp|random-(\d+)\.pt")
 _TABLE, _TABLES = "checksums-{:05d}.json", "checksums-*.json"
-#: What people read and may change, such as ``config.toml``, and the tables themselves.
+#: Files that people may edit, such as ``config.toml``, and the checksum tables themselves.
 _TEXTS = (".json", ".toml")
 _BLOCK = 16 << 20
 
 
 def write_checksums(folder: Path, rank: int = 0) -> None:
-    """Reads back what a rank wrote and notes its checksums; rank 0 answers for what is no rank's own.
+    """Reads back the files of a rank and records their checksums. Rank 0 also records shared files.
 
     Args:
-        folder: A checkpoint whose files are all there.
-        rank: Whose files.
+        folder: A complete checkpoint.
+        rank: Rank that wrote the files.
 
     Raises:
-        OSError: If that fails; the checkpoint is as it was.
+        OSError: If reading or writing fails; the checkpoint is unchanged.
     """
     table = {name: _checksum(folder / name) for name in _names(folder) if _owner(name) == rank}
     temporary = folder / f".{_TABLE.format(rank)}"
@@ -42,15 +42,15 @@ def damaged_files(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
 
     Args:
         folder: The checkpoint.
-        part: Which share of the files to read.
+        part: Index of the share of files to read.
         parts: Number of shares.
 
     Returns:
-        A line for every file of the share that is not what was written.
+        One line for each file of the share that differs from what was written.
 
     Raises:
         OSError: If a file cannot be read.
-        ValueError: If a table of checksums is none.
+        ValueError: If a checksum table is malformed.
     """
     expected = sorted(_tables(folder).items())
     found = []
@@ -65,19 +65,19 @@ def damaged_files(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
 
 
 def unchecked_files(folder: Path) -> list[str]:
-    """Names of files without a checksum: the run was killed before it was made, or another program wrote them."""
+    """Names of files without a checksum. The run was killed before writing it, or another program wrote the file."""
     known = _tables(folder)
     return [name for name in _names(folder) if name not in known]
 
 
 def without_checksum(folder: Path, names: list[str]) -> str:
-    """A line on files that could not be checked."""
+    """Formats a line about files that could not be checked."""
     more = ", …" if len(names) > 3 else ""
-    return f"{folder}: without a checksum, so not checked: {', '.join(names[:3])}{more}"
+    return f"{folder}: not checked, for lack of a checksum: {', '.join(names[:3])}{more}"
 
 
 def _names(folder: Path) -> list[str]:
-    """Files of tensors and other bytes."""
+    """Lists the binary files."""
     return sorted(file.name for file in folder.iterdir() if file.is_file() and file.suffix not in _TEXTS)
 
 
@@ -90,7 +90,7 @@ def _tables(folder: Path) -> dict[str, Any]:
         except (ValueError, KeyError, TypeError, AttributeError):
             whole = False
         if not whole:
-            raise ValueError(f"{file.name} holds no table of checksums")
+            raise ValueError(f"{file.name} is not a checksum table")
         tables |= table
     return tables
 

@@ -3,48 +3,46 @@
 from __future__ import annotations
 
 import json as jsonlib
+import re
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from vlmdata.errors import VlmdataError
+from vlmdata.errors import UsageError, VlmdataError
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(help="Folder of a Hugging Face checkpoint, or a Megatron checkpoint.")],
-    out: Annotated[Path, typer.Option(help="Where the converted checkpoint goes; must be empty or absent.")],
+    source: Annotated[Path, typer.Argument(help="Folder of a Hugging Face or Megatron checkpoint.")],
+    out: Annotated[Path, typer.Option(help="Output folder; must be empty or absent.")],
     like: Annotated[
         Path | None,
-        typer.Option(help="To Hugging Face: keep config, tokenizer, processor and other small files of this folder."),
+        typer.Option(help="To Hugging Face: copy config, tokenizer, processor and other small files from this folder."),
     ] = None,
     data: Annotated[
         str | None,
         typer.Option(
-            help="To Hugging Face: dataset to write tokenizer, processor and generation settings from; default: the "
-            "files of --like, or else the dataset that the run was trained on."
+            help="To Hugging Face: dataset that supplies tokenizer, processor and generation settings. Default: the "
+            "files of --like, or else the run's training dataset."
         ),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="To Hugging Face: float32, bfloat16 or float16; default: as stored.")
+        str | None, typer.Option(help="To Hugging Face: float32, bfloat16 or float16. Default: the stored dtype.")
     ] = None,
     ignore_config_field: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME", help="Field of a config.json that is unknown here, but harmless; may be repeated."
-        ),
+        typer.Option(metavar="NAME", help="Unknown config.json field to ignore, if harmless; may be repeated."),
     ] = None,
-    file_gb: Annotated[float, typer.Option(help="To Hugging Face: most gigabytes in a file.")] = 5.0,
+    file_gb: Annotated[float, typer.Option(help="To Hugging Face: largest file size in GB.")] = 5.0,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Convert weights: Hugging Face safetensors to a Megatron distributed checkpoint, or back.
+    """Convert weights from Hugging Face safetensors to a Megatron distributed checkpoint or back.
 
-    The direction follows from SOURCE. A distributed checkpoint serves every tensor, pipeline and expert parallel size,
-    so there is nothing to choose. Values only change places, so the round trip is exact. One tensor is in memory at a
-    time.
+    SOURCE determines the direction. A distributed checkpoint works with every tensor, pipeline and expert parallel
+    size. The round trip is exact: conversion only rearranges values. It holds one tensor in memory at a time.
 
     **Examples**
 
@@ -56,11 +54,11 @@ def convert(
 
         vlmdata convert runs/cord/checkpoints/step-00000500 --out models/cord --like models/Qwen3.5-9B
 
-    To Hugging Face, the folder is complete: AutoProcessor, AutoModelForImageTextToText and generate load it.
+    A Hugging Face output folder is complete: AutoProcessor and AutoModelForImageTextToText load it.
 
-    Exit codes: 0 done; 2 tensors are missing, unexpected or mis-shaped (all are listed), or wrong paths.
+    Exit codes: 0 done; 2 tensors missing, unexpected or of the wrong shape (all listed), or invalid paths.
     """
-    # Megatron-core takes seconds to import: only once the arguments are known to make sense.
+    # megatron-core takes seconds to import, so check the arguments first.
     to_megatron = _direction(source, out, like, data, dtype)
     from model.parallel.environment import before_megatron
 
@@ -95,18 +93,23 @@ def convert(
     for note in done.notes:
         typer.echo(f"note: {note}", err=True)
     if done.unchecked:
-        typer.echo(f"{done.unchecked} files of {source} have no checksums and were not checked", err=True)
+        typer.echo(f"{done.unchecked} files of {source} were not checked: they have no checksums", err=True)
 
 
 def _direction(source: Path, out: Path, like: Path | None, data: str | None, dtype: str | None) -> bool:
-    """Whether it goes to Megatron.
+    """Returns True if the direction is to Megatron.
 
     Raises:
-        VlmdataError: If that cannot be told, or the options do not fit it.
+        VlmdataError: If the direction is unclear, or the options do not fit it.
     """
     if not source.is_dir():
         raise VlmdataError(
             f"{source} is not a folder; download a checkpoint first: `hf download OWNER/NAME --local-dir DIR`"
+        )
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(out)):  # pathlib makes one slash of two
+        raise UsageError(
+            f"--out {str(out).replace(':/', '://', 1)}: checkpoints are written to local folders. Give one and copy it "
+            "there when it is finished."
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise VlmdataError(f"{out} is not empty; choose another --out")
@@ -122,7 +125,7 @@ def _direction(source: Path, out: Path, like: Path | None, data: str | None, dty
         )
     if like is not None or data is not None or dtype is not None:
         raise VlmdataError(
-            "--like, --data and --dtype are for the way to Hugging Face; SOURCE is a Hugging Face checkpoint"
+            "--like, --data and --dtype are for conversion to Hugging Face, but SOURCE is a Hugging Face checkpoint"
         )
     return True
 
@@ -132,13 +135,13 @@ def _size(count: int) -> str:
 
 
 def _within(folder: Path) -> str:
-    """The newest checkpoint of a run's folder, or of the one in it, for who names these."""
+    """Suggests the newest checkpoint if ``folder`` is a run's folder or contains one."""
     found = sorted(each.parent for each in [*folder.glob("step-*/.metadata"), *folder.glob("*/step-*/.metadata")])
     return f"; {found[-1]} is one" if found else ""
 
 
 def _bar(source: Path, quiet: bool) -> Any:
-    """A progress bar over bytes on a terminal, nothing elsewhere; gives the function that moves it."""
+    """Shows a progress bar over bytes if on a terminal. Returns the function that advances it."""
     from contextlib import contextmanager
 
     from rich.console import Console

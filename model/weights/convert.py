@@ -1,9 +1,9 @@
-"""Weights between Hugging Face's files and megatron-core's distributed checkpoint, one tensor in memory at a time.
+"""Converts weights between Hugging Face files and megatron-core's distributed checkpoint, one tensor at a time.
 
-A distributed checkpoint knows nothing of the layout that wrote it, so one conversion serves every TP, PP and EP. The
-model is built without memory (on the ``meta`` device) to learn which keys, shapes and cuts megatron-core has; values
-move through the model family's table of names (:mod:`model.weights.mapping`). Both directions are exact: values only
-change places.
+A distributed checkpoint does not depend on the layout that wrote it, so one conversion serves every TP, PP and EP. The
+model is built without memory (on the ``meta`` device) to find megatron-core's keys, shapes and shards. Values move
+through the model family's name table (:mod:`model.weights.mapping`). Both directions only rearrange values, so they are
+exact.
 """
 
 from __future__ import annotations
@@ -20,16 +20,14 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, WriteItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader
 
 from model.architecture import Architecture
@@ -45,24 +43,26 @@ from model.weights.hf_files import (
     write_tensors,
 )
 from model.weights.hf_folder import CONFIG, architecture_in, config_for, copy_small_files, read_json, with_dtypes
-from model.weights.hf_load import holds_prediction, table_of
+from model.weights.hf_load import TOWER, holds_prediction, table_of, tower_of
 from model.weights.hf_processor import choose_dataset, opened, write_processor
 from model.weights.mapping import ParameterMap, canonical_names, hf_names
+from model.weights.streaming import StreamingSave
+from model.weights.vision_names import VISUAL
 
 Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
 class Converted:
-    """What a conversion did.
+    """Result of a conversion.
 
     Attributes:
         tensors: Hugging Face tensors read or written.
-        bytes: Their bytes.
-        mtp: Whether multi-token prediction is among them.
-        unchecked: Files of a distributed checkpoint that was read without checksums to compare them with.
-        data: The dataset that tokenizer and processor were made from.
-        notes: Lines on what is worth knowing.
+        bytes: Their size in bytes.
+        mtp: Whether they include multi-token prediction.
+        unchecked: Number of files read without a checksum to compare with.
+        data: The dataset that supplied tokenizer and processor.
+        notes: Notes for the user, one line each.
     """
 
     tensors: int
@@ -78,16 +78,16 @@ def to_megatron(
 ) -> Converted:
     """Writes a distributed checkpoint from a Hugging Face folder.
 
-    The process groups of one process must exist (:func:`model.parallel.groups.initialize`), in CPU mode without CUDA.
+    Needs process groups of one process (:func:`model.parallel.groups.initialize`), and CPU mode without CUDA.
 
     Args:
         source: Folder with ``config.json`` and ``*.safetensors``.
-        out: An empty or absent folder.
-        progress: Called with bytes as they are written.
-        ignore: Fields of ``config.json`` that are unknown and harmless; the one written has the known ones only.
+        out: Output folder; must be empty or absent.
+        progress: Called with the number of bytes written.
+        ignore: Unknown fields of ``config.json`` to ignore. The written file omits them.
 
     Raises:
-        WeightsError: If tensors are missing, unexpected or mis-shaped, all of them listed.
+        WeightsError: If tensors are missing, unexpected or of the wrong shape; lists all of them.
     """
     architecture = read_architecture(source, ignore)
     files = HfTensors(source)
@@ -96,7 +96,7 @@ def to_megatron(
     wanted = hf_names(maps)
     pieces = _pieces(_meta_model(architecture, mtp))
 
-    @lru_cache(maxsize=1)  # the pieces of a parameter follow one another
+    @lru_cache(maxsize=1)  # the pieces of a parameter are consecutive
     def parameter(name: str) -> Tensor:
         entry = maps[name]
         return entry.to_mcore([files.read(each.name, each.index) for each in entry.sources])
@@ -111,9 +111,9 @@ def to_megatron(
 
     pieces.set_dtypes({ours: _dtype(files, maps[canonical]) for ours, canonical in pieces.canonical.items()})
     out.mkdir(parents=True, exist_ok=True)
-    # Copies: saving changes what it is given.
+    # Copies, because saving modifies its input.
     state = {name: copy.copy(entry) for name, entry in pieces.state.items()}
-    dist_checkpointing.save(state, str(out), sharded_strategy=_StreamingSave(resolve))
+    dist_checkpointing.save(state, str(out), sharded_strategy=StreamingSave(resolve))
     (out / CONFIG).write_text(json.dumps(architecture_to_hf(architecture), indent=2) + "\n")
     write_checksums(out)
     return Converted(len(wanted), sum(files.bytes(name) for name in wanted), mtp)
@@ -129,22 +129,23 @@ def to_hf(
     ignore: Collection[str] = (),
     data: str | None = None,
 ) -> Converted:
-    """Writes a Hugging Face folder from a distributed checkpoint: one of ``to_megatron``'s, or one of a training run.
+    """Writes a Hugging Face folder from a distributed checkpoint of ``to_megatron`` or of a training run.
 
     Args:
         source: The checkpoint.
-        out: An empty or absent folder.
-        like: A Hugging Face folder of the same model, whose other files (tokenizer, processor) are copied and whose
-            ``config.json`` is kept but for dtypes; None writes a ``config.json`` with the architecture only.
-        dtype: Of the weights; None for the dtypes of the checkpoint.
-        file_bytes: Most bytes in a file, unless one tensor is larger.
-        progress: Called with bytes as they are written.
-        ignore: Fields of ``like``'s ``config.json`` that are unknown and harmless; they are kept.
-        data: A dataset that the model was trained on, which tokenizer, processor and generation settings are made from;
-            None for those of ``like``, or else of the run's own dataset.
+        out: Output folder; must be empty or absent.
+        like: A Hugging Face folder of the same model. Its other files (tokenizer, processor) are copied, and its
+            ``config.json`` is kept except for dtypes. None writes a ``config.json`` with the architecture only. For a
+            checkpoint of the language model alone, the folder supplies the vision tower too.
+        dtype: Dtype of the weights; None keeps the dtypes of the checkpoint.
+        file_bytes: Largest file size in bytes, unless one tensor is larger.
+        progress: Called with the number of bytes written.
+        ignore: Unknown fields of ``like``'s ``config.json`` to ignore; they are kept.
+        data: A training dataset that supplies tokenizer, processor and generation settings. None means those of
+            ``like``, or else of the run's own dataset.
 
     Raises:
-        WeightsError: If the checkpoint is damaged or not of the architecture it names, or ``like`` is of another one.
+        WeightsError: If the checkpoint is damaged, or it or ``like`` is of another architecture.
     """
     architecture = read_architecture(source)
     unchecked = _check_files(source)
@@ -155,13 +156,18 @@ def to_hf(
     reader.set_up_storage_reader(metadata, True)
     stored = {k: each for k, each in metadata.state_dict_metadata.items() if isinstance(each, TensorStorageMetadata)}
     mtp = any(key.startswith("language.predictor.") for key in stored)
-    pieces = _pieces(_meta_model(architecture, mtp))
+    alone = not any(key.startswith(TOWER) for key in stored)
+    pieces = _pieces(_meta_model(architecture, mtp, language_only=alone))
     rows = vocabulary_rows(architecture.language.vocab_size, 1)
     maps = spec_of(architecture).parameter_maps(architecture, mtp=mtp, vocab_rows=rows)
+    tower: HfTensors | None = None
+    if alone:
+        tower = tower_of(source, like, maps)
+        maps = {name: entry for name, entry in maps.items() if not name.startswith(TOWER)}
     require_none(_key_differences(pieces, {key: tuple(each.size) for key, each in stored.items()}), source)
     by_canonical = {canonical: ours for ours, canonical in pieces.canonical.items()}
 
-    @lru_cache(maxsize=1)  # q, k and v are one parameter and follow one another
+    @lru_cache(maxsize=1)  # q, k and v are one parameter and are consecutive
     def parameter(canonical: str) -> list[Tensor]:
         return maps[canonical].to_hf(pieces.load(by_canonical[canonical], reader, stored))
 
@@ -173,7 +179,16 @@ def to_hf(
         for name, shape in hf_names(maps).items()
     }
 
+    if tower is not None:
+        names = [name for name in tower.tensors if name not in planned and name.startswith(VISUAL)]
+        planned = {
+            name: PlannedTensor(tower.tensors[name].shape, dtype or tower.dtype(name)) for name in names
+        } | planned
+
     def tensor(name: str) -> Tensor:
+        if name not in owners:
+            assert tower is not None
+            return tower.read(name, None)
         parts = [parameter(canonical)[position] for canonical, position, _ in owners[name]]
         whole = owners[name][0][2] is None
         return parts[0] if whole else torch.stack(parts)
@@ -191,34 +206,34 @@ def to_hf(
 
 
 def _check_files(folder: Path) -> int:
-    """Compares a checkpoint's files with their checksums; the number of those that have none."""
+    """Compares a checkpoint's files with their checksums. Returns the number of files without one."""
     try:
         damaged, unchecked = damaged_files(folder), unchecked_files(folder)
     except (OSError, ValueError) as error:
         damaged = [str(error)]
     if damaged:
-        raise WeightsError(f"{folder}: {'; '.join(damaged)}. Take another checkpoint, or restore this one")
+        raise WeightsError(f"{folder}: {'; '.join(damaged)}. Use another checkpoint, or restore this one")
     return len(unchecked)
 
 
 def read_architecture(folder: Path, ignore: Collection[str] = ()) -> Architecture:
-    """The architecture beside some weights.
+    """Reads the architecture of a folder of weights.
 
     Args:
-        folder: Holds them.
-        ignore: Fields of its ``config.json`` that are unknown and harmless.
+        folder: Folder with the weights.
+        ignore: Unknown fields of its ``config.json`` to ignore.
 
     Raises:
-        WeightsError: If there is none, or it is no Qwen3.5-VL.
+        WeightsError: If it is missing, or no family has such models.
     """
     return architecture_in(folder / CONFIG, read_config(folder), ignore)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The architecture beside some weights: ``config.json``, or what a training run noted in ``run.json``.
+    """Reads the config of a folder of weights: ``config.json``, or a training run's ``run.json``.
 
     Raises:
-        WeightsError: If there is neither.
+        WeightsError: If both are missing.
     """
     if not (folder / "run.json").exists():
         return read_json(folder / CONFIG)
@@ -226,17 +241,17 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         return dict(state["architecture"])
     except (KeyError, TypeError, ValueError) as error:
-        raise WeightsError(f"{folder / 'run.json'}: it does not say which model the weights are of") from error
+        raise WeightsError(f"{folder / 'run.json'}: it does not describe the model of the weights") from error
 
 
 @dataclass(frozen=True)
 class _Pieces:
-    """What megatron-core stores of every parameter.
+    """megatron-core's stored pieces of each parameter.
 
     Attributes:
-        state: The sharded state dict of a model without memory.
-        canonical: From parameter names to canonical names.
-        where: From key and offset of a piece to its parameter and number.
+        state: The sharded state dict of a model on the meta device.
+        canonical: Canonical names by parameter name.
+        where: Parameter and piece number by key and offset of a piece.
     """
 
     state: dict[str, Any]
@@ -244,7 +259,7 @@ class _Pieces:
     where: dict[tuple[str, tuple[int, ...]], tuple[str, int]]
 
     def cut(self, name: str, parameter: Tensor) -> list[ShardedTensor]:
-        """A parameter's pieces with their values."""
+        """Splits a parameter into pieces with their values."""
         entry = self.state[name]
         if isinstance(entry, ShardedTensorFactory):
             built = entry.build_fn(entry.key, parameter, entry.replica_id, None)
@@ -252,7 +267,7 @@ class _Pieces:
         return [_with_data(entry, parameter)]
 
     def load(self, name: str, reader: StorageReader, stored: Mapping[str, TensorStorageMetadata]) -> Tensor:
-        """A parameter, read from a checkpoint that may have cut it otherwise."""
+        """Reads a parameter from a checkpoint that may be sharded differently."""
         entry = self.state[name]
         if not isinstance(entry, ShardedTensorFactory):
             return _read(entry, reader, stored[entry.key])
@@ -260,11 +275,11 @@ class _Pieces:
         return merged
 
     def first_keys(self) -> dict[str, str]:
-        """The key of every parameter's first piece."""
+        """Returns the key of each parameter's first piece."""
         return {owner: key for (key, _), (owner, number) in self.where.items() if number == 0}
 
     def set_dtypes(self, dtypes: Mapping[str, torch.dtype]) -> None:
-        """Lets every parameter be stored in the dtype it comes in."""
+        """Sets the dtype in which each parameter is stored."""
         for name, dtype in dtypes.items():
             entry = self.state[name]
             entry.data = entry.data.to(dtype)
@@ -285,16 +300,15 @@ def _pieces(model: torch.nn.Module) -> _Pieces:
     return _Pieces(state, canonical, where)
 
 
-def _meta_model(architecture: Architecture, mtp: bool) -> torch.nn.Module:
+def _meta_model(architecture: Architecture, mtp: bool, language_only: bool = False) -> torch.nn.Module:
+    settings = ModelSettings(mtp_layers=architecture.mtp_layers if mtp else 0, language_only=language_only)
     with torch.device("meta"):
-        model: torch.nn.Module = spec_of(architecture).build(
-            architecture, ModelSettings(mtp_layers=architecture.mtp_layers if mtp else 0)
-        )
+        model: torch.nn.Module = spec_of(architecture).build(architecture, settings)
     return model
 
 
 def _owners(maps: Mapping[str, ParameterMap]) -> dict[str, list[tuple[str, int, int | None]]]:
-    """For every Hugging Face tensor: the parameters that hold it, as which of their sources and which entry."""
+    """Maps each Hugging Face tensor to its parameters, with the source number and the entry in each."""
     owners: dict[str, list[tuple[str, int, int | None]]] = {}
     for canonical, entry in maps.items():
         for position, source in enumerate(entry.sources):
@@ -315,7 +329,7 @@ def _key_differences(pieces: _Pieces, stored: Mapping[str, tuple[int, ...]]) -> 
         for piece in pieces.cut(name, pieces.state[name].data):
             if not piece.allow_shape_mismatch:
                 wanted[piece.key] = tuple(piece.global_shape)
-            elif piece.key in stored:  # the vocabulary, filled up differently for other layouts
+            elif piece.key in stored:  # the vocabulary, padded differently in other layouts
                 wanted[piece.key] = stored[piece.key]
     return differences(wanted, {key: shape for key, shape in stored.items() if not key.startswith("optimizer.")})
 
@@ -336,7 +350,7 @@ def _mapped(built: Any, function: Callable[[ShardedTensor], Tensor]) -> Any:
 
 
 def _read(piece: ShardedTensor, reader: StorageReader, stored: TensorStorageMetadata) -> Tensor:
-    """A piece from whatever chunks of its tensor are stored."""
+    """Reads a piece from the stored chunks of its tensor."""
     assert piece.data is not None
     sizes = _stored_shape(piece)
     wanted = ChunkStorageMetadata(torch.Size(piece.global_offset), sizes)
@@ -347,13 +361,13 @@ def _read(piece: ShardedTensor, reader: StorageReader, stored: TensorStorageMeta
 
 
 def _stored_shape(piece: ShardedTensor) -> torch.Size:
-    """Experts are entries of one tensor: each is stored with an axis before its own."""
+    """Returns the shape in storage. Experts are entries of one tensor, so each has one axis more in front."""
     assert piece.data is not None
     return torch.Size([1] * piece.prepend_axis_num + list(piece.data.shape))
 
 
 class _IntoTensor(DefaultLoadPlanner):
-    """Puts what is read into one tensor."""
+    """Loads into one tensor."""
 
     def __init__(self, tensor: Tensor):
         super().__init__()
@@ -364,32 +378,3 @@ class _IntoTensor(DefaultLoadPlanner):
         return part
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None: ...
-
-
-class _StreamingSave(torch_strategies.TorchDistSaveShardedStrategy):
-    """Saves a state dict without memory, asking for each piece when it is written."""
-
-    def __init__(self, resolve: Callable[[MetadataIndex], Tensor]):
-        super().__init__()
-        self._resolve = resolve
-
-    def save(self, sharded_state_dict: dict[str, ShardedBase], checkpoint_dir: Path | str) -> None:
-        """Writes all pieces in one file."""
-        by_key, _, _ = torch_strategies._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, False)
-        save(
-            torch_strategies.mcore_to_pyt_state_dict(by_key, False),
-            storage_writer=FileSystemWriter(checkpoint_dir, single_file_per_rank=True, thread_count=1),
-            planner=_StreamingPlanner(self._resolve),
-        )
-
-
-class _StreamingPlanner(torch_strategies.MCoreSavePlanner):
-    def __init__(self, resolve: Callable[[MetadataIndex], Tensor]):
-        super().__init__(dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._resolve = resolve
-
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        found = super().resolve_data(write_item)
-        if isinstance(found, Tensor):
-            return self._resolve(write_item.index)
-        return found

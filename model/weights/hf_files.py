@@ -1,9 +1,9 @@
 """Hugging Face checkpoints on disk, one tensor at a time.
 
-Reading goes through the safetensors library, which maps files. Writing is done here, because the library wants all
-tensors of a file in memory: the format is an 8-byte little-endian header length, a JSON header naming every tensor's
-dtype, shape and byte range, and the bytes (https://github.com/huggingface/safetensors, "Format"). All sizes are known
-beforehand, so the header is written first and tensors follow in order.
+The safetensors library reads the files by memory mapping. This module does the writing, because the library wants all
+tensors of a file in memory. The format is an 8-byte little-endian header length, a JSON header with the dtype, shape
+and byte range of each tensor, and the bytes (https://github.com/huggingface/safetensors, "Format"). All sizes are known
+beforehand, so the header is written first and the tensors follow in order.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from vlmdata.format.atomic import atomic_path, write_atomically
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-#: Data types that weights come in, as safetensors spells them.
+#: Supported data types of weights, as safetensors spells them.
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 class WeightsError(VlmdataError):
-    """A checkpoint does not hold what the model needs."""
+    """A checkpoint does not match the model."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A tensor that will be written.
+    """A tensor to write.
 
     Attributes:
         shape: Its shape.
@@ -62,18 +62,18 @@ class PlannedTensor:
 
     @property
     def bytes(self) -> int:
-        """Size in the file."""
+        """Size in the file, in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class HfTensors:
-    """The tensors of a checkpoint folder by name.
+    """The tensors of a checkpoint folder, by name.
 
     Args:
-        folder: Holds ``*.safetensors``.
+        folder: Folder with ``*.safetensors`` files.
 
     Raises:
-        WeightsError: If there are none, or one cannot be read.
+        WeightsError: If the folder has none, or one cannot be read.
     """
 
     def __init__(self, folder: Path):
@@ -85,31 +85,31 @@ class HfTensors:
         for file in files:
             for name, tensor in _contents(file):
                 if name in self.tensors:
-                    raise WeightsError(f"{name} stands in {self.tensors[name].file} and in {file}; remove one")
+                    raise WeightsError(f"{name} is in both {self.tensors[name].file} and {file}; remove one")
                 self.tensors[name] = tensor
         self._require_all_files()
 
     def read(self, name: str, entry: int | None = None) -> Tensor:
-        """A tensor, or one entry of its first axis (an expert), in memory of its own; nothing else is read."""
+        """Reads a tensor, or one entry of its first axis (an expert), into its own memory. Reads nothing else."""
         with safe_open(self.tensors[name].file, framework="pt") as file:
             tensor: Tensor = file.get_tensor(name) if entry is None else file.get_slice(name)[entry]
         return tensor
 
     def dtype(self, name: str) -> torch.dtype:
-        """A tensor's dtype.
+        """Returns a tensor's dtype.
 
         Raises:
-            WeightsError: If it is none that weights come in.
+            WeightsError: If the dtype is not supported for weights.
         """
         stored = self.tensors[name]
         for dtype, spelled in DTYPES.items():
             if spelled == stored.dtype:
                 return dtype
         known = ", ".join(DTYPES.values())
-        raise WeightsError(f"{stored.file}: {name} is {stored.dtype}; this reads {known}: convert a checkpoint in bf16")
+        raise WeightsError(f"{stored.file}: {name} is {stored.dtype}, not one of {known}: convert a checkpoint in bf16")
 
     def bytes(self, name: str) -> int:
-        """A tensor's size."""
+        """Returns a tensor's size in bytes."""
         return PlannedTensor(self.tensors[name].shape, self.dtype(name)).bytes
 
     def _require_all_files(self) -> None:
@@ -120,8 +120,8 @@ class HfTensors:
         gone = sorted({file for name, file in listed.items() if name not in self.tensors})
         if gone:
             raise WeightsError(
-                f"{path} lists tensors that are not in the folder's files; missing or cut: {', '.join(gone[:5])}"
-                f"{' …' if len(gone) > 5 else ''}. Download them again."
+                f"{path} lists tensors that are not in the folder's files; missing or truncated: {', '.join(gone[:5])}"
+                f"{' …' if len(gone) > 5 else ''}. Download the files again."
             )
 
 
@@ -136,11 +136,11 @@ def _contents(file: Path) -> Iterator[tuple[str, StoredTensor]]:
 
 
 def differences(wanted: Mapping[str, tuple[int, ...]], have: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Lines for every tensor that is missing, unexpected or of another shape."""
+    """Returns a line for each tensor that is missing, unexpected or of another shape."""
     lines = [f"missing: {name} {list(wanted[name])}" for name in wanted if name not in have]
     lines += [f"unexpected: {name} {list(have[name])}" for name in have if name not in wanted]
     lines += [
-        f"shape: {name} is {list(have[name])}, the model needs {list(wanted[name])}"
+        f"shape: {name} is {list(have[name])}, but the model needs {list(wanted[name])}"
         for name in wanted
         if name in have and wanted[name] != have[name]
     ]
@@ -148,14 +148,14 @@ def differences(wanted: Mapping[str, tuple[int, ...]], have: Mapping[str, tuple[
 
 
 def require_none(lines: Sequence[str], source: Path) -> None:
-    """Refuses weights that differ from what their architecture needs.
+    """Raises an error if weights do not match their architecture.
 
     Args:
-        lines: What :func:`differences` gave.
-        source: Their folder.
+        lines: Output of :func:`differences`.
+        source: Folder of the weights.
 
     Raises:
-        WeightsError: If there is a line; the first 40 are shown.
+        WeightsError: If there are any lines; shows the first 40.
     """
     if lines:
         shown = "\n  ".join(lines[:40])
@@ -170,17 +170,17 @@ def write_tensors(
     file_bytes: int,
     wrote: Callable[[int], None] = lambda count: None,
 ) -> list[Path]:
-    """Writes a checkpoint's tensors, one in memory at a time.
+    """Writes a checkpoint's tensors with one in memory at a time.
 
     Args:
-        folder: Where to.
-        planned: Shapes and dtypes by name, in the order in which tensors are asked for.
-        tensors: Gives a tensor by name; asked for each once, in order.
-        file_bytes: A file takes tensors until it would be larger.
-        wrote: Called with the bytes of every tensor written.
+        folder: Output folder.
+        planned: Shapes and dtypes by name, in the order of writing.
+        tensors: Returns a tensor by name. Called once per tensor, in order.
+        file_bytes: Largest file size in bytes; a larger tensor gets its own file.
+        wrote: Called with the bytes of each written tensor.
 
     Returns:
-        The files; with more than one there is an index beside them.
+        The files. If there are several, an index file is written too.
     """
     groups = _groups(planned, file_bytes)
     names = [_SINGLE]
@@ -222,12 +222,12 @@ def _header(names: Sequence[str], planned: Mapping[str, PlannedTensor]) -> bytes
         entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
         at += tensor.bytes
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8
+    text += b" " * (-len(text) % 8)  # data starts at a multiple of 8
     return struct.pack("<Q", len(text)) + text
 
 
 def _bytes(tensor: Tensor, planned: PlannedTensor, name: str) -> memoryview:
     if tuple(tensor.shape) != planned.shape:
-        raise WeightsError(f"{name} is {list(tensor.shape)}, the model needs {list(planned.shape)}")
+        raise WeightsError(f"{name} is {list(tensor.shape)}, but the model needs {list(planned.shape)}")
     flat = tensor.detach().to("cpu", planned.dtype).contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy())

@@ -1,4 +1,4 @@
-"""What lies beside the weights in a Hugging Face folder: ``config.json``, tokenizer, processor, generation settings."""
+"""Files of a Hugging Face folder other than weights: ``config.json``, tokenizer, processor, generation settings."""
 
 from __future__ import annotations
 
@@ -18,48 +18,48 @@ from vlmdata.differences import differing
 CONFIG = "config.json"
 #: Suffixes of files that hold weights.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot")
-#: How transformers spells a dtype's field, now and before version 5.
+#: Name of the dtype field in transformers, now and before version 5.
 _DTYPE_FIELDS = ("dtype", "torch_dtype")
-#: What begins the names of a section's tensors; the other section has the rest.
+#: Name prefix of the vision section's tensors; the other section has the rest.
 _VISION = "model.visual."
 
 
 def config_for(architecture: Architecture, like: Path | None, ignore: Collection[str] = ()) -> dict[str, Any]:
-    """The content of a ``config.json``, but for dtypes.
+    """Returns the content of a ``config.json`` without dtypes.
 
     Args:
-        architecture: Of the weights.
-        like: A folder whose ``config.json`` is taken, with all that an :class:`Architecture` does not hold (ids of
-            other tokens, versions, notes); None for one that holds the architecture only.
-        ignore: Fields of that file that are unknown and harmless.
+        architecture: Architecture of the weights.
+        like: A folder whose ``config.json`` is used, with all that an :class:`Architecture` does not hold (ids of
+            other tokens, versions, notes). None returns one with the architecture only.
+        ignore: Unknown fields of that file to ignore.
 
     Raises:
-        WeightsError: If the folder's model is another one, or no Qwen3.5-VL.
+        WeightsError: If the folder holds another model, or one of no known family.
     """
     ours = architecture_to_hf(architecture)
     if like is None:
         return ours
     config = read_json(like / CONFIG)
     theirs = architecture_to_hf(architecture_in(like / CONFIG, config, ignore))
-    lines = [f"{name}: {given!r}, the weights have {wanted!r}" for name, given, wanted in differing(theirs, ours)]
+    lines = [f"{name}: {given!r}, but the weights have {wanted!r}" for name, given, wanted in differing(theirs, ours)]
     if lines:
         raise WeightsError(
-            f"--like {like} is another model: {'; '.join(lines)}. Name the folder of the checkpoint that these weights "
-            "began from, or leave --like out"
+            f"--like {like} is another model: {'; '.join(lines)}. Give the folder of the checkpoint that these weights "
+            "started from, or omit --like"
         )
     return config
 
 
 def architecture_in(path: Path, config: Mapping[str, Any], ignore: Collection[str] = ()) -> Architecture:
-    """The architecture that a config holds.
+    """Reads the architecture from a config.
 
     Args:
-        path: Its file, for messages.
-        config: Its content.
-        ignore: Fields that are unknown and harmless.
+        path: Path of the config, for messages.
+        config: Content of the file.
+        ignore: Unknown fields to ignore.
 
     Raises:
-        WeightsError: If it is no Qwen3.5-VL.
+        WeightsError: If no family has such models.
     """
     try:
         return architecture_from_hf(config, ignore=ignore)
@@ -68,27 +68,27 @@ def architecture_in(path: Path, config: Mapping[str, Any], ignore: Collection[st
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A file's object.
+    """Reads the JSON object in a file.
 
     Raises:
-        WeightsError: If there is none.
+        WeightsError: If there is no file or no object in it.
     """
     try:
         return dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise WeightsError(
-            f"{path.parent}: no readable {path.name} that says which model the weights are of: {error}"
+            f"{path.parent}: no readable {path.name}, which describes the model of the weights: {error}"
         ) from error
 
 
 def with_dtypes(config: Mapping[str, Any], planned: Mapping[str, PlannedTensor]) -> dict[str, Any]:
-    """A config that says in which dtypes weights are written: where it says so already, or else once.
+    """Returns a config with the dtypes of written weights, in its existing dtype fields or else in one new field.
 
-    A section's dtype is the one that most of its bytes have.
+    A section's dtype is the one of most of its bytes.
 
     Args:
         config: The config.
-        planned: The weights by name.
+        planned: The weights, by name.
     """
     vision = {name: tensor for name, tensor in planned.items() if name.startswith(_VISION)}
     text = {name: tensor for name, tensor in planned.items() if name not in vision}
@@ -104,7 +104,7 @@ def with_dtypes(config: Mapping[str, Any], planned: Mapping[str, PlannedTensor])
 
 
 def copy_small_files(like: Path, out: Path) -> None:
-    """Copies all files of a folder that hold no weights and are not its config."""
+    """Copies all files of a folder except weights and config."""
     for file in like.iterdir():
         weights = file.suffix in _WEIGHTS or "safetensors" in file.name
         if file.is_file() and not weights and file.name != CONFIG:

@@ -1,7 +1,8 @@
-"""From a Hugging Face folder straight into a model: each rank reads what it holds, one tensor at a time."""
+"""Loads a Hugging Face folder directly into a model: each rank reads its own part, one tensor at a time."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,25 +11,27 @@ from torch import nn
 from model.architecture import Architecture
 from model.families import spec_of
 from model.network.settings import vocabulary_rows
-from model.weights.hf_files import HfTensors, differences, require_none
+from model.weights.hf_files import HfTensors, WeightsError, differences, require_none
 from model.weights.mapping import ParameterMap, hf_names, load_from_hf
 
-#: Tensors that some tools write and nobody needs.
+#: Tensors that some tools write and no model needs.
 _IGNORED = ("rotary_emb.inv_freq",)
-#: How the tensors of multi-token prediction begin.
+#: Name prefix of multi-token prediction tensors.
 _PREDICTION = "mtp."
+#: Prefix of the vision tower's canonical names, and of its keys in a distributed checkpoint.
+TOWER = "vision."
 
 
 @dataclass(frozen=True)
 class ModelPart:
-    """Which part of the weights a rank holds.
+    """The part of the weights that a rank holds.
 
     Attributes:
         tensor_rank: Tensor-parallel rank.
         tensor_parallel: Tensor-parallel size.
-        vision_parallel: That of the vision tower: the same (None), or 1.
-        predicts: Whether multi-token prediction is loaded; without it the folder need not have it, and the model keeps
-            what it has.
+        vision_parallel: Tensor-parallel size of the vision tower: 1, or None for the same size.
+        predicts: Whether to load multi-token prediction. If False, the folder need not contain it, and the model keeps
+            its own values.
     """
 
     tensor_rank: int
@@ -38,27 +41,27 @@ class ModelPart:
 
 
 def holds_prediction(files: HfTensors) -> bool:
-    """Whether a checkpoint has weights of multi-token prediction; those that transformers wrote have none."""
+    """True if a checkpoint has multi-token prediction weights. Checkpoints written by transformers have none."""
     return any(name.startswith(_PREDICTION) for name in files.tensors)
 
 
 def table_of(files: HfTensors, architecture: Architecture, *, mtp: bool, rows: int) -> dict[str, ParameterMap]:
-    """The table of weight names for a checkpoint, which must hold all its tensors and no others.
+    """Returns the weight name table of a checkpoint, which must hold exactly these tensors.
 
     Args:
         files: The checkpoint.
-        architecture: Of its model.
-        mtp: Whether multi-token prediction is part of it.
+        architecture: Architecture of the model.
+        mtp: Whether the table includes multi-token prediction.
         rows: Rows of the embedding table.
 
     Raises:
-        WeightsError: If tensors are missing, unexpected or of another shape, all of them listed.
+        WeightsError: If tensors are missing, unexpected or of another shape; lists all of them.
     """
     maps = spec_of(architecture).parameter_maps(architecture, mtp=mtp, vocab_rows=rows, checkpoint_names=files.tensors)
     have = {
         name: tensor.shape
         for name, tensor in files.tensors.items()
-        # A tied output layer is written by some tools all the same; it is the embedding.
+        # Some tools write a tied output layer nevertheless. It equals the embedding.
         if not name.endswith(_IGNORED) and not (architecture.tie_embeddings and name == "lm_head.weight")
     }
     require_none(differences(hf_names(maps), have), files.folder)
@@ -68,16 +71,16 @@ def table_of(files: HfTensors, architecture: Architecture, *, mtp: bool, rows: i
 def fill_from_folder(model: nn.Module, folder: Path, architecture: Architecture, part: ModelPart) -> int:
     """Fills this rank's parameters from a folder's ``*.safetensors``.
 
-    Memory: the files are mapped, and one parameter at a time is put together and cut. No collectives.
+    The files are memory-mapped, and one parameter at a time is assembled and sharded. Uses no collectives.
 
     Args:
-        model: A model of any layout and back end, unwrapped.
+        model: An unwrapped model of any layout and back end.
         folder: The checkpoint.
-        architecture: Of the model.
-        part: What this rank holds.
+        architecture: Architecture of the model.
+        part: The part that this rank holds.
 
     Returns:
-        Bytes of the checkpoint's tensors.
+        Size of the checkpoint's tensors in bytes.
 
     Raises:
         WeightsError: If the files hold another model, or cannot be read.
@@ -96,3 +99,26 @@ def fill_from_folder(model: nn.Module, folder: Path, architecture: Architecture,
         leave=() if part.predicts else ("language.predictor.",),
     )
     return sum(files.bytes(name) for name in files.tensors)
+
+
+def tower_of(source: Path, like: Path | None, maps: Mapping[str, ParameterMap]) -> HfTensors:
+    """Returns the files that have the vision tower of a checkpoint of the language model alone.
+
+    Args:
+        source: The checkpoint, for messages.
+        like: The folder that the model started from; None if the user gave none.
+        maps: The weight name table of the whole model.
+
+    Raises:
+        WeightsError: If no folder is given, or it lacks tensors of the tower.
+    """
+    if like is None:
+        raise WeightsError(
+            f"{source} holds the language model alone: give the folder of the checkpoint that it started from with "
+            "--like, which supplies the vision tower"
+        )
+    files = HfTensors(like)
+    wanted = hf_names({name: entry for name, entry in maps.items() if name.startswith(TOWER)})
+    have = {name: tensor.shape for name, tensor in files.tensors.items() if name in wanted}
+    require_none(differences(wanted, have), like)
+    return files

@@ -1,7 +1,7 @@
-"""What ``AutoProcessor`` and ``generate`` need beside the weights: made from a dataset that the model was trained on.
+"""Writes the files that ``AutoProcessor`` and ``generate`` need besides weights, from a training dataset.
 
-The tokenizer and its chat template are the dataset's own files. The image processor has the bounds and constants that
-the dataset's images were resized with. Generation stops at the end of a turn.
+The tokenizer and its chat template are the dataset's own files. The image processor uses the pixel bounds and constants
+with which the dataset's images were resized. Generation stops at the end of a turn.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from vlmdata.loader.remote import download
 
 _IMAGES, _VIDEOS, _GENERATION = "preprocessor_config.json", "video_preprocessor_config.json", "generation_config.json"
 _PROCESSOR = "Qwen3VLProcessor"
-#: As published checkpoints have it; datasets hold no videos.
+#: As in published checkpoints; datasets hold no videos.
 _VIDEO_SIZE = {"shortest_edge": 4096, "longest_edge": 25_165_824}
-#: Pillow's number of the bicubic filter.
+#: Pillow's number for the bicubic filter.
 _BICUBIC = 3
 
 
 @dataclass(frozen=True)
 class DatasetFiles:
-    """What a folder is completed from.
+    """The parts of a dataset that complete a folder.
 
     Attributes:
-        name: The dataset, as it was named.
+        name: Path or URL of the dataset, as the user gave it.
         manifest: Its manifest.
-        tokenizer: Its tokenizer's folder.
+        tokenizer: Folder of its tokenizer.
     """
 
     name: str
@@ -47,17 +47,17 @@ class DatasetFiles:
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """Least and most pixels of an image."""
+        """Minimum and maximum pixels per image."""
         image = self.manifest.config["options"]["image"]
         return int(image["min_pixels"]), int(image["max_pixels"])
 
 
 @contextmanager
 def opened(location: str) -> Iterator[DatasetFiles]:
-    """Opens a dataset for its tokenizer; that of a URL is fetched for as long.
+    """Opens a dataset for its tokenizer. Files of a URL are downloaded temporarily.
 
     Raises:
-        VlmdataError: If there is no finished dataset, or its tokenizer folder is not the one it was made with.
+        VlmdataError: If the dataset is missing or unfinished, or its tokenizer folder has changed.
     """
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(location)
@@ -79,25 +79,25 @@ def _fetch(url: str, directory: Path) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             download(f"{url}/{TOKENIZER_DIR}/{name}", path, sha256)
     except FileNotFoundError as error:
-        raise WeightsError(f"{error}: no such file, so {url} is not a finished dataset") from error
+        raise WeightsError(f"{error}: file not found, so {url} is not a finished dataset") from error
 
 
 def choose_dataset(
     source: Path, like: Path | None, data: str | None, architecture: Architecture
 ) -> tuple[str | None, list[str]]:
-    """Which dataset tokenizer and processor are made from.
+    """Chooses the dataset that supplies tokenizer and processor.
 
     Args:
-        source: The checkpoint; one of a run names the run's datasets.
-        like: A Hugging Face folder whose own tokenizer and processor are kept, unless ``data`` is given.
-        data: The dataset that is wanted; None for the first of the run's that can be read.
-        architecture: Of the weights.
+        source: The checkpoint. A checkpoint of a run names the run's datasets.
+        like: A Hugging Face folder whose tokenizer and processor are kept, unless ``data`` is given.
+        data: The requested dataset; None means the first readable dataset of the run.
+        architecture: Architecture of the weights.
 
     Returns:
-        The dataset, or None; and lines on what is worth knowing.
+        The dataset or None, and notes for the user, one line each.
 
     Raises:
-        VlmdataError: If ``data`` is no finished dataset, or not of this model's tokenizer.
+        VlmdataError: If ``data`` is not a finished dataset, or has another tokenizer than this model.
     """
     if data is not None:
         with opened(data) as dataset:
@@ -118,13 +118,13 @@ def choose_dataset(
         if first is None or theirs in (None, readable[first]):
             return None, []
         return None, [
-            f"images: the processor of {like} has {_pixels(theirs)}, the model was trained with "
+            f"images: the processor of {like} has {_pixels(theirs)}, but the model was trained with "
             f"{_pixels(readable[first])}; --data {first} writes the latter"
         ]
     if first is None:
         return None, [*notes, "without tokenizer and processor: add --data DATASET or --like FOLDER to write them"]
     notes += [
-        f"images: the processor has the {_pixels(readable[first])} of {first}; {other} was made with {_pixels(bounds)}"
+        f"images: the processor has the {_pixels(readable[first])} of {first}; {other} has {_pixels(bounds)}"
         for other, bounds in readable.items()
         if bounds != readable[first]
     ]
@@ -132,7 +132,7 @@ def choose_dataset(
 
 
 def _recorded(source: Path) -> list[str]:
-    """Datasets of the run that a checkpoint is from."""
+    """Returns the datasets of the run that wrote a checkpoint."""
     try:
         return list(json.loads((source / "run.json").read_text())["config"]["data"]["paths"])
     except (OSError, ValueError, TypeError, KeyError):
@@ -145,7 +145,7 @@ def _pixels(bounds: tuple[int, int] | None) -> str:
 
 
 def _require_vocabulary(dataset: DatasetFiles, architecture: Architecture) -> None:
-    """Refuses a tokenizer that is not the model's.
+    """Raises an error for a tokenizer that is not the model's.
 
     Raises:
         WeightsError: If its ids are not those of the architecture.
@@ -154,12 +154,12 @@ def _require_vocabulary(dataset: DatasetFiles, architecture: Architecture) -> No
     if tokenizer.image != architecture.image_token_id or tokenizer.vocab_size > size:
         raise WeightsError(
             f"the tokenizer of {dataset.name} has {tokenizer.vocab_size} ids and image token {tokenizer.image}, the "
-            f"weights {size} ids and image token {architecture.image_token_id}: name the data that they were trained on"
+            f"weights have {size} ids and image token {architecture.image_token_id}: give their training dataset"
         )
 
 
 def write_processor(dataset: DatasetFiles, out: Path) -> None:
-    """Writes tokenizer, chat template, processor and generation settings; files of the same names are replaced."""
+    """Writes tokenizer, chat template, processor and generation settings, replacing existing files."""
     for file in sorted(dataset.tokenizer.rglob("*")):
         if file.is_file():
             to = out / file.relative_to(dataset.tokenizer)
@@ -172,7 +172,7 @@ def write_processor(dataset: DatasetFiles, out: Path) -> None:
     image = {"shortest_edge": least, "longest_edge": most}
     tokenizer = dataset.manifest.tokenizer
     stops = [tokenizer.im_end, *([tokenizer.pad] if tokenizer.pad != tokenizer.im_end else [])]
-    # A processor of another version of transformers would be preferred to these files.
+    # Remove processor files of other transformers versions, which would take precedence over these.
     (out / "processor_config.json").unlink(missing_ok=True)
     _write(
         out / _IMAGES,
@@ -198,7 +198,7 @@ def write_processor(dataset: DatasetFiles, out: Path) -> None:
 
 
 def _generation(path: Path, stops: list[int], pad: int) -> dict[str, Any]:
-    """Generation settings of another folder, if they were copied, with the dataset's ids."""
+    """Returns copied generation settings, if any, with the dataset's ids."""
     try:
         kept = dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
@@ -207,7 +207,7 @@ def _generation(path: Path, stops: list[int], pad: int) -> dict[str, Any]:
 
 
 def _bounds_in(folder: Path) -> tuple[int, int] | None:
-    """Least and most pixels of an image in a Hugging Face folder's processor; None if it does not say."""
+    """Reads the pixel bounds of a Hugging Face folder's processor; None if it has none."""
     for name in (_IMAGES, "processor_config.json"):
         try:
             found = json.loads((folder / name).read_text())

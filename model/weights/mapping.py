@@ -1,8 +1,8 @@
-"""Which Hugging Face tensors make up which megatron-core parameter, and how: entries of the table of a model.
+"""Entries of a weight name table: which Hugging Face tensors form which megatron-core parameter, and how.
 
-The table itself is the family's (``model/families/NAME/names.py``). On megatron-core's side a parameter's *canonical*
-name is the one it has in a model of one process with the torch back end; :func:`canonical_names` gives it for any other
-layout and back end.
+The table itself belongs to the family (``model/families/NAME/names.py``). The *canonical* name of a megatron-core
+parameter is its name in a model of one process with the torch back end. :func:`canonical_names` translates from any
+other layout and back end.
 
 All functions only move values, so both directions are exact inverses in every dtype.
 """
@@ -25,9 +25,9 @@ class Source:
     """A Hugging Face tensor, or one entry of its first axis.
 
     Attributes:
-        name: In the checkpoint.
-        shape: Of the whole tensor.
-        index: The entry that is meant (an expert); None for the whole tensor.
+        name: Name in the checkpoint.
+        shape: Shape of the whole tensor.
+        index: Selected entry (an expert); None for the whole tensor.
     """
 
     name: str
@@ -35,23 +35,23 @@ class Source:
     index: int | None = None
 
     def take(self, tensor: Tensor) -> Tensor:
-        """What is meant of the whole tensor."""
+        """Selects the source's part of the whole tensor."""
         return tensor if self.index is None else tensor[self.index]
 
 
 @dataclass(frozen=True)
 class ParameterMap:
-    """How one parameter is made, unmade and cut.
+    """Conversion and sharding of one parameter.
 
     Attributes:
         name: Canonical name.
-        shape: Of the parameter without tensor parallelism.
-        sources: The tensors it is made of.
-        to_mcore: From the sources (their entries, in order) to the parameter.
-        to_hf: The inverse.
-        shard_dim: Axis that tensor parallelism cuts; None for a parameter that every rank holds.
-        sections: Lengths of parts of that axis that are cut one by one; empty for the axis as a whole.
-        expert: Global number of the expert it belongs to.
+        shape: Shape of the parameter without tensor parallelism.
+        sources: Tensors that form the parameter.
+        to_mcore: Converts the sources (their entries, in order) to the parameter.
+        to_hf: The inverse of ``to_mcore``.
+        shard_dim: Axis that tensor parallelism shards; None for a parameter that every rank holds.
+        sections: Lengths of the parts of that axis that are sharded separately; empty to shard the whole axis.
+        expert: Global number of the parameter's expert.
     """
 
     name: str
@@ -64,14 +64,14 @@ class ParameterMap:
     expert: int | None = None
 
     def shard(self, parameter: Tensor, rank: int, size: int) -> Tensor:
-        """The part of a tensor-parallel rank."""
+        """Returns the shard of a tensor-parallel rank."""
         if self.shard_dim is None or size == 1:
             return parameter
         parts = parameter.split(self.sections or (parameter.shape[self.shard_dim],), self.shard_dim)
         return torch.cat([part.chunk(size, self.shard_dim)[rank] for part in parts], self.shard_dim)
 
     def unshard(self, parts: Sequence[Tensor]) -> Tensor:
-        """The whole parameter from the parts of all tensor-parallel ranks."""
+        """Joins the shards of all tensor-parallel ranks to the whole parameter."""
         if self.shard_dim is None or len(parts) == 1:
             return parts[0]
         axis, size = self.shard_dim, len(parts)
@@ -81,18 +81,18 @@ class ParameterMap:
 
 
 def hf_names(maps: Mapping[str, ParameterMap]) -> dict[str, Shape]:
-    """Every Hugging Face tensor of a table, with its shape."""
+    """Returns the Hugging Face tensors of a table with their shapes."""
     return {source.name: source.shape for entry in maps.values() for source in entry.sources}
 
 
 def canonical_names(model: nn.Module) -> dict[str, str]:
-    """Canonical names of a model's parameters on this rank.
+    """Returns the canonical names of a model's parameters on this rank.
 
     Args:
-        model: A :class:`Qwen35VL` of any layout and back end, unwrapped.
+        model: An unwrapped model of any layout and back end.
 
     Returns:
-        From names as ``named_parameters`` has them to canonical names.
+        Canonical names by the names of ``named_parameters``.
     """
     layers: dict[str, int] = {}
     experts: dict[str, int] = {}
@@ -118,13 +118,13 @@ def load_from_hf(
     """Fills a model's parameters on this rank from Hugging Face tensors.
 
     Args:
-        model: As for :func:`canonical_names`.
+        model: An unwrapped model of any layout and back end.
         maps: The table.
-        take: Gives what a source means: a tensor, or one entry of it.
+        take: Returns the tensor of a source, or its entry of the tensor.
         tensor_rank: Tensor-parallel rank.
         tensor_parallel: Tensor-parallel size.
-        vision_parallel: That of the vision tower: the same (None), or 1.
-        leave: What canonical names of parameters begin with that stay as they are.
+        vision_parallel: Tensor-parallel size of the vision tower: 1, or None for the same size.
+        leave: Prefixes of the canonical names of parameters to leave unchanged.
 
     Raises:
         KeyError: If a parameter is not in the table.
@@ -140,14 +140,14 @@ def load_from_hf(
             value = entry.shard(value, tensor_rank, tensor_parallel)
         if value.shape != parameter.shape:
             raise ValueError(
-                f"{name} has shape {tuple(parameter.shape)}, but {', '.join(s.name for s in entry.sources)} give "
-                f"{tuple(value.shape)}: the checkpoint is of another architecture"
+                f"{name} has shape {tuple(parameter.shape)}, but {', '.join(s.name for s in entry.sources)} have "
+                f"{tuple(value.shape)}: the checkpoint has another architecture"
             )
         parameter.copy_(value)
 
 
 def _entry(maps: Mapping[str, ParameterMap], name: str) -> ParameterMap:
-    """A tied output layer of its own (last pipeline stage) is a copy of the embedding."""
+    """Finds a parameter's entry. A separate tied output layer (last pipeline stage) is a copy of the embedding."""
     if name not in maps and name == "language.output_layer.weight":
         return maps["language.embedding.word_embeddings.weight"]
     return maps[name]
@@ -166,60 +166,60 @@ def _canonical(name: str, layers: Mapping[str, int], experts: Mapping[str, int])
     found = re.match(r"language\.decoder\.layers\.\d+", name)
     if found:
         name = f"language.decoder.layers.{layers[found[0]]}{name[found.end() :]}"
-    # Transformer Engine keeps a norm in the linear layer behind it.
+    # Transformer Engine keeps a norm in the linear layer that follows.
     name = re.sub(r"self_attention\.(linear_qkv|in_proj)\.layer_norm_weight$", "input_layernorm.weight", name)
     return re.sub(r"mlp\.linear_fc1\.layer_norm_weight$", "pre_mlp_layernorm.weight", name)
 
 
-# How values move. Every function takes and gives whole parameters.
+# Conversions. Every function takes and returns whole parameters.
 
 
 def only(tensors: Sequence[Tensor]) -> Tensor:
-    """The one tensor."""
+    """Returns the single tensor."""
     (tensor,) = tensors
     return tensor
 
 
 def join(tensors: Sequence[Tensor]) -> Tensor:
-    """One after another along the first axis."""
+    """Concatenates tensors along the first axis."""
     return torch.cat(list(tensors))
 
 
 def parts(sizes: tuple[int, ...], parameter: Tensor) -> list[Tensor]:
-    """The inverse of :func:`join`: pieces of these lengths."""
+    """Inverse of :func:`join`: splits into pieces of these lengths."""
     return list(parameter.split(sizes))
 
 
 def reshape(shape: Shape, tensors: Sequence[Tensor]) -> Tensor:
-    """The one tensor in another shape."""
+    """Reshapes the single tensor."""
     return only(tensors).reshape(shape)
 
 
 def reshape_back(shape: Shape, parameter: Tensor) -> list[Tensor]:
-    """The inverse of :func:`reshape`."""
+    """Inverse of :func:`reshape`."""
     return [parameter.reshape(shape)]
 
 
 def fill(rows: int, tensors: Sequence[Tensor]) -> Tensor:
-    """The one table, filled up with zero rows."""
+    """Pads the single table with zero rows."""
     table = only(tensors)
     return torch.cat([table, table.new_zeros(rows - table.shape[0], table.shape[1])])
 
 
 def trim(rows: int, parameter: Tensor) -> list[Tensor]:
-    """The inverse of :func:`fill`."""
+    """Inverse of :func:`fill`."""
     return [parameter[:rows]]
 
 
 def same(
     name: str, source: str, shape: Shape, shard_dim: int | None = None, sections: tuple[int, ...] = ()
 ) -> ParameterMap:
-    """A parameter that is a tensor as it stands."""
+    """Maps a parameter to an identical tensor."""
     return ParameterMap(name, shape, (Source(source, shape),), only, lambda x: [x], shard_dim, sections)
 
 
 def joined(name: str, sources: Sequence[tuple[str, int]], rest: Shape, sections: tuple[int, ...]) -> ParameterMap:
-    """A parameter that is several tensors one after another, cut by sections."""
+    """Maps a parameter to several concatenated tensors, sharded by section."""
     sizes = tuple(rows for _, rows in sources)
     return ParameterMap(
         name,

@@ -1,7 +1,7 @@
-"""Writing megatron-core's distributed checkpoint format without CUDA.
+"""Writes megatron-core's distributed checkpoint format without CUDA.
 
-megatron-core's own writer synchronises CUDA streams. Where there are none, torch's writer does the job, driven by
-megatron-core's planner: the files on disk are of the same format and either side reads both.
+megatron-core's own writer synchronises CUDA streams. On machines without CUDA, torch's writer runs instead, driven by
+megatron-core's planner. The files have the same format, and either side reads both.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class HostSaveStrategy(torch_strategies.TorchDistSaveShardedStrategy):
     """Saves synchronously through ``torch.distributed.checkpoint``."""
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path | str) -> None:
-        """Writes this rank's shards; every rank calls it."""
+        """Writes this rank's shards. All ranks must call it."""
         by_key, _, _ = torch_strategies._replace_state_dict_keys_with_sharded_keys(
             sharded_state_dict, self.keep_only_main_replica
         )
@@ -36,5 +36,5 @@ class HostSaveStrategy(torch_strategies.TorchDistSaveShardedStrategy):
 
 
 def save_strategy() -> torch_strategies.TorchDistSaveShardedStrategy:
-    """How distributed checkpoints are written on this machine."""
+    """Returns the save strategy for distributed checkpoints on this machine."""
     return torch_strategies.TorchDistSaveShardedStrategy() if torch.cuda.is_available() else HostSaveStrategy()

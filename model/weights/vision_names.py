@@ -1,6 +1,6 @@
-"""The vision tower's part of a table of weight names; families that have this tower share it.
+"""The vision tower's part of a weight name table, shared by the families with this tower.
 
-Names on the Hugging Face side are those of ``Qwen3_5VisionModel``.
+The Hugging Face names are those of ``Qwen3VLVisionModel``.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from torch import Tensor
 from model.architecture import VisionArchitecture
 from model.weights.mapping import ParameterMap, Source, only, reshape, reshape_back, same
 
-_VISUAL = "model.visual."
+#: Name prefix of the tower's tensors.
+VISUAL = "model.visual."
 
 
 def vision_maps(vision: VisionArchitecture) -> list[ParameterMap]:
-    """Entries of the vision tower, embedding first and merger last."""
+    """Returns the entries of the vision tower, from embedding to mergers."""
     width, wide, merged = vision.hidden_size, vision.intermediate_size, vision.hidden_size * vision.merge_unit
     kernel = (width, vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
     flat = (width, vision.patch_values)
@@ -25,15 +26,15 @@ def vision_maps(vision: VisionArchitecture) -> list[ParameterMap]:
         ParameterMap(
             "vision.patch_embed.weight",
             flat,
-            (Source(f"{_VISUAL}patch_embed.proj.weight", kernel),),
+            (Source(f"{VISUAL}patch_embed.proj.weight", kernel),),
             partial(reshape, flat),
             partial(reshape_back, kernel),
         ),
-        same("vision.patch_embed.bias", f"{_VISUAL}patch_embed.proj.bias", (width,)),
-        same("vision.pos_embed.weight", f"{_VISUAL}pos_embed.weight", (vision.num_position_embeddings, width)),
+        same("vision.patch_embed.bias", f"{VISUAL}patch_embed.proj.bias", (width,)),
+        same("vision.pos_embed.weight", f"{VISUAL}pos_embed.weight", (vision.num_position_embeddings, width)),
     ]
     for number in range(vision.depth):
-        ours, theirs = f"vision.blocks.{number}.", f"{_VISUAL}blocks.{number}."
+        ours, theirs = f"vision.blocks.{number}.", f"{VISUAL}blocks.{number}."
         maps += _affine_pair(ours + "norm1", theirs + "norm1", width)
         maps += _affine_pair(ours + "norm2", theirs + "norm2", width)
         for kind, shape in (("weight", (3 * width, width)), ("bias", (3 * width,))):
@@ -50,11 +51,20 @@ def vision_maps(vision: VisionArchitecture) -> list[ParameterMap]:
         maps += _row_parallel(ours + "proj", theirs + "attn.proj", width, width)
         maps += _column_parallel(ours + "linear_fc1", theirs + "mlp.linear_fc1", width, wide)
         maps += _row_parallel(ours + "linear_fc2", theirs + "mlp.linear_fc2", wide, width)
-    ours, theirs = "vision.merger.", f"{_VISUAL}merger."
-    maps += _affine_pair(ours + "norm", theirs + "norm", width)
-    maps += _column_parallel(ours + "linear_fc1", theirs + "linear_fc1", merged, merged)
-    maps += _row_parallel(ours + "linear_fc2", theirs + "linear_fc2", merged, vision.out_hidden_size)
+    maps += _merger_maps("vision.merger.", f"{VISUAL}merger.", vision, width)
+    for number in range(len(vision.deepstack_layers)):
+        theirs = f"{VISUAL}deepstack_merger_list.{number}."
+        maps += _merger_maps(f"vision.deepstack_mergers.{number}.", theirs, vision, merged)
     return maps
+
+
+def _merger_maps(ours: str, theirs: str, vision: VisionArchitecture, normed: int) -> list[ParameterMap]:
+    merged = vision.hidden_size * vision.merge_unit
+    return [
+        *_affine_pair(ours + "norm", theirs + "norm", normed),
+        *_column_parallel(ours + "linear_fc1", theirs + "linear_fc1", merged, merged),
+        *_row_parallel(ours + "linear_fc2", theirs + "linear_fc2", merged, vision.out_hidden_size),
+    ]
 
 
 def _affine_pair(ours: str, theirs: str, width: int) -> list[ParameterMap]:
@@ -76,7 +86,7 @@ def _row_parallel(ours: str, theirs: str, width: int, out: int) -> list[Paramete
 
 
 def _by_head(heads: int, tensors: Sequence[Tensor]) -> Tensor:
-    """Qkv's rows are [queries, keys, values]; ours per head [query, key, value]."""
+    """Reorders rows from [queries, keys, values] to [query, key, value] per head."""
     joined: Tensor = only(tensors).unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2)
     return joined
 

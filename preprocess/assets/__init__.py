@@ -1,7 +1,7 @@
-"""Files that ship with the package: the embedded tokenizer and the scripts that make it."""
+"""Files in the package: the embedded tokenizer and the scripts that build it."""
 
 from importlib.resources import files
 from pathlib import Path
 
-# transformers needs a real directory: it is one in a checkout and in a wheel alike, for installers unpack it.
+# transformers needs a real directory, which exists in a checkout and in an installed wheel.
 EMBEDDED_TOKENIZER: Path = Path(str(files(__name__).joinpath("tokenizer")))

@@ -1,10 +1,10 @@
-"""Builds the embedded tokenizer: byte-level BPE with Qwen3.5's pre-tokenizer and special tokens, in small.
+"""Builds the embedded tokenizer: a small byte-level BPE with Qwen3.5's pre-tokenizer and special tokens.
 
     python -m preprocess.assets.build_tokenizer [--out DIRECTORY]
 
-It serves tests, the demo and runs that have no tokenizer of their own; a real run brings the model's. A
-rebuild with the pinned `tokenizers` is byte-identical, which a test checks. The chat template is written by
-hand and stands with the built files; it is copied along when they are built elsewhere. Building needs a checkout.
+It serves tests, the demo and trials; a real run uses the model's tokenizer. A rebuild with the pinned `tokenizers` is
+byte-identical, which a test checks. The chat template is written by hand and stored with the built files; a build
+elsewhere copies it. Building needs a checkout.
 """
 
 import argparse
@@ -28,17 +28,17 @@ from tokenizers.models import BPE
 from preprocess.assets import EMBEDDED_TOKENIZER
 from preprocess.assets.corpus import corpus
 
-# With the 26 added tokens 6,144 in all: an embedding table of that height splits evenly over the usual ranks.
+# 6,144 in total with the 26 added tokens: an embedding table of that size splits evenly over the usual ranks.
 VOCABULARY_SIZE = 6_118
 MODEL_MAX_LENGTH = 262_144
 
-# What transformers' Qwen3_5Tokenizer uses. Letters take one leading non-letter with them, digits stand alone.
+# The pattern of transformers' Qwen3_5Tokenizer. Letters include one leading non-letter; digits are separate.
 PRETOKENIZE_REGEX = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
     r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# In Qwen's order, with ids after the vocabulary. skip_special_tokens drops the special ones, not the markup.
+# In Qwen's order, with ids after the vocabulary. skip_special_tokens drops the special tokens, not the markup.
 SPECIAL_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -74,7 +74,7 @@ _CHAT_TEMPLATE = "chat_template.jinja"
 
 
 def train() -> Tokenizer:
-    """Train the merges and append the added tokens."""
+    """Trains the merges and appends the added tokens."""
     tokenizer = Tokenizer(BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -84,13 +84,13 @@ def train() -> Tokenizer:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    # Offsets keep the space that belongs to a token, so that neighbouring tokens cover a text without gaps.
+    # Offsets include the space of a token, so that adjacent tokens cover a text without gaps.
     tokenizer.post_processor = processors.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY_SIZE,
         min_frequency=2,
         show_progress=False,
-        # Sorted: `alphabet()` comes in the order of a hash table.
+        # Sorted, because `alphabet()` has hash table order.
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
     tokenizer.train_from_iterator(corpus(), trainer)
@@ -104,9 +104,9 @@ def train() -> Tokenizer:
 
 
 def tokenizer_config() -> dict[str, Any]:
-    """Return what transformers reads beside the tokenizer proper."""
+    """Returns the tokenizer config of transformers."""
     return {
-        # This name and `additional_special_tokens` are transformers 4's, which 5 and other readers know as well.
+        # This name and `additional_special_tokens` are from transformers 4; version 5 and other readers support them.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": MODEL_MAX_LENGTH,
         "padding_side": "right",
@@ -116,7 +116,7 @@ def tokenizer_config() -> dict[str, Any]:
         "eos_token": "<|im_end|>",
         "pad_token": "<|endoftext|>",
         "additional_special_tokens": list(SPECIAL_TOKENS),
-        # Attributes that vision-language processors look for.
+        # Attributes that vision-language processors read.
         "image_token": "<|image_pad|>",
         "video_token": "<|video_pad|>",
         "vision_bos_token": "<|vision_start|>",
@@ -125,7 +125,7 @@ def tokenizer_config() -> dict[str, Any]:
 
 
 def build(directory: Path) -> None:
-    """Write the tokenizer's files into a directory."""
+    """Writes the tokenizer's files to a directory."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "tokenizer.json").write_text(train().to_str() + "\n", encoding="utf-8", newline="\n")
     config = json.dumps(tokenizer_config(), indent=2, ensure_ascii=False)
@@ -135,7 +135,7 @@ def build(directory: Path) -> None:
 
 
 def main() -> None:
-    """Build from the command line."""
+    """Builds from the command line."""
     parser = argparse.ArgumentParser(description="Build the embedded tokenizer.")
     parser.add_argument("--out", type=Path, default=EMBEDDED_TOKENIZER, help="where to write (default: the package)")
     build(parser.parse_args().out)

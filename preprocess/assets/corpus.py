@@ -1,7 +1,7 @@
-"""The text that the embedded tokenizer is trained on: written for this project or drawn from a fixed seed.
+"""The training text of the embedded tokenizer: written for this project or drawn from a fixed seed.
 
-Nothing here depends on the machine, the time or the network, so that a rebuild gives the same merges. The
-LICENSE is read from the repository: building needs a checkout, loading what was built does not.
+Nothing here depends on the machine, the time or the network, so that a rebuild gives the same merges. The LICENSE is
+read from the repository: building needs a checkout, loading the result does not.
 """
 
 import json
@@ -14,7 +14,7 @@ from preprocess.assets.corpus_receipts import Draw, receipt_texts
 _TEXT_DIR = Path(__file__).parent / "corpus_text"
 _LICENSE = Path(__file__).parents[2] / "LICENSE"
 
-# Repetition is the weight of a text: what was written is short beside what is drawn and would drown in it.
+# Repetition sets the weight of a text: written text is short compared with drawn text, which would dominate.
 _PROSE_WEIGHT = 10
 _LANGUAGE_WEIGHT = 6
 _CODE_WEIGHT = 6
@@ -28,15 +28,15 @@ def _read(name: str) -> str:
 
 
 def word_texts() -> Iterator[str]:
-    """Yield the frequent English words, each as often as its rank in the list deserves.
+    """Yields frequent English words, each with a count that fits its rank in the list.
 
-    A pre-token is a word with the space before it, so the order of words means nothing to the trainer, and a
-    list with Zipf's counts does the work of megabytes of prose.
+    A pre-token is a word with the space before it, so the order of words does not matter to the trainer, and a
+    list with Zipf's counts replaces megabytes of prose.
     """
     for rank, word in enumerate(dict.fromkeys(_read("words.txt").split())):
         count = max(12, 24_000 // (rank + 40))
         yield f" {word}" * count
-        # Sentences open with a capital, strings in JSON and code without a space; tills print capitals alone.
+        # Sentences start with a capital, strings in JSON and code without a space; tills print only capitals.
         yield f" {word.capitalize()}" * (count // 8)
         yield f"\n{word.capitalize()}" * (count // 16)
         yield f'"{word}"' * (count // 16)
@@ -44,7 +44,7 @@ def word_texts() -> Iterator[str]:
 
 
 def number_texts() -> Iterator[str]:
-    """Yield dates, times, amounts and identifiers, for what stands around digits; the digits stay single."""
+    """Yields dates, times, amounts and identifiers, for the text around digits. Digits remain single tokens."""
     draw = Draw(_SEED).below
     for _ in range(_NUMBER_LINES):
         day, month, year = 1 + draw(28), 1 + draw(12), 2000 + draw(40)
@@ -56,14 +56,14 @@ def number_texts() -> Iterator[str]:
 
 
 def json_texts() -> Iterator[str]:
-    """Yield the JSON lines of the prose once more, indented."""
+    """Yields the JSON lines of the prose again, indented."""
     for line in _read("prose.txt").splitlines():
         if line.startswith("{"):
             yield json.dumps(json.loads(line), indent=2, ensure_ascii=False) + "\n"
 
 
 def corpus() -> Iterator[str]:
-    """Yield the whole training text, in pieces; their order does not matter to the trainer."""
+    """Yields the whole training text in pieces, whose order does not matter to the trainer."""
     yield from [_read("prose.txt")] * _PROSE_WEIGHT
     yield from [_read("languages.txt")] * _LANGUAGE_WEIGHT
     yield from [_read("code.txt")] * _CODE_WEIGHT

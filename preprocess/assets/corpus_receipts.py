@@ -16,7 +16,7 @@ _RARE_LINE_KEYS = ("num", "discountprice", "itemsubtotal", "etc", "vatyn")
 
 @dataclass(frozen=True)
 class Locale:
-    """What the receipts of one country are made of; `point` and `thousands` are how it writes amounts."""
+    """The parts of a country's receipts; `point` and `thousands` format amounts."""
 
     currency: str
     decimals: int
@@ -29,29 +29,29 @@ class Locale:
     footers: Sequence[str]
 
     def money(self, units: int) -> str:
-        """Write an amount of the smallest unit: `75,000`, `12.50`, `1.234,50`."""
+        """Formats an amount of the smallest unit: `75,000`, `12.50`, `1.234,50`."""
         whole, rest = divmod(units, 10**self.decimals)
         text = f"{whole:,}".replace(",", self.thousands)
         return f"{text}{self.point}{rest:0{self.decimals}}" if self.decimals else text
 
 
 class Draw:
-    """Draws from `random()` alone: its sequence is the same in all Python versions, unlike that of `choice`."""
+    """Draws only from `random()`, whose sequence is equal in all Python versions, unlike that of `choice`."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
 
     def below(self, limit: int) -> int:
-        """Draw a whole number from 0 to `limit` - 1."""
+        """Draws a whole number from 0 to `limit` - 1."""
         return int(self._random.random() * limit)
 
     def pick[T](self, options: Sequence[T]) -> T:
-        """Draw one of the options."""
+        """Draws one of the options."""
         return options[self.below(len(options))]
 
 
 def _menu_line(draw: Draw, locale: Locale) -> tuple[dict[str, Any], int]:
-    """Draw one line of the menu; return it with its price."""
+    """Draws one line of the menu. Returns it with its price."""
     count = 1 + draw.below(3)
     unit = (1 + draw.below(120)) * (500 if locale.decimals == 0 else 25)
     line: dict[str, Any] = {
@@ -71,7 +71,7 @@ def _menu_line(draw: Draw, locale: Locale) -> tuple[dict[str, Any], int]:
 
 
 def _sums(draw: Draw, locale: Locale, subtotal: int, lines: int) -> tuple[dict[str, str], dict[str, str]]:
-    """Draw the `sub_total` and the `total` of a receipt whose lines add up to `subtotal`."""
+    """Draws the `sub_total` and the `total` of a receipt whose lines add up to `subtotal`."""
     discount, service = subtotal // 10 * draw.below(2), subtotal // 20 * draw.below(2)
     tax = (subtotal - discount) * draw.pick(_TAX_PERCENT) // 100
     due = subtotal - discount + service + tax
@@ -93,7 +93,7 @@ def _sums(draw: Draw, locale: Locale, subtotal: int, lines: int) -> tuple[dict[s
 
 
 def draw_receipt(draw: Draw, locale: Locale) -> dict[str, Any]:
-    """Draw one receipt with the keys of CORD-V2."""
+    """Draws one receipt with the keys of CORD-V2."""
     lines = [_menu_line(draw, locale) for _ in range(1 + draw.below(6))]
     sub_total, total = _sums(draw, locale, sum(price for _, price in lines), len(lines))
     receipt: dict[str, Any] = {"menu": [line for line, _ in lines], "sub_total": sub_total, "total": total}
@@ -103,7 +103,7 @@ def draw_receipt(draw: Draw, locale: Locale) -> dict[str, Any]:
 
 
 def donut_tags(value: Any) -> str:
-    """Write a parse in Donut's token form: `<s_key>…</s_key>`, list items joined by `<sep/>`."""
+    """Writes a parse in Donut's token form: `<s_key>…</s_key>`, list items joined by `<sep/>`."""
     if isinstance(value, dict):
         return "".join(f"<s_{key}>{donut_tags(value[key])}</s_{key}>" for key in sorted(value, reverse=True))
     if isinstance(value, list):
@@ -112,7 +112,7 @@ def donut_tags(value: Any) -> str:
 
 
 def printed(draw: Draw, locale: Locale, receipt: dict[str, Any]) -> str:
-    """Print a receipt the way a till does."""
+    """Prints a receipt as a till does."""
     rule = draw.pick("-=*") * draw.pick((8, 16, 24, 32))
     date = f"{1 + draw.below(28):02}/{1 + draw.below(12):02}/{2015 + draw.below(15)}"
 
@@ -135,7 +135,7 @@ def printed(draw: Draw, locale: Locale, receipt: dict[str, Any]) -> str:
 
 
 def receipt_texts() -> Iterator[str]:
-    """Yield every drawn receipt four times: printed, in Donut's tags, as JSON on one line and indented."""
+    """Yields every drawn receipt four times: printed, in Donut's tags, as JSON on one line and indented."""
     draw = Draw(_SEED)
     for fields in json.loads(_LOCALES.read_text(encoding="utf-8")):
         locale = Locale(**fields)

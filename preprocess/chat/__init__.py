@@ -1,1 +1,1 @@
-"""Chat templates, tokenization, and the tokens the loss is taken over."""
+"""Chat templates, tokenization and targets."""

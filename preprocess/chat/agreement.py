@@ -1,7 +1,7 @@
-"""Whether what the chat template and the tokenizer made of a conversation is that conversation.
+"""Checks that the output of the chat template and tokenizer matches the conversation.
 
-Templates and tokenizers are other people's code. One that moves a message, loses an image or builds a special token
-from the data's text would teach something that the data does not say, so every row is compared with its conversation.
+Templates and tokenizers are third-party code. One that moves a message, loses an image or builds a special token from
+the data's text would teach something that is not in the data. So every row is compared with its conversation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def encode_turns(renderer: Renderer, conversation: Conversation) -> tuple[Render
 
     Raises:
         RowRejected: TEMPLATE_ERROR if the result is not the conversation: a turn, an image or a text is missing or
-            in another place. SPECIAL_TOKEN_TEXT if the data forged a special token.
+            misplaced. SPECIAL_TOKEN_TEXT if the data forged a special token.
     """
     tokenizer = renderer.tokenizer
     rendered = renderer.render(conversation)
@@ -65,7 +65,7 @@ def _template_error(message: str) -> RowRejected:
 
 
 def _require_reserved(rendered: Rendered, tokens: Tokens, tokenizer: ChatTokenizer) -> None:
-    """Reserved ids stand where their texts were written and nowhere else, whatever the normaliser does."""
+    """Checks that reserved ids are exactly where their texts were written, despite normalisation."""
     at = np.flatnonzero(np.isin(tokens.ids, tokenizer.reserved_ids))
     found = list(zip(tokens.starts[at].tolist(), tokens.ends[at].tolist(), strict=True))
     if found == list(rendered.reserved_spans):
@@ -86,7 +86,7 @@ def _require_reserved(rendered: Rendered, tokens: Tokens, tokenizer: ChatTokeniz
 
 
 def _require_headers(text: str, tokens: Tokens, info: TokenizerInfo) -> None:
-    """Assistant headers have the ids that readers look for; a tokenizer may merge them with what follows."""
+    """Checks the ids of assistant headers. A tokenizer may merge them with the text that follows."""
     header = np.array(info.assistant_header)
     for at in np.flatnonzero(tokens.ids == info.im_start).tolist():
         body = int(tokens.starts[at]) + len(IM_START)
@@ -95,12 +95,12 @@ def _require_headers(text: str, tokens: Tokens, info: TokenizerInfo) -> None:
             raise RowRejected(
                 Reason.TEMPLATE_ERROR,
                 f"the tokenizer encodes the header of the turn {excerpt(text[body:], 40)!r} as {found.tolist()} "
-                f"instead of {header.tolist()}: it runs into the answer",
+                f"instead of {header.tolist()}: it merges with the answer",
             )
 
 
 def _require_images(tokens: Tokens, info: TokenizerInfo, images: int) -> None:
-    """One placeholder for each image, each between vision marks, and no further marks."""
+    """Checks for one placeholder per image, each between vision tokens, and no further vision tokens."""
     ids = tokens.ids
     at = np.flatnonzero(ids == info.image)
     if len(at) != images:
@@ -110,13 +110,13 @@ def _require_images(tokens: Tokens, info: TokenizerInfo, images: int) -> None:
     if not enclosed or (ids[at - 1] != info.vision_start).any() or (ids[at + 1] != info.vision_end).any():
         raise _template_error(
             f"wrote {marks[0]} <|vision_start|> and {marks[1]} <|vision_end|> around "
-            f"{counted(images, 'image placeholder')}; each <|image_pad|> must stand directly between the two, "
-            "where Qwen-VL models look for images"
+            f"{counted(images, 'image placeholder')}; each <|image_pad|> must be directly between the two, "
+            "as Qwen-VL models require"
         )
 
 
 def _stretches(conversation: Conversation) -> Iterator[tuple[list[Message], Message | None]]:
-    """The conversation cut behind each assistant message: what comes before the message, and the message.
+    """Splits the conversation after each assistant message: the messages before it, and the message.
 
     The last stretch, which may be empty, has no assistant message.
     """
@@ -138,7 +138,7 @@ def _require_stretch(
     turns: list[Turn],
     info: TokenizerInfo,
 ) -> None:
-    """The text between two assistant turns holds the images and user texts of the messages between them."""
+    """Checks that the text between two assistant turns has the images and user texts of the messages between them."""
     before, answer = stretch
     start = turns[number - 1].stop if number else 0
     stop = turns[number].body if answer is not None else len(text)
@@ -164,7 +164,7 @@ def _require_stretch(
     if answer is None:
         return
     turn = turns[number]
-    # Templates take reasoning that stands inside the text for a think block, and drop it from earlier turns.
+    # Templates treat reasoning inside the text as a think block, and drop it from earlier turns.
     words = answer.text.rpartition("</think>")[2]
     if _missing([words], text[turn.body : turn.stop]) is not None:
         raise _template_error(
@@ -174,7 +174,7 @@ def _require_stretch(
 
 
 def _missing(pieces: list[str], text: str) -> str | None:
-    """The first piece that ``text`` does not hold after the pieces before it; whitespace does not count."""
+    """Returns the first piece that is not in ``text`` after the previous pieces, ignoring whitespace."""
     cursor = 0
     for piece in pieces:
         at = text.find(piece.strip(), cursor)
@@ -185,7 +185,7 @@ def _missing(pieces: list[str], text: str) -> str | None:
 
 
 def _missing_words(pieces: list[str], text: str) -> str | None:
-    """As :func:`_missing`, where a template changed the whitespace within a piece."""
+    """Like :func:`_missing`, if the template changed the whitespace within a piece."""
     cursor, words = 0, "".join(text.split())
     for piece in pieces:
         squeezed = "".join(piece.split())

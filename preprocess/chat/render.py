@@ -1,9 +1,9 @@
-"""Rendering a conversation with the tokenizer's own chat template, so that data can forge nothing.
+"""Renders a conversation with the tokenizer's own chat template, so that data cannot forge anything.
 
-Template text and data text end up in one string. To keep them apart, any place in the data where a reserved token's
-text could begin is broken with a character the row does not contain; what reads as a reserved token in the result
-was then written by the template alone. Comparing with the unbroken text shows whether the data tried. Rows with
-nothing of the kind, nearly all, are rendered as they are.
+Template text and data text end up in one string. To tell them apart, every place in the data where a reserved token's
+text could begin is broken with a character that the row does not contain. Any reserved token in the result was then
+written by the template. Comparing with the unbroken text shows whether the data contains one. Rows without such
+places, nearly all, are rendered unmodified.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Rendered:
     Attributes:
         text: The whole conversation as text.
         reserved_spans: Character spans of the reserved tokens that the template wrote; ordered.
-        plain_spans: Character spans of ``text`` that spell a reserved token but are data; ordered.
+        plain_spans: Character spans of ``text`` that read as a reserved token but are data; ordered.
     """
 
     text: str
@@ -44,18 +44,18 @@ class Renderer:
     """Renders conversations with one tokenizer.
 
     Attributes:
-        tokenizer: Whose template and special tokens are used.
-        special_text: What to do with data that spells a reserved token.
+        tokenizer: Tokenizer with the template and special tokens.
+        special_text: Handling of data with the text of a reserved token.
     """
 
     tokenizer: ChatTokenizer
     special_text: SpecialText
 
     def render(self, conversation: Conversation) -> Rendered:
-        """The conversation as the template writes it.
+        """Renders a conversation with the template.
 
         Raises:
-            RowRejected: TEMPLATE_ERROR if the template refuses it; SPECIAL_TOKEN_TEXT if data spells a reserved
+            RowRejected: TEMPLATE_ERROR if the template rejects it; SPECIAL_TOKEN_TEXT if data spells a reserved
                 token and the policy is ``reject``; INVALID_UNICODE if a text cannot be encoded.
         """
         _require_unicode(conversation)
@@ -81,13 +81,13 @@ class Renderer:
         return tuple(match.span() for match in self._reserved.finditer(text))
 
     def render_document(self, document: Document) -> Rendered:
-        """A document as text: a placeholder with vision marks for each image, and the end of text.
+        """Renders a document as text: a placeholder with vision tokens for each image, and the end of text.
 
-        No template is involved, so it is known where reserved tokens stand; any other is the data's.
+        No template is involved, so the places of reserved tokens are known. Any other one comes from the data.
 
         Raises:
             RowRejected: SPECIAL_TOKEN_TEXT if data spells a reserved token and the policy is ``reject``, or if data
-                and a reserved token read as another one. INVALID_UNICODE if the text cannot be encoded.
+                and a reserved token together read as another one. INVALID_UNICODE if the text cannot be encoded.
         """
         info, spell = self.tokenizer.info, self.tokenizer.hf.convert_ids_to_tokens
         image = [spell(info.vision_start), spell(info.image), spell(info.vision_end)]
@@ -125,10 +125,10 @@ class Renderer:
 
     @cached_property
     def _opening(self) -> re.Pattern[str]:
-        """Matches the first character of where a reserved token may begin.
+        """Matches the first character of a possible reserved token.
 
-        Also at the very end of a text (before any final newline too), where the template or the next part of the
-        message could complete it. Whole markup tokens that data may hold are let through.
+        It also matches at the end of a text (and before a final newline), where the template or the next part of the
+        message could complete one. Complete markup tokens that data may contain are allowed.
         """
         allowed = "|".join(re.escape(text) for text in sorted(self.tokenizer.specials - self.tokenizer.reserved))
         heads = sorted({text[:2] for text in self.tokenizer.reserved})
@@ -140,7 +140,7 @@ class Renderer:
         tools = [_edit(tool, edit) for tool in conversation.tools] or None
         try:
             text = self.tokenizer.hf.apply_chat_template(messages, tools=tools, tokenize=False)
-        except Exception as error:  # jinja2 errors, and whatever the template's filters raise on odd data
+        except Exception as error:  # jinja2 errors, and errors of the template's filters on odd data
             raise RowRejected(
                 Reason.TEMPLATE_ERROR, f"the chat template refuses it: {type(error).__name__}: {error}"
             ) from error
@@ -165,7 +165,7 @@ def _template_message(message: Message, edit: Callable[[str], str]) -> dict[str,
 
 
 def _edit(value: Any, edit: Callable[[str], str]) -> Any:
-    """``value`` with every string in it, keys included, edited."""
+    """Applies an edit to every string in ``value``, including keys."""
     if isinstance(value, str):
         return edit(value)
     if isinstance(value, Mapping):
@@ -176,7 +176,7 @@ def _edit(value: Any, edit: Callable[[str], str]) -> Any:
 
 
 def _require_unicode(conversation: Conversation) -> None:
-    """Refuses lone surrogates: halves of a character, which no encoding can write."""
+    """Rejects lone surrogates: halves of a character, which cannot be encoded."""
     for number, message in enumerate(conversation.messages):
         for text in _message_strings(message):
             _require_encodable(text, f"message {number + 1} of {len(conversation.messages)} ({message.role})")

@@ -1,7 +1,7 @@
-"""From rendered text to token ids and the exact tokens the loss is taken over.
+"""Tokenizes rendered text and finds the target tokens.
 
-Turns are found by structure (the ``<|im_start|>`` and ``<|im_end|>`` that the template wrote), targets within them by
-character offsets. Nothing is ever searched for by its tokens, so an answer repeated in the prompt is no trap.
+Turns are found by structure (the ``<|im_start|>`` and ``<|im_end|>`` that the template wrote), and targets within them
+by character offsets. Nothing is ever searched for by its tokens, so an answer repeated in the prompt is no problem.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _THINK_CLOSE_EMPTY = "</think>\n\n"
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """Token ids and where each begins in the rendered text.
+    """Token ids and their places in the rendered text.
 
     Attributes:
         ids: int64 (L,).
@@ -45,10 +45,10 @@ class Turn:
     r"""One assistant turn in the rendered text, in characters.
 
     Attributes:
-        body: Start of what follows ``<|im_start|>assistant\n``.
-        answer: Start of what follows the think block; equals ``body`` where there is none.
-        reasoning: Whether the think block holds anything.
-        stop: One past ``<|im_end|>`` and the newline after it, if that is a token of its own.
+        body: Start of the text after ``<|im_start|>assistant\n``.
+        answer: Start of the text after the think block; equals ``body`` without one.
+        reasoning: Whether the think block is not empty.
+        stop: One past ``<|im_end|>`` and the newline after it, if that is a separate token.
     """
 
     body: int
@@ -57,18 +57,18 @@ class Turn:
     stop: int
 
     def target_start(self, train_think: TrainThink) -> int:
-        """First character under the loss."""
+        """Returns the first target character."""
         include = train_think is TrainThink.ALWAYS or (train_think is TrainThink.AUTO and self.reasoning)
         return self.body if include else self.answer
 
 
 @dataclass(frozen=True, eq=False)
 class TargetSpans:
-    """Token ranges under the loss.
+    """Token ranges of the targets.
 
     Attributes:
         weights: float32 (L,), weight of each token in the loss; 0 off target.
-        last: Token range ``[start, stop)`` of the last target turn, its end token and newline included.
+        last: Token range ``[start, stop)`` of the last target turn, including its end token and newline.
         turn_weights: Weight of each assistant turn.
     """
 
@@ -83,9 +83,9 @@ class TargetSpans:
 
 
 def tokenize(tokenizer: ChatTokenizer, rendered: Rendered) -> Tokens:
-    """Encodes the rendered text just as calling the tokenizer on it would.
+    """Encodes the rendered text exactly as a call of the tokenizer would.
 
-    Spans that only look like reserved tokens are encoded as ordinary text instead.
+    But spans that only look like reserved tokens are encoded as ordinary text.
     """
     if not rendered.plain_spans:
         encoding = tokenizer.hf.backend_tokenizer.encode(rendered.text, add_special_tokens=False)
@@ -94,10 +94,10 @@ def tokenize(tokenizer: ChatTokenizer, rendered: Rendered) -> Tokens:
 
 
 def _encode_pieces(tokenizer: ChatTokenizer, rendered: Rendered) -> Iterator[tuple[int, Any]]:
-    """Encodes the text around look-alikes normally, and each stretch holding them without special tokens.
+    """Encodes the text around look-alikes normally, and each stretch with look-alikes without special tokens.
 
-    A stretch runs from one true special token to the next: tokenizers split there anyway, so every other token is
-    what it would have been.
+    A stretch runs from one true special token to the next: tokenizers split there anyway, so all other tokens
+    are unchanged.
     """
     text, forged = rendered.text, dict(rendered.plain_spans)
     bounds, cursor = [0], 0
@@ -130,11 +130,11 @@ def _tokens(pieces: list[tuple[int, Any]]) -> Tokens:
 
 
 def find_turns(text: str, tokens: Tokens, info: TokenizerInfo) -> list[Turn]:
-    """The assistant turns of a rendered conversation.
+    """Finds the assistant turns of a rendered conversation.
 
     Args:
         text: The rendered text.
-        tokens: Its tokens. (Look-alikes in data were given other ids by :func:`tokenize`.)
+        tokens: Its tokens. (:func:`tokenize` gave look-alikes in data other ids.)
         info: Ids of ``<|im_start|>`` and ``<|im_end|>``, and of the newline that may follow it.
 
     Raises:
@@ -151,13 +151,13 @@ def find_turns(text: str, tokens: Tokens, info: TokenizerInfo) -> list[Turn]:
         raise RowRejected(
             Reason.TEMPLATE_ERROR,
             f"the chat template wrote {len(starts)} {IM_START} and {len(ends)} {IM_END}; "
-            f"turns of the form {IM_START}role … {IM_END} are needed",
+            f"turns must have the form {IM_START}role … {IM_END}",
         )
     turns = []
     for start, end, token in zip(starts, ends, end_tokens.tolist(), strict=True):
         body = start + len(IM_START) + len(ASSISTANT_HEADER)
         if text[start + len(IM_START) : body] == ASSISTANT_HEADER:
-            # Only a token that is the newline alone: one that holds more ("\n\n") is the template's, between turns.
+            # Only a token that is just the newline: a longer one ("\n\n") belongs to the template, between turns.
             newline = tokens.ids[token + 1 : token + 2].tolist() == [info.assistant_header[-1]]
             turns.append(_turn(text, body, end, int(tokens.ends[token + newline])))
     return turns
@@ -178,7 +178,7 @@ def _turn(text: str, body: int, end: int, stop: int) -> Turn:
 def target_spans(
     tokens: Tokens, turns: list[Turn], turn_weights: tuple[float, ...], train_think: TrainThink, text: str
 ) -> TargetSpans:
-    """Weighs the tokens under the loss.
+    """Returns the loss weights of the target tokens.
 
     Args:
         tokens: Tokens of the rendered text.
@@ -188,8 +188,8 @@ def target_spans(
         text: The rendered text.
 
     Raises:
-        RowRejected: TEMPLATE_ERROR if a target would begin inside a token (the template then lets header and answer
-            run together, and at inference the prompt would be tokenized differently).
+        RowRejected: TEMPLATE_ERROR if a target would start inside a token (the template then merges header and answer,
+            and at inference the prompt would be tokenized differently).
     """
     weights = np.zeros(len(tokens.ids), dtype=np.float32)
     last = (0, 0)
@@ -202,7 +202,7 @@ def target_spans(
         if tokens.ends[first - 1] > begin:
             raise RowRejected(
                 Reason.TEMPLATE_ERROR,
-                f"the answer {excerpt(text[begin : turn.stop], 40)!r} begins inside the token "
+                f"the answer {excerpt(text[begin : turn.stop], 40)!r} starts inside the token "
                 f"{text[tokens.starts[first - 1] : tokens.ends[first - 1]]!r} of the turn's header",
             )
         weights[first:stop] = weight

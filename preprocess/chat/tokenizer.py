@@ -1,4 +1,4 @@
-"""A fast Hugging Face tokenizer with the facts about it that encoding needs."""
+"""A fast Hugging Face tokenizer with the data that encoding needs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ IM_END = "<|im_end|>"
 END_OF_TEXT = "<|endoftext|>"
 ASSISTANT_HEADER = "assistant\n"
 
-#: Special tokens that data may hold as text: they mark up content (grounding boxes), not turns or media.
+#: Special tokens that data may contain as text: they mark up content (grounding boxes), not turns or media.
 _CONTENT_MARKUP = ("object_ref", "box", "quad")
 
 
@@ -36,7 +36,7 @@ class ChatTokenizer:
     Attributes:
         hf: The transformers tokenizer.
         info: Ids and fingerprints, as written to the manifest.
-        reserved: Texts that make turns, media or the end of text: what data must not be able to forge. Those that
+        reserved: Texts of turns, media and the end of text, which data must not be able to forge. Those that
             the code relies on are reserved even if the tokenizer does not flag them special.
         specials: Texts of all tokens flagged special, and ``reserved``.
     """
@@ -58,7 +58,7 @@ class ChatTokenizer:
 
     @cached_property
     def plain_backend(self) -> Tokenizer:
-        """A copy of the tokenizer to which ``specials`` are ordinary text. Made when a row first needs it."""
+        """A copy of the tokenizer that treats ``specials`` as ordinary text. Created on first use."""
         fields = json.loads(self.hf.backend_tokenizer.to_str())
         for token in fields["added_tokens"]:
             token["special"] = token["special"] or token["content"] in self.reserved
@@ -75,11 +75,11 @@ def load_tokenizer(name: str = EMBEDDED, revision: str | None = None) -> ChatTok
     """Loads a tokenizer by hub id or folder.
 
     Args:
-        name: What ``AutoTokenizer.from_pretrained`` takes, or ``embedded``.
+        name: Argument of ``AutoTokenizer.from_pretrained``, or ``embedded``.
         revision: Hub branch, tag or commit.
 
     Raises:
-        SourceError: If it cannot be loaded, is not a fast tokenizer, or lacks the ChatML or vision tokens.
+        SourceError: If the tokenizer cannot be loaded, is not fast, or lacks the ChatML or vision tokens.
     """
     from transformers import AutoTokenizer
 
@@ -93,10 +93,10 @@ def load_tokenizer(name: str = EMBEDDED, revision: str | None = None) -> ChatTok
             "Give a hub id such as Qwen/Qwen3.5-9B, a folder with tokenizer.json, or `embedded` (small, for trials)."
         ) from error
     if not getattr(hf, "is_fast", False):
-        raise SourceError(f"--tokenizer {name}: a fast tokenizer (tokenizer.json) is needed for exact offsets")
+        raise SourceError(f"--tokenizer {name}: exact offsets need a fast tokenizer (tokenizer.json)")
     if not hf.chat_template:
-        raise SourceError(f"--tokenizer {name}: it has no chat template; targets are found through the template")
-    # What tokenizer.json says of cutting and filling would apply to every row.
+        raise SourceError(f"--tokenizer {name}: it has no chat template, which is needed to find targets")
+    # Disables truncation and padding settings of tokenizer.json, which would apply to every row.
     hf.backend_tokenizer.no_truncation()
     hf.backend_tokenizer.no_padding()
     info = _describe(hf, name)
@@ -105,7 +105,7 @@ def load_tokenizer(name: str = EMBEDDED, revision: str | None = None) -> ChatTok
     reserved = relied | {text for text in flagged if not any(mark in text for mark in _CONTENT_MARKUP)}
     if short := sorted(text for text in reserved if len(text) < 2):
         raise SourceError(
-            f"--tokenizer {name}: its special token {short[0]!r} is an ordinary character, which text holds; name "
+            f"--tokenizer {name}: its special token {short[0]!r} is an ordinary character, which occurs in text; set "
             "another one in its tokenizer_config.json (pad_token: <|endoftext|>)"
         )
     return ChatTokenizer(hf, info, reserved, flagged | reserved)
@@ -149,17 +149,17 @@ def _assistant_header(hf: Any, name: str) -> tuple[int, ...]:
     encoding = hf.backend_tokenizer.encode(text, add_special_tokens=False)
     if encoding.offsets[-1][1] != len(text):
         raise SourceError(
-            f"--tokenizer {name}: it drops the newline at the end of {text!r}, so answers could not be told from "
-            "headers; remove what strips whitespace (normalizer) from its tokenizer.json"
+            f"--tokenizer {name}: it drops the newline at the end of {text!r}, so answers cannot be separated from "
+            "headers; remove whitespace stripping (normalizer) from its tokenizer.json"
         )
     return tuple(encoding.ids[1:])
 
 
 def _relied_tokens(hf: Any, info: TokenizerInfo) -> frozenset[str]:
-    """Texts of the tokens that turns, images and padding are made of.
+    """Returns the texts of the tokens for turns, images and padding.
 
     Raises:
-        SourceError: If one of them cannot be told from text, or from another one.
+        SourceError: If one of them cannot be distinguished from text or from another one.
     """
     ids = {
         "the turn's start": info.im_start,
@@ -174,9 +174,7 @@ def _relied_tokens(hf: Any, info: TokenizerInfo) -> frozenset[str]:
     if shared:
         a, b = shared[0]
         token = hf.convert_ids_to_tokens(ids[b])
-        raise SourceError(
-            f"--tokenizer {info.name}: it uses {token} for both {a} and {b}; each needs a token of its own"
-        )
+        raise SourceError(f"--tokenizer {info.name}: it uses {token} for both {a} and {b}; each needs its own token")
     for role, id in (*ids.items(), ("padding", info.pad)):
         token = hf.added_tokens_decoder.get(id)
         text = hf.convert_ids_to_tokens(id)
@@ -187,16 +185,16 @@ def _relied_tokens(hf: Any, info: TokenizerInfo) -> frozenset[str]:
             )
         if token.lstrip or token.rstrip or token.single_word:
             raise SourceError(
-                f"--tokenizer {info.name}: {text} is marked lstrip, rstrip or single_word, so it takes text beside it "
-                "along or is not always found; set all three to false in its tokenizer.json"
+                f"--tokenizer {info.name}: {text} is marked lstrip, rstrip or single_word, so it absorbs adjacent text "
+                "or is not always found; set all three to false in its tokenizer.json"
             )
     return frozenset(hf.convert_ids_to_tokens([*ids.values(), info.pad]))
 
 
 def _end_of_text(hf: Any) -> int:
-    """The token that ends documents: ``<|endoftext|>``, else the tokenizer's end token, else the end of turns.
+    """Returns the token that ends documents: ``<|endoftext|>``, else the tokenizer's end token, else the end of turns.
 
-    It is flagged special, so that data cannot spell it.
+    The token is flagged special, so that data cannot spell it.
     """
     special = {token.content: id for id, token in hf.added_tokens_decoder.items() if token.special}
     found = next((special[text] for text in (END_OF_TEXT, hf.eos_token) if text in special), None)

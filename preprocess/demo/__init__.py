@@ -1,4 +1,4 @@
-"""The demo source: receipts drawn on this machine, so that everything runs without a download."""
+"""The demo source: receipts drawn on this machine, so that the demo needs no download."""
 
 from preprocess.demo.dataset import DemoLayout, ensure_demo_dataset
 from preprocess.demo.row import DEMO_VERSION

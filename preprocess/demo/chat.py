@@ -16,7 +16,7 @@ KINDS: dict[str, int] = {
     "late_second": 1,
     "text_only": 2,
 }
-"""Kinds of conversation, and how many of every 16 rows are of each."""
+"""Kinds of conversation, and the number of each in 16 rows."""
 _IMAGES = {"text_only": 0, "pair": 2, "late_second": 2}
 _SYSTEM = (
     "You read receipts. Answer with the value as printed and nothing else.",
@@ -30,17 +30,17 @@ Question = tuple[str, str, str | None]
 
 
 def demo_conversation(row: int, seed: int = 0) -> tuple[list[Message], tuple[int, ...]]:
-    """Makes up the conversation of a row.
+    """Creates the conversation of a row.
 
     Args:
         row: 0 or more.
         seed: Another seed gives another dataset.
 
     Returns:
-        The messages as the chat layout stores them, and the rows of the receipts shown, in the order of their images.
+        The messages in the chat layout, and the rows of the receipts, in the order of their images.
 
     Raises:
-        ValueError: ``row`` is negative.
+        ValueError: If ``row`` is negative.
     """
     kind, rng = deal("chat kinds", KINDS, row, seed), stream("chat", row, seed)
     # Rows 2k and 2k + 1, so that no receipt is in two conversations.
@@ -49,13 +49,13 @@ def demo_conversation(row: int, seed: int = 0) -> tuple[list[Message], tuple[int
 
 
 def _message(role: str, *parts: str | None, reasoning: str | None = None) -> Message:
-    """One message; a part of None is an image."""
+    """Creates a message. A part of None is an image."""
     content = [{"type": "image" if part is None else "text", "text": part} for part in parts]
     return {"role": role, "content": content, "reasoning_content": reasoning}
 
 
 def _ask(questions: list[Question], *first: str | None, thinking: bool = False) -> list[Message]:
-    """Questions and answers; ``first`` stands before the first question."""
+    """Creates questions and answers. ``first`` precedes the first question."""
     messages = []
     for number, (question, answer, way) in enumerate(questions):
         messages.append(_message("user", *(first if number == 0 else ()), question))
@@ -77,7 +77,7 @@ def _messages(rng: Random, kind: str, receipts: list[Receipt]) -> list[Message]:
         reply = _message("assistant", "Of course. Please send me the picture.")
         return [hello, reply, *_ask(rng.sample(about_one, 2), None)]
     messages = _ask(rng.sample(about_one, rng.choice((1, 2, 2, 3, 4))), None, thinking=kind == "thinking")
-    if rng.random() < 0.2:  # the picture after the words
+    if rng.random() < 0.2:  # the image after the words
         messages[0]["content"].reverse()
     return [_message("system", rng.choice(_SYSTEM)), *messages] if kind == "system" else messages
 
@@ -96,7 +96,7 @@ def _about_none(rng: Random) -> list[Question]:
 
 
 def _about_one(rng: Random, receipt: Receipt) -> list[Question]:
-    """All questions about one receipt, some of them about a random item."""
+    """Returns all questions about one receipt, some of them about a random item."""
     item, total, number = rng.choice(receipt.items), receipt.text("total_price") or "", len(receipt.items)
     names = "; ".join(item.name for item in receipt.items)
     prices = json.dumps([{"name": item.name, "price": item.price} for item in receipt.items])
@@ -121,7 +121,7 @@ def _about_one(rng: Random, receipt: Receipt) -> list[Question]:
 
 
 def _about_two(first: Receipt, second: Receipt) -> list[Question]:
-    """All questions that need both receipts."""
+    """Returns all questions that need both receipts."""
     totals = first.text("total_price") or "", second.text("total_price") or ""
     counts = len(first.items), len(second.items)
     more = _larger(counts, (str(counts[0]), str(counts[1])))
@@ -137,7 +137,7 @@ def _about_two(first: Receipt, second: Receipt) -> list[Question]:
 
 
 def _larger(values: tuple[int, int], texts: tuple[str, str]) -> str:
-    """Which of two values is larger, in words, with both as text."""
+    """Describes which of two values is larger, with both as text."""
     if values[0] == values[1]:
         return f"Neither: both have {texts[0]}."
     more = 0 if values[0] > values[1] else 1

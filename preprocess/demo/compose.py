@@ -1,4 +1,4 @@
-"""Makes up the text of a receipt, from the words of four countries in ``words.json``. Its sums hold."""
+"""Composes the text of a receipt from the words of four countries in ``words.json``. Its sums are correct."""
 
 import datetime
 import json
@@ -15,7 +15,7 @@ _EPOCH = datetime.datetime(2019, 1, 1, 8, 0)
 
 @dataclass(frozen=True)
 class Locale:
-    """Words and habits of a country. All texts are ASCII: Pillow's fonts have no accents."""
+    """Words and conventions of a country. All texts are ASCII, because Pillow's fonts have no accents."""
 
     currency: str  # ISO 4217
     minor: int  # minor units per major unit: 100, or 1
@@ -35,7 +35,7 @@ class Locale:
     streets: list[str]  # {} is the house number
     cities: list[str]
     phones: list[str]  # every # becomes a digit
-    variants: list[str]  # endings that make one article into another
+    variants: list[str]  # endings that turn one article into another
     food: list[tuple[str, int]]  # names with usual prices in minor units, as in the two below
     retail: list[tuple[str, int]]
     extras: list[tuple[str, int]]  # those of price 0 are printed without one
@@ -62,16 +62,16 @@ class Money:
 
 @cache
 def locale_named(code: str) -> Locale:
-    """The locale with this code, one of ``LOCALES``."""
+    """Returns the locale with this code, one of ``LOCALES``."""
     text = files(__package__).joinpath("words.json").read_text(encoding="utf-8")
     return Locale(**json.loads(text)[code])
 
 
 def compose_receipt(rng: Random, locale_code: str, item_count: int) -> Receipt:
-    """Makes up one receipt.
+    """Composes one receipt.
 
     Args:
-        rng: Decides everything.
+        rng: Source of all random choices.
         locale_code: One of ``LOCALES``.
         item_count: Number of item lines, 1 to 30.
     """
@@ -104,7 +104,7 @@ def compose_receipt(rng: Random, locale_code: str, item_count: int) -> Receipt:
 
 
 def _articles(rng: Random, locale: Locale, eatery: bool, count: int) -> list[tuple[str, int]]:
-    """Distinct articles with their usual prices: plain ones first, then variants."""
+    """Draws distinct articles with their usual prices: plain ones first, then variants."""
     goods, prices = locale.food if eatery else locale.retail, dict[str, int]()
     for name, price in rng.sample(goods, min(count, len(goods))):
         prices[f"{name} {rng.choice(locale.variants)}" if rng.random() < 0.25 else name] = price
@@ -115,7 +115,7 @@ def _articles(rng: Random, locale: Locale, eatery: bool, count: int) -> list[tup
 
 
 def _items(rng: Random, locale: Locale, money: Money, eatery: bool, count: int) -> tuple[tuple[Item, ...], int]:
-    """The item lines, and what they come to in minor units."""
+    """Returns the item lines and their sum in minor units."""
     codes, discounts, extras = rng.random() < 0.12, rng.random() < 0.15, eatery and rng.random() < 0.4
     counts, capitals = rng.random() < 0.85, rng.random() < 0.25
     pattern, units = rng.choice(("{}", "{}", "{}x", "{} x", "x{}")), rng.choice((0, 1, 1, 2))
@@ -132,7 +132,7 @@ def _items(rng: Random, locale: Locale, money: Money, eatery: bool, count: int) 
             price=money.text(unit * quantity),
             quantity=quantity,
             count=pattern.format(quantity) if counts else None,
-            # Of every line, of those with several, or of none.
+            # For every line, for lines with several, or for none.
             unit=money.text(unit) if counts and units + (quantity > 1) > 1 else None,
             code=f"{rng.randrange(100000):05d}" if codes else None,
             discount=money.text(-off) if off else None,
@@ -145,7 +145,7 @@ def _items(rng: Random, locale: Locale, money: Money, eatery: bool, count: int) 
 def _figures(
     rng: Random, locale: Locale, labels: dict[str, str], money: Money, eatery: bool, subtotal: int, quantity: int
 ) -> tuple[tuple[Figure, ...], int]:
-    """Everything below the items, in printing order, and the total in minor units."""
+    """Returns everything below the items, in printing order, and the total in minor units."""
     discount = service = tax = rounding = tendered = 0
     service_rate = tax_rate = ""
     if rng.random() < 0.15:
@@ -164,7 +164,7 @@ def _figures(
         total += rounding
         note = rng.choice(locale.notes)
         tendered = -(-total // note) * note
-    # A charge without a subtotal would leave the reader to guess what it was taken on.
+    # A charge without a subtotal would not show its base.
     show_subtotal = bool(discount or service or (tax and not included)) or rng.random() < 0.7
     rows = [
         (show_subtotal, "sub_total", "subtotal_price", labels["subtotal"], subtotal),
@@ -185,5 +185,5 @@ def _figures(
 
 
 def _percent(rate: int, locale: Locale) -> str:
-    """A rate in units of 0.01 %, to follow a label: 1250 gives `` 12.5%``."""
+    """Formats a rate in units of 0.01 % that follows a label: 1250 gives `` 12.5%``."""
     return f" {rate / 100:g}%".replace(".", locale.point)

@@ -1,4 +1,4 @@
-"""Writes the demo as a Hugging Face dataset in one parquet file, which is read like any other source."""
+"""Writes the demo as a Hugging Face dataset in one parquet file, which is read like other sources."""
 
 import os
 import shutil
@@ -26,23 +26,23 @@ _ROWS_PER_GROUP = 100
 def ensure_demo_dataset(
     layout: DemoLayout, rows: int, seed: int = 0, cache_dir: Path | None = None, progress: Progress | None = None
 ) -> Path:
-    """Returns a cached demo dataset, and draws it first if there is none.
+    """Returns a cached demo dataset; draws it first if there is none.
 
-    The parquet file has the same bytes on every run with the same library versions. Several processes may ask at
-    once: one draws, the others wait. A process killed while drawing leaves nothing that could be taken for a dataset.
+    The parquet file has the same bytes on every run with the same library versions. Several processes may call this at
+    once: one draws, the others wait. A process killed while drawing leaves nothing that looks like a dataset.
 
     Args:
         layout: ``cord_v2`` has the columns ``image`` and ``ground_truth``; ``chat`` has ``messages`` and ``images``.
-        rows: How many, 1 or more. A longer dataset begins with the rows of a shorter one.
+        rows: Number of rows, at least 1. A longer dataset starts with the rows of a shorter one.
         seed: Another seed gives another dataset.
         cache_dir: Root of the cache; by default ``$VLMDATA_CACHE``, else the user's cache directory for ``vlmdata``.
-        progress: See ``Progress``; not called if the dataset is there already.
+        progress: See ``Progress``; not called if the dataset is cached.
 
     Returns:
-        The dataset's directory, below ``demo/`` in the cache.
+        The dataset's directory, in ``demo/`` of the cache.
 
     Raises:
-        ValueError: ``layout`` is unknown, or ``rows`` is less than 1.
+        ValueError: If ``layout`` is unknown, or ``rows`` is less than 1.
     """
     if layout not in get_args(DemoLayout):
         raise ValueError(f"unknown demo layout {layout!r}; known: {', '.join(get_args(DemoLayout))}")
@@ -56,7 +56,7 @@ def ensure_demo_dataset(
     with filelock.FileLock(root / f".{final.name}.lock"):
         if not final.is_dir():
             partial = root / f".{final.name}.partial"
-            # Only the holder of the lock is ever here: what lies here was left by a process that died.
+            # Only the holder of the lock gets here: existing files are left over from a process that died.
             shutil.rmtree(partial, ignore_errors=True)
             (partial / DATA_FILE).parent.mkdir(parents=True)
             _write_parquet(partial / DATA_FILE, layout, rows, seed, progress)
@@ -70,7 +70,7 @@ def ensure_demo_dataset(
 def _write_parquet(path: Path, layout: DemoLayout, rows: int, seed: int, progress: Progress | None) -> None:
     schema = _schema(layout)
     with path.open("wb") as file:
-        # Images are compressed already, and no two rows are alike.
+        # Images are already compressed, and all rows differ.
         with pq.ParquetWriter(file, schema, compression="none", use_dictionary=False) as writer:
             for group in batched(_rows(layout, rows, seed, progress), _ROWS_PER_GROUP):
                 writer.write_table(pa.Table.from_pylist(list(group), schema=schema))
@@ -79,8 +79,8 @@ def _write_parquet(path: Path, layout: DemoLayout, rows: int, seed: int, progres
 
 
 def _schema(layout: DemoLayout) -> pa.Schema:
-    """The columns, with the metadata that tells ``datasets`` their features."""
-    # Imported here: it takes seconds, and drawing alone does not need it.
+    """Returns the columns, with metadata that gives ``datasets`` their features."""
+    # Imported here, because it takes seconds and drawing does not need it.
     from datasets import Features, Image, List, Value
 
     text = Value("string")
@@ -109,7 +109,7 @@ def _image(row: int, drawn: DemoReceipt) -> dict[str, Any]:
 
 
 def _sync(directory: Path) -> None:
-    """Makes names in a directory durable."""
+    """Makes the names in a directory durable."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)

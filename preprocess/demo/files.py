@@ -1,4 +1,4 @@
-"""Writes a print as a file of some kind: colour mode, container, orientation."""
+"""Writes a print as an image file: colour mode, container, orientation."""
 
 import io
 from dataclasses import dataclass
@@ -25,17 +25,17 @@ KINDS: dict[str, int] = {
     "png_grey16": 1,
     "webp_photo": 2,
 }
-"""Kinds of file, and how many of every 32 rows are of each."""
+"""Kinds of file, and the number of each in 32 rows."""
 _CAMERAS: dict[str, Camera] = {"png_cut_out": "cut_out", "png_bilevel": "crisp"}
 _CAMERAS |= dict.fromkeys(("jpeg_scan", "jpeg_grey", "png_grey16"), "scan")
 _TURNS = {3: Image.Transpose.ROTATE_180, 6: Image.Transpose.ROTATE_90, 8: Image.Transpose.ROTATE_270}
-"""What undoes the correction that each EXIF orientation asks for."""
+"""Inverses of the corrections of EXIF orientations."""
 _ORIENTATION_TAG = 0x0112
 
 
 @dataclass(frozen=True)
 class ImageFile:
-    """An encoded image: Pillow's name of the container, and the size in pixels as seen, after any EXIF rotation."""
+    """An encoded image: Pillow's container name, and the size in pixels after EXIF rotation."""
 
     data: bytes
     container: str
@@ -43,17 +43,17 @@ class ImageFile:
 
 
 def encode(paper: Image.Image, em: int, ink: Colour, kind: str, rng: Random, noise: np.random.Generator) -> ImageFile:
-    """Takes a picture of a print as suits the kind of file, and writes that file.
+    """Photographs a print in a way that suits the kind of file, and encodes the file.
 
     Args:
         paper: Black print on white, mode L.
-        em: Size of its letters, pixels.
+        em: Size of its letters, in pixels.
         ink: Colour of the print.
         kind: A key of ``KINDS``.
         rng: Chooses effects and quality.
-        noise: Decides textures.
+        noise: Source of textures.
     """
-    # Fine print does not survive coarse quantisation.
+    # Coarse quantisation would destroy fine print.
     quality = rng.randint(45 if em >= 22 else 68, 94)
     container = kind.split("_")[0].upper()
     options: dict[str, Any] = {
@@ -76,7 +76,7 @@ def encode(paper: Image.Image, em: int, ink: Colour, kind: str, rng: Random, noi
 def _picture(
     paper: Image.Image, em: int, ink: Colour, kind: str, rng: Random, noise: np.random.Generator
 ) -> Image.Image:
-    """The picture in the mode of its kind of file."""
+    """Returns the image in the mode of its kind of file."""
     if kind == "png_ink":  # on fully transparent paper: unreadable if the alpha channel is dropped
         image = Image.new("RGB", paper.size, ink)
         image.putalpha(paper.point([255 - v for v in range(256)]))
@@ -84,7 +84,7 @@ def _picture(
     clean = kind in ("png_rgb", "png_palette") and rng.random() < 0.5
     shot = shoot(paper, em, ink, "clean" if clean else _CAMERAS.get(kind, "photo"), rng, noise)
     if kind == "png_bilevel":
-        # Thin strokes hardly reach black: the threshold lies near white.
+        # Thin strokes hardly reach black, so the threshold is near white.
         limit = rng.randrange(165, 195)
         return shot.brightness.point([255 * (v >= limit) for v in range(256)], "1")
     if kind == "png_grey16":

@@ -1,4 +1,4 @@
-"""Puts a receipt's text on a page: head, items, figures, foot, in one column or two."""
+"""Lays a receipt's text out on a page: head, items, figures, foot, in one or two columns."""
 
 from random import Random
 
@@ -9,27 +9,27 @@ from preprocess.demo.page import Align, Flow, Look, NoRoomError, Page
 from preprocess.demo.receipt import Item, Receipt
 
 MIN_SIZE = 13
-"""Em in pixels, below which letters are not legible once effects are applied."""
+"""Em in pixels, below which letters are illegible after effects."""
 _MIN_NAME_EM = 5
-"""The narrowest column of names, em."""
+"""Minimum width of the names column, in em."""
 _COLUMNS = ("code", "count", "name", "unit", "price")
 
 
 def lay_out(receipt: Receipt, look: Look, seed: int) -> tuple[Page, int]:
     """Lays a receipt out with the largest letters that fit.
 
-    Letters shrink until nothing is too wide and the page is not too high. At ``MIN_SIZE`` it is as high as it must be.
+    Letters shrink until nothing is too wide and the page is not too high. At ``MIN_SIZE``, the height is not limited.
 
     Args:
-        receipt: What it says.
-        look: How it looks.
-        seed: Decides the modules of codes.
+        receipt: Its text.
+        look: Its appearance.
+        seed: Seed of the modules of codes.
 
     Returns:
         The page, and the size of its letters (em in pixels).
 
     Raises:
-        NoRoomError: A word is wider than the paper even at ``MIN_SIZE``.
+        NoRoomError: If a word is wider than the paper even at ``MIN_SIZE``.
     """
     size, tallest = max(look.face.size, MIN_SIZE), min(2800, round(look.width * look.shape.tallest))
     while True:
@@ -77,13 +77,13 @@ def _lay_out(receipt: Receipt, look: Look, size: int, rng: Random) -> Page:
 
 
 def _headline(look: Look, size: int, text: str, room: int) -> Face:
-    """A bold face, at least as large as the body and at most ``look.scale`` times, for a text in ``room`` pixels."""
+    """Returns a bold face for a text in ``room`` pixels, 1 to ``look.scale`` times as large as the body."""
     fitting = look.scale * room / look.at(size * look.scale, bold=True).width(text)
     return look.at(size * max(1.0, min(look.scale, fitting)), bold=True)
 
 
 def _head(flow: Flow, receipt: Receipt, look: Look, size: int) -> None:
-    # Two words on a line rather than a huge name broken into many.
+    # Prefer two words on a line to a huge name broken into many lines.
     room, face = round((flow.x1 - flow.x0) * 1.6), look.at(size)
     flow.text(receipt.shop, _headline(look, size, receipt.shop, room), look.header)
     for line in receipt.address:
@@ -102,7 +102,7 @@ def _items(flow: Flow, receipt: Receipt, look: Look, face: Face) -> None:
 
 
 def _additions(flow: Flow, receipt: Receipt, item: Item, face: Face, inset: int) -> None:
-    """Extras and the discount of an item, each on a line below it."""
+    """Places extras and the discount of an item, each on a line below it."""
     for name, price in item.extras:
         flow.mark(flow.x0 + inset, "+", face)
         flow.pair(name, price, face, inset=inset + face.width("+ "))
@@ -111,7 +111,7 @@ def _additions(flow: Flow, receipt: Receipt, item: Item, face: Face, inset: int)
 
 
 def _words(flow: Flow, x: int, face: Face, *texts: str | None, unit: str | None = None) -> int:
-    """Places texts, and the price of one after an ``@``, side by side; returns where the next would start."""
+    """Places texts, and the unit price after an ``@``, side by side. Returns the start of the next."""
     for text in texts:
         if text:
             flow.put(x, face.width(text), text, face)
@@ -123,7 +123,7 @@ def _words(flow: Flow, x: int, face: Face, *texts: str | None, unit: str | None 
 
 
 def _below(flow: Flow, receipt: Receipt, look: Look, face: Face) -> None:
-    """The name over the whole width, then a line with count, price of one, and price."""
+    """Places the name over the whole width, then a line with count, unit price and price."""
     for item in receipt.items:
         x = _words(flow, flow.x0, face, item.code)
         flow.y += flow.put(x, flow.x1 - x, item.name, face)
@@ -135,7 +135,7 @@ def _below(flow: Flow, receipt: Receipt, look: Look, face: Face) -> None:
 
 
 def _leaders(flow: Flow, receipt: Receipt, look: Look, face: Face) -> None:
-    """Count and name, dots, and the price on the name's last line; the price of one below."""
+    """Places count and name, dots, and the price on the name's last line, with the unit price below."""
     for item in receipt.items:
         inset = _words(flow, flow.x0, face, item.count, item.code) - flow.x0
         flow.pair(item.name, item.price, face, leader=True, inset=inset)
@@ -146,7 +146,7 @@ def _leaders(flow: Flow, receipt: Receipt, look: Look, face: Face) -> None:
 
 
 def _columns(flow: Flow, receipt: Receipt, look: Look, face: Face) -> None:
-    """Columns, perhaps under headings; the names get the width that the others leave."""
+    """Places columns, with optional headings. The names get the remaining width."""
     gap, bold = face.size * 3 // 4, look.at(face.size, bold=True)
     columns = {key: [getattr(item, key) or "" for item in receipt.items] for key in _COLUMNS}
     columns = {key: texts for key, texts in columns.items() if any(texts)}
@@ -173,7 +173,7 @@ def _columns(flow: Flow, receipt: Receipt, look: Look, face: Face) -> None:
 
 
 def _code(rng: Random, kind: str, size: int) -> Image.Image:
-    """Bars that look like a barcode, or modules that look like a QR code, about ``size`` pixels wide. Mode L."""
+    """Draws something like a barcode or QR code, about ``size`` pixels wide, in mode L."""
     side, height = (25, 25) if kind == "matrix" else (75, 1)
     modules = Image.frombytes("L", (side, height), bytes(255 * rng.getrandbits(1) for _ in range(side * height)))
     if kind == "matrix":

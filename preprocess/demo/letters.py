@@ -7,7 +7,7 @@ from functools import cache, lru_cache
 from PIL import Image, ImageChops, ImageDraw, ImageFont
 
 _CELL = (6, 11)
-"""Width and height of a letter of the bitmap font, pixels."""
+"""Width and height of a letter of the bitmap font, in pixels."""
 
 
 @dataclass(frozen=True)
@@ -16,9 +16,9 @@ class Face:
 
     Attributes:
         size: Em in pixels.
-        dots: True for the bitmap font, scaled; else Aileron.
-        bold: Strikes every letter twice.
-        stretch: Factor on the width of Aileron's letters.
+        dots: True for the scaled bitmap font, False for Aileron.
+        bold: Whether to draw every letter twice.
+        stretch: Width factor of Aileron's letters.
     """
 
     size: int
@@ -32,7 +32,7 @@ class Face:
         return round(self.size * (1.1 if self.dots else 1.25))
 
     def width(self, text: str) -> int:
-        """Width of a text, pixels."""
+        """Width of a text, in pixels."""
         length = len(text) * self.size * 0.6 if self.dots else _length(self.size, text) * self.stretch
         return math.ceil(length) + self._strike
 
@@ -44,7 +44,7 @@ class Face:
         mask = Image.new("L", natural)
         ImageDraw.Draw(mask).text((0, 0), text, fill=255, font=font)
         if self.dots:
-            # Enlarged to squares first, of which only the edges are then smoothed.
+            # Enlarge to squares first, so that smoothing affects only the edges.
             mask = mask.resize((natural[0] * 4, natural[1] * 4), Image.Resampling.NEAREST)
         mask = mask.resize(size, Image.Resampling.BOX if self.dots else Image.Resampling.BICUBIC)
         if not self.bold:

@@ -1,4 +1,4 @@
-"""A page before printing: how it looks, what is placed where, and the cursor that places it."""
+"""A page before printing: its look, the placed texts, and the cursor that places them."""
 
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -15,12 +15,12 @@ Colour = tuple[int, int, int]
 class Shape(NamedTuple):
     """A kind of paper."""
 
-    share: int  # how many of every 32 rows are of this kind
+    share: int  # number of rows of this kind in 32
     widths: tuple[int, int]  # pixels
-    letters: tuple[int, int]  # to a line
+    letters: tuple[int, int]  # per line
     counts: tuple[int, ...]  # numbers of items that suit it
-    tallest: float = 2.3  # height over width that letters shrink to keep
-    two_columns: bool = False  # the figures stand beside the items
+    tallest: float = 2.3  # largest height / width; letters shrink to keep it
+    two_columns: bool = False  # the figures are next to the items
 
 
 SHAPES = {
@@ -36,23 +36,23 @@ _INKS: tuple[Colour, ...] = ((18, 18, 20), (30, 28, 30), (45, 44, 48), (60, 58, 
 
 @dataclass(frozen=True)
 class Look:
-    """Everything that decides how a page comes out, given its text."""
+    """Everything that determines the appearance of a page, given its text."""
 
     shape: Shape
     width: int  # of the paper, pixels
     margin: float  # share of the width
     face: Face  # body text, at the size to try first
-    leading: float  # line distance over letter height
+    leading: float  # line distance / letter height
     items: Literal["columns", "below", "leaders"]
     heads: bool  # columns have headings
-    rule: str  # separator: a sign to repeat, "solid" or "none"
+    rule: str  # separator: a character to repeat, "solid" or "none"
     header: Align
-    scale: float  # size of the shop's name and the total over the body's, at most
+    scale: float  # largest size of the shop's name and the total, relative to the body
     code: Literal["bars", "matrix", "none"]
     ink: Colour
 
     def at(self, size: float, bold: bool = False) -> Face:
-        """The body's face at another size (em in pixels), perhaps bold."""
+        """Returns the body's face at another size (em in pixels), optionally bold."""
         return replace(self.face, size=round(size), bold=bold or self.face.bold)
 
 
@@ -80,21 +80,21 @@ def choose_look(rng: Random, shape: Shape) -> Look:
 
 
 class NoRoomError(Exception):
-    """The text does not fit the width at this letter size; a smaller one may."""
+    """The text does not fit the width at this letter size. A smaller size may fit."""
 
 
 @dataclass
 class Page:
-    """What is printed, by upper left corners in pixels. ``texts`` are the strings to be read, wrapped or not."""
+    """Printed texts, by upper left corners in pixels. ``texts`` are the strings to read, before wrapping."""
 
     width: int
     height: int = 0
     texts: list[str] = field(default_factory=list)
-    runs: list[tuple[int, int, str, Face]] = field(default_factory=list)  # leaders and rules too
+    runs: list[tuple[int, int, str, Face]] = field(default_factory=list)  # including leaders and rules
     pictures: list[tuple[int, int, Image.Image]] = field(default_factory=list)
 
     def print(self) -> Image.Image:
-        """Black print on white paper, mode L."""
+        """Draws black print on white paper, in mode L."""
         paper = Image.new("L", (self.width, self.height), 255)
         for x, y, mask in [*self.pictures, *((x, y, face.mask(text)) for x, y, text, face in self.runs)]:
             paper.paste(0, (x, y), mask)
@@ -105,7 +105,7 @@ def wrap(text: str, face: Face, width: int) -> list[str]:
     """Breaks a text at its spaces into lines of at most ``width`` pixels.
 
     Raises:
-        NoRoomError: A word is wider.
+        NoRoomError: If a word is wider.
     """
     lines: list[str] = []
     for word in text.split(" "):
@@ -119,7 +119,7 @@ def wrap(text: str, face: Face, width: int) -> list[str]:
 
 
 class Flow:
-    """Places text downwards from ``y`` between the edges ``x0`` and ``x1`` of a page, pixels."""
+    """Places text downwards from ``y`` between the edges ``x0`` and ``x1`` of a page, in pixels."""
 
     def __init__(self, page: Page, x0: int, x1: int, y: int, leading: float) -> None:
         self.page, self.x0, self.x1, self.y, self.leading = page, x0, x1, y, leading
@@ -132,10 +132,10 @@ class Flow:
         """Places a text at ``x`` within ``width`` pixels, wrapped, without moving down.
 
         Returns:
-            The height it took, pixels.
+            Its height in pixels.
 
         Raises:
-            NoRoomError: A word is wider than ``width``.
+            NoRoomError: If a word is wider than ``width``.
         """
         lines = wrap(text, face, width)
         for number, line in enumerate(lines):
@@ -150,14 +150,14 @@ class Flow:
         self.y += self.put(self.x0, self.x1 - self.x0, text, face, align)
 
     def mark(self, x: int, text: str, face: Face, dy: int = 0) -> None:
-        """Places signs on one line as they are. Alone, without ``put``, they are not to be read."""
+        """Places characters on one line, unmodified. Without ``put``, they are not part of the text to read."""
         self.page.runs.append((x, self.y + dy, text, face))
 
     def pair(self, label: str, value: str | None, face: Face, leader: bool = False, inset: int = 0) -> None:
         """Places a label, wrapped, and its value at the right of its last line; moves below them.
 
         Raises:
-            NoRoomError: They do not fit.
+            NoRoomError: If they do not fit.
         """
         start = self.x1 - (face.width(value) if value else 0)
         height = self.put(self.x0 + inset, start - self.x0 - inset - face.size * (2 if leader else 1), label, face)
@@ -170,7 +170,7 @@ class Flow:
         self.y += height
 
     def rule(self, kind: str, face: Face) -> None:
-        """A separator over the whole width; see ``Look.rule``."""
+        """Places a separator over the whole width; see ``Look.rule``."""
         if kind == "solid":
             line = Image.new("L", (self.x1 - self.x0, max(1, face.size // 14)), 255)
             self.page.pictures.append((self.x0, self.y + self.pitch(face) // 2, line))
@@ -180,7 +180,7 @@ class Flow:
 
 
 def repeated(sign: str, face: Face, width: int) -> str:
-    """At least one of a sign, and as many as fit ``width`` pixels."""
+    """Repeats a character as often as fits in ``width`` pixels, at least once."""
     count = max(1, 16 * width // face.width(sign * 16))
     while count > 1 and face.width(sign * count) > width:
         count -= 1

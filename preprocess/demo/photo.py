@@ -1,7 +1,7 @@
-"""From flat, clean print to a scan or a photograph of it. The whole paper stays in the picture.
+"""Turns flat, clean print into a scan or photograph. The whole paper stays in the image.
 
 All effects work on one band of brightness, from 0 (full ink, or the darkest spot of a table) to 255 (bare paper).
-Colours are looked up at the end, which is three to four times as fast as RGB.
+Colours are applied at the end, which is three to four times as fast as working in RGB.
 """
 
 import math
@@ -15,9 +15,9 @@ from PIL import Image, ImageChops, ImageFilter, ImageOps
 from preprocess.demo.page import Colour
 
 MAX_SIZE = (2200, 3000)
-"""Largest picture: width and height in pixels."""
+"""Largest image: width and height in pixels."""
 _TINTS: tuple[Colour, ...] = ((255, 255, 255), (250, 248, 242), (246, 240, 226), (252, 244, 206), (232, 240, 248))
-# Darkest and lightest colour of a table, and how many pixels its grain measures across and down.
+# Darkest and lightest colour of a table, and the size of its grain across and down, in pixels.
 _TABLES: tuple[tuple[Colour, Colour, tuple[int, int]], ...] = (
     ((58, 34, 18), (176, 124, 78), (260, 5)),  # wood
     ((140, 108, 74), (214, 188, 150), (5, 260)),  # pale wood
@@ -26,12 +26,12 @@ _TABLES: tuple[tuple[Colour, Colour, tuple[int, int]], ...] = (
     ((150, 150, 152), (240, 238, 234), (300, 300)),  # marble
 )
 Camera = Literal["photo", "cut_out", "scan", "crisp", "clean"]
-"""On a table; the same without the table; on a flatbed; fresh print on a flatbed; the flat print itself."""
+"""On a table; the same without the table; on a flatbed scanner; fresh print on a flatbed; the flat print itself."""
 
 
 @dataclass(frozen=True, eq=False)
 class Shot:
-    """A picture before it is coloured: brightness and the paper's mask (both mode L), and its colours.
+    """An image before colouring: brightness and the paper's mask (both mode L), and its colours.
 
     ``ink`` and ``tint`` are full ink and bare paper, ``ground`` the darkest and lightest colour around the paper.
     """
@@ -43,32 +43,32 @@ class Shot:
     ground: tuple[Colour, Colour]
 
     def colour(self) -> Image.Image:
-        """The picture in mode RGB."""
+        """Returns the image in mode RGB."""
         paper = _coloured(self.brightness, self.ink, self.tint)
         return Image.composite(paper, _coloured(self.brightness, *self.ground), self.alpha)
 
     def grey(self) -> Image.Image:
-        """The picture in mode L."""
+        """Returns the image in mode L."""
         return self.brightness.point([max(self.ink[0], v) for v in range(256)])
 
 
 def _coloured(brightness: Image.Image, dark: Colour, light: Colour) -> Image.Image:
     indexed = brightness.copy()
-    # A palette takes one pass over the picture instead of one per band.
+    # A palette needs one pass over the image instead of one per band.
     indexed.putpalette([max(d, b * v // 255) for v in range(256) for d, b in zip(dark, light, strict=True)])
     return indexed.convert("RGB")
 
 
 def shoot(paper: Image.Image, em: int, ink: Colour, camera: Camera, rng: Random, noise: np.random.Generator) -> Shot:
-    """Takes a picture of a flat print.
+    """Photographs a flat print.
 
     Args:
         paper: Black print on white, mode L.
-        em: Size of its letters in pixels: small ones get less blur and noise.
+        em: Size of its letters in pixels: small letters get less blur and noise.
         ink: Colour of the print.
-        camera: How.
-        rng: Decides everything but textures.
-        noise: Decides textures.
+        camera: Way of taking the image.
+        rng: Source of random choices except textures.
+        noise: Source of textures.
     """
     tint = rng.choice(_TINTS)
     if camera == "clean":
@@ -92,7 +92,7 @@ def shoot(paper: Image.Image, em: int, ink: Colour, camera: Camera, rng: Random,
 def _lay(
     paper: Image.Image, em: int, rng: Random, degrees: float, skew: float, margins: tuple[float, float]
 ) -> tuple[Image.Image, Image.Image]:
-    """Lays the paper down, turned and skewed by at most so much, with margins as a share of its width.
+    """Places the paper, turned and skewed by at most these amounts, with margins as a share of its width.
 
     Returns:
         The scene, white around the paper, and the paper's mask, both mode L.
@@ -109,15 +109,15 @@ def _lay(
         scene.paste(paper, at)
         alpha.paste(255, (*at, at[0] + width, at[1] + height))
         return scene, alpha
-    # Where each corner of the picture lies on the paper, in pixels. Moved outwards, it keeps the paper inside.
+    # Position of each image corner on the paper, in pixels. Moving it outwards keeps the paper inside.
     corners: list[float] = []
     for right, lower in ((-0.5, -0.5), (-0.5, 0.5), (0.5, 0.5), (0.5, -0.5)):
         x, y = right * (wide + rng.uniform(0, skew) * width), lower * (high + rng.uniform(0, skew) * width)
         corners += [width / 2 + cos * x + sin * y, height / 2 - sin * x + cos * y]
-    # Bicubic takes twice as long; large letters do without.
+    # Bicubic takes twice as long, and large letters do not need it.
     how = Image.Resampling.BICUBIC if em < 18 else Image.Resampling.BILINEAR
     scene = _seen(paper, size, corners, how, 255)
-    # The mask has no detail: a quarter of its pixels will do.
+    # The mask has no detail, so a quarter of its pixels is enough.
     mask = Image.new("L", (width // 2, height // 2), 255)
     half = (-(-size[0] // 2), -(-size[1] // 2))
     mask = _seen(mask, half, [value / 2 for value in corners], Image.Resampling.BILINEAR, 0)
@@ -127,21 +127,21 @@ def _lay(
 def _seen(
     flat: Image.Image, size: tuple[int, int], corners: list[float], how: Image.Resampling, around: int
 ) -> Image.Image:
-    """A picture of ``size`` pixels whose corners lie at ``corners`` on a flat one, with a grey level around that."""
-    # The border gives the pixels at the edge something to be interpolated with.
+    """Maps ``corners`` on a flat image to the corners of an image of ``size`` pixels, with a grey surrounding."""
+    # The border allows interpolation at the edge.
     framed = ImageOps.expand(flat, 1, around)
     corners = [value + 1 for value in corners]
     return framed.transform(size, Image.Transform.QUAD, corners, how, fillcolor=around)
 
 
 def _smooth(noise: np.random.Generator, size: tuple[int, int], cells: tuple[int, int], low: int) -> Image.Image:
-    """A map of ``size`` pixels, random from ``low`` to 255 at ``cells`` points across and down, smooth between."""
+    """Draws a smooth map of ``size`` pixels, with random values from ``low`` to 255 at ``cells`` points."""
     grid = noise.integers(low, 256, (cells[1], cells[0]), dtype=np.uint8)
     return Image.fromarray(grid).resize(size, Image.Resampling.BILINEAR)
 
 
 def _fade(paper: Image.Image, rng: Random, noise: np.random.Generator) -> Image.Image:
-    """Weakens the ink in clouds, streaks or to one side, as an old printer does, by at most a third; or not at all."""
+    """Weakens the ink in clouds, streaks or to one side, as old printers do, by at most a third, or not at all."""
     cells = rng.choice((None, (5, 9), (60, 1), (2, 1)))
     if cells is None:
         return paper
@@ -150,7 +150,7 @@ def _fade(paper: Image.Image, rng: Random, noise: np.random.Generator) -> Image.
 
 
 def _crease(paper: Image.Image, rng: Random) -> Image.Image:
-    """Up to three folds: a sharp shade across the paper that fades away below."""
+    """Adds up to three folds: sharp shades across the paper that fade downwards."""
     levels = [255] * paper.height
     for _ in range(rng.choice((0, 0, 1, 2, 3))):
         at, depth = rng.randrange(paper.height), rng.randrange(18, 60)
@@ -161,7 +161,7 @@ def _crease(paper: Image.Image, rng: Random) -> Image.Image:
 
 
 def _shadow(alpha: Image.Image, rng: Random) -> Image.Image:
-    """The light that the paper leaves on the table around it, to multiply with."""
+    """Returns the shadow factor of the paper on the table around it."""
     depth = rng.randrange(140, 220)
     small = ImageChops.offset(alpha.reduce(8), rng.randrange(-2, 4), rng.randrange(1, 4))
     small = small.filter(ImageFilter.BoxBlur(1.5)).point([255 - v * depth // 255 for v in range(256)])
@@ -175,7 +175,7 @@ def _sense(scene: Image.Image, em: int, rng: Random, noise: np.random.Generator,
     sigma = rng.choice((0.0, 0.3, 0.6, 1.0)) * most * min(1.0, em / 22)
     if sigma == 0:
         return scene
-    # The sum of three uniform bytes has a standard deviation of 128 and is nearly normal. One tile repeats.
+    # The sum of three uniform bytes has a standard deviation of 128 and is nearly normal. One tile is repeated.
     total = noise.integers(0, 256, (3, 512, 512), dtype=np.uint8).sum(axis=0, dtype=np.int16) - 382
     tile = (total * round(sigma * 8) // 1024 + 128).astype(np.uint8)
     grain = np.tile(tile, (-(-scene.height // 512), -(-scene.width // 512)))[: scene.height, : scene.width]

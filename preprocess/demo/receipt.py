@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Item:
-    """One line of the menu. ``None`` is not printed; ``price`` is for all, without discount and extras."""
+    """One line of the menu. ``None`` is not printed. ``price`` is the total, without discount and extras."""
 
     name: str
     price: str
@@ -21,7 +21,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Figure:
-    """One labelled value below the items, with the keys of its text in the ground truth."""
+    """A labelled value below the items, with the keys of its text in the ground truth."""
 
     group: str
     key: str
@@ -59,12 +59,12 @@ class Receipt:
     total: int
 
     def text(self, key: str) -> str | None:
-        """The figure with this key of the ground truth, as printed."""
+        """Returns the figure with this ground-truth key, as printed."""
         return next((figure.text for figure in self.figures if figure.key == key), None)
 
 
 def _one_or_list(rows: list[dict[str, Any]]) -> Any:
-    # CORD writes a list of one as its bare element.
+    # CORD writes a list of one as its element.
     return rows[0] if len(rows) == 1 else rows
 
 
@@ -80,7 +80,7 @@ def _item_parse(item: Item) -> dict[str, Any]:
 
 
 def gt_parse(receipt: Receipt) -> dict[str, Any]:
-    """The receipt in CORD-V2's keys. Every value is a string, exactly as printed."""
+    """Returns the receipt in CORD-V2's keys. All values are strings, exactly as printed."""
     parse: dict[str, Any] = {"menu": _one_or_list([_item_parse(item) for item in receipt.items])}
     for group in ("sub_total", "total"):
         texts = {figure.key: figure.text for figure in receipt.figures if figure.group == group}
@@ -89,13 +89,13 @@ def gt_parse(receipt: Receipt) -> dict[str, Any]:
 
 
 def ground_truth(receipt: Receipt, row: int, upright: tuple[int, int], two: bool) -> str:
-    """The ``ground_truth`` column of a row: JSON with ``gt_parse`` (or the list ``gt_parses``) and ``meta``.
+    """Returns the ``ground_truth`` column of a row: JSON with ``gt_parse`` (or the list ``gt_parses``) and ``meta``.
 
     Args:
-        receipt: What is printed.
-        row: Becomes ``meta.image_id``.
-        upright: Width and height of the image as seen, pixels.
-        two: Give a second valid reading too: names and prices of the items, and the total.
+        receipt: The printed receipt.
+        row: Number for ``meta.image_id``.
+        upright: Width and height of the displayed image, in pixels.
+        two: Whether to add a second valid reading: names and prices of the items, and the total.
     """
     full, total = gt_parse(receipt), receipt.text("total_price")
     brief = {"menu": _one_or_list([{"nm": item.name, "price": item.price} for item in receipt.items])}

@@ -1,4 +1,4 @@
-"""One receipt of the demo: text, look, print, effects and file, all decided by (version, seed, row)."""
+"""One receipt of the demo: text, look, print, effects and file, all determined by (version, seed, row)."""
 
 from dataclasses import dataclass, field
 from random import Random
@@ -12,12 +12,12 @@ from preprocess.demo.page import SHAPES, Look, Page, choose_look
 from preprocess.demo.receipt import Receipt, ground_truth
 
 DEMO_VERSION = 2
-"""Raise it when any pixel, text or order of the demo changes: cached datasets are named by it."""
+"""Increase it when any pixel, text or order of the demo changes, since cached datasets are named by it."""
 
 
 @dataclass(frozen=True)
 class DemoReceipt:
-    """A drawn receipt: its kind of file, the file, the JSON of its ground truth, and every string to be read."""
+    """A drawn receipt: its kind of file, the file, the JSON of its ground truth, and all strings to read."""
 
     kind: str
     file: ImageFile = field(repr=False)
@@ -26,16 +26,16 @@ class DemoReceipt:
 
 
 def stream(purpose: str, row: int, seed: int) -> Random:
-    """The random numbers that decide one purpose of one row."""
-    # One stream per purpose: one more draw for a purpose leaves the others unchanged.
+    """Returns the random stream for one purpose of one row."""
+    # One stream per purpose: an additional draw for one purpose leaves the others unchanged.
     return Random(f"vlmdata demo {DEMO_VERSION} {seed} {row} {purpose}")
 
 
 def deal(purpose: str, shares: dict[str, int], row: int, seed: int) -> str:
-    """Chooses a kind for a row so that every block of ``sum(shares.values())`` rows holds each in its exact share.
+    """Chooses a kind for a row, so that each block of ``sum(shares.values())`` rows has the exact shares.
 
     Raises:
-        ValueError: ``row`` is negative.
+        ValueError: If ``row`` is negative.
     """
     if row < 0:
         raise ValueError(f"row must be 0 or more, got {row}")
@@ -46,10 +46,10 @@ def deal(purpose: str, shares: dict[str, int], row: int, seed: int) -> str:
 
 
 def demo_content(row: int, seed: int = 0) -> Receipt:
-    """The text of a row's receipt.
+    """Returns the text of a row's receipt.
 
     Raises:
-        ValueError: ``row`` is negative.
+        ValueError: If ``row`` is negative.
     """
     locale = deal("locales", dict.fromkeys(LOCALES, 4), row, seed)
     rng = stream("content", row, seed)
@@ -57,20 +57,20 @@ def demo_content(row: int, seed: int = 0) -> Receipt:
 
 
 def demo_page(row: int, seed: int = 0) -> tuple[Page, int, Look]:
-    """A row's receipt laid out: the page, the size of its letters (em in pixels), and its look."""
+    """Lays out a row's receipt. Returns the page, the size of its letters (em in pixels), and its look."""
     look = choose_look(stream("look", row, seed), SHAPES[_shape(row, seed)])
     return *lay_out(demo_content(row, seed), look, stream("codes", row, seed).getrandbits(32)), look
 
 
 def demo_receipt(row: int, seed: int = 0) -> DemoReceipt:
-    """Draws the receipt of a row. Equal arguments give equal bytes, whatever was drawn before.
+    """Draws the receipt of a row. Equal arguments give equal bytes, regardless of earlier draws.
 
     Args:
-        row: 0 or more; there is no end.
+        row: 0 or more, without upper limit.
         seed: Another seed gives another dataset.
 
     Raises:
-        ValueError: ``row`` is negative.
+        ValueError: If ``row`` is negative.
     """
     page, em, look = demo_page(row, seed)
     kind, rng = deal("kinds", KINDS, row, seed), stream("effects", row, seed)

@@ -1,4 +1,4 @@
-"""From a conversation or a document to the arrays of its samples."""
+"""Encodes conversations and documents to the arrays of samples."""
 
 from preprocess.encode.encoder import Encoder
 from preprocess.encode.image import encode_image

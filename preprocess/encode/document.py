@@ -1,4 +1,4 @@
-"""From a document to its samples: all text is learned, images stand between, and long documents are cut."""
+"""Encodes a document to samples: all text is learned, with images in between, and long documents are split."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vlmdata.families.positions import locate_images
 from vlmdata.format.ledger import Reason
 from vlmdata.wording import counted
 
-#: An image's tokens and the vision marks around them, ``[start, stop)``.
+#: An image's tokens with its vision tokens, ``[start, stop)``.
 Block = tuple[int, int]
 
 
@@ -27,21 +27,21 @@ def encode_document(
 ) -> list[EncodedSample | RowRejected]:
     """Encodes a document.
 
-    Targets are all tokens but the first, which nothing precedes that could predict it, and images with their vision
-    marks. The last token is the end of text.
+    Targets are all tokens except the first, which has no predecessor to predict it, and images with their vision
+    tokens. The last token is the end of text.
 
     Returns:
-        One sample; or the pieces of a document over ``max_length`` that ``overlong`` splits, in place of a piece that
-        holds images alone its rejection.
+        One sample, or the pieces of a document over ``max_length`` that ``overlong`` splits. A piece with images only
+        is replaced by its rejection.
 
     Raises:
-        RowRejected: With the reason, whatever is wrong with it.
+        RowRejected: If the document cannot be encoded.
     """
     if not document.text.strip():
         raise RowRejected(Reason.EMPTY_DOCUMENT, f"no text to learn, and {counted(len(document.images), 'image')}")
     weight = document_weight(document)
     info = renderer.tokenizer.info
-    # Text first: it is cheap, and what it rejects needs no image decoded.
+    # Text first: it is cheap, and rejected documents need no image decoding.
     ids = encode_document_text(renderer, document).ids
     images = encode_images(document.images, config)
     learned = ~np.isin(ids, (info.image, info.vision_start, info.vision_end))
@@ -58,13 +58,13 @@ def encode_document(
             pieces.append(finish_sample(piece, within, config, info, truncated=stop < len(tokens)))
         else:
             what = f"tokens {start:,} to {stop - 1:,} of {len(tokens):,} of the document"
-            found = f"{what} hold {counted(len(within), 'image')} and no text to learn"
+            found = f"{what} have {counted(len(within), 'image')} and no text to learn"
             pieces.append(RowRejected(Reason.NO_TARGETS, found))
     return pieces
 
 
 def _bounds(length: int, blocks: list[Block], config: PreprocessConfig) -> list[int]:
-    """Where the pieces begin and end."""
+    """Returns the bounds of the pieces."""
     most = config.max_length
     if length <= most:
         return [0, length]
@@ -79,14 +79,14 @@ def _bounds(length: int, blocks: list[Block], config: PreprocessConfig) -> list[
 
 
 def cut(length: int, blocks: list[Block], most: int) -> list[int]:
-    """Cuts a sequence into pieces of at most ``most`` tokens, each as long as it can be, and no block in two.
+    """Cuts a sequence into pieces of at most ``most`` tokens, each as long as possible, without splitting blocks.
 
-    The last piece is no single token where that can be avoided: nothing would precede it that could predict it.
+    The last piece is not a single token if avoidable, since it would have no predecessor to predict it.
 
     Args:
         length: Tokens of the sequence.
-        blocks: Ranges that stay whole, in order, apart from each other.
-        most: Most tokens in a piece.
+        blocks: Ranges that must stay whole, in order and disjoint.
+        most: Largest number of tokens in a piece.
 
     Returns:
         0, the cuts, and ``length``.
@@ -105,7 +105,7 @@ def cut(length: int, blocks: list[Block], most: int) -> list[int]:
             end = before(end - 1)
         if end <= bounds[-1]:
             size = next(stop for start, stop in blocks if start == end) - end
-            what = f"an image of {size} tokens with its marks"
+            what = f"an image of {size} tokens with its vision tokens"
             raise RowRejected(Reason.OVERLONG, f"{what} does not fit in --max-length {most}")
         bounds.append(end)
     return [*bounds, length]

@@ -1,4 +1,4 @@
-"""From what a recipe made to samples. Pure: no files, no state that outlives a call."""
+"""Encodes the results of recipes to samples. Pure: no files, and no state between calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vlmdata.wording import counted
 
 
 class Encoder:
-    """Turns conversations and documents into samples under one configuration.
+    """Encodes conversations and documents to samples with one configuration.
 
     Attributes:
         config: The configuration.
@@ -35,10 +35,10 @@ class Encoder:
         self.renderer = Renderer(tokenizer, config.special_text)
 
     def encode_all(self, made: Conversation | Document) -> list[EncodedSample | RowRejected]:
-        """Encodes what a recipe made: one sample, or several of a document that is split.
+        """Encodes a recipe's result to one sample, or to several for a split document.
 
         Raises:
-            RowRejected: With the reason, whatever is wrong with all of it.
+            RowRejected: If nothing of it can be encoded.
         """
         if isinstance(made, Conversation):
             return [self.encode(made)]
@@ -49,13 +49,13 @@ class Encoder:
         """Encodes one conversation.
 
         Raises:
-            RowRejected: With the reason, whatever is wrong with it.
+            RowRejected: If the conversation cannot be encoded.
         """
         self._require_known_keys(conversation)
         _check_turns(conversation)
         weights = turn_weights(conversation, self.config.train_turns)
         _check_answers(conversation, weights)
-        # Text first: it is cheap, and a row it rejects needs no image decoded.
+        # Text first: it is cheap, and rejected rows need no image decoding.
         ids, spans = self._encode_text(conversation, weights)
         images = encode_images(conversation.images, self.config)
         return self._assemble(ids, spans, images)
@@ -65,25 +65,25 @@ class Encoder:
             keys = excerpt(", ".join(made.unknown), 400)
             raise RowRejected(
                 Reason.UNKNOWN_KEYS,
-                f"keys that the recipe does not know: {keys}. --strict rejects such rows; drop the keys, or leave "
-                "--strict out.",
+                f"keys that the recipe does not know: {keys}. --strict rejects such rows; drop the keys or omit "
+                "--strict.",
             )
 
     def _encode_text(
         self, conversation: Conversation, weights: tuple[float, ...]
     ) -> tuple[npt.NDArray[np.int64], TargetSpans]:
-        """Token ids with one placeholder per image, and the targets among them."""
+        """Returns token ids with one placeholder per image, and their targets."""
         rendered, tokens, turns = encode_turns(self.renderer, conversation)
         return tokens.ids, target_spans(tokens, turns, weights, self.config.train_think, rendered.text)
 
     def _assemble(
         self, ids: npt.NDArray[np.int64], spans: TargetSpans, images: tuple[EncodedImage, ...]
     ) -> EncodedSample:
-        """Expands placeholders, and cuts or refuses what is too long."""
+        """Expands placeholders, and truncates or rejects samples that are too long."""
         tokens = WeightedTokens(ids, spans.weights).with_images(images, self.tokenizer.info.image)
         length = len(tokens)
         if truncated := length > self.config.max_length:
-            grown = length - len(ids)  # all images stand before the last answer, or truncation is refused
+            grown = length - len(ids)  # all images are before the last answer, or truncation is rejected
             most = self._truncated_length(length, spans.last[0] + grown, spans.last[1] + grown, len(images))
             tokens = tokens[:most]
         chosen = spans.turn_weights if self.config.train_turns is TrainTurns.ALL else spans.turn_weights[-1:]
@@ -98,16 +98,16 @@ class Encoder:
         )
 
     def _truncated_length(self, length: int, start: int, stop: int, images: int) -> int:
-        """Where to cut: within the last answer ``[start, stop)``, which must end the sequence."""
+        """Returns the truncated length: within the last answer ``[start, stop)``, which must end the sequence."""
         most = self.config.max_length
         what = f"{counted(length, 'token')} ({counted(images, 'image')}), over --max-length {most}"
         if self.config.overlong != Overlong.TRUNCATE:  # a conversation is not split
             split = "; only documents are split" if self.config.overlong == Overlong.SPLIT else ""
             raise RowRejected(Reason.OVERLONG, what + split)
         if stop != length:
-            raise RowRejected(Reason.OVERLONG, f"{what}, and no learned answer ends the sample that could be cut")
+            raise RowRejected(Reason.OVERLONG, f"{what}, and it does not end with a learned answer to truncate")
         if most <= start:
-            raise RowRejected(Reason.OVERLONG, f"{what}: the {start} tokens before the last answer alone fill it")
+            raise RowRejected(Reason.OVERLONG, f"{what}: the {start} tokens before the last answer already fill it")
         return most
 
 
@@ -122,7 +122,7 @@ def _check_turns(conversation: Conversation) -> None:
 
 
 def _check_answers(conversation: Conversation, weights: tuple[float, ...]) -> None:
-    """A turn that is learned must say something; any other may be empty."""
+    """Checks that learned turns are not empty; other turns may be."""
     answers = [message for message in conversation.messages if message.role == "assistant"]
     for number, (message, weight) in enumerate(zip(answers, weights, strict=True), start=1):
         if weight and not message.text.strip() and not message.tool_calls:

@@ -1,4 +1,4 @@
-"""From the bytes of an image file to the patches that are stored."""
+"""Encodes the bytes of an image file to stored patches."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from vlmdata.media.size import SizeRequest, target_size
 
 
 def encode_image(part: ImagePart, config: ImageConfig, family: Family, what: str) -> EncodedImage:
-    """Decodes, normalises, resizes and cuts an image into patches.
+    """Decodes, normalises, resizes and splits an image into patches.
 
     Raises:
-        RowRejected: With the reason.
+        RowRejected: If the image cannot be used.
     """
     request = SizeRequest(part.min_pixels, part.max_pixels, part.resized_height, part.resized_width)
     try:
         decoded = decode_image(part.data, config.max_source_pixels, what)
         source_height, source_width = decoded.pixels.shape[:2]
-        bounds = (config.min_pixels, config.max_pixels)
-        height, width = target_size(source_height, source_width, request, bounds, family, what)
+        height, width = target_size(source_height, source_width, request, config.bounds(family), family, what)
     except MediaError as error:
         raise RowRejected(error.reason, error.message) from error
     patches = family.patchify(resize_image(decoded.pixels, height, width))
     grid = (1, height // family.patch_size, width // family.patch_size)
-    return EncodedImage(patches, grid, (height, width), len(patches) // family.patches_per_token, _origin(decoded))
+    tokens = len(patches) // family.patches_per_token
+    return EncodedImage(patches, grid, (height, width), tokens, _origin(decoded), part.data)
 
 
 def encode_images(parts: Sequence[ImagePart], config: PreprocessConfig) -> tuple[EncodedImage, ...]:
     """Encodes the images of a sample.
 
     Raises:
-        RowRejected: With the reason.
+        RowRejected: If an image cannot be used.
     """
     return tuple(encode_image(part, config.image, config.model_family, part.field) for part in parts)
 

@@ -1,4 +1,4 @@
-"""A sample as arrays: what the encoder makes and the shard writer takes."""
+"""A sample as arrays, passed from the encoder to the shard writer."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from vlmdata.format.schema import Sample
 
 @dataclass(frozen=True, eq=False)
 class EncodedImage:
-    """An image as it is stored.
+    """An image as stored.
 
     Attributes:
         patches: uint8 (P, bytes per patch).
         grid: Patches along t, h, w.
         size: (height, width) in pixels, as stored.
-        tokens: Placeholder tokens it takes.
-        origin: What the file held: width, height, mode, format, normalisation steps.
+        tokens: Number of placeholder tokens.
+        origin: Data of the file: width, height, mode, format, normalisation steps.
+        file: The file.
     """
 
     patches: npt.NDArray[np.uint8]
@@ -32,6 +33,7 @@ class EncodedImage:
     size: tuple[int, int]
     tokens: int
     origin: Mapping[str, Any]
+    file: bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,12 +46,12 @@ class EncodedSample:
         loss_mask: uint8 (L,).
         position_ids: int32 (3, L).
         images: Per image, its patches, grid and origin.
-        image_starts: First token of every image.
+        image_starts: First token of each image.
         target_turns: Assistant turns that are targets; 0 for a document.
-        truncated: Whether the end was cut, so that the last answer or the document has no end token.
-        loss_weights: float32 (L,), 0 where ``loss_mask`` is; None if all targets weigh 1.
-        turn_weights: Weight of each assistant turn; empty if all that ``train_turns`` chooses weigh 1.
-        patch_bytes: Bytes of a patch.
+        truncated: Whether the end was truncated, so that the last answer or the document has no end token.
+        loss_weights: float32 (L,), 0 if ``loss_mask`` is 0; None if all targets weigh 1.
+        turn_weights: Weight of each assistant turn; empty if all turns that ``train_turns`` includes weigh 1.
+        patch_bytes: Bytes per patch.
     """
 
     length: int
@@ -71,11 +73,11 @@ class EncodedSample:
 
     @property
     def patches(self) -> list[npt.NDArray[np.uint8]]:
-        """The patches of each image; of a sample without images, one array of none."""
+        """The patches of each image; one empty array for a sample without images."""
         return [image.patches for image in self.images] or [np.zeros((0, self.patch_bytes), dtype=np.uint8)]
 
     def to_sample(self, key: str) -> Sample:
-        """The sample a reader will see, with the patches of all images joined."""
+        """Returns the sample as a reader sees it, with the patches of all images joined."""
         patches = np.concatenate(self.patches)
         return Sample(
             key,
@@ -91,7 +93,7 @@ class EncodedSample:
 
 @dataclass(frozen=True, eq=False)
 class WeightedTokens:
-    """True tokens with the loss weight of each.
+    """True tokens with their loss weights.
 
     Attributes:
         ids: int64 (L,).
@@ -108,14 +110,14 @@ class WeightedTokens:
         return WeightedTokens(self.ids[span], self.weights[span])
 
     def with_images(self, images: tuple[EncodedImage, ...], image_token: int) -> WeightedTokens:
-        """The tokens with one placeholder per merged patch where there was one per image."""
+        """Expands the placeholder of each image to one per merged patch."""
         repeats = np.ones(len(self.ids), dtype=np.int64)
         repeats[self.ids == image_token] = [image.tokens for image in images]
         return WeightedTokens(np.repeat(self.ids, repeats), np.repeat(self.weights, repeats))
 
 
 def grids_of(images: tuple[EncodedImage, ...]) -> npt.NDArray[np.int64]:
-    """The grids of images, int64 (N, 3)."""
+    """Returns the grids of images, int64 (N, 3)."""
     return np.array([image.grid for image in images], dtype=np.int64).reshape(-1, 3)
 
 
@@ -134,11 +136,11 @@ def finish_sample(
     Args:
         tokens: The tokens, image placeholders expanded.
         images: Their images.
-        config: Says how to pad.
-        info: Says with what.
-        target_turns: As in :class:`EncodedSample`.
-        truncated: As in :class:`EncodedSample`.
-        turn_weights: As in :class:`EncodedSample`.
+        config: Padding options.
+        info: Padding token.
+        target_turns: See :class:`EncodedSample`.
+        truncated: See :class:`EncodedSample`.
+        turn_weights: See :class:`EncodedSample`.
     """
     length, family = len(tokens), config.model_family
     grids = grids_of(images)

@@ -1,1 +1,1 @@
-"""Engines: where shard jobs run. ``base`` says what one is, every other file here is one."""
+"""Engines, which run shard jobs. ``base`` defines the interface; each other file is an engine."""

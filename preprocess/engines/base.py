@@ -1,4 +1,4 @@
-"""What an engine is: it makes the shards of a run, in any order and anywhere."""
+"""The engine interface. An engine makes the shards of a run, in any order and anywhere."""
 
 from __future__ import annotations
 
@@ -7,91 +7,111 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from inspect import signature
 from typing import Protocol
 
 from preprocess.config import PreprocessConfig
 from preprocess.counters import Counters
 from preprocess.registry import find
-from preprocess.shard_job import ShardContext, ShardJob, ShardRecord, run_shard
+from preprocess.shard_job import RowOutcome, ShardContext, ShardJob, ShardRecord, run_shard
 from preprocess.sources.rows import Source
-from vlmdata.errors import ResourceError
+from vlmdata.cli.machine import available_cores
+from vlmdata.errors import ResourceError, SourceError
 from vlmdata.format.manifest import TokenizerInfo
 from vlmdata.format.schema import shard_name
+from vlmdata.store import Store
 
-#: Engines by name. A new one is a file beside this with a class that is an Engine, and a line here.
-REGISTRY: Mapping[str, str] = {"local": "preprocess.engines.local:Local"}
+#: Engines by name. To add one, add a file here with an Engine class, and a line below.
+REGISTRY: Mapping[str, str] = {"local": "preprocess.engines.local:Local", "ray": "preprocess.engines.ray:Ray"}
 
 
 @dataclass(frozen=True, eq=False)
 class ShardWork:
-    """What a worker needs to make any shard of a run. Small, and cheap to pickle.
+    """Everything that a worker needs to make any shard of a run. Small and cheap to pickle.
 
     Attributes:
         source: The rows. A worker that shares memory with others takes a pickled copy, as sources keep files open.
         config: All options that can change the bytes.
-        directory: Where shards and their records go; every worker must be able to write there.
-        tokenizer: The tokenizer as the run found it when it began.
+        store: Destination of shards and their records; every worker must be able to write to it.
+        tokenizer: The tokenizer at the start of the run.
     """
 
     source: Source
     config: PreprocessConfig
-    directory: Path
+    store: Store
     tokenizer: TokenizerInfo
 
     def prepare(self) -> ShardContext:
-        """Loads tokenizer and recipe, and keeps torch to one thread: a worker is one core. Once per worker.
+        """Loads tokenizer and recipe, and limits torch to one thread. Call it once per worker.
 
         Raises:
-            SourceError: If the tokenizer's files were edited since the run began.
+            SourceError: If the tokenizer's files have changed since the start of the run.
         """
         import torch
 
         torch.set_num_threads(1)
-        return ShardContext.build(self.source, self.config, self.directory, self.tokenizer)
+        return ShardContext.build(self.source, self.config, self.store, self.tokenizer)
 
 
 class Engine(Protocol):
-    """Runs shard jobs. The bytes of a dataset do not depend on it, nor on the number of workers."""
+    """Runs shard jobs. The bytes of a dataset depend neither on the engine nor on the number of workers."""
 
-    def warm_up(self, workers: int) -> None:
-        """Begins to start workers while the run is still being prepared, if there is anything to begin.
+    def default_workers(self, config: PreprocessConfig) -> int:
+        """Workers to use if the user names no number: one per core of this machine, unless the engine has others.
 
         Args:
-            workers: As in :meth:`run`.
+            config: Of the run to come.
+        """
+        return available_cores()
+
+    def warm_up(self, workers: int) -> None:
+        """Starts workers early, while the run is being prepared, if useful.
+
+        Args:
+            workers: See :meth:`run`.
         """
 
     def run(
         self, work: ShardWork, jobs: Sequence[ShardJob], workers: int, counters: Counters
     ) -> Generator[ShardRecord]:
-        """Makes shards with :func:`make_shard`, yielding each record as it is finished, in any order.
+        """Makes shards with :func:`make_shard`. Yields the record of each finished shard, in any order.
 
-        A job may be run again if its worker is lost. When the generator is closed, no worker is left.
+        A job may run again if its worker is lost. After the generator is closed, no worker is left.
 
         Args:
-            work: What workers need.
+            work: Data for workers.
             jobs: Shards to make.
             workers: The largest number of workers.
-            counters: Counts rows for the progress display. A worker that cannot reach this memory leaves it alone; its
-                shards are counted when they are finished.
+            counters: Row counters for the progress display. A worker that cannot reach this memory ignores it; its
+                shards are counted when finished.
 
         Raises:
-            VlmdataError: What a worker raised.
+            VlmdataError: As raised by a worker.
             ResourceError: If workers keep dying.
         """
         ...
 
 
-def make_shard(job: ShardJob, context: ShardContext, counters: Counters | None = None) -> ShardRecord:
-    """Makes one shard and its records: what every engine calls in its workers.
+class RowCounter(Protocol):
+    """Counts the rows of shards while they are made."""
+
+    def start(self, shard: int) -> None:
+        """Begins a shard, perhaps again."""
+
+    def add(self, shard: int, outcome: RowOutcome) -> None:
+        """Counts a row."""
+
+
+def make_shard(job: ShardJob, context: ShardContext, counters: RowCounter | None = None) -> ShardRecord:
+    """Makes one shard and its records. Every engine calls this in its workers.
 
     Args:
         job: The shard.
-        context: The worker's, from :meth:`ShardWork.prepare`.
-        counters: Counts rows, if the worker shares memory with the run.
+        context: The worker's context, from :meth:`ShardWork.prepare`.
+        counters: Counts rows, if the worker can reach the run.
 
     Raises:
-        ResourceError: If memory ran out, or the disk is full or not writable. No partial file is left.
+        ResourceError: If memory is short, or the disk is full or not writable. Leaves no partial file.
     """
     count = None
     if counters is not None:
@@ -103,9 +123,9 @@ def make_shard(job: ShardJob, context: ShardContext, counters: Counters | None =
         if isinstance(error, MemoryError):
             what, remedy = "out of memory", "use fewer --workers or a lower --max-source-pixels"
         else:
-            what, remedy = system_message(error), "make room (or permission)"
+            what, remedy = system_message(error), "free space or fix permissions"
         raise ResourceError(
-            f"{context.directory}: shard {job.number} ({rows_of(job, context.source)}) failed: {what}. "
+            f"{context.store}: shard {job.number} ({rows_of(job, context.source)}) failed: {what}. "
             f"Finished shards are kept; {remedy} and run the same command again to continue."
         ) from error
 
@@ -113,38 +133,46 @@ def make_shard(job: ShardJob, context: ShardContext, counters: Counters | None =
 def make_shards(
     engine: Engine, work: ShardWork, jobs: Sequence[ShardJob], workers: int, counters: Counters
 ) -> Iterator[tuple[int, ShardRecord]]:
-    """Makes shards with an engine, yielding number and record of each as it is finished.
+    """Makes shards with an engine. Yields number and record of each finished shard.
 
     Raises:
-        RuntimeError: If the engine yields another shard than it was given, one twice, or too few.
+        RuntimeError: If the engine yields an unexpected shard, one twice, or too few.
     """
     waiting = {shard_name(job.number): job.number for job in jobs}
     with closing(engine.run(work, jobs, workers, counters)) as made:
         for record in made:
             number = waiting.pop(record.info.name, None)
             if number is None:
-                raise RuntimeError(f"engine {type(engine).__name__} gave {record.info.name}, for which no job waits")
-            counters.finish(number, record.totals)
+                raise RuntimeError(f"engine {type(engine).__name__} returned {record.info.name}, not one of its jobs")
+            counters.finish(number, record)
             yield number, record
     if waiting:
         raise RuntimeError(f"engine {type(engine).__name__} ended without {', '.join(waiting)}")
 
 
-def load_engine(name: str) -> Engine:
-    """An engine by registered name or as ``module:attribute``.
+def load_engine(name: str, ray_address: str | None = None) -> Engine:
+    """Loads an engine by registered name or as ``module:attribute``.
+
+    Args:
+        name: The name.
+        ray_address: Where the engine's cluster is, for one whose constructor takes a ``ray_address``.
 
     Raises:
-        SourceError: If there is none.
+        SourceError: If there is none, or it takes no address.
     """
-    engine: Engine = find("--engine", name, REGISTRY)()
+    made = find("--engine", name, REGISTRY)
+    options = {} if ray_address is None else {"ray_address": ray_address}
+    if not options.keys() <= signature(made).parameters.keys():
+        raise SourceError(f"--ray-address has no effect with --engine {name}. Leave it out, or choose --engine ray.")
+    engine: Engine = made(**options)
     return engine
 
 
 def rows_of(job: ShardJob, source: Source) -> str:
-    """The rows of a job, in words."""
+    """Describes the rows of a job."""
     return f"rows {source.numbers[job.row_start]} to {source.numbers[job.row_stop - 1]}"
 
 
 def system_message(error: OSError) -> str:
-    """What the system says of an error, without the additions of libraries."""
+    """Returns the system's error message, without additions of libraries."""
     return str(error) if error.errno is None else os.strerror(error.errno)

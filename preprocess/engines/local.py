@@ -1,4 +1,4 @@
-"""The engine of one machine: this process, or worker processes that may die without losing anything."""
+"""The engine for one machine: this process, or worker processes that may die without loss."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from preprocess.shard_job import ShardJob, ShardRecord
 from preprocess.workers import WorkersDied, run_in_workers, start_worker_server
 from vlmdata.errors import ResourceError
 
-#: What workers import, once, in the server they are forked from.
+#: Modules that workers import once, in the server from which they are forked.
 PRELOADED = ["preprocess.engines.local", "torchvision.transforms.v2", "transformers", "datasets"]
 
 
 class Local(Engine):
-    """One worker, or one job, runs in this process; more are that many processes."""
+    """Runs one worker or one job in this process, and several in separate processes."""
 
     def warm_up(self, workers: int) -> None:
-        """Lets the libraries of workers be imported while this process is still busy with other things."""
+        """Imports the libraries of workers while this process is still busy."""
         if workers > 1:
             start_worker_server(PRELOADED)
 
@@ -54,7 +54,7 @@ def _run_in_processes(
         except WorkersDied as error:
             job: ShardJob = error.job
             raise ResourceError(
-                f"{work.directory}: {error.deaths} worker processes died, one after the other, over shard {job.number} "
+                f"{work.store}: {error.deaths} worker processes died in a row on shard {job.number} "
                 f"({rows_of(job, work.source)}). Out of memory? Finished shards are kept; use fewer --workers or a "
                 "lower --max-source-pixels and run the same command again to continue."
             ) from None

@@ -1,4 +1,4 @@
-"""What a recipe is, and finding one by name."""
+"""The recipe protocol, and loading recipes by name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import hashlib
 import inspect
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
-from importlib import import_module
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -14,7 +13,7 @@ from typing import Any, ClassVar, Protocol
 from preprocess.conversation import Conversation, Document
 from preprocess.recipes.media import MediaLoader
 from preprocess.recipes.options import NoOptions, declared_options, listed, make_options
-from preprocess.registry import find
+from preprocess.registry import find, module_named
 from preprocess.reject import RowRejected
 from vlmdata.errors import SourceError
 
@@ -33,27 +32,27 @@ class Row:
 
 
 class Recipe(Protocol):
-    """Turns rows into conversations or documents. A pure function of the row: the same row gives the same."""
+    """Converts rows to conversations or documents. A pure function of the row."""
 
     def __call__(self, row: Row) -> Conversation | Document | Iterable[Conversation | Document | RowRejected]:
-        """The row's conversation or document, or a list, tuple or generator of several.
+        """Returns the row's conversation or document, or a list, tuple or generator of several.
 
-        A :class:`RowRejected` in the list, in place of a sample, rejects that sample alone.
+        A :class:`RowRejected` in the list rejects only the sample in its place.
 
         Raises:
-            RowRejected: If nothing of the row can be used.
+            RowRejected: If the whole row cannot be used.
         """
 
 
 class BuiltInRecipe(Recipe, Protocol):
-    """What the class of a built-in recipe says of itself. A recipe of your own may leave all of it out.
+    """Class attributes of a built-in recipe. Your own recipe may omit all of them.
 
     Its constructor may take ``options``, an instance of its ``Options``, and ``media``, the run's
-    :class:`MediaLoader`. Both are passed by name, so it takes only what it needs.
+    :class:`MediaLoader`. Both are passed by name, so it only takes what it needs.
 
     Attributes:
-        needs: The columns it reads, in words for messages: ``messages or conversations``.
-        makes: ``Conversation``, ``Document`` or both. Options of the command that are about the other are refused.
+        needs: The columns that it reads, in words for messages: ``messages or conversations``.
+        makes: ``Conversation``, ``Document`` or both. Options of the command for the other are errors.
         Options: A frozen dataclass of its options, each ``Annotated[type, "What it does."]``. See
             ``preprocess/recipes/options.py`` for the types.
     """
@@ -66,68 +65,68 @@ class BuiltInRecipe(Recipe, Protocol):
     def fits(columns: Collection[str]) -> bool:
         """True if rows with these columns are meant for this recipe.
 
-        Where no recipe is named, the only one that fits is chosen. So this is about what the columns mean, not about
-        what the recipe could read: two recipes that fit the same columns make the user choose.
+        Without ``--recipe``, the only recipe that fits is used. So this is about the meaning of the columns, not about
+        what the recipe could read: if two recipes fit the same columns, the user must choose.
         """
 
 
-#: Recipes by name. A new one is a file or package beside this with a class as BuiltInRecipe says, and a line here.
+#: Recipes by name. To add one, add a file or package here with a class like BuiltInRecipe, and a line below.
 REGISTRY: Mapping[str, str] = {
     "cord_v2": "preprocess.recipes.cord_v2:CordV2",
     "chat": "preprocess.recipes.chat:Chat",
     "text": "preprocess.recipes.text:Text",
     "caption": "preprocess.recipes.caption:Caption",
 }
-#: What a recipe's constructor may take.
+#: Arguments that a recipe's constructor may take.
 _OPTIONS, _MEDIA = "options", "media"
 
 
 def load_recipe(name: str, options: Mapping[str, Any] | None = None, media: MediaLoader | None = None) -> Recipe:
-    """A recipe by registered name or as ``module:attribute``.
+    """Loads a recipe by registered name, as ``module:attribute`` or as ``file.py:attribute``.
 
     Args:
         name: The name.
-        options: Its options by name, as text or values; those left out have their defaults.
+        options: Its options by name, as text or values; omitted options have their defaults.
         media: Loads the images that rows name. By default neither paths nor URLs are allowed.
 
     Raises:
-        SourceError: If there is no such recipe, or the options are wrong.
+        SourceError: If the recipe is unknown, or the options are invalid.
     """
     made, taken = recipe_class(name), constructor_takes(name)
     if _OPTIONS not in taken and options_class(name) is not NoOptions:
-        raise SourceError(f"--recipe {name}: it declares Options, but its constructor takes no `{_OPTIONS}`")
+        raise SourceError(f"--recipe {name}: it declares Options, but its constructor does not take `{_OPTIONS}`")
     parts = {_OPTIONS: recipe_options(name, options or {}), _MEDIA: media or MediaLoader(None, False)}
     recipe: Recipe = made(**{part: value for part, value in parts.items() if part in taken})
     return recipe
 
 
 def options_class(name: str) -> type:
-    """The dataclass of a recipe's options."""
+    """Returns the dataclass of a recipe's options."""
     declared: type = getattr(recipe_class(name), "Options", NoOptions)
     return declared
 
 
 def recipe_options(name: str, given: Mapping[str, Any]) -> Any:
-    """An instance of a recipe's ``Options``.
+    """Creates an instance of a recipe's ``Options``.
 
     Raises:
-        SourceError: If there is no such recipe or option, or a value is not of the option's type.
+        SourceError: If the recipe or an option is unknown, or a value has the wrong type.
     """
     others = [other for other in REGISTRY if set(given) <= {field.name for field in fields(options_class(other))}]
-    hint = f" (--recipe {' or '.join(others)} would have it)" if others else ""
+    hint = f" (--recipe {' or '.join(others)} has it)" if others else ""
     return make_options(name, options_class(name), given, hint)
 
 
 def describe_options(names: Iterable[str] | None = None) -> str:
-    """The options of recipes, a line each; of all built-in recipes if none is named."""
+    """Describes the options of recipes, one line each; by default of all built-in recipes."""
     return "\n".join(listed(name, declared_options(options_class(name))) for name in names or REGISTRY)
 
 
 def constructor_takes(name: str) -> frozenset[str]:
-    """Which of ``options`` and ``media`` a recipe's constructor takes.
+    """Returns which of ``options`` and ``media`` a recipe's constructor takes.
 
     Raises:
-        SourceError: If it needs anything else.
+        SourceError: If the constructor needs other arguments.
     """
     parameters = signature(recipe_class(name)).parameters.values()
     fixed = [each for each in parameters if each.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)]
@@ -141,13 +140,13 @@ def constructor_takes(name: str) -> frozenset[str]:
 
 
 def recipe_fingerprint(name: str) -> str:
-    """sha256 of the source that defines the recipe: a changed recipe is another recipe.
+    """Returns the sha256 of the recipe's source code. A changed recipe is a different recipe.
 
-    That is the file that defines it. If the recipe is found in a package (``preprocess.recipes.chat:Chat``), it is
-    every Python file of the package too, by its path within.
+    The source code is the file that defines the recipe. If the module is a package (``preprocess.recipes.chat:Chat``),
+    it includes every Python file of the package, by relative path.
     """
     digest = hashlib.sha256(inspect.getsource(inspect.getmodule(recipe_class(name)) or object).encode())
-    package = import_module(REGISTRY.get(name, name).partition(":")[0])
+    package = module_named(REGISTRY.get(name, name).partition(":")[0])
     for folder in map(Path, getattr(package, "__path__", ())):
         for file in sorted(folder.rglob("*.py")):
             source = file.read_bytes()
@@ -156,9 +155,9 @@ def recipe_fingerprint(name: str) -> str:
 
 
 def recipe_class(name: str) -> Any:
-    """What makes a recipe: the class of a built-in one, or any callable that gives a recipe.
+    """Returns the factory of a recipe: the class of a built-in one, or any callable that returns a recipe.
 
     Raises:
-        SourceError: If there is none.
+        SourceError: If there is no such recipe.
     """
     return find("--recipe", name, REGISTRY)

@@ -1,4 +1,4 @@
-"""An image and its caption, as in WebDataset pairs of ``jpg`` and ``txt``: the prompt is asked, the caption learned."""
+"""The recipe ``caption``: an image and a caption, as in WebDataset ``jpg`` and ``txt`` pairs. Learns the caption."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vlmdata.wording import counted
 
 _CAPTIONS = ("txt", "text", "caption")
 _USED_COLUMNS = frozenset({"image", "images", *_CAPTIONS, *BOUND_KEYS, *ROW_WEIGHTS})
-#: What img2dataset says of the download, in the JSON beside each image.
+#: Download data that img2dataset writes in the JSON next to each image.
 _HARMLESS_COLUMNS = HARMLESS_COLUMNS | {
     "status",
     "error_message",
@@ -52,13 +52,13 @@ class Caption:
 
     @staticmethod
     def fits(columns: Collection[str]) -> bool:
-        """True for rows with an image and a text beside it, but no turns and no parse."""
+        """Returns True for rows with an image and a text, but no turns and no parse."""
         if fits_chat(columns) or "ground_truth" in columns:
             return False
         return "image" in columns and any(name in columns for name in _CAPTIONS)
 
     def __call__(self, row: Row) -> Conversation:
-        """The image and the prompt as the question, the caption as the answer."""
+        """Returns image and prompt as the question, and the caption as the answer."""
         values = {name: value for name, value in row.values.items() if value is not None}
         refuse_row(values)
         keys = KeyLog()
@@ -71,22 +71,22 @@ class Caption:
 
 
 def _only(images: RowImages) -> ImagePart:
-    """The image of the row.
+    """Returns the image of the row.
 
     Raises:
         RowRejected: MISSING_IMAGE without any; IMAGE_COUNT_MISMATCH with several.
     """
     if images.count != 1:
         reason = Reason.IMAGE_COUNT_MISMATCH if images.count else Reason.MISSING_IMAGE
-        raise RowRejected(reason, f"{images.column} holds {counted(images.count, 'image')}; a caption is of one image")
+        raise RowRejected(reason, f"{images.column} holds {counted(images.count, 'image')}; a caption needs one image")
     return images.take(images.column)
 
 
 def _caption(values: dict[str, object]) -> str:
-    """The caption without white space around it.
+    """Returns the caption, stripped of surrounding white space.
 
     Raises:
-        RowRejected: If there is none, or columns hold different ones.
+        RowRejected: If there is no caption, or columns have different ones.
     """
     found = {name: values[name] for name in _CAPTIONS if not is_empty(values.get(name))}
     if not any(name in values for name in _CAPTIONS):

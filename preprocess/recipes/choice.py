@@ -1,4 +1,4 @@
-"""Choosing a recipe by the columns of a source, and telling early that a named one cannot be meant."""
+"""Chooses a recipe by the columns of a source, and detects early if a given one does not fit."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from preprocess.sources.rows import Source
 from vlmdata.errors import SourceError
 from vlmdata.wording import counted
 
-#: Rows in which columns are looked for where rows differ, and rows that a recipe is tried on.
+#: Number of rows to search for columns if rows differ, and number of rows to test a recipe on.
 _READ_ROWS, _TRIED_ROWS = 100, 8
 
 
 def choose_recipe(source: Source, spec: str) -> str:
-    """The name of the only built-in recipe that fits the source's columns.
+    """Returns the name of the only built-in recipe that fits the source's columns.
 
     Args:
         source: The opened source.
-        spec: What the user called it, for messages.
+        spec: The source as given by the user, for messages.
 
     Raises:
         SourceError: If no recipe fits, or several do.
@@ -31,7 +31,7 @@ def choose_recipe(source: Source, spec: str) -> str:
     columns = columns_of(source)
     if not columns:
         raise SourceError(
-            f"SOURCE {spec}: no recipe can be chosen, as no row among the first can be read: {_first_fault(source)}"
+            f"SOURCE {spec}: no recipe can be chosen, as none of the first rows can be read: {_first_fault(source)}"
         )
     fitting = [name for name in REGISTRY if recipe_class(name).fits(columns)]
     if len(fitting) == 1:
@@ -44,25 +44,35 @@ def choose_recipe(source: Source, spec: str) -> str:
     )
 
 
-def recipe_for(source: Source, config: PreprocessConfig) -> Recipe:
-    """The config's recipe; image paths are relative to the source's folder where the config names none."""
-    media = MediaLoader(image_root_of(source, config), config.media.allow_urls)
-    return load_recipe(config.recipe, config.recipe_options, media)
+def recipe_for(source: Source, config: PreprocessConfig, media: MediaLoader | None = None) -> Recipe:
+    """The config's recipe.
+
+    Args:
+        source: The rows.
+        config: The options.
+        media: What it loads images with; None makes one.
+    """
+    return load_recipe(config.recipe, config.recipe_options, media or media_for(source, config))
+
+
+def media_for(source: Source, config: PreprocessConfig) -> MediaLoader:
+    """What loads images; their paths are relative to the source's folder where the config names none."""
+    return MediaLoader(image_root_of(source, config), config.media.allow_urls)
 
 
 def image_root_of(source: Source, config: PreprocessConfig) -> str | None:
-    """Folder that image paths are relative to: the one that the user named, or the source's."""
+    """Folder or URL that image paths are relative to: the one that the user named, or the source's."""
     named = config.media.image_root
     return source.image_root if named is None else named
 
 
 def misfit(source: Source, spec: str, config: PreprocessConfig) -> str | None:
-    """Why the recipe that the user named cannot be meant for this source; None if it can.
+    """Returns why the given recipe does not fit this source; None if it may fit.
 
-    A recipe may read more than it fits, so it must also reject each of the first rows.
+    A recipe may read more columns than it fits, so it must also reject each of the first rows.
 
     Raises:
-        SourceError: If later rows have no other columns, so that none can succeed.
+        SourceError: If later rows have the same columns, so that none can succeed.
     """
     name = config.recipe
     fits, columns = getattr(recipe_class(name), "fits", None), columns_of(source)
@@ -74,7 +84,7 @@ def misfit(source: Source, spec: str, config: PreprocessConfig) -> str | None:
             made = [candidate.made for candidate in candidates_of(recipe, row)]
         except RowRejected as rejected:
             made = [rejected]
-        except Exception:  # a fault in the recipe is reported, row by row, by the run
+        except Exception:  # the run reports faults in the recipe row by row
             return None
         if not all(isinstance(each, RowRejected) for each in made):
             return None
@@ -89,7 +99,7 @@ def misfit(source: Source, spec: str, config: PreprocessConfig) -> str | None:
 
 
 def columns_of(source: Source) -> tuple[str, ...]:
-    """The source's columns; where rows differ, those in the first rows that can be read."""
+    """Returns the source's columns; if rows differ, those of the first readable rows."""
     columns = source.rows.columns()
     if columns is not None:
         return columns

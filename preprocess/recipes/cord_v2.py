@@ -23,19 +23,19 @@ from vlmdata.format.ledger import Reason
 
 _USED_COLUMNS = frozenset({"image", "ground_truth"})
 _USED_KEYS = frozenset({"gt_parse", "gt_parses"})
-#: What CORD says of the picture and of the words on it, beside the parse.
+#: CORD's data on the image and its words, in addition to the parse.
 _HARMLESS_KEYS = frozenset({"meta", "valid_line", "roi", "repeating_symbol", "dontcare"})
 
 
 class Target(StrEnum):
-    """How the ground truth is written as the answer."""
+    """Form of the answer."""
 
     DONUT = "donut"
     JSON = "json"
 
 
 class CordV2:
-    """``image`` and ``ground_truth`` (JSON with ``gt_parse`` or ``gt_parses``) to one question and its answer."""
+    """Converts ``image`` and ``ground_truth`` (JSON with ``gt_parse`` or ``gt_parses``) to a question and answer."""
 
     needs: ClassVar[str] = "image and ground_truth"
     makes: ClassVar[tuple[type, ...]] = (Conversation,)
@@ -52,11 +52,11 @@ class CordV2:
 
     @staticmethod
     def fits(columns: Collection[str]) -> bool:
-        """True for rows with both columns."""
+        """Returns True for rows with both columns."""
         return "image" in columns and "ground_truth" in columns
 
     def __call__(self, row: Row) -> Conversation:
-        """The image and the prompt as the question, the parse as the answer."""
+        """Returns image and prompt as the question, and the parse as the answer."""
         ground_truth = _ground_truth(row)
         parse = _choose_parse(ground_truth, row.number)
         answer = donut_tokens(parse) if self._options.target is Target.DONUT else json.dumps(parse, ensure_ascii=False)
@@ -74,10 +74,10 @@ class CordV2:
 
 
 def donut_tokens(value: Any) -> str:
-    """A parse in Donut's token form.
+    """Converts a parse to Donut's token form.
 
     Mappings become ``<s_key>…</s_key>`` with keys in reverse-sorted order, lists are joined by ``<sep/>``, and
-    everything else is its ``str``. A mapping of only ``text_sequence`` is that text.
+    other values become their ``str``. A mapping with only ``text_sequence`` becomes that text.
     """
     if isinstance(value, Mapping):
         if set(value) == {"text_sequence"}:
@@ -106,7 +106,7 @@ def _ground_truth(row: Row) -> Mapping[str, Any]:
 
 
 def _choose_parse(ground_truth: Mapping[str, Any], row: int) -> Any:
-    """``gt_parse``, or one of ``gt_parses`` chosen by the row number alone."""
+    """Returns ``gt_parse``, or one of ``gt_parses`` chosen by the row number."""
     choices = ground_truth.get("gt_parses")
     if choices is None:
         if ground_truth.get("gt_parse") is None:

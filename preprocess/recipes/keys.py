@@ -1,11 +1,11 @@
-"""Keys of a row that its recipe does not use: known to be harmless, or unknown."""
+"""Keys of a row that its recipe does not use: harmless or unknown."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-#: Columns that say where a row comes from or what it is about, and nothing about how it is learned.
+#: Columns about the origin or topic of a row that do not affect learning.
 HARMLESS_COLUMNS = frozenset(
     {
         # names of the row
@@ -19,7 +19,7 @@ HARMLESS_COLUMNS = frozenset(
         "key",
         "__key__",
         "__index_level_0__",
-        # where it comes from
+        # origin
         "source",
         "sources",
         "origin",
@@ -34,7 +34,7 @@ HARMLESS_COLUMNS = frozenset(
         "__local_path__",
         "file_name",
         "filename",
-        # what it is about
+        # topic
         "category",
         "task",
         "task_type",
@@ -53,21 +53,21 @@ HARMLESS_COLUMNS = frozenset(
         "created_at",
         "timestamp",
         "date",
-        # sizes of the file, which the file says itself
+        # sizes of the file, which the file contains
         "width",
         "height",
         "image_width",
         "image_height",
-        # OpenAI: how its service runs tools
+        # OpenAI: execution of tools by its service
         "parallel_tool_calls",
     }
 )
 
 
 class KeyLog:
-    """Collects the keys of one row that its recipe leaves aside.
+    """Collects the keys of one row that its recipe does not use.
 
-    Keys are named by their place, such as ``messages[].name``. Keys without content say nothing and are left out.
+    Keys are named by their place, such as ``messages[].name``. Empty keys are ignored.
     """
 
     def __init__(self) -> None:
@@ -75,13 +75,13 @@ class KeyLog:
         self._unknown: set[str] = set()
 
     def note(self, values: Mapping[str, Any], used: frozenset[str], harmless: frozenset[str], where: str = "") -> None:
-        """Notes the keys of a mapping that are not among ``used``.
+        """Records the keys of a mapping that are not in ``used``.
 
         Args:
             values: The mapping.
             used: Keys that the recipe reads.
-            harmless: Keys that may be left aside. Names that end in ``_id`` are harmless too.
-            where: What stands before the keys in messages, such as ``messages[].``.
+            harmless: Harmless keys. Names that end in ``_id`` are harmless too.
+            where: Prefix of the keys, such as ``messages[].``.
         """
         for key in values.keys() - used:
             if not is_empty(values[key]):
@@ -90,17 +90,17 @@ class KeyLog:
 
     @property
     def harmless(self) -> tuple[str, ...]:
-        """The harmless keys, sorted."""
+        """Returns the harmless keys, sorted."""
         return tuple(sorted(self._harmless))
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """The other keys, sorted."""
+        """Returns the other keys, sorted."""
         return tuple(sorted(self._unknown))
 
 
 def is_empty(value: Any) -> bool:
-    """True for null, empty text and containers, and containers that hold only such."""
+    """Returns True for null, empty text and containers, and containers with only such values."""
     if isinstance(value, Mapping):
         return all(map(is_empty, value.values()))
     if isinstance(value, list | tuple):
@@ -109,5 +109,5 @@ def is_empty(value: Any) -> bool:
 
 
 def filled(values: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
-    """Those of the keys that hold something."""
+    """Returns the keys with non-empty values."""
     return [key for key in keys if key in values and not is_empty(values[key])]

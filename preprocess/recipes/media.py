@@ -1,60 +1,94 @@
-"""Getting an image file's bytes out of whatever a row holds: bytes, a data URI, a path, or (if allowed) a URL."""
+"""Getting an image file's bytes out of whatever a row holds: bytes, a data URI, a path, or (if allowed) a URL.
+
+Paths begin at the image root, a folder or a URL such as ``s3://bucket/images``.
+"""
 
 from __future__ import annotations
 
 import base64
 import binascii
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 from preprocess import image_files
+from preprocess.recipes.ahead import Ahead, image_names
+from preprocess.recipes.remote_root import MAX_FILE_BYTES, FetchProblem, RemoteRoot, require_remote_root
 from preprocess.reject import RowRejected, excerpt
 from vlmdata.errors import SourceError
 from vlmdata.format.ledger import Reason
+from vlmdata.locations import is_url, place_of
 
-#: A file larger than this is not read or downloaded.
-MAX_FILE_BYTES = 256 * 1024 * 1024
-_TIMEOUT_SECONDS = (10, 60)  # to connect, and between two packets
-_ATTEMPTS = 3
+_TIMEOUT_SECONDS = (10, 60)  # for connecting, and between two packets
+#: Seconds before the second and third attempt.
+_PAUSES = (0.1, 0.5)
 
 
 def require_image_root(image_root: str | None) -> None:
-    """Checks that the folder the user named is there, before work is paid for.
+    """Checks that the folder or URL the user named is there, before work is paid for.
 
     Raises:
-        SourceError: If it is not.
+        SourceError: If it does not exist or is not a folder.
     """
-    if image_root is not None and not Path(image_root).is_dir():
+    if image_root is not None and is_url(place_of(image_root)):
+        require_remote_root(place_of(image_root))
+    elif image_root is not None and not Path(image_root).is_dir():
         found = "is not a folder" if Path(image_root).exists() else "does not exist"
-        raise SourceError(
-            f"--image-root {image_root}: it {found}; name the folder that image paths in the data begin at"
-        )
+        raise SourceError(f"--image-root {image_root}: it {found}; give the base folder of the image paths in the data")
 
 
 class MediaLoader:
     """Loads image files named by data, within limits.
 
-    What it says of them names no place on this machine: the ledger is the same for every copy of a source.
+    Its messages contain no paths of this machine, so the ledger is equal for every copy of a source.
 
     Args:
-        image_root: Folder that paths are relative to and may not leave; None allows no paths.
+        image_root: Folder or URL that paths are relative to and may not leave; None allows no paths.
         allow_urls: Whether http(s) URLs are fetched.
     """
 
     def __init__(self, image_root: str | None, allow_urls: bool):
-        self._root = Path(image_root).resolve() if image_root is not None else None
+        place = None if image_root is None else place_of(image_root)
+        self._remote = RemoteRoot(place) if place is not None and is_url(place) else None
+        self._root = Path(image_root).resolve() if image_root is not None and self._remote is None else None
         self._allow_urls = allow_urls
+        self._ahead = Ahead()
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether images may come over a network."""
+        return self._remote is not None or self._allow_urls
+
+    def begin(self, values: Mapping[str, Any]) -> list[str]:
+        """Begins to fetch the images that a row seems to name; gives what to :meth:`forget` when it is done."""
+        wanted: dict[str, Callable[[], bytes]] = {}
+        for text in image_names(values):
+            if text.startswith(("http://", "https://")):
+                if self._allow_urls:
+                    wanted[text] = partial(_download, text)
+            elif self._remote is not None:
+                try:
+                    name = self._remote.name_of(text)
+                except FetchProblem:  # told when the image is asked for
+                    continue
+                wanted[name] = partial(self._remote.fetch, name)
+        return self._ahead.begin(wanted) if wanted else []
+
+    def forget(self, begun: Sequence[str]) -> None:
+        """Drops images that were fetched ahead."""
+        self._ahead.forget(begun)
 
     def load(self, value: Any, field: str) -> bytes:
-        """The file's bytes.
+        """Returns the file's bytes.
 
         Args:
             value: bytes, a ``{"bytes", "path"}`` mapping as ``datasets`` stores images, or a string: a data URI, a
                 path, a ``file://`` URL, or an http(s) URL.
-            field: Where it stands in the row, for messages.
+            field: Place in the row, for messages.
 
         Raises:
             RowRejected: MISSING_IMAGE, IMAGE_PATH, IMAGE_FETCH or NOT_AN_IMAGE.
@@ -67,29 +101,29 @@ class MediaLoader:
         if isinstance(value, bytes):
             return value
         if not isinstance(value, str) or not value.strip():
-            raise RowRejected(Reason.MISSING_IMAGE, f"{field}: no image here: {excerpt(value)}")
+            raise RowRejected(Reason.MISSING_IMAGE, f"{field}: not an image: {excerpt(value)}")
         if value.startswith("data:"):
             return _data_uri(value, field)
         if value.startswith(("http://", "https://")):
             return self._fetch(value, field)
         if value.startswith("file://"):
             value = unquote(value.removeprefix("file://"))
-        return self._read(value, field)
+        return self._read(value, field) if self._remote is None else self._read_remote(self._remote, value, field)
 
     def _read(self, path: str, field: str) -> bytes:
         shown = excerpt(path)
         if self._root is None:
-            raise RowRejected(Reason.IMAGE_PATH, f"{field}: {shown} is a path; say with --image-root where paths begin")
+            raise RowRejected(Reason.IMAGE_PATH, f"{field}: {shown} is a path; set --image-root to its base folder")
         try:
-            # Symbolic links are followed first: neither `..` nor a link may lead out of the root.
+            # Symbolic links are resolved first: neither `..` nor a link may leave the root.
             full = (self._root / path).resolve(strict=True)
         except (OSError, ValueError, RuntimeError) as error:
             image_files.record(self._root, path, None, None, None)
             raise RowRejected(
-                Reason.MISSING_IMAGE, f"{field}: no file {shown} below the image root: {type(error).__name__}"
+                Reason.MISSING_IMAGE, f"{field}: no file {shown} in the image root: {type(error).__name__}"
             ) from error
         if not full.is_relative_to(self._root):
-            raise RowRejected(Reason.IMAGE_PATH, f"{field}: {shown} leads out of the image root")
+            raise RowRejected(Reason.IMAGE_PATH, f"{field}: {shown} is outside the image root")
         size, data = None, None
         try:
             if not full.is_file():
@@ -104,35 +138,57 @@ class MediaLoader:
         finally:
             image_files.record(self._root, path, full, size, data)
 
+    def _read_remote(self, root: RemoteRoot, path: str, field: str) -> bytes:
+        try:
+            name = root.name_of(path)
+        except FetchProblem as problem:
+            raise RowRejected(problem.reason, f"{field}: {problem}") from problem
+        named = path.removeprefix(f"{root.url}/")
+        try:
+            data = self._ahead.get(name, partial(root.fetch, name))
+        except FetchProblem as problem:
+            if problem.reason in (Reason.MISSING_IMAGE, Reason.IMAGE_TOO_LARGE):
+                image_files.record_remote(named, problem.size, None)
+            # As of a file on disk, the ledger tells the path as the row has it.
+            said = str(problem).replace(excerpt(name), excerpt(named), 1)
+            raise RowRejected(problem.reason, f"{field}: {said}") from problem
+        image_files.record_remote(named, len(data), data)
+        return data
+
     def _fetch(self, url: str, field: str) -> bytes:
         if not self._allow_urls:
             raise RowRejected(Reason.IMAGE_FETCH, f"{field}: {excerpt(url)} is a URL; --allow-urls fetches such images")
-        import requests
-
-        problem: object = None
-        for _ in range(_ATTEMPTS):
-            try:
-                with requests.get(url, stream=True, timeout=_TIMEOUT_SECONDS) as response:
-                    if 400 <= response.status_code < 500:
-                        raise RowRejected(
-                            Reason.IMAGE_FETCH, f"{field}: {excerpt(url)}: HTTP status {response.status_code}"
-                        )
-                    response.raise_for_status()
-                    return _limited(response.iter_content(1 << 20), url, field)
-            except (requests.RequestException, ValueError) as error:
-                problem = error
-        raise RowRejected(
-            Reason.IMAGE_FETCH,
-            f"{field}: {excerpt(url)}: {_ATTEMPTS} attempts failed, the last with: {problem}",
-        )
+        try:
+            return self._ahead.get(url, partial(_download, url))
+        except FetchProblem as problem:
+            raise RowRejected(problem.reason, f"{field}: {problem}") from problem
 
 
-def _limited(chunks: Any, url: str, field: str) -> bytes:
+def _download(url: str) -> bytes:
+    import requests
+
+    problem: object = None
+    for pause in (0.0, *_PAUSES):
+        time.sleep(pause)
+        try:
+            with requests.get(url, stream=True, timeout=_TIMEOUT_SECONDS) as response:
+                if 400 <= response.status_code < 500 and response.status_code != 429:
+                    raise FetchProblem(Reason.IMAGE_FETCH, f"{excerpt(url)}: HTTP status {response.status_code}")
+                response.raise_for_status()
+                return _limited(response.iter_content(1 << 20), url)
+        except (requests.RequestException, ValueError) as error:
+            problem = error
+    raise FetchProblem(
+        Reason.IMAGE_FETCH, f"{excerpt(url)}: {len(_PAUSES) + 1} attempts failed, the last with: {problem}"
+    )
+
+
+def _limited(chunks: Any, url: str) -> bytes:
     received = bytearray()
     for chunk in chunks:
         received += chunk
         if len(received) > MAX_FILE_BYTES:
-            raise RowRejected(Reason.IMAGE_TOO_LARGE, f"{field}: {excerpt(url)} gives more than {MAX_FILE_BYTES} bytes")
+            raise FetchProblem(Reason.IMAGE_TOO_LARGE, f"{excerpt(url)} gives more than {MAX_FILE_BYTES} bytes")
     return bytes(received)
 
 

@@ -1,4 +1,4 @@
-"""Options of a recipe: declared as a frozen dataclass, given by name as text or values."""
+"""Options of recipes: declared as a frozen dataclass, given by name as text or values."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from vlmdata.errors import SourceError
 
-#: Types whose values are words.
+#: Types with words as values.
 _WORDS: Mapping[Any, tuple[Any, ...]] = {bool: (True, False), NoneType: (None,)}
 
 
 @dataclass(frozen=True)
 class NoOptions:
-    """Options of a recipe that declares none."""
+    """Options of a recipe without options."""
 
 
 @dataclass(frozen=True)
 class RecipeOption:
-    """One declared option, for help and messages.
+    """A declared option, for help and messages.
 
     Attributes:
         name: The field's name.
         type: Its type in words: ``text``, ``donut or json``.
-        default: The value without it, as it is typed; None if it must be given.
-        meaning: What it does, from ``Annotated[type, meaning]``.
+        default: Default value, as on the command line; None if required.
+        meaning: Description, from ``Annotated[type, meaning]``.
     """
 
     name: str
@@ -42,7 +42,7 @@ class RecipeOption:
 
 
 def declared_options(options: type) -> list[RecipeOption]:
-    """The fields of an options dataclass, in order."""
+    """Returns the fields of an options dataclass, in order."""
     hints = get_type_hints(options, include_extras=True)
     return [
         RecipeOption(
@@ -56,16 +56,16 @@ def declared_options(options: type) -> list[RecipeOption]:
 
 
 def make_options(recipe: str, options: type, given: Mapping[str, Any], hint: str = "") -> Any:
-    """An instance of a recipe's options dataclass.
+    """Creates an instance of a recipe's options dataclass.
 
     Args:
         recipe: Name of the recipe, for messages.
         options: The dataclass. Fields may be str, bool, int, float, an Enum, a Literal, a tuple of these, or None.
         given: Options by name; text is converted to the field's type.
-        hint: What to say after the name of an option that there is not.
+        hint: Text after the name of an unknown option.
 
     Raises:
-        SourceError: If there is no such option, one is missing, or a value is not of the option's type.
+        SourceError: If an option is unknown or missing, or a value has the wrong type.
     """
     known = declared_options(options)
     hints = get_type_hints(options)
@@ -90,17 +90,17 @@ def make_options(recipe: str, options: type, given: Mapping[str, Any], hint: str
 
 
 def listed(recipe: str, options: list[RecipeOption]) -> str:
-    """The options of a recipe, a line each."""
+    """Formats the options of a recipe, one line each."""
     if not options:
         return f"Recipe {recipe} has no options."
     return f"Options of recipe {recipe}:" + "".join(f"\n  {option}" for option in options)
 
 
 def _converted(kind: Any, value: Any) -> Any:
-    """A value as the type; text is read as it is typed on a command line.
+    """Converts a value to a type. Text is parsed as on a command line.
 
     Raises:
-        LookupError, ValueError, TypeError: If it cannot be.
+        LookupError, ValueError, TypeError: If the value cannot be converted.
     """
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):

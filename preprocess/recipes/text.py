@@ -1,4 +1,4 @@
-"""Raw text and interleaved documents for continued pre-training: every text token is learned.
+"""The recipe ``text``: raw text and interleaved documents for continued pre-training. All text is learned.
 
 Sources: the dataset cards of HuggingFaceM4/OBELICS (``texts`` and ``images``) and of MMC4 (``text_list`` and
 ``image_info``), and ms-swift's documentation of pre-training data (``messages`` with one assistant turn).
@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from preprocess.conversation import ContentPart, Document, ImagePart, TextPart
 from preprocess.recipes.base import Row
-from preprocess.recipes.chat.content import ContentReader, StrayMarks, StrayMarksOption
+from preprocess.recipes.chat.content import ContentOptions, ContentReader
 from preprocess.recipes.chat.forms import LIST_COLUMNS
 from preprocess.recipes.chat.forms import fits as fits_chat
 from preprocess.recipes.chat.images import BOUND_KEYS, RowImages
@@ -42,30 +41,26 @@ _MMC4_HARMLESS = frozenset({"matched_sim", "face_detections"})
 
 
 class Text:
-    """Rows with ``text`` or ``content``, or with texts and images in turn."""
+    """Rows with ``text`` or ``content``, or with alternating texts and images."""
 
     needs: ClassVar[str] = "text, content, texts and images, or text_list and image_info"
     makes: ClassVar[tuple[type, ...]] = (Document,)
 
-    @dataclass(frozen=True)
-    class Options:
-        """Options of the recipe."""
+    Options = ContentOptions
 
-        stray_marks: StrayMarksOption = StrayMarks.REJECT
-
-    def __init__(self, options: Options, media: MediaLoader):
+    def __init__(self, options: ContentOptions, media: MediaLoader):
         self._options, self._media = options, media
 
     @staticmethod
     def fits(columns: Collection[str]) -> bool:
-        """True for rows with text but no turns; a single image beside the text may be meant as a caption's."""
+        """Returns True for rows with text but no turns. A text with one image may be a caption instead."""
         if fits_chat(columns):
             return False
         interleaved = {"texts", "images"} <= set(columns) or {"text_list", "image_info"} <= set(columns)
         return interleaved or ("text" in columns and "image" not in columns)
 
     def __call__(self, row: Row) -> Document:
-        """The row's text and images in order."""
+        """Returns the row's text and images in order."""
         values = {name: value for name, value in row.values.items() if value is not None}
         refuse_row(values)
         keys = KeyLog()
@@ -82,26 +77,26 @@ class Text:
         return Document(parts, weight, keys.harmless, keys.unknown)
 
     def _content(self, turn: Turn, values: Mapping[str, Any], keys: KeyLog) -> tuple[ContentPart, ...]:
-        """Text with marks, or a list of text and image items; images of a column take the places in order."""
+        """Reads text with marks, or a list of text and image items. Images of a column fill the places in order."""
         images = RowImages(values, self._media, keys)
         parts = tuple(ContentReader([turn], images, self._options.stray_marks, keys).parts(turn))
         images.require_all_used()
         return parts
 
     def _in_turn(self, values: Mapping[str, Any]) -> Iterator[ContentPart]:
-        """OBELICS: two lists of one length, of which each place holds a text or an image."""
+        """Reads OBELICS rows: two lists of equal length, with a text or an image at each place."""
         texts, images = _list(values, "texts"), _list(values, "images")
         if images and len(texts) != len(images):
             raise RowRejected(
                 Reason.MALFORMED_DOCUMENT,
-                f"texts has {counted(len(texts), 'place')} and images has {len(images)}; they must be of one length, "
-                "with a null in images where a text stands and the other way round",
+                f"texts has {counted(len(texts), 'place')} and images has {len(images)}; they must have equal length, "
+                "with null in images at the places of texts, and vice versa",
             )
         for i, (text, image) in enumerate(zip(texts, images or [None] * len(texts), strict=True)):
             if not is_empty(text) and not is_empty(image):
                 raise RowRejected(
                     Reason.MALFORMED_DOCUMENT,
-                    f"both texts[{i}] and images[{i}] hold something, so their order is not known: {excerpt(text)!r}",
+                    f"both texts[{i}] and images[{i}] have values, so their order is unknown: {excerpt(text)!r}",
                 )
             if not is_empty(image):
                 yield ImagePart(self._media.load(image, f"images[{i}]"), f"images[{i}]")
@@ -109,7 +104,7 @@ class Text:
                 yield _text(text, f"texts[{i}]")
 
     def _beside_sentences(self, values: Mapping[str, Any], keys: KeyLog) -> Iterator[ContentPart]:
-        """MMC4: sentences, and images each of which stands before the sentence that it matches."""
+        """Reads MMC4 rows: sentences, and images that each precede their matching sentence."""
         sentences, infos = _list(values, "text_list"), _list(values, "image_info")
         before: dict[int, list[ContentPart]] = {}
         for i, info in enumerate(infos):
@@ -133,7 +128,7 @@ class Text:
 
 
 def _column(values: Mapping[str, Any]) -> str:
-    """The column that holds the text.
+    """Returns the column with the text.
 
     Raises:
         RowRejected: MISSING_COLUMN without any; MALFORMED_DOCUMENT with several.
@@ -143,17 +138,15 @@ def _column(values: Mapping[str, Any]) -> str:
     if not found:
         columns = ", ".join(values) or "none"
         raise RowRejected(
-            Reason.MISSING_COLUMN, f"none of {', '.join(known)} holds anything; columns with values: {columns}"
+            Reason.MISSING_COLUMN, f"none of {', '.join(known)} has a value; columns with values: {columns}"
         )
     if len(found) > 1:
-        raise RowRejected(
-            Reason.MALFORMED_DOCUMENT, f"text stands in {' and in '.join(found)}; keep one of the columns"
-        )
+        raise RowRejected(Reason.MALFORMED_DOCUMENT, f"text is in {' and in '.join(found)}; keep one of the columns")
     return found[0]
 
 
 def _turn(value: Any, column: str, keys: KeyLog) -> tuple[Turn, float]:
-    """The document as a user's turn, as which :class:`ContentReader` puts text and images in order; and its weight."""
+    """Returns the document as a user turn, in which :class:`ContentReader` orders text and images, and its weight."""
     if column not in LIST_COLUMNS:
         return Turn("row" if isinstance(value, list) else column, "user", value, {}), 1.0
     found = [read_turn(turn, f"{column}[{i}]") for i, turn in enumerate(value)] if isinstance(value, list) else []

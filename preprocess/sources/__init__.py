@@ -1,1 +1,1 @@
-"""Sources of rows, all read through Hugging Face datasets."""
+"""Sources of rows: files on disk, in buckets and on the hub, read fragment by fragment."""

@@ -1,21 +1,22 @@
-"""Rows that ``datasets`` reads: parquet, Arrow and JSON files, image folders, saved datasets, hub ids."""
+"""Rows that ``datasets`` reads: JSON files, image folders, saved datasets, and hub datasets that are not Parquet."""
 
 from __future__ import annotations
 
 import glob
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from preprocess.sources.identity import identify
+from preprocess.sources.data_files import DataFile, relative_name
+from preprocess.sources.identity import identify, mark_of
 from preprocess.sources.rows import Source
 from preprocess.sources.splits import choose_split
+from preprocess.sources.tables import decode_json
 from vlmdata.errors import SourceError
 from vlmdata.format.manifest import canonical_hash
 
-#: How ``datasets`` says that there is nothing in a file.
+#: Errors of ``datasets`` for an empty file.
 _NO_ROWS = ("SchemaInferenceError", "corresponds to no data")
 
 
@@ -36,19 +37,19 @@ class ArrowRows:
         """Column values of one row."""
         record = self.dataset[number : number + 1].to_pylist()[0]
         features = self.dataset.features
-        return {name: _decode_json(value, features[name]) for name, value in record.items()}
+        return {name: decode_json(value, features[name]) for name, value in record.items()}
 
 
 def open_files(builder: str, files: Sequence[Path], split: str | None, root: Path) -> Source:
     """Opens data files of one kind.
 
     Args:
-        builder: ``datasets``' name of the kind.
+        builder: Name of the kind in ``datasets``.
         files: The files.
-        split: Name of the split they are, for the identity; None if they are none.
-        root: Folder that file names in the identity, and image paths, are relative to.
+        split: Name of their split, for the identity; None without a split.
+        root: Base folder of file names in the identity and of image paths.
     """
-    identity = {"kind": "files", **({"split": split} if split else {}), **identify(files, root)}
+    identity = {"kind": "files", **({"split": split} if split else {}), **_identify(files, root)}
     dataset = _guarded(
         f"SOURCE {files[0]}",
         "load_dataset",
@@ -61,12 +62,12 @@ def open_files(builder: str, files: Sequence[Path], split: str | None, root: Pat
 
 
 def open_folder(folder: Path, split: str | None, config_name: str | None) -> Source:
-    """Opens a folder as ``datasets`` understands it: an image folder, or one with a dataset card that says how."""
+    """Opens a folder by the rules of ``datasets``: an image folder, or one whose dataset card describes it."""
     what = f"SOURCE {folder}"
     builder = _guarded(what, "load_dataset_builder", str(folder), config_name)
     data_files = builder.config.data_files or {}
     name = choose_split(what, data_files, split)
-    identity = {"kind": "files", "split": name, **identify([Path(file) for file in data_files[name]], folder)}
+    identity = {"kind": "files", "split": name, **_identify([Path(file) for file in data_files[name]], folder)}
     dataset = _guarded(what, "load_dataset", str(folder), config_name, split=name, cache_dir=_cache_for(identity))
     return _source(dataset, identity, str(folder))
 
@@ -82,41 +83,71 @@ def open_saved(path: Path, split: str | None) -> Source:
     splits = loaded if isinstance(loaded, DatasetDict) else {str(loaded.split or "train"): loaded}
     name = choose_split(f"SOURCE {path}", splits, split)
     files = [Path(entry["filename"]) for entry in splits[name].cache_files]
-    return _source(splits[name], {"kind": "save_to_disk", "split": name, **identify(files, path)}, str(path))
+    return _source(splits[name], {"kind": "save_to_disk", "split": name, **_identify(files, path)}, str(path))
 
 
-def open_hub(spec: str, split: str | None, config_name: str | None, revision: str | None) -> Source:
-    """Opens a dataset of the Hugging Face hub."""
-    what = f"SOURCE {spec}"
-    builder = _guarded(what, "load_dataset_builder", spec, config_name, revision=revision, hub=True)
-    names = dict.fromkeys([*(builder.info.splits or {}), *(builder.config.data_files or {})])
-    name = choose_split(what, names, split)
-    dataset = _guarded(what, "load_dataset", spec, config_name, revision=revision, split=name, hub=True)
-    # Resolved addresses hold the commit (hf://datasets/id@commit/file), so a moved branch is another source.
-    files = sorted(str(file) for file in (builder.config.data_files or {}).get(name, []))
-    return _source(dataset, {"kind": "hub", "id": spec, "config": config_name, "split": name, "files": files}, None)
+@dataclass(frozen=True)
+class HubDataset:
+    """A dataset of the hub, with what is known before downloading.
+
+    Attributes:
+        spec: Its id.
+        config_name: The requested configuration.
+        revision: The requested revision.
+        split: The split to read.
+        files: Addresses of the split's files with the commit (``hf://datasets/id@commit/file``), in reading order;
+            empty if a script or the cache of ``datasets`` makes the rows.
+        features: Columns declared by the dataset card; None if it declares none.
+    """
+
+    spec: str
+    config_name: str | None
+    revision: str | None
+    split: str
+    files: tuple[str, ...]
+    features: Any
+
+    @classmethod
+    def find(cls, spec: str, split: str | None, config_name: str | None, revision: str | None) -> HubDataset:
+        """Finds a dataset on the hub.
+
+        Raises:
+            SourceError: If the hub does not respond, or the dataset or split does not exist.
+        """
+        what = f"SOURCE {spec}"
+        builder = _guarded(what, "load_dataset_builder", spec, config_name, revision=revision, hub=True)
+        data_files = builder.config.data_files or {}
+        name = choose_split(what, dict.fromkeys([*(builder.info.splits or {}), *data_files]), split)
+        files = tuple(str(file) for file in data_files.get(name, []))
+        return cls(spec, config_name, revision, name, files, builder.info.features)
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """Identity of the source. A moved branch is a different source, because addresses contain the commit."""
+        files = sorted(self.files)
+        return {"kind": "hub", "id": self.spec, "config": self.config_name, "split": self.split, "files": files}
+
+    def open(self) -> Source:
+        """Opens it through ``datasets``, which downloads it and keeps an Arrow copy."""
+        options = {"revision": self.revision, "split": self.split}
+        dataset = _guarded(f"SOURCE {self.spec}", "load_dataset", self.spec, self.config_name, hub=True, **options)
+        return _source(dataset, self.identity, None)
+
+
+def _identify(files: Sequence[Path], root: Path) -> dict[str, Any]:
+    """Identifies files by content, which ``datasets`` copies anyway."""
+    data = [DataFile.local(file) for file in files]
+    marks = [mark_of(file, None, None, hash_source=True) for file in data]
+    names = [relative_name(file.place, str(root)) for file in data]
+    return identify([(name, file.size, mark) for name, file, mark in zip(names, data, marks, strict=True)])
 
 
 def _source(dataset: Any, identity: Mapping[str, Any], image_root: str | None) -> Source:
     return Source.whole(ArrowRows(dataset.with_format("arrow")), identity, image_root)
 
 
-def _decode_json(value: Any, feature: Any) -> Any:
-    """Values of ``datasets``' Json features are JSON text in Arrow; everything else is itself."""
-    if value is None:
-        return None
-    if isinstance(feature, Mapping):
-        return {name: _decode_json(value.get(name), inner) for name, inner in feature.items()}
-    if type(feature).__name__ == "Json":
-        return json.loads(value) if isinstance(value, str | bytes) else value
-    inner = getattr(feature, "feature", None)
-    if inner is not None and isinstance(value, list):
-        return [_decode_json(item, inner) for item in value]
-    return value
-
-
 def _guarded(what: str, function: str, *arguments: Any, hub: bool = False, **options: Any) -> Any:
-    """Calls into ``datasets``, with its many kinds of failure turned into one line that names a remedy."""
+    """Calls ``datasets``, and converts its various failures to one line with a remedy."""
     import datasets
 
     try:
@@ -149,7 +180,7 @@ def _hub_problem(error: Exception) -> str:
 
 
 def _cache_for(identity: Mapping[str, Any]) -> str:
-    """Where ``datasets`` keeps its Arrow copy. It knows a file by path and time alone; we promise its content."""
+    """Returns the folder of the Arrow copy. ``datasets`` identifies files by path and time only; we use the content."""
     import datasets
 
     return str(Path(datasets.config.HF_DATASETS_CACHE) / "vlmdata" / canonical_hash(identity)[:32])

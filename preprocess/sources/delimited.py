@@ -1,7 +1,7 @@
 """CSV and TSV files: a header line, then one record per row. Every value is text; an empty field is None.
 
-Quotes follow RFC 4180 in both: a field that begins with a quote ends at the next one that is not doubled, and may hold
-separators and line ends.
+Quotes follow RFC 4180 in both: a field that starts with a quote ends at the next quote that is not doubled, and may
+contain separators and newlines.
 """
 
 from __future__ import annotations
@@ -14,11 +14,16 @@ from typing import Any, BinaryIO
 
 from preprocess.reject import RowRejected, excerpt
 from preprocess.sources.byte_files import ByteFile
+from preprocess.sources.counting import Counted, places_of
+from preprocess.sources.identity import stream_digest
 from vlmdata.errors import SourceError
 from vlmdata.format.ledger import Reason
 
-#: The csv module's own limit, 128 KiB, is less than an image in base64.
+#: The csv module's default limit, 128 KiB, is too small for an image in base64.
 _FIELD_LIMIT = min(sys.maxsize, (1 << 31) - 1)
+
+#: Bytes per request to a remote file when only the header is read.
+_HEADER_BYTES = 16 << 10
 
 
 @dataclass(frozen=True)
@@ -34,8 +39,8 @@ class DelimitedFile:
 
     Attributes:
         file: The file.
-        delimiter: What separates fields.
-        columns: Names from the header.
+        delimiter: Separator of fields.
+        columns: Column names from the header.
         body: Offset of the first record after the header.
     """
 
@@ -52,7 +57,7 @@ class DelimitedFile:
             SourceError: If there is no usable header.
         """
         delimiter = "\t" if ".tsv" in file.path.lower()[-7:] else ","
-        with file.open() as stream:
+        with file.open(0, _HEADER_BYTES, counting=True) as stream:
             lines = _Lines(stream)
             try:
                 columns = tuple(next(_reader(lines, delimiter), []))
@@ -65,20 +70,32 @@ class DelimitedFile:
         _require_names(file.path, columns)
         return cls(file, delimiter, columns, lines.offset)
 
+    @staticmethod
+    def pass_over(file: ByteFile, block: int) -> Counted:
+        """Counts the records of a file.
+
+        Raises:
+            SourceError: If there is no usable header, or a quote is not closed.
+        """
+        table = DelimitedFile.read_header(file)
+        with file.open(table.body, counting=True) as stream:
+            count, places = places_of((offset for offset, _ in table.records(stream)), block)
+        return Counted(count, places, content=None if file.file.is_remote else stream_digest(file.file))
+
     @property
     def path(self) -> str:
-        """Where the file is."""
+        """Location of the file."""
         return self.file.path
 
     def open(self, offset: int) -> BinaryIO:
-        """A stream of the records from an offset on."""
+        """Opens a stream of the records from an offset."""
         return self.file.open(max(offset, self.body))
 
     def records(self, stream: BinaryIO) -> Iterator[tuple[int, list[str] | _Damaged]]:
-        """The records and their offsets. Blank lines between records are passed over.
+        """Yields the records and their offsets. Skips blank lines between records.
 
         Raises:
-            SourceError: If a quote is opened that is never closed: all that follows would be one field.
+            SourceError: If a quote is never closed, which would make the rest of the file one field.
         """
         lines = _Lines(stream)
         reader = _reader(lines, self.delimiter)
@@ -99,7 +116,7 @@ class DelimitedFile:
                 yield offset, record
 
     def values(self, record: list[str] | _Damaged, stream: BinaryIO) -> Mapping[str, Any]:
-        """The fields by column.
+        """Returns the fields by column.
 
         Raises:
             RowRejected: MALFORMED_ROW if they do not fit the header, or are not UTF-8.
@@ -119,7 +136,7 @@ class DelimitedFile:
 
 
 class _Lines:
-    """Lines of text for the csv module, and where they stand."""
+    """Lines of text for the csv module, with their offsets."""
 
     def __init__(self, stream: BinaryIO):
         self._stream = stream

@@ -1,111 +1,149 @@
-"""Which files of a folder are its data. One kind of data file is read; images and other files may lie beside it."""
+"""Finds the data files of a folder. They must be of one kind; images and other files may be next to them."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
+from preprocess.sources.data_files import Listing
 from preprocess.sources.kinds import ENDINGS, Kind, is_image, kind_of, listing
 from preprocess.sources.splits import choose_split, splits_by_name
 from vlmdata.errors import SourceError
-from vlmdata.format.schema import MANIFEST_NAME, TOKENIZER_DIR
+from vlmdata.format.schema import INDEX_NAME, MANIFEST_NAME, TOKENIZER_DIR
 
-#: Files of other programs that end like data.
+#: Files of other programs with the endings of data files.
 _NO_DATA = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 _METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 
 
 @dataclass(frozen=True)
 class FolderContent:
-    """What a folder holds.
+    """Contents of a folder.
 
     Attributes:
-        folder: The folder.
-        data: Its data files, by path.
+        root: The folder, or a URL.
+        data: Names of its data files below it, with forward slashes; ascending.
         images: Number of image files.
-        others: Endings of all other files, with their numbers.
+        others: Number of other files by ending.
+        card: Its dataset card (``README.md``); empty without one.
+        is_dataset: Whether it is a dataset of ``vlmdata preprocess``.
     """
 
-    folder: Path
-    data: Sequence[Path]
+    root: str
+    data: Sequence[str]
     images: int
     others: Counter[str]
+    card: str
+    is_dataset: bool
 
     @classmethod
     def look(cls, folder: Path) -> FolderContent:
-        """Lists a folder and all below it. Hidden files and folders, and datasets made of it, are passed over."""
-        data, images, others = list[Path](), 0, Counter[str]()
-        for parent, folders, names in os.walk(folder, followlinks=True):
-            folders[:] = sorted(
-                name for name in folders if not name.startswith((".", "__")) and not _is_dataset(Path(parent, name))
-            )
-            for name in sorted(names):
-                file = Path(parent, name)
-                if name.startswith(".") or name in _NO_DATA:
-                    continue
-                if kind_of(file) is not None:
-                    data.append(file)
-                elif is_image(file):
-                    images += 1
-                else:
-                    others[file.suffix or name] += 1
-        return cls(folder, data, images, others)
+        """Lists a folder recursively. Skips hidden files and folders, and datasets made from it."""
+        names = []
+        for parent, folders, files in os.walk(folder, followlinks=True):
+            folders[:] = [name for name in folders if not _is_hidden(name) and not _is_dataset(Path(parent, name))]
+            names += [Path(parent, name).relative_to(folder).as_posix() for name in files]
+        card = folder / "README.md"
+        text = card.read_text(errors="replace") if card.is_file() else ""
+        return cls._of(str(folder), names, text, _is_dataset(folder))
+
+    @classmethod
+    def look_remote(cls, listing: Listing) -> FolderContent:
+        """Lists the files below a URL by the same rules."""
+        made = {parent for name in listing.files if (parent := _dataset_of(name, listing.files)) is not None}
+        names = [
+            name
+            for name in listing.files
+            if not any(_is_hidden(part) for part in name.split("/")[:-1])
+            and not any(f"{parent}/" in made for parent in map(str, PurePosixPath(name).parents))
+        ]
+        card = listing.files.get("README.md")
+        text = ""
+        if card is not None:
+            with card.open(card.size, counting=True) as stream:
+                text = stream.read().decode("utf-8", "replace")
+        return cls._of(listing.root, names, text, "" in made)
+
+    @classmethod
+    def _of(cls, root: str, names: Iterable[str], card: str, is_dataset: bool) -> FolderContent:
+        data, images, others = list[str](), 0, Counter[str]()
+        for name in sorted(names):
+            last = name.rpartition("/")[2]
+            if last.startswith(".") or last in _NO_DATA:
+                continue
+            if kind_of(last) is not None:
+                data.append(name)
+            elif is_image(last):
+                images += 1
+            else:
+                others[PurePosixPath(last).suffix or last] += 1
+        return cls(root, data, images, others, card, is_dataset)
 
     @property
     def is_for_datasets(self) -> bool:
-        """True if `datasets` knows more of the folder than the names of its files say.
+        """True if `datasets` knows more about the folder than its file names tell.
 
-        That is an image folder, or one whose dataset card (``README.md``) says which files are which split.
+        This is an image folder, or a folder whose dataset card (``README.md``) assigns files to splits.
         """
-        card = self.folder / "README.md"
-        if card.is_file() and "data_files:" in card.read_text(errors="replace").partition("\n---")[0]:
+        if "data_files:" in self.card.partition("\n---")[0]:
             return True
-        return self.images > 0 and all(file.name in _METADATA for file in self.data)
+        return self.images > 0 and all(name.rpartition("/")[2] in _METADATA for name in self.data)
 
-    def choose(self, split: str | None) -> tuple[Kind, str, list[Path]]:
-        """The kind of the data files, the split to read, and its files.
+    def choose(self, split: str | None) -> tuple[Kind, str, list[str]]:
+        """Returns the kind of the data files, the split to read, and the names of its files.
 
         Raises:
             SourceError: If there are no data files, several kinds of them, or no such split.
         """
-        what = f"SOURCE {self.folder}"
-        kinds = {kind for file in self.data if (kind := kind_of(file)) is not None}
+        what = f"SOURCE {self.root}"
+        kinds = {kind for name in self.data if (kind := kind_of(name)) is not None}
         if not kinds:
             found = ", ".join(f"{count:,} {ending}" for ending, count in self.others.most_common(5)) or "nothing"
             raise SourceError(f"{what}: no data files in this folder. Found: {found}. Read are: {', '.join(ENDINGS)}.")
-        if _is_dataset(self.folder):
+        if self.is_dataset:
             raise SourceError(
                 f"{what}: a dataset that `vlmdata preprocess` made. Give the data it was made from, or look at it "
                 "with `vlmdata inspect`."
             )
         if len(kinds) > 1:
             raise SourceError(
-                f"{what}: data files of several kinds in one folder: {listing(self.data, self.folder)}. Give those to "
-                f"read, for example '{self.folder / '**' / f'*{_ending(self.data[0])}'}'."
+                f"{what}: data files of several kinds in one folder: {listing(self.data)}. Give those to "
+                f"read, for example '{self.root.rstrip('/')}/**/*{_ending(self.data[0])}'."
             )
-        splits = splits_by_name(file.relative_to(self.folder).as_posix() for file in self.data)
+        splits = splits_by_name(self.data)
         self._require_all_in_splits(splits)
         name = choose_split(what, splits, split)
-        return kinds.pop(), name, [self.folder / file for file in splits[name]]
+        return kinds.pop(), name, splits[name]
 
     def _require_all_in_splits(self, splits: dict[str, list[str]]) -> None:
         sorted_in = {name for names in splits.values() for name in names}
-        left_out = [name for file in self.data if (name := file.relative_to(self.folder).as_posix()) not in sorted_in]
+        left_out = [name for name in self.data if name not in sorted_in]
         if left_out:
             raise SourceError(
-                f"SOURCE {self.folder}: by its name {left_out[0]} belongs to none of the splits {', '.join(splits)} "
+                f"SOURCE {self.root}: by its name {left_out[0]} belongs to none of the splits {', '.join(splits)} "
                 f"({len(left_out)} such files). Rename it, or give the files to read."
             )
 
 
 def _is_dataset(folder: Path) -> bool:
-    """True for what ``vlmdata preprocess`` makes, finished or not."""
+    """Returns whether this is a finished or unfinished dataset of ``vlmdata preprocess``."""
     finished = (folder / MANIFEST_NAME).is_file() and (folder / TOKENIZER_DIR).is_dir()
     return finished or (folder / ".progress" / "run.json").is_file()
 
 
-def _ending(file: Path) -> str:
-    return next(ending for ending in ENDINGS if file.name.lower().endswith(ending))
+def _dataset_of(name: str, names: Container[str]) -> str | None:
+    """Returns the name prefix of the dataset whose manifest this file is; None for other files."""
+    folder = name.removesuffix(MANIFEST_NAME)
+    is_one = name == f"{folder}{MANIFEST_NAME}" and f"{folder}{INDEX_NAME}" in names
+    return folder if is_one and (not folder or folder.endswith("/")) else None
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith((".", "__"))
+
+
+def _ending(name: str) -> str:
+    return next(ending for ending in ENDINGS if name.lower().endswith(ending))

@@ -1,8 +1,8 @@
-"""Holding out a share of the rows for validation, by what is in them.
+"""Holds out a share of the rows for validation, by their content.
 
-A row is held out if a hash of its content is below the share. So neither its place nor the other rows matter: more
-rows, another order or another kind of file leave it on its side, equal rows are on the same side, and the rows of a
-smaller share are among those of a larger one.
+A row is held out if a hash of its content is below the share. Its position and the other rows do not matter. A row
+stays on its side with more rows, another order or another kind of file. Equal rows are on the same side. A larger
+share includes the rows of a smaller one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from vlmdata.wording import counted
 
 TRAIN, VALIDATION = "train", "validation"
 _ROWS_PER_JOB = 1024
-#: Workers take seconds to start; small sources are done before.
+#: Smaller sources use no workers, which take seconds to start.
 _SECONDS_ALONE = 3.0
 
 
@@ -46,9 +46,9 @@ def hold_out(
     Args:
         source: The source: all its rows, or the first few.
         share: Share of the rows to hold out, between 0 and 1.
-        workers: Processes to use; the result does not depend on it.
+        workers: Number of processes; the result does not depend on it.
         preload: Modules that workers import before they are forked.
-        on_rows: Called from time to time with the number of rows read so far.
+        on_rows: Called occasionally with the number of rows read so far.
 
     Returns:
         ``train`` and ``validation``, each with some of the rows under their old numbers.
@@ -72,16 +72,16 @@ def hold_out(
 
 
 def is_held_out(values: Mapping[str, Any], share: float) -> bool:
-    """Whether a row with these column values is held out."""
+    """Returns whether a row with these column values is held out."""
     return content_hash(values) < share * 2.0**64
 
 
 def content_hash(values: Mapping[str, Any]) -> int:
-    """A 64-bit hash of a row's content.
+    """Returns a 64-bit hash of a row's content.
 
-    Images that are stored in the row count by their bytes, whatever they are called, and image files by their path.
-    Keys without a value count as absent, and 1.0 as 1: both depend on other rows in some kinds of files. The key of a
-    WebDataset sample does not count.
+    Images stored in the row are hashed by their bytes, regardless of name, and image files by their path. Keys without
+    a value count as absent, and 1.0 as 1, because both depend on other rows in some kinds of files. The key of a
+    WebDataset sample is ignored.
     """
     digest = xxhash.xxh3_64()
     _feed(digest.update, {name: value for name, value in values.items() if name != KEY_COLUMN})
@@ -89,9 +89,9 @@ def content_hash(values: Mapping[str, Any]) -> int:
 
 
 def _feed(update: Callable[[bytes], object], value: Any) -> None:
-    """Writes a value so that different values are different bytes."""
+    """Writes a value so that different values give different bytes."""
     if isinstance(value, Mapping) and isinstance(value.get("bytes"), bytes):
-        value = value["bytes"]  # a stored image, and what its file was called
+        value = value["bytes"]  # a stored image and its file name
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, Mapping):
@@ -114,7 +114,7 @@ def _feed(update: Callable[[bytes], object], value: Any) -> None:
 def _held_out(
     source: Source, share: float, workers: int, preload: Sequence[str], on_rows: Callable[[int], None]
 ) -> npt.NDArray[np.bool_]:
-    """Which rows are held out: bool (rows,)."""
+    """Returns which rows are held out: bool (rows,)."""
     held = np.zeros(source.num_rows, dtype=bool)
     jobs = [range(start, min(start + _ROWS_PER_JOB, len(held))) for start in range(0, len(held), _ROWS_PER_JOB)]
     done = 0
@@ -128,7 +128,7 @@ def _held_out(
 def _parts(
     rows: Rows, share: float, jobs: list[range], workers: int, preload: Sequence[str]
 ) -> Generator[tuple[int, npt.NDArray[np.bool_]]]:
-    """The results of jobs, each with its first row."""
+    """Yields the results of jobs, each with its first row."""
     begun = time.monotonic()
     do_job = _prepare(rows, share)
     for i, job in enumerate(jobs):
@@ -137,7 +137,7 @@ def _parts(
                 yield from run_in_workers(partial(_prepare, rows, share), jobs[i:], workers, preload)
             except WorkersDied as error:
                 raise ResourceError(
-                    f"--holdout {share}: {error.deaths} worker processes died, one after the other, over rows "
+                    f"--holdout {share}: {error.deaths} worker processes died in succession over rows "
                     f"{error.job.start} to {error.job.stop - 1}. Out of memory? Use fewer --workers."
                 ) from None
             return
@@ -154,5 +154,5 @@ def _prepare(rows: Rows, share: float) -> Callable[[range], tuple[int, npt.NDArr
 def _row_is_held_out(rows: Rows, number: int, share: float) -> bool:
     try:
         return is_held_out(rows.values(number), share)
-    except RowRejected:  # it becomes no sample on either side
+    except RowRejected:  # it gives no sample on either side
         return False

@@ -1,39 +1,87 @@
-"""What local source files are, by content."""
+"""Identifies the files of a source by names, sizes, and hashes or versions of their content."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from preprocess.sources.data_files import STREAM_BYTES, DataFile
 from vlmdata.format.manifest import canonical_hash
 
 _CHUNK = 1 << 22
-#: More files than this are identified by one hash over their listing.
-_LISTED_FILES = 256
+#: With more files, one hash over their listing identifies them.
+LISTED_FILES = 256
+#: Kinds of marks that identify a file, in addition to name and size: a hash of its bytes, a hash of its metadata
+#: (Parquet footer, headers of Arrow messages and tar members), or the store's checksum or version.
+CONTENT, METADATA, STORE = "xxh3_128", "metadata_xxh3_128", "etag"
 
 
-def identify(files: Sequence[Path], root: Path) -> dict[str, Any]:
-    """Names, sizes and content hashes (xxh3-128): a moved copy is the same source, a changed one is not."""
-    base = root.resolve()
-    identities = []
-    for file in sorted(files):
-        full = file.resolve()
-        name = full.relative_to(base).as_posix() if full.is_relative_to(base) else full.name
-        identities.append({"name": name, "bytes": full.stat().st_size, "xxh3_128": file_digest(file)})
-    if len(identities) <= _LISTED_FILES:
+@dataclass(frozen=True)
+class Mark:
+    """Identifies a file, in addition to its name and size.
+
+    Attributes:
+        kind: :data:`CONTENT`, :data:`METADATA` or :data:`STORE`.
+        value: The hash or version.
+    """
+
+    kind: str
+    value: str
+
+
+def identify(files: Sequence[tuple[str, int, Mark]]) -> dict[str, Any]:
+    """Returns an identity of files. A moved copy is the same source, a changed one is not.
+
+    Args:
+        files: Name below the source's folder, size in bytes and mark of each file.
+    """
+    identities = [{"name": name, "bytes": size, mark.kind: mark.value} for name, size, mark in sorted(files, key=_name)]
+    if len(identities) <= LISTED_FILES:
         return {"files": identities}
     return {
         "num_files": len(identities),
-        "bytes": sum(entry["bytes"] for entry in identities),
+        "bytes": sum(size for _, size, _ in files),
         "listing_sha256": canonical_hash(identities),
     }
 
 
+def _name(file: tuple[str, int, Mark]) -> list[str]:
+    return file[0].split("/")
+
+
+def mark_of(file: DataFile, content: str | None, metadata: str | None, hash_source: bool) -> Mark:
+    """Returns the mark of a file.
+
+    Args:
+        file: The file.
+        content: Hash of its bytes, if known from counting its rows.
+        metadata: Hash of its metadata, if it has any.
+        hash_source: Whether to read all its bytes.
+    """
+    if hash_source:
+        return Mark(CONTENT, content or stream_digest(file))
+    if file.is_remote and file.version is not None:
+        return Mark(STORE, file.version)
+    if content is not None:
+        return Mark(CONTENT, content)
+    return Mark(METADATA, metadata) if metadata is not None else Mark(CONTENT, stream_digest(file))
+
+
+def stream_digest(file: DataFile) -> str:
+    """Returns the xxh3-128 of a file's bytes, as hexadecimal text."""
+    digest = xxhash.xxh3_128()
+    with file.open(0, counting=True) as stream:
+        while chunk := stream.read(STREAM_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
 def file_digest(file: Path) -> str:
-    """xxh3-128 of a file's bytes, as hexadecimal text."""
+    """Returns the same hash of a file on disk, regardless of its time."""
     digest = xxhash.xxh3_128()
     with open(file, "rb") as stream:
         while chunk := stream.read(_CHUNK):

@@ -1,4 +1,4 @@
-"""JSON lines: one JSON object per line. A line that is none costs one row."""
+"""JSON lines: one JSON object per line. An invalid line rejects one row."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, BinaryIO
 from preprocess import json_text
 from preprocess.reject import RowRejected, excerpt
 from preprocess.sources.byte_files import ByteFile
+from preprocess.sources.counting import Counted, places_of
 from vlmdata.format.ledger import Reason
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -22,27 +23,34 @@ class JsonLinesFile:
 
     @property
     def path(self) -> str:
-        """Where the file is."""
+        """Location of the file."""
         return self.file.path
 
     def open(self, offset: int) -> BinaryIO:
-        """A stream of the lines from an offset on."""
+        """Opens a stream of the lines from an offset."""
         return self.file.open(offset)
 
+    @staticmethod
+    def pass_over(file: ByteFile, block: int) -> Counted:
+        """Counts the lines of a compressed file."""
+        lines = JsonLinesFile(file)
+        with lines.open(0) as stream:
+            return Counted(*places_of((offset for offset, _ in lines.records(stream)), block))
+
     def records(self, stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
-        """The lines and their offsets."""
+        """Yields the lines and their offsets."""
         offset = stream.tell()
         for line in stream:
             yield offset, line
             offset += len(line)
 
     def values(self, record: bytes, stream: BinaryIO) -> Mapping[str, Any]:
-        """The object in a line.
+        """Parses the object in a line.
 
         Raises:
-            RowRejected: MALFORMED_ROW if there is none.
+            RowRejected: MALFORMED_ROW if the line has none.
         """
-        # Bytes that are not UTF-8 become invalid JSON escapes, so the row is rejected, and the message shows them.
+        # Bytes that are not UTF-8 become invalid JSON escapes: the row is rejected and the message shows them.
         line = record.removeprefix(_BYTE_ORDER_MARK).decode("utf-8", "backslashreplace").rstrip("\r\n")
         if not line.strip():
             raise RowRejected(Reason.MALFORMED_ROW, "a blank line")

@@ -1,10 +1,9 @@
-"""Which kind of data a file holds, by its name."""
+"""Determines the kind of data in a file by its name."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
-from pathlib import Path
 
 from vlmdata.errors import SourceError
 
@@ -39,43 +38,37 @@ IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tif
 _SHOWN = 3
 
 
-def kind_of(file: Path) -> Kind | None:
-    """The kind of a file, or None if its name is not that of a data file."""
-    name = file.name.lower()
-    return next((kind for ending, kind in ENDINGS.items() if name.endswith(ending)), None)
+def kind_of(name: str) -> Kind | None:
+    """Returns the kind of a file; None if its name is not that of a data file."""
+    return next((kind for ending, kind in ENDINGS.items() if name.lower().endswith(ending)), None)
 
 
-def is_image(file: Path) -> bool:
-    """True if the file's name is that of an image."""
-    return file.name.lower().endswith(IMAGE_ENDINGS)
+def is_image(name: str) -> bool:
+    """Returns whether the file name is that of an image."""
+    return name.lower().endswith(IMAGE_ENDINGS)
 
 
-def the_kind(what: str, files: Sequence[Path]) -> Kind:
-    """The one kind of several files that the user named.
+def the_kind(what: str, names: Sequence[str]) -> Kind:
+    """Returns the common kind of several files that the user gave.
 
     Raises:
-        SourceError: If a file is of no known kind, or they are of several.
+        SourceError: If a file is of an unknown kind, or the kinds differ.
     """
-    kinds = {kind_of(file) for file in files}
+    kinds = {kind_of(name) for name in names}
     if len(kinds) == 1 and (kind := kinds.pop()) is not None:
         return kind
-    unknown = [file for file in files if kind_of(file) is None]
+    unknown = [name for name in names if kind_of(name) is None]
     if unknown:
-        raise SourceError(f"{what}: {unknown[0].name} is no data file; these are read: {', '.join(ENDINGS)}")
-    raise SourceError(f"{what}: files of several kinds: {listing(files)}. Name files of one kind.")
+        raise SourceError(f"{what}: {unknown[0]} is no data file; these are read: {', '.join(ENDINGS)}")
+    raise SourceError(f"{what}: files of several kinds: {listing(names)}. Name files of one kind.")
 
 
-def listing(files: Sequence[Path], folder: Path | None = None) -> str:
-    """Files by kind for a message: ``2 parquet (a.parquet, b.parquet), 1 JSON lines (c.jsonl)``.
-
-    Args:
-        files: The files.
-        folder: Where their shown paths begin; None shows names alone.
-    """
+def listing(names: Iterable[str]) -> str:
+    """Lists files by kind for a message: ``2 parquet (a.parquet, b.parquet), 1 JSON lines (c.jsonl)``."""
     by_kind: dict[Kind, list[str]] = {}
-    for file in sorted(files):
-        if (kind := kind_of(file)) is not None:
-            by_kind.setdefault(kind, []).append(file.name if folder is None else file.relative_to(folder).as_posix())
+    for name in sorted(names):
+        if (kind := kind_of(name)) is not None:
+            by_kind.setdefault(kind, []).append(name)
     parts = []
     for kind, names in by_kind.items():
         more = ", …" if len(names) > _SHOWN else ""

@@ -1,28 +1,51 @@
-"""Opening a source by what the user typed: the demo, a file, a folder, a saved dataset, or a hub id."""
+"""Opens a source by the user's input: the demo, a file, a folder, a URL, a saved dataset, or a hub id."""
 
 from __future__ import annotations
 
 import dataclasses
 import glob
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from preprocess.sources import arrow
-from preprocess.sources.byte_files import byte_files
+from preprocess.sources.arrow import HubDataset
+from preprocess.sources.byte_files import ByteFile
+from preprocess.sources.counting import Counted, count_records
+from preprocess.sources.data_files import (
+    DataFile,
+    at_addresses,
+    beside,
+    is_pattern,
+    is_remote_folder,
+    list_remote,
+    matching,
+    parent,
+    relative_name,
+    without_query,
+)
 from preprocess.sources.delimited import DelimitedFile
 from preprocess.sources.folder import FolderContent
-from preprocess.sources.identity import identify
+from preprocess.sources.identity import LISTED_FILES, METADATA, identify, mark_of
 from preprocess.sources.json_lines import JsonLinesFile
 from preprocess.sources.kinds import Kind, kind_of, the_kind
 from preprocess.sources.records import RecordFile, RecordRows
-from preprocess.sources.rows import Source
-from preprocess.sources.webdataset import TarFile
+from preprocess.sources.rows import Rows, Source
+from preprocess.sources.tables import TABLES, TableRows
+from preprocess.sources.webdataset import INDEX_ENDING, TarFile
 from vlmdata.errors import SourceError
+from vlmdata.format.manifest import canonical_hash
+from vlmdata.locations import is_url
 
 DEMO = "demo"
 DEMO_ROWS = 64
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_RECORDS: Mapping[Kind, Callable[[ByteFile], RecordFile]] = {
+    Kind.JSON_LINES: JsonLinesFile,
+    Kind.DELIMITED: DelimitedFile.read_header,
+    Kind.TAR: TarFile,
+}
 
 
 def open_source(
@@ -33,30 +56,35 @@ def open_source(
     config_name: str | None = None,
     revision: str | None = None,
     limit: int | None = None,
+    hash_source: bool = False,
     drawn: Callable[[int], None] | None = None,
 ) -> Source:
     """Opens a source of rows.
 
     Args:
-        spec: ``demo``, a path (file, folder, glob, or ``save_to_disk`` folder), or a hub dataset id.
+        spec: ``demo``, a path (file, folder, glob, or ``save_to_disk`` folder), a URL of a file, pattern or folder, or
+            a hub dataset id.
         layout: Row layout of the demo: the recipe's name.
         split: Split to read; by default ``train`` if there is one, else the only one.
         config_name: Hub configuration (subset).
         revision: Hub branch, tag or commit.
-        limit: Read only the first so many rows. For the demo: how many to draw.
+        limit: Number of first rows to read; for the demo, number of rows to draw.
+        hash_source: Whether to identify all files by their bytes.
         drawn: Called with the number of demo rows drawn so far.
 
     Raises:
-        SourceError: If it cannot be opened; the message says what to do.
+        SourceError: If it cannot be opened; the message has the remedy.
     """
     if limit is not None and limit < 1:
         raise SourceError(f"--limit {limit}: it must be at least 1")
     if spec == DEMO:
         source = _demo(layout, limit or DEMO_ROWS, drawn)
+    elif is_url(spec):
+        source = _remote(spec, split, hash_source)
     elif (path := Path(spec)).exists() or glob.has_magic(spec):
-        source = _local(path, split, config_name)
-    elif _HUB_ID.fullmatch(spec) and kind_of(path) is None:
-        source = arrow.open_hub(spec, split, config_name, revision)
+        source = _local(path, split, config_name, hash_source)
+    elif _HUB_ID.fullmatch(spec) and kind_of(spec) is None:
+        source = _hub(HubDataset.find(spec, split, config_name, revision))
     else:
         raise SourceError(f"SOURCE {spec}: no such file or folder, and not a hub dataset id either")
     if source.num_rows == 0:
@@ -71,36 +99,51 @@ def _demo(layout: str, rows: int, on_row: Callable[[int], None] | None) -> Sourc
     if layout not in ("cord_v2", "chat"):
         raise SourceError(f"SOURCE demo: it has rows for the recipes cord_v2 and chat, not for {layout}")
     directory = ensure_demo_dataset(layout, rows, progress=on_row)  # type: ignore[arg-type]
-    drawn = _local(directory, "train")
-    # What was drawn is known by its version; where it is cached says nothing.
+    # The drawn rows are identified by content, not by the cache folder.
+    drawn = _local(directory, "train", None, hash_source=True)
     identity = {"kind": "demo", "layout": layout, "version": DEMO_VERSION, "files": drawn.identity["files"]}
     return dataclasses.replace(drawn, identity=identity, image_root=None)
 
 
-def _local(path: Path, split: str | None, config_name: str | None = None) -> Source:
+def _local(path: Path, split: str | None, config_name: str | None, hash_source: bool) -> Source:
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         return arrow.open_saved(path, split)
     if path.is_dir():
-        return _folder(path, split, config_name)
-    # A name that exists is meant literally, brackets and all.
-    matched = [str(path)] if path.exists() else sorted(glob.glob(str(path), recursive=True))
-    files = [Path(name) for name in matched if Path(name).is_file()]
-    if not files:
-        raise SourceError(f"SOURCE {path}: no file matches")
-    kind = the_kind(f"SOURCE {path}", files)
+        return _folder(path, split, config_name, hash_source)
+    files = matching(str(path))
+    return _named_files(str(path), files, split, hash_source)
+
+
+def _remote(url: str, split: str | None, hash_source: bool) -> Source:
+    if is_pattern(url) or kind_of(without_query(url)) is not None or not is_remote_folder(url):
+        return _named_files(url, matching(url), split, hash_source)
+    listing = list_remote(url.rstrip("/"))
+    content = FolderContent.look_remote(listing)
+    if content.is_for_datasets:
+        raise SourceError(
+            f"SOURCE {url}: an image folder, or one whose dataset card names its files, is read only on disk. Give a "
+            "pattern of its files, or download it."
+        )
+    kind, name, names = content.choose(split)
+    return _files(kind, [listing.files[name] for name in names], name, listing.root, hash_source)
+
+
+def _named_files(spec: str, files: Sequence[DataFile], split: str | None, hash_source: bool) -> Source:
+    """Opens files that the user gave individually or by a pattern."""
+    kind = the_kind(f"SOURCE {spec}", [file.file_name for file in files])
     if split not in (None, "train"):
         raise SourceError(
-            f"SOURCE {files[0]}: a data file has no splits, so --split {split} names nothing; leave it out. "
+            f"SOURCE {files[0].place}: a data file has no splits, so --split {split} names nothing; leave it out. "
             "(--holdout 0.02 holds out a share of its rows.)"
         )
-    return _files(kind, files, None, files[0].parent)
+    return _files(kind, files, None, parent(files[0].place), hash_source)
 
 
-def _folder(folder: Path, split: str | None, config_name: str | None) -> Source:
+def _folder(folder: Path, split: str | None, config_name: str | None, hash_source: bool) -> Source:
     content = FolderContent.look(folder)
     if not content.is_for_datasets and config_name is None:
-        kind, name, files = content.choose(split)
-        return _files(kind, files, name, folder)
+        kind, name, names = content.choose(split)
+        return _files(kind, [DataFile.local(folder / each) for each in names], name, str(folder), hash_source)
     if glob.has_magic(str(folder.resolve())):
         raise SourceError(
             f"SOURCE {folder}: `datasets` takes a folder whose path holds *, ? or [ for a pattern; "
@@ -109,17 +152,53 @@ def _folder(folder: Path, split: str | None, config_name: str | None) -> Source:
     return arrow.open_folder(folder, split, config_name)
 
 
-def _files(kind: Kind, files: Sequence[Path], split: str | None, root: Path) -> Source:
-    """Opens files of one kind, which are a split of the folder ``root`` or were named one by one."""
-    records: list[RecordFile]
-    if kind is Kind.JSON_LINES:
-        records = [JsonLinesFile(file) for file in byte_files(files)]
-    elif kind is Kind.DELIMITED:
-        records = [DelimitedFile.read_header(file) for file in byte_files(files)]
-    elif kind is Kind.TAR:
-        records = [TarFile(file) for file in byte_files(files)]
+def _hub(dataset: HubDataset) -> Source:
+    """Opens a hub dataset: Parquet and Arrow files in place, others through ``datasets``."""
+    kinds = {kind_of(file) for file in dataset.files}
+    if len(kinds) != 1 or (kind := kinds.pop()) not in TABLES:
+        return dataset.open()
+    rows, _ = TableRows.count(kind, at_addresses(dataset.files), dataset.features)
+    return dataclasses.replace(Source.whole(rows, dataset.identity, None), is_remote=True)
+
+
+def _files(kind: Kind, files: Sequence[DataFile], split: str | None, root: str, hash_source: bool) -> Source:
+    """Opens files of one kind: a split of the folder ``root``, or files given individually."""
+    contents: list[str | None] = [None] * len(files)
+    metadata: list[str | None] = [None] * len(files)
+    rows: Rows
+    if kind in TABLES:
+        rows, digests = TableRows.count(kind, files)
+        metadata = list(digests)
+    elif kind in _RECORDS:
+        counted = _count(kind, files)
+        byte_files = [ByteFile(file, each.restart_points) for file, each in zip(files, counted, strict=True)]
+        rows = RecordRows.of([_RECORDS[kind](file) for file in byte_files], counted)
+        contents, metadata = [each.content for each in counted], [each.metadata for each in counted]
+    elif files[0].is_remote:
+        raise SourceError(
+            f"SOURCE {files[0].place}: a list of objects in one file is read only on disk; use JSON lines"
+        )
     else:
-        return arrow.open_files(kind.value, files, split, root)
-    rows = RecordRows.scan(records)
-    identity = {"kind": "files", **({"split": split} if split else {}), **identify(files, root)}
-    return Source.whole(rows, identity, str(root))
+        return arrow.open_files(kind.value, [Path(file.place) for file in files], split, Path(root))
+    marks = [mark_of(*each, hash_source) for each in zip(files, contents, metadata, strict=True)]
+    names = [relative_name(file.place, root) for file in files]
+    known = identify([(name, file.size, mark) for name, file, mark in zip(names, files, marks, strict=True)])
+    times = {
+        name: file.version or ""
+        for name, file, mark in zip(names, files, marks, strict=True)
+        if not file.is_remote and mark.kind == METADATA
+    }
+    if len(times) > LISTED_FILES:
+        times = {"all": canonical_hash(times)}
+    identity = {"kind": "files", **({"split": split} if split else {}), **known}
+    return dataclasses.replace(Source.whole(rows, identity, root, times), is_remote=files[0].is_remote)
+
+
+def _count(kind: Kind, files: Sequence[DataFile]) -> list[Counted]:
+    if kind is Kind.JSON_LINES:
+        return count_records(kind.value, files, JsonLinesFile.pass_over, lines=True)
+    if kind is Kind.DELIMITED:
+        return count_records(kind.value, files, DelimitedFile.pass_over, lines=False)
+    indexes = beside(files, INDEX_ENDING)
+    pass_over = partial(TarFile.pass_over, indexes=indexes)
+    return count_records(kind.value, files, pass_over, lines=False, beside=list(indexes.values()))

@@ -1,7 +1,7 @@
-"""Rows of files that are read as a sequence of records: JSON lines, CSV, tar.
+"""Rows of files that are sequences of records: JSON lines, CSV, tar.
 
-Opening a source passes over every file once and remembers where a record begins, one for each MiB. To read a row, a
-worker goes to the place before it and passes over what lies between; rows in order follow each other directly.
+Counting them remembers the offset of about one record per MiB. To read a row, a worker starts at the last remembered
+record before it and skips the records between. Rows read in order need no skipping.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from preprocess.sources.counting import Counted, Places
 from vlmdata.errors import SourceError
-
-#: Least distance of two remembered places, in bytes of the (uncompressed) file.
-_BLOCK_BYTES = 1 << 20
 
 
 class RecordFile(Protocol):
@@ -24,57 +22,47 @@ class RecordFile(Protocol):
 
     @property
     def path(self) -> str:
-        """Where the file is, for messages."""
+        """Location of the file, for messages."""
 
     def open(self, offset: int) -> BinaryIO:
-        """A stream that stands at an offset."""
+        """Opens a stream at an offset."""
 
     def records(self, stream: BinaryIO) -> Iterator[tuple[int, Any]]:
-        """Each record from where the stream stands, unread as far as possible, and the offset at which it begins.
+        """Yields each record from the stream's position, parsed as little as possible, with its offset.
 
         Raises:
-            SourceError: If the file is damaged in a way that costs more than a row.
+            SourceError: If damage to the file affects more than a row.
         """
 
     def values(self, record: Any, stream: BinaryIO) -> Mapping[str, Any]:
-        """Column values of a record.
+        """Returns the column values of a record.
 
         Raises:
             RowRejected: MALFORMED_ROW if it cannot be read.
         """
 
 
-@dataclass(frozen=True, eq=False)
-class _Places:
-    """Where some records of a file begin.
-
-    Attributes:
-        rows: int64 (n,) record numbers, ascending from 0.
-        offsets: int64 (n,) byte offsets.
-    """
-
-    rows: npt.NDArray[np.int64]
-    offsets: npt.NDArray[np.int64]
-
-    def before(self, row: int) -> tuple[int, int]:
-        """The last remembered record that is not after ``row``, and its offset."""
-        at = int(np.searchsorted(self.rows, row, "right")) - 1
-        return int(self.rows[at]), int(self.offsets[at])
-
-
 @dataclass
 class _Cursor:
-    """An open file, and the record that it gives next."""
+    """An open file, and the number of its next record."""
 
     file: int
     stream: BinaryIO
     records: Iterator[tuple[int, Any]]
     next_row: int
+    places: Places
 
     def read(self, row: int) -> Any:
-        """The record of a row that is not before ``next_row``."""
+        """Reads the record of a row from ``next_row`` on.
+
+        Raises:
+            StopIteration: If the file ends earlier, or a record has moved.
+        """
         while True:
-            _, record = next(self.records)
+            offset, record = next(self.records)
+            known, place = self.places.before(self.next_row)
+            if known == self.next_row and known and place != offset:
+                raise StopIteration
             self.next_row += 1
             if self.next_row > row:
                 return record
@@ -82,38 +70,30 @@ class _Cursor:
 
 @dataclass(eq=False)
 class RecordRows:
-    """The records of several files, one after the other.
+    """The records of several files, in order.
 
     Attributes:
         files: The files.
-        places: Per file, where records begin.
+        places: Remembered places of records, per file.
         starts: int64 (files + 1,) number of the first row of each file, and of all rows.
     """
 
     files: Sequence[RecordFile]
-    places: Sequence[_Places]
+    places: Sequence[Places]
     starts: npt.NDArray[np.int64]
     _cursor: _Cursor | None = field(default=None, init=False, repr=False)
 
     @classmethod
-    def scan(cls, files: Sequence[RecordFile]) -> RecordRows:
-        """Passes over all files once.
-
-        Raises:
-            SourceError: If a file is damaged.
-        """
-        places, starts = [], [0]
-        for file in files:
-            found, count = _scan(file)
-            places.append(found)
-            starts.append(starts[-1] + count)
-        return cls(files, places, np.array(starts, dtype=np.int64))
+    def of(cls, files: Sequence[RecordFile], counted: Sequence[Counted]) -> RecordRows:
+        """Creates the rows of files that have been counted."""
+        starts = np.cumsum([0, *(each.count for each in counted)], dtype=np.int64)
+        return cls(files, [each.places for each in counted], starts)
 
     def __len__(self) -> int:
         return int(self.starts[-1])
 
     def columns(self) -> None:
-        """Rows may differ in their columns."""
+        """None: rows may differ in their columns."""
 
     def values(self, number: int) -> Mapping[str, Any]:
         """Column values of a row.
@@ -129,32 +109,21 @@ class RecordRows:
             record = cursor.read(row)
         except StopIteration:
             raise SourceError(
-                f"SOURCE {self.files[at].path}: it has no record {row} any more; it was changed while it was being read"
+                f"SOURCE {self.files[at].path}: record {row} is not where it was counted; the file was changed while "
+                "it was being read, or its index (.idx) belongs to another file"
             ) from None
         return self.files[at].values(record, cursor.stream)
 
     def _at(self, at: int, row: int) -> _Cursor:
-        """A cursor that is not past the row, and not before the place from which it is reached soonest."""
+        """Returns a cursor at or before the row, but not before the nearest remembered place."""
         first, offset = self.places[at].before(row)
         cursor = self._cursor
         if cursor is None or cursor.file != at or not first <= cursor.next_row <= row:
             if cursor is not None:
                 cursor.stream.close()
             stream = self.files[at].open(offset)
-            cursor = self._cursor = _Cursor(at, stream, self.files[at].records(stream), first)
+            cursor = self._cursor = _Cursor(at, stream, self.files[at].records(stream), first, self.places[at])
         return cursor
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_cursor": None}
-
-
-def _scan(file: RecordFile) -> tuple[_Places, int]:
-    rows, offsets, count = [0], [0], 0
-    with file.open(0) as stream:
-        for count, (offset, _) in enumerate(file.records(stream), start=1):
-            if count == 1:
-                offsets[0] = offset
-            elif offset - offsets[-1] >= _BLOCK_BYTES:
-                rows.append(count - 1)
-                offsets.append(offset)
-    return _Places(np.array(rows, dtype=np.int64), np.array(offsets, dtype=np.int64)), count

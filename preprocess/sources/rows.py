@@ -1,9 +1,9 @@
-"""Rows of a source, whatever it is made of: known by content, read by number, nothing decoded."""
+"""Rows of any source: identified by content, read by number, not decoded."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from preprocess.recipes.base import Row
@@ -16,13 +16,13 @@ class Rows(Protocol):
         """Number of rows."""
 
     def columns(self) -> tuple[str, ...] | None:
-        """The columns that every row has; None if rows may differ."""
+        """Returns the columns that every row has; None if rows may differ."""
 
     def values(self, number: int) -> Mapping[str, Any]:
-        """Column values of one row; images are undecoded ``{"bytes": …, "path": …}`` mappings.
+        """Returns the column values of one row; images are undecoded ``{"bytes": …, "path": …}`` mappings.
 
         Raises:
-            RowRejected: MALFORMED_ROW if this row cannot be read; its neighbours can.
+            RowRejected: MALFORMED_ROW if only this row cannot be read.
             SourceError: If the source has changed since it was opened.
         """
 
@@ -33,21 +33,32 @@ class Source:
 
     Attributes:
         rows: Reads any row of the source.
-        numbers: Numbers of the rows that belong to this source, ascending: all of them, the first few
+        numbers: Numbers of the rows of this source, ascending: all, the first few
             (``--limit``), or one side of ``--holdout``.
-        identity: What the source is, by content, for the manifest.
-        image_root: Folder that relative image paths mean when the user names none; None for remote sources.
+        identity: Identity of the source, by content, for the manifest.
+        image_root: Folder or URL that relative image paths mean when the user names none; None for sources of the hub.
+        times: Modification times of files on disk whose bytes the identity does not tell, by name (or of many files a
+            hash): an unfinished run is continued only if they are the same.
+        is_remote: Whether rows come over a network.
     """
 
     rows: Rows
     numbers: Sequence[int]
     identity: Mapping[str, Any]
     image_root: str | None
+    times: Mapping[str, str] = field(default_factory=dict)
+    is_remote: bool = False
 
     @classmethod
-    def whole(cls, rows: Rows, identity: Mapping[str, Any], image_root: str | None) -> Source:
-        """A source of all rows."""
-        return cls(rows, range(len(rows)), identity, image_root)
+    def whole(
+        cls,
+        rows: Rows,
+        identity: Mapping[str, Any],
+        image_root: str | None,
+        times: Mapping[str, str] | None = None,
+    ) -> Source:
+        """Creates a source of all rows."""
+        return cls(rows, range(len(rows)), identity, image_root, times or {})
 
     @property
     def num_rows(self) -> int:

@@ -1,4 +1,4 @@
-"""Some rows of a source, by number: a bit per row, so that it is small to send to workers."""
+"""A selection of rows of a source, one bit per row, so that it is small to send to workers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SelectedRows(Sequence[int]):
 
     Attributes:
         bits: uint8 (ceil(rows / 8),) as packed by numpy: 1 where the row is chosen.
-        counts: int64 (chunks + 1,) number of chosen rows before each chunk, and of all.
+        counts: int64 (chunks + 1,) number of chosen rows before each chunk, and in total.
     """
 
     bits: npt.NDArray[np.uint8]
@@ -26,7 +26,7 @@ class SelectedRows(Sequence[int]):
 
     @classmethod
     def of(cls, mask: npt.NDArray[np.bool_]) -> SelectedRows:
-        """The rows where the mask is True."""
+        """Selects the rows where the mask is True."""
         starts = np.arange(0, len(mask), _CHUNK)
         counts = np.add.reduceat(mask, starts, dtype=np.int64) if len(mask) else np.zeros(0, np.int64)
         return cls(np.packbits(mask), np.concatenate([[0], np.cumsum(counts)]).astype(np.int64))
@@ -52,7 +52,7 @@ class SelectedRows(Sequence[int]):
             yield from self._chunk(chunk).tolist()
 
     def between(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """int64 (stop - start,): the chosen rows from the ``start``-th to before the ``stop``-th."""
+        """Returns the chosen rows from the ``start``-th to before the ``stop``-th, int64 (stop - start,)."""
         first = int(np.searchsorted(self.counts, start, "right")) - 1
         last = int(np.searchsorted(self.counts, stop, "left"))
         chunks = [self._chunk(chunk) for chunk in range(first, last)]

@@ -21,14 +21,14 @@ _SEPARATOR = "[-._ 0-9]"
 def splits_by_name(names: Iterable[str]) -> dict[str, list[str]]:
     """Sorts files into splits.
 
-    The first rule that fits any file holds: numbered files in ``data/``; a folder named like a split
+    The first rule that fits any file applies: numbered files in ``data/``; a folder named like a split
     (``train/``, ``val-images/``); a file named like one (``train.jsonl``, ``my-test.csv``); else all are ``train``.
 
     Args:
         names: Paths below the folder, with forward slashes.
 
     Returns:
-        Names of splits to sorted paths. A path that fits no split where others do is in none.
+        Sorted paths by split name. If some paths fit a split, those that fit none are left out.
     """
     names = sorted(names)
     numbered: dict[str, list[str]] = {}
@@ -49,15 +49,15 @@ def splits_by_name(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _is_named(part: str, split: str) -> bool:
-    """Whether a word of the part, between separators, is a keyword of the split."""
+    """Returns whether a word of the part, between separators, is a keyword of the split."""
     return any(re.search(rf"(?:^|{_SEPARATOR}){word}(?:$|{_SEPARATOR})", part) for word in _KEYWORDS[split])
 
 
 def choose_split(what: str, splits: Iterable[object], split: str | None) -> str:
-    """The split that was asked for, or the default: ``train``, or the only one.
+    """Returns the requested split, or the default: ``train``, or the only one.
 
     Raises:
-        SourceError: If there is no such split, or none was asked for and there are several.
+        SourceError: If the split does not exist, or none was requested and there are several.
     """
     names = [str(name) for name in splits]
     if split is None:

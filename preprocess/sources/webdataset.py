@@ -5,7 +5,7 @@ Columns come from the members' extensions (the part of the file name after its f
 - an image gives ``image``; several give ``images``, in natural order of their extensions (``0.jpg`` … ``10.jpg``);
 - the object in ``json`` gives a column per key; ``NAME.json`` gives its parsed content as ``NAME``;
 - text (``txt``, ``text``, ``caption``, ``cls``, ``md``, ``html``) gives a column by its extension;
-- a film gives ``video`` and a sound ``audio``, so that recipes see them; any other member gives its bytes;
+- a video gives ``video`` and a sound ``audio``, so that recipes see them; any other member gives its bytes;
 - ``__key__`` is the key.
 """
 
@@ -17,16 +17,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+import numpy as np
+import xxhash
+
 from preprocess import json_text
 from preprocess.reject import RowRejected, excerpt
 from preprocess.sources.byte_files import ByteFile
+from preprocess.sources.counting import Counted, places_of
+from preprocess.sources.data_files import DataFile
 from preprocess.sources.kinds import IMAGE_ENDINGS
 from vlmdata.errors import SourceError
 from vlmdata.format.ledger import Reason
 from vlmdata.wording import counted
 
 KEY_COLUMN = "__key__"
-#: As WebDataset splits names: folders belong to the key, and so do files without a dot or with nothing before it.
+#: Ending of a tar's index, appended to the full name of the tar.
+INDEX_ENDING = ".idx"
+#: Bytes per request to a remote tar when only headers are read.
+_HEADER_BYTES = 64 << 10
+#: Splits names like WebDataset: folders belong to the key, as do files without a dot or with nothing before it.
 _NAME = re.compile(r"((?:.*/|)[^./]+)[.]([^/]*)")
 _TEXT = ("txt", "text", "caption", "cls", "md", "html")
 _MEDIA = {
@@ -37,13 +46,14 @@ _MEDIA = {
 
 @dataclass(frozen=True)
 class _Member:
-    """A file in a tar: its name, its extension in lower case, and where its bytes are."""
+    """A file in a tar: name, extension in lower case, place of its bytes, and time."""
 
     name: str
     extension: str
     offset: int
     size: int
     is_link: bool
+    time: float
 
     @property
     def suffix(self) -> str:
@@ -65,18 +75,43 @@ class TarFile:
 
     @property
     def path(self) -> str:
-        """Where the file is."""
+        """Location of the file."""
         return self.file.path
 
     def open(self, offset: int) -> BinaryIO:
-        """A stream of the tar from a member's header on."""
+        """Opens a stream of the tar from a member's header."""
         return self.file.open(offset)
 
-    def records(self, stream: BinaryIO) -> Iterator[tuple[int, _Sample]]:
-        """The samples and the offsets of their first headers. Only headers are read.
+    @staticmethod
+    def pass_over(file: ByteFile, block: int, indexes: Mapping[str, DataFile]) -> Counted:
+        """Counts the samples of a tar by its index, else by its headers.
+
+        Args:
+            file: The tar.
+            block: Smallest distance between remembered places, in bytes.
+            indexes: Indexes by the place of their tar.
 
         Raises:
-            SourceError: If the tar is damaged, or members of a sample are apart from each other.
+            SourceError: If the tar is damaged, members of a sample are not adjacent, or the index is of another tar.
+        """
+        if (index := indexes.get(file.path)) is not None:
+            return _count_by_index(file.file, index, block)
+        tar, digest = TarFile(file), xxhash.xxh3_128()
+
+        def offsets(stream: BinaryIO) -> Iterator[int]:
+            for offset, sample in tar.records(stream):
+                digest.update(repr(sample).encode())
+                yield offset
+
+        with file.open(0, _HEADER_BYTES, counting=True) as stream:
+            count, places = places_of(offsets(stream), block)
+        return Counted(count, places, metadata=digest.hexdigest())
+
+    def records(self, stream: BinaryIO) -> Iterator[tuple[int, _Sample]]:
+        """Yields the samples and the offsets of their first headers. Reads only headers.
+
+        Raises:
+            SourceError: If the tar is damaged, or members of a sample are not adjacent.
         """
         seen: set[str] = set()
         key, begins, members = "", 0, list[_Member]()
@@ -100,17 +135,19 @@ class TarFile:
         try:
             with tarfile.open(fileobj=stream, mode="r:") as tar:
                 while (info := tar.next()) is not None:
-                    tar.members.clear()  # type: ignore[attr-defined]  # or it would keep every header in memory
+                    tar.members.clear()  # type: ignore[attr-defined]  # otherwise all headers stay in memory
                     name = _NAME.fullmatch(info.name)
                     if name is not None and (info.isreg() or info.issym() or info.islnk()):
-                        member = _Member(info.name, name[2].lower(), info.offset_data, info.size, not info.isreg())
+                        member = _Member(
+                            info.name, name[2].lower(), info.offset_data, info.size, not info.isreg(), info.mtime
+                        )
                         yield info.offset, name[1], member
                 self._require_end(stream, tar.offset)
         except tarfile.TarError as error:
             raise SourceError(f"SOURCE {self.path}: the tar is damaged or cut off: {error}") from error
 
     def _require_end(self, stream: BinaryIO, offset: int) -> None:
-        """Checks that the tar ends here. ``tarfile`` stops without a word at a damaged header."""
+        """Checks that the tar ends here. ``tarfile`` stops silently at a damaged header."""
         stream.seek(offset)
         end = stream.read(tarfile.BLOCKSIZE)
         if end != bytes(tarfile.BLOCKSIZE):
@@ -124,7 +161,7 @@ class TarFile:
                 )
 
     def values(self, record: _Sample, stream: BinaryIO) -> Mapping[str, Any]:
-        """The columns of a sample.
+        """Returns the columns of a sample.
 
         Raises:
             RowRejected: MALFORMED_ROW if a member cannot be read, or two members claim one column.
@@ -144,6 +181,21 @@ class TarFile:
         return columns.values
 
 
+def _count_by_index(tar: DataFile, index: DataFile, block: int) -> Counted:
+    """Counts by a Megatron-Energon index: the offsets of all samples and of the end, as 64-bit numbers."""
+    with index.open(index.size, counting=True) as stream:
+        data = stream.read()
+    offsets = np.frombuffer(data[: len(data) // 8 * 8], "<u8").astype(np.int64)
+    end_bytes = tar.size - int(offsets[-1]) if len(offsets) else -1
+    if len(data) % 8 or end_bytes < 0 or (np.diff(offsets) <= 0).any() or (offsets % tarfile.BLOCKSIZE).any():
+        raise SourceError(
+            f"SOURCE {index.place}: it is not the index of {tar.place} ({tar.size} bytes); make it again with "
+            "`energon prepare`, or remove it"
+        )
+    count, places = places_of(offsets[:-1].tolist(), block)
+    return Counted(count, places, metadata=xxhash.xxh3_128_hexdigest(data))
+
+
 class _Columns:
     """Columns of one sample, filled member by member."""
 
@@ -152,7 +204,7 @@ class _Columns:
         self.values: dict[str, Any] = {KEY_COLUMN: key}
 
     def add_member(self, member: _Member, data: bytes) -> None:
-        """Adds what is no image."""
+        """Adds a member that is not an image."""
         name, _, suffix = member.extension.rpartition(".")
         if suffix == "json":
             content = self._json(member, data)
@@ -167,7 +219,7 @@ class _Columns:
             self._set(_MEDIA.get(suffix, member.extension), data, member)
 
     def add_images(self, images: Sequence[tuple[_Member, bytes]]) -> None:
-        """Adds the images, in the order of the file names that the JSON gives, else in natural order."""
+        """Adds the images in the order of the file names in the JSON, else in natural order."""
         if not images:
             return
         named = [name for name in ("images", "image") if name in self.values]
@@ -217,5 +269,5 @@ def _malformed(key: str, problem: str) -> RowRejected:
 
 
 def _natural(extension: str) -> list[tuple[int, str]]:
-    """Sorts numbers in names by value: ``2.jpg`` before ``10.jpg``."""
+    """Returns a sort key that orders numbers in names by value: ``2.jpg`` before ``10.jpg``."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", extension)]

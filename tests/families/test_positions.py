@@ -79,7 +79,7 @@ def test_the_example_of_the_design() -> None:
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        ([IMAGE] * 5, "5 image tokens in the sequence; image grids: 1, which need 6"),
+        ([IMAGE] * 5, r"5 image tokens in the sequence, but the image grids \(1\) need 6"),
         ([IMAGE] * 3 + [1] + [IMAGE] * 3, "image 0: its 6 tokens are not contiguous"),
     ],
 )

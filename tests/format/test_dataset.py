@@ -167,7 +167,7 @@ class TestErrors:
             vlmdata.open_dataset(tmp_path / "nowhere")
 
     def test_a_folder_of_something_else(self, tmp_path):
-        with pytest.raises(DatasetFormatError, match=r"holds no manifest\.json"):
+        with pytest.raises(DatasetFormatError, match=r"has no manifest\.json"):
             vlmdata.open_dataset(tmp_path)
 
     def test_a_file_in_place_of_a_folder(self, tmp_path):
@@ -187,7 +187,7 @@ class TestErrors:
 
     def test_an_index_of_another_dataset(self, mixed_copy):
         pq.write_table(pq.read_table(mixed_copy / INDEX_NAME).slice(1), mixed_copy / INDEX_NAME)
-        with pytest.raises(DatasetFormatError, match="index has 5 rows, the manifest 6 samples"):
+        with pytest.raises(DatasetFormatError, match="index has 5 rows, but the manifest has 6 samples"):
             vlmdata.open_dataset(mixed_copy)
 
     @pytest.mark.parametrize("keep", [0, 512, -1])
@@ -206,8 +206,8 @@ class TestErrors:
             dataset.sample("000000006")
 
     def test_a_feature_this_reader_lacks(self, mixed_copy):
-        edit_manifest(mixed_copy, features=["images", "patches-raw", "patches-zstd", "video"])
-        with pytest.raises(DatasetFormatError, match="features this vlmdata lacks: patches-zstd, video"):
+        edit_manifest(mixed_copy, features=["images", "patches-raw", "patches-webp", "video"])
+        with pytest.raises(DatasetFormatError, match="features this vlmdata lacks: patches-webp, video"):
             vlmdata.open_dataset(mixed_copy)
 
     def test_another_major_version(self, mixed_copy):

@@ -20,7 +20,7 @@ from vlmdata.format.shard import ItemPlace, Placement
 COUNT = st.integers(0, 2**31 - 1)
 BIG = st.integers(0, 2**63 - 1)
 HASH = st.integers(0, 2**64 - 1)
-ITEM = st.builds(ItemPlace, BIG, BIG, st.sampled_from(["image", "video"]), st.sampled_from(["raw", "zlib", "é"]))
+ITEM = st.builds(ItemPlace, BIG, BIG, HASH, st.sampled_from(["image", "video"]), st.sampled_from(["raw", "zlib", "é"]))
 GRID = st.tuples(st.just(1), st.integers(1, 100).map(lambda n: 2 * n), st.integers(1, 100).map(lambda n: 2 * n))
 
 
@@ -53,7 +53,7 @@ def index_rows(draw, number: int = 0) -> IndexRow:
     )
 
 
-ITEM_A = ItemPlace(4, 3)
+ITEM_A = ItemPlace(4, 3, 9)
 
 
 def simple_rows(count: int) -> list[IndexRow]:
@@ -187,7 +187,7 @@ def test_a_list_that_has_not_one_entry_an_image_is_a_format_error(index_file, na
     lists = table.column(name).to_pylist()
     moved = pa.array([lists[1], [], *lists[2:]], table.schema.field(name).type)
     pq.write_table(table.set_column(table.column_names.index(name), name, moved), index_file)
-    with pytest.raises(DatasetFormatError, match=f"{name} has not one entry an image"):
+    with pytest.raises(DatasetFormatError, match=f"{name} does not have one entry per image"):
         DatasetIndex.read(index_file)
 
 

@@ -151,7 +151,7 @@ def test_the_canonical_hash_knows_content_and_not_order():
 
 
 def test_a_family_that_this_version_does_not_know_is_refused(tmp_path):
-    with pytest.raises(DatasetFormatError, match="made for the model family 'llava'; this vlmdata knows qwen3_5"):
+    with pytest.raises(DatasetFormatError, match="is for the model family 'llava'; this vlmdata supports qwen3_5"):
         Manifest.read(write(tmp_path, fields_of(example()) | {"family": "llava"}))
     assert Manifest.read(write(tmp_path, fields_of(example()))).model_family.name == "qwen3_5"
     known = Manifest.read(write(tmp_path, fields_of(example()) | {"family": "qwen2_5_vl"}))

@@ -179,7 +179,7 @@ class ShortWrites(io.RawIOBase):
 def test_short_writes_lose_nothing(tmp_path, most):
     expected = write_shard(tmp_path / "whole.tar", three_samples()[:1])
     with ShardWriter(tmp_path / "short.tar") as writer:
-        writer._file = ShortWrites(writer._file, most)
+        writer._own._file = ShortWrites(writer._own._file, most)
         placement = writer.add(*three_samples()[0])
         size, digest = writer.close()
     assert ([placement], size, digest) == expected
@@ -192,7 +192,7 @@ def test_a_write_that_fails_is_an_error_and_the_file_is_closed(tmp_path):
             raise OSError(errno.ENOSPC, "No space left on device")
 
     with ShardWriter(tmp_path / "shard.tar") as writer:
-        full = writer._file = Full(writer._file, 1)
+        full = writer._own._file = Full(writer._own._file, 1)
         with pytest.raises(OSError, match="No space"):
             writer.add(*three_samples()[0])
     assert full.closed

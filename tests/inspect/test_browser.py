@@ -16,6 +16,8 @@ from tests.inspect.serving import Client, serving
 from vlmdata.format.dataset import open_dataset
 from vlmdata.inspect.text import visible
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
@@ -165,7 +167,7 @@ def test_search_and_filters_select_the_same_both_ways(visit: Visit, demo_raw: li
     )
 
 
-def test_a_wrong_filter_is_told_on_the_served_page(browser: Any, served: Client) -> None:
+def test_a_wrong_filter_is_reported_on_the_served_page(browser: Any, served: Client) -> None:
     visit = Visit(browser, f"{served.home}/#samples")
     visit.page.fill("#search", "is:odd")
     visit.page.wait_for_selector("#items .error")

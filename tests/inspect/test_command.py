@@ -63,13 +63,13 @@ WRONG: list[tuple[list[str], str]] = [
     (["--step", "0:0", "--dp", "2", "--dp-rank", "2"], "dp_rank 2 of dp_size 2"),
     (["--find", "colour<3"], "conditions are FIELD<NUMBER"),
     (["--pack", "0", "--capacity", "64"], "longer than capacity 64"),
-    (["--pack", "0", "--sample", "0"], "--sample and --pack: choose one"),
-    (["--tokens"], "--tokens goes with --sample or --row"),
-    (["--check", "some"], "--check 'some': a number of samples, or all"),
+    (["--pack", "0", "--sample", "0"], "--sample and --pack: choose only one"),
+    (["--tokens"], "--tokens needs --sample or --row"),
+    (["--check", "some"], "--check 'some': give a number of samples, or all"),
     (["--pack", "0", "--cost", "70b"], "no cost model for '70b'"),
     (["--pack", "0", "--weights", "a,b"], "--weights 'a,b'"),
     (["--html", "x.html", "--keys", "nobody"], "no sample 'nobody'"),
-    (["--html", "s3://bucket/x.html"], "--html s3://bucket/x.html: the page is written to a local file"),
+    (["--html", "s3://bucket/x.html"], "--html s3://bucket/x.html: the page must be a local file"),
 ]
 
 
@@ -109,7 +109,7 @@ def test_several_datasets_are_for_packs_and_steps(demo: Path, mixed: Path, comma
     assert {sample["dataset"] for pack in step["packs"] for sample in pack["samples"]} == {0, 1}
     code, _, error = command(demo, mixed, "--sample", 0)
     assert code == 2
-    assert "--sample looks into one dataset, 2 were given" in " ".join(error.split())
+    assert "--sample reads one dataset, got 2" in " ".join(error.split())
 
 
 @pytest.fixture(scope="module")

@@ -52,7 +52,7 @@ def test_a_planted_fault_is_found_in_under_three_commands(
     rewrite_sample(real, key, plant)
 
     _, card, _ = command(real)  # the first: which sample?
-    assert "deserves a look" in card
+    assert "findings" in card
     advice = re.search(r"next: vlmdata inspect (\S+) (--sample) (\S+)", card)
     assert advice is not None
     assert (advice[1], advice[3]) == (str(real), key)

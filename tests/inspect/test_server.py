@@ -156,7 +156,7 @@ WRONG = ["start=-1", "start=1.5", "start=9999999999999999", "start=%D9%A3", "sor
 
 
 @pytest.mark.parametrize("question", WRONG)
-def test_wrong_questions_are_told_so(client: Client, question: str) -> None:
+def test_invalid_requests_are_refused(client: Client, question: str) -> None:
     answer = client.ask(f"/api/samples?{question}")
     assert answer.status == 400
     assert answer.json()["error"]

@@ -58,7 +58,7 @@ def test_documents_are_shown(texts: Path, command: Command) -> None:
     _, out, _ = command(texts, "--row", 2)
     assert "source row 2: 3 of 3 samples accepted" in out
     assert out.count("turns       none") == 3
-    assert out.count("cut at its end") == 2
+    assert out.count("truncated") == 2
     assert out.count("⟦") == out.count("⟧") == 3 + 3 + 1  # legends, pieces, and the text after the image
     for view in ((), ("--pack", "0"), ("--find", "word1")):
         code, out, _ = command(texts, *view)

@@ -59,7 +59,7 @@ def test_weights_are_no_finding(dataset: VlmDataset) -> None:
 
 def test_the_terminal_shows_them(weighted: Path, command: Command) -> None:
     _, out, _ = command(weighted, "--sample", WEIGHTED, "--tokens")
-    assert "which weigh 0.05 to 2" in out
+    assert "weights 0.05 to 2" in out
     assert "⟦×0.05 Four.<|im_end|>↵\n⟧" in out
     assert "⟦×2 Yes." in out
     header = next(line for line in out.splitlines() if "index" in line and "mask" in line)

@@ -93,7 +93,7 @@ def run(framework: str, data: str, folder: Path, names: dict[str, Any]) -> dict[
 def main() -> None:
     data, folder, frameworks = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
     rank = int(os.environ["RANK"])
-    names = scripts("What the scripts share", {})
+    names = scripts("Shared code", {})
     names["make_loader"] = lambda data: StreamingLoader(data, num_workers=1, **SETTINGS)
     for framework in frameworks:
         try:

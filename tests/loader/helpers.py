@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vlmdata.batch import HostLayout, PackedBatch
+from vlmdata.batch import HostArrays, PackedBatch
 from vlmdata.loader.loader import StreamingLoader
 
 #: Small enough for about ten packs of the chats.
@@ -41,7 +41,7 @@ def differences(one: PackedBatch, other: PackedBatch) -> list[str]:
         a, b = getattr(one, field.name), getattr(other, field.name)
         if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
             same = a.dtype == b.dtype and a.device == b.device and a.shape == b.shape and bool((a == b).all())
-        elif isinstance(a, HostLayout):
+        elif isinstance(a, HostArrays):
             same = all(np.array_equal(x, getattr(b, name)) for name, x in vars(a).items())
         else:
             same = type(a) is type(b) and a == b

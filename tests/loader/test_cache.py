@@ -128,13 +128,13 @@ class TestLoading:
         self, chat_copy: Path, cache: Path, troubled: type[TroubledFileSystem]
     ) -> None:
         (chat_copy / "index.parquet").unlink()
-        with pytest.raises(DatasetFormatError, match=r"holds no index.parquet"):
+        with pytest.raises(DatasetFormatError, match=r"has no index.parquet"):
             stream(f"troubled://{chat_copy}", cache_dir=cache)
         (chat_copy / "manifest.json").write_text("{")
         with pytest.raises(DatasetFormatError, match=f"troubled://{chat_copy}: .*not a readable manifest"):
             stream(f"troubled://{chat_copy}", cache_dir=cache)
         (chat_copy / "manifest.json").unlink()
-        with pytest.raises(DatasetFormatError, match=r"holds no manifest.json"):
+        with pytest.raises(DatasetFormatError, match=r"has no manifest.json"):
             stream(f"troubled://{chat_copy}", cache_dir=cache)
 
     def test_an_index_that_is_not_the_manifests_is_refused(
@@ -211,19 +211,19 @@ class TestTrouble:
             RemoteShards(f"troubled://{chat_copy}", cache, PLENTY).open(shards[2])
         assert len(troubled.opened()) == 1
 
-    def test_a_disk_that_takes_no_more_is_said_to_be_ours(
+    def test_a_disk_that_takes_no_more_is_reported_as_ours(
         self, chat: Path, cache: Path, shards: list[ShardFile], troubled: type[TroubledFileSystem]
     ) -> None:
         def open_on_a_full_disk() -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-            with pytest.raises(ResourceError, match=r"cannot cache .*File too large.*Make room"):
+            with pytest.raises(ResourceError, match=r"cannot cache .*File too large.*Free space"):
                 RemoteShards(f"troubled://{chat}", cache, PLENTY).open(shards[0])
 
         assert exit_code(in_child(open_on_a_full_disk)) == 0
         assert len(troubled.opened()) == 1  # trying again would change nothing
         assert temporaries(cache) == []
 
-    def test_a_damaged_copy_is_told_from_a_damaged_original(
+    def test_a_damaged_copy_is_distinguished_from_a_damaged_original(
         self, chat: Path, chats: VlmDataset, cache: Path, troubled: type[TroubledFileSystem]
     ) -> None:
         epoch_of(f"troubled://{chat}", cache_dir=cache)
@@ -316,7 +316,7 @@ class TestKilledDownload:
         troubled.delay = 0.05
         child = in_child(lambda: source.open(shards[0]))
         assert wait_until(lambda: any(path.stat().st_size for path in cache.glob(".*.tmp")), 20)
-        with pytest.raises(ResourceError, match=r"another process has been fetching this shard for 0 s"):
+        with pytest.raises(ResourceError, match=r"another process has been downloading this shard for 0 s"):
             RemoteShards(source.url, cache, PLENTY, lock_timeout=0.2).open(shards[0])
         fetch(RemoteShards(f"file://{chat}", cache, PLENTY), shards[1])  # what makes room leaves a living one alone
         assert len(temporaries(cache)) == 1

@@ -129,7 +129,7 @@ def test_sequence_parallelism_is_off_unless_asked_for(caplog: pytest.LogCaptureF
         ({"seed": 1}, "capacity and global_batch must be given"),
         ({"capacity": 64, "global_batch": 1, "num_workers": -1}, "num_workers is -1"),
         ({"capacity": 64, "global_batch": 1, "timeout": 0}, "timeout is 0"),
-        ({"capacity": 64, "global_batch": 1, "parts": ["sound"]}, "parts .* 'sound' is none of tokens"),
+        ({"capacity": 64, "global_batch": 1, "parts": ["sound"]}, "parts .* 'sound' is not one of tokens"),
         ({"capacity": 64, "global_batch": 1, "context_parallel_rank": 1}, "context_parallel_rank 1 of context_parall"),
         ({"capacity": 64, "global_batch": 1, "cost": "70b"}, "no cost model for '70b'"),
     ],

@@ -22,7 +22,7 @@ SAMPLE = 12
 def expected_checksum(dataset: VlmDataset, field: str) -> int:
     if field == "patches":
         return int(dataset.index.image_checksums[dataset.index.grid_offsets[SAMPLE]])
-    return int(dataset.index.token_checksums[field][SAMPLE])
+    return int(dataset.index.member_checksums[field][SAMPLE])
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -74,7 +74,9 @@ def test_a_shard_cut_short_is_named(chat_copy: Path, num_workers: int) -> None:
     path = chat_copy / "shard-000003.tar"
     size = path.stat().st_size
     os.truncate(path, size - 512)
-    with pytest.raises(DatasetFormatError, match=f"shard-000003.tar: {size - 512} bytes, .* says {size} .*cut or repl"):
+    with pytest.raises(
+        DatasetFormatError, match=f"shard-000003.tar: {size - 512} bytes, .* says {size} .*truncated or repl"
+    ):
         epoch_of(chat_copy, num_workers=num_workers)
 
 

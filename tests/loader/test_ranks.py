@@ -128,14 +128,14 @@ def test_between_steps_it_goes_on_with_its_part(chat: Path, group: Group) -> Non
         assert packs_of(loader) == packs_of(given)[2:]
 
 
-def test_it_is_said_once_and_by_rank_0(chat: Path, group: Group, caplog: pytest.LogCaptureFixture) -> None:
+def test_it_is_reported_once_and_by_rank_0(chat: Path, group: Group, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         for rank in (1, 0, 0):
             group(rank, 2)
             StreamingLoader(chat, **FAST)
     assert [record.getMessage() for record in caplog.records] == [
         "dp_rank and dp_size come from the process group: each of the 2 processes is a data-parallel rank and gets "
-        "samples of its own. Give both to choose otherwise."
+        "its own samples. Give both to override this."
     ]
 
 
@@ -161,7 +161,10 @@ def test_processes_that_share_a_pack_are_one_rank(chat: Path, group: Group) -> N
         ({"dp_rank": 0, "dp_size": 8}, "dp_size 8 does not divide the 4 processes"),
         ({"dp_rank": 1, "dp_size": 2, "tensor_parallel": 4}, r"dp_size 2 x 4 \(context x tensor parallel\) does not"),
         ({"dp_rank": 0, "dp_size": 4}, r"dp_rank is 0, but this is rank 3 of 4 .* give dp_rank=3"),
-        ({"context_parallel": 2}, "context_parallel 2 and tensor_parallel 1: which .* give dp_rank and dp_size"),
+        (
+            {"context_parallel": 2},
+            "context_parallel 2 and tensor_parallel 1: this does not .* give dp_rank and dp_size",
+        ),
         ({"dp_size": 2}, "dp_size 2 without dp_rank"),
         ({"dp_rank": 3}, "dp_rank 3 without dp_size"),
         ({"global_batch": 6}, r"global_batch 6 is not a multiple of dp_size 4 \(from the process group\)"),

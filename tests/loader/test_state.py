@@ -148,7 +148,7 @@ def test_datasets_of_different_tokenizers_are_refused_by_name(chat: Path, chat_c
         ({"dp_rank": 2, "dp_size": 2}, "dp_rank 2 of dp_size 2"),
         ({"dp_size": 3}, "global_batch 4 is not a multiple of dp_size 3"),
         ({"context_parallel": 2, "context_parallel_rank": 2}, "context_parallel_rank 2 of context_parallel 2"),
-        ({"parts": ("tokens", "pictures")}, "'pictures' is none of tokens, labels, pixels"),
+        ({"parts": ("tokens", "pictures")}, "'pictures' is not one of tokens, labels, pixels"),
         ({"last": "half"}, "half"),
         ({"num_workers": -1}, "num_workers is -1"),
         ({"prefetch_factor": 0}, "prefetch_factor is 0"),

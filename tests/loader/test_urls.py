@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import pickle
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -132,15 +133,33 @@ class TestVerify:
         (chat_copy / "tokenizer" / "chat_template.jinja").unlink()
         with open(chat_copy / "rejected.jsonl", "a") as file:
             file.write("x\n")
+        shutil.copy(chat_copy / "shard-000001.tar", chat_copy / "shard-000099.tar")
         place = memory(chat_copy)
         here = str(chat_copy)
         found, expected = (json.loads(run("verify", each, "-j", "1", "--json").stdout) for each in (place, here))
         assert json.loads(json.dumps(found["faults"]).replace(place, here)) == expected["faults"]
-        assert {"shard-000000.tar", "shard-000004.tar", "rejected.jsonl", "tokenizer/chat_template.jinja"} <= {
-            fault["file"] for fault in found["faults"]
-        }
-        (remedy,) = found["remedies"]
-        assert remedy == f"Copy the dataset to {place} again, from a copy that `vlmdata verify` finds sound."
+        assert {
+            "shard-000000.tar",
+            "shard-000004.tar",
+            "shard-000099.tar",
+            "rejected.jsonl",
+            "tokenizer/chat_template.jinja",
+        } <= {fault["file"] for fault in found["faults"]}
+        removed, remedy = found["remedies"]
+        assert removed == f"Remove {place}/shard-000099.tar."
+        assert remedy == f"Copy the dataset to {place} again, from a copy without faults in `vlmdata verify`."
+
+    def test_a_place_that_cannot_be_listed_is_audited_without(
+        self, chat: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(*_: Any, **__: Any) -> None:
+            raise PermissionError("AccessDenied")
+
+        monkeypatch.setattr(TroubledFileSystem, "ls", refuse)
+        place = f"troubled://{chat}"
+        result = run("verify", place, "-j", "1")
+        assert result.exit_code == 0
+        assert f"{place}: cannot be listed: PermissionError: AccessDenied. Shards that are not" in result.stderr
 
     def test_it_looks_at_what_is_there_now(
         self, chat_copy: Path, damage: Callable[[str, int], None], tmp_path: Path
@@ -158,7 +177,7 @@ class TestVerify:
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        ("memory://bucket/nothing", "memory://bucket/nothing: holds no manifest.json"),
+        ("memory://bucket/nothing", "memory://bucket/nothing: has no manifest.json"),
         ("nowhere://bucket/data", "nowhere://bucket/data/manifest.json: cannot be fetched, 1 attempt"),
     ],
 )

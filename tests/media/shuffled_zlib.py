@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Buffer
+from collections.abc import Buffer, Mapping
 
 import numpy as np
 import numpy.typing as npt
 
 from vlmdata.families import Family
-from vlmdata.media.codecs import Grid
+from vlmdata.media.codecs import Grid, Item
 
 
 class ShuffledZlib:
     """Columns of the patches one after another, compressed."""
 
-    def encode(self, patches: npt.NDArray[np.uint8], grid: Grid, family: Family) -> Buffer:
-        assert patches.shape == (grid[0] * grid[1] * grid[2], family.patch_bytes)
-        return zlib.compress(np.ascontiguousarray(patches.T), level=1)
+    summary = "for tests"
+    needs_file = False
+
+    def libraries(self) -> Mapping[str, str]:
+        return {}
+
+    def encode(self, item: Item) -> Buffer:
+        grid = item.grid
+        assert item.patches.shape == (grid[0] * grid[1] * grid[2], item.family.patch_bytes)
+        return zlib.compress(np.ascontiguousarray(item.patches.T), level=1)
 
     def decode(self, stored: Buffer, grid: Grid, family: Family, out: npt.NDArray[np.uint8]) -> None:
         assert out.shape == (grid[0] * grid[1] * grid[2], family.patch_bytes)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Buffer, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import webdataset as wds
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,11 +25,13 @@ from tests.loader.helpers import assert_same, stream
 from tests.loader.rows import chat_rows
 from vlmdata.batch import PackedBatch
 from vlmdata.errors import DatasetFormatError
+from vlmdata.families import Family, family
 from vlmdata.families.qwen3_5 import FAMILY
 from vlmdata.format.index_row import ITEM_COLUMNS
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import INDEX_NAME
-from vlmdata.media.codecs import REGISTRY, codec, decode_item
+from vlmdata.media import pixel_check
+from vlmdata.media.codecs import REGISTRY, Grid, Item, codec, decode_item
 from vlmdata.verify.dataset import verify_dataset
 
 NAME = "shuffled-zlib"
@@ -74,7 +79,8 @@ def change_item(directory: Path, column: str, value: object) -> str:
     key, table = with_image(directory)[0], pq.read_table(directory / INDEX_NAME)
     lists = table.column(column).to_pylist()
     lists[table.column("key").to_pylist().index(key)][1] = value
-    changed = table.set_column(table.column_names.index(column), table.schema.field(column), [lists])
+    field = table.schema.field(column)
+    changed = table.set_column(table.column_names.index(column), field, pa.array(lists, field.type))
     pq.write_table(changed, directory / INDEX_NAME)
     return key
 
@@ -85,18 +91,29 @@ def flip(path: Path, offset: int) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("name", [*REGISTRY, NAME])
-@given(rows=st.integers(1, 4), columns=st.integers(1, 4), seed=st.integers(0, 99), grey=st.booleans())
-def test_every_codec_gives_back_the_patches(name: str, rows: int, columns: int, seed: int, grey: bool) -> None:
-    grid = (1, 2 * rows, 2 * columns)
-    shape = (4 * rows * columns, FAMILY.patch_bytes)
-    patches = np.full(shape, seed, np.uint8) if grey else np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
-    stored = bytes(codec(name).encode(patches, grid, FAMILY))
-    out = np.full(shape, 7, np.uint8)
-    codec(name).decode(stored, grid, FAMILY, out)
-    np.testing.assert_array_equal(out, patches)
+@st.composite
+def items(draw: st.DrawFn) -> Item:
+    """A picture of some kind: flat, grey, of smooth columns, or noise; in families of both patch sizes."""
+    made = draw(st.sampled_from([family("qwen3_5"), family("qwen2_5_vl")]))
+    rows, columns, channels = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.sampled_from([1, 3]))
+    random = np.random.default_rng(draw(st.integers(0, 99)))
+    shape = (channels, rows * made.factor, columns * made.factor)
+    steps = random.integers(0, draw(st.sampled_from([1, 2, 256])), shape, np.uint8)
+    picture = np.add.accumulate(steps, axis=1, dtype=np.uint8) if draw(st.booleans()) else steps
+    patches = made.patchify(np.broadcast_to(picture, (3, *shape[1:])))
+    return Item(patches, (1, 2 * rows, 2 * columns), made)
+
+
+@pytest.mark.parametrize("name", [*(name for name in REGISTRY if not codec(name).needs_file), NAME])
+@given(item=items())
+def test_every_codec_gives_back_the_patches(name: str, item: Item) -> None:
+    stored = bytes(codec(name).encode(item))
+    assert bytes(codec(name).encode(item)) == stored
+    out = np.full_like(item.patches, 7)
+    codec(name).decode(stored, item.grid, item.family, out)
+    np.testing.assert_array_equal(out, item.patches)
     with pytest.raises(DatasetFormatError, match=f"image 0: its .* bytes do not decode with codec {name}"):
-        decode_item(name, stored[:-1], grid, FAMILY, out, "image 0")
+        decode_item(name, stored[:-1], item.grid, item.family, out, "image 0")
 
 
 class TestOfADataset:
@@ -155,6 +172,7 @@ class TestOfADataset:
         assert row["item_kinds"] == ["image", "image"]
         assert row["item_codecs"] == [NAME, NAME]
         assert row["patches_offset"] == -1
+        checksums = row["pixel_checksums"]
         data = (encoded / f"shard-{row['shard']:06d}.tar").read_bytes()
         begin, size = row["item_offsets"][1], row["item_bytes"][1]
         t, h, w = row["image_grid_thw"][1]
@@ -162,6 +180,7 @@ class TestOfADataset:
         codec(NAME).decode(data[begin : begin + size], (t, h, w), FAMILY, out)
         stored = vlmdata.open_dataset(encoded).sample(row["key"]).patches
         np.testing.assert_array_equal(out, stored[-len(out) :])
+        assert xxhash.xxh3_64_intdigest(out) == checksums[1]
 
     def test_plain_webdataset_opens_the_shards(self, encoded: Path) -> None:
         urls = sorted(map(str, encoded.glob("shard-*.tar")))
@@ -210,7 +229,39 @@ class TestDamage:
         with pytest.raises(DatasetFormatError, match=f"key {key} image 1: its .* bytes do not decode with codec"):
             vlmdata.open_dataset(damaged).sample(key)
         with pytest.raises(DatasetFormatError, match=f"key {key} patches of image 1: its .* bytes do not decode"):
-            batches(damaged, verify=False)
+            batches(damaged, verify="off")
+
+    def test_other_pixels_are_found_where_pixels_are_checked(
+        self, encoded: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As another version of a decoder might give them; the stored bytes are sound."""
+        decode = type(codec(NAME)).decode
+
+        def one_brighter(self: object, stored: Buffer, grid: Grid, family: Family, out: Any) -> None:
+            decode(self, stored, grid, family, out)
+            out[-1, -1] ^= 1
+
+        whole = batches(encoded)
+        monkeypatch.setattr(type(codec(NAME)), "decode", one_brighter)
+        monkeypatch.setattr(pixel_check, "pixel_libraries", lambda: {"pillow": "0.1"})
+        pillow = Manifest.read(encoded).pixel_libraries["pillow"]
+        other = rf"decodes to other pixels .* made with pillow {pillow} \(here 0.1\), "
+        for verify in ("pixels", True):
+            with pytest.raises(DatasetFormatError, match=f"shard-00000.*: row .* patches of image .: {other}"):
+                batches(encoded, verify=verify)
+        with pytest.raises(DatasetFormatError, match=other):
+            list(vlmdata.open_dataset(encoded))
+        for verify in ("stored", "off", False):
+            assert [batch.sample_keys for batch in batches(encoded, verify=verify)] == [b.sample_keys for b in whole]
+        assert {fault.check for fault in verify_dataset(encoded).faults} == {"items"}
+        assert verify_dataset(encoded, pixels=False).faults == []
+
+    def test_stored_bytes_are_checked_without_decoding(self, damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(type(codec(NAME)), "decode", None)
+        assert verify_dataset(damaged, pixels=False).faults == []
+        key, shard, offset, size = with_image(damaged)
+        flip(shard, offset + size // 2)
+        assert ("checksum", key) in {(fault.check, fault.key) for fault in verify_dataset(damaged, pixels=False).faults}
 
     @pytest.mark.parametrize("column", ITEM_COLUMNS)
     def test_an_index_that_says_otherwise_is_found(self, damaged: Path, column: str) -> None:
@@ -230,7 +281,7 @@ class TestDamage:
             vlmdata.open_dataset(encoded)
 
     def test_an_unknown_codec_is_refused_as_an_option(self) -> None:
-        with pytest.raises(ValueError, match="no codec 'webp'; known codecs: raw"):
+        with pytest.raises(ValueError, match="unknown codec 'webp'; known codecs: raw"):
             PreprocessConfig(pixels="webp")
 
 

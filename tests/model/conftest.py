@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.model.helpers import random_weights, small_architecture, transformers_model
+from tests.model.helpers import small_architecture, transformers_model, weights_of
 
 # Nothing here is long enough to be worth compiling, and one thread a worker is what the machine has.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -51,16 +51,16 @@ class Pair:
 @pytest.fixture(scope="session")
 def make_pair(one_process: None) -> Callable[..., Pair]:
     """Makes pairs; settings are those of :class:`ModelSettings`."""
-    from model.families.qwen3_5.build import build_model
-    from model.families.qwen3_5.names import parameter_maps
+    from model.families import spec_of
     from model.network.settings import ModelSettings
-    from model.weights.mapping import hf_names, load_from_hf
+    from model.weights.mapping import load_from_hf
 
-    def make(*, moe: bool = False, tied: bool = False, mtp: int = 0, **settings: Any) -> Pair:
-        architecture = small_architecture(moe=moe, tied=tied, mtp=mtp)
-        maps = parameter_maps(architecture)
-        weights = random_weights(hf_names(maps))
-        ours = build_model(architecture, ModelSettings(**settings))
+    def make(*, family: str = "qwen3_5", moe: bool = False, tied: bool = False, mtp: int = 0, **settings: Any) -> Pair:
+        own = {"mtp": mtp} if family == "qwen3_5" else {}
+        architecture = small_architecture(family, moe=moe, tied=tied, **own)
+        spec = spec_of(architecture)
+        maps, weights = spec.parameter_maps(architecture), weights_of(architecture)
+        ours: Any = spec.build(architecture, ModelSettings(**settings))
         load_from_hf(ours, maps, lambda source: source.take(weights[source.name]))
         return Pair(architecture, ours.train(), transformers_model(architecture, weights), weights, maps)
 

@@ -27,23 +27,26 @@ from model.parallel.environment import before_megatron
 before_megatron()
 
 from model.architecture import MoeArchitecture, VisionArchitecture
+from model.families import spec_of
 from model.families.qwen3_5.architecture import Qwen35Architecture, Qwen35LanguageArchitecture
-from model.families.qwen3_5.build import build_model, vision_config
-from model.families.qwen3_5.names import parameter_maps
 from model.families.qwen3_5.presets import pattern
+from model.families.qwen3_vl.architecture import Qwen3VLArchitecture, Qwen3VLLanguageArchitecture
+from model.network.megatron_config import vision_config
 from model.network.settings import ModelSettings, vocabulary_rows
 from model.network.vision_attention import FlashAttention
 from model.parallel import groups
-from model.weights.mapping import canonical_names, hf_names, load_from_hf
-from tests.model.helpers import IMAGE, VIDEO, VISION_END, VISION_START, make_sample, pack, random_weights, relative
+from model.weights.mapping import canonical_names, load_from_hf
+from tests.model.helpers import IMAGE, VIDEO, VISION_END, VISION_START, make_sample, pack, relative, weights_of
 from vlmdata.batch import PackedBatch
 
 FACTOR = 4.0
 CUDA = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def architecture(moe: bool = False) -> Qwen35Architecture:
+def architecture(moe: bool = False, family: str = "qwen3_5") -> Any:
     """Real head widths, which the kernels are made for (72 in the tower, 256 and 128 in the decoder); little else."""
+    if family == "qwen3_vl":
+        return architecture_vl(moe)
     language = Qwen35LanguageArchitecture(
         vocab_size=512,
         hidden_size=256,
@@ -57,6 +60,22 @@ def architecture(moe: bool = False) -> Qwen35Architecture:
     )
     vision = VisionArchitecture(depth=3, hidden_size=288, intermediate_size=512, num_heads=4, out_hidden_size=256)
     return Qwen35Architecture(vision, language, IMAGE, VIDEO, VISION_START, VISION_END)
+
+
+def architecture_vl(moe: bool) -> Qwen3VLArchitecture:
+    """The same of Qwen3-VL, with image features for the first two of four layers."""
+    language = Qwen3VLLanguageArchitecture(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=0 if moe else 512,
+        layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        moe=MoeArchitecture(8, 2, 128, router_aux_loss_coef=0.01) if moe else None,
+    )
+    tower = architecture().vision
+    vision = dataclasses.replace(tower, deepstack_layers=(0, 1))
+    return Qwen3VLArchitecture(vision, language, IMAGE, VIDEO, VISION_START, VISION_END)
 
 
 def batch(weighted: bool = False) -> PackedBatch:
@@ -75,36 +94,38 @@ def batch(weighted: bool = False) -> PackedBatch:
 
 
 def run(
-    wanted: Qwen35Architecture, packed: PackedBatch, settings: ModelSettings
+    wanted: Any, packed: PackedBatch, settings: ModelSettings
 ) -> tuple[float, dict[str, torch.Tensor], dict[str, float]]:
     """Loss (sum over all ranks), gradients by canonical name as this rank has them, and metrics."""
     import torch.distributed as dist
+    from megatron.core import parallel_state as state
 
-    place = groups.current()
-    maps = parameter_maps(wanted, vocab_rows=vocabulary_rows(wanted.language.vocab_size, place.tensor))
-    weights = random_weights(hf_names(maps))
-    model = build_model(wanted, settings)
+    tensor, context = state.get_tensor_model_parallel_world_size(), state.get_context_parallel_world_size()
+    spec = spec_of(wanted)
+    maps = spec.parameter_maps(wanted, vocab_rows=vocabulary_rows(wanted.language.vocab_size, tensor))
+    weights = weights_of(wanted)
+    model: Any = spec.build(wanted, settings)
     load_from_hf(
         model,
         maps,
         lambda source: source.take(weights[source.name]),
-        tensor_rank=place.tensor_rank,
-        tensor_parallel=place.tensor,
+        tensor_rank=state.get_tensor_model_parallel_rank(),
+        tensor_parallel=tensor,
     )
     model.train()
-    mine = packed.context_parallel_shard(place.context_rank, place.context) if place.context > 1 else packed
+    mine = packed.context_parallel_shard(state.get_context_parallel_rank(), context) if context > 1 else packed
     losses = model(mine.to(CUDA))
     losses.sum().backward()
-    total = losses.detach().sum() / place.tensor
+    total = losses.detach().sum() / tensor
     dist.all_reduce(total)
     names = canonical_names(model)
     gradients = {}
     for name, parameter in model.named_parameters():
         gradient = parameter.grad.float()
-        if place.context > 1:
+        if context > 1:
             dist.all_reduce(gradient, group=model.pg_collection.cp)
         # What finalize_model_grads would do.
-        of_heads = place.tensor > 1 and ("q_layernorm" in name or "k_layernorm" in name)
+        of_heads = tensor > 1 and ("q_layernorm" in name or "k_layernorm" in name)
         if of_heads or (settings.sequence_parallel and getattr(parameter, "sequence_parallel", False)):
             dist.all_reduce(gradient, group=model.pg_collection.tp)
         gradients[names[name]] = gradient
@@ -119,9 +140,11 @@ def of_all_experts(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
     return {name: torch.cat(parts) for name, parts in joined.items()}
 
 
-def engine_against_torch(moe: bool, vision_attention: str = "transformer_engine", weighted: bool = False) -> None:
+def engine_against_torch(
+    moe: bool, vision_attention: str = "transformer_engine", weighted: bool = False, family: str = "qwen3_5"
+) -> None:
     """One GPU, in bfloat16, judged by torch in float32; weighted losses with the fused cross-entropy of training."""
-    wanted, packed = architecture(moe), batch(weighted)
+    wanted, packed = architecture(moe, family), batch(weighted)
     exact_loss, exact, exact_metrics = run(wanted, packed, ModelSettings())
     plain_loss, plain, _ = run(wanted, packed, ModelSettings(precision="bf16"))
     settings = ModelSettings(
@@ -149,11 +172,13 @@ def engine_against_torch(moe: bool, vision_attention: str = "transformer_engine"
     assert not bad, bad
 
 
-def layout_against_one_gpu(sizes: dict[str, int], moe: bool = False, weighted: bool = False, **options: Any) -> None:
+def layout_against_one_gpu(
+    sizes: dict[str, int], moe: bool = False, weighted: bool = False, family: str = "qwen3_5", **options: Any
+) -> None:
     """Two GPUs: loss within 1e-3, replicated parameters' gradients within bfloat16's reach."""
     from megatron.core import parallel_state
 
-    wanted, packed = architecture(moe), batch(weighted)
+    wanted, packed = architecture(moe, family), batch(weighted)
     common = {"backend": "transformer_engine", "precision": "bf16", "fused_cross_entropy": weighted}
     alone_loss, alone, _ = run(wanted, packed, ModelSettings(**common))  # every rank by itself: data parallel
     alone_loss /= torch.distributed.get_world_size()
@@ -173,9 +198,9 @@ def layout_against_one_gpu(sizes: dict[str, int], moe: bool = False, weighted: b
         groups.initialize()
 
 
-def float_patches_and_recompute() -> None:
+def float_patches_and_recompute(family: str = "qwen3_5") -> None:
     """Recomputed blocks and layers give the same gradients."""
-    wanted, packed = architecture(), batch()
+    wanted, packed = architecture(family=family), batch()
     settings = ModelSettings(backend="transformer_engine", precision="bf16")
     _, plain, _ = run(wanted, packed, settings)
     _, again, _ = run(wanted, packed, dataclasses.replace(settings, recompute="full", vision_recompute=True))
@@ -233,6 +258,9 @@ def main() -> int:
         "weighted losses, dense": lambda: engine_against_torch(moe=False, weighted=True),
         "weighted losses, experts": lambda: engine_against_torch(moe=True, weighted=True),
         "recompute": float_patches_and_recompute,
+        "Qwen3-VL, dense": lambda: engine_against_torch(moe=False, family="qwen3_vl"),
+        "Qwen3-VL, experts": lambda: engine_against_torch(moe=True, family="qwen3_vl"),
+        "Qwen3-VL, recompute": lambda: float_patches_and_recompute("qwen3_vl"),
     }
     if FlashAttention.is_usable(vision_config(architecture(), ModelSettings(precision="bf16"))):
         checks["FlashAttention 4 in the tower"] = lambda: engine_against_torch(False, "flash_attention_4")
@@ -244,6 +272,10 @@ def main() -> int:
             "context 2, weighted losses": lambda: layout_against_one_gpu({"context": 2}, weighted=True),
             "tensor 2 + sequence": lambda: layout_against_one_gpu({"tensor": 2}, sequence_parallel=True),
             "tensor 2": lambda: layout_against_one_gpu({"tensor": 2}),
+            "Qwen3-VL, context 2": lambda: layout_against_one_gpu({"context": 2}, family="qwen3_vl"),
+            "Qwen3-VL, tensor 2 + sequence": lambda: layout_against_one_gpu(
+                {"tensor": 2}, family="qwen3_vl", sequence_parallel=True
+            ),
         }
     failures = 0
     for name, check in checks.items():

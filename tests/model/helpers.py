@@ -9,17 +9,48 @@ import numpy as np
 import torch
 
 from model.architecture import MoeArchitecture, VisionArchitecture
-from model.families import architecture_to_hf
+from model.families import architecture_to_hf, spec_of
 from model.families.qwen3_5.architecture import Qwen35Architecture, Qwen35LanguageArchitecture
 from model.families.qwen3_5.presets import pattern
+from model.families.qwen3_vl.architecture import Qwen3VLArchitecture, Qwen3VLLanguageArchitecture
 from vlmdata.batch import IGNORE_INDEX, PackedBatch, SampleOrigin
 from vlmdata.families.qwen3_5 import FAMILY
 
 IMAGE, VIDEO, VISION_START, VISION_END = 250, 251, 248, 249
 
 
-def small_architecture(*, moe: bool = False, tied: bool = False, mtp: int = 1, layers: int = 4) -> Qwen35Architecture:
-    """Every kind of layer; all widths differ, so that a mix-up of axes cannot go unseen."""
+def small_architecture(family: str = "qwen3_5", **options: Any) -> Any:
+    """A small model of a family; all widths differ, so that a mix-up of axes cannot go unseen."""
+    return {"qwen3_5": _small_qwen3_5, "qwen3_vl": _small_qwen3_vl}[family](**options)
+
+
+def _small_qwen3_vl(*, moe: bool = False, tied: bool = False, deepstack: tuple[int, ...] = (0, 1, 3)) -> Any:
+    """Three features of blocks that are not neighbours, for the first three of four layers."""
+    language = Qwen3VLLanguageArchitecture(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=0 if moe else 96,
+        layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        mrope_section=(6, 5, 5),
+        moe=MoeArchitecture(4, 2, 40, router_aux_loss_coef=0.01) if moe else None,
+    )
+    vision = VisionArchitecture(
+        depth=4,
+        hidden_size=48,
+        intermediate_size=80,
+        num_heads=4,
+        out_hidden_size=64,
+        num_position_embeddings=36,
+        deepstack_layers=deepstack,
+    )
+    return Qwen3VLArchitecture(vision, language, IMAGE, VIDEO, VISION_START, VISION_END, tie_embeddings=tied)
+
+
+def _small_qwen3_5(*, moe: bool = False, tied: bool = False, mtp: int = 1, layers: int = 4) -> Qwen35Architecture:
+    """Every kind of layer."""
     language = Qwen35LanguageArchitecture(
         vocab_size=256,
         hidden_size=64,
@@ -48,8 +79,20 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found.detach().double() - wanted.detach().double()).norm() / wanted.detach().double().norm())
 
 
-def random_weights(shapes: dict[str, torch.Size | tuple[int, ...]], seed: int = 0) -> dict[str, torch.Tensor]:
+def weights_of(architecture: Any, **options: Any) -> dict[str, torch.Tensor]:
+    """:func:`random_weights` for all tensors of a model; options are those of its name table."""
+    from model.weights.mapping import hf_names
+
+    shapes = hf_names(spec_of(architecture).parameter_maps(architecture, **options))
+    return random_weights(shapes, plain_norms=architecture.family == "qwen3_vl")
+
+
+def random_weights(
+    shapes: dict[str, torch.Size | tuple[int, ...]], seed: int = 0, plain_norms: bool = False
+) -> dict[str, torch.Tensor]:
     """Hugging Face tensors whose every entry matters, and small enough that float32 rounding stays small.
+
+    Norms of the decoder scale by 1 + weight, or by the weight itself with ``plain_norms``.
 
     With matrices of twice this scale transformers' own gradients change by 4e-5 when every weight changes by half a
     unit in its last place: then no two orders of summation agree to 1e-5.
@@ -58,7 +101,8 @@ def random_weights(shapes: dict[str, torch.Size | tuple[int, ...]], seed: int = 
     weights = {}
     for name, shape in shapes.items():
         noise = torch.randn(tuple(shape), generator=generator)
-        if name.endswith(("linear_attn.norm.weight", "norm1.weight", "norm2.weight", "merger.norm.weight")):
+        always_plain = name.endswith(("linear_attn.norm.weight", "norm1.weight", "norm2.weight", "merger.norm.weight"))
+        if always_plain or (plain_norms and name.endswith("norm.weight")):
             weights[name] = 1 + 0.1 * noise
         elif name.endswith("A_log"):
             weights[name] = noise.abs()
@@ -67,28 +111,41 @@ def random_weights(shapes: dict[str, torch.Size | tuple[int, ...]], seed: int = 
         elif "embed" in name and "patch" not in name:
             weights[name] = 0.5 * noise
         else:
-            fan_in = int(np.prod(shape[1:])) if "experts" not in name else shape[-1]
+            fan_in = int(np.prod(shape[1:])) if "experts" not in name else min(shape[1:])
             weights[name] = 0.4 * noise * fan_in**-0.5
     return weights
 
 
-def transformers_model(architecture: Qwen35Architecture, weights: dict[str, torch.Tensor]) -> Any:
-    """Transformers' model with these weights, in evaluation mode."""
-    from transformers.models.qwen3_5 import Qwen3_5Config, Qwen3_5ForConditionalGeneration
-    from transformers.models.qwen3_5_moe import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
+def transformers_config(architecture: Any) -> Any:
+    """The model's config in transformers."""
+    import transformers
 
-    config = {name: value for name, value in architecture_to_hf(architecture).items() if name != "architectures"}
-    if architecture.language.moe is None:
-        model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(**config))
-    else:
-        model = Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeConfig(**config))
+    fields = architecture_to_hf(architecture)
+    (name,) = fields.pop("architectures")
+    return getattr(transformers, name.replace("ForConditionalGeneration", "Config"))(**fields)
+
+
+def transformers_model(architecture: Any, weights: dict[str, torch.Tensor]) -> Any:
+    """Transformers' model with these weights, in evaluation mode."""
+    import transformers
+
+    (name,) = architecture_to_hf(architecture)["architectures"]
+    model = getattr(transformers, name)(transformers_config(architecture))
     missing, unexpected = model.load_state_dict(
-        {name: value for name, value in weights.items() if not name.startswith("mtp.")}, strict=False
+        as_in_memory(architecture, {name: value for name, value in weights.items() if not name.startswith("mtp.")}),
+        strict=False,
     )
     assert not unexpected
     assert not [name for name in missing if not (architecture.tie_embeddings and name == "lm_head.weight")]
     model.tie_weights()
     return model.eval()
+
+
+def as_in_memory(architecture: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of files as transformers' model holds them, and back: Qwen3-VL's files have experts transposed."""
+    if architecture.family != "qwen3_vl":
+        return tensors
+    return {name: each.transpose(1, 2) if ".experts." in name else each for name, each in tensors.items()}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.model.helpers import random_weights, small_architecture
+from tests.model.helpers import small_architecture, weights_of
 from vlmdata import StreamingLoader
 from vlmdata.batch import PackedBatch
 
@@ -90,21 +90,21 @@ def build(case: Case, data: Path) -> Any:
     """This rank's part of the model, with weights that do not depend on the layout."""
     from megatron.core import parallel_state
 
-    from model.families.qwen3_5.build import build_model
-    from model.families.qwen3_5.names import parameter_maps
+    from model.families import spec_of
     from model.network.settings import vocabulary_rows
-    from model.weights.mapping import hf_names, load_from_hf
+    from model.weights.mapping import load_from_hf
 
     architecture, settings = architecture_of(case, data), settings_of(case)
-    model = build_model(
+    spec = spec_of(architecture)
+    model: Any = spec.build(
         architecture,
         settings,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
     )
     rows = vocabulary_rows(architecture.language.vocab_size, settings.tensor_parallel)
-    maps = parameter_maps(architecture, vocab_rows=rows)
-    weights = random_weights(hf_names(maps))
+    maps = spec.parameter_maps(architecture, vocab_rows=rows)
+    weights = weights_of(architecture)
     load_from_hf(
         model,
         maps,
@@ -151,14 +151,13 @@ def train_step(case: Case, data: Path, weight: float = 1.0, by_count: bool = Fal
         weight: Factor on all loss weights.
         by_count: Whether megatron-core divides the gradients by the number of targets, as it does by itself.
     """
+    from megatron.core import parallel_state as state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from model.parallel import groups
     from model.training.optimizer import TargetWeights, finalize_gradients
     from model.weights.mapping import canonical_names
 
-    place = groups.current()
     model = build(case, data)
     weights = TargetWeights()
     model.config.finalize_model_grads_func = finalize_model_grads if by_count else partial(finalize_gradients, weights)
@@ -190,11 +189,17 @@ def train_step(case: Case, data: Path, weight: float = 1.0, by_count: bool = Fal
         forward_only=False,
     )
     sums = torch.stack([sum((s for s, _ in seen), torch.tensor(0.0)), sum((w for _, w in seen), torch.tensor(0.0))])
-    sums = sums.double() / place.tensor
+    sums = sums.double() / state.get_tensor_model_parallel_world_size()
     dist.all_reduce(sums)
     names = canonical_names(model)
     return StepOutcome(
-        place={name: getattr(place, f"{name}_rank") for name in ("tensor", "context", "pipeline", "expert", "data")},
+        place={
+            "tensor": state.get_tensor_model_parallel_rank(),
+            "context": state.get_context_parallel_rank(),
+            "pipeline": state.get_pipeline_model_parallel_rank(),
+            "expert": state.get_expert_model_parallel_rank(),
+            "data": state.get_data_parallel_rank(),
+        },
         loss=float(sums[0] / sums[1]),
         gradients={names[name]: p.main_grad.clone() for name, p in model.named_parameters()},
         metrics=model.metrics.pop(model.metric_names),
@@ -214,6 +219,17 @@ def run_case(case: Case, data: Path) -> StepOutcome:
 
     groups.initialize(backend="gloo", **case.groups)
     return train_step(case, data)
+
+
+def run_cases(cases: list[Case], data: Path) -> list[StepOutcome]:
+    """:func:`run_case` for one case after another in the same processes, whose start is what costs."""
+    from megatron.core import parallel_state
+
+    outcomes = []
+    for case in cases:
+        outcomes.append(run_case(case, data))
+        parallel_state.destroy_model_parallel()
+    return outcomes
 
 
 def refusal_of_split_experts() -> str:
@@ -255,11 +271,14 @@ def whole_gradients(case: Case, data: Path, outcomes: list[StepOutcome]) -> dict
 
     A tied output layer on a stage of its own comes under its own name, and must equal the embedding's.
     """
-    from model.families.qwen3_5.names import parameter_maps
+    from model.families import spec_of
     from model.network.settings import vocabulary_rows
 
     architecture, size = architecture_of(case, data), case.groups.get("tensor", 1)
-    maps = parameter_maps(architecture, vocab_rows=vocabulary_rows(architecture.language.vocab_size, size))
+    rows = vocabulary_rows(architecture.language.vocab_size, size)
+    maps = spec_of(architecture).parameter_maps(architecture, vocab_rows=rows)
+    if settings_of(case).language_only:
+        maps = {name: entry for name, entry in maps.items() if not name.startswith("vision.")}
     parts: dict[str, dict[int, torch.Tensor]] = {}
     for outcome in outcomes:
         rank = outcome.place["tensor"]
@@ -310,6 +329,25 @@ def save_checkpoint(case: Case, data: Path, folder: Path) -> dict[str, tuple[int
     apply_factories(state)
     tensors = [entry for entry in nested_values(state) if isinstance(entry, ShardedTensor)]
     return {entry.key: tuple(entry.global_shape) for entry in tensors}
+
+
+def travel(cases: list[Case], data: Path, folder: Path) -> list[str]:
+    """Saves each case's model, and loads every checkpoint of the folder in each case, all in the same processes.
+
+    Returns:
+        Parameters of this rank that do not arrive to the last bit, with the layouts; and keys that one case lacks.
+    """
+    from megatron.core import parallel_state
+
+    wrong = []
+    for number, case in enumerate(cases):
+        save_checkpoint(case, data, folder / str(number))
+        parallel_state.destroy_model_parallel()
+    for case in cases:
+        for source in sorted(folder.iterdir()):
+            wrong += [f"{source.name} to {case.name}: {name}" for name in load_checkpoint(case, data, source)]
+            parallel_state.destroy_model_parallel()
+    return wrong
 
 
 def load_checkpoint(case: Case, data: Path, folder: Path) -> list[str]:

@@ -251,7 +251,7 @@ def test_too_many_patches_are_refused() -> None:
 def test_plans_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match="1 pack cannot make a step of global_batch 4"):
         plan_epoch(make_table([4, 4]), PlanConfig(64, 4, last="drop"), 0)
-    with pytest.raises(ValueError, match="holds no samples"):
+    with pytest.raises(ValueError, match="has no samples"):
         plan_epoch(make_table([]), PlanConfig(64, 4), 0)
     with pytest.raises(ValueError, match="epoch is -1"):
         plan_epoch(make_table([4]), PlanConfig(64, 4), -1)

@@ -9,8 +9,16 @@ from hypothesis import strategies as st
 from tests.packing.helpers import receipts
 from vlmdata.packing import cells, two_limits
 from vlmdata.packing.cells import pack_pairs
+from vlmdata.packing.lower_bound import bin_lower_bound
 from vlmdata.packing.one_limit import Bins, pack_sizes
 from vlmdata.packing.two_limits import Limits, Window, lower_bound, pack_windows
+
+
+def simple_bound(tokens: np.ndarray, patches: np.ndarray, limits: Limits) -> int:
+    """Without the linear program, which takes longer than the packing."""
+    assert limits.patches is not None
+    values = ((tokens, limits.tokens), (patches, limits.patches))
+    return max(bin_lower_bound(*np.unique(value, return_counts=True), limit) for value, limit in values)
 
 
 def pack_samples(tokens: np.ndarray, patches: np.ndarray, capacity: int, max_patches: int, key: int) -> Bins:
@@ -67,7 +75,7 @@ def test_degrades_gracefully_as_patches_bind(max_patches: int, tolerance: float)
     bins = pack_samples(tokens, patches, 8192, max_patches, 0)
     assert bins.sums(tokens).max() <= 8192
     assert bins.sums(patches).max() <= max_patches
-    bound = lower_bound(tokens, patches, Limits(8192, max_patches))
+    bound = simple_bound(tokens, patches, Limits(8192, max_patches))
     assert bins.num_bins <= bound * (1 + tolerance) + 1
 
 
@@ -75,7 +83,7 @@ def test_cells_pack_their_worst_bins_again() -> None:
     table = receipts(8000)
     tokens, patches = table.lengths.astype(np.int64), table.num_patches.astype(np.int64)
     num_bins = pack_pairs(tokens, patches, 8192, 22_000, 0).max() + 1
-    assert num_bins <= 1.03 * lower_bound(tokens, patches, Limits(8192, 22_000))
+    assert num_bins <= 1.03 * simple_bound(tokens, patches, Limits(8192, 22_000))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cells, "_good_bins", lambda first, second, bins, used, *limits: np.ones(used, np.bool_))
         assert num_bins < pack_pairs(tokens, patches, 8192, 22_000, 0).max() + 1
@@ -108,7 +116,7 @@ def test_windows_do_not_mix_and_come_out_like_single_ones() -> None:
             assert sorted(bins.items.tolist()) == list(range(cut.stop - cut.start))
             assert bins.sums(tokens[cut]).max() <= 8192
             assert bins.sums(patches[cut]).max() <= max_patches
-            bound = lower_bound(tokens[cut], patches[cut], limits)
+            bound = simple_bound(tokens[cut], patches[cut], limits)
             assert bins.num_bins <= 1.05 * bound + 1
 
 
@@ -128,7 +136,9 @@ def test_a_trial_spares_the_worse_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(two_limits, name, spy)
     bins = pack_windows([Window(tokens, patches, 0)], limits, 0)[0]
-    assert sorted(sizes) == [1000, 1000, 6000]
+    small, again, everything = sorted(sizes)
+    assert everything == 6000
+    assert small == again == pytest.approx(1000, rel=0.1)
     assert bins.num_bins <= 1.02 * both
     assert bins.sums(tokens).max() <= 8192
     assert bins.sums(patches).max() <= 23_500

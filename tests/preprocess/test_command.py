@@ -22,6 +22,9 @@ import pytest
 from tests.conftest import cord_row, tree_bytes, write_cord_parquet
 from tests.preprocess.command_line import COMMAND, SMALL_IMAGES, TOKENIZER, Ended, environment, run, start
 from vlmdata import __version__
+from vlmdata.families.qwen3_5 import FAMILY
+
+pytestmark = pytest.mark.slow
 
 HEAVY = ("torch", "transformers", "datasets", "pyarrow", "torchvision", "pandas", "PIL")
 
@@ -80,8 +83,9 @@ class TestHelp:
             --workers --limit --recipe-option --max-reject-rate --json --overwrite --overlong --train-turns
             --train-think --special-text --image-root --allow-urls --out"""
         assert {option for option in options.split() if option not in said} == set()
-        assert "[default: 200704]" in said
-        assert "[default: 1003520]" in said
+        assert "[default: (the family's, 200,704 for qwen3_5)]" in said
+        assert "[default: (the family's, 1,003,520 for qwen3_5)]" in said
+        assert (FAMILY.min_pixels, FAMILY.max_pixels) == (200_704, 1_003_520)
 
     def test_version(self, vlmdata: Callable[..., Ended]) -> None:
         assert vlmdata("--version") == Ended(0, f"vlmdata {__version__}\n", "")
@@ -112,7 +116,7 @@ class TestSummary:
         assert cells["malformed_ground_truth"][0] == "2"
         assert cells["not_an_image"][0] == "1"
         assert cells["rejected"][1] == "7.50 % of rows"
-        assert re.fullmatch(r"\d+\.\d s", cells["time"][0])
+        assert re.fullmatch(r"\d+\.\d s|\d+ s|\d+ min.*", cells["time"][0])  # in short: `vlmdata.wording.duration`
         assert cells["time"][1] == "3 shards made"
         assert list(cells)[8:10] == ["malformed_ground_truth", "not_an_image"]  # commonest first
 
@@ -127,7 +131,7 @@ class TestSummary:
     ) -> None:
         out, done = finished
         lines = done.stdout.splitlines()[-5:]
-        assert lines[0].startswith("recipe cord_v2, tokenizer embedded (6,144 ids, for trials:")
+        assert lines[0].startswith("recipe cord_v2, tokenizer embedded (6,144 ids, for trials only:")
         assert lines[1].startswith("malformed_ground_truth, for example row 4: ground_truth is not JSON: ")
         assert lines[2].startswith("not_an_image, for example row 30: image: ")
         assert lines[3:] == [f"rejected rows, with reasons: {out / 'rejected.jsonl'}", f"next: vlmdata verify {out}"]
@@ -140,7 +144,8 @@ class TestSummary:
         assert opened == f"opening {source} …"
         assert chosen == "recipe cord_v2, chosen by the columns"
         assert started == "40 rows in 3 shards: recipe cord_v2, tokenizer embedded, 1 worker"
-        assert re.fullmatch(r"shard 3/3, 100 %, [\d,.]+ rows/s, 3 rejected", last)
+        reasons = r"2 malformed_ground_truth, 1 not_an_image"
+        assert re.fullmatch(rf"shard 3/3, 100 %, [\d,.]+ rows/s, [\d,.]+ MB/s, 3 rejected \({reasons}\)", last)
         assert "\x1b" not in done.stderr + done.stdout
         assert "\r" not in done.stderr + done.stdout
 
@@ -208,7 +213,8 @@ class TestTerminal:
         text = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", shown.decode())
         assert process.returncode == 0, text
         assert "━" in text
-        assert re.search(r"100% ━+ 40/40 [\d.]+ images/s, [\d,]+ tokens/s, 3 rejected \d:\d\d:\d\d", text)
+        rates = r"[\d,.]+ rows/s, [\d,]+ tokens/s, [\d,.]+ MB/s"
+        assert re.search(rf"100% ━+ 40/40 {rates}, 3 rejected \(2 malformed_ground_truth, 1 \w+\) \d:\d\d:\d\d", text)
         assert "shard 3/3" not in text  # the bar says it
         assert "samples" in stdout  # the summary goes to stdout, which is no terminal here
         assert "\x1b" not in stdout
@@ -236,22 +242,26 @@ class TestExitCodes:
         ("options", "words"),
         [
             (["--min-pixels", 10], "min_pixels is 10; it must be at least 1024"),
-            (["--max-pixels", 2000], "max_pixels is 2000, less than min_pixels 200704"),
+            (["--max-pixels", 2000], "max_pixels is 2000, less than min_pixels 200704 (the default of family qwen3_5)"),
             (["--max-source-pixels", 0], "max_source_pixels is 0; it must be positive"),
             (["--max-length", 0], "max_length is 0; it must be at least 1"),
             (["--pad-multiple", 0], "pad_multiple is 0; it must be at least 1"),
             (["--rows-per-shard", -1], "rows_per_shard is -1; it must be at least 1"),
             (["--workers", 0], "workers is 0; it must be at least 1"),
-            (["--max-reject-rate", 1.5], "max_reject_rate is 1.5; it is a share between 0 and 1"),
+            (["--max-reject-rate", 1.5], "max_reject_rate is 1.5; it must be between 0 and 1"),
             (["--special-text", "yaml"], "'yaml' is not one of 'reject', 'plain'"),
             (["--max-length", "many"], "Invalid value for '--max-length'"),
             (["--limit", 0], "--limit 0: it must be at least 1"),
             (["--frobnicate"], "No such option"),
             (
                 ["--recipe", "nope"],
-                "--recipe nope: no such recipe. Known: cord_v2, chat, text, caption; or module:attribute",
+                "--recipe nope: unknown recipe. Known: cord_v2, chat, text, caption; or your own",
             ),
-            (["--recipe", "no_such_module:Recipe"], "--recipe no_such_module:Recipe: cannot load"),
+            (
+                ["--recipe", "no_such_module:Recipe"],
+                "--recipe no_such_module:Recipe: cannot load no_such_module:Recipe: No module named 'no_such_module'. "
+                "Set PYTHONPATH to the module's folder, or write path/to/no_such_module.py:Recipe. Built in: cord_v2",
+            ),
             (["--recipe", "json:Recipe"], "has no attribute 'Recipe'"),
             (["--tokenizer", "/nowhere/at/all"], "--tokenizer /nowhere/at/all: cannot load it"),
             (["--tokenizer", "Qwen/Qwen3.5-9B"], "--tokenizer Qwen/Qwen3.5-9B: cannot load it from the hub"),
@@ -259,7 +269,7 @@ class TestExitCodes:
         ],
         ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
     )
-    def test_wrong_options_are_2_and_said_in_a_line(
+    def test_wrong_options_are_2_and_reported_in_a_line(
         self, vlmdata: Callable[..., Ended], source: Path, tmp_path: Path, options: list[Any], words: str
     ) -> None:
         out = tmp_path / "out"
@@ -277,10 +287,10 @@ class TestExitCodes:
             ("naver-clova-ix/cord-v2", "the Hugging Face hub cannot be reached"),
             ("{tmp}/empty", "SOURCE"),
             ("{tmp}/notes.txt", "notes.txt is no data file"),
-            ("{tmp}/broken.parquet", "cannot be read through `datasets`"),
+            ("{tmp}/broken.parquet", "it does not end with a Parquet footer"),
         ],
     )
-    def test_a_source_that_cannot_be_opened_is_2_and_said_in_a_line(
+    def test_a_source_that_cannot_be_opened_is_2_and_reported_in_a_line(
         self, vlmdata: Callable[..., Ended], tmp_path: Path, spec: str, words: str
     ) -> None:
         (tmp_path / "empty").mkdir()
@@ -309,7 +319,7 @@ class TestExitCodes:
         assert "--overwrite" in ended.stderr
         assert tree_bytes(out) == before
 
-    def test_a_folder_that_cannot_be_written_is_3_and_said_in_a_line(
+    def test_a_folder_that_cannot_be_written_is_3_and_reported_in_a_line(
         self, vlmdata: Callable[..., Ended], source: Path
     ) -> None:
         ended = vlmdata("preprocess", source, "--out", "/proc/out", "-j", 1, *TOKENIZER)
@@ -332,12 +342,12 @@ class TestExitCodes:
         options = ("--recipe", "deadly_recipe:Deadly", "--rows-per-shard", 20, "-j", 2, *SMALL_IMAGES)
         ended = vlmdata("preprocess", source, "--out", tmp_path / "out", *options)
         assert ended.code == 3
-        assert "5 worker processes died, one after the other, over shard " in ended.stderr
+        assert "5 worker processes died in a row on shard " in ended.stderr
         assert re.search(r"shard (0 \(rows 0 to 19\)|1 \(rows 20 to 39\))\. Out of memory\?", ended.stderr)
         assert "fewer --workers" in ended.stderr
         assert "Traceback" not in ended.stderr
 
-    def test_ctrl_c_is_130_and_said_in_a_line(
+    def test_ctrl_c_is_130_and_reported_in_a_line(
         self, vlmdata: Callable[..., Ended], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def interrupted(*_: Any, **__: Any) -> Any:
@@ -347,7 +357,7 @@ class TestExitCodes:
         monkeypatch.setattr("preprocess.run_command.preprocess_dataset", interrupted)
         ended = vlmdata("preprocess", source, "--out", tmp_path / "out", "-j", 1, *TOKENIZER)
         assert ended.code == 130
-        assert ended.stderr.endswith("error: interrupted; what was finished is kept, and the same command continues\n")
+        assert ended.stderr.endswith("error: interrupted; finished work is kept, and the same command continues\n")
         assert "Traceback" not in ended.stderr
 
     def test_a_reader_that_goes_away_is_no_error_of_ours(self) -> None:

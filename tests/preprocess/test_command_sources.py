@@ -58,7 +58,7 @@ class TestRefusals:
         root = tmp_path / name
         code, _, said = vlmdata("preprocess", source, "--image-root", root, "--out", tmp_path / "out", *OPTIONS)
         assert code == 2
-        assert f"--image-root {root}: it {problem}; name the folder" in said
+        assert f"--image-root {root}: it {problem}; give the base folder" in said
         assert "opening" not in said
         assert not (tmp_path / "out").exists()
 
@@ -104,7 +104,7 @@ class TestSplits:
             "preprocess", source, "--split", "train, validation", "--out", tmp_path / "out", "--json", *OPTIONS
         )
         assert code == 1
-        assert "failed: no sample came of 1 row" in said
+        assert "failed: 1 row gave no samples" in said
         totals = {split: report["totals"]["samples"] for split, report in json.loads(summary).items()}
         assert totals == {"train": 0, "validation": 2}
 
@@ -121,12 +121,12 @@ class TestSplits:
         ("options", "message"),
         [
             (("--split", "train,test"), "it has no split test; choose with --split one of: train, validation"),
-            (("--split", "train,train"), "--split train,train: name each split once"),
-            (("--split", "train,"), "--split train,: name each split once"),
-            (("--split", "train,validation", "--holdout", "0.1"), "--holdout divides one split; name one"),
-            (("--split", "train,validation", "--trace", "1"), "--trace shows a row of one split; name one"),
-            (("--holdout", "0"), "holdout is 0.0; it is a share between 0 and 1"),
-            (("--holdout", "0.1", "--trace", "1"), "leave out --holdout"),
+            (("--split", "train,train"), "--split train,train: give each split once"),
+            (("--split", "train,"), "--split train,: give each split once"),
+            (("--split", "train,validation", "--holdout", "0.1"), "--holdout divides one split; give one"),
+            (("--split", "train,validation", "--trace", "1"), "--trace shows a row of one split; give one"),
+            (("--holdout", "0"), "holdout is 0.0; it must be between 0 and 1"),
+            (("--holdout", "0.1", "--trace", "1"), "omit --holdout"),
         ],
     )
     def test_what_is_refused_before_any_work(self, tmp_path, vlmdata, source, options, message):
@@ -140,11 +140,11 @@ class TestSplits:
         before = tree_bytes(tmp_path / "out")
         code, _, said = vlmdata("preprocess", source, "--holdout", "0.5", "--out", tmp_path / "out", *OPTIONS)
         assert code == 2
-        assert "holds a dataset itself, so there can be none for each split in it; give another --out" in said
+        assert "is itself a dataset, so it cannot contain one per split; give another --out" in said
         assert tree_bytes(tmp_path / "out") == before
         vlmdata("preprocess", source, "--holdout", "0.5", "--out", tmp_path / "parts", *OPTIONS)
         code, _, said = vlmdata("preprocess", source, "--out", tmp_path / "parts", *OPTIONS)
-        assert (code, "holds other files (train, validation)" in said) == (2, True)
+        assert (code, "contains other files (train, validation)" in said) == (2, True)
 
 
 def test_holdout_makes_two_datasets_of_one_source(tmp_path, vlmdata):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,9 +16,11 @@ from preprocess.config import ImageConfig, PreprocessConfig
 from preprocess.run import preprocess_dataset
 from preprocess.sources.open import open_source
 from tests.conftest import cord_row, tree_bytes, write_cord_parquet
-from tests.preprocess.command_line import SMALL_IMAGES, run
+from tests.preprocess.command_line import SMALL_IMAGES, Ended
 from vlmdata.errors import ResourceError
 from vlmdata.verify.dataset import verify_dataset
+
+pytestmark = pytest.mark.slow
 
 ROWS, ROWS_PER_SHARD = 60, 10
 CONFIG = PreprocessConfig(image=ImageConfig(1024, 65_536), rows_per_shard=ROWS_PER_SHARD)
@@ -42,9 +43,15 @@ def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, b
     return tree_bytes(out)
 
 
-def command(source: Path, out: Path, workers: int, **options: Any) -> subprocess.CompletedProcess[str]:
-    arguments = ["--rows-per-shard", ROWS_PER_SHARD, "-j", workers, "--max-reject-rate", 1, *SMALL_IMAGES]
-    return run("preprocess", source, "--out", out, *arguments, **options)
+@pytest.fixture
+def command(vlmdata: Callable[..., Ended], source: Path) -> Callable[[Path, int], Ended]:
+    """Runs the command with so many workers."""
+
+    def call(out: Path, workers: int) -> Ended:
+        options = ("--rows-per-shard", ROWS_PER_SHARD, "-j", workers, "--max-reject-rate", 1, *SMALL_IMAGES)
+        return vlmdata("preprocess", source, "--out", out, *options)
+
+    return call
 
 
 def temporary_files(out: Path) -> list[str]:
@@ -63,18 +70,18 @@ def files_up_to(size: int) -> Iterator[None]:
 
 
 def test_a_disk_that_fills_up_under_two_workers_ends_the_command_clearly_and_resumably(
-    source: Path, whole: dict[str, bytes], small_disk: Callable[..., Path]
+    source: Path, whole: dict[str, bytes], small_disk: Callable[..., Path], command: Callable[..., Ended]
 ) -> None:
     out = small_disk(2000) / "out"  # of six shards of about 560 KiB three fit
-    done = command(source, out, workers=2)
-    assert done.returncode == 3, done.stderr
+    done = command(out, workers=2)
+    assert done.code == 3, done.stderr
     assert done.stdout == ""
     errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert len(errors) == 1
     assert f"failed: {NO_SPACE}" in errors[0]
     assert "shard " in errors[0]
     assert "(rows " in errors[0]
-    assert "make room" in errors[0]
+    assert "free space" in errors[0]
     assert "run the same command again" in errors[0]
     assert "Traceback" not in done.stderr
     assert temporary_files(out) == []
@@ -83,21 +90,19 @@ def test_a_disk_that_fills_up_under_two_workers_ends_the_command_clearly_and_res
     assert 1 <= kept <= 3
 
     small_disk(20_000)
-    again = command(source, out, workers=2)
-    assert again.returncode == 0, again.stderr
-    assert "already made" in again.stderr
+    result = preprocess_dataset(open_source(str(source)), out, CONFIG)
+    assert (result.made, result.kept) == (6 - kept, kept)
     assert tree_bytes(out) == whole
 
 
 def test_a_limit_on_file_sizes_ends_the_command_clearly_and_resumably(
-    source: Path, whole: dict[str, bytes], tmp_path: Path
+    source: Path, whole: dict[str, bytes], tmp_path: Path, command: Callable[..., Ended]
 ) -> None:
     out = tmp_path / "out"
-    limit = 300_000  # above all files but the shards
-    preexec = _limiter(limit)
-    done = command(source, out, workers=1, preexec_fn=preexec)
-    assert done.returncode == 3, done.stderr
-    assert f"shard 0 (rows 0 to 9) failed: {TOO_LARGE}. Finished shards are kept; make room" in done.stderr
+    with files_up_to(300_000):  # above all files but the shards
+        done = command(out, workers=1)
+    assert done.code == 3, done.stderr
+    assert f"shard 0 (rows 0 to 9) failed: {TOO_LARGE}. Finished shards are kept; free space" in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
     assert temporary_files(out) == []
@@ -105,15 +110,11 @@ def test_a_limit_on_file_sizes_ends_the_command_clearly_and_resumably(
     assert tree_bytes(out) == whole
 
 
-def _limiter(size: int) -> Callable[[], None]:
-    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-
-
-def test_a_disk_that_is_full_from_the_start_is_told_clearly(source: Path, small_disk: Callable[..., Path]) -> None:
+def test_a_disk_that_is_full_from_the_start_is_reported_clearly(source: Path, small_disk: Callable[..., Path]) -> None:
     disk = small_disk(100)
     with suppress(OSError):
         (disk / "filler").write_bytes(bytes(200_000))
-    with pytest.raises(ResourceError, match=rf"out: .*{NO_SPACE}.*make room"):
+    with pytest.raises(ResourceError, match=rf"out: .*{NO_SPACE}.*free space"):
         preprocess_dataset(open_source(str(source)), disk / "out", CONFIG)
     (disk / "filler").unlink()
     assert temporary_files(disk) == []
@@ -141,9 +142,9 @@ def test_a_disk_that_fills_up_while_the_dataset_is_closed_keeps_all_shards(
             continue
         break
     assert tree_bytes(out) == whole
-    closing = [message for message in messages if "6 shards made, but closing the dataset failed" in message]
+    closing = [message for message in messages if "6 shards made, but completing the dataset failed" in message]
     assert closing, messages
-    assert all("Make room and run the same command again" in message for message in closing)
+    assert all("Free disk space and run the same command again" in message for message in closing)
     assert all(NO_SPACE in message for message in messages)
 
 
@@ -168,7 +169,7 @@ def test_a_closing_file_that_cannot_be_written_keeps_all_shards(
         patch.setattr(closing, step, limited)
         with pytest.raises(ResourceError) as caught:
             preprocess_dataset(open_source(str(source)), out, CONFIG)
-    assert "6 shards made, but closing the dataset failed" in str(caught.value)
+    assert "6 shards made, but completing the dataset failed" in str(caught.value)
     assert TOO_LARGE in str(caught.value)
     assert "run the same command again" in str(caught.value)
     assert temporary_files(out) == []

@@ -71,7 +71,7 @@ def test_pixels_equal_those_of_the_familys_processor(built: dict[str, Path], nam
 
 
 def test_families_are_not_mixed(built: dict[str, Path]) -> None:
-    with pytest.raises(ConfigMismatchError, match=r"made for qwen3_5, .* for qwen2_5_vl"):
+    with pytest.raises(ConfigMismatchError, match=r"is for qwen3_5, .* is for qwen2_5_vl"):
         StreamingLoader([built["qwen3_5"], built["qwen2_5_vl"]], capacity=256, global_batch=1)
 
 

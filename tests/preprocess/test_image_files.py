@@ -26,6 +26,7 @@ from tests.chat_rows import write_jsonl
 from tests.conftest import encoded_image, tree_bytes
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError
 from vlmdata.format.manifest import Manifest
+from vlmdata.store import open_store
 from vlmdata.verify.dataset import verify_dataset
 
 ROWS = 8
@@ -135,11 +136,11 @@ class TestAFinishedDataset:
         with pytest.raises(ConfigMismatchError) as error:
             preprocess(source, tmp_path / "out")
         assert str(error.value).splitlines() == [
-            f"{tmp_path / 'out'}: holds a finished dataset, but image files in {source.parent / 'images'} have changed "
-            "since it was made:",
+            f"{tmp_path / 'out'}: contains a finished dataset, but image files in {source.parent / 'images'} have "
+            "changed:",
             "  shard-000000.tar: 0.png",
             "  shard-000002.tar: 5.png",
-            "Restore them, give another --out, or --overwrite to make the dataset anew.",
+            "Restore them, give another --out, or use --overwrite to recreate the dataset.",
         ]
         assert tree_bytes(tmp_path / "out") == before
         assert preprocess(source, tmp_path / "out", overwrite=True).made == 4
@@ -179,11 +180,11 @@ class TestAFinishedDataset:
         before = tree_bytes(tmp_path / "out")
         harm(tmp_path / "out" / "image_files.parquet")
         assert [fault.file for fault in verify_dataset(tmp_path / "out").faults] == ["image_files.parquet"]
-        assert preprocess(source, tmp_path / "out").mended == ("image_files.parquet",)
+        assert preprocess(source, tmp_path / "out").repaired == ("image_files.parquet",)
         assert tree_bytes(tmp_path / "out") == before
         harm(tmp_path / "out" / "image_files.parquet")
         repaint(source, 0)
-        with pytest.raises(DatasetFormatError, match=r"shard-000000\.tar: made again, .*image files"):
+        with pytest.raises(DatasetFormatError, match=r"shard-000000\.tar: recreated .*image files"):
             preprocess(source, tmp_path / "out")
 
     def test_without_image_files_has_no_list(self, make_dataset, cord_parquet):
@@ -211,7 +212,7 @@ def recorded(folder: Path, *paths: str) -> Path:
                 loader.load(path, "image")
             except RowRejected:
                 continue
-    write_files(folder.parent / "list", 3, files)
+    write_files(open_store(folder.parent), "list", 3, files)
     return folder.parent / "list"
 
 

@@ -21,6 +21,7 @@ from tests.verify.rewriting import edit_manifest_json, rotate_ids
 from vlmdata import open_dataset
 from vlmdata.errors import DatasetFormatError
 from vlmdata.format.manifest import Manifest
+from vlmdata.store import open_store
 from vlmdata.verify.dataset import verify_dataset
 from vlmdata.verify.remedy import remedies
 
@@ -96,9 +97,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], tuple[str, ...], int]] = {
 }
 
 
-@pytest.mark.parametrize(("damage", "mended", "shards"), DAMAGE.values(), ids=DAMAGE.keys())
+@pytest.mark.parametrize(("damage", "repaired", "shards"), DAMAGE.values(), ids=DAMAGE.keys())
 def test_what_was_lost_is_made_again(
-    made: Path, folder: Path, damage: Callable[[Path], object], mended: tuple[str, ...], shards: int
+    made: Path, folder: Path, damage: Callable[[Path], object], repaired: tuple[str, ...], shards: int
 ) -> None:
     """Follows the words of ``vlmdata verify``: each step it names is taken, then all is as it was."""
     out = folder / "out"
@@ -109,23 +110,23 @@ def test_what_was_lost_is_made_again(
         assert step.startswith("Remove ")
         for name in step.removeprefix("Remove ").rstrip(".").split(", "):
             Path(name).unlink()
-    assert "Run the `vlmdata preprocess` command that made the dataset once more" in steps[-1]
-    assert mended[0] in steps[-1]
+    assert "Run the dataset's `vlmdata preprocess` command again" in steps[-1]
+    assert repaired[0] in steps[-1]
     result = again(folder)
-    assert (result.mended, result.made, result.kept) == (mended, shards, 4 - shards)
+    assert (result.repaired, result.made, result.kept) == (repaired, shards, 4 - shards)
     assert tree_bytes(out) == tree_bytes(made / "out")
-    assert again(folder).mended == ()
+    assert again(folder).repaired == ()
 
 
-def test_a_changed_byte_in_a_shard_is_mended_in_the_two_steps_that_verify_names(made: Path, folder: Path) -> None:
+def test_a_changed_byte_in_a_shard_is_repaired_in_the_two_steps_that_verify_names(made: Path, folder: Path) -> None:
     shard = folder / "out" / "shard-000000.tar"
     flip(shard)
-    assert again(folder).mended == ()  # its size is right: only an audit reads whole shards
+    assert again(folder).repaired == ()  # its size is right: only an audit reads whole shards
     remove, run = remedies(str(folder / "out"), verify_dataset(folder / "out").faults)
     assert remove == f"Remove {shard}."
-    assert run.startswith("Run the `vlmdata preprocess` command")
+    assert run.startswith("Run the dataset's `vlmdata preprocess` command")
     shard.unlink()
-    assert again(folder).mended == ("shard-000000.tar",)
+    assert again(folder).repaired == ("shard-000000.tar",)
     assert tree_bytes(folder / "out") == tree_bytes(made / "out")
 
 
@@ -154,7 +155,7 @@ def test_a_shard_whose_images_changed_is_not_made_of_the_new_ones(folder: Path) 
         (folder / "out" / name).unlink()
     before = tree_bytes(folder / "out")
     (folder / "missing.png").write_bytes(encoded_image(seed=10))
-    with pytest.raises(DatasetFormatError, match=r"\.tar: made again, it has sha256 .*image files"):
+    with pytest.raises(DatasetFormatError, match=r"\.tar: recreated with sha256 .*image files"):
         again(folder)
     assert tree_bytes(folder / "out") == before
 
@@ -162,7 +163,7 @@ def test_a_shard_whose_images_changed_is_not_made_of_the_new_ones(folder: Path) 
 def test_an_index_of_other_bytes_is_not_taken(folder: Path) -> None:
     (folder / "out" / "index.parquet").unlink()
     edit_manifest_json(folder / "out", "index_sha256", "0" * 64)
-    with pytest.raises(DatasetFormatError, match=r"index\.parquet: made again, .*the manifest says 0000.*pyarrow"):
+    with pytest.raises(DatasetFormatError, match=r"index\.parquet: recreated .*the manifest says 0000.*pyarrow"):
         again(folder)
     assert not (folder / "out" / "index.parquet").exists()
     assert not (folder / "out" / ".progress").exists()
@@ -174,7 +175,7 @@ def test_a_repair_that_was_killed_is_begun_anew(made: Path, folder: Path) -> Non
     (leftover / ".progress").mkdir(parents=True)
     (leftover / "shard-000002.tar").write_bytes(b"half")
     (leftover / ".progress" / "shard-000002.json").write_text("{}")
-    assert again(folder).mended == ("shard-000002.tar",)
+    assert again(folder).repaired == ("shard-000002.tar",)
     assert tree_bytes(folder / "out") == tree_bytes(made / "out")
 
 
@@ -182,23 +183,23 @@ def test_the_report_names_what_was_made_again(folder: Path, capsys: pytest.Captu
     from rich.console import Console
 
     (folder / "out" / "index.parquet").unlink()
-    report = report_of(folder / "out", again(folder), 1.0, 1.0)
+    report = report_of(open_store(folder / "out"), again(folder), 1.0, 1.0)
     report.print(Console(width=200))
-    assert "made again, as the manifest has them: index.parquet" in capsys.readouterr().out
-    assert json.loads(json.dumps(report.to_json()))["mended"] == ["index.parquet"]
+    assert "recreated and equal to the manifest: index.parquet" in capsys.readouterr().out
+    assert json.loads(json.dumps(report.to_json()))["repaired"] == ["index.parquet"]
 
 
 def test_messages_of_readers_lead_to_the_remedy(folder: Path) -> None:
     out = folder / "out"
     os.truncate(out / "shard-000000.tar", 7000)
-    with pytest.raises(DatasetFormatError, match="Run `vlmdata verify` on the dataset; it says how to mend it"):
+    with pytest.raises(DatasetFormatError, match="Run `vlmdata verify` on the dataset to see how to repair it"):
         open_dataset(out)[0]
     (out / "index.parquet").unlink()
     with pytest.raises(DatasetFormatError, match="Run the same `vlmdata preprocess` command again"):
         open_dataset(out)
 
 
-def test_faults_that_no_repair_mends_name_another_remedy(folder: Path) -> None:
+def test_faults_that_no_repair_fixes_name_another_remedy(folder: Path) -> None:
     out = folder / "out"
     edit_manifest_json(out, "config.options.max_length", 1)
     (step,) = remedies(str(out), verify_dataset(out).faults)

@@ -396,7 +396,9 @@ class TestTheDirectory:
         (out / "photos").mkdir()
         before = tree_bytes(out)
         for overwrite in (False, True):
-            with pytest.raises(ConfigMismatchError, match=r"holds other files \(\.draft\.tmp, photos, thesis\.txt\)"):
+            with pytest.raises(
+                ConfigMismatchError, match=r"contains other files \(\.draft\.tmp, photos, thesis\.txt\)"
+            ):
                 preprocess(rows, out, overwrite=overwrite)
         assert tree_bytes(out) == before
         assert sorted(entry.name for entry in out.iterdir()) == [".draft.tmp", "photos", "thesis.txt"]
@@ -406,7 +408,7 @@ class TestTheDirectory:
         out.mkdir()
         (out / "shard-000000.tar").write_bytes(b"a webdataset of somebody else")
         before = tree_bytes(out)
-        with pytest.raises(ConfigMismatchError, match=r"holds shard-000000\.tar, but no manifest"):
+        with pytest.raises(ConfigMismatchError, match=r"contains shard-000000\.tar, but no manifest"):
             preprocess(rows, out)
         assert tree_bytes(out) == before
         assert [entry.name for entry in out.iterdir()] == ["shard-000000.tar"]
@@ -423,7 +425,7 @@ class TestTheDirectory:
 
         def try_again(*_: Any) -> None:
             for overwrite in (False, True):
-                with pytest.raises(ResourceError, match="another `vlmdata preprocess` is at work there") as caught:
+                with pytest.raises(ResourceError, match="another `vlmdata preprocess` is using it") as caught:
                     preprocess(rows, out, overwrite=overwrite)
                 second.append(caught.value)
 

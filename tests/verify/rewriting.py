@@ -85,6 +85,7 @@ def rewrite_sample(directory: Path, key: str, change: Callable[[Draft], None]) -
         patches=sum(row.num_patches for row in rows),
         truncated=sum(row.truncated for row in rows),
         bytes=sum(info.bytes for info in shards),
+        image_bytes=sum(item.bytes for row in rows for item in row.items) if manifest.totals.image_bytes else 0,
     )
     rewrite_manifest(directory, shards=tuple(shards), totals=totals, index_sha256=sha256(directory / INDEX_NAME))
 

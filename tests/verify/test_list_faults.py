@@ -90,7 +90,7 @@ def test_a_list_cut_at_its_end_is_found_by_the_number_of_candidates(damaged: Pat
     path.write_text("".join(lines))
     rewrite_manifest(damaged, ledger_sha256=sha256(path))
     assert (LEDGER_NAME, "coverage") in found(damaged)
-    assert "13 candidates, there are 12" in " ".join(str(fault) for fault in verify_dataset(damaged).faults)
+    assert "13 candidates, but there are 12" in " ".join(str(fault) for fault in verify_dataset(damaged).faults)
 
 
 @pytest.mark.parametrize("sample", ["0", -1, 1.5, True, 2**63])

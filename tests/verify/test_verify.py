@@ -126,7 +126,7 @@ class TestShards:
     def test_a_missing_shard_is_found(self, damaged):
         (damaged / "shard-000002.tar").unlink()
         faults = verify_dataset(damaged).faults
-        assert [str(fault) for fault in faults] == ["shard-000002.tar: missing: no such file; it holds 2 samples"]
+        assert [str(fault) for fault in faults] == ["shard-000002.tar: missing: not found; it held 2 samples"]
 
     def test_a_stray_shard_is_found(self, damaged):
         (damaged / "shard-000004.tar").write_bytes((damaged / SHARD).read_bytes())

@@ -46,7 +46,7 @@ def test_faults_end_with_1_and_a_line_each(verify, damaged):
     *faults, verdict, remove, run = out.splitlines()
     assert code == 1
     assert remove == f"next: Remove {damaged}/shard-000000.tar."
-    assert run.startswith("next: Run the `vlmdata preprocess` command")
+    assert run.startswith("next: Run the dataset's `vlmdata preprocess` command")
     assert len(faults) == 3
     assert verdict.startswith("3 faults: ")
     assert any(line.startswith("shard-000000.tar row 1 key 000000001: checksum: ") for line in faults)
@@ -84,7 +84,7 @@ def test_what_is_no_dataset_ends_with_2_and_one_message(verify, tmp_path):
     code, out, err = verify(tmp_path)
     assert code == 2
     assert out == ""
-    assert "holds no manifest.json, so it is not a vlmdata dataset" in err
+    assert "has no manifest.json, so it is not a vlmdata dataset" in err
 
 
 def test_a_folder_of_datasets_names_them(verify, damaged, tmp_path):

@@ -1,1 +1,1 @@
-"""The command line: one module a command, found through entry points."""
+"""The command line: one module per command, found through entry points."""

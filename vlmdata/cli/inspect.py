@@ -1,4 +1,4 @@
-"""``vlmdata inspect``: see what the model will see."""
+"""``vlmdata inspect``: shows what the model will see."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def inspect(
         bool, typer.Option("--tokens", help="With --sample or --row: the token table.", rich_help_panel=_LOOK)
     ] = False,
     row: Annotated[
-        int | None, typer.Option(metavar="SOURCE_ROW", help="What became of a source row.", rich_help_panel=_LOOK)
+        int | None, typer.Option(metavar="SOURCE_ROW", help="The outcome of a source row.", rich_help_panel=_LOOK)
     ] = None,
     find: Annotated[
         str | None,
@@ -53,32 +53,32 @@ def inspect(
     ] = None,
     check: Annotated[
         str,
-        typer.Option(metavar="N|all", help="Samples whose tokens are checked for findings.", rich_help_panel=_LOOK),
+        typer.Option(metavar="N|all", help="Number of samples to check for findings.", rich_help_panel=_LOOK),
     ] = "1000",
     html: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write one self-contained page.", rich_help_panel=_PAGE)
+        str | None, typer.Option(metavar="FILE", help="Write a self-contained page.", rich_help_panel=_PAGE)
     ] = None,
     samples: Annotated[
         int, typer.Option(min=0, help="Samples in the page: extremes, suspects, then random.", rich_help_panel=_PAGE)
     ] = 50,
     keys: Annotated[
-        str | None, typer.Option(metavar="KEY,…", help="Put these samples in the page instead.", rich_help_panel=_PAGE)
+        str | None, typer.Option(metavar="KEY,…", help="Show these samples in the page instead.", rich_help_panel=_PAGE)
     ] = None,
     packs: Annotated[int, typer.Option(min=0, help="Packs in the page.", rich_help_panel=_PAGE)] = 8,
     serve: Annotated[
-        bool, typer.Option("--serve", help="Serve the page over the whole dataset.", rich_help_panel=_PAGE)
+        bool, typer.Option("--serve", help="Serve the page for the whole dataset.", rich_help_panel=_PAGE)
     ] = False,
     host: Annotated[str, typer.Option(help="Address to serve on.", rich_help_panel=_PAGE)] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to serve on; 0 is any free one.", rich_help_panel=_PAGE)
+        int, typer.Option(min=0, max=65535, help="Port to serve on; 0 picks a free one.", rich_help_panel=_PAGE)
     ] = 8765,
     allow_host: Annotated[
-        list[str] | None, typer.Option(help="A further name the server is reached by.", rich_help_panel=_PAGE)
+        list[str] | None, typer.Option(help="Additional host name of the server.", rich_help_panel=_PAGE)
     ] = None,
     epoch: Annotated[int, typer.Option(min=0, help="For --pack, --row and pages.", rich_help_panel=_LOOK)] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Look at a dataset: a card of it, one sample, a packed batch, an optimizer step, or all of it in the browser.
+    """Inspect a dataset: an overview, a sample, a packed batch, an optimizer step, or all of it in the browser.
 
     **Examples**
 
@@ -96,39 +96,39 @@ def inspect(
 
     - `vlmdata inspect build/demo --serve`
 
-    **Exit codes**: 0 done; 2 wrong options, no dataset, no such sample, pack or step; 3 the page cannot be written.
+    **Exit codes**: 0 done; 2 invalid option, or unknown dataset, sample, pack or step; 3 the page cannot be written.
     """
-    from vlmdata.inspect.run import Run
+    from vlmdata.inspect.run import Inspection
 
     looks = {"--sample": sample, "--row": row, "--find": find, "--pack": pack, "--step": step, "--html": html}
     chosen = [name for name, value in looks.items() if value is not None] + ["--serve"] * serve
     if len(chosen) > 1:
-        raise UsageError(f"{' and '.join(chosen)}: choose one thing to look at")
+        raise UsageError(f"{' and '.join(chosen)}: choose only one")
     if html is not None and "://" in html:
-        raise UsageError(f"--html {html}: the page is written to a local file; give a path")
+        raise UsageError(f"--html {html}: the page must be a local file; give a path")
     if tokens and chosen not in (["--sample"], ["--row"]):
-        raise UsageError("--tokens goes with --sample or --row")
-    run = Run(choice.data(data or []), choice, epoch, as_json)
+        raise UsageError("--tokens needs --sample or --row")
+    look = Inspection(choice.data(data or []), choice, epoch, as_json)
     if sample is not None:
-        run.sample(sample, tokens)
+        look.sample(sample, tokens)
     elif row is not None:
-        run.row(row, tokens)
+        look.row(row, tokens)
     elif find is not None:
-        run.find(find, _check(check))
+        look.find(find, _check(check))
     elif pack is not None:
-        run.pack(pack)
+        look.pack(pack)
     elif step is not None:
-        run.step(*_epoch_and_step(step, of_run=choice.run is not None))
+        look.step(*_epoch_and_step(step, of_run=choice.run is not None))
     elif html is not None:
-        run.html(Path(html), samples, keys.split(",") if keys else None, packs, _check(check))
+        look.html(Path(html), samples, keys.split(",") if keys else None, packs, _check(check))
     elif serve:
-        run.serve(host, port, allow_host or [], _check(check))
+        look.serve(host, port, allow_host or [], _check(check))
     else:
-        run.card(_check(check))
+        look.card(_check(check))
 
 
 def _epoch_and_step(text: str, of_run: bool) -> tuple[int | None, int]:
-    """Epoch and step; no epoch if the step is counted over the whole run."""
+    """Parses epoch and step. The epoch is None if the step counts over the whole run."""
     epoch, colon, step = text.partition(":")
     if of_run and text.isdecimal():
         return None, int(text)
@@ -142,5 +142,5 @@ def _check(text: str) -> int | None:
     if text == "all":
         return None
     if not text.isdecimal():
-        raise UsageError(f"--check {text!r}: a number of samples, or all")
+        raise UsageError(f"--check {text!r}: give a number of samples, or all")
     return int(text)

@@ -1,4 +1,4 @@
-"""The loader's options on the command line: flags, help and defaults come from their one declaration."""
+"""The loader's options on the command line. Flags, help and defaults come from ``LoaderConfig``."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from vlmdata.errors import UsageError
 if TYPE_CHECKING:
     from vlmdata.loader.choice import LoaderChoice
 
-#: Flags that are shorter than the option's name.
+#: Flags that are shorter than the option names.
 _FLAGS = {"dp_size": "dp", "context_parallel": "cp", "tensor_parallel": "tp", "sequence_parallel": "sp"}
 _TYPES = {"int": int, "bool": bool, "str": str}
 _PANELS = {"packing": "Packs and steps", "parallelism": "Parallel layout"}
-#: What a command does where an option that the loader demands is not given.
+#: Defaults, in words, of options that the loader requires but a command does not.
 _FALLBACKS = {
     "capacity": "8192, or room for the longest sample",
     "global_batch": "one per rank",
@@ -28,12 +28,12 @@ _FALLBACKS = {
 
 
 def with_loader_options(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command the options that decide packs and steps, and ``--run``.
+    """Adds the options that determine packs and steps, and ``--run``, to a command.
 
-    The command takes them as one argument, ``choice``, a :class:`vlmdata.loader.choice.LoaderChoice`.
+    The command receives them as one argument ``choice``, a :class:`vlmdata.loader.choice.LoaderChoice`.
 
     Args:
-        *without: Options that it does not take, by name.
+        *without: Names of options to omit.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -59,12 +59,12 @@ def with_loader_options(*without: str) -> Callable[[Callable[..., None]], Callab
 
 
 def _parameters() -> list[inspect.Parameter]:
-    """One parameter per option, None by default: not given."""
+    """Returns one parameter per option. The default None means not given."""
     from vlmdata.loader.config import loader_options
 
     run = typer.Option(
         metavar="RUNDIR",
-        help="Folder of a training run: use its data and options. Options given here win.",
+        help="Folder of a training run: use its data and options. Options given here override them.",
         rich_help_panel="A training run",
     )
     made = [_parameter("run", str, run)]
@@ -89,7 +89,7 @@ def _parameters() -> list[inspect.Parameter]:
     panel = "Several datasets"
     weights = typer.Option(metavar="W,…", help="One weight per dataset, e.g. 0.7,0.3.", rich_help_panel=panel)
     by = typer.Option(
-        help="What weights mean: epochs, tokens or samples.", show_default="tokens", rich_help_panel=panel
+        help="Meaning of weights: epochs, tokens or samples.", show_default="tokens", rich_help_panel=panel
     )
     return [*made, _parameter("weights", str, weights), _parameter("weights_by", str, by)]
 
@@ -125,4 +125,4 @@ def _numbers(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(weight) for weight in text.split(","))
     except ValueError:
-        raise UsageError(f"--weights {text!r}: give numbers with commas between them, e.g. 0.7,0.3") from None
+        raise UsageError(f"--weights {text!r}: give comma-separated numbers, e.g. 0.7,0.3") from None

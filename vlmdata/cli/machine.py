@@ -1,4 +1,4 @@
-"""What this machine lets a process use."""
+"""Resources of this machine."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import os
 
 
 def available_cores() -> int:
-    """Cores this process may run on (a container's share, where the system tells)."""
+    """Returns the number of cores that this process may use (a container's share, if the system reports it)."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

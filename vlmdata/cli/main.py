@@ -1,4 +1,4 @@
-"""The ``vlmdata`` command: sub-commands found through entry points, loaded when asked for."""
+"""The ``vlmdata`` command. Entry points define its sub-commands, which are loaded on use."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from vlmdata.errors import ResourceError, VlmdataError
 
 GROUP = "vlmdata.commands"
 
-#: Exit codes, also in the README: done; done, but the data failed a check; the command could not run; no room or
-#: no worker left; interrupted.
+#: Exit codes, also in the README: done; done, but the data failed a check; the command could not run; out of space or
+#: workers; interrupted.
 EXIT_OK, EXIT_FAILED_CHECK, EXIT_USAGE, EXIT_RESOURCES, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 
-_ORDER = ("preprocess", "verify", "inspect", "plan", "convert")
+_ORDER = ("preprocess", "finish", "join", "verify", "inspect", "plan", "serve", "recode", "convert")
 
 
 class _Interrupted(Exception):
-    """Ctrl-C; typer would end without a word."""
+    """Ctrl-C. typer itself would exit silently."""
 
 
 class _Commands(TyperGroup):
-    """A group whose members are entry points, so that other packages add commands and none is imported early."""
+    """A group of entry points. Other packages can add commands, and each is imported on use."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -55,7 +55,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="markdown",
     context_settings=_HELP,
-    help="Packed vision-language training data: prepared once, provably right, streamed at memory speed.",
+    help="Packed vision-language training data: prepare once, verify, and stream at memory speed.",
 )
 
 
@@ -73,14 +73,14 @@ def _options(
 
 
 def main() -> None:
-    """Entry point of the console script; turns our errors into one message and an exit code."""
+    """Entry point of the console script. Converts errors of this project to a message and an exit code."""
     try:
         app()
     except VlmdataError as error:
         _fail(str(error), EXIT_RESOURCES if isinstance(error, ResourceError) else EXIT_USAGE)
     except (KeyboardInterrupt, _Interrupted):
-        _fail("interrupted; what was finished is kept, and the same command continues", EXIT_INTERRUPTED)
-    except BrokenPipeError:  # `vlmdata … | head` is no error of ours
+        _fail("interrupted; finished work is kept, and the same command continues", EXIT_INTERRUPTED)
+    except BrokenPipeError:  # `vlmdata … | head` is not an error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_OK)
 

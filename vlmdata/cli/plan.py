@@ -1,4 +1,4 @@
-"""``vlmdata plan``: what packing makes of datasets, before a GPU is paid for."""
+"""``vlmdata plan``: reports how datasets are packed, before training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def plan(
         list[str] | None,
         typer.Argument(metavar="DIR", help="Dataset directories or fsspec URLs. Default: those of --run."),
     ] = None,
-    epoch: Annotated[int, typer.Option(help="Which epoch to plan.")] = 0,
+    epoch: Annotated[int, typer.Option(help="Epoch to plan.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Plan an epoch and report packs, fill, waste, balance and steps. Reads the index only, no media.
@@ -36,16 +36,19 @@ def plan(
 
     - `vlmdata plan data/cord data/chat --capacity 16384 --global-batch 64 --dp 8 --cp 2 --tp 2 --weights 0.7,0.3`
 
-    - `vlmdata plan --run runs/cord --capacity 16384` (what another capacity would make of a run)
+    - `vlmdata plan --run runs/cord --capacity 16384` (a run with another capacity)
 
-    **Exit codes**: 0 done; 2 wrong options, no dataset, or a sample that fits no pack.
+    **Exit codes**: 0 done; 2 invalid option, no dataset, or a sample that fits no pack.
     """
-    from vlmdata.loader.open import DEFAULT_CACHE_BYTES, open_for_loading, require_one_tokenizer, sample_table
+    from vlmdata.loader.config import Service
+    from vlmdata.loader.open import DEFAULT_CACHE_BYTES, open_data, require_one_tokenizer, sample_table
     from vlmdata.packing.plan import plan_epoch
     from vlmdata.packing.report import report_plan
 
     places = choice.data(data or [])
-    datasets = [open_for_loading(location, None, DEFAULT_CACHE_BYTES)[0] for location in places]
+    datasets = open_data(places, None, DEFAULT_CACHE_BYTES, Service()).datasets
+    if len(places) < len(datasets):  # a collation service with several
+        places = [dataset.name for dataset in datasets]
     if choice.run is not None and not data:
         choice.run.require_same_data(datasets)
     require_one_tokenizer(datasets)
@@ -56,7 +59,7 @@ def plan(
 
     def key_of(sample: int) -> str:
         dataset = int(table.dataset[sample])
-        return f"{Path(places[dataset]).name}:{datasets[dataset].index.key(sample - int(offsets[dataset]))}"
+        return f"{Path(datasets[dataset].name).name}:{datasets[dataset].index.key(sample - int(offsets[dataset]))}"
 
     report = report_plan(plan_epoch(table, config, epoch, key_of), loader_config.parallelism.dp_size or 1)
     if as_json:
@@ -86,12 +89,13 @@ def _table(report: PlanReport) -> Table:
     empty = f", {counted(report.empty_packs, 'empty pack')} at the end" if report.empty_packs else ""
     table.add_row("samples", f"{report.samples:,}", counted(report.tokens, "token"))
     table.add_row("packs", f"{report.packs:,}", f"at least {report.lower_bound:,} needed: {report.excess:+.2%}")
+    table.add_row("  by volume alone", f"{report.volume_bound:,}", "packs if lengths divided the room exactly")
     table.add_row("steps", f"{report.steps:,}", f"optimizer steps per epoch{dropped}{empty}")
-    table.add_row("fill", f"{report.fill:.2%}", "true tokens of the packs' capacity")
+    table.add_row("fill", f"{report.fill:.2%}", "true tokens / capacity of the packs")
     table.add_row("  alignment waste", f"{report.alignment_waste:.2%}", "samples padded for the parallel layout")
-    table.add_row("  capacity waste", f"{report.capacity_waste:.2%}", "room that no sample fills")
+    table.add_row("  capacity waste", f"{report.capacity_waste:.2%}", "space that no sample fills")
     table.add_row(
-        "padded batches", f"{report.naive_padded_tokens:,}", f"tokens, {report.naive_ratio:.2f} times as many as packed"
+        "padded batches", f"{report.naive_padded_tokens:,}", f"tokens, {report.naive_ratio:.2f} times the packed tokens"
     )
     if report.dp_size > 1:
         table.add_row(

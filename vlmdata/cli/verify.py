@@ -1,40 +1,64 @@
-"""``vlmdata verify``: prove a dataset whole, or say precisely what is wrong."""
+"""``vlmdata verify``: checks a dataset and lists its faults."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import time
-from typing import Annotated
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vlmdata.errors import ResourceError
 from vlmdata.wording import counted, duration
 
-#: Fault lines printed; ``--json`` gives them all.
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from vlmdata.verify.remote import FetchedShards
+
+#: Number of fault lines to print; ``--json`` prints all.
 _SHOWN = 50
+
+
+class Checks(StrEnum):
+    """What of images is checked."""
+
+    STORED = "stored"
+    PIXELS = "pixels"
 
 
 def verify(
     data: Annotated[str, typer.Argument(metavar="DIR", help="Dataset directory or fsspec URL.")],
+    check: Annotated[
+        Checks,
+        typer.Option(
+            help="What of images is checked: the stored bytes, or also the pixels that they decode to (slower with "
+            "`jxl` and `source`)."
+        ),
+    ] = Checks.PIXELS,
     workers: Annotated[int | None, typer.Option("--workers", "-j", help="Processes. Default: one per core.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result, every fault in it, as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result with all faults as JSON.")] = False,
 ) -> None:
-    """Re-hash every shard, check index, ledger and tokenizer, and audit every sample; print how to repair faults.
+    """Re-hash every shard, check index, ledger and tokenizer, audit every sample, and print how to repair faults.
 
-    For each sample: targets exist and lie in assistant turns, after the header, unbroken to the end; there are as many
-    end tokens among the targets as turns; no pad, vision or header token is a target; no image block is cut; patches
-    match the grids; positions follow from the grids. In a document all text is a target, and the end of text ends it.
+    For each sample: targets exist, are in assistant turns after the header, and run unbroken to the end of the turn;
+    each target turn has one end token among the targets; no pad, vision or header token is a target; no image block is
+    cut; patches and positions match the grids. In a document, all text is a target, and an end-of-text token ends it.
 
     **Examples**
 
     - `vlmdata verify build/demo`
 
+    - `vlmdata verify data/cord --check stored` (a copy arrived whole; decodes nothing)
+
     - `vlmdata verify data/cord --json | jq .faults`
 
-    - `vlmdata verify s3://bucket/cord` (fetches each shard once; needs room for one shard per process)
+    - `vlmdata verify s3://bucket/cord` (downloads each shard once; needs space for one shard per process)
 
-    **Exit codes**: 0 sound; 1 faults found; 2 not a dataset.
+    **Exit codes**: 0 no faults; 1 faults found; 2 not a dataset.
     """
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
@@ -56,10 +80,12 @@ def verify(
         task = bar.add_task("shards", total=shards)
         audit = verify_dataset(
             directory,
-            # Other processes do not see what is in this one's memory.
+            # Other processes cannot read an in-memory dataset of this process.
             workers=1 if place.startswith("memory://") else workers or available_cores(),
+            pixels=check is Checks.PIXELS,
             on_shard=lambda result: bar.advance(task),
             open_shard=open_shard,
+            listing=_listing(open_shard, talk),
         )
     seconds = time.monotonic() - begun
     audit = named(audit, directory, place)
@@ -68,6 +94,7 @@ def verify(
         fields = {
             "directory": place,
             "sound": not audit.faults,
+            "checked": check.value,
             "samples": audit.samples,
             "shards": shards,
             "bytes": audit.bytes,
@@ -87,3 +114,14 @@ def verify(
         for step in steps:
             out.print(f"next: {step}", markup=False)
     raise typer.Exit(1 if audit.faults else 0)
+
+
+def _listing(shards: FetchedShards | None, talk: Console) -> Sequence[str] | None:
+    """Returns the names of the files at a URL. If it cannot be listed, says so."""
+    if shards is None:
+        return None
+    try:
+        return shards.names()
+    except ResourceError as error:
+        talk.print(f"{error}. Shards that are not in the manifest are not looked for.", markup=False, soft_wrap=True)
+        return ()

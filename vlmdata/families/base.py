@@ -1,4 +1,4 @@
-"""What a family is: geometry and normalisation of its images, its placeholders, and its rules of size and position."""
+"""The definition of a family: image geometry, normalisation, placeholders, and rules for size and position."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ CHANNELS = 3
 
 
 class AspectRatioError(ValueError):
-    """An image is so long and thin that the family's processor refuses it."""
+    """An image has an aspect ratio that the family's processor rejects."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """What a kind of model fixes about its data.
+    """The data format of a kind of model.
 
-    Subclass it where a rule differs; every rule is a method.
+    Each rule is a method. Subclass it if a rule differs.
 
     Attributes:
-        name: Its name in manifests and options.
-        model_types: ``model_type`` of the configs of transformers that belong to it.
+        name: Name in manifests and options.
+        model_types: Values of ``model_type`` in the transformers configs of this family.
         patch_size: Side of a vision patch in pixels.
         merge_size: Patches per side that merge into one token.
-        temporal_patch_size: Frames that a patch spans.
-        image_mean: Per channel, of values from 0 to 1.
-        image_std: Per channel, of values from 0 to 1.
-        min_pixels: Smallest image area that published checkpoints say, in pixels.
-        max_pixels: Largest image area that published checkpoints say, in pixels.
-        max_aspect_ratio: Longer side over shorter side of an image, at most.
+        temporal_patch_size: Frames per patch.
+        image_mean: Mean per channel, for values from 0 to 1.
+        image_std: Standard deviation per channel, for values from 0 to 1.
+        min_pixels: Default smallest area of a resized image, in pixels (``--min-pixels``).
+        max_pixels: Default largest area of a resized image, in pixels (``--max-pixels``).
+        max_aspect_ratio: Largest ratio of the longer to the shorter side of an image.
         image_token: Text of the image placeholder.
         video_token: Text of the video placeholder.
         vision_start: Text of the token before an image's placeholders.
@@ -62,7 +62,7 @@ class Family:
 
     @property
     def factor(self) -> int:
-        """Image sides are multiples of this many pixels."""
+        """Image sides are multiples of this number of pixels."""
         return self.patch_size * self.merge_size
 
     @property
@@ -72,15 +72,15 @@ class Family:
 
     @property
     def patches_per_token(self) -> int:
-        """Vision patches that one placeholder token stands for."""
+        """Vision patches per placeholder token."""
         return self.merge_size**2
 
     def image_size(
         self, height: int, width: int, min_pixels: int, max_pixels: int, *, least_side: int = 0
     ) -> tuple[int, int]:
-        """The (height, width) that an image is resized to.
+        """Returns the (height, width) to which an image is resized.
 
-        Both are multiples of :attr:`factor`, their product lies within [min_pixels, max_pixels] if that is possible,
+        Both are multiples of :attr:`factor`. Their product is within [min_pixels, max_pixels] if possible,
         and the aspect ratio changes as little as possible. Halves round to even, as Python's ``round`` does.
         Source: ``smart_resize`` of transformers' Qwen2-VL processor.
 
@@ -89,10 +89,10 @@ class Family:
             width: Source width in pixels, positive.
             min_pixels: Smallest product.
             max_pixels: Largest product.
-            least_side: Sides are at least this before the product is looked at (qwen_vl_utils: the factor).
+            least_side: Minimum side before the product is checked (qwen_vl_utils: the factor).
 
         Raises:
-            AspectRatioError: If the aspect ratio is over :attr:`max_aspect_ratio`.
+            AspectRatioError: If the aspect ratio is above :attr:`max_aspect_ratio`.
         """
         ratio = max(height, width) / min(height, width)
         if ratio > self.max_aspect_ratio:
@@ -110,16 +110,16 @@ class Family:
             new_width = math.ceil(width * scale / factor) * factor
         return new_height, new_width
 
-    def patchify(self, image: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    def patchify(self, image: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8] | None = None) -> npt.NDArray[np.uint8]:
         """Cuts an image into patches; see :func:`vlmdata.families.patches.patchify`."""
-        return patchify(image, self.patch_size, self.merge_size)
+        return patchify(image, self.patch_size, self.merge_size, out)
 
     def unpatchify(self, patches: npt.NDArray[np.uint8], grid_h: int, grid_w: int) -> npt.NDArray[np.uint8]:
         """Joins patches to an image; see :func:`vlmdata.families.patches.unpatchify`."""
         return unpatchify(patches, grid_h, grid_w, self.patch_size, self.merge_size)
 
     def token_counts(self, grid_thw: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
-        """Placeholder tokens of each image.
+        """Returns the number of placeholder tokens of each image.
 
         Args:
             grid_thw: (N, 3), patches along t, h, w.
@@ -132,32 +132,29 @@ class Family:
     def position_ids(
         self, length: int, image_starts: npt.NDArray[np.integer], image_grid_thw: npt.NDArray[np.integer]
     ) -> npt.NDArray[np.int32]:
-        """Positions of a sequence with images; see :func:`vlmdata.families.positions.mrope_position_ids`."""
+        """Computes positions of a sequence with images; see :func:`vlmdata.families.positions.mrope_position_ids`."""
         return mrope_position_ids(length, image_starts, image_grid_thw, self.merge_size)
 
-    def pixel_values(self, patches: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Expands stored patches into the ``pixel_values`` of transformers' processor.
-
-        Exact in float32, bit for bit: the mean is subtracted and the difference divided, as transformers does (a
-        product with the reciprocal is not exact). In bfloat16 each order of operations gives the same values for a mean
-        and a deviation of 0.5.
+    def pixel_values(
+        self, patches: torch.Tensor, dtype: torch.dtype | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Expands stored patches to the ``pixel_values`` of transformers' processor, bitwise exact in float32.
 
         Args:
             patches: uint8 (P, patch_bytes) on any device.
-            dtype: Result dtype; float32 by default.
+            dtype: Result dtype; by default that of ``out``, else float32.
+            out: Where the values go: contiguous, of the result's shape and dtype. None is a new tensor.
 
         Returns:
             (P, temporal_patch_size * patch_bytes), columns (C, T, patch, patch), on the patches' device.
         """
         import torch
 
-        dtype = torch.float32 if dtype is None else dtype
-        # Tensors on the device: CUDA turns division by a Python number into a product with its reciprocal.
-        mean, std = (
-            (torch.tensor(each, device=patches.device) * 255.0).view(1, CHANNELS, 1, 1)
-            for each in (self.image_mean, self.image_std)
-        )
-        values = patches.view(-1, CHANNELS, 1, self.patch_size**2).to(torch.float32).sub_(mean).div_(std)
-        # Rounded to the target type before the temporal copy: half the work.
-        copies = values.to(dtype).expand(-1, -1, self.temporal_patch_size, -1)
-        return copies.reshape(patches.shape[0], self.patch_bytes * self.temporal_patch_size)
+        from vlmdata.families.pixel_values import expand_patches
+
+        shape = (len(patches), self.temporal_patch_size * self.patch_bytes)
+        if out is None:
+            out = torch.empty(shape, dtype=dtype or torch.float32, device=patches.device)
+        by_frame = out.view(len(patches), CHANNELS, self.temporal_patch_size, self.patch_size**2)
+        expand_patches(patches, self.image_mean, self.image_std, by_frame)
+        return out

@@ -1,7 +1,8 @@
 """3D rotary (MRoPE) positions of Qwen-VL sequences with images.
 
-Source: ``get_rope_index`` of the models of transformers (Qwen2.5-VL, Qwen3-VL and Qwen3.5 agree on images). Unlike it,
-images are located one by one from their token counts, so two images with no token between them stay two images.
+Source: ``get_rope_index`` of the transformers models (Qwen2.5-VL, Qwen3-VL and Qwen3.5 agree on images). Unlike it,
+this module locates images one by one from their token counts, so two images with no token between them remain two
+images.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from vlmdata.wording import counted
 def locate_images(
     input_ids: npt.NDArray[np.integer], token_counts: npt.NDArray[np.int64], image_token_id: int
 ) -> npt.NDArray[np.int64]:
-    """Index of the first image token of each image.
+    """Finds the index of the first token of each image.
 
     Args:
         input_ids: (L,) token ids, image placeholders expanded.
@@ -26,13 +27,13 @@ def locate_images(
         int64 (N,), ascending.
 
     Raises:
-        ValueError: If the image tokens are not exactly N unbroken runs of these sizes.
+        ValueError: If the image tokens are not exactly N contiguous runs of these sizes.
     """
     counts = token_counts
     found = np.flatnonzero(np.asarray(input_ids) == image_token_id)
     if len(found) != counts.sum():
         raise ValueError(
-            f"{counted(len(found), 'image token')} in the sequence; image grids: {len(counts)}, which need "
+            f"{counted(len(found), 'image token')} in the sequence, but the image grids ({len(counts)}) need "
             f"{counts.sum()}"
         )
     if len(counts) == 0:
@@ -54,10 +55,10 @@ def mrope_position_ids(
     image_grid_thw: npt.NDArray[np.integer],
     merge_size: int,
 ) -> npt.NDArray[np.int32]:
-    """Positions of a sequence with images at known places.
+    """Computes the positions of a sequence with images at known places.
 
-    Text advances t, h and w together by one. An image starting at position p has t = p, h = p + row,
-    w = p + column over its merged grid, and text goes on at p + max(rows, columns). A grid with t > 1 is t
+    Text advances t, h and w together by one. An image that starts at position p has t = p, h = p + row and
+    w = p + column over its merged grid; text continues at p + max(rows, columns). A grid with t > 1 is t
     consecutive frames within one block (t = p + frame).
 
     Args:

@@ -1,4 +1,4 @@
-"""Qwen3-VL (dense and with experts): its images and positions are those of Qwen3.5.
+"""Qwen3-VL (dense and with experts): the same images and positions as Qwen3.5.
 
 Sources: the published ``preprocessor_config.json`` of Qwen3-VL, ``Qwen3VLModel.get_rope_index`` of transformers.
 """

@@ -1,1 +1,1 @@
-"""The dataset directory: its schema, shards, index, manifest, ledger, and the audit of all of them."""
+"""The dataset directory: schema, shards, index, manifest and ledger."""

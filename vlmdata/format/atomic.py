@@ -1,9 +1,12 @@
-"""Files that appear whole or not at all."""
+"""Atomic file writes: a file appears complete or not at all."""
 
 from __future__ import annotations
 
 import os
+import platform
 import re
+import threading
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,22 +15,22 @@ _TEMPORARY = re.compile(r"\.(?P<target>.+)\.\d+\.tmp")
 
 
 def temporary_path(path: Path) -> Path:
-    """The name under which this process makes ``path``; it holds the process id, so two processes do not meet."""
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """The name under which this thread makes ``path``; its number is of host and thread, so two do not meet."""
+    return path.with_name(f".{path.name}.{zlib.crc32(platform.node().encode())}{threading.get_native_id():07}.tmp")
 
 
 def temporary_target(name: str) -> str | None:
-    """The final name of a file with a temporary name, None for any other file."""
+    """Returns the final name of a file with a temporary name; None for any other file."""
     match = _TEMPORARY.fullmatch(name)
     return match["target"] if match else None
 
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yields a temporary path beside ``path``; renames it into place when the block ends well.
+    """Yields a temporary path next to ``path``, and renames it into place if the block succeeds.
 
-    The file is flushed to disk before the rename and the folder after it: after a power cut the name leads to whole
-    content.
+    The file is flushed to disk before the rename, and the folder after it. After a power cut, the name thus refers to
+    complete content.
     """
     temporary = temporary_path(path)
     try:

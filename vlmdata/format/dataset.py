@@ -21,6 +21,7 @@ from vlmdata.format.manifest import Manifest, ShardInfo
 from vlmdata.format.schema import INDEX_NAME, MEMBER_BY_NAME, OPTIONAL_MEMBERS, Sample
 from vlmdata.locations import is_url, place_of
 from vlmdata.media.codecs import decode_item
+from vlmdata.media.pixel_check import require_pixels
 from vlmdata.wording import counted
 
 OpenShard = Callable[[ShardInfo], int]
@@ -29,20 +30,20 @@ OpenShard = Callable[[ShardInfo], int]
 class VlmDataset:
     """A finished dataset directory.
 
-    ``dataset[i]`` and iteration give :class:`Sample`; negative indices count from the end. Only the pages that are
-    touched are read. Instances may be shared between threads and pickled to worker processes.
+    ``dataset[i]`` and iteration return :class:`Sample`; negative indices count from the end. Only accessed pages
+    are read. Instances may be shared between threads and pickled to worker processes.
 
     Args:
-        directory: The dataset's folder; for a dataset at a URL, the one with a copy of all but its shards.
-        name: The dataset as the user named it, if that is not the folder.
-        open_shard: Opens a shard, if these are not in the folder; the caller closes the file descriptor.
+        directory: Folder of the dataset. For a URL, a folder with all files except the shards.
+        name: Location that the user gave, if not the folder.
+        open_shard: Opens a shard that is not in the folder. The caller closes the file descriptor.
 
     Attributes:
         directory: The folder.
-        name: The dataset as the user named it: a folder or URL.
-        manifest: Its manifest.
-        family: The model family its samples are made for.
-        index: Its index columns.
+        name: Location that the user gave: a folder or URL.
+        manifest: Manifest of the dataset.
+        family: Family of the samples.
+        index: Index columns.
     """
 
     def __init__(self, directory: str | PathLike[str], *, name: str | None = None, open_shard: OpenShard | None = None):
@@ -54,7 +55,7 @@ class VlmDataset:
         self.index = DatasetIndex.read(self.directory / INDEX_NAME, self.family.patch_bytes)
         if len(self.index) != self.manifest.totals.samples:
             raise DatasetFormatError(
-                f"{self.name}: the index has {counted(len(self.index), 'row')}, the manifest "
+                f"{self.name}: the index has {counted(len(self.index), 'row')}, but the manifest has "
                 f"{counted(self.manifest.totals.samples, 'sample')}. Run `vlmdata verify` on it."
             )
         for member in OPTIONAL_MEMBERS:
@@ -80,11 +81,17 @@ class VlmDataset:
         return (self[i] for i in range(len(self)))
 
     def __getitem__(self, i: int) -> Sample:
-        i = self._resolve(i)
+        return self._sample(self._resolve(i), pixels=True)
+
+    def without_pixels(self, i: int) -> Sample:
+        """As ``dataset[i]``, but decodes no image: its ``patches`` are all 0 and take no memory."""
+        return self._sample(self._resolve(i), pixels=False)
+
+    def _sample(self, i: int, *, pixels: bool) -> Sample:
         index = self.index
         data = self._map(int(index.shard[i]))
-        padded = int(index.padded_lengths[i])
-        images = int(index.image_counts[i])
+        padded, images = int(index.padded_lengths[i]), int(index.image_counts[i])
+        patches_shape = (int(index.num_patches[i]), self.family.patch_bytes)
 
         def view(name: str, shape: tuple[int, ...]) -> Any:
             dtype = MEMBER_BY_NAME[name].dtype
@@ -94,6 +101,12 @@ class VlmDataset:
             count = int(np.prod(shape))
             return np.frombuffer(data, dtype=dtype, count=count, offset=offset).reshape(shape)
 
+        if not pixels:
+            patches = np.broadcast_to(np.uint8(0), patches_shape)
+        elif int(index.data_offsets["patches"][i]) >= 0:
+            patches = view("patches", patches_shape)
+        else:
+            patches = self._decoded(i, data)
         return Sample(
             key=index.key(i),
             length=int(index.lengths[i]),
@@ -101,14 +114,12 @@ class VlmDataset:
             loss_mask=view("loss_mask", (padded,)),
             position_ids=view("position_ids", (3, padded)),
             image_grid_thw=view("image_grid_thw", (images, 3)),
-            patches=view("patches", (int(index.num_patches[i]), self.family.patch_bytes))
-            if int(index.data_offsets["patches"][i]) >= 0
-            else self._decoded(i, data),
+            patches=patches,
             loss_weights=view("loss_weights", (padded,)),
         )
 
     def _decoded(self, i: int, data: mmap.mmap) -> npt.NDArray[np.uint8]:
-        """The patches of a sample whose items a codec encoded, (P, bytes per patch)."""
+        """Decodes and checks the patches of a sample with encoded items, (P, bytes per patch)."""
         index = self.index
         patches = np.empty((int(index.num_patches[i]), self.family.patch_bytes), np.uint8)
         begin, stored = 0, memoryview(data)
@@ -118,27 +129,28 @@ class VlmDataset:
             payload = stored[offset : offset + int(index.item_bytes[number])]
             what = f"{self.name}: key {index.key(i)} image {number - int(index.grid_offsets[i])}"
             decode_item(index.item_codecs[number], payload, (t, h, w), self.family, patches[begin:end], what)
+            require_pixels(patches[begin:end], int(index.pixel_checksums[number]), self.manifest.pixel_libraries, what)
             begin = end
         patches.flags.writeable = False
         return patches
 
     def metadata(self, i: int) -> dict[str, Any]:
-        """The metadata JSON of sample ``i``: source row, original image sizes, what was normalised."""
+        """Reads the metadata JSON of sample ``i``: source row, original image sizes, normalisations."""
         i = self._resolve(i)
         start, size = int(self.index.json_offset[i]), int(self.index.json_size[i])
         fields: dict[str, Any] = json.loads(self._map(int(self.index.shard[i]))[start : start + size])
         return fields
 
     def sample(self, key: str) -> Sample:
-        """The sample with this key; KeyError if there is none."""
+        """Returns the sample with this key. Raises KeyError if there is none."""
         return self[self.index.position_of(key)]
 
     def shard_path(self, shard: int) -> Path:
-        """Path of a shard file; of a dataset at a URL, none is there."""
+        """Returns the path of a shard file. For a dataset at a URL, the file does not exist."""
         return self.directory / self.manifest.shards[shard].name
 
     def _resolve(self, i: int) -> int:
-        i = operator.index(i)  # int() would take the key "000000003" and 1.5 for positions
+        i = operator.index(i)  # int() would accept the key "000000003" and 1.5 as positions
         if not -len(self) <= i < len(self):
             raise IndexError(f"sample {i} of a dataset of {len(self)}")
         return i % len(self)
@@ -163,13 +175,13 @@ class VlmDataset:
                 os.close(file)
         except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
             raise DatasetFormatError(
-                f"{path}: cannot map the shard: {error}. Run `vlmdata verify` on the dataset; it says how to mend it."
+                f"{path}: cannot map the shard: {error}. Run `vlmdata verify` on the dataset to see how to repair it."
             ) from error
         if len(mapped) != info.bytes:
-            # Views past the end of a short file would be a SIGBUS rather than an exception.
+            # Views past the end of a short file would raise SIGBUS instead of an exception.
             raise DatasetFormatError(
-                f"{path}: {len(mapped)} bytes, but the manifest says {info.bytes}; the shard was cut or "
-                "replaced. Run `vlmdata verify` on the dataset; it says how to mend it."
+                f"{path}: {len(mapped)} bytes, but the manifest says {info.bytes}; the shard was truncated or "
+                "replaced. Run `vlmdata verify` on the dataset to see how to repair it."
             )
         return mapped
 
@@ -185,17 +197,17 @@ def open_dataset(location: str | PathLike[str]) -> VlmDataset:
 
     Args:
         location: The folder that ``vlmdata preprocess --out`` wrote, or an fsspec URL of it (``s3://…``). Shards of a
-            URL are fetched to the cache (``$VLMDATA_CACHE``) when they are first touched.
+            URL are downloaded into the cache (``$VLMDATA_CACHE``) on first access.
 
     Returns:
         The dataset; ``dataset[i]`` is a :class:`Sample`, ``dataset.index`` its columns.
 
     Raises:
-        DatasetFormatError: If it is not a finished vlmdata dataset or needs a newer reader.
+        DatasetFormatError: If the location is not a finished vlmdata dataset, or needs a newer reader.
     """
     place = place_of(location)
     if is_url(place):
-        from vlmdata.loader.open import open_remote  # fsspec, the cache and its locks: for URLs only
+        from vlmdata.loader.open import open_remote  # fsspec, the cache and its locks are only needed for URLs
 
         return open_remote(place)
     return VlmDataset(place)

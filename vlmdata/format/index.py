@@ -1,4 +1,4 @@
-"""The index: one parquet row per sample, enough to plan packing and to read any member by offset alone."""
+"""The index: one parquet row per sample, enough to plan packing and to read any member by its offset."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import pyarrow.parquet as pq
 
 from vlmdata.errors import DatasetFormatError, NotFoundError
 from vlmdata.families import DEFAULT_FAMILY, family
-from vlmdata.format.index_row import INDEX_SCHEMA, ITEM_COLUMNS, TOKEN_MEMBERS, IndexRow, index_schema
+from vlmdata.format.index_row import INDEX_SCHEMA, ITEM_COLUMNS, WHOLE_MEMBERS, IndexRow, index_schema
 from vlmdata.format.schema import IMAGE, MEMBERS, OPTIONAL_MEMBERS
 from vlmdata.format.shard import ArrayPlace, ItemPlace, Placement
 from vlmdata.media.codecs import RAW
 
 
 def _with_raw_items(table: pa.Table, patch_bytes: int) -> pa.Table:
-    """Adds the columns of items to an index of format 1.0: a sample's images lie one after another in its patches."""
+    """Adds the item columns to an index of format 1.0, in which a sample's images are consecutive in its patches."""
     grids = table.column("image_grid_thw").combine_chunks()
     counts = np.asarray(grids.value_lengths().to_numpy(zero_copy_only=False), dtype=np.int64)
     shapes = np.asarray(grids.flatten().flatten().to_numpy(zero_copy_only=False), dtype=np.int64).reshape(-1, 3)
@@ -30,7 +30,9 @@ def _with_raw_items(table: pa.Table, patch_bytes: int) -> pa.Table:
     firsts = np.asarray(table.column("patches_offset").to_numpy(), dtype=np.int64)
     offsets = before[:-1] + np.repeat(firsts - before[ends - counts], counts)
     bounds = pa.array(np.concatenate([[0], ends]), pa.int32())
-    values = (pa.array(offsets), pa.array(sizes), pa.repeat(IMAGE, len(sizes)), pa.repeat(RAW, len(sizes)))
+    checksums = table.column("image_checksums").combine_chunks().flatten()
+    names = (pa.repeat(IMAGE, len(sizes)), pa.repeat(RAW, len(sizes)))
+    values = (pa.array(offsets), pa.array(sizes), checksums, *names)
     for name, value in zip(ITEM_COLUMNS, values, strict=True):
         kind = INDEX_SCHEMA.field(name).type
         table = table.append_column(name, pa.ListArray.from_arrays(bounds, value.cast(kind.value_type)))
@@ -38,30 +40,34 @@ def _with_raw_items(table: pa.Table, patch_bytes: int) -> pa.Table:
 
 
 class DatasetIndex:
-    """The index as read-only numpy columns of length n (one entry a sample), in storage order.
+    """The index as read-only numpy columns of length n (one entry per sample), in storage order.
 
-    Fixed-width columns are views of the arrow buffers; nothing is copied or converted until asked for.
+    Fixed-width columns are views of the arrow buffers; nothing is copied or converted until needed.
 
     Attributes:
-        table: The arrow table behind it.
+        table: The underlying arrow table.
     """
 
     def __init__(self, table: pa.Table):
         self.table = table.combine_chunks()
 
     @classmethod
-    def read(cls, path: Path, patch_bytes: int = family(DEFAULT_FAMILY).patch_bytes) -> DatasetIndex:
+    def read(
+        cls, path: Path, patch_bytes: int = family(DEFAULT_FAMILY).patch_bytes, *, shard: int | None = None
+    ) -> DatasetIndex:
         """Reads ``index.parquet``.
 
         Args:
             path: The file.
-            patch_bytes: Bytes of a patch, to find the items if the index is of format 1.0.
+            patch_bytes: Bytes per patch, to find the items in an index of format 1.0.
+            shard: Number of the shard whose samples are wanted; only their row group is read. None is all samples.
 
         Raises:
             DatasetFormatError: If the file is missing, damaged, or lacks a column.
         """
         try:
-            table = pq.read_table(path, memory_map=False)
+            chosen = None if shard is None else [("shard", "=", shard)]
+            table = pq.read_table(path, memory_map=False, filters=chosen)
         except (OSError, pa.ArrowException) as error:
             what = "no such file" if isinstance(error, FileNotFoundError) else error
             raise DatasetFormatError(
@@ -69,29 +75,29 @@ class DatasetIndex:
             ) from error
         features = [str(m.feature) for m in OPTIONAL_MEMBERS if f"{m.name}_offset" in table.column_names]
         schema = index_schema(features)
-        # An index of format 1.0 has no columns of items.
+        # An index of format 1.0 has no item columns.
         old = not set(ITEM_COLUMNS).intersection(table.column_names)
         stored = pa.schema([field for field in schema if not (old and field.name in ITEM_COLUMNS)])
         missing = [name for name in stored.names if name not in table.column_names]
         if missing:
             raise DatasetFormatError(f"{path}: the index lacks the columns {', '.join(missing)}")
         try:
-            # Columns a later minor version added are of no concern here.
+            # Ignore columns of later minor versions.
             table = table.select(stored.names).cast(stored)
             index = cls(_with_raw_items(table, patch_bytes).select(schema.names).cast(schema) if old else table)
         except (pa.ArrowException, ValueError) as error:
             raise DatasetFormatError(f"{path}: a column of the index has the wrong type or nulls: {error}") from error
         for name in ("image_starts", "image_checksums", *ITEM_COLUMNS):
-            # All samples share one flat array of each, found through the grids alone.
+            # All samples share one flat array per column, addressed through the grids.
             if not np.array_equal(index._list_lengths(name), index.image_counts):
-                raise DatasetFormatError(f"{path}: {name} has not one entry an image")
+                raise DatasetFormatError(f"{path}: {name} does not have one entry per image")
         return index
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
 
     def column(self, name: str) -> npt.NDArray[Any]:
-        """A fixed-width column as a read-only array of shape (n,)."""
+        """Returns a fixed-width column as a read-only array of shape (n,)."""
         values = self._chunk(name).to_numpy(zero_copy_only=False)
         values.flags.writeable = False
         return np.asarray(values)
@@ -118,7 +124,7 @@ class DatasetIndex:
 
     @cached_property
     def num_targets(self) -> npt.NDArray[np.int32]:
-        """Tokens under the loss, int32 (n,)."""
+        """Targets, int32 (n,)."""
         return self.column("num_targets")
 
     @cached_property
@@ -128,7 +134,7 @@ class DatasetIndex:
 
     @cached_property
     def truncated(self) -> npt.NDArray[np.bool_]:
-        """Whether the last answer was cut, bool (n,)."""
+        """Whether the last answer was truncated, bool (n,)."""
         return self.column("truncated")
 
     @cached_property
@@ -173,37 +179,43 @@ class DatasetIndex:
         return {name: self.column(f"{name}_offset") for name in names}
 
     @cached_property
-    def token_checksums(self) -> dict[str, npt.NDArray[np.uint64]]:
-        """For each member but ``patches``, the xxh3-64 of its array data: uint64 (n,)."""
-        names = [*(member.name for member in TOKEN_MEMBERS), *self.optional_members]
+    def member_checksums(self) -> dict[str, npt.NDArray[np.uint64]]:
+        """For each member except ``patches``, the xxh3-64 of its array data: uint64 (n,)."""
+        names = [*(member.name for member in WHOLE_MEMBERS), *self.optional_members]
         return {name: self.column(f"{name}_checksum") for name in names}
 
     @cached_property
     def image_checksums(self) -> npt.NDArray[np.uint64]:
-        """xxh3-64 of the patches of every image, uint64 (G,), in the order of :attr:`grids`."""
+        """xxh3-64 of the stored bytes of each image, uint64 (G,), in the order of :attr:`grids`."""
         flat = self._chunk("image_checksums").flatten()
         return np.asarray(flat.to_numpy(zero_copy_only=False), dtype=np.uint64)
 
     @cached_property
+    def pixel_checksums(self) -> npt.NDArray[np.uint64]:
+        """xxh3-64 of the decoded patches of each image, uint64 (G,); for raw images that of the stored bytes."""
+        flat = self._chunk("pixel_checksums").flatten()
+        return np.asarray(flat.to_numpy(zero_copy_only=False), dtype=np.uint64)
+
+    @cached_property
     def item_offsets(self) -> npt.NDArray[np.int64]:
-        """First stored byte of every image in its shard, int64 (G,), in the order of :attr:`grids`."""
+        """Offset of each image in its shard in bytes, int64 (G,), in the order of :attr:`grids`."""
         flat = self._chunk("item_offsets").flatten()
         return np.asarray(flat.to_numpy(zero_copy_only=False), dtype=np.int64)
 
     @cached_property
     def item_bytes(self) -> npt.NDArray[np.int64]:
-        """Stored bytes of every image, int64 (G,)."""
+        """Stored bytes of each image, int64 (G,)."""
         flat = self._chunk("item_bytes").flatten()
         return np.asarray(flat.to_numpy(zero_copy_only=False), dtype=np.int64)
 
     @cached_property
     def item_kinds(self) -> npt.NDArray[np.object_]:
-        """Kind of every item, object (G,); equal names are one object."""
+        """Kind of each item, object (G,); equal names share one object."""
         return self._names("item_kinds")
 
     @cached_property
     def item_codecs(self) -> npt.NDArray[np.object_]:
-        """Codec name of every item, object (G,); equal names are one object."""
+        """Codec name of each item, object (G,); equal names share one object."""
         return self._names("item_codecs")
 
     def _names(self, name: str) -> npt.NDArray[np.object_]:
@@ -238,7 +250,7 @@ class DatasetIndex:
 
     @cached_property
     def image_starts(self) -> npt.NDArray[np.int32]:
-        """First token of every image within its sample, int32 (G,), in the order of :attr:`grids`."""
+        """First token of each image within its sample, int32 (G,), in the order of :attr:`grids`."""
         flat = self._chunk("image_starts").flatten()
         return np.asarray(flat.to_numpy(zero_copy_only=False), dtype=np.int32)
 
@@ -249,18 +261,18 @@ class DatasetIndex:
 
     @property
     def keys(self) -> pa.StringArray:
-        """All keys as an arrow string array (n,); ``keys[i].as_py()`` is one."""
+        """All keys as an arrow string array (n,); ``keys[i].as_py()`` is one key."""
         return self._chunk("key")
 
     def key(self, i: int) -> str:
-        """Key of sample ``i``."""
+        """Returns the key of sample ``i``."""
         return str(self.keys[i].as_py())
 
     def position_of(self, key: str) -> int:
-        """Index of the sample with this key.
+        """Returns the position of the sample with this key.
 
         Raises:
-            NotFoundError: If there is none.
+            NotFoundError: If there is no such sample.
         """
         found = self._by_key.get(key)
         if found is None:
@@ -273,9 +285,9 @@ class DatasetIndex:
         return {key: i for i, key in enumerate(self.keys.to_pylist())}
 
     def row(self, i: int) -> IndexRow:
-        """Everything the index says of sample ``i``."""
+        """Returns the index row of sample ``i``."""
         images = slice(self.grid_offsets[i], self.grid_offsets[i + 1])
-        items = (self.item_offsets, self.item_bytes, self.item_kinds, self.item_codecs)
+        items = (self.item_offsets, self.item_bytes, self.pixel_checksums, self.item_kinds, self.item_codecs)
         placement = Placement(
             offset=int(self.offset[i]),
             size=int(self.size[i]),
@@ -284,11 +296,11 @@ class DatasetIndex:
             json_size=int(self.json_size[i]),
             data_offsets=tuple(int(self.data_offsets[m.name][i]) for m in MEMBERS),
             data_checksums=(
-                *((int(self.token_checksums[m.name][i]),) for m in TOKEN_MEMBERS),
+                *((int(self.member_checksums[m.name][i]),) for m in WHOLE_MEMBERS),
                 tuple(self.image_checksums[images].tolist()),
             ),
             optional={
-                name: ArrayPlace(int(self.data_offsets[name][i]), int(self.token_checksums[name][i]))
+                name: ArrayPlace(int(self.data_offsets[name][i]), int(self.member_checksums[name][i]))
                 for name in self.optional_members
                 if self.data_offsets[name][i] >= 0
             },

@@ -1,4 +1,4 @@
-"""One row of the index, and rows as the table that ``index.parquet`` holds."""
+"""Rows of the index, and the table of ``index.parquet``."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from vlmdata.media.codecs import codec_feature
 _PATCHES = next(i for i, member in enumerate(MEMBERS) if member.name == "patches")
 _GRID = pa.list_(pa.list_(pa.int32(), 3))
 
-#: Members hashed as one array; ``patches`` is hashed image by image.
-TOKEN_MEMBERS = tuple(member for member in MEMBERS if member.name != "patches")
+#: Members hashed as one array; ``patches`` is hashed per image.
+WHOLE_MEMBERS = tuple(member for member in MEMBERS if member.name != "patches")
 
-#: Column name -> arrow type of the columns that every index has. Documented in docs/data-format.md.
+#: Arrow types of the columns of every index, by name. docs/data-format.md documents them.
 INDEX_SCHEMA = pa.schema(
     [
         pa.field("key", pa.string(), nullable=False),
@@ -38,20 +38,21 @@ INDEX_SCHEMA = pa.schema(
         pa.field("json_offset", pa.int64(), nullable=False),
         pa.field("json_size", pa.int32(), nullable=False),
         *(pa.field(f"{member.name}_offset", pa.int64(), nullable=False) for member in MEMBERS),
-        *(pa.field(f"{member.name}_checksum", pa.uint64(), nullable=False) for member in TOKEN_MEMBERS),
+        *(pa.field(f"{member.name}_checksum", pa.uint64(), nullable=False) for member in WHOLE_MEMBERS),
         pa.field("image_checksums", pa.list_(pa.uint64()), nullable=False),
         pa.field("item_offsets", pa.list_(pa.int64()), nullable=False),
         pa.field("item_bytes", pa.list_(pa.int64()), nullable=False),
+        pa.field("pixel_checksums", pa.list_(pa.uint64()), nullable=False),
         pa.field("item_kinds", pa.list_(pa.string()), nullable=False),
         pa.field("item_codecs", pa.list_(pa.string()), nullable=False),
     ]
 )
-#: Columns with an entry per item. An index of format 1.0 lacks them: its items are raw images, one after another.
-ITEM_COLUMNS = ("item_offsets", "item_bytes", "item_kinds", "item_codecs")
+#: Columns with an entry per item. An index of format 1.0 lacks them: its items are consecutive raw images.
+ITEM_COLUMNS = ("item_offsets", "item_bytes", "pixel_checksums", "item_kinds", "item_codecs")
 
 
 def index_schema(features: Collection[str]) -> pa.Schema:
-    """The columns of the index of a dataset with these features."""
+    """Returns the index columns of a dataset with these features."""
     fields = list(INDEX_SCHEMA)
     for member in OPTIONAL_MEMBERS:
         if member.feature in features:
@@ -62,20 +63,20 @@ def index_schema(features: Collection[str]) -> pa.Schema:
 
 @dataclass(frozen=True)
 class IndexRow:
-    """What the index says of one sample. Units: tokens, patches, bytes.
+    """The index row of a sample. Units: tokens, patches, bytes.
 
     Attributes:
         key: The sample's key.
-        source_row: Row of the source it was made from.
+        source_row: Source row of the sample.
         shard: Number of its shard.
-        placement: Where it lies in the shard.
+        placement: Place of the sample in the shard.
         length: True length.
         padded_length: Stored length.
-        num_targets: Tokens under the loss.
+        num_targets: Number of targets.
         target_turns: Assistant turns that are targets.
-        truncated: Whether the last answer was cut (so that turn has no ``<|im_end|>``).
-        image_grid_thw: Patches along t, h, w for every image.
-        image_starts: First token of every image.
+        truncated: Whether the last answer was truncated (so its turn has no ``<|im_end|>``).
+        image_grid_thw: Patches along t, h, w of each image.
+        image_starts: First token of each image.
     """
 
     key: str
@@ -92,17 +93,17 @@ class IndexRow:
 
     @property
     def num_patches(self) -> int:
-        """Patches over all images."""
+        """Total patches of all images."""
         return sum(t * h * w for t, h, w in self.image_grid_thw)
 
     @property
     def items(self) -> tuple[ItemPlace, ...]:
-        """Where each image lies and how it is stored."""
+        """The place and storage form of each image."""
         return self.placement.items[: len(self.image_grid_thw)]
 
 
 def used_features(rows: Iterable[IndexRow]) -> frozenset[str]:
-    """The features that a reader of these samples must know."""
+    """Returns the features that a reader of these samples must support."""
     used: set[str] = set()
     for row in rows:
         if row.image_grid_thw:
@@ -114,11 +115,11 @@ def used_features(rows: Iterable[IndexRow]) -> frozenset[str]:
 
 
 def index_table(rows: Sequence[IndexRow], features: Collection[str] | None = None) -> pa.Table:
-    """Rows as an arrow table of :func:`index_schema`.
+    """Converts rows to an arrow table of :func:`index_schema`.
 
     Args:
         rows: The rows.
-        features: Features that get their columns; None is those that the rows use.
+        features: Features whose columns are included; None means those that the rows use.
     """
     schema = index_schema(used_features(rows) if features is None else features)
     optional = [member.name for member in OPTIONAL_MEMBERS if f"{member.name}_offset" in schema.names]
@@ -145,10 +146,11 @@ def index_table(rows: Sequence[IndexRow], features: Collection[str] | None = Non
                 "json_offset": place.json_offset,
                 "json_size": place.json_size,
                 **{f"{m.name}_offset": o for m, o in zip(MEMBERS, place.data_offsets, strict=True)},
-                **{f"{m.name}_checksum": place.data_checksums[MEMBERS.index(m)][0] for m in TOKEN_MEMBERS},
+                **{f"{m.name}_checksum": place.data_checksums[MEMBERS.index(m)][0] for m in WHOLE_MEMBERS},
                 "image_checksums": place.data_checksums[_PATCHES][: len(row.image_grid_thw)],
                 "item_offsets": [item.offset for item in row.items],
                 "item_bytes": [item.bytes for item in row.items],
+                "pixel_checksums": [item.pixel_checksum for item in row.items],
                 "item_kinds": [item.kind for item in row.items],
                 "item_codecs": [item.codec for item in row.items],
                 **{f"{name}_offset": found.offset for name, found in extra.items()},

@@ -1,6 +1,6 @@
-"""``rejected.jsonl``: one line for every candidate that did not become a sample, with the reason.
+"""``rejected.jsonl``: one line for each rejected candidate, with the reason.
 
-A candidate is a row, or one element of the list that a row gave.
+A candidate is a row, or an element of a row's list.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vlmdata.errors import DatasetFormatError
 
 
 class Reason(StrEnum):
-    """Why a row, or one sample of its list, was rejected. The text is what stands in the ledger."""
+    """Reason for rejecting a row or a sample of its list. The value is the text in the ledger."""
 
     MALFORMED_ROW = "malformed_row"
     MISSING_COLUMN = "missing_column"
@@ -52,12 +52,12 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True)
 class Rejection:
-    """A rejected row, or a rejected sample of a row that gave a list.
+    """A rejected row, or a rejected sample of a row's list.
 
     Attributes:
         row: Source row.
-        reason: One of :class:`Reason`.
-        message: What was found, with field and value.
+        reason: Reason for the rejection.
+        message: Description of the problem, with field and value.
         sample: Number within the row's list; None if the whole row was rejected.
     """
 
@@ -67,18 +67,18 @@ class Rejection:
     sample: int | None = None
 
     def to_line(self) -> bytes:
-        """The ledger line, newline included; ``sample`` stands in it only if it is not None."""
+        """Returns the ledger line with its newline. ``sample`` is included only if it is not None."""
         fields = {name: value for name, value in asdict(self).items() if value is not None}
         return (json.dumps(fields, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
 def read_ledger(path: Path) -> Iterator[Rejection]:
-    """The rejections in a ledger file, in row order.
+    """Reads the rejections of a ledger file, in row order.
 
     Raises:
         DatasetFormatError: If a line is not a rejection.
     """
-    with open(path, "rb") as file:  # as bytes: a line that is not UTF-8 is a fault of that line
+    with open(path, "rb") as file:  # as bytes: invalid UTF-8 is then a fault of one line
         for number, line in enumerate(file, start=1):
             try:
                 fields = json.loads(line)

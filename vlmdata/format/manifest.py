@@ -1,6 +1,6 @@
-"""``manifest.json``: what a dataset is, what made it, and the hashes that prove it whole.
+"""``manifest.json``: the identity and origin of a dataset, and hashes that prove that it is complete.
 
-It holds no time, host, path of the output or worker count, so equal inputs give equal bytes.
+The manifest has no time, host, output path or worker count, so equal inputs give equal bytes.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from vlmdata.errors import DatasetFormatError
 from vlmdata.families import DEFAULT_FAMILY, REGISTRY, Family, family
-from vlmdata.format.schema import FORMAT_NAME, MANIFEST_NAME, SCHEMA_VERSION, supported_features
+from vlmdata.format.schema import FORMAT_NAME, MANIFEST_NAME, PROGRESS_DIR, SCHEMA_VERSION, supported_features
+from vlmdata.media.versions import recorded_pixel_libraries
 
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    r"""The tokenizer facts that reading and auditing need without loading it.
+    r"""Tokenizer data that reading and auditing need, without loading the tokenizer.
 
     Attributes:
-        name: Name or path it was loaded from.
+        name: Name or path from which it was loaded.
         fingerprint: sha256 of its vocabulary, merges, added tokens and pipeline.
         chat_template: sha256 of the chat template.
         vocab_size: Number of ids, added tokens included.
-        pad: Id that fills sequences.
+        pad: Padding id.
         im_start: Id of ``<|im_start|>``.
         im_end: Id of ``<|im_end|>``.
         vision_start: Id of ``<|vision_start|>``.
@@ -64,12 +65,14 @@ class ShardInfo:
         name: File name.
         row_start: First source row.
         row_stop: One past the last source row.
-        samples: Accepted candidates. A row is one candidate; a row that gave a list is as many as the list is long,
-            and one if it is empty.
+        samples: Accepted candidates. A row is one candidate; a row with a list has one per element,
+            or one if the list is empty.
         rejected: Rejected candidates; ``samples + rejected == candidates``.
         bytes: File size.
-        sha256: Of the file.
-        extra_candidates: Candidates beyond one per row; 0 unless rows gave lists.
+        sha256: sha256 of the file.
+        extra_candidates: Candidates beyond one per row; 0 unless rows have lists.
+        row_offset: What the index adds to the row numbers in the shard's keys and metadata; 0 unless datasets were
+            joined.
     """
 
     name: str
@@ -80,18 +83,20 @@ class ShardInfo:
     bytes: int
     sha256: str
     extra_candidates: int = 0
+    row_offset: int = 0
 
     @property
     def candidates(self) -> int:
-        """What could have become samples."""
+        """Number of candidates."""
         return self.row_stop - self.row_start + self.extra_candidates
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over the dataset. Tokens are true tokens; ``padding`` is what ``pad_multiple`` added.
+    """Sums over the dataset. Tokens are true tokens; ``padding`` counts the tokens that ``pad_multiple`` added.
 
-    ``samples + rejected == candidates``; see :class:`ShardInfo`.
+    ``samples + rejected == candidates``; see :class:`ShardInfo`. ``image_bytes`` are the stored bytes of all images,
+    shared ones counted once; ``file_bytes`` those of the image files they were made of. Earlier manifests lack both.
     """
 
     rows: int
@@ -105,31 +110,33 @@ class Totals:
     bytes: int
     truncated: int
     extra_candidates: int = 0
+    image_bytes: int = 0
+    file_bytes: int = 0
 
     @property
     def candidates(self) -> int:
-        """What could have become samples: one per row, and the further ones of rows that gave lists."""
+        """Number of candidates: one per row, and the extra ones of rows with lists."""
         return self.rows + self.extra_candidates
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A dataset's identity card.
+    """The manifest of a dataset.
 
     Attributes:
-        config: Every resolved option that can change a byte of the output, in nested JSON form.
+        config: Every resolved option that can change a byte of the output, as nested JSON.
         config_hash: sha256 of the canonical JSON of ``config``.
         source: Identity of the source: kind, spec, split, rows, content hashes.
-        tokenizer: Tokenizer facts.
-        totals: Sums.
+        tokenizer: Tokenizer data.
+        totals: Totals.
         rejects: Rejected candidates by reason.
         shards: All shards in order.
-        index_sha256: Of ``index.parquet``.
-        ledger_sha256: Of ``rejected.jsonl``.
-        features: What a reader must understand; see :func:`vlmdata.format.schema.supported_features`.
-        unused_keys: Samples by key of their rows that the recipe does not use and knows to be harmless.
-        unknown_keys: Samples by key of their rows that the recipe does not know.
-        family: Name of the model family the samples are made for; empty in format 1.0, which knew one only.
+        index_sha256: sha256 of ``index.parquet``.
+        ledger_sha256: sha256 of ``rejected.jsonl``.
+        features: Features that a reader must support; see :func:`vlmdata.format.schema.supported_features`.
+        unused_keys: Number of samples by row key, for keys that the recipe ignores as harmless.
+        unknown_keys: Number of samples by row key, for keys that the recipe does not know.
+        family: Name of the family of the samples; empty in format 1.0, which had only one.
         schema_version: MAJOR.MINOR of the format.
         created_by: Name and version of the writer.
         tokenizer_files: sha256 of each file in ``tokenizer/``. Empty in manifests of format 1.0.
@@ -154,23 +161,28 @@ class Manifest:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 that stands for the whole content: manifests are equal if and only if the data is."""
+        """sha256 that identifies the whole content: manifests are equal if and only if the data is."""
         return hashlib.sha256(self.to_json()).hexdigest()
 
     @property
     def model_family(self) -> Family:
-        """The model family the samples are made for."""
+        """Family of the samples."""
         return family(self.family or DEFAULT_FAMILY)
 
+    @property
+    def pixel_libraries(self) -> Mapping[str, str]:
+        """Versions of the libraries that decoded and resized the images, by name."""
+        return recorded_pixel_libraries(self.config.get("fingerprints"))
+
     def to_json(self) -> bytes:
-        """Canonical JSON text."""
+        """Returns canonical JSON text."""
         fields = {
             "format": FORMAT_NAME,
             **dataclasses.asdict(self),
             "totals": counts_to_json(self.totals),
             "shards": [counts_to_json(shard) for shard in self.shards],
         }
-        # What a manifest of format 1.0 lacks is not written, so that reading one does not change its fingerprint.
+        # Omits fields that a manifest of format 1.0 lacks, so that reading one does not change its fingerprint.
         optional = [(fields, name) for name in ("tokenizer_files", "unused_keys", "unknown_keys", "family")]
         for owner, name in (*optional, (fields["tokenizer"], "special_tokens")):
             if not owner[name]:
@@ -184,14 +196,31 @@ class Manifest:
         """Reads the manifest of a dataset directory.
 
         Raises:
-            DatasetFormatError: If there is none, it is damaged, or it needs a newer reader.
+            DatasetFormatError: If there is no manifest, it is damaged, or it needs a newer reader.
         """
         path = directory / MANIFEST_NAME
         try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
+            content = path.read_bytes()
         except FileNotFoundError:
             raise DatasetFormatError(_absent(directory)) from None
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise DatasetFormatError(f"{path}: not a readable manifest: {error}") from error
+        return cls.from_json(content, str(path))
+
+    @classmethod
+    def from_json(cls, content: bytes, path: str) -> Manifest:
+        """What :meth:`to_json` gave.
+
+        Args:
+            content: The text.
+            path: Where it stands, for messages.
+
+        Raises:
+            DatasetFormatError: If it is damaged, or needs a newer reader.
+        """
+        try:
+            fields = json.loads(content)
+        except ValueError as error:
             raise DatasetFormatError(f"{path}: not a readable manifest: {error}") from error
         if not isinstance(fields, dict) or fields.pop("format", None) != FORMAT_NAME:
             raise DatasetFormatError(f'{path}: not a vlmdata manifest ("format" is not "{FORMAT_NAME}")')
@@ -208,35 +237,40 @@ class Manifest:
             raise DatasetFormatError(f"{path}: a field is missing or has the wrong form: {error}") from error
 
 
-def counts_to_json(counts: Totals | ShardInfo) -> dict[str, Any]:
-    """JSON-able form. Candidates beyond one per row stand in it only if there are any.
+#: Counts that format 1.0 does not have.
+_NOT_IN_1_0 = frozenset({"extra_candidates", "image_bytes", "file_bytes", "row_offset"})
 
-    So manifests of format 1.0, which do not know them, keep their fingerprint.
+
+def counts_to_json(counts: Totals | ShardInfo) -> dict[str, Any]:
+    """Returns the JSON form. Includes counts that format 1.0 lacks only if they are not 0.
+
+    Manifests of format 1.0 thus keep their fingerprint.
     """
     fields = dataclasses.asdict(counts)
-    if not counts.extra_candidates:
-        del fields["extra_candidates"]
-    return fields
+    return {name: value for name, value in fields.items() if value or name not in _NOT_IN_1_0}
 
 
 def _absent(directory: Path) -> str:
     if not directory.is_dir():
         return f"{directory}: no such directory"
-    if (directory / ".progress").is_dir():
-        return f"{directory}: preprocessing has not finished. Run the same `vlmdata preprocess` command again."
-    absent = f"{directory}: holds no {MANIFEST_NAME}, so it is not a vlmdata dataset"
+    if (directory / PROGRESS_DIR).is_dir():
+        return (
+            f"{directory}: preprocessing has not finished. Run the same `vlmdata preprocess` command again, or "
+            "`vlmdata finish` if it is made in parts."
+        )
+    absent = f"{directory}: has no {MANIFEST_NAME}, so it is not a vlmdata dataset"
     inside = sorted(path.parent.name for path in directory.glob(f"*/{MANIFEST_NAME}"))
     return f"{absent}. Give one of the datasets in it: {', '.join(inside[:8])}" if inside else absent
 
 
 def _build[T](kind: type[T], fields: Mapping[str, Any]) -> T:
-    """A dataclass from JSON: types checked, lists become tuples, fields of later minor versions are dropped."""
+    """Builds a dataclass from JSON: checks types, converts lists to tuples, ignores fields of later versions."""
     if not isinstance(fields, Mapping):
         raise TypeError(f"{kind.__name__} is {fields!r}, not an object")
     values: dict[str, Any] = {}
     for name, annotation in get_type_hints(kind).items():
         if name not in fields:
-            continue  # left to the dataclass: a default, or its TypeError
+            continue  # the dataclass uses a default or raises TypeError
         value, expected = fields[name], get_origin(annotation) or annotation
         value = tuple(value) if isinstance(value, list) else value
         right = isinstance(value, expected)
@@ -248,7 +282,7 @@ def _build[T](kind: type[T], fields: Mapping[str, Any]) -> T:
     return kind(**values)
 
 
-def _check_version(path: Path, version: str, features: Any) -> None:
+def _check_version(path: str, version: str, features: Any) -> None:
     if version.split(".")[0] != SCHEMA_VERSION.split(".")[0]:
         raise DatasetFormatError(
             f"{path}: schema version {version}, but this vlmdata reads {SCHEMA_VERSION}. Use a matching vlmdata."
@@ -258,32 +292,32 @@ def _check_version(path: Path, version: str, features: Any) -> None:
     known = supported_features()
     unknown = [str(feature) for feature in features if feature not in known]
     if unknown:
-        raise DatasetFormatError(f"{path}: needs features this vlmdata lacks: {', '.join(unknown)}. Upgrade it.")
+        raise DatasetFormatError(f"{path}: needs features this vlmdata lacks: {', '.join(unknown)}. Upgrade vlmdata.")
 
 
-def _check_family(path: Path, family: Any) -> None:
+def _check_family(path: str, family: Any) -> None:
     if family not in REGISTRY:
         raise DatasetFormatError(
-            f"{path}: the dataset is made for the model family {family!r}; this vlmdata knows {', '.join(REGISTRY)}. "
-            "Upgrade it."
+            f"{path}: the dataset is for the model family {family!r}; this vlmdata supports {', '.join(REGISTRY)}. "
+            "Upgrade vlmdata."
         )
 
 
 def canonical_hash(value: Any) -> str:
-    """sha256 of the canonical JSON (sorted keys, no spaces) of a JSON-able value."""
+    """Returns the sha256 of the canonical JSON (sorted keys, no spaces) of a value."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def differences(old: Any, new: Any, path: str = "") -> list[str]:
-    """Where two JSON-able values differ, one line each: ``a.b: 1 (there) against 2 (now)``."""
+    """Lists the differences of two JSON values, one line each: ``a.b: 1 there, 2 now``."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         lines = []
         for key in sorted({*old, *new}):
             inner = f"{path}.{key}" if path else str(key)
             lines += differences(old.get(key), new.get(key), inner)
         return lines
-    # A tuple and the list it became in JSON are the same thing.
+    # A tuple equals the corresponding list in JSON.
     if json.dumps(old, sort_keys=True) == json.dumps(new, sort_keys=True):
         return []
     return [f"{path}: {json.dumps(old)} there, {json.dumps(new)} now"]

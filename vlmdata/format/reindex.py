@@ -1,4 +1,4 @@
-"""Index rows from a shard alone: everything the index says of a sample follows from the sample's bytes."""
+"""Rebuilds index rows from a shard. All index data of a sample follows from the sample's bytes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ import xxhash
 
 from vlmdata.families import Family
 from vlmdata.families.positions import locate_images
-from vlmdata.format.index_row import TOKEN_MEMBERS, IndexRow
+from vlmdata.format.index_row import WHOLE_MEMBERS, IndexRow
 from vlmdata.format.manifest import ShardInfo
 from vlmdata.format.schema import ITEMS_MEMBER, MEMBER_BY_NAME, MEMBERS, METADATA_MEMBER, OPTIONAL_MEMBERS
-from vlmdata.format.shard import ABSENT, BLOCK, ArrayPlace, ItemPlace, Placement
+from vlmdata.format.shard import ABSENT, BLOCK, ArrayPlace, ItemName, ItemPlace, Placement
 
 _Found = dict[str, tuple[int, npt.NDArray[Any]]]
-"""Member name -> first byte of its array's data, and the array."""
+"""Array and offset of its data in bytes, by member name."""
 
 
 def index_rows_of(
@@ -32,14 +32,14 @@ def index_rows_of(
     """Reads the index rows of a shard's samples from the shard.
 
     Args:
-        directory: The dataset.
+        directory: Folder of the dataset.
         number: Number of the shard.
-        info: Its entry in the manifest.
+        info: The shard's entry in the manifest.
         image_token: Id of the image placeholder.
         family: The dataset's family.
 
     Returns:
-        The rows in the order of the samples; None if the file is not the one the manifest names (by size or sha256).
+        The rows in sample order; None if the file does not match the manifest's size and sha256.
 
     Raises:
         OSError: If the file cannot be read.
@@ -52,12 +52,20 @@ def index_rows_of(
             return None
         with tarfile.open(fileobj=file, mode="r:") as archive:
             by_key = groupby(archive.getmembers(), lambda member: member.name.partition(".")[0])
-            return [_row(data, key, list(members), number, image_token, family) for key, members in by_key]
+            placed: dict[ItemName, ItemPlace] = {}
+            return [_row(data, key, list(members), number, image_token, family, placed) for key, members in by_key]
 
 
 def _row(
-    data: mmap.mmap, key: str, members: list[tarfile.TarInfo], shard: int, image_token: int, family: Family
+    data: mmap.mmap,
+    key: str,
+    members: list[tarfile.TarInfo],
+    shard: int,
+    image_token: int,
+    family: Family,
+    placed: dict[ItemName, ItemPlace],
 ) -> IndexRow:
+    """Reads a sample's row; ``placed`` has the items of the samples before it, and gets its own."""
     text = members[0]
     assert text.name == f"{key}.{METADATA_MEMBER}", text.name
     metadata = json.loads(data[text.offset_data : text.offset_data + text.size])
@@ -66,9 +74,9 @@ def _row(
     stop = last.offset_data + last.size + -last.size % BLOCK
     grids = arrays["image_grid_thw"][1]
     if "patches" in arrays:
-        items = _raw_items(*arrays["patches"], grids)
+        items = _raw_items(data, *arrays["patches"], grids)
     else:
-        items = _encoded_items(members[-1].offset_data, metadata["items"])
+        items = _encoded_items(key, members[-1].offset_data, metadata["items"], placed)
     placement = Placement(
         offset=start,
         size=stop - start,
@@ -77,7 +85,7 @@ def _row(
         json_size=text.size,
         data_offsets=tuple(arrays[m.name][0] if m.name in arrays else ABSENT.offset for m in MEMBERS),
         data_checksums=(
-            *((_checksum(arrays[member.name][1]),) for member in TOKEN_MEMBERS),
+            *((_checksum(arrays[member.name][1]),) for member in WHOLE_MEMBERS),
             tuple(_checksum(data[item.offset : item.offset + item.bytes]) for item in items),
         ),
         optional={
@@ -112,20 +120,31 @@ def _read(data: mmap.mmap, member: tarfile.TarInfo) -> tuple[str, tuple[int, npt
     return name, (stop - array.nbytes, array)
 
 
-def _raw_items(begin: int, patches: npt.NDArray[Any], grids: npt.NDArray[np.integer]) -> tuple[ItemPlace, ...]:
-    """The images in ``patches.npy``, one after another; of a sample without any, an empty piece."""
+def _raw_items(
+    data: mmap.mmap, begin: int, patches: npt.NDArray[Any], grids: npt.NDArray[np.integer]
+) -> tuple[ItemPlace, ...]:
+    """Returns the consecutive images in ``patches.npy``; one empty item for a sample without images."""
     sizes = (grids.astype(np.int64).prod(axis=1) * patches.shape[1]).tolist() or [0]
     starts = accumulate(sizes, initial=begin)
-    return tuple(ItemPlace(start, size) for start, size in zip(starts, sizes, strict=False))
-
-
-def _encoded_items(begin: int, described: list[dict[str, Any]]) -> tuple[ItemPlace, ...]:
-    """The items in ``items.bin``, as the metadata describes them."""
-    starts = accumulate((item["bytes"] for item in described), initial=begin)
     return tuple(
-        ItemPlace(start, item["bytes"], item["kind"], item["codec"])
-        for start, item in zip(starts, described, strict=False)
+        ItemPlace(start, size, _checksum(data[start : start + size]))
+        for start, size in zip(starts, sizes, strict=False)
     )
+
+
+def _encoded_items(
+    key: str, at: int, described: list[dict[str, Any]], placed: dict[ItemName, ItemPlace]
+) -> tuple[ItemPlace, ...]:
+    """The items in ``items.bin``, as the metadata describes them, and those that share the bytes of earlier ones."""
+    found = []
+    for number, item in enumerate(described):
+        shared = item.get("same_as")
+        offset = at if shared is None else placed[ItemName(shared["key"], shared["image"])].offset
+        place = ItemPlace(offset, item["bytes"], int(item["pixel_checksum"], 16), item["kind"], item["codec"])
+        placed[ItemName(key, number)] = place
+        found.append(place)
+        at += place.bytes if shared is None else 0
+    return tuple(found)
 
 
 def _checksum(piece: Any) -> int:

@@ -1,7 +1,7 @@
-"""Datasets of a part of their source's rows, such as one side of a held-out share.
+"""Datasets with a part of their source's rows, such as one side of a holdout.
 
 Rows keep their numbers in the source. The manifest's ``source`` then has an entry ``selection`` with the number of rows
-of the whole source and a hash of the chosen numbers, so that an audit knows which rows must be there.
+in the whole source and a hash of the chosen row numbers, so that an audit can check which rows must be present.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ SELECTION = "selection"
 
 @dataclass(frozen=True)
 class Selection:
-    """Which rows of a source a dataset is made of.
+    """The rows of a source in a dataset.
 
     Attributes:
-        of_rows: Rows of the whole source.
+        of_rows: Number of rows in the whole source.
         rows_sha256: sha256 of the chosen row numbers, ascending, as little-endian int64.
     """
 
@@ -33,10 +33,10 @@ class Selection:
 
     @classmethod
     def read(cls, source: Mapping[str, Any]) -> Selection | None:
-        """The selection in a manifest's ``source``; None if the dataset is made of all rows.
+        """Reads the selection from a manifest's ``source``; None if the dataset has all rows.
 
         Raises:
-            DatasetFormatError: If it is not as written.
+            DatasetFormatError: If the selection is malformed.
         """
         fields = source.get(SELECTION)
         if fields is None:
@@ -47,10 +47,10 @@ class Selection:
             raise DatasetFormatError(f"manifest.json: source.{SELECTION} has the wrong form: {fields!r}") from error
 
     def names(self, rows: npt.NDArray[np.int64]) -> bool:
-        """True if these are the chosen rows, ascending."""
+        """Returns True if these are the chosen rows, ascending."""
         return rows_digest(rows) == self.rows_sha256
 
 
 def rows_digest(rows: npt.NDArray[np.int64]) -> str:
-    """sha256 of row numbers as little-endian int64, in hexadecimal."""
+    """Returns the sha256 of row numbers as little-endian int64, in hexadecimal."""
     return hashlib.sha256(np.ascontiguousarray(rows, dtype="<i8").tobytes()).hexdigest()

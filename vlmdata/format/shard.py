@@ -1,8 +1,8 @@
 """Writing and reading shards: uncompressed tar files whose arrays can be memory-mapped in place.
 
-A member is a 512-byte ustar header, the data, and zeros up to the next multiple of 512. An ``.npy`` member starts
+A member is a 512-byte ustar header, the data, and zeros to the next multiple of 512. An ``.npy`` member starts
 with a header that numpy pads to a multiple of 64 bytes, so array data is 64-byte aligned in the file. Headers
-carry no time, user or host: a shard's bytes depend on its samples alone.
+contain no time, user or host, so a shard's bytes depend only on its samples.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import tarfile
 from collections.abc import Buffer, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -25,19 +24,19 @@ import xxhash
 
 from vlmdata.format.schema import ALL_MEMBERS, IMAGE, ITEMS_MEMBER, METADATA_MEMBER
 from vlmdata.media.codecs import RAW
+from vlmdata.store.base import Writing
+from vlmdata.store.folder import FileWriting
 
 BLOCK = tarfile.BLOCKSIZE
 _END_OF_ARCHIVE = bytes(2 * BLOCK)
-#: Bytes written between two flushes to the disk.
-_FLUSH_BYTES = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True)
 class ArrayPlace:
-    """Where the array of an optional member lies.
+    """Place of the array of an optional member.
 
     Attributes:
-        offset: First byte of its data in the shard.
+        offset: Offset of its data in the shard, in bytes.
         checksum: xxh3-64 of its data.
     """
 
@@ -45,62 +44,83 @@ class ArrayPlace:
     checksum: int
 
 
-#: What stands in the columns of a member for a sample that lacks it.
+#: Column values of a member for a sample without it.
 ABSENT = ArrayPlace(offset=-1, checksum=0)
 
 
 @dataclass(frozen=True)
 class ItemPlace:
-    """Where an item (an image) lies, and how it is stored.
+    """Place and storage form of an item (an image).
 
     Attributes:
-        offset: First of its stored bytes in the shard.
-        bytes: How many there are.
-        kind: What it is: ``image``.
+        offset: Offset of its stored bytes in the shard.
+        bytes: Number of stored bytes.
+        pixel_checksum: xxh3-64 of its decoded patches.
+        kind: Kind of the item: ``image``.
         codec: Name of the codec that decodes it.
     """
 
     offset: int
     bytes: int
+    pixel_checksum: int
     kind: str = IMAGE
     codec: str = RAW
 
 
 @dataclass(frozen=True, eq=False)
 class EncodedItem:
-    """An item as a codec encoded it.
+    """An item encoded by a codec.
 
     Attributes:
         payload: The bytes to store.
         codec: Name of the codec.
-        kind: What it is.
+        pixel_checksum: xxh3-64 of its patches.
+        kind: Kind of the item.
     """
 
     payload: Buffer
     codec: str
+    pixel_checksum: int
     kind: str = IMAGE
 
-    def describe(self) -> dict[str, Any]:
-        """What the sample's metadata says of the item, so that the payloads can be told apart without the index."""
-        return {"kind": self.kind, "codec": self.codec, "bytes": memoryview(self.payload).nbytes}
+
+@dataclass(frozen=True)
+class ItemName:
+    """An item of a shard: its sample's key, and its number among the items of the sample."""
+
+    key: str
+    number: int
+
+
+def item_metadata(item: ItemPlace | EncodedItem, same_as: ItemName | None = None) -> dict[str, Any]:
+    """Returns the entry of ``items`` in a sample's metadata, so that a shard can be read without the index.
+
+    Args:
+        item: The item.
+        same_as: An earlier item of the shard with the same stored bytes, which this item shares; None without one.
+    """
+    size = item.bytes if isinstance(item, ItemPlace) else memoryview(item.payload).nbytes
+    # The checksum is text, because many readers limit JSON numbers to 2**53.
+    fields = {"kind": item.kind, "codec": item.codec, "bytes": size, "pixel_checksum": f"{item.pixel_checksum:016x}"}
+    return fields if same_as is None else fields | {"same_as": {"key": same_as.key, "image": same_as.number}}
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a sample lies in its shard; all numbers are bytes.
+    """Place of a sample in its shard. All numbers are bytes.
 
     Attributes:
         offset: Start of the sample's first tar header.
-        size: Bytes of all its members, headers and filling included.
+        size: Bytes of all its members, including headers and padding.
         checksum: xxh3-64 of those bytes.
         json_offset: Start of the metadata JSON text.
         json_size: Length of the metadata JSON text.
-        data_offsets: Start of each array's data, in the order of :data:`MEMBERS`; of ``patches`` -1 if ``items.bin``
-            stands in for it.
-        data_checksums: For each member, the xxh3-64 of each of the pieces it was written in: of the whole array, for
-            ``patches`` of every item's stored bytes. So whatever a reader reads alone, it can check alone.
-        optional: By name, the members of :data:`OPTIONAL_MEMBERS` that the sample has.
-        items: Every item, in order. A sample without any has one empty piece here, as in ``data_checksums``.
+        data_offsets: Start of each array's data, in the order of :data:`MEMBERS`; for ``patches`` -1 if ``items.bin``
+            replaces it.
+        data_checksums: For each member, the xxh3-64 of each piece in which it was written: the whole array, or for
+            ``patches`` the stored bytes of each item. So a reader can check each piece that it reads separately.
+        optional: The sample's members of :data:`OPTIONAL_MEMBERS`, by name.
+        items: All items, in order. A sample without items has one empty piece here, as in ``data_checksums``.
     """
 
     offset: int
@@ -115,12 +135,12 @@ class Placement:
 
 
 def npy_header(array: npt.NDArray[np.generic]) -> bytes:
-    """The ``.npy`` version 1.0 header of a C-contiguous array, padded to a multiple of 64 bytes."""
+    """Builds the ``.npy`` version 1.0 header of a C-contiguous array, padded to a multiple of 64 bytes."""
     return npy_header_for(array.dtype, array.shape)
 
 
 def npy_header_for(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
-    """As :func:`npy_header`, from dtype and shape alone."""
+    """Builds the ``.npy`` header of a dtype and shape, without an array."""
     buffer = io.BytesIO()
     description = np.lib.format.dtype_to_descr(dtype)
     np.lib.format.write_array_header_1_0(buffer, {"descr": description, "fortran_order": False, "shape": shape})
@@ -128,25 +148,29 @@ def npy_header_for(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
 
 
 def metadata_bytes(metadata: Mapping[str, Any]) -> bytes:
-    """Canonical JSON of a sample's metadata: sorted keys, no spaces, UTF-8."""
+    """Returns canonical JSON of a sample's metadata: sorted keys, no spaces, UTF-8."""
     return json.dumps(metadata, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
 
 class ShardWriter:
-    """Writes one tar, hashing as it goes. The caller chooses a temporary path and renames after :meth:`close`.
+    """Writes one tar, hashing as it goes.
 
-    A thread flushes what is written while more is being made, so that the end does not wait for a whole shard. Use as
-    a context manager; leaving it by an exception closes the file without finishing it.
+    Use as a context manager; leaving it by an exception leaves the archive unfinished.
+
+    Args:
+        to: Destination: an open file of a store, which the caller finishes, or a local path.
     """
 
-    def __init__(self, path: Path):
-        self._file = open(path, "wb", buffering=0)  # noqa: SIM115 (held over the object's life)
+    def __init__(self, to: Writing | Path):
+        self._own = None
+        if isinstance(to, Path):
+            to = self._own = FileWriting(to)
+        self._file: Writing = to
         self._position = 0
         self._sha256 = hashlib.sha256()
         self._sample_hash = xxhash.xxh3_64()
-        self._flusher = ThreadPoolExecutor(1, thread_name_prefix="vlmdata-flush")
-        self._flush: Future[None] | None = None
-        self._next_flush = _FLUSH_BYTES
+        self._first_items: dict[tuple[str, bytes], ItemName] = {}
+        self._item_offsets: dict[ItemName, int] = {}
 
     def add(
         self,
@@ -159,18 +183,22 @@ class ShardWriter:
 
         Args:
             key: Stem of the member names.
-            metadata: JSON-able facts of the sample.
+            metadata: JSON-able facts of the sample. For encoded items, ``items`` is added.
             arrays: For every member of :data:`MEMBERS` the pieces that, joined along axis 0, are its array. Pieces
                 are C-contiguous, so several images are written without being copied together first. ``patches`` has
-                one piece per image; a sample without images has one empty piece. A member of
-                :data:`OPTIONAL_MEMBERS`, if it is given, has one piece.
-            encoded: The sample's items if a codec encoded them; ``arrays`` then lacks ``patches``.
+                one piece per image; a sample without images has one empty piece. An optional member
+                (:data:`OPTIONAL_MEMBERS`) has one piece.
+            encoded: The sample's items if a codec encoded them; ``arrays`` then lacks ``patches``. Bytes equal to
+                those of an earlier item of the shard are not written again.
 
         Returns:
-            Where everything lies.
+            Place of the sample.
         """
         start = self._position
         self._sample_hash.reset()
+        firsts = [self._first_item(ItemName(key, number), item) for number, item in enumerate(encoded)]
+        if encoded:
+            metadata = {**metadata, "items": _described(key, encoded, firsts)}
         text = metadata_bytes(metadata)
         json_offset = self._member(f"{key}.{METADATA_MEMBER}", b"", [memoryview(text)])
         offsets: list[int] = []
@@ -181,7 +209,7 @@ class ShardWriter:
             if member.feature is not None and member.name not in arrays:
                 continue
             if member.name == "patches" and encoded:
-                items, hashes = self._items(key, encoded)
+                items, hashes = self._items(key, encoded, firsts)
                 offsets.append(ABSENT.offset)
                 checksums.append(hashes)
                 continue
@@ -194,8 +222,11 @@ class ShardWriter:
             offset = self._member(f"{key}.{member.suffix}", npy_header_for(member.dtype, shape), views)
             hashes = tuple(xxhash.xxh3_64_intdigest(piece) for piece in pieces)
             if member.name == "patches":
-                sizes = [piece.nbytes for piece in pieces]
-                items = tuple(ItemPlace(offset + sum(sizes[:i]), size) for i, size in enumerate(sizes))
+                starts = accumulate((piece.nbytes for piece in pieces), initial=offset)
+                items = tuple(
+                    ItemPlace(start, piece.nbytes, checksum)
+                    for start, piece, checksum in zip(starts, pieces, hashes, strict=False)
+                )
             if member.feature is None:
                 offsets.append(offset)
                 checksums.append(hashes)
@@ -213,18 +244,32 @@ class ShardWriter:
             items=items,
         )
 
-    def _items(self, key: str, encoded: Sequence[EncodedItem]) -> tuple[tuple[ItemPlace, ...], tuple[int, ...]]:
-        """Writes the member ``items.bin``; returns where its items lie, and their checksums."""
+    def _first_item(self, name: ItemName, item: EncodedItem) -> ItemName:
+        """Returns the first item of the shard with the same stored bytes: an earlier one or this one."""
+        # Images come from others, who must not be able to construct two with the same hash.
+        content = (item.codec, hashlib.sha256(item.payload).digest())
+        return self._first_items.setdefault(content, name)
+
+    def _items(
+        self, key: str, encoded: Sequence[EncodedItem], firsts: Sequence[ItemName]
+    ) -> tuple[tuple[ItemPlace, ...], tuple[int, ...]]:
+        """Writes the member ``items.bin``. Returns the places and checksums of the sample's items."""
         views = [memoryview(item.payload).cast("B") for item in encoded]
-        offset = self._member(f"{key}.{ITEMS_MEMBER}", b"", views)
-        places = []
-        for item, view in zip(encoded, views, strict=True):
-            places.append(ItemPlace(offset, view.nbytes, item.kind, item.codec))
+        own = {
+            ItemName(key, number): view for number, view in enumerate(views) if firsts[number] == ItemName(key, number)
+        }
+        offset = self._member(f"{key}.{ITEMS_MEMBER}", b"", list(own.values()))
+        for name, view in own.items():
+            self._item_offsets[name] = offset
             offset += view.nbytes
-        return tuple(places), tuple(xxhash.xxh3_64_intdigest(view) for view in views)
+        places = tuple(
+            ItemPlace(self._item_offsets[first], view.nbytes, item.pixel_checksum, item.kind, item.codec)
+            for item, view, first in zip(encoded, views, firsts, strict=True)
+        )
+        return places, tuple(xxhash.xxh3_64_intdigest(view) for view in views)
 
     def _member(self, name: str, header: bytes, views: Sequence[memoryview]) -> int:
-        """Writes one tar member and returns where its data (after ``header``) begins."""
+        """Writes one tar member and returns the offset of its data after ``header``."""
         info = tarfile.TarInfo(name)
         info.size = len(header) + sum(view.nbytes for view in views)
         info.mode = 0o644
@@ -242,29 +287,16 @@ class ShardWriter:
         self._write_through(view)
 
     def _write_through(self, view: memoryview) -> None:
-        written = 0
-        while written < view.nbytes:  # an unbuffered write may be short, on a nearly full disk above all
-            written += self._file.write(view[written:])
+        self._file.write(view)
         self._position += view.nbytes
-        if self._position >= self._next_flush and (self._flush is None or self._flush.done()):
-            self._flushed()
-            self._flush = self._flusher.submit(os.fsync, self._file.fileno())
-            self._next_flush = self._position + _FLUSH_BYTES
-
-    def _flushed(self) -> None:
-        """Waits for the flush under way. The system tells of a failed write once, and perhaps to that flush."""
-        flush, self._flush = self._flush, None
-        if flush is not None:
-            flush.result()
 
     def close(self) -> tuple[int, str]:
-        """Ends the archive, flushes it to disk, and returns (bytes, sha256)."""
+        """Ends the archive, waits until all of it is stored, and returns (bytes, sha256)."""
         padding = -(self._position + len(_END_OF_ARCHIVE)) % tarfile.RECORDSIZE
         tail = memoryview(_END_OF_ARCHIVE + bytes(padding))
         self._sha256.update(tail)
         self._write_through(tail)
-        self._flushed()
-        os.fsync(self._file.fileno())
+        self._file.finish()
         self._close_file()
         return self._position, self._sha256.hexdigest()
 
@@ -277,5 +309,12 @@ class ShardWriter:
         self._close_file()
 
     def _close_file(self) -> None:
-        self._flusher.shutdown(wait=True)  # else the number of the closed file may be another one's
-        self._file.close()
+        if self._own is not None:
+            self._own.close()
+
+
+def _described(key: str, encoded: Sequence[EncodedItem], firsts: Sequence[ItemName]) -> list[dict[str, Any]]:
+    return [
+        item_metadata(item, None if first == ItemName(key, number) else first)
+        for number, (item, first) in enumerate(zip(encoded, firsts, strict=True))
+    ]

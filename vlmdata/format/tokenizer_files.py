@@ -1,4 +1,4 @@
-"""The tokenizer folder of a dataset: whether it is still the tokenizer that the dataset was made with."""
+"""Checks that a dataset's tokenizer folder is unchanged."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ Finding = tuple[str, str, str]
 
 
 def fingerprint_of(tokenizer: Tokenizer) -> str:
-    """sha256 of the tokenizer proper: vocabulary, merges, added tokens, normaliser and pre-tokenizer."""
+    """Returns the sha256 of a tokenizer: vocabulary, merges, added tokens, normaliser and pre-tokenizer."""
     return hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
 
 
 def hash_tokenizer_files(folder: Path) -> dict[str, str]:
-    """sha256 of every file below a tokenizer folder, by path relative to it."""
+    """Returns the sha256 of each file in a tokenizer folder, by relative path."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): _sha256(path) for path in files}
 
 
 def tokenizer_file_names(manifest: Manifest) -> tuple[str, ...]:
-    """The files of the tokenizer folder. A manifest of format 1.0 does not list them."""
+    """Returns the files of the tokenizer folder. A manifest of format 1.0 does not list them."""
     return tuple(manifest.tokenizer_files) or (VOCABULARY_FILE, _CONFIG_FILE, _TEMPLATE_FILE)
 
 
 def tokenizer_findings(directory: Path, manifest: Manifest) -> Iterator[Finding]:
-    """Everything that is wrong with the tokenizer folder of a dataset; nothing if it is sound.
+    """Yields all faults in the tokenizer folder of a dataset.
 
-    Files are compared with the hashes in the manifest. A manifest of format 1.0 has none; then the vocabulary is
-    compared with the tokenizer's fingerprint, the template with its hash and the pad token with its id.
+    Compares the files with the hashes in the manifest. A manifest of format 1.0 has none; then this function compares
+    the vocabulary with the tokenizer's fingerprint, the template with its hash and the pad token with its id.
     """
     folder = directory / TOKENIZER_DIR
     for name in tokenizer_file_names(manifest):
         if not (folder / name).is_file():
-            yield f"{TOKENIZER_DIR}/{name}", "missing", "no such file"
+            yield f"{TOKENIZER_DIR}/{name}", "missing", "file not found"
             continue
         problem = _problem(folder, name, manifest)
         if problem:
@@ -53,7 +53,7 @@ def tokenizer_findings(directory: Path, manifest: Manifest) -> Iterator[Finding]
 
 
 def vocabulary_problem(directory: Path, manifest: Manifest) -> str:
-    """What is wrong with the file that spells token ids, or nothing.
+    """Describes the fault in the file that defines token ids; empty if there is none.
 
     Raises:
         OSError: If the file is missing or cannot be read.
@@ -65,18 +65,18 @@ def _problem(folder: Path, name: str, manifest: Manifest) -> str:
     expected = manifest.tokenizer_files.get(name)
     if expected is not None:
         found = _sha256(folder / name)
-        return "" if found == expected else f"sha256 {found}, the manifest says {expected}"
+        return "" if found == expected else f"sha256 {found}, but the manifest says {expected}"
     info = manifest.tokenizer
     if name == _TEMPLATE_FILE:
         if (folder / "additional_chat_templates").is_dir():
-            return ""  # the hash is of all templates together
+            return ""  # the hash covers all templates together
         found = _sha256(folder / name)
-        return "" if found == info.chat_template else f"sha256 {found}, the manifest says {info.chat_template}"
+        return "" if found == info.chat_template else f"sha256 {found}, but the manifest says {info.chat_template}"
     try:
         tokenizer = Tokenizer.from_file(str(folder / VOCABULARY_FILE))
         if name == VOCABULARY_FILE:
             found = fingerprint_of(tokenizer)
-            return "" if found == info.fingerprint else f"fingerprint {found}, the manifest says {info.fingerprint}"
+            return "" if found == info.fingerprint else f"fingerprint {found}, but the manifest says {info.fingerprint}"
         config = json.loads((folder / name).read_text(encoding="utf-8"))
         pad = config.get("pad_token") or config.get("eos_token")
         pad = pad.get("content") if isinstance(pad, dict) else pad

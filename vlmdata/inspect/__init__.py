@@ -1,8 +1,8 @@
-"""Looking at a dataset: what the model will see, as dataclasses, in the terminal and in the browser.
+"""Inspection of a dataset: what the model will see, as dataclasses, in the terminal and in the browser.
 
-``describe_dataset``, ``describe_sample``, ``describe_batch``, ``describe_step`` and ``describe_row`` give frozen
-dataclasses and draw nothing; ``terminal/``, ``page/`` and ``server.py`` draw them and know nothing of shards.
-``docs/inspect.md`` is the user's guide.
+``describe_dataset``, ``describe_sample``, ``describe_batch``, ``describe_step`` and ``describe_row`` return frozen
+dataclasses and draw nothing. ``terminal/``, ``page/`` and ``server.py`` draw them and do not read shards.
+``docs/inspect.md`` is the user guide.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Batches need torch, which takes seconds to import; a card does not.
+    # Batches need torch, which takes seconds to import. A card does not.
     if name not in _EXPORTS:
         raise AttributeError(f"module 'vlmdata.inspect' has no attribute {name!r}")
     from importlib import import_module

@@ -1,4 +1,4 @@
-"""One packed batch: its segments, padding and cost, and what each context-parallel rank gets of it."""
+"""One packed batch: its segments, padding and cost, and the share of each context-parallel rank."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ class Segment:
 
     Attributes:
         key: The sample's key; "" for the tail.
-        dataset: Number of its dataset; -1 for the tail, like the next two.
+        dataset: Number of its dataset; -1 for the tail, as for the next two.
         index: Position in the dataset.
-        source_row: The source row it was made from.
+        source_row: Source row of the sample.
         start: First token in the pack.
         stop: One past its last token, padding included.
         length: True tokens.
-        padding: Tokens of padding behind them.
-        targets: Tokens of the pack that have a label here.
-        images: Images.
-        patches: Vision patches.
+        padding: Padding tokens after them.
+        targets: Tokens with a label in this segment.
+        images: Number of images.
+        patches: Number of vision patches.
         cost: Estimated training cost, in units of 2**20 FLOP.
-        cost_share: Of the pack's cost.
+        cost_share: Share of the pack's cost.
     """
 
     key: str
@@ -59,11 +59,11 @@ class BatchImage:
     """An image of a pack.
 
     Attributes:
-        segment: Number of the segment it belongs to.
+        segment: Number of its segment.
         start: First of its tokens in the pack.
-        tokens: Tokens.
+        tokens: Number of tokens.
         grid: Patches along t, h, w.
-        patches: Vision patches.
+        patches: Number of vision patches.
         rank: Context-parallel rank that encodes it.
     """
 
@@ -77,16 +77,16 @@ class BatchImage:
 
 @dataclass(frozen=True)
 class RankShare:
-    """What one context-parallel rank gets of a pack.
+    """The share of one context-parallel rank in a pack.
 
     Attributes:
         rank: The rank.
         ranges: Token ranges ``[start, stop)`` of the pack that it owns, ascending.
-        tokens: Tokens in them.
-        true_tokens: Those that are no padding.
-        targets: Those that have a label.
-        images: Images it encodes.
-        patches: Their patches.
+        tokens: Tokens in these ranges.
+        true_tokens: Tokens that are not padding.
+        targets: Tokens with a label.
+        images: Images that the rank encodes.
+        patches: Patches of these images.
     """
 
     rank: int
@@ -103,24 +103,24 @@ class BatchDescription:
     """A packed batch. Units: tokens, patches.
 
     Attributes:
-        number: Which of the batches that this rank gets in the epoch, from 0; None if that was not asked.
+        number: Number of the batch among the rank's batches of the epoch, from 0; None if not given.
         epoch: Epoch.
         step: Optimizer step within it.
         micro_batch: Micro-batch within the step.
         pack: Pack number within the epoch; -1 for an empty pack.
-        capacity: Most tokens a pack may have; None if not known.
+        capacity: Largest number of tokens in a pack; None if unknown.
         total_tokens: Tokens, padding included.
-        true_tokens: Tokens that are no padding.
-        padding: The others.
-        targets: Tokens that have a label.
+        true_tokens: Tokens that are not padding.
+        padding: Padding tokens.
+        targets: Tokens with a label.
         max_seqlen: Longest segment, padding included.
         cu_seqlens: Running sum of true lengths.
-        cu_seqlens_padded: Where segments begin.
+        cu_seqlens_padded: Start of each segment.
         cost: Estimated cost, in units of 2**20 FLOP.
-        segments: The samples, and perhaps a padded tail.
+        segments: The samples, and the padded tail if there is one.
         images: The images.
         context_parallel: Ranks that share the pack.
-        ranks: What each of them gets.
+        ranks: Share of each rank.
     """
 
     number: int | None
@@ -151,14 +151,14 @@ def describe_batch(
     capacity: int | None = None,
     number: int | None = None,
 ) -> BatchDescription:
-    """Describes a packed batch, as a loader yields it.
+    """Describes a packed batch of a loader.
 
     Args:
         batch: A whole pack (no context-parallel slice), with labels; pixels are not needed.
-        cost: Cost model for the samples' shares.
-        context_parallel: Ranks to split it over.
-        capacity: The loader's, to be told along.
-        number: Likewise.
+        cost: Cost model for the shares of the samples.
+        context_parallel: Number of ranks to split the batch over.
+        capacity: Capacity of the loader, for the description.
+        number: Number of the batch, for the description.
 
     Returns:
         The description.
@@ -199,10 +199,10 @@ def describe_batch(
 
 
 def batch_at(loader: StreamingLoader, number: int, epoch: int = 0) -> PackedBatch:
-    """The ``number``-th batch that a loader's rank yields in an epoch, made by the loader itself.
+    """Loads the ``number``-th batch of a loader's rank in an epoch.
 
     Args:
-        loader: The loader; it stands behind that batch afterwards.
+        loader: The loader. Afterwards its position is after that batch.
         number: In ``[0, num_batches(loader, epoch))``.
         epoch: The epoch.
 
@@ -218,7 +218,7 @@ def batch_at(loader: StreamingLoader, number: int, epoch: int = 0) -> PackedBatc
 
 
 def num_batches(loader: StreamingLoader, epoch: int = 0) -> int:
-    """Batches that each rank of a loader gets in an epoch; empty ones that fill up the last step are counted."""
+    """Returns the number of batches per rank in an epoch, including empty ones that complete the last step."""
     return loader.plan(epoch).micro_batches(loader.dp_size)
 
 
@@ -236,7 +236,7 @@ def _segments(
         frame = image.grid[1] * image.grid[2]
         counts[image.segment] += 1
         patches[image.segment] += image.patches
-        squared[image.segment] += image.grid[0] * frame * frame  # attention stays within a frame
+        squared[image.segment] += image.grid[0] * frame * frame  # attention is within a frame
     costs = np.zeros(count, np.int64)
     per_segment = np.add.reduceat(targets.astype(np.int64), bounds[:-1])
     if batch.pack != EMPTY_PACK:
@@ -298,7 +298,7 @@ def _rank_share(
 
 
 def _joined(ranges: list[list[int]]) -> tuple[tuple[int, int], ...]:
-    """Ranges that touch as one."""
+    """Merges adjacent ranges."""
     joined: list[tuple[int, int]] = []
     for start, stop in ranges:
         if joined and joined[-1][1] == start:

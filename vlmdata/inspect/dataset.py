@@ -1,4 +1,4 @@
-"""The dataset card: identity, totals, distributions, extremes, and what deserves a look."""
+"""The dataset card: identity, totals, distributions, extremes and findings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vlmdata.inspect.findings import KINDS, ContentCheck, Finding, IndexFindings
 from vlmdata.inspect.histogram import Histogram, histogram
 from vlmdata.inspect.tokens import TokenTexts
 
-#: Samples whose tokens the card looks at unless told otherwise; a second or two.
+#: Default number of samples whose tokens the card checks; takes a second or two.
 DEFAULT_CHECK = 1000
 EXAMPLES = 5
 _LISTED = 1000
@@ -41,7 +41,7 @@ class Extreme:
     Attributes:
         key: Its key.
         index: Its position in the dataset.
-        source_row: The source row it was made from.
+        source_row: Source row of the sample.
         value: The quantity: tokens, patches, or a share.
     """
 
@@ -66,9 +66,9 @@ class RejectGroup:
     """Rejected rows of one reason.
 
     Attributes:
-        reason: As in the ledger.
-        count: Rows.
-        examples: (source row, message) of the first of them.
+        reason: Reason, as in the ledger.
+        count: Number of rows.
+        examples: (source row, message) of the first rows.
     """
 
     reason: str
@@ -92,11 +92,11 @@ class FindingGroup:
 
     Attributes:
         kind: Short name.
-        severity: How bad.
+        severity: Severity.
         meaning: What it means.
-        count: Samples that have it.
-        examples: The worst of them, or the first.
-        samples: Positions of all of them, in the same order; of many, the first 1,000.
+        count: Number of samples with it.
+        examples: The worst samples, or the first.
+        samples: Positions of these samples in the same order, at most 1,000.
     """
 
     kind: str
@@ -109,26 +109,26 @@ class FindingGroup:
 
 @dataclass(frozen=True)
 class DatasetCard:
-    """What a dataset is and holds. Units: tokens, patches, images, bytes.
+    """Overview of a dataset. Units: tokens, patches, images, bytes.
 
     Attributes:
         directory: Its folder.
-        fingerprint: sha256 that stands for its whole content.
+        fingerprint: sha256 of its whole content.
         config_hash: sha256 of its configuration.
         created_by: Writer and version.
         schema_version: Version of the format.
-        features: What a reader must understand.
+        features: Features that a reader must support.
         source: Identity of the source.
-        source_name: The same in a few words.
-        options: The options it was made with.
+        source_name: Short form of the source.
+        options: Preprocessing options.
         tokenizer: Its tokenizer.
-        shards: Shard files.
-        totals: Sums.
+        shards: Number of shard files.
+        totals: Totals.
         histograms: Distributions of length, target share, images and patches per sample, and aspect ratio per image.
         rejects: Rejected rows by reason, the most frequent first.
         extremes: The samples at the ends of the distributions.
-        findings: What deserves a look, the worst first.
-        checked: Samples whose tokens were looked at for findings; the index was, for all.
+        findings: Findings, the worst first.
+        checked: Number of samples whose tokens were checked. The index was checked for all samples.
     """
 
     directory: str
@@ -155,14 +155,14 @@ def describe_dataset(dataset: VlmDataset, *, check: int | None = DEFAULT_CHECK, 
 
     Args:
         dataset: The dataset.
-        check: Samples whose tokens are looked at for faults: the extremes, then others by chance; None is all.
-        seed: Of that chance.
+        check: Number of samples whose tokens are checked: the extremes, then random ones; None means all.
+        seed: Seed of the random choice.
 
     Returns:
         The card.
 
     Raises:
-        DatasetFormatError: If the ledger, the tokenizer or a shard that is looked at cannot be read.
+        DatasetFormatError: If the ledger, the tokenizer or a checked shard cannot be read.
     """
     manifest = dataset.manifest
     facts = IndexFindings(dataset.index, dataset.family)
@@ -196,13 +196,15 @@ def describe_dataset(dataset: VlmDataset, *, check: int | None = DEFAULT_CHECK, 
 
 
 def suspicious_samples(card: DatasetCard) -> tuple[int, ...]:
-    """Positions of the samples with findings worse than a note, as far as the card knows them."""
+    """Returns the positions of samples with findings worse than a note, as far as listed in the card."""
     found = {i for group in card.findings if group.severity is not Severity.NOTE for i in group.samples}
     return tuple(sorted(found))
 
 
 def source_name(source: Mapping[str, Any]) -> str:
-    """The source in a few words: hub id, or kind and files, the split, and the side of a held-out share."""
+    """Describes the source briefly: hub id, or kind and files, the split, and the side of a holdout."""
+    if isinstance(joined := source.get("datasets"), list):
+        return f"{len(joined)} joined datasets"
     listed = source.get("files")
     files = [str(each.get("name")) for each in listed if isinstance(each, Mapping)] if isinstance(listed, list) else []
     name = str(source.get("id") or source.get("kind", "unknown"))
@@ -247,7 +249,7 @@ def _extremes(dataset: VlmDataset, facts: IndexFindings) -> tuple[Extremes, ...]
 
 
 def _first(values: npt.NDArray[np.float64], count: int) -> list[int]:
-    """Positions of the smallest values, ties in storage order, without sorting all."""
+    """Returns the positions of the smallest values, ties in storage order, without a full sort."""
     if not len(values):
         return []
     bound = np.partition(values, min(count, len(values)) - 1)[min(count, len(values)) - 1]
@@ -270,13 +272,13 @@ def _rejects(dataset: VlmDataset) -> tuple[RejectGroup, ...]:
             if len(found) == min(EXAMPLES, dataset.manifest.rejects.get(rejection.reason, 0)):
                 wanting.discard(rejection.reason)
             if not wanting:
-                break  # a long ledger is not read to its end for a few examples
+                break  # do not read a long ledger to its end for a few examples
     groups = (RejectGroup(reason, count, tuple(examples[reason])) for reason, count in dataset.manifest.rejects.items())
     return tuple(sorted(groups, key=lambda group: (-group.count, group.reason)))
 
 
 def _chosen(facts: IndexFindings, extremes: tuple[Extremes, ...], check: int | None, seed: int) -> list[int]:
-    """The samples to look into: extremes and what the index found first, then some by chance."""
+    """Chooses the samples to check: extremes and findings of the index first, then random ones."""
     total = len(facts.index)
     if check is None or check >= total:
         return list(range(total))

@@ -1,7 +1,7 @@
-"""What deserves a look: faults, and whatever a fault could hide in.
+"""Findings about samples: faults and unusual values.
 
-Two sources. The index tells for every sample, however many there are, in a few column operations. The tokens tell
-more, but a sample at a time: those are the audit of ``vlmdata verify`` and a few looks of our own.
+There are two sources. The index covers all samples in a few column operations. The tokens tell more, but one sample at
+a time: the audit of ``vlmdata verify`` and a few checks of this module.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from vlmdata.inspect.tokens import TokenTexts, Turn, find_turns
 from vlmdata.verify.sample import SampleRules, audit_sample, turn_weights_of
 from vlmdata.wording import counted
 
-#: Below this share of targets a sample costs a hundred tokens of compute for one of learning.
+#: Below this share of targets, a sample computes more than 100 tokens for each learned one.
 MIN_TARGET_SHARE = 0.01
-#: Tukey's "far out": so many interquartile ranges below the first quartile, on a log scale.
+#: Tukey's "far out": number of interquartile ranges below the first quartile, on a log scale.
 _FAR_OUT = 3.0
-#: Fewer samples have no quartiles to speak of.
+#: With fewer samples, quartiles are not meaningful.
 _ENOUGH = 20
 _QUOTED = 40
 _THINK_BLOCK = re.compile(r"<think>.*?</think>\n*", re.DOTALL)
 
 
 class Severity(StrEnum):
-    """How a finding is to be taken."""
+    """Severity of a finding."""
 
     FAULT = "fault"
     WARNING = "warning"
@@ -45,12 +45,12 @@ class Severity(StrEnum):
 
 #: Kind -> (severity, meaning). Kinds not listed are checks of ``vlmdata verify``: faults.
 KINDS: dict[str, tuple[Severity, str]] = {
-    "no_targets": (Severity.FAULT, "no token is a target: the sample teaches nothing"),
-    "no_turn": (Severity.FAULT, "no turn begins anywhere: the tokens are not those of a conversation"),
-    "late_target": (Severity.FAULT, "the targets of an answer begin after its first words"),
+    "no_targets": (Severity.FAULT, "no token is a target, so the sample teaches nothing"),
+    "no_turn": (Severity.FAULT, "there is no turn, so the tokens are not a conversation"),
+    "late_target": (Severity.FAULT, "the targets of an answer start after its first words"),
     "low_target_share": (Severity.WARNING, "unusually few of the tokens are targets"),
     "only_end_token": (Severity.WARNING, "an answer whose only target is its end: empty, or masked"),
-    "truncated_answer": (Severity.WARNING, "the last answer is cut, so its end is never learned"),
+    "truncated_answer": (Severity.WARNING, "the last answer is truncated, so its end is never learned"),
     "flat_image": (Severity.WARNING, "an image of nearly one colour"),
     "image_larger_than_text": (Severity.NOTE, "the images take more tokens than the text"),
 }
@@ -58,13 +58,13 @@ KINDS: dict[str, tuple[Severity, str]] = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing about a sample that deserves a look.
+    """A finding about a sample.
 
     Attributes:
         kind: Short name.
-        severity: How bad it is.
+        severity: Severity.
         message: What was found, with its numbers.
-        tokens: Tokens ``[start, stop)`` it is about, or None.
+        tokens: Tokens ``[start, stop)`` that it concerns, or None.
     """
 
     kind: str
@@ -74,14 +74,14 @@ class Finding:
 
 
 def finding(kind: str, message: str, tokens: tuple[int, int] | None = None) -> Finding:
-    """A finding with the severity of its kind."""
+    """Creates a finding with the severity of its kind."""
     severity = KINDS[kind][0] if kind in KINDS else Severity.FAULT
     return Finding(kind, severity, message, tokens)
 
 
 @dataclass(frozen=True, eq=False)
 class IndexFindings:
-    """What the index alone tells of all n samples.
+    """Findings from the index alone, for all n samples.
 
     Attributes:
         index: The index.
@@ -98,12 +98,12 @@ class IndexFindings:
 
     @cached_property
     def image_tokens(self) -> npt.NDArray[np.int64]:
-        """Tokens that stand for images, int64 (n,)."""
+        """Image tokens, int64 (n,)."""
         return self.index.num_patches.astype(np.int64) // self.family.patches_per_token
 
     @cached_property
     def low_target_share(self) -> float:
-        """Share below which a sample is unusual: far below the quartiles of this dataset, or under 1 %."""
+        """Share below which a sample is unusual: far below the quartiles of this dataset, or below 1 %."""
         shares = self.target_shares[self.target_shares > 0]
         if len(shares) < _ENOUGH:
             return MIN_TARGET_SHARE
@@ -112,45 +112,43 @@ class IndexFindings:
 
     @cached_property
     def groups(self) -> dict[str, npt.NDArray[np.int64]]:
-        """Positions of the samples of each kind, the most extreme first."""
+        """Returns the positions of samples by kind of finding, the most extreme first."""
         shares, lengths = self.target_shares, self.index.lengths
         low = (shares > 0) & (shares < self.low_target_share)
         text = lengths - self.image_tokens
         return {
             "no_targets": np.flatnonzero(shares == 0),
             "low_target_share": _ordered(low, shares),
-            # A document that is split goes on in the next sample.
+            # A split document continues in the next sample.
             "truncated_answer": np.flatnonzero(self.index.truncated & (self.index.target_turns > 0)),
             "image_larger_than_text": _ordered(self.image_tokens > text, -self.image_tokens / np.maximum(text, 1)),
         }
 
     def of(self, i: int) -> list[Finding]:
-        """The findings of sample ``i``."""
+        """Returns the findings of sample ``i``."""
         share, images, length = float(self.target_shares[i]), int(self.image_tokens[i]), int(self.index.lengths[i])
         found = []
         if share == 0:
             found.append(finding("no_targets", f"none of {counted(length, 'token')} is a target"))
         elif share < self.low_target_share:
             message = f"{int(self.index.num_targets[i]):,} of {counted(length, 'token')} are targets: {share:.2%}"
-            found.append(finding("low_target_share", f"{message}, unusual below {self.low_target_share:.2%} here"))
+            found.append(finding("low_target_share", f"{message}; below {self.low_target_share:.2%} is unusual here"))
         if self.index.truncated[i] and self.index.target_turns[i]:
-            found.append(finding("truncated_answer", f"the last answer was cut at {counted(length, 'token')}"))
+            found.append(finding("truncated_answer", f"the last answer was truncated at {counted(length, 'token')}"))
         if images > length - images:
             found.append(
-                finding(
-                    "image_larger_than_text", f"{counted(images, 'image token')} against {length - images:,} of text"
-                )
+                finding("image_larger_than_text", f"{counted(images, 'image token')} and {length - images:,} of text")
             )
         return found
 
 
 @dataclass(frozen=True, eq=False)
 class ContentCheck:
-    """What the tokens of single samples tell. Reads token arrays only, never pixels.
+    """Findings from the tokens of single samples. Reads only token arrays, never pixels.
 
     Attributes:
         dataset: The dataset.
-        texts: Spells its tokens.
+        texts: Decodes its tokens.
     """
 
     dataset: VlmDataset
@@ -161,21 +159,21 @@ class ContentCheck:
         try:
             return SampleRules.of(self.dataset.manifest)
         except DatasetFormatError:
-            return None  # made by another writer: what needs its options is left out
+            return None  # made by another writer: skip checks that need its options
 
     def of(self, i: int) -> list[Finding]:
-        """The findings of sample ``i``: the audit of ``vlmdata verify``, and where its answers begin."""
-        sample = self.dataset[i]
+        """Returns the findings of sample ``i``: the audit of ``vlmdata verify``, and the starts of its answers."""
+        sample = self.dataset.without_pixels(i)
         document = self._rules is not None and self._rules.documents and int(self.dataset.index.target_turns[i]) == 0
         if not document and not (sample.input_ids[: sample.length] == self.dataset.manifest.tokenizer.im_start).any():
-            # The audit is about turns and takes it for granted that there is one.
+            # The audit assumes that there is a turn.
             return [
-                finding("no_turn", f"none of {counted(sample.length, 'token')} is <|im_start|>, so nobody speaks in it")
+                finding("no_turn", f"none of {counted(sample.length, 'token')} is <|im_start|>, so there is no turn")
             ]
         audited = []
         if self._rules is not None:
             audited = audit_sample(sample, self.dataset.index.row(i), self._rules, self._turn_weights(i))
-        # "no_target" is told from the index, for every sample.
+        # The index reports "no_target" for every sample.
         found = [finding(check, message) for check, message in audited if check != "no_target"]
         if 0 < sample.length <= len(sample.input_ids) and not document:
             found += self._answers(sample)
@@ -185,10 +183,10 @@ class ContentCheck:
         try:
             return turn_weights_of(self.dataset.metadata(i))
         except (ValueError, AttributeError):
-            return ()  # metadata that cannot be read is for `vlmdata verify` to tell
+            return ()  # `vlmdata verify` reports unreadable metadata
 
     def _answers(self, sample: Sample) -> Iterator[Finding]:
-        """Answers that begin to be learned too late, or of which nothing but the end is learned."""
+        """Finds answers whose targets start too late, or of which only the end is learned."""
         info = self.dataset.manifest.tokenizer
         ids, mask = sample.input_ids[: sample.length], sample.loss_mask[: sample.length]
         for turn in find_turns(ids, mask, info, self.texts):
@@ -197,13 +195,13 @@ class ContentCheck:
             first = turn.start + int(np.argmax(mask[turn.start : turn.stop] != 0))
             begin, skipped = self._skipped(ids, turn, first)
             if skipped:
-                message = f'targets begin at token {first}, but the answer at {begin}, with "{skipped}"'
+                message = f'targets start at token {first}, but the answer starts at {begin} with "{skipped}"'
                 yield finding("late_target", message, (begin, first))
             elif ids[first] == info.im_end:
                 yield finding("only_end_token", f"of the answer at token {turn.body} only its end is a target")
 
     def _skipped(self, ids: npt.NDArray[np.int32], turn: Turn, first: int) -> tuple[int, str]:
-        """Where an answer begins (after a think block, if one is left out whole), and what of it is no target."""
+        """Returns the start of an answer (after a fully excluded think block) and its text before the first target."""
         pieces = self.texts.decode_each(ids[turn.body : first].tolist())
         text = "".join(pieces)
         thought = _THINK_BLOCK.match(text)
@@ -213,7 +211,7 @@ class ContentCheck:
 
 
 def flat_images(sample: Sample) -> Iterator[Finding]:
-    """Images of nearly one colour: a page that was not scanned, or a failed decode. Reads the pixels."""
+    """Finds images of nearly one colour: an empty scan or a failed decode. Reads the pixels."""
     stops = np.cumsum(sample.image_grid_thw.astype(np.int64).prod(axis=1)).tolist()
     for number, (start, stop) in enumerate(zip([0, *stops], stops, strict=False)):
         spread = float(sample.patches[start:stop].std()) if stop > start else 0.0

@@ -1,4 +1,4 @@
-"""Histograms for people: few bins with round edges, which grow with the values where one outlier would eat the axis."""
+"""Readable histograms: few bins with round edges, logarithmic if an outlier would dominate a linear axis."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import numpy.typing as npt
 
 BINS = 10
 PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
-#: Bins of equal width say little if this share of the values is in one of them, and the largest value is this many
+#: Bins of equal width are not useful if this share of values is in one bin and the largest value is this many
 #: times the median.
 _CROWDED, _FAR = 0.8, 10.0
-#: Edges in a factor of ten, from fine to coarse; the first choice that gives at most this many bins is taken.
+#: Edges per factor of ten, from fine to coarse. The first choice with at most this many bins is used.
 _LOG_STEPS, _LOG_BINS = ((1, 2, 5), (1, 3), (1,)), 12
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """How a quantity is spread over samples or images.
+    """Distribution of a quantity over samples or images.
 
     Attributes:
         name: Short name.
-        title: What is counted, with its unit.
-        kind: "integer", "share" (of 1) or "ratio": how values are written.
-        scale: "linear" if all bins are equally wide, "log" if they grow with the values.
-        count: Values.
+        title: Counted quantity with its unit.
+        kind: "integer", "share" (of 1) or "ratio": format of values.
+        scale: "linear" if all bins have equal width, "log" if widths grow with the values.
+        count: Number of values.
         mean: Mean.
-        percentiles: (percent, value) pairs; a value is one that occurs.
-        edges: Bin edges, one more than ``counts``; a bin holds its lower edge, the last one both.
+        percentiles: (percent, value) pairs; each value occurs in the data.
+        edges: Bin edges, one more than ``counts``; a bin includes its lower edge, the last bin both edges.
         counts: Values per bin.
     """
 
@@ -45,11 +45,11 @@ class Histogram:
 
 
 def histogram(name: str, title: str, kind: str, values: npt.NDArray[np.number]) -> Histogram | None:
-    """The histogram of some values; None of none.
+    """Computes a histogram; None without values.
 
     Args:
         name: Short name.
-        title: What is counted.
+        title: Counted quantity.
         kind: "integer", "share" or "ratio".
         values: (n,) finite numbers.
     """
@@ -77,7 +77,7 @@ def histogram(name: str, title: str, kind: str, values: npt.NDArray[np.number]) 
 
 
 def _integer_edges(values: npt.NDArray[np.number]) -> npt.NDArray[np.int64]:
-    """Edges of bins [low, high): whole numbers, each value in a bin of its own if there are few."""
+    """Returns integer edges of bins [low, high), with one bin per value if there are few."""
     low, high = int(values.min()), int(values.max())
     step = _round_step(high + 1 - low)
     start = low // step * step
@@ -86,30 +86,30 @@ def _integer_edges(values: npt.NDArray[np.number]) -> npt.NDArray[np.int64]:
 
 def _even_edges(values: npt.NDArray[np.number]) -> npt.NDArray[np.float64]:
     low, high = float(values.min()), float(values.max())
-    if high - low <= 1e-9 * max(abs(high), 1.0):  # below what the rounding of edges can tell apart
+    if high - low <= 1e-9 * max(abs(high), 1.0):  # below the resolution of rounded edges
         return np.array([low, high + max(abs(high), 1.0) * 1e-3])
     magnitude = 10.0 ** np.floor(np.log10((high - low) / BINS))
     step = next(m * magnitude for m in (1, 2, 5, 10, 20) if (high - low) / (m * magnitude) <= BINS)
     first, last = int(np.floor(low / step)), int(np.floor(high / step)) + 1
-    # From whole numbers, so that the edges are the decimals one reads.
+    # Computed from integers, so that edges are exact decimals.
     edges: npt.NDArray[np.float64] = np.round(np.arange(first, last + 1) * step, 12)
     return edges
 
 
 def _crowded(values: npt.NDArray[np.number], counts: npt.NDArray[np.int64]) -> bool:
-    """Whether a far outlier leaves nearly all values in one bin of equal width."""
+    """True if a far outlier puts nearly all values into one bin of equal width."""
     median = max(float(np.median(values)), 1.0)
     low, high = float(values.min()), float(values.max())
     return bool(low >= 0 and high >= _FAR * median and counts.max() >= _CROWDED * len(values))
 
 
 def _log_edges(values: npt.NDArray[np.number]) -> npt.NDArray[np.float64]:
-    """Edges 1, 2, 5, 10, 20, … (or fewer in a factor of ten) around values of at least 0; 0 is an edge if it is one."""
+    """Returns edges 1, 2, 5, 10, 20, … (or fewer per factor of ten) around values >= 0; 0 is an edge if it occurs."""
     positive = values[values > 0]
     low, high = float(positive.min()), float(values.max())
     decades = range(int(np.floor(np.log10(low))) - 1, int(np.floor(np.log10(high))) + 2)
     for steps in _LOG_STEPS:
-        # From decimals, so that 0.2 is the 0.2 one reads.
+        # Computed from decimals, so that 0.2 is printed as 0.2.
         marks = np.array([float(f"{step}e{decade}") for decade in decades for step in steps])
         first = int(np.searchsorted(marks, low, side="right")) - 1
         last = int(np.searchsorted(marks, high, side="right"))
@@ -120,7 +120,7 @@ def _log_edges(values: npt.NDArray[np.number]) -> npt.NDArray[np.float64]:
 
 
 def _round_step(span: int) -> int:
-    """The smallest of 1, 2, 5, 10, 20, 50, … that cuts a span into at most :data:`BINS` bins."""
+    """Returns the smallest of 1, 2, 5, 10, 20, 50, … that divides a span into at most :data:`BINS` bins."""
     step = 1
     while True:
         for factor in (1, 2, 5):

@@ -1,4 +1,4 @@
-"""Images rebuilt from stored patches, as files a browser shows."""
+"""Rebuilds images from stored patches, as files for a browser."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ THUMBNAIL_SIDE = 96
 
 
 def rebuild_image(sample: Sample, number: int, family: Family) -> npt.NDArray[np.uint8]:
-    """An image as the model sees it; of a video, its first frame.
+    """Rebuilds an image as the model sees it; for a video, its first frame.
 
     Args:
         sample: The sample.
-        number: Of the image in it.
+        number: Number of the image in the sample.
         family: The dataset's family.
 
     Returns:
@@ -31,7 +31,7 @@ def rebuild_image(sample: Sample, number: int, family: Family) -> npt.NDArray[np
 
     Raises:
         NotFoundError: If the sample has no such image.
-        DatasetFormatError: If its grid and the stored patches do not fit together.
+        DatasetFormatError: If its grid does not match the stored patches.
     """
     grids = sample.image_grid_thw.astype(np.int64)
     if not 0 <= number < len(grids):
@@ -41,12 +41,12 @@ def rebuild_image(sample: Sample, number: int, family: Family) -> npt.NDArray[np
     merge = family.merge_size
     if (grids < 1).any() or height % merge or width % merge or start + height * width > len(sample.patches):
         raise DatasetFormatError(
-            f"sample {sample.key}: image {number} has the grid {grids[number].tolist()}, which does not fit the "
+            f"sample {sample.key}: image {number} has the grid {grids[number].tolist()}, which does not match the "
             f"{len(sample.patches)} stored patches. Run `vlmdata verify` on the dataset."
         )
     return family.unpatchify(sample.patches[start : start + height * width], height, width).transpose(1, 2, 0)
 
 
 def data_uri(data: bytes, format: Literal["png", "webp"]) -> str:
-    """An image file as a ``data:`` address."""
+    """Returns an image file as a ``data:`` URL."""
     return f"data:image/{format};base64,{base64.b64encode(data).decode()}"

@@ -1,7 +1,7 @@
-"""Finding samples: conditions over the index, all samples at once, and text, a few samples at a time.
+"""Searches for samples, by conditions on the index for all samples at once, and by text for a few samples at a time.
 
-A query is what one types into the search box: ``target<5% patches>4000 is:truncated invoice``. Words of the form
-field, comparison, number are conditions; the rest, together, is text to be found in the key or the decoded sample.
+A query is the text of the search box, such as ``target<5% patches>4000 is:truncated invoice``. Words of the form
+field, comparison, number are conditions. The other words together are text to find in the key or the decoded sample.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _ORDERS: dict[str, _Column] = {
     "patches": lambda facts: -facts.index.num_patches.astype(np.int64),
     "target": lambda facts: facts.target_shares,
 }
-#: What conditions may be about. "target" is a share; the rest are whole numbers.
+#: Fields of conditions. "target" is a share; the others are whole numbers.
 FIELDS = tuple(_COLUMNS)
 FLAGS = ("is:truncated", "is:suspicious")
 SORTS = ("stored", *_ORDERS)
@@ -56,7 +56,7 @@ _TERM = re.compile(rf"({'|'.join(FIELDS)})(<=|>=|<|>|=)([0-9][0-9,_]*\.?[0-9]*)(
 
 @dataclass(frozen=True)
 class Condition:
-    """``field operator value``; shares are parts of 1."""
+    """A condition ``field operator value``; shares are fractions of 1."""
 
     field: str
     operator: str
@@ -65,12 +65,12 @@ class Condition:
 
 @dataclass(frozen=True)
 class Query:
-    """What to look for: all of it must hold.
+    """A search; all of its parts must hold.
 
     Attributes:
         conditions: Conditions on index columns.
-        flags: Of :data:`FLAGS`.
-        text: Text to be found, in any case; "" is none.
+        flags: Flags of :data:`FLAGS`.
+        text: Text to find, ignoring case; "" for none.
         sort: One of :data:`SORTS`.
     """
 
@@ -82,13 +82,13 @@ class Query:
 
 @dataclass(frozen=True)
 class Hits:
-    """Part of the answer.
+    """A part of the search results.
 
     Attributes:
         samples: Positions found.
-        searched: Candidates looked at, from the beginning of the order.
+        searched: Number of candidates searched, from the start of the order.
         candidates: Samples that meet the conditions.
-        done: Whether all were looked at.
+        done: Whether all candidates were searched.
     """
 
     samples: tuple[int, ...]
@@ -98,17 +98,17 @@ class Hits:
 
 
 def parse_query(text: str, sort: str = "stored") -> Query:
-    """A query from what somebody typed.
+    """Parses a query.
 
     Args:
         text: Conditions and words.
-        sort: Order of the answers.
+        sort: Order of the results.
 
     Raises:
-        UsageError: If there is no such order, or a word looks like a condition on an unknown field.
+        UsageError: If the order is unknown, or a word looks like a condition on an unknown field.
     """
     if sort not in SORTS:
-        raise UsageError(f"sort {sort!r}: there are {', '.join(SORTS)}")
+        raise UsageError(f"sort {sort!r}: choose one of {', '.join(SORTS)}")
     conditions, flags, words = [], [], []
     for word in text.split():
         match = _TERM.fullmatch(word)
@@ -129,14 +129,14 @@ def parse_query(text: str, sort: str = "stored") -> Query:
 
 
 def candidates(facts: IndexFindings, query: Query, suspicious: Sequence[int] = ()) -> IntArray:
-    """Positions of the samples that meet the conditions, in the query's order.
+    """Returns the positions of samples that meet the conditions, in the query's order.
 
-    Text is not looked at, unless it is a whole key: then that sample alone is a candidate, however many there are.
+    Text is ignored, unless it is a complete key: then that sample is the only candidate.
 
     Args:
-        facts: What the index tells.
+        facts: Findings of the index.
         query: The query.
-        suspicious: Positions that are suspicious beyond what the index tells.
+        suspicious: Positions of further suspicious samples, not found by the index.
 
     Returns:
         int64 (m,), positions.
@@ -180,19 +180,19 @@ def search(
     limit: int = 50,
     seconds: float | None = None,
 ) -> Hits:
-    """Looks through samples in order, from where the last search stopped.
+    """Searches samples in order, from the end of the previous search.
 
     Args:
         dataset: The dataset.
-        texts: Spells its tokens.
-        order: int64 (m,), positions to look at, as :func:`candidates` gives them.
-        text: What to find in key or decoded text, in any case; "" is found everywhere.
-        start: How many were looked at already.
-        limit: Most hits.
-        seconds: Most time to take, checked after each sample; None is no limit.
+        texts: Decodes its tokens.
+        order: int64 (m,), positions to search, from :func:`candidates`.
+        text: Text to find in key or decoded text, ignoring case; "" matches all samples.
+        start: Number of samples already searched.
+        limit: Largest number of hits.
+        seconds: Time limit, checked after each sample; None for no limit.
 
     Returns:
-        The hits and how far the search got.
+        The hits and the progress of the search.
     """
     found: list[int] = []
     wanted, at = text.casefold(), start
@@ -208,8 +208,8 @@ def search(
 
 
 def sample_text(dataset: VlmDataset, texts: TokenTexts, i: int) -> str:
-    """The decoded text of a sample, each run of image tokens as one."""
-    sample = dataset[i]
+    """Decodes the text of a sample, with each run of image tokens as one token."""
+    sample = dataset.without_pixels(i)
     ids = sample.input_ids[: sample.length]
     repeated = np.zeros(len(ids), np.bool_)
     repeated[1:] = (ids[1:] == ids[:-1]) & (ids[1:] == dataset.manifest.tokenizer.image)

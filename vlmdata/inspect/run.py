@@ -1,4 +1,4 @@
-"""What each form of ``vlmdata inspect`` does: describe, then print, write or serve."""
+"""Runs each form of ``vlmdata inspect``: describes, then prints, writes or serves."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from vlmdata.loader.choice import LoaderChoice
     from vlmdata.loader.loader import StreamingLoader
 
-#: Samples that ``--find`` lists in the terminal; ``--json`` gives all.
+#: Number of samples that ``--find`` lists in the terminal; ``--json`` lists all.
 _LISTED = 50
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
-    """One call of the command.
+class Inspection:
+    """One run of the command.
 
     Attributes:
         data: Dataset directories.
-        choice: The loader's options as they were given.
+        choice: The given loader options.
         epoch: The epoch for packs.
         as_json: Whether to print JSON.
     """
@@ -57,13 +57,13 @@ class Run:
         self._show(found, lambda console: print_sample(console, found, tokens))
 
     def row(self, source_row: int, tokens: bool) -> None:
-        """Prints what became of a source row: its samples and where they are used, and why others were rejected."""
+        """Prints the outcome of a source row: its samples and their uses, and the reasons for rejections."""
         from vlmdata.inspect.sample import SampleDescriber
         from vlmdata.inspect.terminal.trace import print_row
         from vlmdata.inspect.trace import describe_row
 
         dataset = self._dataset("--row")
-        # Planning costs torch and seconds: only those who name the loader's capacity are told its steps.
+        # Planning imports torch and takes seconds, so steps are shown only if a capacity is given.
         loader = self._loader([dataset]) if "capacity" in self.choice.given or self.choice.run is not None else None
         trace = describe_row(dataset, source_row, loader, self.epoch)
         positions = [candidate.index for candidate in trace.candidates]
@@ -72,7 +72,7 @@ class Run:
         self._show({"trace": trace, "samples": samples}, lambda console: print_row(console, trace, samples, tokens))
 
     def find(self, text: str, check: int | None) -> None:
-        """Lists the samples that fit a query."""
+        """Lists the samples that match a query."""
         from vlmdata.inspect.dataset import describe_dataset, suspicious_samples
         from vlmdata.inspect.findings import IndexFindings
         from vlmdata.inspect.query import candidates, parse_query, search
@@ -82,7 +82,7 @@ class Run:
 
         dataset = self._dataset("--find")
         query = parse_query(text)
-        # Tokens are looked into only if it is asked what is suspicious.
+        # Tokens are checked only if the query asks for suspicious samples.
         look = "is:suspicious" in query.flags
         card = describe_dataset(dataset, check=check, seed=int(self.choice["seed"])) if look else None
         order = candidates(
@@ -104,7 +104,7 @@ class Run:
         self._show(found, lambda console: print_batch(console, found))
 
     def step(self, epoch: int | None, step: int) -> None:
-        """Prints the samples of an optimizer step; without an epoch, of that step of the whole run, from 1."""
+        """Prints the samples of an optimizer step. Without an epoch, the step counts over the whole run, from 1."""
         from vlmdata.inspect.terminal.trace import print_step
         from vlmdata.inspect.trace import describe_step, step_of_run
 
@@ -167,13 +167,13 @@ class Run:
             url = f"http://{shown}:{port}/"
             self._show(
                 {"url": url},
-                lambda console: console.print(f"{dataset.name}: {url}  (Ctrl-C ends it)", markup=False, soft_wrap=True),
+                lambda console: console.print(f"{dataset.name}: {url}  (Ctrl-C to stop)", markup=False, soft_wrap=True),
             )
-            # uvicorn's own configuration of logging would close the handlers that others have installed.
+            # uvicorn's own logging configuration would close handlers that others installed.
             config = uvicorn.Config(
                 app, log_config=None, log_level="warning", access_log=False, server_header=False, ws="none"
             )
-            with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is how it ends
+            with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends the server
                 uvicorn.Server(config).run(sockets=[listening])
 
     def _described(self, loader: StreamingLoader, number: int, batch: Any) -> Any:
@@ -188,7 +188,7 @@ class Run:
         )
 
     def _told(self, loader: StreamingLoader) -> dict[str, Any]:
-        """The options that say which packs these are."""
+        """Returns the options that determine these packs."""
         config, plan = loader.config, loader.plan_config
         return {
             "capacity": plan.capacity,
@@ -202,17 +202,17 @@ class Run:
 
     def _dataset(self, what: str) -> VlmDataset:
         if len(self.data) > 1:
-            raise UsageError(f"{what} looks into one dataset, {len(self.data)} were given; only --pack and --step mix")
+            raise UsageError(f"{what} reads one dataset, got {len(self.data)}; only --pack and --step take several")
         return open_dataset(self.data[0])
 
     def _datasets(self) -> list[VlmDataset]:
-        """For packs and steps, which need no more than indexes: addresses are as good as folders."""
+        """Opens datasets for packs and steps. These read only indexes, so URLs work as well as folders."""
         from vlmdata.loader.open import DEFAULT_CACHE_BYTES, open_for_loading
 
         return [open_for_loading(location, None, DEFAULT_CACHE_BYTES)[0] for location in self.data]
 
     def _loader(self, datasets: Sequence[VlmDataset]) -> StreamingLoader:
-        """A loader with the chosen options that reads no pixels."""
+        """Opens a loader with the chosen options that reads no pixels."""
         from vlmdata.loader.loader import StreamingLoader
 
         config = self.choice.config(datasets)
@@ -229,15 +229,15 @@ class Run:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket, so that the port is known and held before anything is said.
+    """Opens a listening socket, so that the port is known and reserved before it is printed.
 
     Raises:
-        ResourceError: If the address cannot be had.
+        ResourceError: If the address is not available.
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as error:
         raise ResourceError(
-            f"--host {host} --port {port}: cannot listen there: {error}. Choose another --port; 0 takes any free one."
+            f"--host {host} --port {port}: cannot listen there: {error}. Choose another --port; 0 picks a free one."
         ) from error

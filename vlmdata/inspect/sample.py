@@ -1,4 +1,4 @@
-"""One sample: its text by role and target, its tokens, its images, and where it came from."""
+"""One sample: its text by role and target, its tokens, its images, and its origin."""
 
 from __future__ import annotations
 
@@ -15,20 +15,18 @@ import numpy.typing as npt
 from vlmdata.errors import DatasetFormatError, NotFoundError
 from vlmdata.families import Family
 from vlmdata.format.dataset import VlmDataset
-from vlmdata.format.schema import Sample
+from vlmdata.format.schema import IGNORE_INDEX, Sample
 from vlmdata.inspect.dataset import source_name
 from vlmdata.inspect.findings import ContentCheck, Finding, IndexFindings, Severity, flat_images
 from vlmdata.inspect.tokens import TokenTexts, Turn, find_turns
 from vlmdata.wording import counted
 
-#: Tokens that a line of the sample list is made of.
+#: Number of tokens in a line of the sample list.
 _FIRST_TOKENS = 40
-#: :data:`vlmdata.batch.IGNORE_INDEX`, without the seconds that importing torch takes.
-IGNORE_INDEX = -100
 
 
 class SpanKind(StrEnum):
-    """What a stretch of tokens is."""
+    """Kind of a span of tokens."""
 
     TEXT = "text"
     HEADER = "header"
@@ -46,12 +44,12 @@ class Span:
     Attributes:
         start: First token.
         stop: One past the last.
-        role: Of the turn: "user", "assistant", …; "" outside of turns.
-        kind: What they are.
-        target: Whether they are targets.
-        text: What they spell; of an image one placeholder, however many tokens there are.
-        image: Number of the image, if they are one's.
-        weight: What each counts in the loss; None in a sample whose targets all weigh 1.
+        role: Role of the turn: "user", "assistant", …; "" outside of turns.
+        kind: Kind of the tokens.
+        target: Whether the tokens are targets.
+        text: Text of the tokens; one placeholder for all tokens of an image.
+        image: Number of the image, if the tokens belong to one.
+        weight: Loss weight of each token; None if all targets of the sample weigh 1.
     """
 
     start: int
@@ -69,15 +67,15 @@ class ImageDescription:
     """One image as the model sees it.
 
     Attributes:
-        number: Within the sample.
+        number: Number within the sample.
         grid: Patches along t, h, w.
-        width: Pixels, after resizing.
-        height: Likewise.
-        patches: Vision patches.
-        tokens: Tokens in the sequence.
-        start: First of them.
-        source: What the file held: format, mode, width, height, what was normalised; empty if not recorded.
-        scale: Width now over width of the file; None if not recorded.
+        width: Width in pixels, after resizing.
+        height: Height in pixels, after resizing.
+        patches: Number of vision patches.
+        tokens: Number of tokens in the sequence.
+        start: First token.
+        source: The image file: format, mode, width, height, normalisations; empty if not recorded.
+        scale: Current width divided by the file's width; None if not recorded.
     """
 
     number: int
@@ -97,14 +95,14 @@ class TokenTable:
 
     Attributes:
         ids: int32, token ids.
-        texts: What each spells; they join to the sample's text.
-        labels: int64, the next token where it is a target, else -100: what the loader hands to the loss.
-        mask: uint8, 1 where the token itself is a target.
-        weights: float32, what the token itself counts in the loss; None if all targets weigh 1.
+        texts: Text of each token; joined, they form the sample's text.
+        labels: int64, the next token if it is a target, else -100: the labels of the loader.
+        mask: uint8, 1 if the token itself is a target.
+        weights: float32, loss weight of the token itself; None if all targets weigh 1.
         t: int32, temporal position.
         h: int32, vertical position.
         w: int32, horizontal position.
-        spans: int32, number of the span each token belongs to.
+        spans: int32, span number of each token.
     """
 
     ids: npt.NDArray[np.int32]
@@ -125,22 +123,22 @@ class SampleDescription:
     Attributes:
         key: Its key.
         index: Its position in the dataset.
-        source_row: The source row it was made from.
-        source: Where that row is, in a few words.
-        shard: File name.
-        offset: First byte in it.
-        size: Bytes.
+        source_row: Source row of the sample.
+        source: Short description of the source.
+        shard: File name of the shard.
+        offset: Offset in the shard, in bytes.
+        size: Size in bytes.
         length: True length.
         padded_length: Stored length.
-        num_targets: Tokens under the loss, counted in the mask.
-        target_share: Of the true length.
-        target_turns: Assistant turns that are targets, by the index.
-        truncated: Whether the last answer was cut.
+        num_targets: Number of targets in the mask.
+        target_share: Share of targets in the true length.
+        target_turns: Assistant turns that are targets, from the index.
+        truncated: Whether the last answer was truncated.
         turns: The turns.
-        spans: The text, piece by piece.
+        spans: The text as spans.
         images: Its images.
-        tokens: Token by token.
-        findings: What deserves a look.
+        tokens: The tokens.
+        findings: Findings.
     """
 
     key: str
@@ -164,7 +162,7 @@ class SampleDescription:
 
 
 class SampleDescriber:
-    """Describes samples of one dataset; holds what they share (tokenizer, quartiles). Safe to use from threads.
+    """Describes samples of one dataset and holds shared data (tokenizer, quartiles). Thread-safe.
 
     Args:
         dataset: The dataset.
@@ -216,12 +214,12 @@ class SampleDescriber:
         )
 
     def findings(self, i: int) -> tuple[Finding, ...]:
-        """What deserves a look about the sample at position ``i``, without reading its pixels."""
+        """Returns the findings of the sample at position ``i``, without reading its pixels."""
         return _by_severity([*self.facts.of(i), *self._check.of(i)])
 
     def first_words(self, i: int) -> str:
-        """The beginning of the first target of sample ``i``, or of its text if nothing is a target."""
-        sample, info = self.dataset[i], self.dataset.manifest.tokenizer
+        """Returns the start of the first target of sample ``i``, or of its text without targets."""
+        sample, info = self.dataset.without_pixels(i), self.dataset.manifest.tokenizer
         ids, mask = sample.input_ids[: sample.length], sample.loss_mask[: sample.length] != 0
         text = ids[mask] if mask.any() else ids[(ids != info.image) & (ids != info.video)]
         return self.texts.decode(text[:_FIRST_TOKENS].tolist()).strip()
@@ -245,10 +243,10 @@ def describe_sample(dataset: VlmDataset, which: int | str) -> SampleDescription:
 
 
 def position_of(dataset: VlmDataset, which: int | str) -> int:
-    """The position of a sample named by key or by position.
+    """Returns the position of a sample, given its key or position.
 
-    A text that is a key means that key. Otherwise a whole number without a leading zero is a position: "17" is the
-    eighteenth sample, "000000017" the sample of source row 17 or an error, never something else.
+    A string that is a key means that key. Otherwise a whole number without a leading zero is a position: "17" is the
+    eighteenth sample; "000000017" is the sample of source row 17 or an error, never anything else.
 
     Raises:
         NotFoundError: If there is no sample with this key or at this position.
@@ -286,7 +284,7 @@ def _table(sample: Sample, texts: TokenTexts, spans: npt.NDArray[np.int32]) -> T
 def _spans(
     sample: Sample, turns: tuple[Turn, ...], image_starts: tuple[int, ...], dataset: VlmDataset, texts: TokenTexts
 ) -> tuple[npt.NDArray[np.int32], tuple[Span, ...]]:
-    """Cuts the tokens where turn, kind, target, weight or image changes; also gives each token's span number."""
+    """Splits the tokens where turn, kind, target, weight or image changes. Also returns each token's span number."""
     info, family = dataset.manifest.tokenizer, dataset.family
     ids, mask = sample.input_ids[: sample.length], sample.loss_mask[: sample.length] != 0
     turn_of = np.repeat(np.arange(len(turns)), [turn.stop - turn.start for turn in turns])

@@ -14,12 +14,12 @@ import numpy as np
 
 
 def to_jsonable(value: Any) -> Any:
-    """A description as dicts, lists and plain values.
+    """Converts a description to dicts, lists and plain values.
 
-    Dataclasses become objects of their fields, arrays lists, and numbers that JSON does not know (NaN) null.
+    Dataclasses become objects, arrays become lists, and numbers without a JSON form (NaN) become null.
 
     Raises:
-        TypeError: If a value of another kind is met.
+        TypeError: If a value is of another type.
     """
     if value is None or isinstance(value, str | bool | int):
         return value.value if isinstance(value, Enum) else value
@@ -41,6 +41,6 @@ def to_jsonable(value: Any) -> Any:
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """A description as ASCII JSON text: other characters are escaped, so it is safe in any terminal."""
+    """Converts a description to ASCII JSON. Other characters are escaped, so it is safe in any terminal."""
     separators = None if indent else (",", ":")
     return json.dumps(to_jsonable(value), indent=indent, separators=separators, allow_nan=False)

@@ -1,7 +1,7 @@
-"""The served page: a small read-only web application over one dataset.
+"""The served page: a small read-only web application for one dataset.
 
-It answers GET only, to requests that name one of its own hosts (so a page elsewhere whose name is made to resolve to
-this machine gets nothing), and reads nothing but the dataset: no part of a request ever becomes a file name.
+It answers only GET requests to its own host names. A foreign page whose name is made to resolve to this machine thus
+gets nothing. It reads only the dataset: no part of a request ever becomes a file name.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from vlmdata.inspect.serialise import to_json, to_jsonable
 from vlmdata.media.image_file import image_file
 
 _SAMPLES_A_PAGE, _PACKS_A_PAGE = 40, 8
-#: A text search answers after so long with what it has, and is asked again.
+#: After this time, a text search returns partial results, and the page asks again.
 _SEARCH_SECONDS = 0.4
 _HEADERS = {
     "x-content-type-options": "nosniff",
@@ -49,12 +49,12 @@ _HEADERS = {
 
 @dataclass(frozen=True, eq=False)
 class PackSource:
-    """Where the packs come from: a loader, used by one request at a time.
+    """Source of packs: a loader, used by one request at a time.
 
     Attributes:
         loader: The loader; None if there is no sample to load.
         epoch: The epoch shown.
-        options: Loader options worth telling.
+        options: Loader options to show.
     """
 
     loader: Any
@@ -63,7 +63,7 @@ class PackSource:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def page(self, start: int, count: int) -> dict[str, Any]:
-        """Descriptions of some batches."""
+        """Describes some batches."""
         from vlmdata.inspect.batch import batch_at, describe_batch, num_batches
 
         loader = self.loader
@@ -85,12 +85,12 @@ class PackSource:
 
 
 class InspectApp:
-    """The application over one dataset.
+    """The application for one dataset.
 
     Args:
         dataset: The dataset.
         card: Its card.
-        packs: Where packs come from.
+        packs: Source of packs.
     """
 
     def __init__(self, dataset: VlmDataset, card: DatasetCard, packs: PackSource):
@@ -98,12 +98,12 @@ class InspectApp:
         self._describe = SampleDescriber(dataset)
         boot: dict[str, Any] = {"mode": "served", "card": dataset_payload(dataset, card), "samples": [], "packs": None}
         self._document: Document = build_page(boot, {}, served=True)
-        # The candidates of the last few queries: scrolling asks for the same again and again.
+        # Candidates of the last few queries, since scrolling repeats the same query.
         suspicious = suspicious_samples(card)
         self._candidates = lru_cache(maxsize=4)(lambda query: candidates(self._describe.facts, query, suspicious))
 
     def routes(self) -> list[Route]:
-        """All there is to ask for. Sync functions: Starlette runs them in threads, so a slow one blocks nobody."""
+        """Returns all routes. Starlette runs sync functions in threads, so a slow request blocks no other."""
         return [
             Route("/", self._page, methods=["GET"]),
             Route("/api/samples", self._list, methods=["GET"]),
@@ -164,12 +164,12 @@ class InspectApp:
 
 
 class Guard:
-    """Lets through what is a GET for one of our own hosts and comes from no other site; adds safe headers.
+    """Passes GET requests for the server's own hosts that come from no other site, and adds security headers.
 
     Args:
-        app: What it guards.
-        hosts: Host headers that are ours, lower case, with port.
-        any_address: Whether any IP address is ours too, with ``port``: a server on all interfaces does not know its
+        app: The guarded application.
+        hosts: Allowed host headers, lower case, with port.
+        any_address: Whether to allow any IP address with ``port`` too. A server on all interfaces does not know its
             names, but a site that rebinds its name sends that name.
         port: The port.
     """
@@ -178,7 +178,7 @@ class Guard:
         self._app, self._hosts, self._any_address, self._port = app, hosts, any_address, port
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers or refuses a request."""
+        """Handles or rejects a request."""
         if scope["type"] != "http":
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1008})
@@ -197,13 +197,13 @@ class Guard:
 
     def _refusal(self, method: str, headers: Headers) -> Response | None:
         if not self._is_ours(headers.getlist("host")):
-            return _refuse(421, "this server does not answer for that host")
+            return _refuse(421, "this server does not serve that host")
         origin = headers.get("origin")
         if origin is not None and not self._is_ours([origin.removeprefix("http://")]):
-            return _refuse(403, "requests from other sites are refused")
+            return _refuse(403, "requests from other sites are rejected")
         if headers.get("sec-fetch-site") == "cross-site" and headers.get("sec-fetch-mode") != "navigate":
-            return _refuse(403, "requests from other sites are refused")
-        return None if method == "GET" else _refuse(405, "only GET is answered", {"allow": "GET"})
+            return _refuse(403, "requests from other sites are rejected")
+        return None if method == "GET" else _refuse(405, "only GET is allowed", {"allow": "GET"})
 
     def _is_ours(self, hosts: Sequence[str]) -> bool:
         if len(hosts) != 1:
@@ -218,15 +218,15 @@ class Guard:
 def build_app(
     dataset: VlmDataset, card: DatasetCard, packs: PackSource, *, host: str, port: int, names: Sequence[str] = ()
 ) -> Starlette:
-    """The guarded application.
+    """Builds the guarded application.
 
     Args:
         dataset: The dataset.
         card: Its card.
-        packs: Where packs come from.
-        host: Address it will listen on.
-        port: Port it will listen on.
-        names: Further names it may be reached by.
+        packs: Source of packs.
+        host: Address to listen on.
+        port: Port to listen on.
+        names: Additional host names.
     """
     ours = frozenset(f"{_bracketed(name)}:{port}".lower() for name in ("127.0.0.1", "localhost", "::1", host, *names))
     everywhere = _is_address(_bracketed(host)) and ipaddress.ip_address(host.strip("[]")).is_unspecified
@@ -241,13 +241,13 @@ def _http_error(request: Request, error: Exception) -> Response:
 
 
 def _data_error(request: Request, error: Exception) -> Response:
-    """A damaged shard: the page shows the message in place of the sample."""
+    """Handles a damaged shard: the page shows the message instead of the sample."""
     return _json({"error": safe(str(error))}, 500)
 
 
 def _unexpected(request: Request, error: Exception) -> Response:
-    """Damage nobody thought of, or a bug of ours: the trace goes to the terminal, the page goes on."""
-    return _json({"error": f"{type(error).__name__}: {safe(str(error))}. `vlmdata verify` may know more."}, 500)
+    """Handles unexpected damage or a bug: prints the traceback in the terminal, and the page continues."""
+    return _json({"error": f"{type(error).__name__}: {safe(str(error))}. Run `vlmdata verify` for details."}, 500)
 
 
 def _json(value: Any, status: int = 200) -> Response:

@@ -1,26 +1,26 @@
-"""Dataset text made safe to look at: nothing in it can steer a terminal or reorder a line."""
+"""Makes dataset text safe to display: it cannot control a terminal or reorder a line."""
 
 from __future__ import annotations
 
 import re
 import unicodedata
 
-#: Joiners that scripts and emoji need; every other format character is shown by its number.
+#: Joiners that scripts and emoji need. Every other format character is escaped.
 _HARMLESS_FORMATS = frozenset("\u200c\u200d")
 _SUSPECT = re.compile(r"[^\x20-\x7e\n\t]")
 
 
 def visible(text: str) -> str:
-    r"""The text with control, format and surrogate characters written out (``\x1b``, ``\u202e``).
+    r"""Escapes control, format and surrogate characters (``\x1b``, ``\u202e``).
 
-    Newlines and tabs stay. Escape sequences would otherwise reach the terminal, and bidirectional overrides would show
-    a text that is not there.
+    Newlines and tabs stay. Otherwise escape sequences would reach the terminal, and bidirectional overrides would show
+    misleading text.
     """
     return _SUSPECT.sub(_escape, text)
 
 
 def one_line(text: str, limit: int | None = None) -> str:
-    r"""As :func:`visible`, on one line: newlines and tabs written out too, cut to ``limit`` characters."""
+    r"""Like :func:`visible`, on one line: also escapes newlines and tabs, and cuts to ``limit`` characters."""
     line = visible(text).replace("\n", "\\n").replace("\t", "\\t")
     return line if limit is None or len(line) <= limit else line[: max(limit - 1, 0)] + "…"
 

@@ -1,4 +1,4 @@
-"""What single token ids spell, and which turn each token of a sample belongs to. Needs no transformers."""
+"""Decodes single token ids, and finds the turn of each token. Does not need transformers."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from vlmdata.format.manifest import Manifest, TokenizerInfo
 from vlmdata.format.schema import TOKENIZER_DIR
 from vlmdata.format.tokenizer_files import VOCABULARY_FILE, vocabulary_problem
 
-_REMEDY = "Run the same `vlmdata preprocess` command again; it writes the tokenizer anew."
-#: What Python's surrogateescape adds to a byte that is not UTF-8.
+_REMEDY = "Run the same `vlmdata preprocess` command again; it rewrites the tokenizer."
+#: Offset of Python's surrogateescape for bytes that are not UTF-8.
 _STRAY_BYTE = 0xDC00
 
 
 class TokenTexts:
-    """Spells token ids with the tokenizer that is stored in a dataset.
+    """Decodes token ids with the tokenizer stored in a dataset.
 
     Args:
         directory: The dataset's folder.
         manifest: The dataset's manifest.
 
     Raises:
-        DatasetFormatError: If it holds no readable tokenizer, or another one than the dataset was made with.
+        DatasetFormatError: If the dataset has no readable tokenizer, or its tokenizer has changed.
     """
 
     def __init__(self, directory: Path, manifest: Manifest):
@@ -43,8 +43,8 @@ class TokenTexts:
             raise DatasetFormatError(f"{path}: cannot read the tokenizer: {error}. {_REMEDY}") from error
         if problem:
             raise DatasetFormatError(
-                f"{path}: not the tokenizer that the dataset was made with ({problem}), so it would spell other words "
-                f"than the data holds. {_REMEDY}"
+                f"{path}: not the tokenizer that the dataset was made with ({problem}), so it would decode other "
+                f"text. {_REMEDY}"
             )
         self._byte_level = '"ByteLevel"' in json.dumps(json.loads(self._tokenizer.to_str()).get("decoder"))
         self._added = {id: token.content for id, token in self._tokenizer.get_added_tokens_decoder().items()}
@@ -55,27 +55,27 @@ class TokenTexts:
         self._bytes: dict[int, bytes] = {}
 
     def is_special(self, token: int) -> bool:
-        """Whether an id is a turn or vision mark, or flagged special in the tokenizer."""
+        """True if an id is a turn or vision token, or special in the tokenizer."""
         return token in self._special
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes a token stands for; of an id the tokenizer does not know, ``<unknown id N>``."""
+        """Returns the bytes of a token; ``<unknown id N>`` for an unknown id."""
         found = self._bytes.get(token)
         if found is None:
             found = self._bytes[token] = self._spell(token)
         return found
 
     def decode(self, ids: Sequence[int]) -> str:
-        r"""The text of some tokens, special tokens included; bytes that are not UTF-8 are written ``\xff``."""
+        r"""Decodes tokens, including special tokens. Bytes that are not UTF-8 become ``\xff``."""
         return b"".join(map(self.bytes_of, ids)).decode("utf-8", "backslashreplace")
 
     def decode_each(self, ids: Sequence[int]) -> list[str]:
-        """The text of each of some tokens, so that they join to :meth:`decode` of all.
+        """Decodes each token, so that the texts join to :meth:`decode` of all tokens.
 
-        A character whose bytes are spread over several tokens belongs to the first of them; the others get "".
+        A character whose bytes span several tokens belongs to the first of them; the others get "".
         """
         parts = [self.bytes_of(token) for token in ids]
-        # Bytes that are not UTF-8 become one surrogate each, so every character's bytes can be counted.
+        # Bytes that are not UTF-8 become one surrogate each, so the bytes of every character can be counted.
         text = b"".join(parts).decode("utf-8", "surrogateescape")
         pieces = [""] * len(parts)
         ends = list(accumulate(map(len, parts)))
@@ -109,11 +109,11 @@ class Turn:
     """One turn of a conversation, in tokens.
 
     Attributes:
-        role: As the header names it; "" before the first turn.
-        start: Its ``<|im_start|>``.
+        role: Role in the header; "" before the first turn.
+        start: Index of its ``<|im_start|>``.
         body: First token after the header.
         stop: One past its last token.
-        targets: Tokens under the loss.
+        targets: Number of targets.
     """
 
     role: str
@@ -126,13 +126,13 @@ class Turn:
 def find_turns(
     ids: npt.NDArray[np.integer], mask: npt.NDArray[np.integer], info: TokenizerInfo, texts: TokenTexts
 ) -> tuple[Turn, ...]:
-    """The turns of a sample by its ``<|im_start|>`` tokens; they cover it without a gap.
+    """Finds the turns of a sample from its ``<|im_start|>`` tokens. They cover it without gaps.
 
     Args:
         ids: (length,) token ids, without padding.
-        mask: (length,) 1 where a token is a target.
+        mask: (length,), 1 if a token is a target.
         info: The tokenizer's special ids.
-        texts: Spells tokens.
+        texts: Decodes tokens.
     """
     starts = np.flatnonzero(ids == info.im_start).tolist()
     bounds = [*starts, len(ids)]
@@ -145,7 +145,7 @@ def find_turns(
 
 
 def _header(turn: list[int], info: TokenizerInfo, texts: TokenTexts) -> tuple[str, int]:
-    """Role and length of a turn's header: its start token and what follows through the first newline."""
+    """Returns role and length of a turn's header: its start token through the first newline."""
     for count, token in enumerate(turn[1:12], start=2):
         if token == info.im_end:
             break
@@ -156,7 +156,7 @@ def _header(turn: list[int], info: TokenizerInfo, texts: TokenTexts) -> tuple[st
 
 @cache
 def _byte_of_character() -> dict[str, int]:
-    """Byte-level BPE's alphabet: printable bytes stand for themselves, the others for characters from 256 on.
+    """Returns byte-level BPE's alphabet: printable bytes map to themselves, others to characters from 256.
 
     Source: ``bytes_to_unicode`` of GPT-2's encoder.
     """

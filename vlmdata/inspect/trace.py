@@ -1,4 +1,4 @@
-"""The way back: from an optimizer step to source rows, and from a source row to its sample and its steps."""
+"""Traces an optimizer step to its source rows, and a source row to its samples and steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FoundSample:
-    """A sample as a search lists it. Units: tokens, patches."""
+    """A sample in search results. Units: tokens, patches."""
 
     key: str
     index: int
@@ -41,14 +41,14 @@ class StepSample:
         dataset: Number of its dataset.
         key: Its key.
         index: Position in the dataset.
-        source_row: The source row it was made from.
+        source_row: Source row of the sample.
         length: True length.
-        aligned_length: Tokens it takes up in the pack.
-        targets: Tokens under the loss.
-        images: Images.
-        patches: Vision patches.
-        truncated: Whether its last answer was cut.
-        repeat: How often it was used before in the whole training.
+        aligned_length: Tokens in the pack, including padding.
+        targets: Number of targets.
+        images: Number of images.
+        patches: Number of vision patches.
+        truncated: Whether its last answer was truncated.
+        repeat: Number of earlier uses in the whole training.
     """
 
     dataset: int
@@ -66,7 +66,7 @@ class StepSample:
 
 @dataclass(frozen=True)
 class StepPack:
-    """One pack of a step, run by one data-parallel rank in one micro-batch.
+    """A pack of a step, run by one data-parallel rank in one micro-batch.
 
     Attributes:
         dp_rank: The rank.
@@ -94,9 +94,9 @@ class StepDescription:
     Attributes:
         epoch: Epoch.
         step: Step within it.
-        steps: Steps of the epoch.
-        dp_size: Data-parallel ranks.
-        datasets: Folders or addresses of the datasets, by number.
+        steps: Number of steps in the epoch.
+        dp_size: Number of data-parallel ranks.
+        datasets: Folders or URLs of the datasets, by number.
         packs: Its packs, by rank and micro-batch.
     """
 
@@ -110,11 +110,11 @@ class StepDescription:
 
 @dataclass(frozen=True)
 class RowUse:
-    """Where a loader uses a sample.
+    """A use of a sample by a loader.
 
     Attributes:
         epoch: Epoch.
-        step: Optimizer step; None if it falls into a dropped last step.
+        step: Optimizer step; None if it is in a dropped last step.
         dp_rank: Data-parallel rank.
         micro_batch: Micro-batch within the step.
         pack: Pack number within the epoch.
@@ -129,19 +129,19 @@ class RowUse:
 
 @dataclass(frozen=True)
 class CandidateTrace:
-    """What became of one candidate of a source row: a row without a list has one.
+    """The outcome of one candidate of a source row. A row without a list has one candidate.
 
     Attributes:
-        sample: Number within the row's list; None if the row gave no list.
+        sample: Number within the row's list; None without a list.
         status: "sample" or "rejected".
         key: Key of its sample.
         index: Position of its sample.
-        shard: File name of the shard it lies in.
-        offset: First byte there.
-        size: Bytes there.
-        reason: Why it was rejected.
-        message: What was found.
-        uses: Where the loader uses it, if a loader was given.
+        shard: File name of its shard.
+        offset: Offset in the shard, in bytes.
+        size: Size in bytes.
+        reason: Reason for the rejection.
+        message: Message of the rejection.
+        uses: Uses by the loader, if a loader was given.
     """
 
     sample: int | None
@@ -158,12 +158,12 @@ class CandidateTrace:
 
 @dataclass(frozen=True)
 class RowTrace:
-    """What became of a source row.
+    """The outcome of a source row.
 
     Attributes:
         source_row: The row.
         rows: Rows of the source.
-        candidates: What became of each sample that the row offered, in the order of its list; at least one.
+        candidates: Outcome of each candidate of the row, in the order of its list; at least one.
     """
 
     source_row: int
@@ -172,19 +172,19 @@ class RowTrace:
 
 
 def describe_step(loader: StreamingLoader, epoch: int, step: int, dp_rank: int | None = None) -> StepDescription:
-    """What a loader's ranks get in an optimizer step. Reads plan and indexes only.
+    """Describes the packs of an optimizer step by rank. Reads only plan and indexes.
 
     Args:
-        loader: The loader; its own ``dp_rank`` does not matter.
+        loader: The loader; its own ``dp_rank`` has no effect.
         epoch: The epoch.
         step: The step within it.
-        dp_rank: One data-parallel rank; None is all.
+        dp_rank: One data-parallel rank; None means all.
 
     Returns:
         The packs by rank and micro-batch.
 
     Raises:
-        NotFoundError: If the epoch has no such step, or the loader no such rank.
+        NotFoundError: If the step or the rank does not exist.
     """
     if epoch < 0:
         raise NotFoundError(f"epoch {epoch}: epochs count from 0")
@@ -203,14 +203,14 @@ def describe_step(loader: StreamingLoader, epoch: int, step: int, dp_rank: int |
 
 
 def step_of_run(loader: StreamingLoader, number: int) -> tuple[int, int]:
-    """Epoch and step within it of a training run's step.
+    """Returns the epoch, and the step in it, of a step of a training run.
 
     Args:
-        loader: The run's loader. Epochs before the step are planned, as each has its own number of steps.
-        number: The step as trainers count, from 1 over all epochs.
+        loader: The run's loader. All epochs before the step are planned, because each has its own number of steps.
+        number: The step in the trainer's count, from 1 over all epochs.
 
     Raises:
-        NotFoundError: If it is not at least 1.
+        NotFoundError: If the number is below 1.
     """
     if number < 1:
         raise NotFoundError(f"no step {number}: a run's steps count from 1")
@@ -223,19 +223,19 @@ def step_of_run(loader: StreamingLoader, number: int) -> tuple[int, int]:
 def describe_row(
     dataset: VlmDataset, source_row: int, loader: StreamingLoader | None = None, epoch: int = 0
 ) -> RowTrace:
-    """What became of a source row: its samples, and why others were rejected.
+    """Describes the outcome of a source row: its samples, and the reasons for rejections.
 
     Args:
         dataset: The dataset.
         source_row: The row.
-        loader: A loader of this dataset alone, to tell where it uses the sample.
-        epoch: The epoch to tell that for.
+        loader: A loader of this dataset only, to report where it uses the sample.
+        epoch: The epoch of these uses.
 
     Returns:
         The trace.
 
     Raises:
-        NotFoundError: If the source has no such row, or the dataset is made of others.
+        NotFoundError: If the source has no such row, or the dataset does not contain it.
         DatasetFormatError: If the row is neither in the index nor in the ledger.
     """
     selection = Selection.read(dataset.manifest.source)
@@ -245,7 +245,7 @@ def describe_row(
     index = dataset.index
     first, stop = (int(np.searchsorted(index.source_row, source_row, side)) for side in ("left", "right"))
     found = [_sample_trace(dataset, i, loader, epoch) for i in range(first, stop)]
-    # A row without a list is a sample or rejected: only lists are looked up in the ledger too.
+    # A row without a list is either a sample or rejected. Only lists need a look at the ledger too.
     if not found or found[0].sample is not None:
         found += [
             CandidateTrace(rejection.sample, "rejected", reason=rejection.reason.value, message=rejection.message)
@@ -254,7 +254,7 @@ def describe_row(
         ]
     if not found and selection is not None:
         raise NotFoundError(
-            f"source row {source_row} is not in this dataset: it is made of {dataset.manifest.totals.rows:,} of the "
+            f"source row {source_row} is not in this dataset: it contains {dataset.manifest.totals.rows:,} of the "
             f"source's {rows:,} rows"
         )
     if not found:
@@ -274,7 +274,7 @@ def _sample_trace(dataset: VlmDataset, i: int, loader: StreamingLoader | None, e
 
 
 def found_samples(dataset: VlmDataset, positions: Iterable[int]) -> tuple[FoundSample, ...]:
-    """The samples at some positions, as the index tells them."""
+    """Returns the samples at some positions, from the index."""
     index = dataset.index
     return tuple(
         FoundSample(

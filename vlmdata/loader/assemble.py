@@ -1,131 +1,124 @@
-"""Filling one contiguous buffer with a batch. Numpy and system calls only: this is what workers run."""
+"""Fills one contiguous buffer with a batch. Workers run this code."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from vlmdata.batch import IGNORE_INDEX
-from vlmdata.loader.request import TOKEN_MEMBERS, IntArray, PackRequest, Part, SampleReads
+from vlmdata.format.schema import IGNORE_INDEX
+from vlmdata.loader.ranges import Extents
+from vlmdata.loader.request import TOKEN_MEMBERS, IntArray, PackRequest, SampleReads
 from vlmdata.loader.shards import ShardStore
 from vlmdata.media.codecs import RAW, decode_item
 
 _ALIGN = 64
 _BYTES_PER_TOKEN = {"input_ids": 4, "loss_mask": 1, "loss_weights": 4, "position_ids": 12}
-#: Bytes between two arrays that are read along rather than skipped with a read of their own: a page of the cache.
+#: Gaps up to this size between two arrays are read too, instead of a second read: a page of the cache.
 _READ_THROUGH = 4096
 
 
-@dataclass(frozen=True)
-class Field:
-    """An array within a batch's buffer."""
-
-    name: str
-    dtype: np.dtype[np.generic]
-    shape: tuple[int, ...]
-    offset: int
-
-    @property
-    def bytes(self) -> int:
-        """Size in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where a batch's arrays lie in its buffer; both sides of a worker's pipe compute it from the request."""
-
-    fields: tuple[Field, ...]
-    bytes: int
-
-    def views(self, buffer: npt.NDArray[np.uint8]) -> dict[str, npt.NDArray[np.generic]]:
-        """The arrays as views of a buffer of at least ``bytes``."""
-        return {
-            field.name: buffer[field.offset : field.offset + field.bytes].view(field.dtype).reshape(field.shape)
-            for field in self.fields
-        }
-
-
-def layout_of(request: PackRequest) -> Layout:
-    """The layout of a request's batch."""
-    local, total = request.local_tokens, request.total_tokens
-    wanted: list[tuple[str, str, tuple[int, ...]]] = [
-        ("position_ids", "<i8", (3, 1, total)),
-        ("padding_mask", "|b1", (1, local)),
-    ]
-    if Part.TOKENS in request.parts:
-        wanted.append(("input_ids", "<i8", (1, local)))
-    if Part.LABELS in request.parts:
-        wanted += [("labels", "<i8", (1, local)), ("loss_mask", "<f4", (1, local))]
-    if request.weighted:
-        wanted.append(("loss_weights", "<f4", (1, local)))
-    if Part.PIXELS in request.parts:
-        wanted.append(("patches", "|u1", (request.local_patches, request.family.patch_bytes)))
-    fields, offset = [], 0
-    for name, dtype, shape in wanted:
-        field = Field(name, np.dtype(dtype), shape, offset)
-        fields.append(field)
-        offset += -(-field.bytes // _ALIGN) * _ALIGN
-    return Layout(tuple(fields), offset)
-
-
-def assemble(request: PackRequest, store: ShardStore, buffer: npt.NDArray[np.uint8]) -> int:
-    """Reads a batch into a buffer, every byte of whose arrays is written.
+def assemble(
+    request: PackRequest, store: ShardStore, buffer: npt.NDArray[np.uint8], masked: Collection[int] = ()
+) -> int:
+    """Reads a batch into a buffer. Writes every byte of its arrays.
 
     Args:
         request: What to read.
-        store: Where from.
-        buffer: uint8, at least ``layout_of(request).bytes`` long.
+        store: Source of the shards.
+        buffer: uint8, at least ``request.layout.bytes`` long.
+        masked: Numbers in the pack of samples that are not read but masked: their tokens are padding and image
+            placeholders, their positions follow from their images, their pixels are 0, and they have no targets.
 
     Returns:
         Bytes read from shards.
 
     Raises:
-        DatasetFormatError: If a shard does not hold what was written to it.
+        DatasetFormatError: If a shard has changed.
     """
     before = store.bytes_read
-    views = layout_of(request).views(buffer)
-    _fill_tokens(request, store, views)
+    views = request.layout.views(buffer)
+    _fill_tokens(request, store, views, masked)
     if "patches" in views:
-        _fill_patches(request, store, views["patches"])
+        _fill_patches(request, store, views["patches"], masked)
     return store.bytes_read - before
 
 
-def _fill_tokens(request: PackRequest, store: ShardStore, views: dict[str, npt.NDArray[np.generic]]) -> None:
+def stored_members(request: PackRequest) -> list[str]:
+    """Returns the members with an entry per token that :func:`assemble` reads, in storage order."""
+    filled = {each.name for each in request.layout.fields}
+    wanted = {"position_ids", *filled & {"input_ids", "loss_weights"}}
+    if "labels" in filled:  # labels are shifted tokens
+        wanted |= {"input_ids", "loss_mask"}
+    return [name for name in TOKEN_MEMBERS if name in wanted]
+
+
+def extents(request: PackRequest, *, whole: bool) -> Extents:
+    """Returns the places of all bytes that :func:`assemble` reads.
+
+    Args:
+        request: What to read.
+        whole: Whether to name all parts and images of the samples, for a check of them.
+    """
+    samples, images = request.samples, request.images
+    members = TOKEN_MEMBERS if whole else stored_members(request)
+    which = [TOKEN_MEMBERS.index(member) for member in members]
+    starts = samples.offsets[which].ravel()
+    sizes = np.outer([_BYTES_PER_TOKEN[member] for member in members], samples.padded).ravel()
+    there = starts >= 0
+    pixels = any(each.name == "patches" for each in request.layout.fields)
+    read = np.arange(len(images.grids)) if whole else request.held if pixels else request.held[:0]
+    owner = images.sample[read]
+    begin = np.concatenate([starts[there], images.offsets[read]])
+    return Extents(
+        np.concatenate([np.tile(samples.dataset, len(which))[there], samples.dataset[owner]]),
+        np.concatenate([np.tile(samples.shard, len(which))[there], samples.shard[owner]]),
+        begin,
+        begin + np.concatenate([sizes[there], images.bytes[read]]),
+    )
+
+
+def _fill_tokens(
+    request: PackRequest, store: ShardStore, views: dict[str, npt.NDArray[np.generic]], masked: Collection[int]
+) -> None:
     total = request.total_tokens
-    sliced = request.local_tokens != total
+    sliced = views["padding_mask"].size != total
     positions = views["position_ids"].reshape(3, total)
     positions.fill(0)
     fills: dict[str, tuple[object, str]] = {"padding_mask": (True, "|b1")}
-    if request.parts & (Part.TOKENS | Part.LABELS):
+    if views.keys() & {"input_ids", "labels"}:  # labels are shifted tokens
         fills["input_ids"] = (request.pad_id, "<i8")
-    if Part.LABELS in request.parts:
+    if "labels" in views:
         fills |= {"labels": (IGNORE_INDEX, "<i8"), "loss_mask": (0, "<f4")}
-    if request.weighted:
+    if "loss_weights" in views:
         fills["loss_weights"] = (0, "<f4")
     whole: dict[str, npt.NDArray[Any]] = {}
     for name, (fill, dtype) in fills.items():
         in_place = name in views and not sliced
         whole[name] = views[name].reshape(total) if in_place else np.empty(total, dtype)
         whole[name].fill(fill)
-    _fill_samples(request, store, positions, whole)
-    if sliced:  # tokens are few bytes: they are read whole and cut; pixels are never read in vain
+    _fill_samples(request, store, positions, whole, masked)
+    if sliced:  # tokens are small, so they are read whole and sliced; only the needed pixels are read
         for name in whole.keys() & views.keys():
             np.concatenate([whole[name][a:b] for a, b in request.ranges.tolist()], out=views[name][0])
 
 
 def _fill_samples(
-    request: PackRequest, store: ShardStore, positions: npt.NDArray[Any], whole: dict[str, npt.NDArray[Any]]
+    request: PackRequest,
+    store: ShardStore,
+    positions: npt.NDArray[Any],
+    whole: dict[str, npt.NDArray[Any]],
+    masked: Collection[int],
 ) -> None:
-    """Fills the columns (T,) of a whole pack, and the positions (3, T), where samples are."""
-    samples = request.samples
-    wanted = {"position_ids", *whole.keys() & {"input_ids", "loss_mask", "loss_weights"}}
-    stored = _read_members(samples, [name for name in TOKEN_MEMBERS if name in wanted], store)
+    """Fills the columns (T,) of a whole pack, and the positions (3, T), at the samples' places."""
+    wanted, samples = stored_members(request), request.samples
+    if masked:
+        samples = samples.take([number for number in range(len(samples.keys)) if number not in masked])
+        for number in masked:
+            _fill_masked(request, number, positions, whole)
+    stored = read_members(samples, wanted, store)
     targets = np.zeros(request.total_tokens, np.uint8) if "loss_mask" in wanted else None
     weights = np.zeros(request.total_tokens, np.float32) if "loss_weights" in wanted else None
     spans = zip(samples.begins.tolist(), samples.lengths.tolist(), samples.padded.tolist(), strict=True)
@@ -150,18 +143,33 @@ def _fill_samples(
         whole["loss_weights"][:-1] = weights[1:]
 
 
-def _read_members(
+def _fill_masked(
+    request: PackRequest, number: int, positions: npt.NDArray[Any], whole: dict[str, npt.NDArray[Any]]
+) -> None:
+    """Fills the place of a sample from its lengths and grids alone, so that it looks the same to every rank."""
+    samples, images = request.samples, request.images
+    begin, length = int(samples.begins[number]), int(samples.lengths[number])
+    own = images.sample == number
+    starts, grids = images.starts[own], images.grids[own]
+    whole["padding_mask"][begin : begin + length] = False
+    positions[:, begin : begin + length] = request.family.position_ids(length, starts - begin, grids)
+    if "input_ids" in whole:  # models look for an image's placeholders
+        for start, count in zip(starts.tolist(), request.family.token_counts(grids).tolist(), strict=True):
+            whole["input_ids"][start : start + count] = request.image_id
+
+
+def read_members(
     samples: SampleReads, members: Sequence[str], store: ShardStore
 ) -> dict[str, list[npt.NDArray[np.uint8]]]:
-    """Reads some stored arrays of all samples, those close to one another in one go.
+    """Reads some stored arrays of all samples. Reads adjacent arrays together.
 
     Args:
         samples: The samples.
-        members: What to read, in the order in which it is stored.
-        store: Where from.
+        members: Members to read, in storage order.
+        store: Source of the shards.
 
     Returns:
-        For each member, the bytes of each sample's array; none of a member that the sample lacks.
+        For each member, the bytes of each sample's array; empty if the sample lacks the member.
     """
     which = [TOKEN_MEMBERS.index(member) for member in members]
     # Flat, sample by sample and member by member: that is file order within a shard.
@@ -198,7 +206,7 @@ def _read_members(
 
 
 def _runs(starts: IntArray, stops: IntArray, dataset: IntArray, shard: IntArray) -> tuple[IntArray, IntArray]:
-    """Groups byte ranges that follow closely on one another in a file; (r,) the first of each run, and its bytes."""
+    """Groups nearly adjacent byte ranges of a file to runs. Returns the first of each run and its bytes, both (r,)."""
     apart = starts[1:] - stops[:-1]
     joined = (apart >= 0) & (apart <= _READ_THROUGH) & (dataset[1:] == dataset[:-1]) & (shard[1:] == shard[:-1])
     first = np.flatnonzero(np.concatenate([np.ones(min(len(starts), 1), np.bool_), ~joined]))
@@ -206,36 +214,54 @@ def _runs(starts: IntArray, stops: IntArray, dataset: IntArray, shard: IntArray)
     return first, stops[last] - starts[first]
 
 
-def _fill_patches(request: PackRequest, store: ShardStore, patches: npt.NDArray[np.generic]) -> None:
-    """Reads the images held here, one after another: raw ones straight into their place, others by their codec."""
+def _fill_patches(
+    request: PackRequest, store: ShardStore, patches: npt.NDArray[np.generic], masked: Collection[int]
+) -> None:
+    """Fills the images held here, one after another.
+
+    Raw uint8 patches are read directly into place. Other codecs decode there, and patches in another dtype are expanded
+    there, image by image.
+    """
     if not patches.size:
         return
-    rows = patches.view(np.uint8)
-    into, at, patch_bytes = memoryview(rows.reshape(-1)), 0, rows.shape[1]
-    samples, images, held = request.samples, request.images, request.held
+    samples, images, held, family = request.samples, request.images, request.held, request.family
+    counts = images.grids[held].prod(axis=1)
+    expanded = None
+    if request.pixels == "uint8":
+        rows = patches.view(np.uint8)
+    else:
+        import torch  # takes seconds, and only expanding needs it
+
+        expanded = torch.from_numpy(patches).view(getattr(torch, request.pixels))
+        rows = np.empty((int(counts.max()), family.patch_bytes), np.uint8)
     owner = images.sample[held]
     columns = (
         samples.dataset[owner],
         samples.shard[owner],
         images.offsets[held],
-        images.grids[held].prod(axis=1) * patch_bytes,
+        np.cumsum(counts) - counts,
+        counts,
         images.checksums[held],
         samples.row[owner],
         owner,
         held - np.searchsorted(images.sample, owner),
         held,
     )
-    for dataset, shard, offset, size, checksum, row, sample, number, image in zip(
+    for dataset, shard, offset, begin, count, checksum, row, sample, number, image in zip(
         *(c.tolist() for c in columns), strict=True
     ):
         what = f"row {row} key {samples.keys[sample]} patches of image {number}"
         name = images.codecs[image]
-        if name == RAW:
-            store.read(dataset, shard, offset, into[at : at + size], checksum, what)
+        place = rows[begin : begin + count] if expanded is None else rows[:count]
+        if sample in masked:
+            place.fill(0)
+        elif name == RAW:
+            store.read(dataset, shard, offset, memoryview(place.reshape(-1)), checksum, what)
         else:
             stored = np.empty(int(images.bytes[image]), np.uint8)
             store.read(dataset, shard, offset, memoryview(stored), checksum, what)
-            place = rows[at // patch_bytes : (at + size) // patch_bytes]
             t, h, w = images.grids[image].tolist()
-            decode_item(name, stored, (t, h, w), request.family, place, f"{store.path(dataset, shard)}: {what}")
-        at += size
+            decode_item(name, stored, (t, h, w), family, place, f"{store.path(dataset, shard)}: {what}")
+            store.require_pixels(dataset, shard, place, int(images.pixel_checksums[image]), what)
+        if expanded is not None:
+            family.pixel_values(torch.from_numpy(place), out=expanded[begin : begin + count])

@@ -1,7 +1,7 @@
-"""Reused output buffers that worker processes can write to and that are never reused too early.
+"""Reused output buffers that worker processes can write to. A buffer is never reused too early.
 
-Fresh memory for every batch would cost a page fault per 4 KiB. A buffer returns to the pool when the last tensor that
-looks into it is gone, so a consumer that keeps batches is safe and only makes the pool grow.
+New memory for every batch would cost a page fault per 4 KiB. A buffer returns to the pool when the last tensor that
+views it is gone, so a consumer that keeps batches is safe and only makes the pool grow.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import tempfile
 import threading
 import weakref
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,12 +25,12 @@ _GRAIN = 4 * 1024 * 1024
 
 @dataclass(frozen=True)
 class BufferName:
-    """How a worker process finds a buffer.
+    """The name by which a worker process finds a buffer.
 
     Attributes:
-        path: Leads to the shared memory.
-        bytes: Its size.
-        inode: Its identity: once the buffer is closed, the path may lead to another one.
+        path: Path of the shared memory.
+        bytes: Size in bytes.
+        inode: Identity: after the buffer is closed, the path may refer to another one.
     """
 
     path: str
@@ -48,8 +49,12 @@ class _Buffer:
             self.close()
             raise
 
+    def truncate(self) -> None:
+        """Frees the memory, also where another process still maps it. Nobody may use the buffer any more."""
+        os.ftruncate(self._file, 0)
+
     def close(self) -> None:
-        """Gives up the name; the memory stays as long as it is looked into."""
+        """Gives up the name. The memory stays while it is in use."""
         os.close(self._file)
         if not self.name.path.startswith("/proc/"):
             os.unlink(self.name.path)
@@ -57,7 +62,7 @@ class _Buffer:
 
 def _shared_file(size: int) -> tuple[BufferName, int]:
     if hasattr(os, "memfd_create"):
-        # Nothing to clean up after a crash: the memory goes with the last process that maps it.
+        # A crash leaves nothing to clean up: the memory is freed with the last process that maps it.
         file = os.memfd_create("vlmdata-batch", os.MFD_CLOEXEC)
         path = f"/proc/{os.getpid()}/fd/{file}"
     else:
@@ -67,20 +72,25 @@ def _shared_file(size: int) -> tuple[BufferName, int]:
 
 
 class BufferPool:
-    """Buffers in use and free ones. Thread-safe."""
+    """Buffers in use and free ones. Thread-safe.
 
-    def __init__(self) -> None:
+    Args:
+        limit: Largest number of bytes of all buffers together; None means no limit.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self._limit = limit
         self._free: list[_Buffer] = []
-        # Re-entrant: a finalizer may run, by garbage collection, inside our own critical section.
+        # Re-entrant, because garbage collection may run a finalizer inside this critical section.
         self._lock = threading.RLock()
         self._all: list[_Buffer] = []
         self._closed = False
 
     def acquire(self, size: int) -> Lease:
-        """A buffer of at least ``size`` bytes: the smallest free one, or a new one.
+        """Returns a buffer of at least ``size`` bytes: the smallest free one, or a new one.
 
         Raises:
-            ResourceError: If there is no memory for it, or too many files are open.
+            ResourceError: If memory is short, or too many files are open.
         """
         with self._lock:
             assert not self._closed
@@ -89,15 +99,28 @@ class BufferPool:
                 buffer = min(fitting, key=lambda each: each.name.bytes)
                 self._free.remove(buffer)
             else:
-                buffer = self._another(max(-(-size // _GRAIN), 1) * _GRAIN)
+                buffer = self._another(self.rounded(size))
             return Lease(self, buffer)
 
+    @staticmethod
+    def rounded(size: int) -> int:
+        """Returns the bytes of a new buffer for ``size`` bytes."""
+        return max(-(-size // _GRAIN), 1) * _GRAIN
+
     def _another(self, size: int) -> _Buffer:
+        if self._limit is not None:
+            while self._free and self.total_bytes + size > self._limit:
+                unused = self._free.pop()  # too small
+                self._all.remove(unused)
+                unused.truncate()
+                unused.close()
+            if self.total_bytes + size > self._limit:
+                raise ResourceError(f"{self.total_bytes} of {self._limit} bytes for batches are in use")
         try:
             buffer = _Buffer(size)
         except OSError as error:
             raise ResourceError(
-                f"{len(self._all)} batches of this loader are in memory, and there is no room for another of {size} "
+                f"{len(self._all)} batches of this loader are in memory, with no space for another of {size} "
                 f"bytes: {error}. Keep clones of batches instead, or fewer of them; or raise the limit (`ulimit -n`)."
             ) from error
         self._all.append(buffer)
@@ -109,13 +132,18 @@ class BufferPool:
         with self._lock:
             return sum(buffer.name.bytes for buffer in self._all)
 
+    def names(self) -> frozenset[BufferName]:
+        """Returns the names of all buffers."""
+        with self._lock:
+            return frozenset(buffer.name for buffer in self._all)
+
     def _release(self, buffer: _Buffer) -> None:
         with self._lock:
             if not self._closed:
                 self._free.append(buffer)
 
     def close(self) -> None:
-        """Lets go of all buffers; memory that tensors still look into stays until they are gone."""
+        """Releases all buffers. Memory that tensors still use stays until they are gone."""
         with self._lock:
             self._closed = True
             for buffer in self._all:
@@ -125,10 +153,10 @@ class BufferPool:
 
 
 class Lease:
-    """A buffer in use: filled through :meth:`memory`, then taken by :meth:`array` or given back by :meth:`release`.
+    """A buffer in use: filled through :meth:`memory`, then taken with :meth:`array` or returned with :meth:`release`.
 
     Args:
-        pool: Where the buffer belongs.
+        pool: The pool of the buffer.
         buffer: The buffer.
     """
 
@@ -138,41 +166,46 @@ class Lease:
         self.name = buffer.name
 
     def memory(self) -> npt.NDArray[np.uint8]:
-        """The buffer as uint8, to be filled; does not prolong the lease."""
+        """Returns the buffer as uint8 for filling. Does not extend the lease."""
         return np.frombuffer(self._buffer.memory, dtype=np.uint8)
 
     def array(self) -> npt.NDArray[np.uint8]:
-        """The buffer as uint8. The lease ends when this array and all views of it are gone."""
+        """Returns the buffer as uint8. The lease ends when this array and all its views are gone."""
         array = self.memory()
         self._end()
-        # Views refer to this very array, so its end is the end of the last of them.
+        # Views refer to this array, so its end is the end of the last view.
         weakref.finalize(array, self._pool._release, self._buffer).atexit = False
         return array
 
     def release(self) -> None:
-        """Gives the buffer back unused."""
+        """Returns the buffer unused."""
         self._end()
         self._pool._release(self._buffer)
 
     def _end(self) -> None:
-        # A second array would give the buffer back while the first is still in use.
+        # A second array would return the buffer while the first is still in use.
         assert not self._over
         self._over = True
 
 
 class BufferMaps:
-    """Buffers as a worker process sees them, mapped once each."""
+    """Buffers in a worker process, each mapped once."""
 
     def __init__(self) -> None:
         self._maps: dict[BufferName, npt.NDArray[np.uint8]] = {}
 
+    def keep_only(self, names: Collection[BufferName]) -> None:
+        """Unmaps all other buffers, which frees the memory of those that are closed."""
+        for name in self._maps.keys() - names:
+            del self._maps[name]
+
     def array(self, name: BufferName) -> npt.NDArray[np.uint8]:
-        """The named buffer as uint8."""
+        """Returns the named buffer as uint8."""
         if name not in self._maps:
             file = os.open(name.path, os.O_RDWR | os.O_CLOEXEC)
             try:
                 if os.fstat(file).st_ino != name.inode:
-                    raise ResourceError(f"{name.path}: the loader that this batch was made for is closed")
+                    raise ResourceError(f"{name.path}: the loader of this batch is closed")
                 self._maps[name] = np.frombuffer(mmap.mmap(file, name.bytes), dtype=np.uint8)
             finally:
                 os.close(file)

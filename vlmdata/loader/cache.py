@@ -1,8 +1,8 @@
-"""A bounded local cache of remote shards, shared by all processes of a node and safe against being killed.
+"""A bounded local cache of remote shards, shared by all processes of a node and safe if a process is killed.
 
-A download goes to a temporary name under a lock of its own, is checked, and is renamed. Eviction, least recently used
-first, happens under one lock for the folder. Locks are the kernel's: a killed process holds none, so a temporary file
-whose lock is free is an orphan. A reader gets an open file, which stays readable when its name is evicted.
+A download goes to a temporary name under its own lock, is checked, and is renamed. Eviction, least recently used first,
+happens under one lock for the folder. Locks belong to the kernel: a killed process holds none, so a temporary file with
+a free lock is an orphan. A reader gets an open file, which stays readable after its name is evicted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RemoteShards:
     Attributes:
         url: The dataset's URL, such as ``s3://bucket/cord``.
         cache_dir: Folder of the cache.
-        cache_bytes: Most bytes the cache holds, but always room for one shard; those coming in are on top.
+        cache_bytes: Largest size of the cache, but at least one shard; current downloads come on top.
         lock_timeout: Seconds to wait for another process's download of the same shard.
     """
 
@@ -39,15 +39,15 @@ class RemoteShards:
     lock_timeout: float = 1800.0
 
     def local_path(self, shard: ShardFile) -> Path:
-        """Where the shard is cached."""
-        # Named by content: a dataset made anew under the same URL is never mistaken for the old one.
+        """Returns the path of the shard in the cache."""
+        # Named by content, so a recreated dataset at the same URL is never mistaken for the old one.
         return self.cache_dir / f"{shard.sha256[:32]}.tar"
 
     def open(self, shard: ShardFile) -> int:
-        """Opens the cached file, downloaded first if need be.
+        """Opens the cached file, after downloading it if necessary.
 
         Raises:
-            DatasetFormatError: If the remote file is missing or is not the one the manifest describes.
+            DatasetFormatError: If the remote file is missing or does not match the manifest.
             ResourceError: If the cache cannot be written or another process holds its lock too long.
         """
         path = self.local_path(shard)
@@ -63,13 +63,13 @@ class RemoteShards:
             return file
         except Timeout as error:
             raise ResourceError(
-                f"{path}: another process has been fetching this shard for {self.lock_timeout:.0f} s; "
+                f"{path}: another process has been downloading this shard for {self.lock_timeout:.0f} s; "
                 "if none is, remove the cache folder"
             ) from error
         except OSError as error:
             raise ResourceError(
                 f"{self.cache_dir}: cannot cache {self.url}/{shard.name} ({shard.bytes} bytes): {error}. "
-                "Make room, or give another cache_dir or a smaller cache_bytes."
+                "Free space, or set another cache_dir or a smaller cache_bytes."
             ) from error
 
     def _fetch(self, shard: ShardFile, path: Path) -> int:
@@ -80,19 +80,19 @@ class RemoteShards:
                 download(f"{self.url}/{shard.name}", temporary, shard.sha256)
             except FileNotFoundError as error:
                 raise DatasetFormatError(f"{self.url}/{shard.name}: no such remote file") from error
-            file = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)  # before it has a name that others may evict
+            file = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)  # before it has a name that other processes may evict
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
-        self._make_room(0, path)  # others may have come in meanwhile
+        self._make_room(0, path)  # others may have been added meanwhile
         return file
 
     def _make_room(self, incoming: int, path: Path) -> None:
         """Evicts files until ``incoming`` more bytes fit, and removes orphans.
 
         Args:
-            incoming: Bytes to come.
-            path: The file whose lock this process holds; it is not evicted.
+            incoming: Bytes to add.
+            path: The file locked by this process, which is not evicted.
         """
         with FileLock(self.cache_dir / _LOCKS / "evict", timeout=self.lock_timeout):
             files, total = [], 0
@@ -112,7 +112,7 @@ class RemoteShards:
                 total -= size
 
     def _is_orphan(self, target: str) -> bool:
-        """Whether nobody is fetching this file any more."""
+        """True if no process is downloading this file any more."""
         try:
             with FileLock(self.cache_dir / _LOCKS / target, timeout=0):
                 return True
@@ -121,7 +121,7 @@ class RemoteShards:
 
 
 def _open_cached(path: Path, shard: ShardFile) -> int | None:
-    """Opens a cached file and marks it as just used; None if there is none."""
+    """Opens a cached file and marks it as used; None if it is not cached."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -129,6 +129,6 @@ def _open_cached(path: Path, shard: ShardFile) -> int | None:
     if os.fstat(file).st_size != shard.bytes:
         os.close(file)
         return None
-    with suppress(OSError):  # another user's cache serves as well
+    with suppress(OSError):  # another user's cache works too
         os.utime(file)
     return file

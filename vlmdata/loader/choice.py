@@ -1,4 +1,4 @@
-"""Loader options as a command was given them: a run's, with single ones changed, or defaults."""
+"""Loader options of a command: given ones, else those of a run, else defaults."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from vlmdata.loader.run_record import RunRecord
 
 @dataclass(frozen=True)
 class LoaderChoice:
-    """Options that were given, and the run whose options hold for the others.
+    """Given options, and the run that supplies the others.
 
     Attributes:
         given: Options by name.
-        run: The run; None is defaults.
+        run: The run; None means defaults.
     """
 
     given: Mapping[str, Any] = field(default_factory=dict)
     run: RunRecord | None = None
 
     def data(self, named: Sequence[str]) -> list[str]:
-        """The datasets that were named, or else those of the run.
+        """Returns the given datasets, or else those of the run.
 
         Raises:
-            UsageError: If there are neither.
+            UsageError: If there are none.
         """
         if named or self.run is not None:
             return list(named) if self.run is None or named else list(self.run.data)
-        raise UsageError("DIR: name a dataset, or a training run with --run")
+        raise UsageError("DIR: give a dataset, or a training run with --run")
 
     def config(self, datasets: Sequence[VlmDataset]) -> LoaderConfig:
-        """The options for these datasets.
+        """Returns the options for these datasets.
 
         Without a run, ``capacity`` has room for the longest sample and ``global_batch`` is one pack per rank.
 
         Raises:
-            UsageError: If options do not fit together.
-            DatasetFormatError: If there is no sample.
+            UsageError: If options are incompatible.
+            DatasetFormatError: If there are no samples.
         """
         if self.run is not None:
             return self.run.config.with_options(**self.given)
@@ -52,7 +52,7 @@ class LoaderChoice:
         return LoaderConfig.of(**{"global_batch": given["dp_size"], **given})
 
     def __getitem__(self, name: str) -> Any:
-        """An option that needs no dataset: given, or the run's, or its default."""
+        """Returns an option that needs no dataset: given, or the run's, or its default."""
         if name in self.given:
             return self.given[name]
         option = loader_options()[name]

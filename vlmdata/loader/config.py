@@ -1,4 +1,4 @@
-"""Every option of the loader: its name, meaning, default and limits. Commands and trainers take them from here."""
+"""All options of the loader: name, meaning, default and limits. Commands and trainers use these definitions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from vlmdata.alignment import alignment
 from vlmdata.errors import UsageError
@@ -21,28 +21,35 @@ from vlmdata.packing.cost import DEFAULT_COST, CostModel, cost_model
 if TYPE_CHECKING:
     import torch
 
-#: What a rank may need of a batch.
-PARTS = ("tokens", "labels", "pixels")
-#: Capacity for callers that need one and were given none.
+#: Parts of a batch that a rank may need.
+BatchPart = Literal["tokens", "labels", "pixels"]
+PARTS: tuple[BatchPart, ...] = get_args(BatchPart)
+Verify = Literal["stored", "pixels", "off"]
+DEFAULT_VERIFY: Verify = "pixels"
+OnDamage = Literal["raise", "mask"]
+#: Dtype in which a batch has its pixels.
+Pixels = Literal["uint8", "bfloat16", "float32"]
+Fetch = Literal["auto", "shards", "ranges"]
+#: Default capacity for callers that need one.
 DEFAULT_CAPACITY = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """Decides what a pack and an optimizer step are.
+    """Options that determine packs and optimizer steps.
 
     Attributes:
-        capacity: Largest number of tokens in a pack, padding included.
+        capacity: Largest number of tokens in a pack, including padding.
         global_batch: Packs per optimizer step over all data-parallel ranks.
-        max_patches: Most vision patches in a pack; None is no limit.
+        max_patches: Largest number of vision patches in a pack; None means no limit.
         pad_to_capacity: Whether every pack has exactly ``capacity`` tokens.
-        pad_multiple: Multiple of tokens that every sample is padded to, in addition to what the layout needs (16 for
+        pad_multiple: Multiple of tokens to which every sample is padded, in addition to what the layout needs (16 for
             FP8).
-        last: The incomplete last step of an epoch: "pad" fills it up with empty packs, "keep" makes it shorter, "drop"
-            leaves it out.
-        shuffle_window: Shards packed and shuffled together; None is all.
+        last: The incomplete last step of an epoch: "pad" fills it with empty packs, "keep" makes it shorter, "drop"
+            omits it.
+        shuffle_window: Shards packed and shuffled together; None means all.
         seed: Seed of packing and order.
-        blend: Shares of several datasets; None is one pass over each per epoch.
+        blend: Shares of several datasets; None means one pass over each per epoch.
         balance: Whether packs are spread over ranks by estimated cost.
         cost: Cost model, or the name of a model size such as 0.8b, 2b, 4b, 9b or 27b.
     """
@@ -62,14 +69,15 @@ class Packing:
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    """Says how ranks share the packs, and which of them this is.
+    """Options for how ranks share the packs.
 
     Attributes:
-        dp_rank: This data-parallel rank.
-        dp_size: Data-parallel ranks. If neither this nor ``dp_rank`` is given, every process of the
+        dp_rank: Data-parallel rank of this process.
+        dp_size: Data-parallel size. If neither this nor ``dp_rank`` is given, every process of the
             ``torch.distributed`` group (before there is one: of torchrun's ``RANK`` and ``WORLD_SIZE``) is a rank.
-        context_parallel: Context-parallel size: samples are padded so that it divides them.
-        context_parallel_rank: Yield this rank's slice, reading only the images it encodes; None yields whole packs.
+        context_parallel: Context-parallel size; samples are padded so that they can be split.
+        context_parallel_rank: Yield this rank's slice, reading only the images that it encodes; None yields whole
+            packs.
         tensor_parallel: Tensor-parallel size; samples are padded for it under sequence parallelism.
         sequence_parallel: Whether tensor-parallel ranks share the tokens between layers (sequence parallelism). None is
             off, as in Megatron-LM.
@@ -92,27 +100,41 @@ class Parallelism:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Says how batches are read. Changes no batch.
+    """Options for reading batches. They do not change batches of undamaged data.
 
     Attributes:
-        parts: Of "tokens", "labels", "pixels": what this rank needs. A middle pipeline stage takes none.
-        num_workers: Worker processes; 0 makes batches in this process, when they are asked for.
-        prefetch_factor: Batches under way per worker.
-        timeout: Seconds to wait for a batch before a stuck worker is an error. A killed worker is noticed after 5 s and
-            replaced, unless this is less.
-        verify: Whether everything read is checked against its checksum.
-        device: CUDA device that batches are copied to in the background, one ahead; None leaves them on the host.
+        parts: Parts that this rank needs: any of "tokens", "labels", "pixels". A middle pipeline stage needs none.
+        num_workers: Worker processes; 0 makes batches in this process, on request.
+        prefetch_factor: Batches in progress per worker.
+        timeout: Seconds to wait for a batch before a stuck worker is an error.
+        verify: Data to check against checksums. "stored": every byte that is read, before decoding. "pixels":
+            also the decoded patches of images. "off": nothing. True means the default, False means "off".
+        on_damage: Effect of a sample whose stored bytes changed. "raise": an error. "mask": the sample keeps its place
+            in the pack, without targets and pixels; the log and ``stats`` name it. "mask" checks samples whole, so all
+            ranks that share a pack agree, whichever part or slice they read.
+        max_damaged: Most samples of a run that "mask" masks; one more is an error that names all.
+        pixels: Dtype of pixels in a batch. "uint8": patches as stored, for ``pixel_values`` on the batch's device.
+            "bfloat16" and "float32": the workers expand them to ``pixel_values``, with 4 and 8 times the bytes.
+        device: CUDA device to which batches are copied in the background, one ahead; None leaves them on the host.
+        fetch: Data to fetch of remote datasets. "shards": whole shards, kept in ``cache_dir`` for later epochs and for
+            other processes of the node. "ranges": the bytes of each batch, which are not kept. "auto": ranges from
+            object stores if shards would not fit into ``cache_bytes`` or ``context_parallel_rank`` is given, else
+            shards.
         cache_dir: Folder for shards of remote datasets.
-        cache_bytes: Most bytes kept there.
-        multiprocessing_context: Start method of workers; None is PyTorch's default.
+        cache_bytes: Largest size of that folder in bytes.
+        multiprocessing_context: Start method of workers; None means PyTorch's default.
     """
 
     parts: Sequence[str] = PARTS
     num_workers: int = 0
     prefetch_factor: int = 2
     timeout: float = 120.0
-    verify: bool = True
+    verify: Verify | bool = DEFAULT_VERIFY
+    on_damage: OnDamage = "raise"
+    max_damaged: int = 100
+    pixels: Pixels = "uint8"
     device: torch.device | str | None = None
+    fetch: Fetch = "auto"
     cache_dir: str | PathLike[str] | None = None
     cache_bytes: int = 100 * 1024**3
     multiprocessing_context: str | None = None
@@ -120,42 +142,97 @@ class Reading:
     def __post_init__(self) -> None:
         unknown = [name for name in self.parts if name.lower() not in PARTS]
         if unknown:
-            raise UsageError(f"parts {list(self.parts)}: {unknown[0]!r} is none of {', '.join(PARTS)}")
+            raise UsageError(f"parts {list(self.parts)}: {unknown[0]!r} is not one of {', '.join(PARTS)}")
         if self.num_workers < 0:
             raise UsageError(f"num_workers is {self.num_workers}; it must be at least 0")
         if self.prefetch_factor < 1:
             raise UsageError(f"prefetch_factor is {self.prefetch_factor}; it must be at least 1")
+        if self.checks not in get_args(Verify):
+            raise UsageError(f"verify is {self.verify!r}; it must be one of {', '.join(get_args(Verify))}")
+        if self.on_damage not in get_args(OnDamage):
+            raise UsageError(f"on_damage is {self.on_damage!r}; it must be one of {', '.join(get_args(OnDamage))}")
+        if self.on_damage == "mask" and self.checks == "off":
+            raise UsageError("on_damage is 'mask', but verify is 'off': unchecked damage cannot be masked")
+        if self.pixels not in get_args(Pixels):
+            raise UsageError(f"pixels is {self.pixels!r}; it must be one of {', '.join(get_args(Pixels))}")
+        if self.fetch not in get_args(Fetch):
+            raise UsageError(f"fetch is {self.fetch!r}; it must be one of {', '.join(get_args(Fetch))}")
+        if self.max_damaged < 1:
+            raise UsageError(f"max_damaged is {self.max_damaged}; it must be at least 1")
         if not self.timeout > 0:
             raise UsageError(f"timeout is {self.timeout}; it must be more than 0 seconds")
+
+    @property
+    def checks(self) -> Verify:
+        """Returns ``verify`` as a name."""
+        if isinstance(self.verify, bool):
+            return DEFAULT_VERIFY if self.verify else "off"
+        return self.verify
+
+    @property
+    def wanted_parts(self) -> frozenset[BatchPart]:
+        """Returns ``parts`` as a set, in lower case."""
+        named = {name.lower() for name in self.parts}
+        return frozenset(part for part in PARTS if part in named)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """Options for batches from a collation service (``grpc://host:8815``). Others ignore them.
+
+    Attributes:
+        hedge: Seconds without an answer after which the next server is asked, too; at least three times the usual
+            time of an answer.
+        service_token: File with the token that the servers want.
+        service_insecure: Whether the token may cross a network in clear text, without TLS.
+        tls_ca: File with the certificates of trusted authorities, PEM; None means those of the system.
+        tls_cert: File with this client's certificate, PEM, if the servers want one.
+        tls_key: File with the private key of ``tls_cert``, PEM.
+    """
+
+    hedge: float = 1.0
+    service_token: str | PathLike[str] | None = None
+    service_insecure: bool = False
+    tls_ca: str | PathLike[str] | None = None
+    tls_cert: str | PathLike[str] | None = None
+    tls_key: str | PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.hedge > 0:
+            raise UsageError(f"hedge is {self.hedge}; it must be more than 0 seconds")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise UsageError("tls_cert and tls_key: give both, or neither")
 
 
 @dataclass(frozen=True)
 class LoaderConfig:
-    """All options of a :class:`vlmdata.StreamingLoader`, checked when it is made.
+    """All options of a :class:`vlmdata.StreamingLoader`, validated on construction.
 
     Attributes:
-        packing: What a pack and a step are.
-        parallelism: How ranks share them.
+        packing: Packs and steps.
+        parallelism: How ranks share the packs.
         reading: How batches are read.
+        service: How a collation service is reached.
 
     Raises:
-        UsageError: If an option is out of range, or options do not go together.
+        UsageError: If an option is out of range, or options are incompatible.
     """
 
     packing: Packing
     parallelism: Parallelism = field(default_factory=Parallelism)
     reading: Reading = field(default_factory=Reading)
+    service: Service = field(default_factory=Service)
 
     def __post_init__(self) -> None:
-        self.plan_config()  # the limits of packing are those of a plan
+        self.plan_config()  # checks the limits of packing
 
     @classmethod
     def of(cls, **options: Any) -> LoaderConfig:
-        """Makes a configuration from options by name, whichever group each is in.
+        """Creates a configuration from options by name, in any group.
 
         Raises:
-            UsageError: If ``capacity`` or ``global_batch`` is missing, or an option is wrong.
-            TypeError: If there is no such option.
+            UsageError: If ``capacity`` or ``global_batch`` is missing, or an option is invalid.
+            TypeError: If an option is unknown.
         """
         groups = _grouped(options)
         missing = [name for name in ("capacity", "global_batch") if name not in groups["packing"]]
@@ -164,20 +241,20 @@ class LoaderConfig:
         return cls(**{name: _GROUPS[name](**values) for name, values in groups.items()})
 
     def with_options(self, **options: Any) -> LoaderConfig:
-        """A copy with other values for some options, by name.
+        """Returns a copy with other values for some options, by name.
 
         Raises:
-            UsageError: If an option is wrong.
-            TypeError: If there is no such option.
+            UsageError: If an option is invalid.
+            TypeError: If an option is unknown.
         """
         groups = _grouped(options)
         return LoaderConfig(**{name: dataclasses.replace(getattr(self, name), **groups[name]) for name in _GROUPS})
 
     def plan_config(self) -> PlanConfig:
-        """What a plan depends on.
+        """Returns the options on which a plan depends.
 
         Raises:
-            UsageError: If an option is out of range, or options do not go together.
+            UsageError: If an option is out of range, or options are incompatible.
         """
         packing, layout = self.packing, self.parallelism
         return PlanConfig(
@@ -205,7 +282,12 @@ def _warn_that_sequence_parallel_is_off() -> None:
     )
 
 
-_GROUPS: Mapping[str, type[Any]] = {"packing": Packing, "parallelism": Parallelism, "reading": Reading}
+_GROUPS: Mapping[str, type[Any]] = {
+    "packing": Packing,
+    "parallelism": Parallelism,
+    "reading": Reading,
+    "service": Service,
+}
 
 
 @dataclass(frozen=True)
@@ -214,10 +296,10 @@ class Option:
 
     Attributes:
         name: Its name in Python.
-        group: The attribute of :class:`LoaderConfig` it belongs to.
-        default: Its default; ``inspect.Parameter.empty`` if it must be given.
+        group: Its attribute of :class:`LoaderConfig`.
+        default: Its default; ``inspect.Parameter.empty`` if required.
         annotation: Its type, as written.
-        help: What it means, in a sentence or two.
+        help: Its meaning, in one or two sentences.
     """
 
     name: str
@@ -228,13 +310,13 @@ class Option:
 
     @property
     def summary(self) -> str:
-        """The first sentence of ``help`` without markup, for a command line."""
+        """Returns the first sentence of ``help`` without markup, for the command line."""
         return re.sub(r"``([^`]*)``", r"\1", re.split(r"(?<=[.]) (?=[A-Z])", self.help)[0])
 
 
 @cache
 def loader_options() -> Mapping[str, Option]:
-    """The options by name, with what their groups' docstrings say about them."""
+    """Returns the options by name, with help from the docstrings of their groups."""
     found = {}
     for group, of_group in _GROUPS.items():
         meanings = _documented(of_group)
@@ -245,7 +327,7 @@ def loader_options() -> Mapping[str, Option]:
 
 
 def takes_loader_options[Initialiser: Callable[..., None]](initialiser: Initialiser) -> Initialiser:
-    """Shows every loader option in the signature of a function that takes them as ``**options``."""
+    """Adds all loader options to the signature of a function that takes them as ``**options``."""
     signature = inspect.signature(initialiser)
     kept = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
     options = [
@@ -268,7 +350,7 @@ def _grouped(options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _documented(of_group: type[Any]) -> dict[str, str]:
-    """The texts of the ``Attributes:`` section of a class's docstring, by name."""
+    """Returns the texts in the ``Attributes:`` section of a class's docstring, by name."""
     section = (inspect.getdoc(of_group) or "").partition("Attributes:\n")[2]
     entries = re.findall(r"^    (\w+): (.*(?:\n {8,}.*)*)", section, flags=re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in entries}

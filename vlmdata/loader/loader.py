@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -17,60 +19,69 @@ from vlmdata.batch import PackedBatch, Slice
 from vlmdata.errors import ConfigMismatchError, UsageError
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.loader.config import LoaderConfig, takes_loader_options
-from vlmdata.loader.open import open_for_loading, require_one_tokenizer, sample_table
+from vlmdata.loader.damage import DamagedSample, SampleId, look_up, require_few
+from vlmdata.loader.open import fetched_as_chosen, open_data, require_one_tokenizer, sample_table
 from vlmdata.loader.plans import EpochPlans
 from vlmdata.loader.ranks import DataParallel, data_parallel
-from vlmdata.loader.request import Part
-from vlmdata.loader.session import CurrentSession, Session
-from vlmdata.loader.state import LoaderState, Position, restore
+from vlmdata.loader.session import BatchSource, CurrentSession, LoadedBatch, Session
+from vlmdata.loader.state import LoaderState, Position, damaged_in, restore
 from vlmdata.loader.stream import RankStream
 from vlmdata.loader.view import LoaderDataset
+from vlmdata.loader.workers import ShardBatches
+from vlmdata.media.codecs import require_codecs
 from vlmdata.packing.plan import EpochPlan
+
+_log = logging.getLogger("vlmdata.loader.damage")
 
 Location = str | PathLike[str]
 
 
 @dataclass(frozen=True)
 class LoaderStats:
-    """What a loader has done since it was made.
+    """Counts of a loader since its creation.
 
     Attributes:
-        batches: Batches handed out.
-        tokens: True tokens in them (of whole packs).
-        bytes_read: Bytes read from shards for them.
+        batches: Batches returned.
+        tokens: True tokens in these batches (of whole packs).
+        bytes_read: Bytes read from shards, or received from a service, for these batches.
         wait_seconds: Time the consumer waited for batches.
+        damaged: Samples that are masked because their bytes changed (``on_damage="mask"``), those of a loaded state
+            included.
     """
 
     batches: int = 0
     tokens: int = 0
     bytes_read: int = 0
     wait_seconds: float = 0.0
+    damaged: tuple[DamagedSample, ...] = ()
 
 
 class StreamingLoader:
     """Streams packed batches from one or several dataset directories.
 
-    One pass of the iterator is one epoch; the next pass is the next epoch. A pass that was left early goes on where it
-    was left, also after :meth:`load_state_dict`. The packs of every optimizer step are the same for every ``dp_size``,
+    One pass of the iterator is one epoch; the next pass is the next epoch. A pass that was left early continues where
+    it was left, also after :meth:`load_state_dict`. The packs of every optimizer step are the same for every
+    ``dp_size``,
     ``num_workers`` and point of interruption.
 
     Args:
-        data: A dataset directory, an fsspec URL, or several of them.
+        data: A dataset directory, an fsspec URL, or several of them; or a collation service
+            (``grpc://host:8815,host2:8815``), which gives all of its datasets, or the one named after a slash.
         config: The options.
-        **options: Options by name; they win over those of ``config``. Without ``config``, ``capacity`` and
+        **options: Options by name, which override those of ``config``. Without ``config``, ``capacity`` and
             ``global_batch`` must be given. :class:`vlmdata.LoaderConfig` lists all of them.
 
     Attributes:
         config: The options.
-        plan_config: What the plan depends on, made of them.
+        plan_config: The part of the options on which the plan depends.
         datasets: The datasets, in order.
-        stats: What was read so far.
+        stats: Counts so far.
 
     Raises:
-        UsageError: If options do not fit together or not with the process group, or a sample fits no pack. It is a
-            ``ValueError``, too.
-        TypeError: If there is no option of that name.
-        DatasetFormatError: If there is no finished dataset.
+        UsageError: If options are incompatible with each other or the process group, a sample fits no pack, or a
+            package that decodes the pixels is not installed. It is also a ``ValueError``.
+        TypeError: If an option is unknown.
+        DatasetFormatError: If a dataset is missing or unfinished.
         ConfigMismatchError: If datasets have different tokenizers.
     """
 
@@ -84,10 +95,15 @@ class StreamingLoader:
             raise UsageError("data: no datasets given")
         reading, layout = self.config.reading, self.config.parallelism
         cache = Path(reading.cache_dir) if reading.cache_dir is not None else None
-        opened = [open_for_loading(location, cache, reading.cache_bytes) for location in locations]
-        self.datasets: tuple[VlmDataset, ...] = tuple(dataset for dataset, _ in opened)
-        self._shards = tuple(shards for _, shards in opened)
+        opened = open_data(locations, cache, reading.cache_bytes, self.config.service)
+        self.datasets: tuple[VlmDataset, ...] = opened.datasets
+        self._shards = fetched_as_chosen(opened.shards, reading, slices=layout.context_parallel_rank is not None)
+        self._servers = opened.servers
         require_one_tokenizer(self.datasets)
+        self._parts = reading.wanted_parts
+        if "pixels" in self._parts and self._servers is None:
+            for dataset in self.datasets:
+                require_codecs(dataset.manifest.features)
         self.plan_config = self.config.plan_config()
         names = [shards.name for shards in self._shards]
         self._plans = EpochPlans(sample_table(self.datasets), self.plan_config, self.datasets, names)
@@ -96,25 +112,25 @@ class StreamingLoader:
             if layout.context_parallel_rank is None
             else Slice(layout.context_parallel_rank, layout.context_parallel)
         )
-        self._parts = parts_of(reading.parts)
         self._device = torch.device(reading.device) if reading.device is not None else None
         self._position = Position()
         self._session = CurrentSession()
-        # Not __del__: at the interpreter's exit this runs while there still is an interpreter to run it.
+        # Not __del__: a finalizer still runs at the interpreter's exit.
         weakref.finalize(self, self._session.end)
         self.stats = LoaderStats()
-        self.plan(0)  # refuse what cannot be packed now, not at the first batch
+        self._damaged: tuple[DamagedSample, ...] = ()
+        self.plan(0)  # report samples that cannot be packed now, not at the first batch
 
     def plan(self, epoch: int | None = None) -> EpochPlan:
-        """The plan of an epoch, by default of the one that the next batch is in. The two last used are kept."""
+        """Returns the plan of an epoch, by default that of the next batch. Keeps the last two."""
         return self._plans[self._position.epoch if epoch is None else epoch]
 
     def steps(self, epoch: int | None = None) -> int:
-        """Optimizer steps in an epoch; may differ by a little between epochs, as each packs anew."""
+        """Returns the optimizer steps in an epoch. They differ slightly between epochs."""
         return self.plan(epoch).num_steps
 
     def __len__(self) -> int:
-        """Batches that this rank gets in the epoch of the next batch, those already handed out included."""
+        """Returns this rank's number of batches in the current epoch, including those already returned."""
         return self.plan().micro_batches(self.dp_size)
 
     @property
@@ -124,13 +140,13 @@ class StreamingLoader:
 
     @property
     def dp_size(self) -> int:
-        """Data-parallel ranks."""
+        """Data-parallel size."""
         return self._follow_process_group().size
 
     def set_epoch(self, epoch: int) -> None:
-        """Goes to the start of an epoch; within that epoch already, the loader stays where it is.
+        """Moves to the start of an epoch. Within that epoch, the loader keeps its position.
 
-        Frameworks call this before every pass. So it must not undo a resume, and passes that follow one another need
+        Frameworks call this before every pass, so it must not undo a resume. Consecutive passes need
         no such call.
 
         Raises:
@@ -143,16 +159,16 @@ class StreamingLoader:
             self._position = Position(epoch)
 
     def as_dataset(self, endless: bool = False) -> LoaderDataset:
-        """This loader as a PyTorch dataset, for ``DataLoader(loader.as_dataset(), batch_size=None)``.
+        """Returns this loader as a PyTorch dataset, for ``DataLoader(loader.as_dataset(), batch_size=None)``.
 
         Args:
-            endless: Whether a pass goes on from epoch to epoch; the dataset then has no length.
+            endless: Whether a pass continues from epoch to epoch; the dataset then has no length.
         """
         return LoaderDataset(self, endless)
 
     @property
     def position(self) -> Position:
-        """Of the next batch."""
+        """Position of the next batch."""
         return self._position
 
     def __iter__(self) -> Iterator[PackedBatch]:
@@ -161,40 +177,82 @@ class StreamingLoader:
         while self._position.epoch == epoch:
             session = self._session.at(self._position, self._begin_session)
             begun = time.perf_counter()
-            ready = session.take()
+            loaded = session.take()
             waited = time.perf_counter() - begun
-            self._position = ready.tag.following
+            self._note(loaded)
+            self._position = loaded.following
             self.stats = LoaderStats(
                 self.stats.batches + 1,
-                self.stats.tokens + ready.batch.true_tokens,
-                self.stats.bytes_read + ready.bytes_read,
+                self.stats.tokens + loaded.batch.true_tokens,
+                self.stats.bytes_read + loaded.bytes_read,
                 self.stats.wait_seconds + waited,
+                self._damaged,
             )
-            yield ready.batch
+            yield loaded.batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The state after the last batch that was handed out; JSON-able, a few hundred bytes.
+        """Returns the state after the last returned batch, as JSON values of a few hundred bytes.
 
-        The same for all data-parallel ranks between steps, so one rank's copy is enough to save.
+        Between steps it is the same on all data-parallel ranks, so saving one copy is enough.
         """
-        return LoaderState(self._position, self.dp_size, self.fingerprints, self.plan_config.to_dict()).to_dict()
+        damaged = tuple(each.id for each in self._damaged)
+        return LoaderState(
+            self._position, self.dp_size, self.fingerprints, self.plan_config.to_dict(), damaged
+        ).to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where a saved state left off.
+        """Continues from a saved state.
 
         Args:
-            state: What :meth:`state_dict` gave, on any number of ranks if it was between steps.
+            state: Result of :meth:`state_dict`, from any number of ranks if between steps.
 
         Raises:
-            ConfigMismatchError: If data or plan changed since; every difference is listed.
+            ConfigMismatchError: If data or plan have changed; lists every difference.
         """
         position = restore(state, self.dp_size, self.fingerprints, self.plan_config)
         self._session.end()
         self._position = position
+        self._damaged = self.describe_damaged(damaged_in(state))
+        self.stats = dataclasses.replace(self.stats, damaged=self._damaged)
+
+    def describe_damaged(self, ids: Iterable[SampleId]) -> tuple[DamagedSample, ...]:
+        """Returns file, row and key of samples that are damaged.
+
+        Args:
+            ids: (dataset number, position in the dataset) of each.
+        """
+        return look_up(ids, self.datasets, self._shards)
+
+    def add_damaged(self, ids: Iterable[SampleId]) -> None:
+        """Adds samples that other ranks masked, so that all ranks have the same state and limit.
+
+        Args:
+            ids: (dataset number, position in the dataset) of each.
+
+        Raises:
+            DatasetFormatError: If there are more than ``max_damaged`` now, naming all.
+        """
+        known = {each.id for each in self._damaged}
+        if not known.issuperset(more := set(ids)):
+            damaged = self.describe_damaged(known | more)
+            require_few(damaged, self.config.reading.max_damaged)
+            self._damaged = damaged
+            self.stats = dataclasses.replace(self.stats, damaged=damaged)
+
+    def _note(self, loaded: LoadedBatch) -> None:
+        """Logs the samples of a batch that are masked for the first time."""
+        known = {each.id for each in self._damaged}
+        origins = loaded.batch.origins
+        found = {(origins[i].dataset, origins[i].index): text for i, text in loaded.damaged.items()}
+        self.add_damaged(found)
+        for sample in found.keys() - known:
+            _log.warning("%s The sample is masked: it has no targets, and its pixels are 0.", found[sample])
 
     def close(self) -> None:
-        """Stops workers and lets go of buffers. Batches that were handed out stay valid."""
+        """Stops workers, releases buffers and closes connections. Returned batches stay valid."""
         self._session.end()
+        if self._servers is not None:
+            self._servers.close()
 
     def __enter__(self) -> Self:
         return self
@@ -213,11 +271,11 @@ class StreamingLoader:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # What the caller said, and the position: where it lands, datasets are opened and ranks settled anew.
-        return _make_again, (self._data, self.config, self._position)
+        # The caller's arguments and the position. The copy opens datasets and finds its ranks again.
+        return _make_again, (self._data, self.config, self._position, [each.id for each in self._damaged])
 
     def _begin_session(self) -> Session:
-        # Nothing that the workers' thread holds may hold this loader: a forgotten one must be garbage, and stop them.
+        # The workers' thread must not reference this loader, so that garbage collection of the loader stops them.
         stream = RankStream(
             self._plans,
             self.datasets,
@@ -226,8 +284,29 @@ class StreamingLoader:
             self._ranks.size,
             self._context_parallel,
             self._parts,
+            self.config.reading.pixels,
         )
-        return Session(stream, self._shards, self.config.reading, self._device, self._position)
+        return Session(stream, self._batch_source(), self._device, self._position)
+
+    def _batch_source(self) -> BatchSource:
+        reading = self.config.reading
+        if self._servers is None:
+            return ShardBatches(self._shards, reading)
+        from vlmdata.loader.served.pipeline import ServedBatches
+        from vlmdata.loader.served.protocol import BatchQuery
+
+        query = BatchQuery(
+            datasets=tuple(fingerprint for _, fingerprint in self.fingerprints),
+            plan=self.plan_config,
+            position=self._position,
+            dp_rank=self._ranks.rank,
+            dp_size=self._ranks.size,
+            context_parallel=self._context_parallel,
+            parts=self._parts,
+            pixels=reading.pixels,
+            on_damage=reading.on_damage,
+        )
+        return ServedBatches(self._servers, query, reading)
 
     def _settle_ranks(self) -> DataParallel:
         layout, global_batch = self.config.parallelism, self.config.packing.global_batch
@@ -236,12 +315,12 @@ class StreamingLoader:
             source = f" (from {ranks.source})" if ranks.source else ""
             raise UsageError(
                 f"global_batch {global_batch} is not a multiple of dp_size {ranks.size}{source}: all ranks must get "
-                "equally many"
+                "the same number of packs"
             )
         return ranks
 
     def _follow_process_group(self) -> DataParallel:
-        """The ranks; settled anew as long as nothing said that there are several, as a loader may be made first."""
+        """Returns the ranks. While there seems to be one, checks again: a loader may precede the process group."""
         layout = self.config.parallelism
         if layout.dp_rank is None and layout.dp_size is None and not self._ranks.source:
             ranks = self._settle_ranks()
@@ -249,7 +328,7 @@ class StreamingLoader:
                 if self._position.micro_batch:
                     raise ConfigMismatchError(
                         f"the process group was set up within a step, at {self._position}: {self._ranks.size} rank "
-                        f"began the step, {ranks.size} cannot continue it. Make the loader after the process group"
+                        f"started the step, {ranks.size} cannot continue it. Create the loader after the process group"
                     )
                 self._session.end()
                 self._ranks = ranks
@@ -257,23 +336,18 @@ class StreamingLoader:
 
     @property
     def fingerprints(self) -> tuple[tuple[str, str], ...]:
-        """Name and fingerprint of each dataset, in order."""
+        """Returns name and fingerprint of each dataset, in order."""
         return tuple(
             (shards.name, dataset.manifest.fingerprint)
             for dataset, shards in zip(self.datasets, self._shards, strict=True)
         )
 
 
-def parts_of(names: Sequence[str]) -> Part:
-    """Part flags by name."""
-    parts = Part(0)
-    for name in names:
-        parts |= Part[name.upper()]
-    return parts
-
-
-def _make_again(data: Location | Sequence[Location], config: LoaderConfig, position: Position) -> StreamingLoader:
+def _make_again(
+    data: Location | Sequence[Location], config: LoaderConfig, position: Position, damaged: Iterable[SampleId]
+) -> StreamingLoader:
     """Rebuilds a pickled loader."""
     loader = StreamingLoader(data, config)
     loader._position = position
+    loader.add_damaged(damaged)
     return loader

@@ -1,36 +1,44 @@
-"""Opening the datasets of a loader, wherever they lie, and making sure they belong together."""
+"""Opens the datasets of a loader, local or remote, and checks that they are compatible."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError
+from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError, UsageError
 from vlmdata.format.atomic import atomic_path
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.manifest import Manifest, ShardInfo
-from vlmdata.format.schema import INDEX_NAME, LEDGER_NAME, MANIFEST_NAME, TOKENIZER_DIR
+from vlmdata.format.schema import IMAGE_FILES, IMAGE_FILES_NAME, INDEX_NAME, LEDGER_NAME, MANIFEST_NAME, TOKENIZER_DIR
 from vlmdata.format.tokenizer_files import tokenizer_file_names
 from vlmdata.loader.cache import RemoteShards
-from vlmdata.loader.config import DEFAULT_CAPACITY, Reading
+from vlmdata.loader.config import DEFAULT_CAPACITY, Reading, Service
+from vlmdata.loader.ranges import RemoteRanges
 from vlmdata.loader.remote import download
+from vlmdata.loader.served.address import is_service
 from vlmdata.loader.shards import DatasetShards, LocalShards, ShardFile, ShardSource
 from vlmdata.locations import is_url, place_of
 from vlmdata.packing.table import SampleTable, concatenate_tables, table_from_columns
+from vlmdata.store.objects import ATOMIC
+
+if TYPE_CHECKING:
+    from vlmdata.loader.served.servers import Servers
 
 DEFAULT_CACHE_BYTES = Reading.cache_bytes
 
 
 def default_cache_dir() -> Path:
-    """Where remote shards are cached unless told otherwise: in ``$VLMDATA_CACHE``, else the user's cache folder."""
+    """Returns the default cache of remote shards: ``$VLMDATA_CACHE``, else the user's cache folder."""
     from platformdirs import user_cache_path
 
     return Path(os.environ.get("VLMDATA_CACHE") or user_cache_path("vlmdata")) / "shards"
@@ -39,37 +47,123 @@ def default_cache_dir() -> Path:
 def open_for_loading(
     location: str | PathLike[str], cache_dir: Path | None, cache_bytes: int
 ) -> tuple[VlmDataset, DatasetShards]:
-    """A dataset's index, and where its shards are read from.
+    """Opens a dataset's index and the source of its shards.
 
     Args:
         location: A folder, or any fsspec URL (``s3://…``, ``gs://…``, ``https://…``, ``memory://…``).
         cache_dir: Folder for remote shards.
-        cache_bytes: Most bytes kept there.
+        cache_bytes: Largest size of the cache in bytes.
 
     Raises:
-        DatasetFormatError: If there is no finished dataset.
+        DatasetFormatError: If the dataset is missing or unfinished.
         ResourceError: If the cache cannot be written.
     """
     name = place_of(location)
     source: ShardSource
     if is_url(name):
         source = RemoteShards(name, cache_dir or default_cache_dir(), cache_bytes)
-        dataset = VlmDataset(_fetch_tables(name, source.cache_dir), name=name, open_shard=_Cached(source))
+        tables = fetch_tables(name, source.cache_dir, partial(_download, name))
+        dataset = VlmDataset(tables, name=name, open_shard=_Cached(source))
     else:
         source, dataset = LocalShards(Path(name)), VlmDataset(name)
-    return dataset, DatasetShards(name, tuple(map(_shard_file, dataset.manifest.shards)), source)
+    return dataset, dataset_shards(name, dataset.manifest, source)
+
+
+@dataclass(frozen=True, eq=False)
+class OpenedData:
+    """The data of a loader.
+
+    Attributes:
+        datasets: Manifest and index of each dataset.
+        shards: Sources of their shards.
+        servers: The collation service that makes the batches; None if this machine reads the shards.
+    """
+
+    datasets: tuple[VlmDataset, ...]
+    shards: tuple[DatasetShards, ...]
+    servers: Servers | None = None
+
+
+def open_data(
+    locations: Sequence[str | PathLike[str]], cache_dir: Path | None, cache_bytes: int, service: Service
+) -> OpenedData:
+    """Opens all data of a loader.
+
+    Args:
+        locations: Folders and fsspec URLs, or datasets of a collation service.
+        cache_dir: Folder for remote shards.
+        cache_bytes: Largest size of the cache in bytes.
+        service: Options of a collation service.
+
+    Raises:
+        UsageError: If a service is mixed with other data.
+        DatasetFormatError: If a dataset is missing or unfinished.
+        ResourceError: If the cache cannot be written, or no server answers.
+    """
+    places = [place_of(location) for location in locations]
+    if any(map(is_service, places)):
+        if other := next((place for place in places if not is_service(place)), None):
+            raise UsageError(f"{other}: cannot be mixed with a collation service; serve it, too (`vlmdata serve A B`)")
+        from vlmdata.loader.served.open import open_service  # gRPC is loaded on use
+
+        servers, opened = open_service(places, cache_dir, service)
+    else:
+        servers, opened = None, [open_for_loading(location, cache_dir, cache_bytes) for location in locations]
+    return OpenedData(tuple(dataset for dataset, _ in opened), tuple(shards for _, shards in opened), servers)
+
+
+def fetched_as_chosen(shards: Sequence[DatasetShards], reading: Reading, *, slices: bool) -> tuple[DatasetShards, ...]:
+    """Decides for remote datasets between whole shards and byte ranges.
+
+    Args:
+        shards: All datasets of a loader.
+        reading: The choice, and the size of the cache.
+        slices: Whether only slices of packs are loaded.
+    """
+    size = sum(file.bytes for each in shards if isinstance(each.source, RemoteShards) for file in each.files)
+    by_ranges = slices or size > reading.cache_bytes
+
+    def fetched(each: DatasetShards) -> DatasetShards:
+        if not isinstance(each.source, RemoteShards):
+            return each
+        object_store = each.source.url.partition("://")[0].lower() in ATOMIC  # other servers may not send ranges
+        if reading.fetch == "ranges" or (reading.fetch == "auto" and by_ranges and object_store):
+            return replace(each, source=RemoteRanges(each.source.url))
+        return each
+
+    return tuple(map(fetched, shards))
+
+
+def shards_of(location: str | PathLike[str], manifest: Manifest) -> DatasetShards:
+    """Where the shards of a dataset are read from, remote ones through the default cache."""
+    name = place_of(location)
+    source = RemoteShards(name, default_cache_dir(), DEFAULT_CACHE_BYTES) if is_url(name) else LocalShards(Path(name))
+    return dataset_shards(name, manifest, source)
+
+
+def dataset_shards(name: str, manifest: Manifest, source: ShardSource) -> DatasetShards:
+    """Describes the shards of a dataset.
+
+    Args:
+        name: Location of the dataset, for messages.
+        manifest: Its manifest.
+        source: Source of the shards.
+    """
+    return DatasetShards(name, tuple(map(_shard_file, manifest.shards)), source, manifest.pixel_libraries)
 
 
 def open_remote(url: str) -> VlmDataset:
-    """Opens a dataset at a URL for random access: all but its shards is fetched now, they when they are touched.
+    """Opens a dataset at a URL for random access. Downloads shards on first access, all other files now.
 
     Raises:
-        DatasetFormatError: If there is no finished dataset, or a file is not the one that the manifest describes.
+        DatasetFormatError: If the dataset is missing or unfinished, or a file does not match the manifest.
         ResourceError: If the cache cannot be written.
     """
     dataset, _ = open_for_loading(url, None, DEFAULT_CACHE_BYTES)
     manifest, directory = dataset.manifest, dataset.directory
     wanted: dict[str, str | None] = {LEDGER_NAME: manifest.ledger_sha256}
+    if isinstance(recorded := manifest.source.get(IMAGE_FILES), Mapping):
+        wanted[IMAGE_FILES_NAME] = str(recorded["sha256"])
     wanted |= {f"{TOKENIZER_DIR}/{name}": manifest.tokenizer_files.get(name) for name in tokenizer_file_names(manifest)}
     try:
         (directory / TOKENIZER_DIR).mkdir(exist_ok=True)
@@ -98,30 +192,51 @@ def _shard_file(info: ShardInfo) -> ShardFile:
     return ShardFile(info.name, info.bytes, info.sha256)
 
 
-def _fetch_tables(url: str, cache: Path) -> Path:
-    """Brings manifest and index here. The manifest is always fetched anew, so that a changed dataset is seen."""
+#: Fetches a file of a dataset: its name, the local path, and the expected sha256, if known.
+type FetchFile = Callable[[str, Path, str | None], None]
+
+
+def _download(url: str, name: str, to: Path, sha256: str | None) -> None:
+    download(f"{url}/{name}", to, sha256)
+
+
+def fetch_tables(url: str, cache: Path, fetch: FetchFile) -> Path:
+    """Fetches manifest and index into a cache. Always fetches the manifest again, to detect a changed dataset.
+
+    Args:
+        url: Place of the dataset, for messages.
+        cache: Folder of the cache.
+        fetch: Fetches a file.
+
+    Returns:
+        Folder with both.
+
+    Raises:
+        DatasetFormatError: If the dataset is unfinished, or a file does not match the manifest.
+        ResourceError: If the cache cannot be written.
+    """
     datasets = cache / "datasets"
     name = MANIFEST_NAME
     try:
         datasets.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=datasets) as folder:
-            download(f"{url}/{name}", Path(folder) / name, None)
+            fetch(name, Path(folder) / name, None)
             try:
                 manifest = Manifest.read(Path(folder))
             except DatasetFormatError as error:
                 raise DatasetFormatError(f"{url}: {error}") from error
-            # By content: whoever meets a dataset while it is being replaced has one whole state of it, or an error.
+            # By content: a reader of a dataset that is being replaced gets one consistent state, or an error.
             directory = datasets / manifest.fingerprint[:32]
             directory.mkdir(exist_ok=True)
             os.replace(Path(folder) / name, directory / name)
         name = INDEX_NAME
         if not _has_sha256(directory / name, manifest.index_sha256):
             with atomic_path(directory / name) as temporary:
-                download(f"{url}/{name}", temporary, manifest.index_sha256)
+                fetch(name, temporary, manifest.index_sha256)
     except FileNotFoundError:
-        raise DatasetFormatError(f"{url}: holds no {name}, so it is not a finished vlmdata dataset") from None
+        raise DatasetFormatError(f"{url}: has no {name}, so it is not a finished vlmdata dataset") from None
     except OSError as error:
-        raise ResourceError(f"{cache}: cannot cache the index of {url}: {error}. Give another cache_dir.") from error
+        raise ResourceError(f"{cache}: cannot cache the index of {url}: {error}. Set another cache_dir.") from error
     return directory
 
 
@@ -134,10 +249,10 @@ def _has_sha256(path: Path, sha256: str) -> bool:
 
 
 def require_one_tokenizer(datasets: Sequence[VlmDataset]) -> None:
-    """Refuses to mix datasets whose token ids or pixels mean different things.
+    """Raises an error for datasets with different token ids or pixel formats.
 
     Raises:
-        ConfigMismatchError: Naming both.
+        ConfigMismatchError: Naming both datasets.
     """
     first = datasets[0]
     for other in datasets[1:]:
@@ -150,14 +265,14 @@ def require_one_tokenizer(datasets: Sequence[VlmDataset]) -> None:
             )
         if first.family != other.family:
             raise ConfigMismatchError(
-                f"datasets of different model families cannot be mixed: {first.name} is made for "
-                f"{first.family.name}, {other.name} for {other.family.name}. Preprocess one of them again with "
+                f"datasets of different model families cannot be mixed: {first.name} is for "
+                f"{first.family.name}, {other.name} is for {other.family.name}. Preprocess one of them again with "
                 "the other's --family."
             )
 
 
 def sample_table(datasets: Sequence[VlmDataset]) -> SampleTable:
-    """The planner's columns of all datasets, one after another.
+    """Concatenates the planner columns of all datasets.
 
     Raises:
         DatasetFormatError: If a dataset has no samples.
@@ -177,10 +292,10 @@ def sample_table(datasets: Sequence[VlmDataset]) -> SampleTable:
 
 
 def default_capacity(datasets: Sequence[VlmDataset]) -> int:
-    """The capacity if none is given: 8,192 tokens, or the longest sample rounded up to a multiple of 1,024.
+    """Returns the default capacity: 8,192 tokens, or the longest sample rounded up to a multiple of 1,024.
 
     Raises:
-        DatasetFormatError: If there is no sample.
+        DatasetFormatError: If there are no samples.
     """
     longest = max((int(np.max(dataset.index.lengths, initial=0)) for dataset in datasets), default=0)
     if longest == 0:

@@ -1,4 +1,4 @@
-"""The plans of the epochs in use."""
+"""Plans of the epochs in use."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from vlmdata.packing.config import PlanConfig
 from vlmdata.packing.plan import EpochPlan, plan_epoch
 from vlmdata.packing.table import SampleTable
 
-#: The epoch being read and the next one, which is prefetched from.
+#: The current epoch and the next one, for prefetching.
 _KEPT = 2
 
 
 class EpochPlans:
-    """Plans by epoch, made when first asked for; those used last are kept. Thread-safe: workers are fed by a thread.
+    """Plans by epoch, computed on first use. Keeps the most recently used. Thread-safe: a thread feeds the workers.
 
     Args:
         table: The samples.
@@ -42,6 +42,10 @@ class EpochPlans:
             if len(self._plans) > _KEPT:
                 self._plans.popitem(last=False)
             return plan
+
+    def has(self, epoch: int) -> bool:
+        """Returns whether the plan of an epoch is at hand."""
+        return epoch in self._plans
 
     def _key_of(self, sample: int) -> str:
         dataset = int(self._table.dataset[sample])

@@ -1,4 +1,4 @@
-"""Which data-parallel rank a loader is: what the caller says, else what the program's process group says."""
+"""Determines the data-parallel rank of a loader: from the caller, else from the process group."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class DataParallel:
     """A data-parallel rank.
 
     Attributes:
-        rank: From 0.
+        rank: Rank, from 0.
         size: Number of ranks.
-        source: Where these come from if the caller gave neither: "the process group", or the environment. Empty if the
-            caller gave them, or if nothing says that there is more than one process.
+        source: Origin if the caller gave neither: "the process group" or the environment. Empty if the
+            caller gave them, or if there seems to be only one process.
     """
 
     rank: int
@@ -40,20 +40,20 @@ class _World:
 def data_parallel(
     dp_rank: int | None, dp_size: int | None, context_parallel: int, tensor_parallel: int
 ) -> DataParallel:
-    """Settles the data-parallel rank and size of a loader.
+    """Determines the data-parallel rank and size of a loader.
 
-    Without either, every process of an initialised ``torch.distributed`` group is a data-parallel rank of its own;
-    before there is one, ``RANK`` and ``WORLD_SIZE`` of the environment (set by torchrun) count. What is taken from
-    there is said once, by rank 0.
+    Without either, every process of an initialised ``torch.distributed`` group is a separate data-parallel rank.
+    Without a group, ``RANK`` and ``WORLD_SIZE`` of the environment (set by torchrun) are used. Rank 0 logs such
+    defaults once.
 
     Args:
-        dp_rank: As the caller gave it.
-        dp_size: As the caller gave it.
+        dp_rank: Rank given by the caller.
+        dp_size: Size given by the caller.
         context_parallel: Context-parallel size.
         tensor_parallel: Tensor-parallel size.
 
     Raises:
-        UsageError: If these do not fit together or not with the process group, or the rank cannot be told.
+        UsageError: If these are incompatible with each other or the process group, or the rank is unknown.
     """
     world = _world()
     if dp_rank is not None and dp_size is None:
@@ -67,8 +67,8 @@ def data_parallel(
     if found.source and found.rank == 0 and found not in _told:
         _told.add(found)
         _log.warning(
-            "dp_rank and dp_size come from %s: each of the %d processes is a data-parallel rank and gets samples of "
-            "its own. Give both to choose otherwise.",
+            "dp_rank and dp_size come from %s: each of the %d processes is a data-parallel rank and gets its own "
+            "samples. Give both to override this.",
             found.source,
             found.size,
         )
@@ -86,7 +86,7 @@ def _given(dp_rank: int | None, dp_size: int, model_parallel: int, world: _World
     if dp_size < 1 or not 0 <= dp_rank < dp_size:
         raise UsageError(f"dp_rank {dp_rank} of dp_size {dp_size}: ranks count from 0 to dp_size - 1")
     if world is not None and world.size > 1 and world.source == _GROUP:
-        # Pipeline stages and the like multiply these, so they need not be the whole world, but must divide it.
+        # Pipeline stages multiply these, so they need not be the whole world, but must divide it.
         if world.size % (dp_size * model_parallel):
             parallel = f" x {model_parallel} (context x tensor parallel)" if model_parallel > 1 else ""
             raise UsageError(
@@ -108,7 +108,7 @@ def _default(context_parallel: int, tensor_parallel: int, world: _World | None) 
     if model_parallel > 1:
         raise UsageError(
             f"{world.source} has {world.size} processes, with context_parallel {context_parallel} and tensor_parallel "
-            f"{tensor_parallel}: which data-parallel rank this is cannot be told from that; give dp_rank and dp_size"
+            f"{tensor_parallel}: this does not determine the data-parallel rank; give dp_rank and dp_size"
         )
     return DataParallel(world.rank, world.size, world.source)
 
@@ -117,7 +117,7 @@ _GROUP = "the process group"
 
 
 def _world() -> _World | None:
-    """The processes of this program, if it says so."""
+    """Returns the processes of this program, if known."""
     if dist.is_available() and dist.is_initialized():
         return _World(dist.get_rank(), dist.get_world_size(), _GROUP)
     try:

@@ -1,40 +1,44 @@
-"""Fetching a file from any fsspec URL, checked, and tried again where that can help."""
+"""Downloads files and byte ranges from fsspec URLs, with checks and retries."""
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vlmdata.errors import DatasetFormatError
+from vlmdata.errors import DatasetFormatError, SourceError
+from vlmdata.locations import file_system
 from vlmdata.wording import counted
 
 _CHUNK = 8 * 1024 * 1024
 _ATTEMPTS = 4
 #: Seconds before the second, third and fourth attempt.
 _PAUSES = (0.25, 0.5, 1.0)
-#: No such file, no such file system, or a package for it that is not installed: trying again changes nothing.
+#: Ranges fetched at a time.
+_AT_ONCE = 16
+#: Missing file, unknown file system or missing package: retries do not help.
 _FINAL = (FileNotFoundError, ImportError, ValueError)
 
 
 class RemoteError(Exception):
-    """The remote side failed; its own error is the cause."""
+    """The remote side failed; its error is the cause."""
 
 
 def download(url: str, to: Path, sha256: str | None) -> None:
-    """Fetches a remote file.
+    """Downloads a remote file.
 
     Args:
         url: Any fsspec URL.
-        to: Where its bytes go; on failure there may be part of them.
-        sha256: What they must hash to; None is anything.
+        to: Local path. After a failure it may contain part of the file.
+        sha256: Expected hash; None disables the check.
 
     Raises:
-        FileNotFoundError: If there is no such remote file.
-        DatasetFormatError: If it cannot be fetched, or is another one.
-        OSError: If ``to`` cannot be written: the disk is full, say.
+        FileNotFoundError: If the remote file does not exist.
+        DatasetFormatError: If the download fails, or the hash differs.
+        OSError: If ``to`` cannot be written, such as on a full disk.
     """
     problem = ""
     for attempt in range(_ATTEMPTS):
@@ -52,8 +56,86 @@ def download(url: str, to: Path, sha256: str | None) -> None:
             continue
         if sha256 in (None, found):
             return
-        problem = f"its sha256 is {found}, the manifest says {sha256}"
+        problem = f"its sha256 is {found}, but the manifest says {sha256}"
     raise DatasetFormatError(f"{url}: cannot be fetched, {counted(attempt + 1, 'attempt')}: {problem}")
+
+
+@dataclass(frozen=True)
+class ByteRange:
+    """Bytes ``[start, stop)`` of a file."""
+
+    name: str
+    start: int
+    stop: int
+
+
+def read_ranges(url: str, ranges: Sequence[ByteRange]) -> list[bytes]:
+    """Reads byte ranges of files below a URL, several at a time.
+
+    Args:
+        url: Any fsspec URL whose file system reads ranges.
+        ranges: The ranges, none empty.
+
+    Raises:
+        DatasetFormatError: If a file does not exist, has no such bytes, or cannot be read.
+    """
+    try:
+        files, root = file_system(url)
+    except SourceError as error:
+        raise DatasetFormatError(str(error)) from error
+    # A web server that ignores ranges sends whole files: better one of them than many at once.
+    alone = 1 if url.startswith("http") else 0
+    return _fetched(url, files, root, ranges[:alone]) + _fetched(url, files, root, ranges[alone:])
+
+
+def _fetched(url: str, files: Any, root: str, ranges: Sequence[ByteRange]) -> list[bytes]:
+    """Reads ranges together, and those that fail again."""
+    found: dict[int, bytes] = {}
+    missing = list(range(len(ranges)))
+    for attempt in range(_ATTEMPTS):
+        if not missing:
+            break
+        if attempt:
+            time.sleep(_PAUSES[attempt - 1])
+        answers = dict(zip(missing, _ask(files, root, [ranges[number] for number in missing]), strict=True))
+        found |= {number: answer for number, answer in answers.items() if _is_whole(answer, ranges[number])}
+        missing = [number for number in missing if number not in found]
+        for number in missing:
+            wanted, answer = ranges[number], answers[number]
+            if attempt + 1 == _ATTEMPTS or isinstance(answer, _FINAL) or _is_whole_file(answer, wanted):
+                cause = answer if isinstance(answer, Exception) else None
+                raise _failure(f"{url}/{wanted.name}", wanted, answer, attempt + 1) from cause
+    return [found[number] for number in range(len(ranges))]
+
+
+def _is_whole(answer: bytes | Exception, wanted: ByteRange) -> bool:
+    return isinstance(answer, bytes) and len(answer) == wanted.stop - wanted.start
+
+
+def _is_whole_file(answer: bytes | Exception, wanted: ByteRange) -> bool:
+    return isinstance(answer, bytes) and len(answer) > wanted.stop - wanted.start
+
+
+def _failure(url: str, wanted: ByteRange, answer: bytes | Exception, attempts: int) -> DatasetFormatError:
+    if isinstance(answer, FileNotFoundError):
+        return DatasetFormatError(f"{url}: no such remote file")
+    if isinstance(answer, bytes) and _is_whole_file(answer, wanted):
+        return DatasetFormatError(
+            f"{url}: the server sends {len(answer)} bytes where bytes {wanted.start} to {wanted.stop} were asked for. "
+            'It cannot send ranges: use fetch="shards".'
+        )
+    why = f"{len(answer)} bytes came" if isinstance(answer, bytes) else f"{type(answer).__name__}: {answer}"
+    tried = counted(attempts, "attempt")
+    return DatasetFormatError(f"{url}: bytes {wanted.start} to {wanted.stop} cannot be fetched, {tried}: {why}")
+
+
+def _ask(files: Any, root: str, ranges: Sequence[ByteRange]) -> list[Any]:
+    """Sends requests together; gives contents and errors."""
+    at_once = {"batch_size": _AT_ONCE} if files.async_impl else {}
+    paths = [f"{root.rstrip('/')}/{each.name}" for each in ranges]
+    starts, stops = [each.start for each in ranges], [each.stop for each in ranges]
+    answers: list[Any] = files.cat_ranges(paths, starts, stops, on_error="return", **at_once)
+    return answers
 
 
 def _copy(url: str, to: Path) -> str:
@@ -66,15 +148,15 @@ def _copy(url: str, to: Path) -> str:
 
 
 def _chunks(url: str) -> Iterator[bytes]:
-    """The file's bytes. Every error of the remote side becomes a RemoteError, so that it is told from our disk's."""
+    """Yields the file's bytes. Raises RemoteError for remote errors, to separate them from local disk errors."""
     import fsspec
 
-    # Servers need not know range requests if the file is read as a stream.
+    # Reading as a stream needs no range requests.
     options = {"block_size": 0} if url.startswith(("http://", "https://")) else {}
     try:
         remote: Any = fsspec.open(url, "rb", **options)
         with remote as source:
             while chunk := source.read(_CHUNK):
                 yield chunk
-    except Exception as error:  # each fsspec back end has its own
+    except Exception as error:  # each fsspec back end has its own errors
         raise RemoteError(url) from error

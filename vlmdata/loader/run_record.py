@@ -1,4 +1,4 @@
-"""What a training run read: its datasets and the options that decide its packs, kept in the run's folder."""
+"""The record of a training run's data: datasets and the options that determine its packs, in the run's folder."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class RunRecord:
     """The datasets and options of a run.
 
     Attributes:
-        path: The file it was read from or will be written to.
+        path: File of the record.
         data: Datasets: absolute paths or URLs.
         fingerprints: Fingerprint of each dataset's manifest.
-        config: The options, with ``dp_size`` but without what differs from rank to rank. ``reading`` is not recorded.
+        config: The options, with ``dp_size`` but without per-rank values. ``reading`` is not recorded.
         plan: ``config.plan_config()`` as a dictionary, with the version of the algorithm.
     """
 
@@ -44,7 +44,7 @@ class RunRecord:
 
     @classmethod
     def of(cls, loader: StreamingLoader, folder: Path) -> RunRecord:
-        """The record of a loader, to be written into a run's folder. All ranks have the same one."""
+        """Creates the record of a loader for a run's folder. It is the same on all ranks."""
         places = [name if is_url(name) else str(Path(name).resolve()) for name, _ in loader.fingerprints]
         layout = dataclasses.replace(
             loader.config.parallelism, dp_rank=None, dp_size=loader.dp_size, context_parallel_rank=None
@@ -65,14 +65,14 @@ class RunRecord:
             run: The run's folder, a checkpoint folder in it, or the file itself.
 
         Raises:
-            UsageError: If there is none, or it cannot be read.
-            ConfigMismatchError: If this version of vlmdata plans differently from the one that trained.
+            UsageError: If there is no record, or it cannot be read.
+            ConfigMismatchError: If this version of vlmdata plans differently from the one used for training.
         """
         path = _find(Path(run))
         try:
             values = json.loads(path.read_text())
             if values["version"] != RECORD_VERSION:
-                raise UsageError(f"{path}: has version {values['version']}, this vlmdata reads {RECORD_VERSION}")
+                raise UsageError(f"{path}: has version {values['version']}, but this vlmdata reads {RECORD_VERSION}")
             record = cls(
                 path=path,
                 data=tuple(str(each["place"]) for each in values["datasets"]),
@@ -83,20 +83,21 @@ class RunRecord:
         except OSError as error:
             raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from error
         except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-            raise UsageError(
-                f"{path}: is not a record of a run ({error!r}). Resume the run to write it anew"
-            ) from error
+            raise UsageError(f"{path}: is not a record of a run ({error!r}). Resume the run to rewrite it") from error
         changed = config_differences(dict(record.plan), record.config.plan_config())
         if changed:
             listed = "\n".join(f"  {line}" for line in changed)
-            raise ConfigMismatchError(f"{path}: this version of vlmdata makes other packs than the run had:\n{listed}")
+            raise ConfigMismatchError(
+                f"{path}: this vlmdata makes different packs than the run had:\n{listed}\n"
+                "Install the version that began the run, or pass the data and options themselves instead of the run."
+            )
         return record
 
     def write(self) -> None:
         """Writes the record.
 
         Raises:
-            ResourceError: If it cannot be written.
+            ResourceError: If the record cannot be written.
         """
         packing = dataclasses.asdict(self.config.packing)
         values = {
@@ -113,38 +114,38 @@ class RunRecord:
             write_atomically(self.path, (json.dumps(values, indent=2) + "\n").encode())
         except OSError as error:
             raise ResourceError(
-                f"{self.path}: cannot be written: {error.strerror or error}. Make room, or give the rights"
+                f"{self.path}: cannot be written: {error.strerror or error}. Free space or fix permissions"
             ) from error
 
     def require_same_data(self, datasets: Sequence[VlmDataset]) -> None:
-        """Refuses datasets that are not those the run was trained on.
+        """Raises an error for datasets that the run was not trained on.
 
         Raises:
-            ConfigMismatchError: Naming the first that differs.
+            ConfigMismatchError: Naming the first difference.
         """
         if len(datasets) != len(self.data):
             raise ConfigMismatchError(
-                f"{self.path}: the run read {', '.join(self.data)}; name all of them, not {len(datasets)}"
+                f"{self.path}: the run read {', '.join(self.data)}; give all of them, not {len(datasets)}"
             )
         for place, fingerprint, dataset in zip(self.data, self.fingerprints, datasets, strict=True):
             found = dataset.manifest.fingerprint
             if found != fingerprint:
                 raise ConfigMismatchError(
                     f"{place_of(dataset.name)}: has fingerprint {found[:16]}, but the run read {place} with "
-                    f"{fingerprint[:16]} ({self.path}). Its steps had other samples; name the dataset it read"
+                    f"{fingerprint[:16]} ({self.path}). Its steps had other samples; give the dataset that it read"
                 )
 
 
 def _find(run: Path) -> Path:
-    # A checkpoint lies in RUN/checkpoints/step-….
+    # A checkpoint is in RUN/checkpoints/step-….
     places = [run, *run.absolute().parents[:2]]
     found = [place / RECORD_NAME for place in places if (place / RECORD_NAME).is_file()]
     if run.is_file() or found:
         return run if run.is_file() else found[0]
     if not run.exists():
-        raise UsageError(f"--run {run}: there is no such folder")
+        raise UsageError(f"--run {run}: no such folder")
     raise UsageError(
-        f"--run {run}: holds no {RECORD_NAME}, which train.py writes when a run starts. For an older run, resume it "
+        f"--run {run}: has no {RECORD_NAME}, which train.py writes when a run starts. For an older run, resume it "
         "once, or give its settings (--capacity, --global-batch, … as in its config.toml)"
     )
 

@@ -1,89 +1,99 @@
-"""A run of batches from one position on: owns the workers, the buffers and the copy stream."""
+"""A sequence of batches from one position on. Owns the workers, the buffers and the copy stream."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 
 from vlmdata.batch import PackedBatch
-from vlmdata.loader.buffers import BufferPool
-from vlmdata.loader.config import Reading
-from vlmdata.loader.device import DeviceMover, InFlight
-from vlmdata.loader.shards import DatasetShards
+from vlmdata.loader.batches import batch_of
+from vlmdata.loader.buffers import BufferPool, Lease
+from vlmdata.loader.damage import Filled
+from vlmdata.loader.device import DeviceCopy, DeviceMover
+from vlmdata.loader.pipeline import Pipeline
+from vlmdata.loader.request import PackRequest
 from vlmdata.loader.state import Position
-from vlmdata.loader.stream import RankStream, Tag
-from vlmdata.loader.workers import Filled, WorkerPipeline, make_here
+from vlmdata.loader.stream import RankStream
+from vlmdata.loader.workers import Finish
 
 
 @dataclass(frozen=True, eq=False)
-class Ready:
-    """A batch on its way to the consumer."""
+class LoadedBatch:
+    """A batch with the loader's data about it.
 
-    tag: Tag
+    Attributes:
+        batch: The batch.
+        following: Position of the next batch.
+        bytes_read: Bytes read from shards for it.
+        damaged: What is wrong with the samples that are masked, by their number in the pack.
+        copy: The copy to the device, while in progress.
+    """
+
     batch: PackedBatch
+    following: Position
     bytes_read: int
+    damaged: Mapping[int, str] = field(default_factory=dict)
+    copy: DeviceCopy | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class _Flying:
-    """The same, while its copy to the device is under way."""
+class BatchSource(Protocol):
+    """Makes batches, or gets them made."""
 
-    tag: Tag
-    flight: InFlight
-    bytes_read: int
+    def begin[Item](
+        self, requests: Iterator[PackRequest], pool: BufferPool, finish: Finish[Item]
+    ) -> Iterator[Item] | Pipeline[Item]:
+        """Starts to make batches, in the order of the requests; ``finish`` turns each filled buffer into an item."""
 
 
 class Session:
-    """Batches from ``start`` on, until somebody jumps elsewhere.
+    """Batches from ``start`` on, until a jump to another position.
 
     Args:
-        stream: What to load.
-        shards: Where from.
-        config: How.
-        device: Where batches go; None leaves them on the host.
+        stream: Batches to load.
+        source: Source of the batches: shards, or a service.
+        device: Device of the batches; None leaves them on the host.
         start: The first batch.
     """
 
     def __init__(
         self,
         stream: RankStream,
-        shards: Sequence[DatasetShards],
-        config: Reading,
+        source: BatchSource,
         device: torch.device | None,
         start: Position,
     ):
         self._next: Position | None = start
         self._process = os.getpid()
-        self._rank_stream, self._device = stream, device
+        self._device = device
         self._pool = BufferPool()
         self._mover = DeviceMover(device) if device is not None and device.type == "cuda" else None
-        self._pipeline: WorkerPipeline[Tag] | None = None
-        if config.num_workers == 0:
-            made = make_here(stream.jobs(start), shards, self._pool, config.verify)
-            self._items: Iterator[Ready | _Flying] = (self._prepare(filled) for filled in made)
-        else:
-            self._pipeline = WorkerPipeline(stream.jobs(start), shards, self._pool, config, self._prepare)
-            self._items = iter(self._pipeline)
+        self._pipeline: Pipeline[LoadedBatch] | None = None
+        begun = source.begin(stream.requests(start), self._pool, self._finish)
+        if isinstance(begun, Pipeline):
+            self._pipeline = begun
+        self._batches = iter(begun)
 
     def continues_at(self, position: Position) -> bool:
-        """Whether the next batch is the one at this position. Not in a fork, which has neither thread nor workers."""
+        """True if the next batch is at this position. False in a fork, which has neither thread nor workers."""
         return self._next == position and self._process == os.getpid()
 
-    def take(self) -> Ready:
-        """The next batch, on the device and safe to use on its current stream. After an error there is none."""
+    def take(self) -> LoadedBatch:
+        """Returns the next batch, on the device and safe to use on its current stream. After an error there is none."""
         self._next = None
-        item = next(self._items)
-        self._next = item.tag.following
-        if isinstance(item, _Flying):
-            assert self._mover is not None
-            return Ready(item.tag, self._mover.receive(item.flight), item.bytes_read)
-        return item
+        loaded = next(self._batches)
+        self._next = loaded.following
+        if loaded.copy is None:
+            return loaded
+        assert self._mover is not None
+        self._mover.receive(loaded.batch, loaded.copy)
+        return replace(loaded, copy=None)
 
     def close(self) -> None:
-        """Stops everything; batches that were taken stay valid."""
+        """Stops everything. Returned batches stay valid."""
         if self._process != os.getpid():
             return  # the workers and buffers are the parent's
         if self._pipeline is not None:
@@ -91,35 +101,35 @@ class Session:
         if self._mover is not None:
             self._mover.close()
         self._pool.close()
-        # These hold this object as well: without the knot, what they hold is given back now, not at some collection.
-        self._pipeline, self._items = None, iter(())
+        # These objects refer back to this one. Breaking the cycle releases memory now, not at a later collection.
+        self._pipeline, self._batches = None, iter(())
 
-    def _prepare(self, filled: Filled[Tag]) -> Ready | _Flying:
-        """Runs in the pipeline's thread, one batch ahead of the consumer."""
-        batch = self._rank_stream.batch_of(filled)
+    def _finish(self, request: PackRequest, lease: Lease, filled: Filled) -> LoadedBatch:
+        """Converts a filled buffer to a batch. Runs in the pipeline's thread, one batch ahead of the consumer."""
+        batch, copy = batch_of(request, lease.array(), tuple(filled.damaged)), None
         if self._mover is not None:
-            self._mover.pin(filled.lease.memory())
-            return _Flying(filled.job.tag, self._mover.send(batch), filled.bytes_read)
-        if self._device is not None:
+            self._mover.pin(lease.memory())
+            batch, copy = self._mover.send(batch)
+        elif self._device is not None:
             batch = batch.to(self._device)
-        return Ready(filled.job.tag, batch, filled.bytes_read)
+        return LoadedBatch(batch, request.following, filled.bytes_read, filled.damaged, copy)
 
 
 class CurrentSession:
-    """The session a loader is in, if any. Apart from the loader, so that it can be ended when the loader is gone."""
+    """The current session of a loader, if any. Separate from the loader, so that it can end later."""
 
     def __init__(self) -> None:
         self._session: Session | None = None
 
     def at(self, position: Position, begin: Callable[[], Session]) -> Session:
-        """The current session if it goes on at this position, else a new one."""
+        """Returns the current session if it continues at this position, else a new one."""
         if self._session is None or not self._session.continues_at(position):
             self.end()
             self._session = begin()
         return self._session
 
     def end(self) -> None:
-        """Ends the session, if there is one."""
+        """Ends the session, if any."""
         session, self._session = self._session, None
         if session is not None:
             session.close()

@@ -1,18 +1,24 @@
-"""Open shard files, local or cached from a remote, read by offset and checked."""
+"""Reads shards, local, cached or by ranges, by offset and with checks."""
 
 from __future__ import annotations
 
 import errno
 import os
 from collections import OrderedDict
-from collections.abc import Buffer, Sequence
+from collections.abc import Buffer, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
-from vlmdata.errors import DatasetFormatError, ResourceError
+from vlmdata.errors import ChangedDataError, DatasetFormatError, ResourceError
+from vlmdata.loader.config import Verify
+from vlmdata.loader.ranges import Extents, FetchedRanges, RemoteRanges
+from vlmdata.media.pixel_check import require_pixels
 from vlmdata.wording import counted
 
 #: Files kept open per process; far below the usual limit of 1,024.
@@ -21,7 +27,7 @@ _OPEN_FILES = 128
 
 @dataclass(frozen=True)
 class ShardFile:
-    """A shard as the manifest describes it."""
+    """A shard, as described in the manifest."""
 
     name: str
     bytes: int
@@ -29,16 +35,16 @@ class ShardFile:
 
 
 class ShardSource(Protocol):
-    """Where a dataset's shards come from."""
+    """A source of a dataset's shards."""
 
     def local_path(self, shard: ShardFile) -> Path:
-        """Where the shard's bytes lie on this machine, once it was opened."""
+        """Returns the local path of an opened shard."""
 
     def open(self, shard: ShardFile) -> int:
-        """A file descriptor to read the shard from; the caller closes it.
+        """Opens the shard and returns a file descriptor, which the caller closes.
 
         Raises:
-            VlmdataError: If it cannot be had.
+            VlmdataError: If the shard is not available.
         """
 
 
@@ -49,14 +55,14 @@ class LocalShards:
     directory: Path
 
     def local_path(self, shard: ShardFile) -> Path:
-        """The file itself."""
+        """Returns the path of the file."""
         return self.directory / shard.name
 
     def open(self, shard: ShardFile) -> int:
         """Opens the file.
 
         Raises:
-            DatasetFormatError: If it is missing or may not be read.
+            DatasetFormatError: If the file is missing or not readable.
             ResourceError: If too many files are open.
         """
         path = self.local_path(shard)
@@ -66,42 +72,61 @@ class LocalShards:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise ResourceError(f"{path}: {error.strerror}; raise the limit (`ulimit -n`)") from error
             raise DatasetFormatError(
-                f"{path}: cannot open the shard: {error.strerror}. Run `vlmdata verify` on the dataset; it says how to "
-                "mend it."
+                f"{path}: cannot open the shard: {error.strerror}. Run `vlmdata verify` on the dataset; it names the "
+                "remedy."
             ) from error
 
 
 @dataclass(frozen=True)
 class DatasetShards:
-    """A dataset's shards and where they come from. Small and picklable: a worker needs no index.
+    """A dataset's shards and their source. Small and picklable, so that a worker needs no index.
 
     Attributes:
-        name: The dataset as the user named it.
+        name: Location of the dataset, as given by the user.
         files: Shards by number.
-        source: Where they come from.
+        source: Source of the shards.
+        libraries: Versions of the libraries that made its pixels, by name, for messages.
     """
 
     name: str
     files: tuple[ShardFile, ...]
-    source: ShardSource
+    source: ShardSource | RemoteRanges
+    libraries: Mapping[str, str]
 
 
 class ShardStore:
     """Reads byte ranges of shards, keeping files open. One per process.
 
-    Reads go through ``preadv`` straight into the batch's buffer: as fast as copying from a map, with no page
-    faults, and a file cut short is an error rather than a SIGBUS.
+    Reads use ``preadv`` directly into the batch's buffer: as fast as copying from a memory map, without page
+    faults, and a truncated file is an error instead of a SIGBUS. Of shards read by ranges, the caller names the bytes
+    to come (:meth:`fetched`).
 
     Args:
         datasets: The datasets by number.
-        verify: Whether every read is checked against its checksum.
+        verify: Checks to make; see :class:`vlmdata.loader.config.Reading`.
     """
 
-    def __init__(self, datasets: Sequence[DatasetShards], verify: bool):
+    def __init__(self, datasets: Sequence[DatasetShards], verify: Verify):
         self._datasets = datasets
         self._verify = verify
         self._open: OrderedDict[tuple[int, int], int] = OrderedDict()
+        remote = {n: each.source.url for n, each in enumerate(datasets) if isinstance(each.source, RemoteRanges)}
+        self._ranges = FetchedRanges(remote, [[file.name for file in each.files] for each in datasets])
+        self.fetches_ranges = bool(remote)
         self.bytes_read = 0
+
+    @contextmanager
+    def fetched(self, extents: Extents) -> Iterator[None]:
+        """Fetches bytes of shards that are read by ranges. Within the block, :meth:`read` finds them.
+
+        Raises:
+            DatasetFormatError: If some cannot be fetched.
+        """
+        self._ranges.fetch(extents)
+        try:
+            yield
+        finally:
+            self._ranges.forget()
 
     def read(self, dataset: int, shard: int, offset: int, into: memoryview, checksum: int | None, what: str) -> None:
         """Fills ``into`` from a shard.
@@ -110,14 +135,23 @@ class ShardStore:
             dataset: Dataset number.
             shard: Shard number.
             offset: First byte.
-            into: Writable bytes; all of them are filled.
-            checksum: xxh3-64 the bytes must have; None leaves the check to the caller (:meth:`is_sound`).
+            into: Writable bytes to fill completely.
+            checksum: Expected xxh3-64; None leaves the check to the caller (:meth:`is_sound`).
             what: Row, key and field, for messages.
 
         Raises:
-            DatasetFormatError: If the file is missing, short, or the bytes are not those that were written.
-            ResourceError: If the disk cannot read it.
+            DatasetFormatError: If the file is missing or short, or the bytes have changed.
+            ResourceError: If reading from disk fails.
         """
+        if isinstance(self._datasets[dataset].source, RemoteRanges):
+            self._ranges.copy(dataset, shard, offset, into)
+        else:
+            self._read_file(dataset, shard, offset, into, what)
+        self.bytes_read += into.nbytes
+        if checksum is not None and not self.is_sound(into, checksum):
+            raise self.changed(dataset, shard, into, checksum, what)
+
+    def _read_file(self, dataset: int, shard: int, offset: int, into: memoryview, what: str) -> None:
         file = self._file(dataset, shard)
         done = 0
         while done < into.nbytes:
@@ -130,23 +164,31 @@ class ShardStore:
                 raise DatasetFormatError(
                     f"{self.path(dataset, shard)}: {what}: the file ends at byte {offset + done}, "
                     f"{counted(into.nbytes - done, 'byte')} early. "
-                    "Run `vlmdata verify` on the dataset; it says how to mend it."
+                    "Run `vlmdata verify` on the dataset to see how to repair it."
                 )
             done += got
-        self.bytes_read += done
-        if checksum is not None and not self.is_sound(into, checksum):
-            raise self.changed(dataset, shard, into, checksum, what)
 
     def is_sound(self, data: Buffer, checksum: int) -> bool:
-        """Whether bytes have their checksum; always, if reads are not verified."""
-        return not self._verify or xxhash.xxh3_64_intdigest(data) == checksum
+        """True if stored bytes match their checksum, or if these are not verified."""
+        return self._verify == "off" or xxhash.xxh3_64_intdigest(data) == checksum
 
-    def changed(self, dataset: int, shard: int, data: Buffer, checksum: int, what: str) -> DatasetFormatError:
-        """The error for bytes that are not :meth:`is_sound`."""
-        return DatasetFormatError(
+    def require_pixels(
+        self, dataset: int, shard: int, patches: npt.NDArray[np.uint8], checksum: int, what: str
+    ) -> None:
+        """Checks decoded patches, if these are verified.
+
+        Raises:
+            DatasetFormatError: If the patches differ from those of the dataset.
+        """
+        if self._verify == "pixels":
+            require_pixels(patches, checksum, self._datasets[dataset].libraries, f"{self.path(dataset, shard)}: {what}")
+
+    def changed(self, dataset: int, shard: int, data: Buffer, checksum: int, what: str) -> ChangedDataError:
+        """Returns the error for bytes that are not :meth:`is_sound`."""
+        return ChangedDataError(
             f"{self.path(dataset, shard)}: {what}: the data changed after preprocessing: xxh3 is "
             f"{xxhash.xxh3_64_intdigest(data):016x}, expected {checksum:016x}. Run `vlmdata verify` on the "
-            "dataset; it says how to mend it."
+            "dataset to see how to repair it."
         )
 
     def _file(self, dataset: int, shard: int) -> int:
@@ -154,15 +196,16 @@ class ShardStore:
         if key in self._open:
             self._open.move_to_end(key)
             return self._open[key]
-        info = self._datasets[dataset].files[shard]
-        file = self._datasets[dataset].source.open(info)
+        info, source = self._datasets[dataset].files[shard], self._datasets[dataset].source
+        assert not isinstance(source, RemoteRanges)
+        file = source.open(info)
         size = os.fstat(file).st_size
         if size != info.bytes:
             os.close(file)
             raise DatasetFormatError(
                 f"{self.path(dataset, shard)}: {size} bytes, but the manifest says {info.bytes} (sha256 "
-                f"{info.sha256}); the shard was cut or replaced. Run `vlmdata verify` on the dataset; "
-                "it says how to mend it."
+                f"{info.sha256}); the shard was truncated or replaced. Run `vlmdata verify` on the dataset "
+                "to see how to repair it."
             )
         self._open[key] = file
         if len(self._open) > _OPEN_FILES:
@@ -170,9 +213,12 @@ class ShardStore:
         return file
 
     def path(self, dataset: int, shard: int) -> str:
-        """For messages: the shard by the name the user gave, and its copy here if it is one."""
+        """Returns the shard's name for messages: with the user's location, and its local copy if any."""
         found = self._datasets[dataset]
-        name, path = f"{found.name}/{found.files[shard].name}", found.source.local_path(found.files[shard])
+        name = f"{found.name}/{found.files[shard].name}"
+        if isinstance(found.source, RemoteRanges):
+            return name
+        path = found.source.local_path(found.files[shard])
         return name if name == str(path) else f"{name} (read from {path})"
 
     def close(self) -> None:

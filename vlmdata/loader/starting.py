@@ -1,6 +1,6 @@
 """Starts worker processes one at a time.
 
-filelock, which every program with the Hugging Face hub imports, refuses a fork while another thread forks. Two loaders
+filelock, which every program with the Hugging Face hub imports, rejects a fork while another thread forks. Two loaders
 in one process, one to train and one to evaluate, start their workers from two threads.
 """
 
@@ -12,7 +12,7 @@ import threading
 import time
 from multiprocessing.context import BaseContext, ForkContext, ForkProcess
 
-#: Seconds to wait before each further attempt, when the fork of a thread that is not ours was in the way.
+#: Seconds to wait before each further attempt, when another thread's fork was in the way.
 _PAUSES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 _one_at_a_time = threading.Lock()
@@ -23,7 +23,7 @@ def _renew_lock() -> None:
     _one_at_a_time = threading.Lock()
 
 
-# A process forked while another thread held the lock would wait for it for ever.
+# A process forked while another thread held the lock would wait for it forever.
 os.register_at_fork(after_in_child=_renew_lock)
 
 
@@ -43,10 +43,10 @@ class _OneAtATime(ForkContext):
 
 
 def worker_context(method: str | None) -> BaseContext:
-    """The multiprocessing context that loader workers start in.
+    """Returns the multiprocessing context for loader workers.
 
     Args:
-        method: Start method; None is the interpreter's default.
+        method: Start method; None means the interpreter's default.
 
     Raises:
         ValueError: If the platform has no such method.

@@ -1,4 +1,4 @@
-"""The loader's state: where the next batch stands, and what must be unchanged for that to mean anything."""
+"""The loader's state: the position of the next batch, and the data and plan to which it applies."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from vlmdata.errors import ConfigMismatchError
-from vlmdata.packing.config import PlanConfig, concerns_assignment, config_differences
+from vlmdata.packing.config import ALGORITHMS, PlanConfig, concerns_assignment, config_differences
 
 STATE_VERSION = 1
 
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """The next batch to hand out: epoch, optimizer step within it, micro-batch within that."""
+    """Position of the next batch: epoch, optimizer step in the epoch, micro-batch in the step."""
 
     epoch: int = 0
     step: int = 0
@@ -23,22 +23,24 @@ class Position:
 
 @dataclass(frozen=True)
 class LoaderState:
-    """All there is to save; its size does not depend on the data.
+    """The saved state. Its size does not depend on the data.
 
     Attributes:
         position: The next batch.
-        dp_size: Data-parallel ranks; matters only within a step.
+        dp_size: Data-parallel size; only relevant within a step.
         datasets: (name, fingerprint of the manifest) of every dataset, in order.
         plan: The plan's configuration.
+        damaged: (dataset number, position in it) of the samples that are masked, ascending; bounded by ``max_damaged``.
     """
 
     position: Position
     dp_size: int
     datasets: tuple[tuple[str, str], ...]
     plan: Mapping[str, Any]
+    damaged: tuple[tuple[int, int], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able form."""
+        """Returns the JSON form."""
         return {
             "version": STATE_VERSION,
             "epoch": self.position.epoch,
@@ -47,44 +49,53 @@ class LoaderState:
             "dp_size": self.dp_size,
             "datasets": [{"name": name, "fingerprint": fingerprint} for name, fingerprint in self.datasets],
             "plan": dict(self.plan),
+            "damaged": [list(sample) for sample in self.damaged],
         }
+
+
+def damaged_in(state: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Returns the samples that a saved state counts as masked; none for states of earlier versions."""
+    return [(int(dataset), int(index)) for dataset, index in state.get("damaged", ())]
 
 
 def restore(
     state: Mapping[str, Any], dp_size: int, datasets: tuple[tuple[str, str], ...], plan: PlanConfig
 ) -> Position:
-    """The position a saved state stands for, if it is of the same data and plan.
+    """Returns the position of a saved state, if data and plan are unchanged.
 
     Args:
-        state: What :meth:`LoaderState.to_dict` gave.
-        dp_size: Data-parallel ranks now.
-        datasets: Names and fingerprints now.
-        plan: The plan's configuration now.
+        state: Result of :meth:`LoaderState.to_dict`.
+        dp_size: Current data-parallel size.
+        datasets: Current names and fingerprints.
+        plan: Current configuration of the plan.
 
     Raises:
         ConfigMismatchError: Listing every difference.
     """
     if state.get("version") != STATE_VERSION:
         raise ConfigMismatchError(
-            f"the loader state has version {state.get('version')}, this vlmdata reads {STATE_VERSION}"
+            f"the loader state has version {state.get('version')}, but this vlmdata reads {STATE_VERSION}"
         )
     position = Position(int(state["epoch"]), int(state["step"]), int(state["micro_batch"]))
     differences = config_differences(dict(state["plan"]), plan)
-    # Between steps it does not matter which rank ran which pack; within one it decides what is left for whom.
+    # Between steps it does not matter which rank ran which pack. Within a step it determines the remaining packs.
     changed = [line for line in differences if position.micro_batch or not concerns_assignment(line)]
     saved = [(str(each["name"]), str(each["fingerprint"])) for each in state["datasets"]]
     if len(saved) != len(datasets):
         changed.append(f"datasets: {len(saved)} -> {len(datasets)}")
     for i, ((old_name, old), (name, new)) in enumerate(zip(saved, datasets, strict=False)):
-        # Names are paths and may change; what they hold may not.
+        # Names are paths and may change; the contents must not.
         if old != new:
             changed.append(f"dataset {i} ({old_name}): content {old[:16]} -> {new[:16]} ({name})")
     if position.micro_batch and int(state["dp_size"]) != dp_size:
         changed.append(
             f"dp_size: {state['dp_size']} -> {dp_size}, within step {position.step} (at micro-batch "
-            f"{position.micro_batch}); it may change between steps only"
+            f"{position.micro_batch}); it may change only between steps"
         )
     if changed:
         listed = "\n".join(f"  {line}" for line in changed)
-        raise ConfigMismatchError(f"the loader state is of another run:\n{listed}\nRestore these, or start a new run.")
+        remedy = "Restore these, or start a new run."
+        if any(line.startswith(ALGORITHMS) for line in changed):
+            remedy += " An algorithm comes with the version of vlmdata: to resume, install the one that began the run."
+        raise ConfigMismatchError(f"the loader state is of another run:\n{listed}\n{remedy}")
     return position

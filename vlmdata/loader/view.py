@@ -1,4 +1,4 @@
-"""A loader as a PyTorch ``IterableDataset``, for what takes nothing but a ``DataLoader``."""
+"""A loader as a PyTorch ``IterableDataset``, for frameworks that need a ``DataLoader``."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class LoaderDataset(torch.utils.data.IterableDataset[PackedBatch]):
-    """The batches of a loader. Give it to ``DataLoader(dataset, batch_size=None)`` or to torchdata's.
+    """The batches of a loader. Pass it to ``DataLoader(dataset, batch_size=None)`` or to torchdata's.
 
-    The loader makes batches in worker processes of its own. Workers of the ``DataLoader`` would each yield all batches,
-    so they are refused.
+    The loader has its own worker processes. Each worker of the ``DataLoader`` would yield all batches,
+    so such workers are an error.
 
     Args:
         loader: The loader; its position moves as batches are taken.
-        endless: Whether a pass goes on from epoch to epoch; it then has no length.
+        endless: Whether a pass continues from epoch to epoch; it then has no length.
     """
 
     def __init__(self, loader: StreamingLoader, endless: bool = False):
@@ -33,7 +33,7 @@ class LoaderDataset(torch.utils.data.IterableDataset[PackedBatch]):
         if worker is not None:
             raise UsageError(
                 f"DataLoader(num_workers={worker.num_workers}) over a StreamingLoader: every worker would yield all "
-                "batches. Use num_workers=0 here and give StreamingLoader, which has workers of its own, num_workers"
+                "batches. Use num_workers=0 here, and set num_workers of StreamingLoader, which has its own workers"
             )
         yield from self.loader
         while self.endless:

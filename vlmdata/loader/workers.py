@@ -1,16 +1,14 @@
-"""Making batches in order: in this process, or ahead of time in PyTorch DataLoader workers.
+"""Makes batches in order: in this process, or ahead of time in PyTorch DataLoader workers.
 
-The DataLoader iterates over requests (its sampler), each naming a buffer; a worker fills the buffer and returns only
-how much it read. It runs in a thread of its own, which also keeps PyTorch from installing its SIGCHLD handler: that
-would raise in the middle of the training step when a worker dies. Here a dead worker is noticed when its batch is
-due, and the pipeline starts again from exactly that batch.
+The DataLoader iterates over requests (its sampler), each with the name of a buffer. A worker fills the buffer and
+returns only the number of bytes read. The DataLoader runs in a separate thread, which also keeps PyTorch from
+installing its SIGCHLD handler: the handler would raise in the middle of the training step when a worker dies. Here, a
+dead worker is noticed when its batch is due, and the pipeline starts again from exactly that batch.
 """
 
 from __future__ import annotations
 
 import os
-import queue
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,226 +18,212 @@ import torch
 from torch.utils.data import DataLoader
 
 from vlmdata.errors import ResourceError, VlmdataError
-from vlmdata.loader.assemble import assemble, layout_of
 from vlmdata.loader.buffers import BufferMaps, BufferName, BufferPool, Lease
-from vlmdata.loader.config import Reading
+from vlmdata.loader.config import OnDamage, Reading, Verify
+from vlmdata.loader.damage import Filled, fill
+from vlmdata.loader.pipeline import Pipeline
 from vlmdata.loader.request import PackRequest
 from vlmdata.loader.shards import DatasetShards, ShardStore
 from vlmdata.loader.starting import worker_context
 
-#: Worker deaths in a row, with no batch in between, before we give up.
+#: Number of worker deaths in a row, without a batch in between, before an error.
 _MAX_RESTARTS = 3
-#: Seconds that a killed process may take to be gone; one that waits for a dead network file system never is.
+#: Seconds for a killed process to disappear; one that waits for a dead network file system never does.
 _DEATH_SECONDS = 10.0
-#: Seconds in which a worker that works gives its batch, which ends the thread's waiting and the thread. Once workers
-#: are killed it takes PyTorch 5 s to notice.
+#: Seconds after which PyTorch, while no batch comes, looks whether its workers live. Its own default is 5.
+_LOOK_SECONDS = 0.25
+#: Seconds in which a working worker returns its batch, which lets the waiting thread end.
 _GRACE_SECONDS = 1.0
 
 
-@dataclass(frozen=True, eq=False)
-class Job[T]:
-    """A request and whatever the caller needs to know of it when it is filled."""
-
-    request: PackRequest
-    tag: T
+#: Converts a filled buffer, given its request and the number of bytes read. Takes ownership of the buffer.
+type Finish[Item] = Callable[[PackRequest, Lease, Filled], Item]
 
 
-@dataclass(frozen=True, eq=False)
-class Filled[T]:
-    """A filled buffer.
+class _Filler(torch.utils.data.Dataset[Any]):
+    """Runs in a worker: fills the buffer of a request."""
 
-    Attributes:
-        job: What was asked for.
-        lease: The buffer; whoever takes the batch out of it owns it.
-        bytes_read: Bytes read from shards.
-    """
-
-    job: Job[T]
-    lease: Lease
-    bytes_read: int
-
-
-class _Maker(torch.utils.data.Dataset[Any]):
-    """What a worker runs: a map from request to filled buffer."""
-
-    def __init__(self, datasets: Sequence[DatasetShards], verify: bool):
-        self._datasets, self._verify = datasets, verify
+    def __init__(self, datasets: Sequence[DatasetShards], verify: Verify, on_damage: OnDamage):
+        self._datasets, self._verify, self._on_damage = datasets, verify, on_damage
         self._store: ShardStore | None = None
         self._buffers = BufferMaps()
 
-    def __getitem__(self, item: tuple[PackRequest, BufferName]) -> int | VlmdataError:
+    def __getitem__(self, item: tuple[PackRequest, BufferName]) -> Filled | VlmdataError:
         if self._store is None:
             self._store = ShardStore(self._datasets, self._verify)
         request, name = item
         try:
-            return assemble(request, self._store, self._buffers.array(name))
+            return fill(request, self._store, self._buffers.array(name), self._on_damage)
         except VlmdataError as error:
-            return error  # as a value: DataLoader would wrap it in a traceback
+            return error  # returned, because DataLoader would wrap it in a traceback
 
 
-def make_here[T](
-    jobs: Iterator[Job[T]], datasets: Sequence[DatasetShards], pool: BufferPool, verify: bool
-) -> Iterator[Filled[T]]:
-    """Makes batches in this process, one at a time."""
-    store = ShardStore(datasets, verify)
-    try:
-        for job in jobs:
-            lease = pool.acquire(layout_of(job.request).bytes)
-            yield Filled(job, lease, assemble(job.request, store, lease.memory()))
-    finally:
-        store.close()
+@dataclass(frozen=True, eq=False)
+class ShardBatches:
+    """Makes batches from shards.
+
+    Attributes:
+        datasets: Sources of the shards.
+        config: Reading options.
+    """
+
+    datasets: Sequence[DatasetShards]
+    config: Reading
+
+    def begin[Item](
+        self, requests: Iterator[PackRequest], pool: BufferPool, finish: Finish[Item]
+    ) -> Iterator[Item] | Pipeline[Item]:
+        """Starts to make batches.
+
+        Args:
+            requests: Requests in order, possibly endless.
+            pool: Buffers.
+            finish: Applied to every filled buffer, in order.
+        """
+        if self.config.num_workers == 0:
+            return self._here(requests, pool, finish)
+        return WorkerPipeline(requests, self.datasets, pool, self.config, finish)
+
+    def _here[Item](self, requests: Iterator[PackRequest], pool: BufferPool, finish: Finish[Item]) -> Iterator[Item]:
+        """Makes batches in this process, one at a time."""
+        store = ShardStore(self.datasets, self.config.checks)
+        try:
+            for request in requests:
+                lease = pool.acquire(request.layout.bytes)
+                yield finish(request, lease, fill(request, store, lease.memory(), self.config.on_damage))
+        finally:
+            store.close()
 
 
-class WorkerPipeline[T]:
-    """Batches made ahead of time by worker processes, in the order of the jobs.
+class WorkerPipeline[Item](Pipeline[Item]):
+    """Batches made ahead of time by worker processes, in the order of the requests.
 
     Args:
-        jobs: Jobs in order, without end or with one.
-        datasets: Where shards come from.
+        requests: Requests in order, possibly endless.
+        datasets: Sources of the shards.
         pool: Buffers.
-        config: How.
-        on_thread: Applied to every filled buffer in the pipeline's thread (a copy to a device, say).
+        config: Reading options.
+        finish: Applied to every filled buffer in the pipeline's thread; it may start a copy to a device.
     """
 
     def __init__(
         self,
-        jobs: Iterator[Job[T]],
+        requests: Iterator[PackRequest],
         datasets: Sequence[DatasetShards],
         pool: BufferPool,
         config: Reading,
-        on_thread: Callable[[Filled[T]], Any],
+        finish: Finish[Item],
     ):
-        self._jobs, self._datasets, self._pool, self._config = jobs, datasets, pool, config
-        self._on_thread = on_thread
-        self._ready: queue.Queue[Any] = queue.Queue(maxsize=1)  # one ahead of the consumer
-        self._stopped = threading.Event()
+        super().__init__(config.timeout)
+        self._requests, self._datasets, self._pool, self._config = requests, datasets, pool, config
+        self._finish = finish
         self._iterator: Any = None
-        self._failure: Exception | None = None  # why there are no further jobs, if they did not just end
-        self._thread = threading.Thread(target=self._run, name="vlmdata-pipeline", daemon=True)
-        self._thread.start()
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            try:
-                item = self._ready.get(timeout=self._config.timeout)
-            except queue.Empty:
-                self.close(wait=False)
-                raise ResourceError(
-                    f"no batch came for {self._config.timeout:.0f} s: a worker is stuck, or storage is slow. Look at "
-                    "the workers and the disk, or raise `timeout`; the loader's state is intact."
-                ) from None
-            if item is None:
-                return
-            if isinstance(item, BaseException):
-                try:
-                    raise item
-                finally:
-                    del item  # else its traceback holds this frame and this frame it, with all batches, for long
-            yield item
+        self._failure: Exception | None = None  # why requests stopped, unless they just ended
+        self.start()
 
     def close(self, wait: bool = True) -> None:
         """Stops the workers.
 
         Args:
-            wait: Whether they and the thread are gone afterwards; else they are only told to go.
+            wait: Whether to wait until they and the thread are gone.
         """
-        self._stopped.set()
-        wait = wait and self._thread is not threading.current_thread()  # garbage is collected in any thread
+        self.stopped.set()
+        wait = wait and not self.is_current_thread  # garbage collection may run in any thread
         if wait:
-            self._thread.join(timeout=_GRACE_SECONDS)
-        _kill_workers(self._iterator, wait)  # a worker that is stuck would not listen to anything softer
+            self.join(_GRACE_SECONDS)
+        _kill_workers(self._iterator, wait)  # a stuck worker would ignore anything softer
         if wait:
-            self._thread.join(timeout=_DEATH_SECONDS)
+            self.join(_DEATH_SECONDS)
 
-    def _run(self) -> None:
-        pending: list[tuple[Job[T], Lease]] = []
+    def make(self) -> None:
+        """Takes batches from the workers, and starts workers again that were killed."""
+        pending: list[tuple[PackRequest, Lease]] = []
         restarts = 0
-        try:
-            while not self._stopped.is_set():
-                try:
-                    if self._iterator is None:
-                        self._iterator = self._loader(pending)
-                    outcome = next(self._iterator)
-                except StopIteration:
-                    self._put(self._failure)
+        while not self.stopped.is_set():
+            try:
+                if self._iterator is None:
+                    self._iterator = self._loader(pending)
+                outcome = next(self._iterator)
+            except StopIteration:
+                self.put(self._failure)
+                return
+            except RuntimeError as error:
+                if self.stopped.is_set():
                     return
-                except RuntimeError as error:
-                    if self._stopped.is_set():
-                        return
-                    # DataLoader's word for a worker that was killed. All it had not delivered is still pending.
-                    restarts += 1
-                    if restarts > _MAX_RESTARTS:
-                        raise ResourceError(
-                            f"loader workers died {restarts} times in a row, the last time: {error}. Out of memory? "
-                            "Use fewer num_workers or a smaller prefetch_factor; the loader's state is intact."
-                        ) from error
-                    if not _kill_workers(self._iterator):  # before others write to the same buffers
-                        raise ResourceError(
-                            "a loader worker died and another one cannot be stopped: storage hangs. Look at the disk "
-                            "or the network; the loader's state is intact."
-                        ) from error
-                    self._iterator = None
+                if _is_only_late(error):
                     continue
-                restarts = 0
-                if isinstance(outcome, VlmdataError):
-                    self._put(outcome)
-                    return
-                self._deliver(Filled(*pending.pop(0), outcome))
-        except BaseException as error:
-            self._put(error)
-        finally:
-            _kill_workers(self._iterator)
-            self._iterator = self._failure = None  # its traceback holds this object
+                # DataLoader's error for a killed worker. Everything not delivered is still pending.
+                restarts += 1
+                if restarts > _MAX_RESTARTS:
+                    raise ResourceError(
+                        f"loader workers died {restarts} times in a row, the last time: {error}. Out of memory? "
+                        "Use fewer num_workers or a smaller prefetch_factor; the loader's state is valid."
+                    ) from error
+                if not _kill_workers(self._iterator):  # before others write to the same buffers
+                    raise ResourceError(
+                        "a loader worker died and another one cannot be stopped: storage hangs. Check the disk "
+                        "or the network; the loader's state is valid."
+                    ) from error
+                self._iterator = None
+                continue
+            restarts = 0
+            if isinstance(outcome, VlmdataError):
+                self.put(outcome)
+                return
+            self._deliver(*pending.pop(0), outcome)
 
-    def _loader(self, pending: list[tuple[Job[T], Lease]]) -> Any:
-        """A new DataLoader over what is pending and then the jobs that follow."""
+    def clean_up(self) -> None:
+        """Kills the workers."""
+        _kill_workers(self._iterator)
+        self._iterator = self._failure = None  # its traceback refers to this object
+
+    def _loader(self, pending: list[tuple[PackRequest, Lease]]) -> Any:
+        """Creates a DataLoader over the pending requests, followed by the remaining ones."""
         again = list(pending)
 
         def requests() -> Iterator[tuple[PackRequest, BufferName]]:
-            for job, lease in again:
-                yield job.request, lease.name
-            while not self._stopped.is_set():
+            for request, lease in again:
+                yield request, lease.name
+            while not self.stopped.is_set():
                 try:
-                    job = next(self._jobs)
-                    lease = self._pool.acquire(layout_of(job.request).bytes)
+                    request = next(self._requests)
+                    lease = self._pool.acquire(request.layout.bytes)
                 except StopIteration:
                     return
                 except Exception as error:
-                    # The next epoch cannot be planned, say. That is an error of this position in the order: batches
-                    # under way are delivered first, which raising it here would prevent.
+                    # For example, the next epoch cannot be planned. The error belongs to this position in the order:
+                    # batches in progress are delivered first, which raising it here would prevent.
                     self._failure = error
                     return
-                pending.append((job, lease))
-                yield job.request, lease.name
+                pending.append((request, lease))
+                yield request, lease.name
 
         loader = DataLoader(
-            _Maker(self._datasets, self._config.verify),
+            _Filler(self._datasets, self._config.checks, self._config.on_damage),
             batch_size=None,
             sampler=_Sequence(requests),
             num_workers=self._config.num_workers,
             prefetch_factor=self._config.prefetch_factor,
+            timeout=_LOOK_SECONDS,
             collate_fn=_as_it_is,
             worker_init_fn=_leave_process_group,
-            generator=torch.Generator(),  # else every start draws from the training's own random numbers
+            generator=torch.Generator(),  # otherwise every start draws from the training's random stream
             multiprocessing_context=worker_context(self._config.multiprocessing_context),
         )
         return iter(loader)
 
-    def _deliver(self, filled: Filled[T]) -> None:
-        if not self._stopped.is_set():
-            self._put(self._on_thread(filled))
+    def _deliver(self, request: PackRequest, lease: Lease, filled: Filled) -> None:
+        if not self.stopped.is_set():
+            self.put(self._finish(request, lease, filled))
 
-    def _put(self, item: Any) -> None:
-        while not self._stopped.is_set():
-            try:
-                self._ready.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-            return
+
+def _is_only_late(error: RuntimeError) -> bool:
+    """Whether DataLoader says that no batch came in time, with all workers alive: the next call goes on waiting."""
+    return str(error).startswith("DataLoader timed out")
 
 
 def _kill_workers(iterator: Any, wait: bool = True) -> bool:
-    """Ends a DataLoader iterator's processes at once; False if they are not gone after a while."""
+    """Kills a DataLoader iterator's processes. Returns False if they still exist after a while."""
     workers = getattr(iterator, "_workers", ())
     for worker in workers:
         worker.kill()
@@ -250,7 +234,7 @@ def _kill_workers(iterator: Any, wait: bool = True) -> bool:
 
 
 class _Sequence(torch.utils.data.Sampler[Any]):
-    """A sampler over what a function yields."""
+    """A sampler over the values of a generator function."""
 
     def __init__(self, make: Callable[[], Iterator[Any]]):
         self._make = make
@@ -264,8 +248,8 @@ def _as_it_is(item: Any) -> Any:
 
 
 def _leave_process_group(worker: int) -> None:
-    """Keeps a worker from signals to the whole process group, such as ctrl-C: a step under way still needs batches.
+    """Keeps signals to the process group, such as ctrl-C, from a worker: the current step still needs batches.
 
-    Workers end when they are killed here or, at the latest, when PyTorch's watch finds their parent gone.
+    Workers end when killed here or, at the latest, when PyTorch's watchdog finds their parent gone.
     """
     os.setpgid(0, 0)

@@ -1,1 +1,1 @@
-"""What the pixels of an item are and how they are stored: decoding, resizing, codecs."""
+"""Pixels of items and their storage: decoding, resizing, codecs."""

@@ -1,7 +1,7 @@
-"""From file bytes to an upright 8-bit RGB image, with a named reason where that cannot be.
+"""Decodes file bytes to an upright 8-bit RGB image, or raises an error with a reason.
 
-What files hold is normalised before any resizing: EXIF orientation applied, alpha composited on white, 16-bit and
-float images scaled to 8 bit by a stated rule, the first frame of an animation taken. (transformers and
+File contents are normalised before resizing: EXIF orientation is applied, alpha composited on white, 16-bit and
+float images scaled to 8 bit by a fixed rule, and the first frame of an animation used. (transformers and
 qwen_vl_utils each get some of these wrong.)
 """
 
@@ -35,10 +35,10 @@ class DecodedImage:
 
     Attributes:
         pixels: uint8 (H, W, 3), RGB, upright; read-only.
-        file_format: As Pillow names it, such as ``JPEG``.
+        file_format: Pillow's name of the format, such as ``JPEG``.
         mode: Pillow's mode of the file's content.
         file_size: (width, height) as stored in the file, before EXIF orientation.
-        steps: What was normalised: of ``first_frame``, ``exif``, ``alpha``, ``depth``, ``mode``.
+        steps: Normalisation steps: any of ``first_frame``, ``exif``, ``alpha``, ``depth``, ``mode``.
     """
 
     pixels: npt.NDArray[np.uint8]
@@ -53,7 +53,7 @@ def decode_image(data: bytes, max_source_pixels: int, what: str = "image") -> De
 
     Args:
         data: The file's bytes.
-        max_source_pixels: Larger images are refused before their pixels are decoded.
+        max_source_pixels: Larger images are rejected before decoding their pixels.
         what: Name of the field for messages, such as ``images[2]``.
 
     Returns:
@@ -116,9 +116,9 @@ def _not_opened(data: bytes, found: Found | None, what: str) -> MediaError:
 
 
 class _PillowLimit:
-    """Sets Pillow's own bomb check to our limit, so it refuses what we refuse (also in frames and tiles).
+    """Sets Pillow's own decompression bomb check to the same limit (also for frames and tiles).
 
-    The check is one for the whole process: it stays until the last of several threads has decoded its image.
+    The check is global to the process, so it stays until the last of several threads has decoded its image.
     """
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class _PillowLimit:
             if self._users == 0:
                 self._undo.callback(setattr, Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)
                 self._undo.enter_context(warnings.catch_warnings())
-                warnings.simplefilter("ignore")  # bombs between 1x and 2x the limit: we raise for those ourselves
+                warnings.simplefilter("ignore")  # images between 1x and 2x the limit: this module raises for those
                 Image.MAX_IMAGE_PIXELS = max_source_pixels
             self._users += 1
         try:
@@ -151,7 +151,7 @@ def _normalise(image: Image.Image, what: str) -> DecodedImage:
     file_format, mode, size = image.format or "unknown", image.mode, image.size
     steps = []
     if getattr(image, "n_frames", 1) > 1:
-        steps.append("first_frame")  # Image.open stands on frame 0
+        steps.append("first_frame")  # Image.open selects frame 0
     if _orientation(image) not in (None, 1):
         image = ImageOps.exif_transpose(image)
         steps.append("exif")
@@ -170,7 +170,7 @@ def _normalise(image: Image.Image, what: str) -> DecodedImage:
 def _orientation(image: Image.Image) -> int | None:
     try:
         value = image.getexif().get(_EXIF_ORIENTATION)
-    except Exception:  # a damaged EXIF block is no reason to lose the picture
+    except Exception:  # a damaged EXIF block is no reason to reject the image
         return None
     return value if value in range(1, 9) else None
 
@@ -182,13 +182,13 @@ def _composite_on_white(image: Image.Image) -> Image.Image:
 
 
 def _to_8_bit(values: npt.NDArray[np.generic], mode: str, what: str) -> npt.NDArray[np.uint8]:
-    """Scales a deep gray image to 8 bit by what its numbers can mean.
+    """Scales a deep grey image to 8 bit by the range of its values.
 
     16-bit (and 32-bit integers within 16 bits): ``round(v * 255 / 65535)``. Floats: 0..1, 0..255 or 0..65535,
-    the smallest of these ranges that holds every value.
+    the smallest of these ranges that contains every value.
 
     Raises:
-        MediaError: PIXEL_RANGE where no range holds the values.
+        MediaError: PIXEL_RANGE if no range contains the values.
     """
     wide = values.astype(np.float64)
     low, high = float(wide.min()), float(wide.max())

@@ -1,4 +1,4 @@
-"""How decoding and resizing say that an item's bytes cannot be used."""
+"""The error of decoding and resizing for unusable items."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from vlmdata.format.ledger import Reason
 
 
 class MediaError(VlmdataError):
-    """An item cannot be decoded, or not brought to the size that is asked for.
+    """An item cannot be decoded, or not resized as requested.
 
     Args:
-        reason: What it is in the ledger of rejected rows.
-        message: What was found: field, value, and where it helps the remedy.
+        reason: Reason in the ledger of rejected rows.
+        message: Description with field, value and, if helpful, the remedy.
     """
 
     def __init__(self, reason: Reason, message: str):

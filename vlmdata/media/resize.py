@@ -1,6 +1,6 @@
-"""Resizing images as the reference does.
+"""Resizes images as the reference does.
 
-torchvision's antialiased bicubic on uint8 is the reference; Pillow's differs by up to 2 grey levels. torch's kernel
+The reference is torchvision's antialiased bicubic on uint8; Pillow's differs by up to 2 grey levels. torch's kernel
 gives the same bytes with plain, AVX2 and AVX-512 code, so shards do not depend on the machine (docs/decisions/0002).
 """
 
@@ -26,9 +26,9 @@ def resize_image(pixels: npt.NDArray[np.uint8], height: int, width: int) -> npt.
     import torch
     from torchvision.transforms.v2 import functional as transforms
 
-    # A view: (H, W, 3) memory seen as (3, H, W) is torch's channels-last, which the kernel reads without a copy.
+    # A view: (H, W, 3) memory as (3, H, W) is torch's channels-last format, which the kernel reads without a copy.
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nor is it written to
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # it is not written to
         image = torch.from_numpy(pixels).permute(2, 0, 1)
     if (height, width) != pixels.shape[:2]:
         image = transforms.resize(

@@ -1,4 +1,4 @@
-"""Names what bytes are that Pillow does not open as an image, by their first bytes, and what to do about it."""
+"""Identifies files that Pillow cannot open, by their first bytes, with a remedy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from vlmdata.format.ledger import Reason
 from vlmdata.wording import excerpt
 
-#: Brands of ISO media files that hold pictures; those of films are too many to list.
+#: Brands of ISO media files with images; those of videos are too many to list.
 _HEIC = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs"})
 _AVIF = frozenset({b"avif", b"avis"})
 _HEIF = frozenset({b"mif1", b"mif2", b"msf1", b"miaf"})
@@ -21,10 +21,10 @@ _MPEG_PACKET = 188
 
 @dataclass(frozen=True)
 class Found:
-    """What bytes are.
+    """The kind of a file.
 
     Attributes:
-        reason: UNSUPPORTED_IMAGE for pictures in formats that are not read, NOT_AN_IMAGE for everything else.
+        reason: UNSUPPORTED_IMAGE for images in unsupported formats, NOT_AN_IMAGE for everything else.
         name: The format, with its article.
         remedy: What the user can do, as a sentence.
     """
@@ -61,7 +61,7 @@ GIT_LFS = _other("a Git LFS pointer", "Get the file itself: git lfs pull")
 ARCHIVE = _other("a compressed file or archive", "Unpack it first")
 DATA = _other("a file of scientific data", "Convert what it shows to PNG")
 
-#: Formats that Pillow identifies but cannot decode by itself: some have no decoder, and others start a program that
+#: Formats that Pillow identifies but cannot decode itself: some have no decoder, and others start a program that
 #: another machine may lack.
 IDENTIFIED_ONLY: Mapping[str, Found] = {
     "EPS": POSTSCRIPT,
@@ -94,7 +94,7 @@ _RIFF: Mapping[bytes, Found] = {b"AVI ": VIDEO, b"WAVE": AUDIO}
 
 
 def recognise(data: bytes) -> Found | None:
-    """What the bytes are, by their signature; None if it is not known."""
+    """Identifies bytes by their signature; None if unknown."""
     for start, found in _STARTS.items():
         if data.startswith(start):
             return found
@@ -127,7 +127,7 @@ def _iso_media(data: bytes) -> Found:
 
 
 def _brands(data: bytes) -> Iterator[bytes]:
-    """The major brand, then the compatible ones."""
+    """Yields the major brand, then the compatible ones."""
     yield data[8:12]
     end = min(struct.unpack(">I", data[:4])[0], len(data))
     for at in range(16, end - 3, 4):

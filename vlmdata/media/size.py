@@ -1,4 +1,4 @@
-"""The size an image is resized to: by the run's bounds, or by those that the data gives for this image.
+"""Determines the size to which an image is resized: from the run's bounds, or from those in the data.
 
 Source: ``fetch_image`` of qwen_vl_utils with the family's ``image_patch_size``.
 """
@@ -12,18 +12,18 @@ from vlmdata.families.base import AspectRatioError
 from vlmdata.format.ledger import Reason
 from vlmdata.media.error import MediaError
 
-#: Bounds of qwen_vl_utils, in tokens, which hold for explicit sizes. The data may not ask for more.
+#: Bounds of qwen_vl_utils, in tokens, for explicit sizes. The data must not request more.
 _LEAST_TOKENS, _MOST_TOKENS = 4, 16_384
 
 
 @dataclass(frozen=True)
 class SizeRequest:
-    """What the data asks for one image. None leaves it to the run.
+    """The size that the data requests for an image. None leaves it to the run.
 
     Attributes:
         min_pixels: At least about this many pixels.
         max_pixels: At most this many pixels.
-        resized_height: Height in pixels; goes with ``resized_width``, and these two decide alone.
+        resized_height: Height in pixels; used with ``resized_width``; these two override the bounds.
         resized_width: Width in pixels.
     """
 
@@ -34,28 +34,28 @@ class SizeRequest:
 
 
 def most_pixels(family: Family) -> int:
-    """The largest image that data may ask for, in pixels."""
+    """Returns the largest image that data may request, in pixels."""
     return _MOST_TOKENS * family.factor**2
 
 
 def target_size(
     height: int, width: int, request: SizeRequest, bounds: tuple[int, int], family: Family, what: str
 ) -> tuple[int, int]:
-    """The (height, width) to resize an image to, in pixels.
+    """Returns the (height, width) to which an image is resized, in pixels.
 
-    ``resized_height`` and ``resized_width`` decide alone. Else a bound of the image replaces that of the run; where
-    only one is given and the run's other bound contradicts it, the run's gives way.
+    ``resized_height`` and ``resized_width`` override all bounds. Otherwise, a bound of the image replaces that of the
+    run. If only one is given and the run's other bound contradicts it, the run's is ignored.
 
     Args:
-        height: Of the decoded image.
-        width: Of the decoded image.
-        request: What the data asks for this image.
-        bounds: The run's least and most pixels.
-        family: Whose rule of sizes holds.
+        height: Height of the decoded image.
+        width: Width of the decoded image.
+        request: The size requested by the data.
+        bounds: The run's minimum and maximum pixels.
+        family: Family with the size rule.
         what: Name of the field for messages.
 
     Raises:
-        MediaError: ASPECT_RATIO over 200; IMAGE_BOUNDS for bounds that cannot be obeyed.
+        MediaError: ASPECT_RATIO over 200; IMAGE_BOUNDS for impossible bounds.
     """
     try:
         return _target_size(height, width, request, bounds, family, what)

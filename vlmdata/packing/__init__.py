@@ -1,6 +1,6 @@
 """Planning: from sample lengths to packs, steps and ranks. Pure functions over numpy arrays, no I/O, no torch.
 
-``plan_epoch(table, config, epoch)`` is the way in; ``docs/packing.md`` tells how it works and what it guarantees.
+``plan_epoch(table, config, epoch)`` is the entry point. ``docs/packing.md`` explains how it works and its guarantees.
 """
 
 from vlmdata.packing.blend import DatasetShare, passes_per_epoch, realised_shares

@@ -1,14 +1,14 @@
-"""Which rank runs which pack of a step, and when.
+"""Balances a step: assigns its packs to ranks and micro-batches.
 
-A step's packs are fixed; this only assigns them to (micro-batch, data-parallel rank). Ranks wait for one another at the
-end of a step (gradient reduction) and, with expert parallelism, in every micro-batch. So the objective is, first, the
-least maximum over ranks of a rank's total cost, and second, the least sum over micro-batches of the dearest pack in
-each.
+The packs of a step are fixed; this module only assigns them to (micro-batch, data-parallel rank). Ranks wait for each
+other at the end of a step (gradient reduction) and, with expert parallelism, in every micro-batch. So the objective is,
+first, to minimise the maximum over ranks of a rank's total cost, and second, to minimise the sum over micro-batches of
+the most expensive pack.
 
-Packs are sorted by cost and cut into micro-batches of equals, which minimises the second exactly. Within each
-micro-batch, dearest first, the rank with the least so far takes the dearest pack: longest-processing-time-first
-(Graham, "Bounds on multiprocessing timing anomalies", 1969) with equal numbers of packs per rank. Where that is no
-better than the order of the plan, the order of the plan stands.
+Packs are sorted by cost and cut into micro-batches of similar packs, which minimises the second exactly. Within each
+micro-batch, starting with the most expensive one, the rank with the lowest total takes the most expensive pack:
+longest-processing-time-first (Graham, "Bounds on multiprocessing timing anomalies", 1969) with equal numbers of packs
+per rank. If that is no better than plan order, plan order is kept.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ IntArray = npt.NDArray[np.int64]
 
 
 def in_order(num_steps: int, packs: int, dp_size: int) -> IntArray:
-    """The unbalanced assignment: pack p runs in micro-batch ``p // dp_size`` on rank ``p % dp_size``.
+    """Returns the unbalanced assignment: pack p runs in micro-batch ``p // dp_size`` on rank ``p % dp_size``.
 
     Args:
-        num_steps: Steps S.
+        num_steps: Number of steps S.
         packs: Packs per step G, a multiple of ``dp_size``.
         dp_size: Data-parallel ranks R.
 
@@ -35,14 +35,14 @@ def in_order(num_steps: int, packs: int, dp_size: int) -> IntArray:
 
 
 def balanced(costs: IntArray, dp_size: int) -> IntArray:
-    """Assign the packs of each step so that cost is even; O(G log G) per step.
+    """Assigns the packs of each step so that cost is even, in O(G log G) per step.
 
     Args:
         costs: int64 (S, G), cost of each pack of each step; G a multiple of ``dp_size``.
         dp_size: Data-parallel ranks R.
 
     Returns:
-        int64 (S, G / R, R): the position in the step of the pack that each (micro-batch, rank) runs. Never a greater
+        int64 (S, G / R, R): for each (micro-batch, rank), the position of its pack in the step. Never a greater
         maximum over ranks than :func:`in_order`, and never both that and a greater sum over micro-batches.
     """
     steps, packs = costs.shape
@@ -64,7 +64,7 @@ def balanced(costs: IntArray, dp_size: int) -> IntArray:
 
 
 def rank_costs(costs: IntArray, assignment: IntArray) -> IntArray:
-    """Total cost of each rank.
+    """Returns the total cost of each rank.
 
     Args:
         costs: int64 (S, G).
@@ -77,7 +77,7 @@ def rank_costs(costs: IntArray, assignment: IntArray) -> IntArray:
 
 
 def imbalance(costs: IntArray, assignment: IntArray) -> npt.NDArray[np.float64]:
-    """Maximum over ranks of total cost, divided by the mean: 1 is even, 2 is half the time spent waiting.
+    """Returns the maximum over ranks of total cost, divided by the mean. At 2, ranks wait half the time.
 
     Args:
         costs: int64 (S, G).
@@ -90,7 +90,7 @@ def imbalance(costs: IntArray, assignment: IntArray) -> npt.NDArray[np.float64]:
 
 
 def micro_batch_imbalance(costs: IntArray, assignment: IntArray) -> npt.NDArray[np.float64]:
-    """The same where ranks meet in every micro-batch: sum of each micro-batch's maximum over that of its mean.
+    """Returns the imbalance if ranks meet in every micro-batch: the sum of maxima over the sum of means.
 
     Args:
         costs: int64 (S, G).
@@ -106,13 +106,13 @@ def micro_batch_imbalance(costs: IntArray, assignment: IntArray) -> npt.NDArray[
 
 
 def _spread(costs: IntArray, assignment: IntArray) -> IntArray:
-    """Costs laid out as (step, micro-batch, rank)."""
+    """Arranges costs as (step, micro-batch, rank)."""
     flat = assignment.reshape(len(costs), -1)
     return np.take_along_axis(costs, flat, axis=1).reshape(assignment.shape)
 
 
 def _is_better(costs: IntArray, candidate: IntArray, plain: IntArray) -> npt.NDArray[np.bool_]:
-    """Per step: has the candidate the lesser (maximum over ranks, sum over micro-batches), compared in that order."""
+    """Returns, per step, if the candidate has a smaller (maximum over ranks, sum over micro-batches), in that order."""
     new, old = _spread(costs, candidate), _spread(costs, plain)
     new_max, old_max = new.sum(axis=1).max(axis=1), old.sum(axis=1).max(axis=1)
     new_sum, old_sum = new.max(axis=2).sum(axis=1), old.max(axis=2).sum(axis=1)

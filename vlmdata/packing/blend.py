@@ -1,10 +1,10 @@
-"""Which samples an epoch holds, and how often: blending datasets.
+"""Blends datasets: determines which samples an epoch contains, and how often.
 
-Each dataset is an endless stream of passes, all in one fixed seeded order (shards permuted, samples permuted within a
-shard). An epoch takes q samples from it, q a fixed exact number, not necessarily whole: epoch e takes the stream's
-positions from floor(e q) to floor((e + 1) q). So over any run of epochs every sample is used equally often, to within
-one use; 2.5 passes give two whole ones and alternating halves. The number of the pass that a use belongs to is its
-``repeat``: how often this sample was used before in the whole training.
+Each dataset is an endless stream of passes in one fixed seeded order (shards permuted, samples permuted within a
+shard). An epoch takes q samples from it, where q is a fixed exact number, not necessarily whole: epoch e takes the
+stream's positions from floor(e q) to floor((e + 1) q). So over any run of epochs, all samples are used equally often,
+to within one use; 2.5 passes give two full ones and alternating halves. The pass number of a use is its ``repeat``: how
+often this sample was used before in the whole training.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Pass:
     Attributes:
         dataset: Dataset number.
         samples: int64 (m,), table positions, increasing.
-        repeats: int32 (m,), how often each sample was used before, in all earlier epochs and passes.
+        repeats: int32 (m,), earlier uses of each sample, in all epochs and passes.
     """
 
     dataset: int
@@ -42,14 +42,14 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class DatasetShare:
-    """What one dataset contributes to an epoch.
+    """Contribution of a dataset to an epoch.
 
     Attributes:
-        samples: Uses of its samples.
-        tokens: Their true tokens.
-        passes: ``samples`` over the dataset's size.
-        sample_share: Of the epoch's samples.
-        token_share: Of the epoch's tokens.
+        samples: Number of uses of its samples.
+        tokens: True tokens of these uses.
+        passes: ``samples`` divided by the dataset's size.
+        sample_share: Share of the epoch's samples.
+        token_share: Share of the epoch's tokens.
     """
 
     samples: int
@@ -60,18 +60,18 @@ class DatasetShare:
 
 
 def passes_per_epoch(table: SampleTable, blend: Blend | None) -> tuple[Fraction, ...]:
-    """How many passes over each dataset make up one epoch.
+    """Returns the number of passes over each dataset in an epoch.
 
     Args:
         table: The samples.
-        blend: None is one pass over each. By "tokens" or "samples", passes are scaled so that the epoch has as many
-            tokens (or samples) as one pass over everything; weights in proportion to the sizes give one pass each.
+        blend: None means one pass each. With "tokens" or "samples", passes are scaled so that the epoch has as many
+            tokens (or samples) as one pass over all datasets; weights proportional to sizes give one pass each.
 
     Returns:
         One exact number per dataset.
 
     Raises:
-        UsageError: If the number of weights is not that of the datasets.
+        UsageError: If the number of weights differs from the number of datasets.
     """
     if blend is None:
         return (Fraction(1),) * table.num_datasets
@@ -92,16 +92,16 @@ def passes_per_epoch(table: SampleTable, blend: Blend | None) -> tuple[Fraction,
 
 
 def epoch_passes(table: SampleTable, blend: Blend | None, seed: int, epoch: int) -> list[Pass]:
-    """The uses of samples that make up one epoch.
+    """Returns the uses of samples in an epoch.
 
     Args:
         table: The samples.
         blend: See :func:`passes_per_epoch`.
-        seed: Decides the order in which fractions of a dataset take turns.
+        seed: Determines the order of partial passes.
         epoch: From 0.
 
     Returns:
-        Passes, datasets in order; the uses of one sample are in as many passes, with consecutive repeats.
+        Passes, in the order of datasets. Each use of a sample is in a separate pass, with consecutive repeats.
     """
     offsets = table.dataset_offsets()
     result = []
@@ -112,7 +112,7 @@ def epoch_passes(table: SampleTable, blend: Blend | None, seed: int, epoch: int)
             continue
         whole, part = divmod(stop - start, size)
         done, at = divmod(start, size)
-        # Samples before `at` in the rotation have been used done + 1 times already.
+        # Samples before `at` in the rotation have been used done + 1 times.
         used = np.full(size, done, np.int32)
         extra = np.zeros(0, np.int64)
         if at or part:
@@ -127,7 +127,7 @@ def epoch_passes(table: SampleTable, blend: Blend | None, seed: int, epoch: int)
 
 
 def realised_shares(table: SampleTable, samples: npt.NDArray[np.integer]) -> tuple[DatasetShare, ...]:
-    """What each dataset really contributes to an epoch.
+    """Returns the actual contribution of each dataset to an epoch.
 
     Args:
         table: The samples.
@@ -139,7 +139,7 @@ def realised_shares(table: SampleTable, samples: npt.NDArray[np.integer]) -> tup
     sizes = np.diff(table.dataset_offsets())
     dataset = table.dataset[samples]
     uses = np.bincount(dataset, minlength=len(sizes))
-    # bincount's weights are float64: exact up to 2**53 tokens.
+    # bincount's weights are float64, exact up to 2**53 tokens.
     tokens = np.bincount(dataset, weights=table.lengths[samples], minlength=len(sizes)).astype(np.int64)
     all_uses, all_tokens = max(1, int(uses.sum())), max(1, int(tokens.sum()))
     return tuple(
@@ -149,7 +149,7 @@ def realised_shares(table: SampleTable, samples: npt.NDArray[np.integer]) -> tup
 
 
 def _rotation(shard: npt.NDArray[np.int32], key: int) -> IntArray:
-    """Order in which a dataset's samples take turns: shards permuted, so that part of a pass reads few of them."""
+    """Returns the order of a dataset's samples. Shards are permuted, so that a partial pass reads few of them."""
     distinct, index = np.unique(shard, return_inverse=True)
     rank = np.empty(len(distinct), np.int64)
     rank[permutation(len(distinct), derive_key("shards", key))] = np.arange(len(distinct))

@@ -1,10 +1,10 @@
-"""Best-fit-decreasing under two limits, many independent cells at once.
+"""Best-fit-decreasing under two limits, for many independent cells at once.
 
-With two limits bins of equal room are no longer interchangeable and there are nearly as many classes as items, so the
-histogram does not help. Instead the items are dealt at random into cells of a few hundred; all cells run the plain
-item-by-item algorithm in step, one numpy operation for the j-th item of every cell. Then the worst bins of all cells
-are emptied and their items packed again in larger cells, until one cell holds them all. Groups (windows) are never
-mixed.
+With two limits, bins of equal room are no longer interchangeable and there are nearly as many classes as items, so the
+histogram does not help. Instead, the items are assigned at random to cells of a few hundred. All cells run the plain
+item-by-item algorithm in parallel, with one numpy operation for the j-th item of every cell. Then the worst bins of all
+cells are emptied and their items packed again in larger cells, until one cell holds them all. Groups (windows) are
+never mixed.
 """
 
 import numpy as np
@@ -14,14 +14,14 @@ from vlmdata.packing.seeding import derive_key, grouped_permutation
 
 IntArray = npt.NDArray[np.int64]
 
-# Larger cells pack tighter, but cost more per item; and there should be many, since a numpy operation on few costs the
-# same as one on many.
+# Larger cells pack tighter but cost more per item. There should be many cells, since a numpy operation on few costs the
+# same as on many.
 _MAX_CELL_ITEMS = 256
 _MIN_CELL_ITEMS = 128
 _WANTED_CELLS = 16
 _GROWTH = 2
 _REPACKED_SHARE = 0.1
-# Cells that run in step: enough to make numpy's overhead small, few enough that their bins stay in cache.
+# Cells per batch: enough to amortise numpy's overhead, and few enough that their bins stay in cache.
 _CELLS_IN_STEP = 1024
 
 
@@ -33,29 +33,29 @@ def pack_pairs(
     key: int,
     groups: IntArray | None = None,
 ) -> IntArray:
-    """Pack items that each use up two resources.
+    """Packs items that each use two resources.
 
-    Best fit: among the bins that have room for the item in both, the one with the least room, the two rooms added as
-    shares of their limits. Decreasing: by the larger of an item's two shares. (A vector form of best-fit-decreasing;
-    see Panigrahy, Talwar, Uyeda, Wieder, "Heuristics for vector bin packing", 2011.)
+    Best fit: among the bins with room for the item in both resources, choose the one with the least room, where the two
+    rooms are added as shares of their limits. Decreasing: by the larger of an item's two shares. (A vector form of
+    best-fit-decreasing; see Panigrahy, Talwar, Uyeda, Wieder, "Heuristics for vector bin packing", 2011.)
 
     Args:
         first: int64 (n,), use of the first resource, in ``[0, first_limit]``.
         second: int64 (n,), use of the second, in ``[0, second_limit]``; no item uses neither.
-        first_limit: Per bin.
-        second_limit: Per bin.
+        first_limit: Limit of the first resource per bin.
+        second_limit: Limit of the second resource per bin.
         key: Stream key.
-        groups: int64 (n,), from 0; items of different groups do not share a bin. None is one group.
+        groups: int64 (n,), from 0; items of different groups do not share a bin. None means one group.
 
     Returns:
-        int64 (n,) bin numbers, from 0, none left out.
+        int64 (n,) bin numbers, consecutive from 0.
     """
     group = np.zeros(len(first), np.int64) if groups is None else groups
     labels = np.full(len(first), -1, np.int64)
     num_bins = 0
     pool = np.arange(len(first))
     cell_items = min(max(len(first) // _WANTED_CELLS, _MIN_CELL_ITEMS), _MAX_CELL_ITEMS)
-    for attempt in range(64):  # every round shrinks the pool, the bound is a safeguard
+    for attempt in range(64):  # every round shrinks the pool; the bound is a safeguard
         if not len(pool):
             break
         num_groups = int(group[pool].max()) + 1
@@ -71,7 +71,7 @@ def pack_pairs(
         kept = keep[bins]
         labels[pool[kept]] = (np.cumsum(keep) - 1 + num_bins)[bins[kept]]
         num_bins += int(keep.sum())
-        pool = np.sort(pool[~kept])
+        pool = np.flatnonzero(labels < 0)
         cell_items *= _GROWTH
     assert not len(pool)
     return labels
@@ -80,7 +80,7 @@ def pack_pairs(
 def _good_bins(
     first: IntArray, second: IntArray, bins: IntArray, used: int, first_limit: int, second_limit: int
 ) -> npt.NDArray[np.bool_]:
-    """Mark all bins but the emptiest tenth (by their fuller resource)."""
+    """Marks all bins except the emptiest tenth (by their fuller resource)."""
     first_sum = np.zeros(used, np.int64)
     second_sum = np.zeros(used, np.int64)
     np.add.at(first_sum, bins, first)
@@ -95,11 +95,11 @@ def _good_bins(
 def _pack_cells(
     first: IntArray, second: IntArray, group: IntArray, first_limit: int, second_limit: int, cell_items: int
 ) -> tuple[IntArray, int]:
-    """Cut each group into cells of ``cell_items`` in the order given and pack each cell; bins numbered throughout."""
+    """Splits each group into cells of ``cell_items`` in order and packs each cell. Bins are numbered globally."""
     sizes = np.bincount(group)
     cells_of_group = -(-sizes // cell_items)
     first_cell = np.cumsum(cells_of_group) - cells_of_group
-    # Slot of each item in a (cells, cell_items) array; the rest of a group's last cell holds items of no size.
+    # Slot of each item in a (cells, cell_items) array; the rest of a group's last cell has items of size 0.
     within = np.arange(len(first)) - (np.cumsum(sizes) - sizes)[group]
     slot = first_cell[group] * cell_items + within
     num_cells = int(cells_of_group.sum())
@@ -117,29 +117,29 @@ def _pack_cells(
 
 
 def _pack_in_step(first: IntArray, second: IntArray, first_limit: int, second_limit: int) -> tuple[IntArray, IntArray]:
-    """Best-fit-decreasing in every row at once.
+    """Runs best-fit-decreasing in all rows at once.
 
     Args:
         first: int64 (cells, m).
         second: int64 (cells, m); an item of size 0 in both is a filler and opens no bin.
-        first_limit: Per bin.
-        second_limit: Per bin.
+        first_limit: Limit of the first resource per bin.
+        second_limit: Limit of the second resource per bin.
 
     Returns:
-        int64 (cells, m) bin numbers within the cell, and int64 (cells,) bins opened.
+        int64 (cells, m) bin numbers within the cell, and int64 (cells,) numbers of opened bins.
     """
     cells, m = first.shape
     share = np.maximum(first * second_limit, second * first_limit)
     order = np.argsort(-share, axis=1, kind="stable")
     rows = np.arange(cells)
-    # Half the bytes, nearly half the time.
+    # Half the bytes takes nearly half the time.
     signed, unsigned = (np.int32, np.uint32) if 2 * first_limit * second_limit < 1 << 31 else (np.int64, np.uint64)
     sign_bit = np.iinfo(signed).bits - 1
     first, second = first.astype(signed), second.astype(signed)
     first_room = np.full((cells, m), first_limit, signed)
     second_room = np.full((cells, m), second_limit, signed)
     # Both rooms as shares of their limits, added, times both limits. Only an untouched bin has the full value, and
-    # there is always one more of them than any cell has opened, so argmin opens a bin exactly when no open one fits.
+    # there is always one more of these than any cell has opened, so argmin opens a bin exactly if no open one fits.
     room = np.full((cells, m), 2 * first_limit * second_limit, signed)
     opened = np.zeros(cells, np.int64)
     result = np.empty((cells, m), np.int64)
@@ -147,7 +147,7 @@ def _pack_in_step(first: IntArray, second: IntArray, first_limit: int, second_li
         item = order[:, j]
         need_first, need_second = first[rows, item], second[rows, item]
         width = min(int(opened.max()) + 1, m)
-        # Branch-free "room where the item fits, else the greatest number": a negative difference spreads its sign over
+        # Branch-free "room if the item fits, else the greatest number": a negative difference spreads its sign over
         # all bits, and all ones is the greatest unsigned number.
         score = first_room[:, :width] - need_first[:, None]
         score |= second_room[:, :width] - need_second[:, None]

@@ -1,4 +1,4 @@
-"""Everything a plan depends on besides the samples and the epoch."""
+"""Settings of a plan: everything it depends on besides the samples and the epoch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from vlmdata.differences import differing
 from vlmdata.errors import UsageError
 from vlmdata.packing.cost import DEFAULT_COST, CostModel, cost_model
 
-# Changes whenever the same inputs give another plan, so that a resume across versions is refused, not silently
+# Changes whenever the same inputs give another plan, so that a resume across versions is rejected, not silently
 # different.
-ALGORITHM_VERSION = 1
-# The same for plans with a shuffle_window only; others stay valid when it changes.
+ALGORITHM_VERSION = 2
+# The same for plans with a shuffle_window; other plans stay valid if it changes.
 WINDOWS_VERSION = 2
 
-#: Settings that decide which rank runs which pack of a step. They change no pack and no step.
+#: Names of the versions in :meth:`PlanConfig.to_dict`.
+ALGORITHMS = ("algorithm:", "windows_algorithm:")
+
+#: Settings that determine which rank runs which pack of a step. They change no pack and no step.
 ASSIGNMENT_SETTINGS = ("balance", "cost")
 
 LastStep = Literal["drop", "pad", "keep"]
@@ -29,12 +32,12 @@ BlendUnit = Literal["epochs", "tokens", "samples"]
 
 @dataclass(frozen=True, slots=True)
 class Blend:
-    """How much of each dataset one epoch holds.
+    """The amount of each dataset in an epoch.
 
     Attributes:
-        by: What ``weights`` mean. "epochs": passes over each dataset (2.5 is two and a half). "tokens" or "samples":
+        by: Meaning of ``weights``. "epochs": passes over each dataset, such as 2.5. "tokens" or "samples":
             shares of the epoch's tokens or samples, in any scale; the epoch is then as long as one pass over
-            everything.
+            all datasets.
         weights: One per dataset, in the table's order, at least 0 and not all 0.
     """
 
@@ -50,13 +53,13 @@ class Blend:
         object.__setattr__(self, "weights", tuple(float(weight) for weight in self.weights))
 
     def fractions(self) -> tuple[Fraction, ...]:
-        """The weights as exact numbers, as they were written: 0.1 is 1/10."""
+        """Returns the weights as exact decimal numbers: 0.1 is 1/10."""
         return tuple(Fraction(str(weight)) for weight in self.weights)
 
 
 @dataclass(frozen=True, slots=True)
 class PlanConfig:
-    """Plan settings. A plan is a function of (sample table, this, epoch) and nothing else.
+    """Settings of a plan. A plan is a function of (sample table, settings, epoch) only.
 
     Attributes:
         capacity: Tokens per pack.
@@ -64,15 +67,15 @@ class PlanConfig:
         alignment: Every sample is padded to a multiple of this many tokens (see :func:`vlmdata.alignment.alignment`).
         max_patches: Vision patches per pack, or None for no limit.
         pad_to_capacity: Packs have exactly ``capacity`` tokens; the tail is a padded segment of its own.
-        last: The incomplete last step of an epoch. "pad": filled up with empty packs (no targets), so it has as many
-            micro-batches as any other. "keep": only as many micro-batches as its packs need, empty packs filling up the
-            last of them. "drop": left out, and its samples with it. The same on every rank.
+        last: The incomplete last step of an epoch. "pad": fill it with empty packs (no targets), so it has as many
+            micro-batches as any other step. "keep": only as many micro-batches as its packs need, with empty packs in
+            the last one. "drop": omit it and its samples. The same on every rank.
         shuffle_window: Shards that are packed and shuffled together, so that storage is read nearly in order; None
             packs and shuffles globally.
         seed: Any integer.
-        blend: How much of each dataset an epoch holds; None is one pass over each.
-        balance: Whether packs are assigned to ranks by cost; otherwise in plan order.
-        cost: The cost model for ``balance``.
+        blend: Amount of each dataset in an epoch; None means one pass over each.
+        balance: Assign packs to ranks by cost; otherwise in plan order.
+        cost: Cost model for ``balance``.
     """
 
     capacity: int
@@ -92,7 +95,7 @@ class PlanConfig:
             value = getattr(self, name)
             if value is None:
                 continue
-            # Plain ints only: numpy's are equal to them, but neither JSON nor the seeding knows them.
+            # Convert to plain ints: numpy ints are equal, but JSON and seeding do not support them.
             object.__setattr__(self, name, operator.index(value))
             if name != "seed" and value < 1:
                 raise UsageError(f"{name} is {value}; it must be at least 1")
@@ -108,22 +111,22 @@ class PlanConfig:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Settings as JSON-ready values, with the version of the algorithm that plans depend on."""
+        """Returns the settings as JSON values, with the algorithm version of the plan."""
         windows = {} if self.shuffle_window is None else {"windows_algorithm": WINDOWS_VERSION}
         return {"algorithm": ALGORITHM_VERSION, **windows, **json.loads(json.dumps(dataclasses.asdict(self)))}
 
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of the canonical JSON of :meth:`to_dict`: equal exactly if the settings are."""
+        """Returns the SHA-256 (hex) of the canonical JSON of :meth:`to_dict`; equal if and only if the settings are."""
         text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
 
 def config_differences(old: PlanConfig | dict[str, Any], new: PlanConfig | dict[str, Any]) -> list[str]:
-    """List what differs between two configurations, for an error message.
+    """Lists the differences of two configurations, for an error message.
 
     Args:
         old: A configuration, or its :meth:`PlanConfig.to_dict` as read from a checkpoint.
-        new: Likewise.
+        new: The other configuration, in either form.
 
     Returns:
         One line per differing setting, "capacity: 8192 -> 4096", sorted by name; nested settings are dotted.
@@ -133,5 +136,5 @@ def config_differences(old: PlanConfig | dict[str, Any], new: PlanConfig | dict[
 
 
 def concerns_assignment(difference: str) -> bool:
-    """Whether a line of :func:`config_differences` is about one of :data:`ASSIGNMENT_SETTINGS`."""
+    """True if a line of :func:`config_differences` concerns one of :data:`ASSIGNMENT_SETTINGS`."""
     return difference.split(":")[0].split(".")[0] in ASSIGNMENT_SETTINGS

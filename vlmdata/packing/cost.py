@@ -1,12 +1,12 @@
-"""What a sample costs to train on: a FLOP estimate that balances packs across ranks.
+"""The training cost of a sample: a FLOP estimate used to balance packs across ranks.
 
     cost(sample) = per_token * s + per_token_squared * s^2 + per_target * n
                  + per_patch * p + per_patch_squared * sum over images of p_i^2
 
-with s the aligned token length, n the targets and p the vision patches. The coefficients are those of the model that is
-trained; packages that bring models name theirs through the entry point group ``vlmdata.cost_models``. Everything is an
-integer: floating-point sums may differ in the last bit between machines, and ranks that break a tie differently would
-train on different packs.
+where s is the aligned token length, n the targets and p the vision patches. The coefficients are those of the trained
+model. Packages with models register theirs in the entry point group ``vlmdata.cost_models``. All values are integers:
+floating-point sums may differ in the last bit between machines, and ranks that break a tie differently would train on
+different packs.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from vlmdata.wording import counted
 
 #: Each entry is a function without arguments that returns cost models by the name of the model size.
 GROUP = "vlmdata.cost_models"
-#: The size that costs are estimated for unless the caller says what is trained.
+#: The default model size for costs.
 DEFAULT_COST = "4b"
-# Costs are summed over whole steps; in units of 2**20 FLOP those sums stay far from the end of int64.
+# Costs are summed over whole steps. In units of 2**20 FLOP, the sums stay far below the int64 limit.
 _UNIT_BITS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """FLOP of one training step (forward and backward) on a sample, by what they grow with.
+    """FLOP of one training step (forward and backward) on a sample, as coefficients.
 
     Attributes:
         per_token: FLOP per token: projections, feed-forward layers, gated delta net.
         per_token_squared: FLOP per squared token: causal attention of the full-attention layers.
-        per_target: FLOP per target: the output layer, which computes logits of targets only.
+        per_target: FLOP per target: the output layer, which computes logits only for targets.
         per_patch: FLOP per vision patch: vision blocks, patch embedding, merger.
         per_patch_squared: FLOP per squared patch of one vision attention span (an image).
     """
@@ -61,7 +61,7 @@ class CostModel:
         patches: npt.NDArray[np.integer],
         patches_squared: npt.NDArray[np.integer],
     ) -> npt.NDArray[np.int64]:
-        """Cost of each sample.
+        """Returns the cost of each sample.
 
         Args:
             tokens: (n,) aligned token lengths.
@@ -73,7 +73,7 @@ class CostModel:
             int64 (n,) in units of 2**20 FLOP, rounded down.
 
         Raises:
-            ValueError: If a cost would not fit 63 bits.
+            ValueError: If a cost does not fit in 63 bits.
         """
         if not len(tokens):
             return np.zeros(0, np.int64)
@@ -98,13 +98,13 @@ class CostModel:
 
 
 def cost_model(name: str) -> CostModel:
-    """The cost model of a named model size, with every part of the model trained.
+    """Returns the cost model of a named model size, with all parts of the model trained.
 
     Args:
-        name: Such as "0.8b", "2b", "4b" or "9b".
+        name: Model size, such as "0.8b", "2b", "4b" or "9b".
 
     Raises:
-        UsageError: If no installed package names it.
+        UsageError: If no installed package has this size.
     """
     known = _named()
     if name not in known:
@@ -112,8 +112,8 @@ def cost_model(name: str) -> CostModel:
     return known[name]
 
 
-#: Qwen3.5-4b with every part trained. It stands here, too, so that a loader needs no installed models for its default.
-_OF_DEFAULT = CostModel(22_369_271_808, 221_184, 7_628_390_400, 1_857_552_384, 294_912)
+#: Qwen3.5-4b with all parts trained. It is duplicated here, so that a loader's default needs no installed models.
+_OF_DEFAULT = CostModel(22_369_271_808, 221_184, 7_628_390_400, 1_855_979_520, 294_912)
 
 
 @cache

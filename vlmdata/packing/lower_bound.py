@@ -1,7 +1,7 @@
-"""Lower bounds on the number of packs, to tell how far a plan is from the best possible one.
+"""Lower bounds on the number of packs, which show how far a plan is from the optimum.
 
-All are exact in integers. With sizes as integers, a bound is max over the volume bound and two families of dual
-feasible functions, each of which maps sizes so that any set that fits a bin still sums to at most 1.
+All bounds are exact integers. The bound is the maximum of the volume bound and two families of dual feasible functions.
+Each function maps sizes so that any set that fits in a bin still sums to at most 1.
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ _MAX_MULTIPLIER = 20
 
 
 def bin_lower_bound(sizes: npt.ArrayLike, counts: npt.ArrayLike, capacity: int) -> int:
-    """Lower bound on the bins for one limit.
+    """Returns a lower bound on the number of bins for one limit.
 
     The greatest of the volume bound, Martello and Toth's L2 (Discrete Applied Mathematics 28, 1990) and the functions
     u(k), k <= 20, of Fekete and Schepers ("New classes of fast lower bounds for bin packing problems", Mathematical
@@ -19,7 +19,7 @@ def bin_lower_bound(sizes: npt.ArrayLike, counts: npt.ArrayLike, capacity: int) 
 
     Args:
         sizes: (D,) integers in ``[0, capacity]``.
-        counts: (D,) integers, how many items of each size.
+        counts: (D,) integers, items of each size.
         capacity: Bin size, in the unit of ``sizes``.
 
     Returns:
@@ -34,7 +34,7 @@ def bin_lower_bound(sizes: npt.ArrayLike, counts: npt.ArrayLike, capacity: int) 
 
 
 def _l2(size: npt.NDArray[np.int64], count: npt.NDArray[np.int64], capacity: int) -> int:
-    """Items over half need a bin each; what is left in those bins takes only so much of the items of size >= k."""
+    """Items over half a bin need a bin each; the rest of those bins holds a limited part of the items of size >= k."""
     order = np.argsort(size, kind="stable")
     size, count = size[order], count[order]
     items = np.concatenate([[0], np.cumsum(count)])
@@ -42,7 +42,7 @@ def _l2(size: npt.NDArray[np.int64], count: npt.NDArray[np.int64], capacity: int
     half = np.searchsorted(size, capacity // 2, side="right")  # first size with 2 * size > capacity
     small = np.arange(half + 1)  # k = size[small]; `half` itself stands for "no small items count"
     k = np.append(size[:half], capacity // 2 + 1)
-    # Items over capacity - k leave no room for an item of size k; they only count as bins of their own.
+    # Items over capacity - k leave no room for an item of size k; they count only as separate bins.
     huge = np.maximum(np.searchsorted(size, capacity - k, side="right"), half)
     large_items = items[huge] - items[half]
     room = large_items * capacity - (volume[huge] - volume[half])
@@ -52,7 +52,7 @@ def _l2(size: npt.NDArray[np.int64], count: npt.NDArray[np.int64], capacity: int
 
 
 def _multiples(size: npt.NDArray[np.int64], count: npt.NDArray[np.int64], capacity: int) -> int:
-    """u(k): a size x becomes floor((k + 1) x) / k, or stays x where (k + 1) x is whole (x as a share of the bin)."""
+    """u(k): a size x becomes floor((k + 1) x) / k, or stays x if (k + 1) x is whole (x as a share of the bin)."""
     best = 0
     for k in range(1, _MAX_MULTIPLIER + 1):
         scaled = (k + 1) * size

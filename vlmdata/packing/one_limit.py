@@ -14,30 +14,39 @@ from vlmdata.packing.histogram import (
     pack_histogram,
 )
 from vlmdata.packing.lower_bound import bin_lower_bound
+from vlmdata.packing.patterns import Patterns, find_patterns, pack_by_patterns, round_up_sizes
 from vlmdata.packing.seeding import derive_key, grouped_permutation, hash64
 
 IntArray = npt.NDArray[np.int64]
 
-# A strategy within one bin per thousand of the lower bound is good enough, but no more than 16 bins: another try costs
-# the same however many items there are, so with many it is worth it.
+# A strategy within 0.1 % and 16 bins of the lower bound is good enough. Another try costs
+# the same for any number of items, so with many items it is worthwhile.
 _TOLERANCE = 1000
 _MAX_TOLERATED_BINS = 16
+# Below this many bins patterns are hardly used twice, so that rounding takes away what they gain.
+_MIN_PATTERN_BINS = 200
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Preference:
-    """Which strategies to try, and what to be content with.
+    """The strategies to try, and the acceptable excess.
 
     Attributes:
         strategies: In the order in which they are tried.
-        excess: Share of the lower bound by which the number of bins may exceed it without another try.
+        excess: Acceptable number of bins above the lower bound, as a share of it.
+        patterns: To be tried before strategies; None if they are of no use.
+        rounded: int64 (capacity + 1,), the size that patterns have for each size; None without patterns.
     """
 
     strategies: tuple[Strategy, ...] = STRATEGIES
     excess: float = 0.0
+    patterns: Patterns | None = None
+    rounded: IntArray | None = None
 
 
 TRY_ALL = Preference()
+#: All strategies, but no patterns: to compare two ways of packing quickly.
+WITHOUT_PATTERNS = Preference(excess=1e-9)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -58,7 +67,7 @@ class Bins:
         return len(self.offsets) - 1
 
     def sums(self, values: npt.NDArray[np.integer]) -> IntArray:
-        """Sum a per-item column over each bin.
+        """Sums a per-item column over each bin.
 
         Args:
             values: (n,) integers, by item position.
@@ -71,7 +80,7 @@ class Bins:
         return np.add.reduceat(values[self.items], self.offsets[:-1], dtype=np.int64)
 
     def reordered(self, order: IntArray) -> Bins:
-        """The same bins in another order.
+        """Returns the bins in another order.
 
         Args:
             order: int64 (bins,), a permutation: bin ``order[0]`` comes first.
@@ -85,12 +94,13 @@ class Bins:
         return Bins(self.items[source], offsets)
 
     def bin_of_item(self) -> IntArray:
-        """int64 (n,): the bin of each item position."""
+        """Returns the bin of each item position, int64 (n,)."""
         labels = np.empty(len(self.items), np.int64)
         labels[self.items] = np.repeat(np.arange(self.num_bins), np.diff(self.offsets))
         return labels
 
 
+@dataclass(frozen=True, eq=False, slots=True)
 class SizeClasses:
     """Items grouped by size, largest first.
 
@@ -100,18 +110,40 @@ class SizeClasses:
         classes: uint32 (n,), index into ``sizes`` of each item.
     """
 
-    def __init__(self, sizes: IntArray, capacity: int) -> None:
+    sizes: IntArray
+    counts: IntArray
+    classes: npt.NDArray[np.uint32]
+
+    @classmethod
+    def of(cls, sizes: IntArray, capacity: int) -> SizeClasses:
+        """Group items by their sizes.
+
+        Args:
+            sizes: int64 (n,), each in ``[1, capacity]``.
+            capacity: Bin size.
+        """
         assert sizes.min() >= 1
         assert sizes.max() <= capacity
         by_size = np.bincount(sizes, minlength=capacity + 1)
-        self.sizes = np.flatnonzero(by_size)[::-1]
-        self.counts = by_size[self.sizes]
+        distinct = np.flatnonzero(by_size)[::-1]
         rank = np.zeros(capacity + 1, np.uint32)
-        rank[self.sizes] = np.arange(len(self.sizes), dtype=np.uint32)
-        self.classes = rank[sizes]
+        rank[distinct] = np.arange(len(distinct), dtype=np.uint32)
+        return cls(distinct, by_size[distinct], rank[sizes])
+
+    def rounded_up(self, sizes: IntArray) -> SizeClasses:
+        """Fewer, larger classes.
+
+        Args:
+            sizes: int64 (D,), non-increasing: what each size becomes.
+        """
+        first = np.concatenate([[True], sizes[1:] != sizes[:-1]])
+        if first.all():
+            return self
+        group = (np.cumsum(first) - 1).astype(np.uint32)
+        return SizeClasses(sizes[first], np.add.reduceat(self.counts, np.flatnonzero(first)), group[self.classes])
 
     def place(self, packing: HistogramPacking, key: int) -> tuple[IntArray, IntArray]:
-        """Deal the items of each size at random to the slots that the packing has for that size.
+        """Assigns the items of each size at random to the packing's slots for that size.
 
         Args:
             packing: A packing of exactly ``counts``.
@@ -125,7 +157,7 @@ class SizeClasses:
 
 
 def learn_preference(sizes: IntArray, capacity: int, key: int) -> Preference:
-    """Find what works for all items together, to save the tries when they are packed in many parts.
+    """Ranks the strategies on all items together, to save tries when they are packed in many parts.
 
     Args:
         sizes: int64 (n,), each in ``[1, capacity]``.
@@ -133,40 +165,49 @@ def learn_preference(sizes: IntArray, capacity: int, key: int) -> Preference:
         key: Stream key.
 
     Returns:
-        The strategies, the one with the fewest bins first, and a little more than the excess it leaves.
+        The strategies, starting with the fewest bins, and slightly more than the excess of the first.
     """
     if not len(sizes):
         return TRY_ALL
-    grouped = SizeClasses(sizes, capacity)
+    grouped = SizeClasses.of(sizes, capacity)
     bound = bin_lower_bound(grouped.sizes, grouped.counts, capacity)
     hashes = hash64(len(sizes), key)
     bins = [_try(strategy, grouped, capacity, bound, hashes).num_bins for strategy in STRATEGIES]
     order = np.argsort(bins, kind="stable")
-    excess = min(bins) / bound - 1 + 1 / _TOLERANCE
-    return Preference(tuple(STRATEGIES[index] for index in order), excess)
+    strategies = tuple(STRATEGIES[index] for index in order)
+    margin = 1 / _TOLERANCE
+    if min(bins) > bound * (1 + margin) and bound >= _MIN_PATTERN_BINS:
+        up = round_up_sizes(grouped.sizes, grouped.counts)
+        merged = grouped.rounded_up(up)
+        patterns = _find_patterns(merged, capacity, hashes)
+        packed = pack_by_patterns(merged.sizes, merged.counts, capacity, patterns).num_bins
+        if packed < min(bins):
+            rounded = np.zeros(capacity + 1, np.int64)
+            rounded[grouped.sizes] = up
+            return Preference(strategies, packed / bound - 1 + margin, patterns, rounded)
+    return Preference(strategies, min(bins) / bound - 1 + margin)
 
 
 def pack_sizes(sizes: IntArray, capacity: int, key: int, preference: Preference = TRY_ALL) -> Bins:
-    """Pack items under one limit, within a fraction of a percent of the lower bound where sizes allow it.
+    """Packs items under one limit, within a fraction of a percent of the lower bound if sizes allow.
 
     Args:
         sizes: int64 (n,), each in ``[1, capacity]``.
         capacity: Bin size.
-        key: Stream key: decides which of several items of one size goes where, and the opening items.
+        key: Stream key, which determines the places of items of equal size, and the openers.
         preference: From :func:`learn_preference`; the default tries all strategies until one is very good.
 
     Returns:
-        The bins, none empty, none over capacity, every position once. A function of the arguments only.
+        The bins: none empty, none over capacity, each position once. A pure function of the arguments.
     """
     if not len(sizes):
         return Bins(np.zeros(0, np.int64), np.zeros(1, np.int64))
-    grouped = SizeClasses(sizes, capacity)
-    packing = _best_packing(grouped, capacity, derive_key("openers", key), preference)
+    grouped, packing = _best_packing(sizes, capacity, derive_key("openers", key), preference)
     return group_items(*grouped.place(packing, key), packing.num_bins)
 
 
 def fill_up(rooms: IntArray, sizes: IntArray, capacity: int, key: int) -> tuple[IntArray, int]:
-    """Put items into bins that exist already, and into new ones where none has room: plain best-fit-decreasing.
+    """Puts items into existing bins, and into new ones if none has room: plain best-fit-decreasing.
 
     Args:
         rooms: int64 (B,), room left in each existing bin, in ``[0, capacity]``.
@@ -176,11 +217,11 @@ def fill_up(rooms: IntArray, sizes: IntArray, capacity: int, key: int) -> tuple[
 
     Returns:
         int64 (n,) bin of each item, existing bins by their position in ``rooms`` and new ones from B on, and the number
-        of bins in all.
+        of all bins.
     """
     if not len(sizes):
         return np.zeros(0, np.int64), len(rooms)
-    grouped = SizeClasses(sizes, capacity)
+    grouped = SizeClasses.of(sizes, capacity)
     by_room = np.argsort(rooms, kind="stable")
     packing = pack_histogram(grouped.sizes, grouped.counts, capacity, Strategy(None, 0.0), rooms=rooms[by_room])
     items, bins = grouped.place(packing, key)
@@ -191,7 +232,7 @@ def fill_up(rooms: IntArray, sizes: IntArray, capacity: int, key: int) -> tuple[
 
 
 def group_items(items: IntArray, bins: IntArray, num_bins: int) -> Bins:
-    """Turn (item, bin) pairs into CSR; items of a bin keep the order in which they come.
+    """Converts (item, bin) pairs to CSR. Items of a bin keep their order.
 
     Args:
         items: int64 (n,), item positions.
@@ -203,7 +244,7 @@ def group_items(items: IntArray, bins: IntArray, num_bins: int) -> Bins:
     """
     offsets = np.zeros(num_bins + 1, np.int64)
     np.cumsum(np.bincount(bins, minlength=num_bins), out=offsets[1:])
-    # One value sort of (bin, slot): unique keys, so any sorting algorithm gives the same result.
+    # One value sort of (bin, slot): keys are unique, so any sorting algorithm gives the same result.
     shift = max(len(items) - 1, 0).bit_length()
     keys = (bins << shift) | np.arange(len(items), dtype=np.int64)
     keys.sort()
@@ -211,22 +252,46 @@ def group_items(items: IntArray, bins: IntArray, num_bins: int) -> Bins:
     return Bins(items[keys], offsets)
 
 
-def _best_packing(grouped: SizeClasses, capacity: int, key: int, preference: Preference) -> HistogramPacking:
-    """Try the strategies in order; the histogram makes each try cheap, however many items there are."""
+def _best_packing(
+    sizes: IntArray, capacity: int, key: int, preference: Preference
+) -> tuple[SizeClasses, HistogramPacking]:
+    """Tries the strategies in order. The histogram makes each try cheap, for any number of items.
+
+    Returns:
+        The packing with the fewest bins, and the classes that it is about.
+    """
+    grouped = SizeClasses.of(sizes, capacity)
     bound = bin_lower_bound(grouped.sizes, grouped.counts, capacity)
     tolerated = min(bound // _TOLERANCE, _MAX_TOLERATED_BINS)
     if preference.excess:
         tolerated = 1 + int(bound * preference.excess)  # the last bin of a part is rarely full
-    hashes = hash64(len(grouped.classes), key)
-    best: HistogramPacking | None = None
+    tries: list[tuple[SizeClasses, HistogramPacking]] = []
+    if preference.patterns is not None and preference.rounded is not None:
+        rounded = SizeClasses.of(preference.rounded[sizes], capacity)
+        packing = pack_by_patterns(
+            rounded.sizes, rounded.counts, capacity, preference.patterns, preference.strategies[:1]
+        )
+        if packing.num_bins <= bound + tolerated:
+            return rounded, packing
+        tries.append((rounded, packing))
+    hashes = hash64(len(sizes), key)
     for strategy in preference.strategies:
         packing = _try(strategy, grouped, capacity, bound, hashes)
-        if best is None or packing.num_bins < best.num_bins:
-            best = packing
-        if best.num_bins <= bound + tolerated:
-            break
-    assert best is not None
-    return best
+        if packing.num_bins <= bound + tolerated:
+            return grouped, packing
+        tries.append((grouped, packing))
+    if bound >= _MIN_PATTERN_BINS and not preference.excess:
+        rounded = grouped.rounded_up(round_up_sizes(grouped.sizes, grouped.counts))
+        patterns = _find_patterns(rounded, capacity, hashes)
+        tries.append((rounded, pack_by_patterns(rounded.sizes, rounded.counts, capacity, patterns)))
+    return min(tries, key=lambda one: one[1].num_bins)
+
+
+def _find_patterns(grouped: SizeClasses, capacity: int, hashes: npt.NDArray[np.uint64]) -> Patterns:
+    """Column generation, which starts from all strategies; their random openers make patterns differ by key."""
+    bound = bin_lower_bound(grouped.sizes, grouped.counts, capacity)
+    packings = [_try(strategy, grouped, capacity, bound, hashes) for strategy in STRATEGIES]
+    return find_patterns(grouped.sizes, grouped.counts, capacity, packings)
 
 
 def _try(
@@ -243,7 +308,7 @@ def _draw_openers(
     bound: int,
     hashes: npt.NDArray[np.uint64],
 ) -> IntArray | None:
-    """Count per size class the items that open a bin: each item is drawn independently with the same probability."""
+    """Counts the items that open a bin, per size class. Each item is drawn independently with equal probability."""
     if not strategy.openers:
         return None
     threshold = int(strategy.openers * bound / len(classes) * 2**64)
@@ -252,7 +317,7 @@ def _draw_openers(
 
 
 def _slot_bins(packing: HistogramPacking) -> IntArray:
-    """Bin number of every slot, slots in order of size class; int64 (n,)."""
+    """Returns the bin number of each slot, int64 (n,), with slots in the order of size classes."""
     runs = packing.runs[np.argsort(packing.runs[:, 0], kind="stable")]
     first, length, copies = runs[:, 1], runs[:, 2], runs[:, 3]
     within = np.arange(int(length.sum())) - np.repeat(np.cumsum(length) - length, length)

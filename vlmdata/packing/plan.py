@@ -1,4 +1,4 @@
-"""The plan of one epoch: which samples share a pack, which packs a step, which rank runs which."""
+"""The plan of an epoch: which samples share a pack, which packs form a step, and which rank runs which pack."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Pack:
 
     Attributes:
         samples: int64 (k,), table positions, increasing.
-        repeats: int32 (k,), how often each was used before in the training.
+        repeats: int32 (k,), earlier uses of each sample in the training.
         dataset: int32 (k,), dataset number.
         index: int64 (k,), position within the dataset.
-        aligned_lengths: int64 (k,), tokens each sample takes up, padding included.
-        tail: Tokens of padding behind the samples, a segment of its own; 0 unless ``pad_to_capacity``.
+        aligned_lengths: int64 (k,), tokens of each sample, including padding.
+        tail: Padding tokens after the samples, a separate segment; 0 unless ``pad_to_capacity``.
     """
 
     samples: IntArray
@@ -49,9 +49,10 @@ class Pack:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class EpochPlan:
-    """An epoch's packs in order. Step k is packs ``[k * global_batch, (k + 1) * global_batch)``, whatever the ranks.
+    """An epoch's packs in order, built by :func:`plan_epoch`.
 
-    Built by :func:`plan_epoch`; a resume builds it again from (table, config, epoch) and goes to its step directly.
+    Step k is packs ``[k * global_batch, (k + 1) * global_batch)``, for any number of ranks. A resumed run builds the
+    plan again from (table, config, epoch) and goes directly to its step.
 
     Attributes:
         table: The samples.
@@ -73,21 +74,21 @@ class EpochPlan:
 
     @property
     def num_packs(self) -> int:
-        """Packs of the epoch, those of a dropped last step included, empty packs not."""
+        """Number of packs in the epoch, including those of a dropped last step, without empty packs."""
         return len(self.offsets) - 1
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps of the epoch. May differ by a little between epochs, as each packs anew."""
+        """Number of optimizer steps in the epoch. Differs slightly between epochs."""
         if self.config.last == "drop":
             return self.num_packs // self.config.global_batch
         return -(-self.num_packs // self.config.global_batch)
 
     def pack(self, number: int) -> Pack:
-        """The samples of a pack.
+        """Returns the samples of a pack.
 
         Args:
-            number: In ``[0, num_packs)``.
+            number: Pack number in ``[0, num_packs)``.
 
         Returns:
             The pack.
@@ -98,7 +99,7 @@ class EpochPlan:
         if not 0 <= number < self.num_packs:
             raise IndexError(f"pack {number} of {self.num_packs}")
         start, stop = int(self.offsets[number]), int(self.offsets[number + 1])
-        # Storage order: a reader touches each shard once and moves forward in it.
+        # Storage order: a reader visits each shard once and moves forward in it.
         order = np.lexsort((self.repeats[start:stop], self.samples[start:stop]))
         samples = self.samples[start:stop][order].astype(np.int64)
         dataset = self.table.dataset[samples]
@@ -108,10 +109,10 @@ class EpochPlan:
         return Pack(samples, self.repeats[start:stop][order], dataset, index, lengths, tail)
 
     def step(self, number: int) -> IntArray:
-        """The packs of an optimizer step, over all ranks; independent of the number of ranks.
+        """Returns the packs of an optimizer step over all ranks, independent of the number of ranks.
 
         Args:
-            number: In ``[0, num_steps)``.
+            number: Step number in ``[0, num_steps)``.
 
         Returns:
             int64 (k,), pack numbers: ``global_batch`` of them, fewer only in an incomplete last step.
@@ -125,14 +126,14 @@ class EpochPlan:
         return np.arange(start, min(start + self.config.global_batch, self.num_packs))
 
     def assignment(self, number: int, dp_size: int) -> IntArray:
-        """Which pack each data-parallel rank runs in each micro-batch of a step.
+        """Returns the pack that each data-parallel rank runs in each micro-batch of a step.
 
         Args:
             number: The step, in ``[0, num_steps)``.
             dp_size: Data-parallel ranks.
 
         Returns:
-            int64 (micro-batches, dp_size): pack numbers, -1 for an empty pack. Every pack of the step once.
+            int64 (micro-batches, dp_size): pack numbers, -1 for an empty pack. Contains every pack of the step once.
 
         Raises:
             IndexError: If there is no such step.
@@ -148,7 +149,7 @@ class EpochPlan:
         return assigned
 
     def padded_step(self, number: int, dp_size: int) -> IntArray:
-        """The packs of a step, filled up with empty ones as ``config.last`` says.
+        """Returns the packs of a step, completed with empty packs according to ``config.last``.
 
         Args:
             number: The step.
@@ -169,7 +170,7 @@ class EpochPlan:
         return np.concatenate([packs, np.full(size - len(packs), EMPTY_PACK)])
 
     def micro_batches(self, dp_size: int) -> int:
-        """Packs that each data-parallel rank gets in the epoch, empty ones included.
+        """Returns the number of packs per data-parallel rank in the epoch, including empty ones.
 
         Args:
             dp_size: Data-parallel ranks.
@@ -183,7 +184,7 @@ class EpochPlan:
         return (self.num_steps - 1) * (self.config.global_batch // dp_size) + last
 
     def pack_costs(self, packs: IntArray) -> IntArray:
-        """Estimated cost of packs under ``config.cost``.
+        """Returns the estimated cost of packs under ``config.cost``.
 
         Args:
             packs: int64 (k,), pack numbers; -1 costs nothing.
@@ -218,13 +219,13 @@ class EpochPlan:
 def plan_epoch(
     table: SampleTable, config: PlanConfig, epoch: int, key_of: Callable[[int], str] | None = None
 ) -> EpochPlan:
-    """Plan an epoch: a pure function of its arguments, equal on every machine.
+    """Plans an epoch. A pure function of its arguments, with equal results on every machine.
 
     Args:
         table: The samples.
         config: The settings.
         epoch: From 0.
-        key_of: Gives a sample's key by table position, for error messages.
+        key_of: Returns a sample's key by table position, for error messages.
 
     Returns:
         The plan.
@@ -239,7 +240,7 @@ def plan_epoch(
     passes = epoch_passes(table, config.blend, config.seed, epoch)
     if not passes:
         raise UsageError(
-            f"epoch {epoch} holds no samples: {counted(len(table), 'sample')} in all, blend {config.blend}"
+            f"epoch {epoch} has no samples: {counted(len(table), 'sample')} in total, blend {config.blend}"
         )
     windows = make_windows(table, passes, config.shuffle_window, config.seed, epoch)
     plan = _pack_windows(table, config, epoch, windows)
@@ -252,15 +253,15 @@ def plan_epoch(
 
 
 def check_limits(table: SampleTable, config: PlanConfig, key_of: Callable[[int], str] | None = None) -> None:
-    """Refuse samples that fit no pack.
+    """Raises an error for samples that fit no pack.
 
     Args:
         table: The samples.
         config: The settings.
-        key_of: Gives a sample's key by table position; without it positions are shown.
+        key_of: Returns a sample's key by table position; without it, positions are shown.
 
     Raises:
-        UsageError: Counts all such samples and shows the first ten.
+        UsageError: With the number of such samples and the first ten.
     """
     lengths = aligned(table.lengths, config.alignment)
     usable = config.capacity // config.alignment * config.alignment
@@ -294,13 +295,13 @@ def _refuse(
     shown = "; ".join(f"{name(i)} ({describe(i)})" for i in positions[:_SHOWN].tolist())
     more = f"; and {len(positions) - _SHOWN} more" if len(positions) > _SHOWN else ""
     raise UsageError(
-        f"{counted(len(positions), 'sample')} {what}: {shown}{more}. Either {remedy}, or leave them out when "
+        f"{counted(len(positions), 'sample')} {what}: {shown}{more}. Either {remedy}, or exclude them in "
         "preprocessing (smaller max_pixels or max_length)"
     )
 
 
 def _pack_windows(table: SampleTable, config: PlanConfig, epoch: int, windows: Windows) -> EpochPlan:
-    """Pack each window on its own and shuffle its packs."""
+    """Packs each window separately and shuffles its packs."""
     units = config.capacity // config.alignment
     tokens = aligned(table.lengths, config.alignment) // config.alignment
     patches = tokens if config.max_patches is None else table.num_patches.astype(np.int64)

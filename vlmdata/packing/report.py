@@ -1,4 +1,4 @@
-"""How good a plan is: fill, waste, distance from the lower bound, and balance across ranks."""
+"""Reports the quality of a plan: fill, waste, distance from the lower bound, and balance across ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from vlmdata.packing.balance import balanced, imbalance, in_order, micro_batch_i
 from vlmdata.packing.blend import DatasetShare, realised_shares
 from vlmdata.packing.plan import EpochPlan
 from vlmdata.packing.seeding import derive_key, permutation
-from vlmdata.packing.two_limits import Limits, lower_bound
+from vlmdata.packing.two_limits import Limits, lower_bound, volume_bound
 
 IntArray = npt.NDArray[np.int64]
 
-# Steps are judged in chunks of about this many packs, to bound memory.
+# Steps are evaluated in chunks of about this many packs, to bound memory.
 _PACKS_AT_ONCE = 1 << 16
 
 
@@ -27,11 +27,11 @@ class Balance:
     """Maximum over mean of cost, before (plan order) and after (balanced); mean and worst over the epoch's steps.
 
     Attributes:
-        rank_before: Mean over steps of (dearest rank / mean rank), summed over the step's micro-batches.
+        rank_before: Mean over steps of (most expensive rank / mean rank), summed over the step's micro-batches.
         rank_after: The same, balanced.
         rank_before_worst: Worst step.
         rank_after_worst: Worst step, balanced.
-        micro_batch_before: Mean over steps of the same ratio where ranks meet in every micro-batch (expert
+        micro_batch_before: Mean over steps of the same ratio if ranks meet in every micro-batch (expert
             parallelism).
         micro_batch_after: The same, balanced.
     """
@@ -46,28 +46,31 @@ class Balance:
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """What a plan achieves. Counts cover the whole epoch, a dropped last step included.
+    """Quality of a plan. Counts cover the whole epoch, including a dropped last step.
 
     Attributes:
         epoch: The epoch.
         steps: Optimizer steps.
         packs: Packs with samples.
-        empty_packs: Empty packs that fill up the last step.
-        dropped_packs: Packs left out with a dropped last step.
-        samples: Uses of samples.
+        empty_packs: Empty packs that complete the last step.
+        dropped_packs: Packs of a dropped last step.
+        samples: Number of sample uses.
         tokens: True tokens.
-        fill: True tokens over the room of all packs (packs times capacity).
-        alignment_waste: Share of the room that pads samples to the alignment.
-        capacity_waste: Share of the room that no sample uses. ``fill + alignment_waste + capacity_waste`` is 1. It
+        fill: True tokens divided by the capacity of all packs (packs times capacity).
+        alignment_waste: Share of that capacity that pads samples to the alignment.
+        capacity_waste: Share of that capacity that no sample uses. ``fill + alignment_waste + capacity_waste`` is 1. It
             costs compute only with ``pad_to_capacity``; otherwise packs are simply shorter.
-        lower_bound: No packing without windows can have fewer packs.
-        excess: Packs over the lower bound, minus 1.
-        naive_padded_tokens: Tokens, padding included, if the same samples in random order were batched without packing,
-            with the same numbers of samples per batch as the packs have, each batch padded to its longest.
-        naive_ratio: The same over the tokens of the packs (their room with ``pad_to_capacity``, else aligned tokens).
-        dp_size: Data-parallel ranks that ``balance`` is for.
+        volume_bound: Packs that the sums of tokens and patches need.
+        lower_bound: Minimum number of packs of any packing without windows: the linear program's bound, which also
+            accounts for lengths that do not divide the capacity. At least ``volume_bound``.
+        excess: Packs divided by ``lower_bound``, minus 1.
+        naive_padded_tokens: Tokens, including padding, if the same samples in random order were batched without
+            packing, with the packs' numbers of samples per batch and each batch padded to its longest sample.
+        naive_ratio: ``naive_padded_tokens`` divided by the tokens of the packs (their capacity with
+            ``pad_to_capacity``, else aligned tokens).
+        dp_size: Data-parallel size for ``balance``.
         balance: See :class:`Balance`.
-        datasets: What each dataset contributes.
+        datasets: Contribution of each dataset.
     """
 
     epoch: int
@@ -80,6 +83,7 @@ class PlanReport:
     fill: float
     alignment_waste: float
     capacity_waste: float
+    volume_bound: int
     lower_bound: int
     excess: float
     naive_padded_tokens: int
@@ -89,12 +93,12 @@ class PlanReport:
     datasets: tuple[DatasetShare, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON-ready values."""
+        """Returns the report as JSON values."""
         return dataclasses.asdict(self)
 
 
 def report_plan(plan: EpochPlan, dp_size: int = 1) -> PlanReport:
-    """Judge a plan.
+    """Evaluates a plan.
 
     Args:
         plan: The plan.
@@ -113,7 +117,10 @@ def report_plan(plan: EpochPlan, dp_size: int = 1) -> PlanReport:
     tokens, padded_tokens = int(lengths.sum()), int(padded.sum())
     patches = plan.table.num_patches[plan.samples].astype(np.int64)
     limits = Limits(config.capacity // config.alignment, config.max_patches)
-    bound = lower_bound(padded // config.alignment, patches, limits)
+    units = padded // config.alignment
+    volume = volume_bound(units, patches, limits)
+    # The linear program is solved only if there is something to find out.
+    bound = volume if volume == plan.num_packs else lower_bound(units, patches, limits)
     naive = _naive_padded_tokens(padded, np.diff(plan.offsets), config.seed)
     last = plan.padded_step(plan.num_steps - 1, dp_size)
     return PlanReport(
@@ -127,6 +134,7 @@ def report_plan(plan: EpochPlan, dp_size: int = 1) -> PlanReport:
         fill=tokens / room,
         alignment_waste=(padded_tokens - tokens) / room,
         capacity_waste=(room - padded_tokens) / room,
+        volume_bound=volume,
         lower_bound=bound,
         excess=plan.num_packs / bound - 1,
         naive_padded_tokens=naive,
@@ -138,14 +146,14 @@ def report_plan(plan: EpochPlan, dp_size: int = 1) -> PlanReport:
 
 
 def measure_balance(plan: EpochPlan, dp_size: int) -> Balance:
-    """Compare cost across ranks in plan order and balanced, over all steps.
+    """Compares the cost across ranks in plan order and balanced, over all steps.
 
     Args:
         plan: The plan.
         dp_size: Data-parallel ranks; must divide the global batch.
 
     Returns:
-        The comparison, under ``plan.config.cost`` whether or not the plan balances.
+        The comparison under ``plan.config.cost``, regardless of ``balance``.
 
     Raises:
         ValueError: If ``dp_size`` does not divide ``global_batch``.
@@ -182,7 +190,7 @@ def measure_balance(plan: EpochPlan, dp_size: int) -> Balance:
 
 
 def _naive_padded_tokens(padded: IntArray, counts: IntArray, seed: int) -> int:
-    """Tokens if batches of the given sample counts, in random order, were padded to their longest sample."""
+    """Returns the tokens if batches with these sample counts, in random order, were padded to their longest sample."""
     shuffled = padded[permutation(len(padded), derive_key("naive", seed))]
     longest = np.maximum.reduceat(shuffled, np.cumsum(counts) - counts)
     return int((longest * counts).sum())

@@ -1,8 +1,8 @@
-"""Seeded orders that are the same on every platform and for every numpy version.
+"""Seeded orders that are equal on every platform and for every numpy version.
 
-numpy promises stable raw streams but not stable ``Generator.permutation``, and Python's ``hash`` differs between
-processes. A plan must come out equal on every rank, so order comes from sorting counter-based hashes, whose keys are
-made unique (the position is part of the key): the result does not depend on the sorting algorithm.
+numpy guarantees stable raw streams but not a stable ``Generator.permutation``, and Python's ``hash`` differs between
+processes. A plan must be equal on every rank, so orders come from sorting counter-based hashes. Keys are unique, since
+they include the position, so the result does not depend on the sorting algorithm.
 """
 
 import hashlib
@@ -14,15 +14,15 @@ IntArray = npt.NDArray[np.int64]
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
-# Fewer random bits than this beside group and position would make ties, and so storage order, visible.
+# With fewer random bits besides group and position, ties would make the storage order visible.
 _MIN_RANDOM_BITS = 20
 
 
 def derive_key(*parts: int | str) -> int:
-    """Hash what a stream is for (seed, epoch, purpose, …) into its 64-bit key.
+    """Hashes the purpose of a stream (seed, epoch, name, …) to its 64-bit key.
 
     Args:
-        parts: Anything that names the stream; order matters.
+        parts: Parts that identify the stream, in order.
 
     Returns:
         The first 8 bytes of SHA-256 over the parts, little-endian.
@@ -32,12 +32,12 @@ def derive_key(*parts: int | str) -> int:
 
 
 def hash64(count: int, key: int) -> npt.NDArray[np.uint64]:
-    """The first ``count`` outputs of SplitMix64 seeded with ``key``.
+    """Returns the first ``count`` outputs of SplitMix64 seeded with ``key``.
 
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
 
     Args:
-        count: How many.
+        count: Number of outputs.
         key: The seed; its low 64 bits are used.
 
     Returns:
@@ -55,7 +55,7 @@ def hash64(count: int, key: int) -> npt.NDArray[np.uint64]:
 
 
 def permutation(count: int, key: int) -> IntArray:
-    """A seeded permutation of ``range(count)``.
+    """Returns a seeded permutation of ``range(count)``.
 
     Args:
         count: Number of items.
@@ -68,7 +68,7 @@ def permutation(count: int, key: int) -> IntArray:
 
 
 def grouped_permutation(groups: npt.NDArray[np.integer], num_groups: int, key: int) -> IntArray:
-    """Order positions by group, seeded at random within each group.
+    """Orders positions by group, in seeded random order within each group.
 
     Args:
         groups: (n,) integers in ``[0, num_groups)``.
@@ -84,9 +84,9 @@ def grouped_permutation(groups: npt.NDArray[np.integer], num_groups: int, key: i
 def _sorted_positions(
     groups: npt.NDArray[np.integer] | None, group_bits: int, hashes: npt.NDArray[np.uint64]
 ) -> IntArray:
-    """Positions sorted by (group, hash, position).
+    """Returns positions sorted by (group, hash, position).
 
-    Group, hash and position share one 64-bit key, so that numpy's vectorised value sort does the work; it is several
+    Group, hash and position share one 64-bit key, so that numpy's vectorised value sort can be used; it is several
     times faster than an argsort.
     """
     position_bits = max(len(hashes) - 1, 0).bit_length()
@@ -94,7 +94,7 @@ def _sorted_positions(
     if random_bits < _MIN_RANDOM_BITS:
         order = np.argsort(hashes, kind="stable")
         return order if groups is None else order[np.argsort(groups[order], kind="stable")]
-    keys = hashes >> np.uint64(group_bits)  # room for the group on top
+    keys = hashes >> np.uint64(group_bits)  # free the top bits for the group
     keys >>= np.uint64(position_bits)
     keys <<= np.uint64(position_bits)
     keys |= np.arange(len(hashes), dtype=np.uint64)

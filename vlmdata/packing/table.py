@@ -1,4 +1,4 @@
-"""The planner's view of the samples: the few numbers about each that a plan depends on."""
+"""The planner's view of the samples: the numbers on which a plan depends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SampleTable:
-    """What a plan needs to know of n samples, datasets one after another, each in storage order.
+    """Planning data of n samples: datasets one after another, each in storage order.
 
     Attributes:
         lengths: int32 (n,), true token lengths (unpadded), at least 1.
@@ -20,7 +20,7 @@ class SampleTable:
         sum_patches_squared: int64 (n,), sum over the sample's vision attention spans of (patches in the span) squared.
             A span is an image, or one temporal patch of a video.
         shard: int32 (n,), shard number within its dataset, non-decreasing within a dataset.
-        dataset: int32 (n,), dataset number: 0, 1, 2, …, none left out.
+        dataset: int32 (n,), dataset number: 0, 1, 2, … without gaps.
     """
 
     lengths: npt.NDArray[np.int32]
@@ -39,7 +39,7 @@ class SampleTable:
         if n == 0:
             return
         if n >= 1 << 31:
-            raise ValueError(f"{n} samples; plans hold sample numbers in 31 bits")
+            raise ValueError(f"{n} samples; plans store sample numbers in 31 bits")
         if self.lengths.min() < 1:
             at = int(np.argmin(self.lengths))
             raise ValueError(f"sample {at} has length {self.lengths[at]}; every sample needs at least 1 token")
@@ -48,9 +48,9 @@ class SampleTable:
                 raise ValueError(f"{name} has the value {getattr(self, name).min()}; counts must not be negative")
         step = np.diff(self.dataset)
         if self.dataset[0] != 0 or ((step != 0) & (step != 1)).any():
-            raise ValueError("datasets must be numbered 0, 1, 2, … and stand one after another")
+            raise ValueError("datasets must be numbered 0, 1, 2, … and be consecutive")
         if ((np.diff(self.shard) < 0) & (step == 0)).any():
-            raise ValueError("samples must stand in shard order within each dataset")
+            raise ValueError("samples must be in shard order within each dataset")
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -62,7 +62,7 @@ class SampleTable:
 
     def dataset_offsets(self) -> npt.NDArray[np.int64]:
         """int64 (datasets + 1,): samples of dataset d are ``[offsets[d], offsets[d + 1])``."""
-        # In the column's own type: searching for another one converts all of it first.
+        # Use the column's own dtype: searching for another one would convert the whole column.
         numbers = np.arange(self.num_datasets + 1, dtype=self.dataset.dtype)
         return np.searchsorted(self.dataset, numbers).astype(np.int64)
 
@@ -74,7 +74,7 @@ def table_from_columns(
     grid_offsets: npt.ArrayLike,
     shard: npt.ArrayLike,
 ) -> SampleTable:
-    """Build the table of one dataset from index columns.
+    """Builds the table of one dataset from index columns.
 
     Args:
         lengths: (n,) integers, true token lengths.
@@ -87,7 +87,7 @@ def table_from_columns(
         The table, all samples in dataset 0.
 
     Raises:
-        ValueError: If columns disagree in length or order.
+        ValueError: If columns differ in length or order.
     """
     grid = np.asarray(grids, dtype=np.int64).reshape(-1, 3)
     offsets = np.asarray(grid_offsets, dtype=np.int64)
@@ -97,7 +97,7 @@ def table_from_columns(
             f"grid_offsets has {len(offsets)} entries ending at {offsets[-1]}, expected {len(true_lengths) + 1} ending "
             f"at {len(grid)}"
         )
-    # Vision attention runs within one temporal patch: t spans of h * w patches each.
+    # Vision attention is within one temporal patch: t spans of h * w patches each.
     span = grid[:, 1] * grid[:, 2]
     patches = _segment_sums(grid[:, 0] * span, offsets)
     squares = _segment_sums(grid[:, 0] * span * span, offsets)
@@ -112,10 +112,10 @@ def table_from_columns(
 
 
 def concatenate_tables(tables: Sequence[SampleTable]) -> SampleTable:
-    """Put datasets behind one another; table k's datasets are numbered after those of the tables before it.
+    """Concatenates tables. The datasets of table k are numbered after those of earlier tables.
 
     Args:
-        tables: At least one table, none of them empty (an empty dataset has no number of its own).
+        tables: At least one table, none of them empty (an empty dataset would have no number).
 
     Returns:
         One table; sample i of table k is at ``sum(len(t) for t in tables[:k]) + i``.
@@ -137,7 +137,7 @@ def concatenate_tables(tables: Sequence[SampleTable]) -> SampleTable:
 
 
 def _segment_sums(values: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Sum ``values`` over each ``[offsets[i], offsets[i + 1])``; empty segments give 0 (reduceat would not)."""
+    """Sums ``values`` over each ``[offsets[i], offsets[i + 1])``. Empty segments give 0 (unlike with reduceat)."""
     running = np.concatenate([np.zeros(1, np.int64), np.cumsum(values)])
     sums: npt.NDArray[np.int64] = running[offsets[1:]] - running[offsets[:-1]]
     return sums

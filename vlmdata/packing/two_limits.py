@@ -1,9 +1,10 @@
 """Packing under two limits: tokens and vision patches per pack.
 
-Patches are nearly a function of tokens, so as a rule one limit decides and the other is rarely touched. The deciding
-one (with the greater lower bound) is packed alone, which is fast and tight; packs that break the other limit are
-emptied, together with enough packs that have room to spare in it, and their samples packed again under both limits. The
-last part runs for all windows at once, since its cost is in the number of numpy operations.
+Patches are nearly a function of tokens, so usually one limit decides and the other is rarely reached. The deciding
+limit (with the greater lower bound) is packed alone, which is fast and tight. Where that is tokens, packs exchange
+samples of equal length until few exceed the patches. Packs that violate the other limit are emptied, together with
+enough packs that have spare room in it, and their samples are packed again under both limits. The last part runs for
+all windows at once, since its cost is the number of numpy operations.
 """
 
 from __future__ import annotations
@@ -15,27 +16,38 @@ import numpy as np
 import numpy.typing as npt
 
 from vlmdata.packing.cells import pack_pairs
+from vlmdata.packing.evening import even_out
 from vlmdata.packing.lower_bound import bin_lower_bound
-from vlmdata.packing.one_limit import TRY_ALL, Bins, Preference, fill_up, group_items, learn_preference, pack_sizes
-from vlmdata.packing.seeding import derive_key, permutation
+from vlmdata.packing.one_limit import (
+    TRY_ALL,
+    WITHOUT_PATTERNS,
+    Bins,
+    Preference,
+    fill_up,
+    group_items,
+    learn_preference,
+    pack_sizes,
+)
+from vlmdata.packing.program_bound import program_bound
+from vlmdata.packing.seeding import derive_key, hash64
 
 IntArray = npt.NDArray[np.int64]
 
-# Packs are emptied until their average use of the broken limit is down to this share of it: best fit needs some slack.
+# Packs are emptied until their average use of the violated limit is at most this share of it: best fit needs slack.
 _REPACK_LOAD = 0.96
-# A limit whose lower bound is below this share of the other's does not decide; in between both ways are tried.
+# A limit whose lower bound is below this share of the other's does not decide; otherwise both orders are tried.
 _CLEARLY_LESS = 0.9
-# With more than twice as many samples, the better way is found on this many.
+# With more than twice as many samples, the better order is chosen on a subset of this size.
 _TRIAL_SAMPLES = 200_000
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a pack may hold.
+    """Limits of a pack.
 
     Attributes:
-        tokens: In alignment units.
-        patches: Or None for no limit.
+        tokens: Token limit, in alignment units.
+        patches: Patch limit, or None.
     """
 
     tokens: int
@@ -48,7 +60,7 @@ class Window:
 
     Attributes:
         tokens: int64 (n,), aligned token lengths in alignment units, each in ``[1, limits.tokens]``.
-        patches: int64 (n,), each in ``[0, limits.patches]``; not looked at without that limit.
+        patches: int64 (n,), each in ``[0, limits.patches]``; ignored without that limit.
         key: Stream key.
     """
 
@@ -59,15 +71,15 @@ class Window:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Draft:
-    """A window packed by one limit, before what breaks the other is put right.
+    """A window packed by one limit, before violations of the other are repaired.
 
     Attributes:
         window: The window.
-        items: int64 (m,), the samples packed so far, by position in the window.
+        items: int64 (m,), packed samples, by position in the window.
         packed: int64 (m,), their use of the packed limit.
         other: int64 (m,), their use of the other limit.
         bins: Bins of positions in ``items``.
-        emptied: bool (bins,), to be packed again.
+        emptied: bool (bins,), bins to pack again.
     """
 
     window: Window
@@ -78,20 +90,20 @@ class _Draft:
     emptied: npt.NDArray[np.bool_]
 
     def pool(self) -> IntArray:
-        """int64 (k,): positions in ``items`` to be packed again."""
+        """Positions in ``items`` to pack again, int64 (k,)."""
         return np.flatnonzero(self.emptied[self.bins.bin_of_item()])
 
 
 def pack_windows(windows: Sequence[Window], limits: Limits, key: int) -> list[Bins]:
-    """Pack the samples of each window, under a token limit and, if given, a patch limit.
+    """Packs the samples of each window under a token limit and, if given, a patch limit.
 
     Args:
         windows: The windows, none empty.
-        limits: What a pack may hold.
-        key: Stream key for what is done for all windows at once.
+        limits: Limits of a pack.
+        key: Stream key for operations on all windows at once.
 
     Returns:
-        The packs of each window; every sample once, no limit broken. A function of the arguments only.
+        The packs of each window, with every sample once and within both limits. A pure function of the arguments.
     """
     max_patches = limits.patches
     if max_patches is None:
@@ -115,17 +127,37 @@ def pack_windows(windows: Sequence[Window], limits: Limits, key: int) -> list[Bi
 
 
 def _trial(windows: Sequence[Window], capacity: int, max_patches: int, key: int) -> str:
-    """Which way is worse, "tokens" or "patches", on a sample of everything: spares many samples the second way."""
+    """Returns the worse order, "tokens" or "patches", on a subset, so that only one order runs on all samples."""
     tokens = np.concatenate([window.tokens for window in windows])
     patches = np.concatenate([window.patches for window in windows])
-    drawn = permutation(len(tokens), key)[:_TRIAL_SAMPLES]
+    drawn = np.flatnonzero(hash64(len(tokens), key) < np.uint64(_TRIAL_SAMPLES * 2**64 // len(tokens)))
     trial = [Window(tokens[drawn], patches[drawn], key)]
-    by_tokens = _by_tokens(trial, capacity, max_patches, key)[0].num_bins
-    return "tokens" if by_tokens > _by_patches(trial, capacity, max_patches, key)[0].num_bins else "patches"
+    by_tokens, by_patches = (
+        way(trial, capacity, max_patches, key, WITHOUT_PATTERNS)[0].num_bins for way in (_by_tokens, _by_patches)
+    )
+    return "tokens" if by_tokens > by_patches else "patches"
 
 
 def lower_bound(tokens: IntArray, patches: IntArray, limits: Limits) -> int:
-    """Lower bound on the packs: the greater of the bounds of the two limits taken alone.
+    """Returns a lower bound on the packs: the greater of the two limits' linear programs.
+
+    Args:
+        tokens: See :class:`Window`.
+        patches: See :class:`Window`.
+        limits: Limits of a pack.
+
+    Returns:
+        The bound; 0 without samples.
+    """
+    bound = program_bound(*np.unique(tokens, return_counts=True), limits.tokens)
+    if limits.patches is None:
+        return bound
+    unit = max(1, int(np.gcd.reduce(patches)))  # fewer distinct sizes, and a smaller knapsack
+    return max(bound, program_bound(*np.unique(patches // unit, return_counts=True), limits.patches // unit))
+
+
+def volume_bound(tokens: IntArray, patches: IntArray, limits: Limits) -> int:
+    """Packs that the sums alone need: volume over capacity, for the limit that needs more.
 
     Args:
         tokens: As in :class:`Window`.
@@ -135,26 +167,34 @@ def lower_bound(tokens: IntArray, patches: IntArray, limits: Limits) -> int:
     Returns:
         The bound; 0 without samples.
     """
-    bound = _bound(tokens, limits.tokens)
-    return bound if limits.patches is None else max(bound, _bound(patches, limits.patches))
+    bound = -(-int(tokens.sum()) // limits.tokens)
+    return bound if limits.patches is None else max(bound, -(-int(patches.sum()) // limits.patches))
 
 
 def _bound(sizes: IntArray, capacity: int) -> int:
-    return bin_lower_bound(*np.unique(sizes, return_counts=True), capacity)
+    counts = np.bincount(sizes)
+    distinct = np.flatnonzero(counts)
+    return bin_lower_bound(distinct, counts[distinct], capacity)
 
 
 def _learn(parts: Sequence[IntArray], capacity: int, key: int) -> Preference:
-    """Many windows need not all try everything."""
+    """Ranks the strategies once, so that many windows need not try them all."""
     return learn_preference(np.concatenate(parts), capacity, key) if len(parts) > 1 else TRY_ALL
 
 
-def _by_tokens(windows: Sequence[Window], capacity: int, max_patches: int, key: int) -> list[Bins]:
-    """Pack by tokens, then put right what breaks the patch limit."""
-    preference = _learn([window.tokens for window in windows], capacity, derive_key("tokens", key))
+def _by_tokens(
+    windows: Sequence[Window], capacity: int, max_patches: int, key: int, preference: Preference | None = None
+) -> list[Bins]:
+    """Packs by tokens, then repairs violations of the patch limit."""
+    if preference is None:
+        preference = _learn([window.tokens for window in windows], capacity, derive_key("tokens", key))
     drafts = []
     for window in windows:
         bins = pack_sizes(window.tokens, capacity, window.key, preference)
         everything = np.arange(len(window.tokens))
+        if (bins.sums(window.patches) > max_patches).any():
+            labels = even_out(bins.bin_of_item(), window.tokens, window.patches, max_patches)
+            bins = group_items(everything, labels, bins.num_bins)
         emptied = _to_empty(bins.sums(window.patches), max_patches)
         drafts.append(_Draft(window, everything, window.tokens, window.patches, bins, emptied))
     repacked = _repack(drafts, capacity, max_patches, derive_key("tokens", key))
@@ -164,14 +204,17 @@ def _by_tokens(windows: Sequence[Window], capacity: int, max_patches: int, key: 
     ]
 
 
-def _by_patches(windows: Sequence[Window], capacity: int, max_patches: int, key: int) -> list[Bins]:
-    """Pack samples with patches by patches, put right what breaks the token limit; text fills the tokens left over."""
+def _by_patches(
+    windows: Sequence[Window], capacity: int, max_patches: int, key: int, preference: Preference | None = None
+) -> list[Bins]:
+    """Packs samples with patches by patches, repairs violations of the token limit, and fills the rest with text."""
     images = [np.flatnonzero(window.patches) for window in windows]
-    # Merged images have a multiple of 4 patches: in that unit there are fewer distinct sizes.
+    # Merged images have a multiple of 4 patches, so this unit gives fewer distinct sizes.
     unit = int(np.gcd.reduce(np.concatenate([w.patches for w in windows]))) if windows else 1
     limit = max_patches // unit
     sizes = [window.patches[some] // unit for window, some in zip(windows, images, strict=True)]
-    preference = _learn(sizes, limit, derive_key("patches", key))
+    if preference is None:
+        preference = _learn(sizes, limit, derive_key("patches", key))
     drafts = []
     for window, some, size in zip(windows, images, sizes, strict=True):
         bins = pack_sizes(size, limit, window.key, preference)
@@ -191,7 +234,7 @@ def _by_patches(windows: Sequence[Window], capacity: int, max_patches: int, key:
 
 
 def _repack(drafts: Sequence[_Draft], packed_limit: int, other_limit: int, key: int) -> list[tuple[IntArray, int]]:
-    """Pack what was emptied under both limits; per draft int64 (m,) the bin of each of its items, and how many bins."""
+    """Packs emptied samples under both limits. Returns, per draft, each item's bin, int64 (m,), and the bin count."""
     pools = [draft.pool() for draft in drafts]
     if not sum(len(pool) for pool in pools):
         return [(draft.bins.bin_of_item(), draft.bins.num_bins) for draft in drafts]
@@ -206,17 +249,27 @@ def _repack(drafts: Sequence[_Draft], packed_limit: int, other_limit: int, key: 
     result = []
     start = 0
     for draft, pool in zip(drafts, pools, strict=True):
-        used, local = np.unique(again[start : start + len(pool)], return_inverse=True)
+        part = again[start : start + len(pool)]
         start += len(pool)
+        used, local = _numbered(part)
         kept = ~draft.emptied
         label = (np.cumsum(kept) - 1)[draft.bins.bin_of_item()]
         label[pool] = local + int(kept.sum())
-        result.append((label, int(kept.sum()) + len(used)))
+        result.append((label, int(kept.sum()) + used))
     return result
 
 
+def _numbered(labels: IntArray) -> tuple[int, IntArray]:
+    """Number distinct labels from 0, in their order; (how many, the number of each)."""
+    if int(labels.max(initial=0)) > 4 * len(labels):
+        distinct, numbers = np.unique(labels, return_inverse=True)
+        return len(distinct), numbers
+    used = np.bincount(labels) > 0  # no sort, but a pass over all labels there might be
+    return int(used.sum()), (np.cumsum(used) - 1)[labels]
+
+
 def _to_empty(use: IntArray, limit: int) -> npt.NDArray[np.bool_]:
-    """Choose bins to empty: those over the limit, and those that use least, as many as bring the average down."""
+    """Chooses bins to empty: those over the limit, and enough of the emptiest to reduce the average."""
     broken = use > limit
     if not broken.any():
         return broken

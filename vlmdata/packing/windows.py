@@ -1,11 +1,10 @@
-"""Windows over shards: which uses of samples are packed and shuffled together.
+"""Windows over shards: groups of sample uses that are packed and shuffled together.
 
-A pass visits each shard once, in an order drawn anew for every epoch. The visits of each dataset are spread evenly over
-the windows, from a phase drawn for each dataset and epoch. So a window holds about ``shuffle_window`` visits and, of
-each dataset, its share of the epoch to within one visit. A dataset with fewer visits than windows would be missing from
-most of them: a few such datasets are spread sample by sample, and are in every window.
-
-Storage is read window after window, and a reader needs only a window's shards at hand.
+A pass visits each shard once, in an order drawn per epoch. The visits of each dataset are spread evenly over the
+windows, from a phase drawn per dataset and epoch. So a window has about ``shuffle_window`` visits and, of each dataset,
+its share of the epoch to within one visit. A dataset with fewer visits than windows would be missing from most of them.
+So a few such datasets are spread sample by sample, and are in every window. Storage is read window by window, and a
+reader needs only the shards of one window at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Windows:
-    """An epoch's uses of samples, grouped in windows.
+    """An epoch's sample uses, grouped in windows.
 
     Attributes:
         samples: int64 (m,), table positions.
@@ -38,14 +37,14 @@ class Windows:
 
 
 def make_windows(table: SampleTable, passes: list[Pass], shuffle_window: int | None, seed: int, epoch: int) -> Windows:
-    """Group an epoch's uses in windows.
+    """Groups an epoch's uses in windows.
 
     Args:
         table: The samples.
         passes: The epoch's passes (see :func:`vlmdata.packing.blend.epoch_passes`), at least one.
         shuffle_window: Shard visits per window, or None for a single window.
         seed: The plan's seed.
-        epoch: The epoch; another epoch visits shards in another order.
+        epoch: The epoch; other epochs visit shards in another order.
 
     Returns:
         The windows, none empty.
@@ -63,7 +62,7 @@ def make_windows(table: SampleTable, passes: list[Pass], shuffle_window: int | N
 def _window_of_uses(
     table: SampleTable, passes: list[Pass], shuffle_window: int, seed: int, epoch: int
 ) -> tuple[IntArray, int]:
-    """Deal an epoch's uses to windows: int64 (m,) the window of each use, and the number of windows."""
+    """Assigns an epoch's uses to windows. Returns the window of each use, int64 (m,), and the number of windows."""
     visit_of_use, dataset_of_visit = _visits(table, passes)
     num_visits = len(dataset_of_visit)
     num_windows = -(-num_visits // shuffle_window)
@@ -76,7 +75,7 @@ def _window_of_uses(
     phases = np.array([derive_key("phase", seed, epoch, dataset) % num_windows for dataset in range(len(counts))])
     place = turn * num_windows + phases[dataset_of_visit]
     window_of_visit = place // counts[dataset_of_visit]
-    # Whole visits of small datasets are dealt out together, in the order of their places: each on its own, many small
+    # Whole visits of small datasets are assigned together, in the order of their places. Separately, many small
     # datasets would crowd some windows and leave others out.
     visits = np.flatnonzero(np.isin(dataset_of_visit, few))
     order = np.lexsort((dataset_of_visit[visits], place[visits] / counts[dataset_of_visit[visits]]))
@@ -85,7 +84,7 @@ def _window_of_uses(
     window = window_of_visit[visit_of_use]
     bounds = np.searchsorted(dataset_of_visit[visit_of_use], np.arange(len(counts) + 1)).tolist()
     for dataset in split:
-        uses = slice(bounds[dataset], bounds[dataset + 1])  # passes stand in the order of datasets
+        uses = slice(bounds[dataset], bounds[dataset + 1])  # passes are in the order of datasets
         key = derive_key("split", seed, epoch, dataset)
         order = grouped_permutation(turn[visit_of_use[uses]], int(counts[dataset]), key)
         window[uses][order] = _spread(len(order), num_windows, int(phases[dataset]))
@@ -93,10 +92,10 @@ def _window_of_uses(
 
 
 def _small_datasets(visits: IntArray, num_windows: int, shuffle_window: int) -> tuple[list[int], list[int]]:
-    """Find the datasets with fewer visits than windows, and decide which of them are spread sample by sample.
+    """Finds the datasets with fewer visits than windows, and chooses which of them are spread sample by sample.
 
-    Each of those adds a shard, or two, to what a reader has at hand in every window. So they are the ones with the
-    fewest visits, which gain most, and at most a quarter of ``shuffle_window``.
+    Each of these adds one or two shards to every window of a reader. So they are the ones with the
+    fewest visits, which benefit most, and at most a quarter of ``shuffle_window``.
 
     Args:
         visits: int64 (D,), visits of each dataset.
@@ -112,13 +111,13 @@ def _small_datasets(visits: IntArray, num_windows: int, shuffle_window: int) -> 
 
 
 def _spread(count: int, num_windows: int, phase: int) -> IntArray:
-    """Spread items evenly over windows, in their order.
+    """Spreads items evenly over windows, in order.
 
     Args:
         count: Number of items.
         num_windows: Number of windows.
-        phase: In ``[0, num_windows)``: moves all items on by ``phase / num_windows`` of the distance between two. Drawn
-            at random, it makes every window equally likely for an item where there are fewer items than windows.
+        phase: In ``[0, num_windows)``: shifts all items by ``phase / num_windows`` of the distance between two. Drawn
+            at random, it makes every window equally likely for an item if there are fewer items than windows.
 
     Returns:
         int64 (count,), the window of each item, non-decreasing. Windows differ by at most one item.
@@ -128,7 +127,7 @@ def _spread(count: int, num_windows: int, phase: int) -> IntArray:
 
 
 def _visits(table: SampleTable, passes: list[Pass]) -> tuple[IntArray, IntArray]:
-    """Number the (pass, shard) visits: int64 (m,) the visit of each use, int64 (V,) the dataset of each visit."""
+    """Numbers the (pass, shard) visits. Returns the visit of each use, int64 (m,), and its dataset, int64 (V,)."""
     visit_of_use, datasets = [], []
     count = 0
     for one in passes:
@@ -142,7 +141,7 @@ def _visits(table: SampleTable, passes: list[Pass]) -> tuple[IntArray, IntArray]
 
 
 def _visit_order(table: SampleTable, passes: list[Pass], dataset: int, key: int) -> IntArray:
-    """Order of a dataset's visits: pass after pass, the shards of each permuted."""
+    """Returns the order of a dataset's visits: pass by pass, with permuted shards."""
     order = []
     count = 0
     for number, one in enumerate(p for p in passes if p.dataset == dataset):

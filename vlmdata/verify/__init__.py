@@ -1,1 +1,1 @@
-"""The audit of a dataset directory: every byte re-hashed, every sample checked against what it must be."""
+"""The audit of a dataset directory: re-hashes every byte and checks every sample."""

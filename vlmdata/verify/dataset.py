@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -19,6 +19,8 @@ import numpy as np
 from vlmdata.errors import DatasetFormatError, ResourceError
 from vlmdata.format.dataset import OpenShard
 from vlmdata.format.index import DatasetIndex
+from vlmdata.format.index_row import IndexRow
+from vlmdata.format.join import shifted_keys
 from vlmdata.format.ledger import Rejection, read_ledger
 from vlmdata.format.manifest import Manifest, canonical_hash
 from vlmdata.format.schema import (
@@ -34,7 +36,7 @@ from vlmdata.format.schema import (
 from vlmdata.format.selection import SELECTION, Selection
 from vlmdata.format.tokenizer_files import tokenizer_findings
 from vlmdata.media.codecs import codec_feature
-from vlmdata.verify.fault import Fault
+from vlmdata.verify.fault import STRAY, Fault
 from vlmdata.verify.sample import SampleRules
 from vlmdata.verify.shard import FolderShards, ShardAudit, audit_shard, hash_shard
 from vlmdata.wording import counted
@@ -46,9 +48,9 @@ class Audit:
 
     Attributes:
         manifest: The dataset's manifest.
-        samples: Samples audited.
+        samples: Number of audited samples.
         bytes: Shard bytes re-hashed.
-        faults: All that is wrong; empty if the dataset is sound.
+        faults: All faults; empty if the dataset is intact.
     """
 
     manifest: Manifest
@@ -61,23 +63,29 @@ def verify_dataset(
     directory: Path,
     *,
     workers: int = 1,
+    pixels: bool = True,
     on_shard: Callable[[ShardAudit], None] | None = None,
     open_shard: OpenShard | None = None,
+    listing: Iterable[str] | None = None,
 ) -> Audit:
     """Audits a dataset directory.
 
     Args:
         directory: The dataset.
-        workers: Processes to use.
+        workers: Number of processes.
+        pixels: Whether images that a codec encoded are decoded and their patches checked, and not only stored bytes.
         on_shard: Called after each shard.
         open_shard: Opens shards that are not in the directory (see :func:`vlmdata.verify.remote.auditable`).
+        listing: Names of the files where the shards are, to find shards that the manifest lacks; by default those of
+            the directory.
 
     Raises:
-        DatasetFormatError: If there is no readable manifest, so nothing to audit against.
+        DatasetFormatError: If there is no readable manifest to audit against.
     """
     manifest = Manifest.read(directory)
     open_shard = open_shard or FolderShards(directory)
     faults = list(_check_files(directory, manifest))
+    faults += _check_strays(os.listdir(directory) if listing is None else listing, manifest)
     faults += [Fault(*found) for found in tokenizer_findings(directory, manifest)]
     try:
         index = DatasetIndex.read(directory / INDEX_NAME, manifest.model_family.patch_bytes)
@@ -89,7 +97,7 @@ def verify_dataset(
     faults += _check_ledger(directory, index, manifest)
     faults += _check_shard_rows(directory, index, manifest)
     try:
-        opened = _Opened(directory, open_shard, manifest, index, SampleRules.of(manifest))
+        opened = _Opened(directory, open_shard, manifest, index, SampleRules.of(manifest), pixels)
     except DatasetFormatError as error:
         return Audit(manifest, 0, 0, [*faults, Fault(MANIFEST_NAME, "config", str(error))])
     return _audit(manifest, faults, _audit_shards(opened, workers), on_shard)
@@ -117,18 +125,28 @@ def _hash_shards(open_shard: OpenShard, manifest: Manifest, workers: int) -> Ite
 
 @dataclass(frozen=True, eq=False)
 class _Opened:
-    """What the audit of any shard needs."""
+    """Inputs of every shard's audit."""
 
     directory: Path
     open_shard: OpenShard
     manifest: Manifest
     index: DatasetIndex
     rules: SampleRules
+    pixels: bool
 
     def audit(self, shard: int) -> ShardAudit:
         first, last = np.searchsorted(self.index.shard, [shard, shard + 1]).tolist()
-        rows = [self.index.row(i) for i in range(first, last)]
-        return audit_shard(self.open_shard, self.manifest.shards[shard], rows, self.rules)
+        info = self.manifest.shards[shard]
+        rows = [_as_stored(self.index.row(i), info.row_offset) for i in range(first, last)]
+        return audit_shard(self.open_shard, info, rows, self.rules, pixels=self.pixels)
+
+
+def _as_stored(row: IndexRow, row_offset: int) -> IndexRow:
+    """A row of the index with the row number and key that its shard has."""
+    if not row_offset:
+        return row
+    (key,) = shifted_keys([row.key], -row_offset)
+    return dataclasses.replace(row, key=key, source_row=row.source_row - row_offset)
 
 
 def _audit_shards(opened: _Opened, workers: int) -> Iterator[ShardAudit]:
@@ -140,7 +158,7 @@ def _audit_shards(opened: _Opened, workers: int) -> Iterator[ShardAudit]:
         min(workers, len(shards)),
         get_context("spawn"),
         initializer=_start_worker,
-        initargs=(opened.directory, opened.open_shard),
+        initargs=(opened.directory, opened.open_shard, opened.pixels),
     ) as pool:
         try:
             yield from pool.map(_audit_in_worker, shards)
@@ -154,11 +172,11 @@ def _audit_shards(opened: _Opened, workers: int) -> Iterator[ShardAudit]:
 _worker: _Opened | None = None
 
 
-def _start_worker(directory: Path, open_shard: OpenShard) -> None:
+def _start_worker(directory: Path, open_shard: OpenShard, pixels: bool) -> None:
     global _worker
     manifest = Manifest.read(directory)
     index = DatasetIndex.read(directory / INDEX_NAME, manifest.model_family.patch_bytes)
-    _worker = _Opened(directory, open_shard, manifest, index, SampleRules.of(manifest))
+    _worker = _Opened(directory, open_shard, manifest, index, SampleRules.of(manifest), pixels)
 
 
 def _audit_in_worker(shard: int) -> ShardAudit:
@@ -173,7 +191,7 @@ def _check_files(directory: Path, manifest: Manifest) -> Iterator[Fault]:
     for name, expected in hashes.items():
         path = directory / name
         if not path.is_file():
-            yield Fault(name, "missing", "no such file")
+            yield Fault(name, "missing", "file not found")
             continue
         with open(path, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -181,14 +199,10 @@ def _check_files(directory: Path, manifest: Manifest) -> Iterator[Fault]:
             yield Fault(name, "sha256", f"{digest}, the manifest says {expected}")
     if canonical_hash(manifest.config) != manifest.config_hash:
         yield Fault(MANIFEST_NAME, "config_hash", "the config was edited after the dataset was made")
-    named = {shard.name for shard in manifest.shards}
-    for name in sorted(os.listdir(directory)):
-        if name.startswith("shard-") and name not in named:
-            yield Fault(name, "stray", "a shard that the manifest does not name")
     start = 0
     for shard in manifest.shards:
         if shard.row_start != start or shard.samples + shard.rejected != shard.candidates:
-            yield Fault(MANIFEST_NAME, "shards", f"{shard.name}: its rows and counts do not add up: {shard}")
+            yield Fault(MANIFEST_NAME, "shards", f"{shard.name}: its rows and counts are inconsistent: {shard}")
         start = shard.row_stop
     sums = {
         "rows": start,
@@ -197,6 +211,13 @@ def _check_files(directory: Path, manifest: Manifest) -> Iterator[Fault]:
         "extra_candidates": sum(shard.extra_candidates for shard in manifest.shards),
     }
     yield from _check_totals(MANIFEST_NAME, "shards", sums, manifest)
+
+
+def _check_strays(listing: Iterable[str], manifest: Manifest) -> Iterator[Fault]:
+    named = {shard.name for shard in manifest.shards}
+    for name in sorted(listing):
+        if name.startswith("shard-") and name not in named:
+            yield Fault(name, STRAY, "a shard that is not in the manifest")
 
 
 def _check_index(index: DatasetIndex, manifest: Manifest) -> Iterator[Fault]:
@@ -208,9 +229,9 @@ def _check_index(index: DatasetIndex, manifest: Manifest) -> Iterator[Fault]:
     implied = np.diff(ends[index.grid_offsets])
     if (wrong := np.flatnonzero(implied != index.num_patches)).size:
         i = int(wrong[0])
-        message = f"{counted(int(index.num_patches[i]), 'patch')} for grids of {implied[i]}"
+        message = f"{counted(int(index.num_patches[i]), 'patch')} for grids with {implied[i]}"
         yield Fault(INDEX_NAME, "patches", message, int(rows[i]), index.key(i))
-    # Summed in int64: a 32-bit sum of token counts overflows at two thousand million.
+    # Summed in int64: a 32-bit sum of token counts overflows at two billion.
     sums = {
         "samples": len(index),
         "tokens": int(index.lengths.sum(dtype=np.int64)),
@@ -220,11 +241,20 @@ def _check_index(index: DatasetIndex, manifest: Manifest) -> Iterator[Fault]:
         "patches": int(index.num_patches.sum(dtype=np.int64)),
         "truncated": int(index.truncated.sum()),
     }
+    if manifest.totals.image_bytes:  # earlier manifests lack it
+        sums["image_bytes"] = _stored_image_bytes(index)
     yield from _check_totals(INDEX_NAME, "totals", sums, manifest)
 
 
+def _stored_image_bytes(index: DatasetIndex) -> int:
+    """Stored bytes of all images; those that samples of a shard share count once."""
+    shards = np.repeat(index.shard, index.image_counts)
+    _, first = np.unique(np.stack([shards, index.item_offsets]), axis=1, return_index=True)
+    return int(index.item_bytes[first].sum(dtype=np.int64))
+
+
 def _check_keys(index: DatasetIndex) -> Iterator[Fault]:
-    """Rows ascend; keys name their rows, and ascend within the list that a row gave."""
+    """Checks that rows ascend, and that keys match their rows and ascend within the list of a row."""
     rows, keys = index.source_row, index.keys.to_pylist()
     if (np.diff(rows) < 0).any():
         at = int(np.flatnonzero(np.diff(rows) < 0)[0])
@@ -235,7 +265,7 @@ def _check_keys(index: DatasetIndex) -> Iterator[Fault]:
     named = list(zip(rows.tolist(), keys, strict=True))
     for row, key in named:
         if (parse_key(key) or (-1, -1))[0] != row:
-            yield Fault(INDEX_NAME, "keys", f"the key {key!r} is not of source row {row}", row, key)
+            yield Fault(INDEX_NAME, "keys", f"the key {key!r} does not belong to source row {row}", row, key)
             break
     for before, (row, key) in pairwise(named):
         if before[0] == row and before[1] >= key:
@@ -244,7 +274,7 @@ def _check_keys(index: DatasetIndex) -> Iterator[Fault]:
 
 
 def _check_features(index: DatasetIndex, manifest: Manifest) -> Iterator[Fault]:
-    """The manifest lists every feature that samples use. Writers of schema 1.0 listed image features always."""
+    """Checks that the manifest lists exactly the used features. Writers of schema 1.0 always listed image features."""
     used = {IMAGES, *map(codec_feature, set(index.item_codecs.tolist()))} if len(index.grids) else set()
     optional = {str(member.feature): member.name for member in OPTIONAL_MEMBERS}
     used |= {
@@ -262,7 +292,7 @@ def _check_totals(file: str, check: str, sums: dict[str, int], manifest: Manifes
     totals = dataclasses.asdict(manifest.totals)
     for name, value in sums.items():
         if totals[name] != value:
-            yield Fault(file, check, f"{name} sum to {value}, the totals say {totals[name]}")
+            yield Fault(file, check, f"{name} sum to {value}, but the totals say {totals[name]}")
 
 
 def _check_ledger(directory: Path, index: DatasetIndex, manifest: Manifest) -> Iterator[Fault]:
@@ -282,15 +312,15 @@ def _check_ledger(directory: Path, index: DatasetIndex, manifest: Manifest) -> I
         yield Fault(
             LEDGER_NAME,
             "coverage",
-            f"{counted(len(index), 'sample')} and {counted(len(rejections), 'rejection')} are not each candidate "
-            f"of the {manifest.totals.rows} source rows once: {problem}",
+            f"{counted(len(index), 'sample')} and {counted(len(rejections), 'rejection')} do not cover each candidate "
+            f"of the {manifest.totals.rows} source rows exactly once: {problem}",
         )
 
 
 def _uncovered(index: DatasetIndex, rejections: list[Rejection], manifest: Manifest) -> str:
-    """Where samples and rejections leave a gap or meet; empty if they make up all rows and their lists.
+    """Describes where samples and rejections leave a gap or overlap; empty if they cover all rows and their lists.
 
-    A row is covered by one entry without a number, or by entries 0, 1, 2, … of its list, each once.
+    A row is covered by one entry without a number, or by entries 0, 1, 2, … of its list, each exactly once.
     """
     named = [parse_key(key) or (-1, -1) for key in index.keys.to_pylist()]
     named += [(r.row, -1 if r.sample is None else r.sample) for r in rejections]
@@ -299,30 +329,30 @@ def _uncovered(index: DatasetIndex, rejections: list[Rejection], manifest: Manif
     rows, numbers = entries.T
     first = np.diff(rows, prepend=-1) != 0
     expected = np.where(first, np.minimum(numbers, 0), np.roll(numbers, 1) + 1)
-    # After an entry that stands for the whole row there is none to come.
+    # No entry may follow an entry for the whole row.
     wrong = (numbers != expected) | (~first & (np.roll(numbers, 1) < 0))
     if wrong.any():
         row, number = entries[np.flatnonzero(wrong)[0]].tolist()
-        return f"row {row} has an entry too many, or lacks one" + (f", before sample {number}" if number > 0 else "")
+        return f"row {row} has an entry too many or too few" + (f", before sample {number}" if number > 0 else "")
     totals, selection = manifest.totals, Selection.read(manifest.source)
     if selection is not None:
         if not (len(rows[first]) == totals.rows and selection.names(rows[first])):
-            return f"they are not the rows that the manifest's {SELECTION} names"
+            return f"they are not the rows in the manifest's {SELECTION}"
     elif not np.array_equal(rows[first], np.arange(totals.rows)):
         missing = np.setdiff1d(np.arange(totals.rows), rows)
-        return f"row {missing[0]} is missing" if len(missing) else f"row {rows[-1]} is not of the source"
+        return f"row {missing[0]} is missing" if len(missing) else f"row {rows[-1]} is not in the source"
     if len(entries) != totals.candidates:
-        return f"the manifest counts {totals.candidates} candidates, there are {len(entries)}"
+        return f"the manifest counts {totals.candidates} candidates, but there are {len(entries)}"
     return ""
 
 
 def _check_shard_rows(directory: Path, index: DatasetIndex, manifest: Manifest) -> Iterator[Fault]:
-    """Every sample is in the shard whose rows, counted over the rows of this dataset, hold its source row."""
+    """Checks that every sample is in the shard whose rows, counted within this dataset, include its source row."""
     rows = index.source_row.astype(np.int64)
     if Selection.read(manifest.source) is not None:
         try:
             rejected = [rejection.row for rejection in read_ledger(directory / LEDGER_NAME)]
-        except (DatasetFormatError, OSError):  # a fault of its own; without the ledger rows cannot be counted
+        except (DatasetFormatError, OSError):  # a separate fault; rows cannot be counted without the ledger
             return
         rows = np.searchsorted(np.union1d(rows, np.array(rejected, dtype=np.int64)), rows)
     starts, stops = (
@@ -332,5 +362,5 @@ def _check_shard_rows(directory: Path, index: DatasetIndex, manifest: Manifest) 
     of = index.shard[known]
     for i in known[(rows[known] < starts[of]) | (rows[known] >= stops[of])].tolist():
         shard = manifest.shards[index.shard[i]]
-        message = f"source row {index.source_row[i]} is not of this shard's [{shard.row_start}, {shard.row_stop})"
+        message = f"source row {index.source_row[i]} is not in this shard's [{shard.row_start}, {shard.row_stop})"
         yield Fault(shard.name, "index", message, int(index.source_row[i]), index.key(i))

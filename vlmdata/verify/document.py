@@ -1,4 +1,4 @@
-"""The audit of a document's tokens: all text is learned, and nothing of a conversation stands in it."""
+"""The audit of a document's tokens: all text is learned, and there are no conversation tokens."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from vlmdata.format.schema import Sample
 
 
 def audit_document(sample: Sample, row: IndexRow, tokenizer: TokenizerInfo) -> Iterator[tuple[str, str]]:
-    """What is wrong with targets and special tokens of a document, as (check, message).
+    """Finds faults in targets and special tokens of a document, as (check, message).
 
     Args:
         sample: The sample.
-        row: What the index says of it.
+        row: The sample's index row.
         tokenizer: Special ids.
     """
     ids, mask = sample.input_ids[: sample.length], sample.loss_mask[: sample.length] != 0
@@ -26,11 +26,11 @@ def audit_document(sample: Sample, row: IndexRow, tokenizer: TokenizerInfo) -> I
         at = int(wrong[0])
         yield (
             "document_target",
-            f"token {at} is {'a' if mask[at] else 'no'} target ({len(wrong)} such); in a document all tokens are but "
-            "the first and images with their marks",
+            f"token {at} is {'a' if mask[at] else 'not a'} target ({len(wrong)} such); in a document, all tokens are "
+            "targets except the first and images with their marks",
         )
     if sample.loss_weights is not None and len(np.unique(sample.loss_weights[: sample.length][mask])) > 1:
-        yield "document_weight", "the targets have several loss weights; a document has one"
+        yield "document_weight", "the targets have several loss weights, but a document has one"
     end = tokenizer.end_of_text
     strange = {
         "<|im_start|>": tokenizer.im_start,
@@ -40,9 +40,9 @@ def audit_document(sample: Sample, row: IndexRow, tokenizer: TokenizerInfo) -> I
     }
     for name, token in strange.items():
         if token != end and len(hits := np.flatnonzero(ids == token)):
-            yield "document_token", f"token {hits[0]} is {name}, which a document does not hold ({len(hits)} such)"
+            yield "document_token", f"token {hits[0]} is {name}, which a document must not contain ({len(hits)} such)"
     ends = np.flatnonzero(ids == end).tolist()
     expected = [] if row.truncated else [len(ids) - 1]
     if ends != expected:
-        state = "is cut at its end" if row.truncated else "is whole"
-        yield "document_end", f"the document {state}, yet its end-of-text tokens are {ends} instead of {expected}"
+        state = "is truncated" if row.truncated else "is complete"
+        yield "document_end", f"the document {state}, but its end-of-text tokens are at {ends} instead of {expected}"

@@ -1,20 +1,23 @@
-"""What an audit finds."""
+"""A fault found by an audit."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+#: Check of a shard that the manifest does not name.
+STRAY = "stray"
+
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is wrong.
+    """One fault.
 
     Attributes:
         file: File name within the dataset.
         check: Short name of the check that failed.
         message: What was found and what was expected.
-        row: Source row, where the fault is a sample's.
-        key: Sample key, likewise.
+        row: Source row, if the fault belongs to a sample.
+        key: Sample key, if the fault belongs to a sample.
     """
 
     file: str

@@ -1,51 +1,92 @@
-"""The audit of stored items: do they lie where the index says, and does each decode?"""
+"""The audit of stored items: checks that they are at the indexed offsets, and decodes each."""
 
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from vlmdata.errors import DatasetFormatError
-from vlmdata.families import Family
 from vlmdata.format.index_row import IndexRow
 from vlmdata.format.schema import IMAGE, ITEMS_MEMBER
-from vlmdata.format.shard import ItemPlace
+from vlmdata.format.shard import ItemName, ItemPlace, item_metadata
 from vlmdata.media.codecs import RAW, decode_item
+from vlmdata.media.pixel_check import require_pixels
+from vlmdata.verify.sample import SampleRules
+
+Owners = Mapping[tuple[str, int, int], ItemName]
+"""Codec, first byte and bytes of an item to the item of the shard that was written there."""
 
 
-def decode_items(
-    data: mmap.mmap, found: tuple[int, int] | None, row: IndexRow, family: Family
+def owners_of(rows: Iterable[IndexRow]) -> Owners:
+    """The items of a shard's samples that lie within their own sample. The bytes of the others are shared."""
+    owners: dict[tuple[str, int, int], ItemName] = {}
+    for row in rows:
+        start, stop = row.placement.offset, row.placement.offset + row.placement.size
+        for number, item in enumerate(row.items):
+            if start <= item.offset < stop:
+                owners.setdefault(_place(item), ItemName(row.key, number))
+    return owners
+
+
+def described_items(row: IndexRow, owners: Owners) -> list[dict[str, Any]]:
+    """What the metadata of a sample must say of its encoded items."""
+    found = []
+    for number, item in enumerate(row.items):
+        owner = owners.get(_place(item))
+        found.append(item_metadata(item, None if owner == ItemName(row.key, number) else owner))
+    return found
+
+
+def _place(item: ItemPlace) -> tuple[str, int, int]:
+    return item.codec, item.offset, item.bytes
+
+
+def audit_items(
+    data: mmap.mmap,
+    found: tuple[int, int] | None,
+    row: IndexRow,
+    rules: SampleRules,
+    owners: Owners,
+    *,
+    pixels: bool,
 ) -> npt.NDArray[np.uint8] | str:
-    """Decodes the items of a sample that a codec encoded.
+    """Checks the items of a sample that a codec encoded: where they lie, their stored bytes, and what they decode to.
 
     Args:
         data: The shard.
-        found: First byte and bytes of the member ``items.bin``, as the tar has it.
-        row: What the index says of the sample.
-        family: The dataset's family.
+        found: Offset and size in bytes of the member ``items.bin`` in the tar.
+        row: The sample's index row.
+        rules: Tells the dataset's family.
+        owners: The items of the shard; see :func:`owners_of`.
+        pixels: Whether to decode them and check the patches.
 
     Returns:
-        The patches, uint8 (P, bytes per patch); or what is wrong, as a sentence.
+        The patches, uint8 (P, bytes per patch), all 0 if they are not decoded; or what is wrong, as a sentence.
     """
     if found is None:
         return f"{ITEMS_MEMBER}: not in the tar"
     start, size = found
-    problem = _places_problem(row, start, start + size)
+    problem = _places_problem(row, start, start + size, owners)
     if problem:
         return problem
-    patches = np.empty((row.num_patches, family.patch_bytes), np.uint8)
-    begin = 0
+    shape, begin = (row.num_patches, rules.family.patch_bytes), 0
+    patches = np.empty(shape, np.uint8) if pixels else np.broadcast_to(np.uint8(0), shape)
     checksums = row.placement.data_checksums[-1]
     for number, (item, grid, expected) in enumerate(zip(row.items, row.image_grid_thw, checksums, strict=True)):
         stored = data[item.offset : item.offset + item.bytes]
         if (checksum := xxhash.xxh3_64_intdigest(stored)) != expected:
-            return f"image {number}: xxh3 {checksum:016x}, the index says {expected:016x}"
+            return f"image {number}: xxh3 {checksum:016x}, but the index says {expected:016x}"
+        if not pixels:
+            continue
         end = begin + grid[0] * grid[1] * grid[2]
         try:
-            decode_item(item.codec, stored, grid, family, patches[begin:end], f"image {number}")
+            decode_item(item.codec, stored, grid, rules.family, patches[begin:end], f"image {number}")
+            require_pixels(patches[begin:end], item.pixel_checksum, rules.libraries, f"image {number}")
         except DatasetFormatError as error:
             return str(error)
         begin = end
@@ -53,27 +94,33 @@ def decode_items(
 
 
 def raw_items_problem(row: IndexRow, patch_bytes: int) -> str:
-    """What is wrong with the index's items of a sample with ``patches.npy``: its images, one after another.
+    """Describes the fault in the index's items of a sample with ``patches.npy``, which are its consecutive images.
 
-    Empty if nothing is, or if the sample has ``items.bin``.
+    Empty if there is no fault, or if the sample has ``items.bin``.
     """
     offset = row.placement.data_offsets[-1]
     if offset < 0:
         return ""
     for number, (item, (t, h, w)) in enumerate(zip(row.items, row.image_grid_thw, strict=True)):
-        expected = ItemPlace(offset, t * h * w * patch_bytes, IMAGE, RAW)
+        checksum = row.placement.data_checksums[-1][number]
+        expected = ItemPlace(offset, t * h * w * patch_bytes, checksum, IMAGE, RAW)
         if item != expected:
-            return f"image {number} is {item}, its grid and patches.npy say {expected}"
+            return f"image {number} is {item}, but its grid and patches.npy say {expected}"
         offset += expected.bytes
     return ""
 
 
-def _places_problem(row: IndexRow, start: int, stop: int) -> str:
+def _places_problem(row: IndexRow, start: int, stop: int, owners: Owners) -> str:
     at = start
     for number, item in enumerate(row.items):
         if item.kind != IMAGE:
-            return f"item {number} is of kind {item.kind!r}, which this vlmdata does not know"
-        if item.offset != at or item.bytes < 0:
-            return f"image {number} begins at byte {at} of the shard, the index says {item.offset}"
-        at += item.bytes
-    return "" if at == stop else f"{ITEMS_MEMBER} ends at byte {stop} of the shard, its items in the index at {at}"
+            return f"item {number} is of kind {item.kind!r}, which this version of vlmdata does not know"
+        owner = owners.get(_place(item))
+        is_shared = owner not in (None, ItemName(row.key, number)) and item.offset < at
+        if item.bytes < 0 or (item.offset != at and not is_shared):
+            return (
+                f"image {number}: the index says {item.bytes} bytes from byte {item.offset} of the shard, which are "
+                f"neither those at byte {at} nor an earlier image"
+            )
+        at += 0 if is_shared else item.bytes
+    return "" if at == stop else f"{ITEMS_MEMBER} ends at byte {stop} of the shard, but the index says {at}"

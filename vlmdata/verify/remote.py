@@ -1,4 +1,4 @@
-"""Auditing a dataset at a URL: its small files are fetched first, its shards one after another."""
+"""The audit of a dataset at a URL: downloads its small files first, then shard after shard."""
 
 from __future__ import annotations
 
@@ -11,35 +11,58 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryDirectory
 
 from vlmdata.errors import DatasetFormatError, ResourceError
-from vlmdata.format.dataset import OpenShard
 from vlmdata.format.manifest import Manifest, ShardInfo
-from vlmdata.format.schema import INDEX_NAME, LEDGER_NAME, MANIFEST_NAME, TOKENIZER_DIR
+from vlmdata.format.schema import (
+    IMAGE_FILES,
+    IMAGE_FILES_NAME,
+    INDEX_NAME,
+    LEDGER_NAME,
+    MANIFEST_NAME,
+    TOKENIZER_DIR,
+)
 from vlmdata.format.tokenizer_files import tokenizer_file_names
 from vlmdata.loader.open import default_cache_dir
 from vlmdata.loader.remote import download
-from vlmdata.locations import is_url, place_of
+from vlmdata.locations import file_system, is_url, place_of
+from vlmdata.store.objects import ATOMIC
 from vlmdata.verify.dataset import Audit
-from vlmdata.verify.fault import Fault
+from vlmdata.verify.fault import STRAY, Fault
+from vlmdata.verify.remedy import remedies
 
 
 @dataclass(frozen=True)
 class FetchedShards:
-    """Opens shards of a URL as they are there now: what a loader has cached would prove nothing.
+    """Opens the current shards of a URL. It ignores the loader's cache, which would prove nothing.
 
     Attributes:
         url: The dataset's URL.
-        folder: Where a shard lies while it is audited.
+        folder: Folder for a shard during its audit.
     """
 
     url: str
     folder: Path
 
-    def __call__(self, info: ShardInfo) -> int:
-        """Fetches a shard; its file has no name and goes when it is closed.
+    def names(self) -> list[str]:
+        """Lists the files at the URL, sorted. Empty for a web address, which cannot be listed.
 
         Raises:
-            FileNotFoundError: If there is no such remote file.
-            DatasetFormatError: If it cannot be fetched.
+            ResourceError: If the file system does not list them.
+        """
+        if self.url.startswith(("http://", "https://")):
+            return []
+        try:
+            files, root = file_system(self.url)
+            files.invalidate_cache()
+            return sorted(path.rstrip("/").rpartition("/")[2] for path in files.ls(root, detail=False))
+        except Exception as error:  # each file system raises its own types
+            raise ResourceError(f"{self.url}: cannot be listed: {type(error).__name__}: {error}") from error
+
+    def __call__(self, info: ShardInfo) -> int:
+        """Downloads a shard to an unnamed file, which disappears when closed.
+
+        Raises:
+            FileNotFoundError: If the remote file does not exist.
+            DatasetFormatError: If the download fails.
         """
         with NamedTemporaryFile(dir=self.folder) as file:
             download(f"{self.url}/{info.name}", Path(file.name), None)
@@ -47,18 +70,18 @@ class FetchedShards:
 
 
 @contextmanager
-def auditable(location: str | PathLike[str]) -> Iterator[tuple[Path, OpenShard | None]]:
-    """A dataset's folder, or one that holds the small files of a dataset at a URL, and what opens its shards.
+def auditable(location: str | PathLike[str]) -> Iterator[tuple[Path, FetchedShards | None]]:
+    """Provides a folder to audit and a function that opens its shards. For a URL, downloads the small files.
 
     Args:
         location: A folder or fsspec URL.
 
     Yields:
-        The folder, and for a URL the function that fetches and opens a shard.
+        The folder, and for a URL the function that downloads and opens a shard.
 
     Raises:
-        DatasetFormatError: If there is no manifest at the URL, or a file cannot be fetched.
-        ResourceError: If there is no room for them.
+        DatasetFormatError: If there is no manifest at the URL, or a download fails.
+        ResourceError: If there is no space for the files.
     """
     place = place_of(location)
     if not is_url(place):
@@ -77,14 +100,19 @@ def auditable(location: str | PathLike[str]) -> Iterator[tuple[Path, OpenShard |
 
 
 def named(audit: Audit, directory: Path, place: str) -> Audit:
-    """The audit with messages that name the dataset as the user did, not the folder that was audited."""
+    """Replaces the audited folder by the user's location in the messages of an audit."""
     faults = [replace(fault, message=fault.message.replace(str(directory), place)) for fault in audit.faults]
     return replace(audit, faults=faults)
 
 
 def remedies_at(url: str, faults: Iterable[Fault]) -> list[str]:
-    """What mends a dataset at a URL: ``vlmdata preprocess`` cannot write there."""
-    return [f"Copy the dataset to {url} again, from a copy that `vlmdata verify` finds sound."] if list(faults) else []
+    """Returns how to repair a dataset at a URL: as in a folder where preprocess can write, else by a new copy."""
+    if url.partition("://")[0].lower() in ATOMIC:
+        return remedies(url, faults)
+    found = list(faults)
+    strays = [fault for fault in found if fault.check == STRAY]
+    copied = f"Copy the dataset to {url} again, from a copy without faults in `vlmdata verify`."
+    return remedies(url, strays) + ([copied] if len(found) > len(strays) else [])
 
 
 def _fetch_small_files(url: str, folder: Path) -> None:
@@ -92,14 +120,20 @@ def _fetch_small_files(url: str, folder: Path) -> None:
     try:
         download(f"{url}/{MANIFEST_NAME}", folder / MANIFEST_NAME, None)
     except FileNotFoundError:
-        raise DatasetFormatError(f"{url}: holds no {MANIFEST_NAME}, so it is not a vlmdata dataset") from None
+        raise DatasetFormatError(f"{url}: has no {MANIFEST_NAME}, so it is not a vlmdata dataset") from None
     try:
         manifest = Manifest.read(folder)
     except DatasetFormatError as error:
         raise DatasetFormatError(f"{url}: {error}") from error
-    for name in (INDEX_NAME, LEDGER_NAME, *(f"{TOKENIZER_DIR}/{name}" for name in tokenizer_file_names(manifest))):
+    listed = [IMAGE_FILES_NAME] if IMAGE_FILES in manifest.source else []
+    for name in (
+        INDEX_NAME,
+        LEDGER_NAME,
+        *listed,
+        *(f"{TOKENIZER_DIR}/{name}" for name in tokenizer_file_names(manifest)),
+    ):
         try:
             download(f"{url}/{name}", folder / name, None)
-        except FileNotFoundError:  # a fault that the audit will find
+        except FileNotFoundError:  # the audit reports this fault
             with suppress(FileNotFoundError):
                 (folder / name).unlink()

@@ -1,13 +1,13 @@
-"""The audit of one sample: are its tokens, mask, positions and patches what a Qwen3.5-VL must be taught with?
+"""The audit of one sample: checks tokens, mask, positions and patches.
 
-Pure functions of a sample and the tokenizer facts in the manifest; no tokenizer is loaded.
+Pure functions of a sample and the tokenizer ids in the manifest. No tokenizer is loaded.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,13 +28,14 @@ Finding = tuple[str, str]
 
 @dataclass(frozen=True)
 class SampleRules:
-    """What every sample of a dataset must obey.
+    """Rules for every sample of a dataset.
 
     Attributes:
         tokenizer: Special ids.
         pad_multiple: Of which stored lengths are multiples.
         all_turns: Whether every assistant turn is a target, or the last alone.
         family: The family the samples are made for.
+        libraries: Version by name of the libraries that made the pixels, for messages.
         documents: Whether samples without target turns are documents. Elsewhere they are faults.
     """
 
@@ -42,14 +43,15 @@ class SampleRules:
     pad_multiple: int
     all_turns: bool
     family: Family
+    libraries: Mapping[str, str] = field(default_factory=dict)
     documents: bool = False
 
     @classmethod
     def of(cls, manifest: Manifest) -> SampleRules:
-        """The rules of a dataset.
+        """Reads the rules of a dataset.
 
         Raises:
-            DatasetFormatError: If the manifest's options do not tell them.
+            DatasetFormatError: If the manifest's options do not define them.
         """
         options = manifest.config.get("options")
         pad_multiple, train_turns = (
@@ -58,19 +60,20 @@ class SampleRules:
         if not isinstance(pad_multiple, int) or pad_multiple < 1 or train_turns not in ("all", "last"):
             raise DatasetFormatError(
                 f"options.pad_multiple is {pad_multiple!r} and options.train_turns is {train_turns!r}; "
-                "without these two samples cannot be audited"
+                "samples cannot be audited without these two"
             )
         return cls(
             manifest.tokenizer,
             pad_multiple,
             train_turns == "all",
             manifest.model_family,
+            manifest.pixel_libraries,
             DOCUMENTS in manifest.features,
         )
 
 
 def turn_weights_of(metadata: Mapping[str, Any]) -> tuple[float, ...]:
-    """The loss weight of each assistant turn that a sample's metadata tells; empty if it tells none.
+    """Reads the loss weight of each assistant turn from a sample's metadata; empty if it has none.
 
     Raises:
         ValueError: If ``turn_weights`` is not a list of finite numbers that are at least 0.
@@ -86,24 +89,22 @@ def turn_weights_of(metadata: Mapping[str, Any]) -> tuple[float, ...]:
 def audit_sample(
     sample: Sample, row: IndexRow, rules: SampleRules, turn_weights: tuple[float, ...] = ()
 ) -> list[Finding]:
-    """Everything wrong with a sample; empty if nothing is.
+    """Returns all faults of a sample.
 
     Args:
-        sample: The sample as read from its shard.
-        row: What the index says of it.
-        rules: What it must obey.
-        turn_weights: Weight of each assistant turn by the metadata; empty if all that are to be learned weigh 1.
+        sample: The sample, as read from its shard.
+        row: The sample's index row.
+        rules: Rules to check.
+        turn_weights: Weight of each assistant turn in the metadata; empty if all learned turns weigh 1.
     """
     tokenizer, padded = rules.tokenizer, len(sample.input_ids)
     if not 0 < sample.length <= padded:
-        return [
-            ("length", f"{counted(sample.length, 'token')} stored as {padded}")
-        ]  # no part of it can be told from another
+        return [("length", f"{counted(sample.length, 'token')} stored as {padded}")]  # its parts cannot be told apart
     findings = [*_lengths(sample, row, tokenizer, rules.pad_multiple), *_targets(sample, row, rules, turn_weights)]
     findings += _weights(sample)
     bad_grid = _bad_grid(sample, rules.family.merge_size)
     if bad_grid is not None:
-        return [*findings, ("grid", bad_grid)]  # nothing can be said of images whose size is unknown
+        return [*findings, ("grid", bad_grid)]  # images of unknown size cannot be checked
     findings += _patches(sample)
     counts = rules.family.token_counts(sample.image_grid_thw)
     starts = _image_starts(sample, counts, tokenizer)
@@ -111,7 +112,7 @@ def audit_sample(
         findings.append(("image_block", starts))
     else:
         if row.image_starts != tuple(starts.tolist()):
-            message = f"the index says images start at {row.image_starts}, they do at {starts.tolist()}"
+            message = f"images start at {starts.tolist()}, but the index says {row.image_starts}"
             findings.append(("index", message))
         findings += _image_blocks(sample, starts, counts, tokenizer)
         findings += _positions(sample, starts, rules.family)
@@ -131,7 +132,7 @@ def _lengths(sample: Sample, row: IndexRow, tokenizer: TokenizerInfo, pad_multip
     if (ids[tail] != tokenizer.pad).any() or sample.loss_mask[tail].any() or sample.position_ids[:, tail].any():
         yield "padding", f"tokens from {length} on must be id {tokenizer.pad} with mask 0 and positions 0"
     if row.num_targets != sample.num_targets:
-        yield "index", f"the index says {counted(row.num_targets, 'target')}, the mask has {sample.num_targets}"
+        yield "index", f"the index says {counted(row.num_targets, 'target')}, but the mask has {sample.num_targets}"
 
 
 def _bad_grid(sample: Sample, merge: int) -> str | None:
@@ -147,7 +148,7 @@ def _patches(sample: Sample) -> Iterator[Finding]:
     if expected != len(sample.patches):
         yield (
             "patches",
-            f"the grids ask for {counted(expected, 'patch')}, {len(sample.patches):,} stored",
+            f"the grids need {counted(expected, 'patch')}, but {len(sample.patches):,} are stored",
         )
 
 
@@ -161,7 +162,7 @@ def _weights(sample: Sample) -> Iterator[Finding]:
         at = int(odd[0])
         yield (
             "weights",
-            f"token {at} has loss weight {weights[at]} and mask {sample.loss_mask[at]} ({len(odd)} such); targets "
+            f"token {at} has loss weight {weights[at]} and mask {sample.loss_mask[at]} ({len(odd)} such); targets must "
             "weigh more than 0, other tokens 0",
         )
 
@@ -170,7 +171,7 @@ def _targets(sample: Sample, row: IndexRow, rules: SampleRules, turn_weights: tu
     tokenizer = rules.tokenizer
     ids, mask = sample.input_ids[: sample.length], sample.loss_mask[: sample.length]
     if (mask > 1).any():
-        yield "mask", f"the mask holds {int(mask.max())}; only 0 and 1 mean something"
+        yield "mask", f"the mask contains {int(mask.max())}; only 0 and 1 are valid"
     if not mask.any():
         yield "no_target", "no token is a target, so the sample teaches nothing"
         return
@@ -196,7 +197,7 @@ def _targets(sample: Sample, row: IndexRow, rules: SampleRules, turn_weights: tu
 
 
 def _turn_weights(sample: Sample, tokenizer: TokenizerInfo, turn_weights: tuple[float, ...]) -> Iterator[Finding]:
-    """The targets of a turn weigh what the metadata says of the turn."""
+    """Checks that the targets of a turn have the weight in the metadata."""
     ids, mask = sample.input_ids[: sample.length], sample.loss_mask[: sample.length]
     weights = mask.astype(np.float32) if sample.loss_weights is None else sample.loss_weights[: sample.length]
     answers = _answers(ids, tokenizer)
@@ -212,13 +213,13 @@ def _turn_weights(sample: Sample, tokenizer: TokenizerInfo, turn_weights: tuple[
         if len(wrong := targets[weights[targets] != np.float32(weight)]):
             yield (
                 "turn_weights",
-                f"token {wrong[0]} has loss weight {weights[wrong[0]]}, its turn at token {start} has {weight:g} by "
-                "the metadata",
+                f"token {wrong[0]} has loss weight {weights[wrong[0]]}, but its turn at token {start} has {weight:g} "
+                "in the metadata",
             )
 
 
 def _answers(ids: npt.NDArray[np.int32], tokenizer: TokenizerInfo) -> list[tuple[int, int]]:
-    """First token of each assistant turn, and one past its last."""
+    """Returns the first token of each assistant turn, and one past its last."""
     header = np.array(tokenizer.assistant_header, dtype=ids.dtype)
     starts = np.flatnonzero(ids == tokenizer.im_start).tolist()
     turns = zip(starts, [*starts, len(ids)][1:], strict=True)
@@ -232,13 +233,13 @@ def _target_turns(
     rules: SampleRules,
     turn_weights: tuple[float, ...],
 ) -> Iterator[Finding]:
-    """Targets lie in assistant turns only, after the header, and run unbroken to the end of the turn."""
+    """Checks that targets are only in assistant turns, after the header, and run unbroken to the end of the turn."""
     tokenizer = rules.tokenizer
     starts = np.flatnonzero(ids == tokenizer.im_start)
     stops = [*starts.tolist(), len(ids)][1:]
     first = starts[0] if len(starts) else len(ids)
     if target[:first].any():
-        yield "outside_turn", "a target stands before the first turn"
+        yield "outside_turn", "a target is before the first turn"
     body = 1 + len(tokenizer.assistant_header)
     answers = [start for start, _ in _answers(ids, tokenizer)]
     chosen = answers if rules.all_turns else answers[-1:]
@@ -247,39 +248,39 @@ def _target_turns(
     for start, stop in zip(starts.tolist(), stops, strict=True):
         inside = target[start:stop]
         if start in taught and not inside.any():
-            yield "untaught_turn", f"the assistant turn at token {start} is to be learned, but none of it is a target"
+            yield "untaught_turn", f"the assistant turn at token {start} should be learned, but has no targets"
         if not inside.any():
             continue
         if start not in answers:
             yield (
                 "prompt_target",
-                f"the turn at token {start} is not the assistant's, yet {inside.sum()} of its tokens are targets",
+                f"the turn at token {start} is not the assistant's, but {inside.sum()} of its tokens are targets",
             )
         elif start not in taught:
-            why = "weighs 0 by the metadata" if start in chosen else "is not the last answer"
-            yield "prompt_target", f"the turn at token {start} {why}, yet it has targets"
+            why = "weighs 0 in the metadata" if start in chosen else "is not the last answer"
+            yield "prompt_target", f"the turn at token {start} {why}, but has targets"
         elif inside[:body].any():
             yield "header_target", f"the header of the assistant turn at token {start} is a target"
         if not _runs_to_the_end(inside, ids[start:stop], tokenizer):
             yield "broken_target", f"the targets of the turn at token {start} do not run unbroken to its end"
     supervised = int((target & (ids == tokenizer.im_end)).sum())
-    # A cut answer lacks its end token, unless the cut took only the newline after it.
+    # A truncated answer lacks its end token, unless only the newline after it was cut.
     missing = int(row.truncated and ids[-1] != tokenizer.im_end)
     if supervised != row.target_turns - missing:
         yield (
             "end_token",
-            f"{supervised} <|im_end|> are targets, for {counted(row.target_turns, 'target turn')}"
-            + (" of which the last is cut" if row.truncated else ""),
+            f"{supervised} <|im_end|> are targets for {counted(row.target_turns, 'target turn')}"
+            + (" of which the last is truncated" if row.truncated else ""),
         )
 
 
 def _runs_to_the_end(inside: npt.NDArray[np.bool_], turn: npt.NDArray[np.int32], tokenizer: TokenizerInfo) -> bool:
-    """Whether a turn's targets are one run through its end token and the newline the template may put after it."""
+    """True if a turn's targets are one run through its end token and the newline that may follow it."""
     first, stop = int(inside.argmax()), int(inside.argmax() + inside.sum())
     if not inside[first:stop].all():
         return False
     ends = np.flatnonzero(turn == tokenizer.im_end)
-    if not len(ends):  # a cut answer
+    if not len(ends):  # a truncated answer
         return stop == len(turn)
     after = int(ends[0]) + 1
     newline = tokenizer.assistant_header[-1]
@@ -319,6 +320,6 @@ def _positions(sample: Sample, starts: npt.NDArray[np.int64], family: Family) ->
         at = int(wrong[0])
         yield (
             "positions",
-            f"{len(wrong)} positions are not what the grids imply; the first, token {at}, is "
-            f"{actual[:, at].tolist()} and should be {expected[:, at].tolist()}",
+            f"{len(wrong)} positions do not follow from the grids; the first, token {at}, is "
+            f"{actual[:, at].tolist()} but should be {expected[:, at].tolist()}",
         )

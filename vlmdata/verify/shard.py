@@ -22,7 +22,7 @@ from vlmdata.format.index_row import IndexRow
 from vlmdata.format.manifest import ShardInfo
 from vlmdata.format.schema import ITEMS_MEMBER, MEMBERS, METADATA_MEMBER, OPTIONAL_MEMBERS, Member, Sample, parse_key
 from vlmdata.verify.fault import Fault
-from vlmdata.verify.items import decode_items, raw_items_problem
+from vlmdata.verify.items import Owners, audit_items, described_items, owners_of, raw_items_problem
 from vlmdata.verify.sample import SampleRules, audit_sample, turn_weights_of
 from vlmdata.wording import counted
 
@@ -31,31 +31,34 @@ _PATCHES = next(i for i, member in enumerate(MEMBERS) if member.name == "patches
 
 @dataclass(frozen=True)
 class ShardAudit:
-    """What the audit of a shard gave.
+    """Result of a shard's audit.
 
     Attributes:
-        samples: Samples audited.
-        faults: All that is wrong.
+        samples: Number of audited samples.
+        faults: All faults.
     """
 
     samples: int
     faults: list[Fault] = field(default_factory=list)
 
 
-def audit_shard(open_shard: OpenShard, info: ShardInfo, rows: list[IndexRow], rules: SampleRules) -> ShardAudit:
+def audit_shard(
+    open_shard: OpenShard, info: ShardInfo, rows: list[IndexRow], rules: SampleRules, *, pixels: bool = True
+) -> ShardAudit:
     """Audits one shard.
 
     Args:
         open_shard: Opens the shard.
         info: The shard's manifest entry.
         rows: Its index rows.
-        rules: What its samples must obey.
+        rules: Rules for its samples.
+        pixels: Whether encoded images are decoded and their patches checked.
     """
-    return _opened(open_shard, info, len(rows), lambda data: _audit(data, info, rows, rules))
+    return _opened(open_shard, info, len(rows), lambda data: _audit(data, info, rows, rules, pixels))
 
 
 def hash_shard(open_shard: OpenShard, info: ShardInfo) -> ShardAudit:
-    """Checks size and sha256 of one shard: all that can be checked without an index."""
+    """Checks size and sha256 of one shard. Nothing more can be checked without an index."""
     return _opened(open_shard, info, 0, lambda data: _hash(data, info))
 
 
@@ -85,7 +88,7 @@ def _opened(
         finally:
             os.close(file)
     except FileNotFoundError:
-        return ShardAudit(0, [Fault(info.name, "missing", f"no such file; it holds {counted(info.samples, 'sample')}")])
+        return ShardAudit(0, [Fault(info.name, "missing", f"not found; it held {counted(info.samples, 'sample')}")])
     except (OSError, ValueError, DatasetFormatError) as error:  # ValueError: an empty file cannot be mapped
         return ShardAudit(0, [Fault(info.name, "unreadable", str(error))])
 
@@ -98,30 +101,31 @@ def _hash(data: mmap.mmap, info: ShardInfo) -> Iterator[Fault]:
         yield Fault(info.name, "sha256", f"{digest}, the manifest says {info.sha256}")
 
 
-def _audit(data: mmap.mmap, info: ShardInfo, rows: list[IndexRow], rules: SampleRules) -> Iterator[Fault]:
+def _audit(data: mmap.mmap, info: ShardInfo, rows: list[IndexRow], rules: SampleRules, pixels: bool) -> Iterator[Fault]:
     yield from _hash(data, info)
     if len(rows) != info.samples:
         yield Fault(
             info.name,
             "index",
-            f"{counted(len(rows), 'index row')}, the manifest says {counted(info.samples, 'sample')}",
+            f"{counted(len(rows), 'index row')}, but the manifest says {counted(info.samples, 'sample')}",
         )
     members, problem = _tar_members(data)
     expected_members = sum(1 + len(MEMBERS) + len(row.placement.optional) for row in rows)
     if not problem and any(data[-1024:]):
-        problem = "the archive does not end in two zero blocks; it was cut"
+        problem = "the archive does not end in two zero blocks; it was truncated"
     if not problem and len(members) != expected_members:
         problem = f"{counted(len(members), 'member')}; {counted(len(rows), 'sample')} should have {expected_members}"
     if problem:
         yield Fault(info.name, "tar", problem)
+    owners = owners_of(rows)
     for row in rows:
-        # Of a damaged archive every sample is read on its own, so that those behind the damage are not blamed for it.
-        for check, message in _audit_row(data, None if problem else members, row, rules):
+        # In a damaged archive, each sample is read separately, so that samples after the damage are not affected.
+        for check, message in _audit_row(data, None if problem else members, row, rules, owners, pixels):
             yield Fault(info.name, check, message, row.source_row, row.key)
 
 
 def _tar_members(data: mmap.mmap | bytes) -> tuple[dict[str, tuple[int, int]], str]:
-    """Member name -> (data offset, size), as Python's own tarfile reads them; and what stopped it, if anything."""
+    """Returns (data offset, size) by member name, as read by tarfile, and the error that stopped it, if any."""
     members: dict[str, tuple[int, int]] = {}
     try:
         with tarfile.open(fileobj=_Reader(data), mode="r:") as archive:
@@ -135,7 +139,7 @@ def _tar_members(data: mmap.mmap | bytes) -> tuple[dict[str, tuple[int, int]], s
 
 
 class _Reader(io.RawIOBase):
-    """A mapped file as a seekable stream, for tarfile."""
+    """Presents a mapped file as a seekable stream for tarfile."""
 
     def __init__(self, data: mmap.mmap | bytes):
         self._data, self._at = data, 0
@@ -166,10 +170,12 @@ def _audit_row(
     members: dict[str, tuple[int, int]] | None,
     row: IndexRow,
     rules: SampleRules,
+    owners: Owners,
+    pixels: bool,
 ) -> Iterator[tuple[str, str]]:
     place = row.placement
     if place.offset + place.size > len(data):
-        yield "cut", f"its bytes [{place.offset}, {place.offset + place.size}) lie beyond the {len(data)} of the file"
+        yield "cut", f"its bytes [{place.offset}, {place.offset + place.size}) extend beyond the file's {len(data)}"
         return
     checksum = xxhash.xxh3_64_intdigest(memoryview(data)[place.offset : place.offset + place.size])
     if checksum != place.checksum:
@@ -180,7 +186,7 @@ def _audit_row(
         members = {name: (place.offset + start, size) for name, (start, size) in own.items()}
     turn_weights: tuple[float, ...] = ()
     try:
-        turn_weights = _check_metadata(data, members, row)
+        turn_weights = _check_metadata(data, members, row, owners)
     except ValueError as error:
         yield "metadata", str(error)
     arrays: dict[str, Any] = {}
@@ -189,10 +195,10 @@ def _audit_row(
             yield "member", f"{member.suffix}: in the tar, but not in the index"
     if place.data_offsets[_PATCHES] < 0:
         found = members.get(f"{row.key}.{ITEMS_MEMBER}")
-        if isinstance(decoded := decode_items(data, found, row, rules.family), str):
-            yield "items", decoded
+        if isinstance(patches := audit_items(data, found, row, rules, owners, pixels=pixels), str):
+            yield "items", patches
             return
-        arrays["patches"] = decoded
+        arrays["patches"] = patches
     for member, offset, _ in _indexed(row):
         loaded = _load_member(data, members.get(f"{row.key}.{member.suffix}"), offset)
         if isinstance(loaded, str):
@@ -210,7 +216,7 @@ def _audit_row(
 
 
 def _indexed(row: IndexRow) -> list[tuple[Member, int, tuple[int, ...]]]:
-    """The arrays that the index gives a sample, with the first byte and the checksums of their data."""
+    """Returns a sample's arrays in the index, with the offset and the checksums of their data."""
     place = row.placement
     optional = [(member, place.optional[member.name]) for member in OPTIONAL_MEMBERS if member.name in place.optional]
     always = zip(MEMBERS, place.data_offsets, place.data_checksums, strict=True)
@@ -221,7 +227,7 @@ def _indexed(row: IndexRow) -> list[tuple[Member, int, tuple[int, ...]]]:
 
 
 def _load_member(data: mmap.mmap, found: tuple[int, int] | None, offset: int) -> Any:
-    """The member's array as numpy itself reads it from the tar, or what is wrong."""
+    """Reads a member's array from the tar with numpy. Returns a description if that fails."""
     if found is None:
         return "not in the tar"
     start, size = found
@@ -232,24 +238,26 @@ def _load_member(data: mmap.mmap, found: tuple[int, int] | None, offset: int) ->
         return f"not a readable .npy: {error}"
     header = size - array.nbytes
     if start + header != offset:
-        return f"its data begins at byte {start + header}, the index says {offset}"
+        return f"its data starts at byte {start + header}, but the index says {offset}"
     return array
 
 
 def _checksum_problem(arrays: dict[str, Any], row: IndexRow) -> str:
-    """Whether the index's hashes of single arrays and images are those of the data."""
+    """Compares the index's hashes of arrays and images with the data. Returns a description of a difference."""
     sizes = [t * h * w for t, h, w in row.image_grid_thw]
     for member, _, expected in _indexed(row):
         array = arrays[member.name]
         pieces = np.split(array, np.cumsum(sizes))[:-1] if member.name == "patches" else [array]
         actual = tuple(xxhash.xxh3_64_intdigest(piece) for piece in pieces)
         if actual != expected:
-            return f"{member.suffix}: the index's checksums {expected} are not those of the data, {actual}"
+            return f"{member.suffix}: the data has checksums {actual}, but the index says {expected}"
     return ""
 
 
-def _check_metadata(data: mmap.mmap, members: dict[str, tuple[int, int]], row: IndexRow) -> tuple[float, ...]:
-    """The turn weights that a sample's metadata tells.
+def _check_metadata(
+    data: mmap.mmap, members: dict[str, tuple[int, int]], row: IndexRow, owners: Owners
+) -> tuple[float, ...]:
+    """Checks a sample's metadata and returns its turn weights.
 
     Raises:
         ValueError: If the metadata is damaged or contradicts the index.
@@ -274,7 +282,7 @@ def _check_metadata(data: mmap.mmap, members: dict[str, tuple[int, int]], row: I
         "image_grid_thw": [list(grid) for grid in row.image_grid_thw],
     }
     if row.placement.data_offsets[_PATCHES] < 0:
-        indexed["items"] = [{"kind": item.kind, "codec": item.codec, "bytes": item.bytes} for item in row.items]
+        indexed["items"] = described_items(row, owners)
     named = parse_key(row.key)
     indexed["sample"] = named[1] if named is not None and named[1] >= 0 else None
     wrong = [name for name, value in indexed.items() if metadata.get(name) != value]
@@ -296,7 +304,7 @@ def _shape_problem(arrays: dict[str, Any], row: IndexRow, patch_bytes: int) -> s
     for member, _, _ in _indexed(row):
         array = arrays[member.name]
         if array.dtype != member.dtype or array.shape != shapes[member.name]:
-            return f"{member.suffix} is {array.dtype} {array.shape}, should be {member.dtype} {shapes[member.name]}"
+            return f"{member.suffix} is {array.dtype} {array.shape}, but should be {member.dtype} {shapes[member.name]}"
     if arrays["image_grid_thw"].tolist() != [list(grid) for grid in row.image_grid_thw]:
         return "image_grid_thw.npy differs from the index"
     return ""

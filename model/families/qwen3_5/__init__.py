@@ -1,1 +1,1 @@
-"""Qwen3.5-VL. Start reading at ``spec.py`` for what the family is, at ``model.py`` for what it computes."""
+"""Qwen3.5-VL. Start with ``spec.py`` for the family's interface and ``model.py`` for the computation."""

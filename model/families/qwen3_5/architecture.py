@@ -1,4 +1,4 @@
-"""What a Qwen3.5-VL is, beside what all models are: plain data, without torch."""
+"""Architecture of Qwen3.5-VL: the fields that other families lack. Plain data, without torch."""
 
 from __future__ import annotations
 
@@ -12,31 +12,21 @@ LINEAR_ATTENTION = "linear_attention"
 FULL_ATTENTION = "full_attention"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Qwen35LanguageArchitecture(LanguageArchitecture):
     """The decoder: transformers' ``Qwen3_5TextConfig`` or ``Qwen3_5MoeTextConfig``.
 
     Attributes:
-        layer_types: One of ``linear_attention`` and ``full_attention`` per layer.
-        num_attention_heads: Query heads of full attention.
-        num_key_value_heads: Key and value heads of full attention.
-        head_dim: Width of a full-attention head.
+        layer_types: ``linear_attention`` or ``full_attention`` for each layer.
         linear_num_key_heads: Query and key heads of the gated delta net.
         linear_num_value_heads: Value heads of the gated delta net, a multiple of the key heads.
         linear_key_head_dim: Width of its query and key heads.
         linear_value_head_dim: Width of its value heads.
         linear_conv_kernel_dim: Taps of its causal convolution.
-        rope_theta: Base of the rotary embedding.
-        partial_rotary_factor: Part of a head that is rotated.
-        mrope_section: Frequencies of the t, h and w axes; their sum is half the rotated width.
-        rms_norm_eps: Epsilon of the RMS norms.
-        max_position_embeddings: Longest sequence the checkpoint was made for; not enforced.
-        initializer_range: Standard deviation of fresh weights.
+        partial_rotary_factor: Fraction of a head that is rotated.
     """
 
     layer_types: tuple[str, ...]
-    num_attention_heads: int
-    num_key_value_heads: int
     head_dim: int = 256
     linear_num_key_heads: int = 16
     linear_num_value_heads: int = 32
@@ -46,17 +36,11 @@ class Qwen35LanguageArchitecture(LanguageArchitecture):
     rope_theta: float = 10_000_000.0
     partial_rotary_factor: float = 0.25
     mrope_section: tuple[int, int, int] = (11, 11, 10)
-    rms_norm_eps: float = 1e-6
-    max_position_embeddings: int = 262_144
-    initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.layer_types) - {LINEAR_ATTENTION, FULL_ATTENTION})
         if unknown or not self.layer_types:
             raise ValueError(f"language.layer_types must be {LINEAR_ATTENTION} or {FULL_ATTENTION}, got {unknown}")
-        require_multiple(
-            "language", "num_attention_heads", self.num_attention_heads, "num_key_value_heads", self.num_key_value_heads
-        )
         require_multiple(
             "language",
             "linear_num_value_heads",
@@ -64,24 +48,16 @@ class Qwen35LanguageArchitecture(LanguageArchitecture):
             "linear_num_key_heads",
             self.linear_num_key_heads,
         )
-        if 2 * sum(self.mrope_section) != self.rotary_dim:
-            raise ValueError(
-                f"language.mrope_section {self.mrope_section} must sum to half the rotated width, "
-                f"{self.rotary_dim} / 2 (head_dim {self.head_dim} x partial_rotary_factor {self.partial_rotary_factor})"
-            )
-        if (self.moe is None) == (self.intermediate_size == 0):
-            raise ValueError(
-                f"language.intermediate_size is the width of dense layers and 0 with moe, got {self.intermediate_size}"
-            )
+        super().__post_init__()
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
+        """Number of decoder layers."""
         return len(self.layer_types)
 
     @property
     def rotary_dim(self) -> int:
-        """Rotated columns of a full-attention head."""
+        """Number of rotated columns of a full-attention head."""
         return int(self.head_dim * self.partial_rotary_factor)
 
 

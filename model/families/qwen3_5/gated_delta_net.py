@@ -4,7 +4,7 @@ Mirrors transformers' ``Qwen3_5GatedDeltaNet``, ``Qwen3_5RMSNormGated`` and ``to
 The split tables, the context-parallel exchange of heads for tokens and the sharded checkpoint are megatron-core's
 ``GatedDeltaNet``.
 
-Shapes: batch 1, tokens T, value heads h (keys are repeated to them), key width k, value width v, channels c,
+Shapes: batch 1, tokens T, value heads h (keys are repeated to match), key width k, value width v, channels c,
 chunks m of 64 tokens.
 """
 
@@ -28,18 +28,19 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
-from model.parallel.packed import PackedLayout
+from model.parallel.packed import PackParams
 
 CHUNK = 64
 
 
 class Qwen35GatedDeltaNet(GatedDeltaNet):
-    """``Qwen3_5GatedDeltaNet`` by flash-linear-attention's kernels (CUDA), with four corrections to megatron-core's.
+    """``Qwen3_5GatedDeltaNet`` with flash-linear-attention's kernels (CUDA) and four fixes to megatron-core's layer.
 
-    The decay is exponentiated in float32, as transformers does, whatever the parameters' dtype. The boundaries of a
-    pack, checked once a forward, are not copied to the host in every layer. And without sequence parallelism the
-    gradient of the output norm, of which each tensor-parallel rank sees its own heads only, is summed over the ranks
-    (megatron-core leaves it 46 to 92 % wrong). Its own convolution is waited for; see ``_await_convolution``.
+    1. The decay is exponentiated in float32 for any parameter dtype, as in transformers.
+    2. The pack boundaries are checked once per forward pass and not copied to the host in every layer.
+    3. Without sequence parallelism, each tensor-parallel rank sees the output norm of its own heads only. The gradient
+       of that norm is summed over the ranks (megatron-core leaves it 46 to 92 % wrong).
+    4. The layer waits for the weight of its convolution; see ``_await_convolution``.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -47,15 +48,15 @@ class Qwen35GatedDeltaNet(GatedDeltaNet):
         self._reduce_out_norm_gradient()
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """As ``GatedDeltaNet.forward``."""
+        """See ``GatedDeltaNet.forward``."""
         self._await_convolution()
         output: tuple[Tensor, Tensor | None] = super().forward(*args, **kwargs)
         return output
 
     def _await_convolution(self) -> None:
-        """Waits for the convolution's new weight where the distributed optimizer is still gathering it.
+        """Waits for the convolution's new weight if the distributed optimizer is still gathering it.
 
-        megatron-core waits when the module that owns a weight is called. This one's weight is used without calling it.
+        megatron-core waits when a module that owns a weight is called. The convolution's weight is used without a call.
         """
         for hook in self.conv1d._forward_pre_hooks.values():
             hook(self.conv1d, ())
@@ -85,9 +86,9 @@ class Qwen35GatedDeltaNet(GatedDeltaNet):
 
 
 class TorchGatedDeltaNet(Qwen35GatedDeltaNet):
-    """``Qwen3_5GatedDeltaNet`` in plain torch: the torch back end, on any device.
+    """``Qwen3_5GatedDeltaNet`` in plain torch, for the torch back end on any device.
 
-    Parameters, layouts and exchanges are megatron-core's; its constructor wants CUDA and flash-linear-attention.
+    Parameters, layouts and exchanges are megatron-core's. Its constructor needs both CUDA and fla.
     """
 
     def __init__(
@@ -176,7 +177,7 @@ class TorchGatedDeltaNet(Qwen35GatedDeltaNet):
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         inference_context: Any = None,
-        packed_seq_params: PackedLayout | None = None,
+        packed_seq_params: PackParams | None = None,
         sequence_len_offset: int | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
@@ -192,18 +193,18 @@ class TorchGatedDeltaNet(Qwen35GatedDeltaNet):
         Returns:
             (tokens held here, 1, hidden), and no bias.
         """
-        layout = packed_seq_params
-        assert isinstance(layout, PackedLayout)
+        pack = packed_seq_params
+        assert isinstance(pack, PackParams)
         assert inference_context is None
         self._await_convolution()
         cp = self.pg_collection.cp
         x_tbc, _ = self.in_proj(hidden_states)
-        x_tbc, back = self._tokens_for_heads(x_tbc, layout)
+        x_tbc, back = self._tokens_for_heads(x_tbc, pack)
         qkv, gate, beta, alpha = torch.split(x_tbc.transpose(0, 1), self.feat_dim_split, dim=-1)
         tokens = qkv.shape[1]
         sections = [self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp]
         taps = get_parameter_local_cp(self.conv1d.weight, 0, cp, split_sections=sections)
-        qkv = F.silu(causal_convolution(qkv[0], taps.squeeze(1), layout.bounds))
+        qkv = F.silu(causal_convolution(qkv[0], taps.squeeze(1), pack.bounds))
         query, key, value = qkv.split([width // self.cp_size for width in sections], -1)
         repeats = self.num_value_heads // self.num_key_heads
         query, key = (
@@ -213,21 +214,21 @@ class TorchGatedDeltaNet(Qwen35GatedDeltaNet):
             get_parameter_local_cp(self.A_log, 0, cp), get_parameter_local_cp(self.dt_bias, 0, cp), alpha, beta
         )
         value = value.reshape(tokens, -1, self.value_head_dim)
-        out = gated_delta_rule(query, key, value, decay[0], beta[0], layout.bounds)
+        out = gated_delta_rule(query, key, value, decay[0], beta[0], pack.bounds)
         gate = gate.reshape(1, tokens, -1, self.value_head_dim)
-        out = self._gated_norm_and_a2a(out.unsqueeze(0), gate, back, 1, tokens, layout)
+        out = self._gated_norm_and_a2a(out.unsqueeze(0), gate, back, 1, tokens, pack)
         output: tuple[Tensor, Tensor | None] = self.out_proj(out)
         return output
 
-    def _tokens_for_heads(self, x: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor | None]:
-        """Context parallelism: all tokens of some heads instead of some tokens of all heads, in pack order."""
+    def _tokens_for_heads(self, x: Tensor, pack: PackParams) -> tuple[Tensor, Tensor | None]:
+        """Context parallelism: exchanges some tokens of all heads for all tokens of some heads, in pack order."""
         if self.cp_size == 1:
             return x, None
         x = x.index_select(-1, _build_head_perm_for_split_sections(self.in_proj_split_sections, self.cp_size, x.device))
         x = tensor_a2a_cp2hp(
             x, seq_dim=0, head_dim=-1, cp_group=self.pg_collection.cp, undo_attention_load_balancing=False
         )
-        forth, back = _build_thd_cp_a2a_perm(layout.cu_seqlens_q, self.cp_size, layout.bounds[-1])
+        forth, back = _build_thd_cp_a2a_perm(pack.cu_seqlens_q, self.cp_size, pack.bounds[-1])
         return x.index_select(0, forth), back
 
     def _apply_gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
@@ -237,17 +238,17 @@ class TorchGatedDeltaNet(Qwen35GatedDeltaNet):
 
 
 def l2_normalised(x: Tensor) -> Tensor:
-    """Scales the last axis to length one, in float32 at least: transformers' ``l2norm``."""
+    """Scales the last axis to unit length, in at least float32: transformers' ``l2norm``."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
 def causal_convolution(x: Tensor, taps: Tensor, bounds: Sequence[int]) -> Tensor:
-    """Depthwise causal convolution within segments: ``causal_conv1d_fn`` of every segment by itself.
+    """Depthwise causal convolution within segments: ``causal_conv1d_fn`` on each segment.
 
     Args:
         x: (T, c).
-        taps: (c, K), the last tap on the token itself.
+        taps: (c, K), the last tap applies to the token itself.
         bounds: Segment boundaries, from 0 to T.
 
     Returns:
@@ -267,28 +268,28 @@ def gated_delta_rule(
 ) -> Tensor:
     """The gated delta rule over the segments of a pack, chunk by chunk: ``torch_chunk_gated_delta_rule``.
 
-    Per head the state S (k x v) starts at zero in every segment and goes ``S <- exp(decay) S``, then
-    ``S <- S + beta key (value - key' S)'``; the output is ``query' S / sqrt(k)``. Within a chunk the updates are
+    Per head the state S (k x v) starts at zero in every segment and is updated by ``S <- exp(decay) S``, then
+    ``S <- S + beta key (value - key' S)'``; the output is ``query' S / sqrt(k)``. The updates within a chunk are
     solved together as a triangular system (Yang et al. 2024, "Parallelizing linear transformers with the delta
-    rule"; with decay: "Gated delta networks", 2025); only states cross chunks. Segments run side by side, so the
+    rule"; with decay: "Gated delta networks", 2025). Only states cross chunks. Segments run in parallel, so the
     sequential part is as long as the longest segment, not the pack.
 
     Args:
-        query: (T, h, k), of length one.
-        key: (T, h, k), of length one.
+        query: (T, h, k), of unit length.
+        key: (T, h, k), of unit length.
         value: (T, h, v).
-        decay: (T, h), logarithm of the decay, not above 0.
+        decay: (T, h), logarithm of the decay, at most 0.
         beta: (T, h), in 0..1.
         bounds: Segment boundaries, from 0 to T.
 
     Returns:
-        (T, h, v) in value's dtype; computed in float32 at least.
+        (T, h, v) in value's dtype; computed in at least float32.
     """
     slots, chunk_counts = _chunk_slots(bounds, query.device)
     wide = torch.promote_types(value.dtype, torch.float32)
 
     def chunked(x: Tensor) -> Tensor:
-        """(T, h, …) to (m, h, 64, …), zeros where a segment does not fill its last chunk."""
+        """(T, h, …) to (m, h, 64, …), with zeros after the end of a segment in its last chunk."""
         padded = x.new_zeros((sum(chunk_counts) * CHUNK, *x.shape[1:]), dtype=wide).index_copy(0, slots, x.to(wide))
         chunks: Tensor = padded.unflatten(0, (-1, CHUNK)).transpose(1, 2)
         return chunks
@@ -317,7 +318,7 @@ def _scan(
     within: Tensor,
     chunk_counts: Sequence[int],
 ) -> Tensor:
-    """Carries the states over the chunks of every segment; all arguments (m, h, …), the result (m, h, 64, v)."""
+    """Carries the states across the chunks of each segment. Arguments are (m, h, …); returns (m, h, 64, v)."""
     counts = torch.tensor(chunk_counts, device=queries.device)
     first = counts.cumsum(0) - counts
     longest_first = torch.argsort(counts, descending=True, stable=True)
@@ -337,14 +338,14 @@ def _scan(
 
 
 def _offsets(bounds: Sequence[int], device: torch.device) -> Tensor:
-    """Place of every token in its segment, int64 (T,)."""
+    """Returns the offset of each token in its segment, int64 (T,)."""
     edges = torch.tensor(bounds, device=device)
     lengths = edges.diff()
     return torch.arange(bounds[-1], device=device) - torch.repeat_interleave(edges[:-1], lengths)
 
 
 def _chunk_slots(bounds: Sequence[int], device: torch.device) -> tuple[Tensor, list[int]]:
-    """Where every token lies when each segment is filled up to whole chunks, and the chunks of each segment."""
+    """Returns the slot of each token if segments are padded to whole chunks, and the chunk count of each segment."""
     edges = torch.tensor(bounds, device=device)
     lengths = edges.diff()
     chunks = (lengths + CHUNK - 1) // CHUNK

@@ -1,14 +1,14 @@
-"""Multi-token prediction: one more decoder layer that guesses the token after the next.
+"""Multi-token prediction: an extra decoder layer that predicts the token after the next.
 
 Mirrors the ``mtp.*`` tensors of published checkpoints. transformers drops them; the reference for their use is vLLM's
 ``qwen3_5_mtp.py``: ``fc(cat[norm(embedding of the next token), norm(hidden)])``, a full-attention layer, a norm, and
 the output layer.
 
-megatron-core's own block looks embeddings up by token id, so that after an image token it would see the placeholder's
-embedding and not the picture's, and it exchanges borders rank by rank. Ours is given the embeddings of the following
-tokens, merged with the images as the decoder's own, zero after a sample's last token.
+megatron-core's own block looks up embeddings by token id. After an image token it would see the placeholder's embedding
+and not the picture's, and it exchanges borders between neighbouring ranks. This module instead takes the embeddings of
+the following tokens, merged with the images like the decoder's own and zero after a sample's last token.
 
-Shapes: tokens of this rank t (over tensor-parallel ranks with sequence parallelism), hidden H.
+Shapes: tokens on this rank t (split over tensor-parallel ranks with sequence parallelism), hidden H.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from model.network.provider import Provider
-from model.parallel.packed import PackedLayout
+from model.parallel.packed import PackParams
 
 
 class MultiTokenPredictor(MegatronModule):
     """The ``mtp`` module.
 
     Args:
-        config: Of the decoder.
+        config: Configuration of the decoder.
         provider: The back end.
         layer: Spec of its decoder layer.
         pg_collection: Process groups.
@@ -71,16 +71,16 @@ class MultiTokenPredictor(MegatronModule):
         )
 
     def forward(
-        self, hidden: Tensor, embeddings: Tensor, angles: Tensor, layout: PackedLayout, padding_mask: Tensor | None
+        self, hidden: Tensor, embeddings: Tensor, angles: Tensor, pack: PackParams, padding_mask: Tensor | None
     ) -> Tensor:
-        """Predicts.
+        """Predicts the hidden states of the tokens after the next.
 
         Args:
-            hidden: (t, 1, H), the decoder's output behind its final norm.
-            embeddings: (t, 1, H), of the token that follows each.
-            angles: Rotation angles, as the decoder's.
-            layout: The pack.
-            padding_mask: bool (1, t), tokens that the router's statistics leave out.
+            hidden: (t, 1, H), the decoder's output after its final norm.
+            embeddings: (t, 1, H), embeddings of each following token.
+            angles: Rotation angles of the decoder.
+            pack: The pack.
+            padding_mask: bool (1, t), tokens that router statistics ignore.
 
         Returns:
             (t, 1, H), for the output layer.
@@ -95,7 +95,7 @@ class MultiTokenPredictor(MegatronModule):
                 hidden_states=joined,
                 attention_mask=None,
                 rotary_pos_emb=angles,
-                packed_seq_params=layout,
+                packed_seq_params=pack,
                 padding_mask=padding_mask,
             )
             normed: Tensor = self.final_layernorm(out)

@@ -1,6 +1,6 @@
-"""Sizes of Qwen3.5-VL by name: small ones for tests and laptops, and the published sizes.
+"""Presets of Qwen3.5-VL: small sizes for tests and laptops, and the published sizes.
 
-Where each number comes from stands in docs/model.md.
+docs/model.md gives the source of each number.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from model.families.qwen3_5.architecture import (
     Qwen35LanguageArchitecture,
 )
 
-#: Ids of the published tokenizer, with rows to spare.
+#: Ids of the published tokenizer; the vocabulary has spare rows.
 PUBLISHED_VOCABULARY = 248_320
 
 #: Ids of the tiny presets; :meth:`Qwen35Architecture.with_vocabulary` fits them to a tokenizer.
@@ -38,7 +38,7 @@ def _vision_large(out: int) -> VisionArchitecture:
 
 
 def _tiny(moe: MoeArchitecture | None) -> Qwen35Architecture:
-    """Every kind of layer and every ratio between sizes that the real ones have, at a fraction of the cost."""
+    """A small model with every layer kind and size ratio of the published ones."""
     language = Qwen35LanguageArchitecture(
         vocab_size=TINY_VOCABULARY,
         hidden_size=128,
@@ -75,7 +75,7 @@ def _tiny(moe: MoeArchitecture | None) -> Qwen35Architecture:
 
 
 def _proxy() -> Qwen35Architecture:
-    """Real head widths and ratios in 77 M parameters: for measuring on one GPU or a patient CPU."""
+    """A model of 77 M parameters with real head widths and ratios, for measurements on one GPU or a CPU."""
     language = Qwen35LanguageArchitecture(
         vocab_size=TINY_VOCABULARY,
         hidden_size=512,
@@ -136,6 +136,9 @@ def _sparse(
     )
     return Qwen35Architecture(_vision_large(hidden), language)
 
+
+#: Presets that adopt a dataset's vocabulary.
+SMALL = frozenset(["tiny", "tiny-moe", "proxy"])
 
 PRESETS: dict[str, Qwen35Architecture] = {
     "tiny": _tiny(None),

@@ -8,7 +8,7 @@ from model.families.base import ModelSpec
 from model.families.qwen3_5.architecture import Qwen35Architecture
 from model.families.qwen3_5.flops import step_flops
 from model.families.qwen3_5.hf_config import MODEL_TYPES, from_hf, to_hf
-from model.families.qwen3_5.presets import PRESETS
+from model.families.qwen3_5.presets import PRESETS, SMALL
 from model.families.qwen3_5.sizes import check
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ SPEC = ModelSpec[Qwen35Architecture](
     data_family="qwen3_5",
     model_types=MODEL_TYPES,
     presets=PRESETS,
+    small=SMALL,
     from_hf=from_hf,
     to_hf=to_hf,
     step_flops=step_flops,

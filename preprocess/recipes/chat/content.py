@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -16,9 +17,9 @@ from vlmdata.format.ledger import Reason
 from vlmdata.wording import with_article
 
 IMAGE_MARK = "<image>"
-#: Marks stand for media in text, with a backslash before them for themselves.
+#: Marks stand for media in text; with a backslash before them, they are literal.
 _MARKS = (IMAGE_MARK, "<video>", "<audio>")
-#: Marks of other notations: Qwen-VL's and ms-swift's with the file in them, MMMU's numbered ones.
+#: Marks of other notations: Qwen-VL's and ms-swift's, which contain the file, and MMMU's numbered ones.
 _FOREIGN = (r"<img>[^<>\n]{1,1000}</img>", r"<image[ _]?[0-9]{1,3}>")
 _MARK = re.compile(rf"(\\?)({'|'.join((*_MARKS, *_FOREIGN))})")
 _IMAGE_TYPES = ("image", "image_url")
@@ -29,27 +30,34 @@ _KEEP = "To keep the mark as text, write \\{mark} or give --recipe-option stray_
 
 
 class StrayMarks(StrEnum):
-    """What happens to marks such as ``<image>`` that stand for nothing."""
+    """Handling of marks such as ``<image>`` without media."""
 
     REJECT = "reject"
     PLAIN = "plain"
 
 
-#: The option of recipes that read marks.
+#: The option of recipes with marks.
 StrayMarksOption = Annotated[StrayMarks, "A mark such as `<image>` without an image: reject the row, or keep as text."]
+
+
+@dataclass(frozen=True)
+class ContentOptions:
+    """Options of a recipe that has only the option for marks."""
+
+    stray_marks: StrayMarksOption = StrayMarks.REJECT
 
 
 class ContentReader:
     """Reads the contents of one row's turns.
 
     A mark ``<image>`` in a user or tool turn takes the next image of the row, unless content items place the images.
-    Any other mark is stray: text that may have lost its medium.
+    Any other mark is stray: text that may have lost its media.
 
     Args:
         turns: All turns of the row.
         images: The row's images.
-        stray_marks: What to do with stray marks. If they are kept, so are all marks of rows without images.
-        keys: Takes note of keys that are not used.
+        stray_marks: Handling of stray marks. If they are kept, all marks of rows without images are kept too.
+        keys: Records unused keys.
     """
 
     def __init__(self, turns: Iterable[Turn], images: RowImages, stray_marks: StrayMarks, keys: KeyLog):
@@ -60,10 +68,10 @@ class ContentReader:
         self._marks_take = not self._placed_by_items and (images.count > 0 or not self._keep_stray)
 
     def parts(self, turn: Turn) -> Iterator[ContentPart]:
-        """The parts of a turn's content, in order.
+        """Yields the parts of a turn's content, in order.
 
         Raises:
-            RowRejected: With the reason.
+            RowRejected: If the content cannot be used.
         """
         content = turn.content
         if content is None:
@@ -83,7 +91,7 @@ class ContentReader:
             item = {"type": "text", "text": item}
         if not isinstance(item, Mapping):
             raise RowRejected(Reason.MALFORMED_MESSAGES, f"{where} is not an object: {excerpt(item)}")
-        # Arrow gives every struct every key; the absent ones are null.
+        # Arrow gives every struct all keys, with null for absent ones.
         item = {key: value for key, value in item.items() if value is not None}
         kind = _kind(item)
         if kind == "text":
@@ -110,7 +118,7 @@ class ContentReader:
             )
 
     def _text(self, text: str, role: Role, where: str) -> Iterator[ContentPart]:
-        """Text between images; marks with a backslash lose it."""
+        """Yields the text between images. Removes the backslash of literal marks."""
         if "<" not in text:
             yield TextPart(text)
             return
@@ -157,5 +165,5 @@ def _is_image(item: Mapping[str, Any]) -> bool:
 
 
 def _kind(item: Mapping[str, Any]) -> Any:
-    """The type of a content item; without one, the first key that says it."""
+    """Returns the type of a content item, or the first key that implies it."""
     return item.get("type") or next((key for key in ("text", *_IMAGE_TYPES, "video") if key in item), None)

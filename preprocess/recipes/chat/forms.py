@@ -1,4 +1,4 @@
-"""The turns of a row, whichever columns hold them."""
+"""Finds the turns of a row in any of the supported columns."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Form:
     """The turns of a row.
 
     Attributes:
-        turns: In order.
-        columns: The columns they were read from.
+        turns: The turns, in order.
+        columns: The columns of the turns.
     """
 
     turns: tuple[Turn, ...]
@@ -35,12 +35,12 @@ class Form:
 
 
 def fits(columns: Collection[str]) -> bool:
-    """True if rows with these columns have turns in one of the forms."""
+    """Returns True if rows with these columns have turns in one of the forms."""
     return any(column in columns for column in LIST_COLUMNS) or any(set(pair) <= set(columns) for pair in PAIRS)
 
 
 def read_form(values: Mapping[str, Any]) -> Form:
-    """The turns of a row, a system prompt in a column of its own first.
+    """Returns the turns of a row, preceded by a system prompt from its own column.
 
     Args:
         values: Columns that are not null.
@@ -50,9 +50,7 @@ def read_form(values: Mapping[str, Any]) -> Form:
     """
     lists = filled(values, LIST_COLUMNS)
     if len(lists) > 1:
-        raise RowRejected(
-            Reason.MALFORMED_MESSAGES, f"turns stand both in {lists[0]} and in {lists[1]}; one of them is wanted"
-        )
+        raise RowRejected(Reason.MALFORMED_MESSAGES, f"turns are in both {lists[0]} and {lists[1]}; keep only one")
     pair = None if lists else _pair(values)
     if pair is not None:
         form = _from_pair(values, *pair)
@@ -67,7 +65,7 @@ def read_form(values: Mapping[str, Any]) -> Form:
             )
         if filled(values, ["history"]):
             raise RowRejected(
-                Reason.MALFORMED_MESSAGES, f"history stands beside {name}; write its turns into {name} and drop it"
+                Reason.MALFORMED_MESSAGES, f"history and {name} are both given; move its turns into {name} and drop it"
             )
         form = Form(tuple(_list(values[name], name)), frozenset({name, "history"}))
     _refuse_split_calls(form.turns)
@@ -75,7 +73,7 @@ def read_form(values: Mapping[str, Any]) -> Form:
 
 
 def _pair(values: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The columns of question and answer: a complete pair, or the only question and the only answer."""
+    """Returns the columns of question and answer: a complete pair, or the only question and the only answer."""
     complete = [pair for pair in PAIRS if len(filled(values, pair)) == 2]
     if len(complete) > 1:
         shown = " and ".join("/".join(pair) for pair in complete)
@@ -84,7 +82,7 @@ def _pair(values: Mapping[str, Any]) -> tuple[str, str] | None:
         return complete[0]
     questions = filled(values, [question for question, _ in PAIRS]) or filled(values, ["input"])
     names = [answer for _, answer in PAIRS]
-    answers = filled(values, names) or [name for name in names if name in values]  # an empty answer is told as such
+    answers = filled(values, names) or [name for name in names if name in values]  # an empty answer is reported as such
     return (questions[0], answers[0]) if len(questions) == len(answers) == 1 else None
 
 
@@ -92,7 +90,7 @@ def _from_pair(values: Mapping[str, Any], question: str, answer: str) -> Form:
     columns = {question, answer, "history"}
     turns = list(_history(values.get("history")))
     if (prompt := _messages(values[question])) is not None:
-        # As TRL learns these: the completion alone. Answers within the prompt are context.
+        # As in TRL, only the completion is learned. Answers within the prompt are context.
         turns += _list(prompt, question, learned=False)
     else:
         text = values[question]
@@ -109,7 +107,7 @@ def _from_pair(values: Mapping[str, Any], question: str, answer: str) -> Form:
 
 
 def _history(history: Any) -> Iterator[Turn]:
-    """Earlier questions and answers, ``[[question, answer], …]``, oldest first."""
+    """Yields earlier questions and answers, ``[[question, answer], …]``, oldest first."""
     if isinstance(history, str):
         history = parse_json(history, "history") if history.strip() else []
     if not isinstance(history or [], list):
@@ -124,7 +122,7 @@ def _history(history: Any) -> Iterator[Turn]:
 
 
 def _messages(value: Any) -> list[Any] | None:
-    """The value of a pair's column if it is a list of messages, or JSON text of one (as in CSV)."""
+    """Returns a pair's column if it is a list of messages, or JSON text of one (as in CSV)."""
     if isinstance(value, str) and value.lstrip().startswith("[{"):
         try:
             parsed = json_text.loads(value)
@@ -145,7 +143,7 @@ def _list(turns: Any, name: str, learned: bool = True) -> Iterator[Turn]:
 
 
 def _with_system_prompt(values: Mapping[str, Any], turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
-    """The turns after the system prompt of a column; a system turn may only repeat it."""
+    """Returns the turns after a column's system prompt. A system turn may only repeat it."""
     prompts = [text_turn("system", values[name], name) for name in filled(values, _SYSTEM_COLUMNS)]
     prompts = [turn for turn in prompts if _text(turn.content)]
     if not prompts:
@@ -164,7 +162,7 @@ def _with_system_prompt(values: Mapping[str, Any], turns: tuple[Turn, ...]) -> t
 
 
 def _text(content: Any) -> str:
-    """The text of a content in any form, for comparing."""
+    """Returns the text of a content in any form, for comparison."""
     if isinstance(content, list):
         texts = (item.get("text") if isinstance(item, Mapping) else item for item in content)
         content = "".join(text for text in texts if isinstance(text, str))
@@ -172,11 +170,11 @@ def _text(content: Any) -> str:
 
 
 def _refuse_split_calls(turns: tuple[Turn, ...]) -> None:
-    """Turns that are calls alone, one after the other, are one turn at inference."""
+    """Rejects consecutive turns with only calls, which are one turn at inference."""
     for before, turn in pairwise(turns):
         if before.calls and turn.calls and before.role == turn.role and not before.content and not turn.content:
             raise RowRejected(
                 Reason.MALFORMED_MESSAGES,
-                f"{before.where} and {turn.where} are calls in turns of their own; write them as one turn: a JSON list "
+                f"{before.where} and {turn.where} are calls in separate turns; write them as one turn: a JSON list "
                 "of calls, or tool_calls",
             )

@@ -14,19 +14,19 @@ from preprocess.reject import RowRejected, excerpt
 from vlmdata.format.ledger import Reason
 from vlmdata.wording import counted
 
-#: Where an image item may name its file: Qwen's and OpenAI's keys, then those of transformers' chat templates.
+#: Keys with the file of an image item: Qwen's and OpenAI's, then those of transformers' chat templates.
 SOURCE_KEYS = ("image", "image_url", "url", "path", "base64")
-#: The size an image item asks for: qwen_vl_utils' keys.
+#: Keys with the requested size of an image: those of qwen_vl_utils.
 BOUND_KEYS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 ITEM_KEYS = frozenset({"type", "index", *SOURCE_KEYS, *BOUND_KEYS})
-#: Where items of other forms hold their image (``source`` is Anthropic's): such an item must not take another one.
+#: Keys with the image in other forms (``source`` is Anthropic's): such an item must not take another image.
 _FOREIGN_SOURCES = ("source", "file", "data", "bytes", "image_path")
 _FILE_KEYS = frozenset({"url", "bytes", "path", *BOUND_KEYS})
-_FILE_HARMLESS = frozenset({"detail"})  # how OpenAI's service looks at it
+_FILE_HARMLESS = frozenset({"detail"})  # a resolution hint for OpenAI's service
 
 
 class RowImages:
-    """Loads the images of one row, and counts that each has its place.
+    """Loads the images of one row, and checks that each has its place.
 
     Attributes:
         column: The column with images, ``images`` or ``image``.
@@ -46,7 +46,7 @@ class RowImages:
         return len(self._images)
 
     def from_item(self, item: Mapping[str, Any], where: str) -> ImagePart:
-        """The image of a content item: the one it names, or the next of the column.
+        """Returns the image of a content item: the one that it names, or the next of the column.
 
         Raises:
             RowRejected: For an image that does not load, or an item that contradicts itself.
@@ -70,12 +70,12 @@ class RowImages:
         return dataclasses.replace(part, **bounds) if bounds else part
 
     def take(self, where: str, index: Any = None, remedy: str = "") -> ImagePart:
-        """The next image of the column.
+        """Returns the next image of the column.
 
         Args:
             where: The placeholder, for messages.
-            index: The number of the image by the data's own count, which must agree.
-            remedy: What to do if there is none.
+            index: The image number in the data, which must match.
+            remedy: Remedy if there is none.
 
         Raises:
             RowRejected: IMAGE_COUNT_MISMATCH if there is none.
@@ -104,7 +104,7 @@ class RowImages:
         """
         count = len(self._images)
         if self._taken == count or (self._taken == 0 and self._named == count):
-            return  # a column that only repeats what the items name themselves (Qwen style) is no mismatch
+            return  # a column that repeats the items' images (Qwen style) is not a mismatch
         if self._named:
             found = f"{counted(self._named, 'image')} named by content items and {counted(self._taken, 'placeholder')}"
         else:
@@ -115,7 +115,7 @@ class RowImages:
         )
 
     def _part(self, data: bytes, field: str, file: Any) -> ImagePart:
-        """An image with the size that the row asks for, or what names its file (``{"path": …, "max_pixels": …}``)."""
+        """Creates an image with the size requested by the row or its file entry (``{"path": …, "max_pixels": …}``)."""
         own = _bounds(file, field) if isinstance(file, Mapping) else {}
         return ImagePart(data, field, **{**self._bounds, **own})
 
@@ -130,11 +130,11 @@ class RowImages:
 
 
 def _column(values: Mapping[str, Any]) -> str:
-    """The column that holds images; both may if they hold the same."""
+    """Returns the column with images. Both columns may have images if they are equal."""
     given = filled(values, ("images", "image"))
     if len(given) == 2 and _as_list(values["images"], "images") != _as_list(values["image"], "image"):
         raise RowRejected(
-            Reason.IMAGE_COUNT_MISMATCH, "both images and image hold images, and not the same; keep one of the columns"
+            Reason.IMAGE_COUNT_MISMATCH, "the columns images and image have different images; keep one of the columns"
         )
     return next((name for name in (*given, "images", "image") if name in values), "images")
 
@@ -148,7 +148,7 @@ def _as_list(value: Any, column: str) -> list[Any]:
 
 
 def _bounds(item: Mapping[str, Any], where: str) -> dict[str, int]:
-    """The size the item asks for, whole numbers only; whether it can be obeyed is seen when the image is resized."""
+    """Returns the requested size of an item, in whole numbers. Resizing checks whether it is possible."""
     bounds = {}
     for key in BOUND_KEYS:
         value = item.get(key)
@@ -158,7 +158,7 @@ def _bounds(item: Mapping[str, Any], where: str) -> dict[str, int]:
             value = int(value)
         if type(value) is not int or value < 1:
             raise RowRejected(
-                Reason.IMAGE_BOUNDS, f"{where}.{key} is {excerpt(item[key])}; a positive number of pixels is wanted"
+                Reason.IMAGE_BOUNDS, f"{where}.{key} is {excerpt(item[key])}; it must be a positive number of pixels"
             )
         bounds[key] = value
     if ("resized_height" in bounds) != ("resized_width" in bounds):

@@ -1,14 +1,13 @@
-"""The recipe ``chat``: turns from the row, each with its parts, calls and weight."""
+"""The recipe ``chat``: reads turns with their parts, calls and weights."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import ClassVar
 
 from preprocess.conversation import Conversation, ImagePart, Message
 from preprocess.recipes.base import Row
-from preprocess.recipes.chat.content import ContentReader, StrayMarks, StrayMarksOption
+from preprocess.recipes.chat.content import ContentOptions, ContentReader
 from preprocess.recipes.chat.forms import fits, read_form
 from preprocess.recipes.chat.images import RowImages
 from preprocess.recipes.chat.row_keys import USED_COLUMNS, refuse_box_marks, refuse_row
@@ -28,22 +27,18 @@ class Chat:
     needs: ClassVar[str] = "messages, conversations, or a pair such as instruction and output"
     makes: ClassVar[tuple[type, ...]] = (Conversation,)
 
-    @dataclass(frozen=True)
-    class Options:
-        """Options of the recipe."""
+    Options = ContentOptions
 
-        stray_marks: StrayMarksOption = StrayMarks.REJECT
-
-    def __init__(self, options: Options, media: MediaLoader):
+    def __init__(self, options: ContentOptions, media: MediaLoader):
         self._options, self._media = options, media
 
     @staticmethod
     def fits(columns: Collection[str]) -> bool:
-        """True for rows with a list of turns or a pair of question and answer."""
+        """Returns True for rows with a list of turns or a question-answer pair."""
         return fits(columns)
 
     def __call__(self, row: Row) -> Conversation:
-        """The row's turns, each image loaded into its place."""
+        """Returns the row's turns, with each image in its place."""
         values = {name: value for name, value in row.values.items() if value is not None}
         refuse_row(values)
         form = read_form(values)

@@ -1,4 +1,4 @@
-"""Columns of a row that change what is learned in a way that this recipe cannot carry out: refused, never ignored."""
+"""Rejects rows with columns that change the learning in unsupported ways. Such columns are never ignored."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from preprocess.recipes.keys import is_empty
 from preprocess.reject import RowRejected, excerpt
 from vlmdata.format.ledger import Reason
 
-#: Columns that are read whatever form the turns have.
+#: Columns that are read with every form of turns.
 USED_COLUMNS = frozenset(
     {"system", "system_prompt", "images", "image", "tools", "functions", *BOUND_KEYS, *ROW_WEIGHTS}
 )
@@ -37,12 +37,12 @@ _REFUSED = _MEDIA | _PREFERENCE | _LABELS | {"chat_template_kwargs"}
 
 
 def refuse_row(values: Mapping[str, Any]) -> None:
-    """Refuses rows with columns that this recipe cannot obey.
+    """Rejects rows with columns that this recipe does not support.
 
     Raises:
         RowRejected: UNSUPPORTED_CONTENT for video, audio and arguments of the chat template; PREFERENCE_DATA for
-            pairs of a better and a worse answer, and for answers labelled good or bad; NO_TARGETS for rows that say
-            that they are not learned.
+            pairs of a better and a worse answer, and for answers labelled good or bad; NO_TARGETS for rows marked
+            as not learned.
     """
     for key in sorted(values.keys() & _FLAGS):
         if str(values[key]).lower() == "false":  # numbers may be measurements, such as a loss
@@ -58,8 +58,8 @@ def refuse_row(values: Mapping[str, Any]) -> None:
         if key in _PREFERENCE:
             raise RowRejected(
                 Reason.PREFERENCE_DATA,
-                f"{key} holds {excerpt(value)}: preference data, of which supervised training would learn one side "
-                "only. To learn the better answer, make it the assistant's turn and drop this column.",
+                f"{key} holds {excerpt(value)}: preference data, of which supervised training would learn only one "
+                "side. To learn the better answer, make it the assistant's turn and drop this column.",
             )
         if key == "chat_template_kwargs":
             raise RowRejected(
@@ -76,7 +76,7 @@ def refuse_row(values: Mapping[str, Any]) -> None:
 
 
 def refuse_box_marks(values: Mapping[str, Any], messages: Iterable[Message]) -> None:
-    """Refuses text whose marks stand for boxes and names in a column (ms-swift's grounding rows).
+    """Rejects text with marks for boxes and names in a column (ms-swift's grounding rows).
 
     Raises:
         RowRejected: UNSUPPORTED_CONTENT.
@@ -89,6 +89,6 @@ def refuse_box_marks(values: Mapping[str, Any], messages: Iterable[Message]) -> 
     if mark is not None:
         raise RowRejected(
             Reason.UNSUPPORTED_CONTENT,
-            f"the text holds the mark {mark} for what stands in {column}; the recipe does not fill it in. Write boxes "
+            f"the text holds the mark {mark} for the content of {column}; the recipe does not fill it in. Write boxes "
             f"and names into the text in the model's own notation and drop {column}.",
         )

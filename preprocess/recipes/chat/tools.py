@@ -1,4 +1,4 @@
-"""Tool calls of the assistant, and the tools it was offered."""
+"""Tool calls of the assistant, and the offered tools."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CALL_HARMLESS = frozenset({"index"})
 
 
 def read_calls(calls: Any, where: str, keys: KeyLog) -> Iterator[Mapping[str, Any]]:
-    """Calls as ``name`` and ``arguments`` mappings; OpenAI writes the arguments as JSON text.
+    """Yields calls as ``name`` and ``arguments`` mappings. OpenAI writes the arguments as JSON text.
 
     Raises:
         RowRejected: MALFORMED_MESSAGES.
@@ -31,7 +31,7 @@ def read_calls(calls: Any, where: str, keys: KeyLog) -> Iterator[Mapping[str, An
         keys.note(call, _CALL_KEYS, _CALL_HARMLESS, "messages[].tool_calls[].")
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
-            arguments = parse_json(arguments, f"{field}.arguments")  # a null in JSON text was meant
+            arguments = parse_json(arguments, f"{field}.arguments")  # a null in JSON text is intended
         else:
             arguments = without_nulls(arguments)
         if not isinstance(arguments, Mapping):
@@ -40,7 +40,7 @@ def read_calls(calls: Any, where: str, keys: KeyLog) -> Iterator[Mapping[str, An
 
 
 def read_tools(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    """Tool definitions of the columns ``tools`` (as they are) and ``functions`` (OpenAI's earlier form).
+    """Returns the tool definitions in the columns ``tools`` (unmodified) and ``functions`` (OpenAI's earlier form).
 
     Raises:
         RowRejected: MALFORMED_MESSAGES.
@@ -60,7 +60,7 @@ def _definitions(values: Mapping[str, Any], column: str) -> tuple[Mapping[str, A
 
 
 def without_nulls(value: Any) -> Any:
-    """The value without keys that are null: Arrow gives every struct every key."""
+    """Returns the value without null keys, since Arrow gives every struct all keys."""
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -69,7 +69,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def json_or_text(value: Any) -> Any:
-    """The value of a column that holds no text; CSV has text only."""
+    """Returns the value of a column that is not text, parsing JSON text from CSV."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
@@ -77,10 +77,10 @@ def json_or_text(value: Any) -> Any:
 
 
 def parse_json(text: str, where: str) -> Any:
-    """The value of JSON text.
+    """Parses JSON text.
 
     Raises:
-        RowRejected: MALFORMED_MESSAGES if it is not JSON.
+        RowRejected: MALFORMED_MESSAGES if the text is not JSON.
     """
     try:
         return json_text.loads(text)

@@ -1,4 +1,4 @@
-"""One turn of a row, whatever names it gives to who speaks and what is said."""
+"""A turn of a row, with any of the supported names of role and content."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SHAREGPT_ROLES: Mapping[str, Role] = {
     "function_response": "tool",
     "function_call": "assistant",
 }
-#: Roles whose content is a call, as JSON text.
+#: Roles whose content is a call as JSON text.
 _CALL_ROLES = ("function_call", "tool_call")
 
 #: Keys of the assistant's reasoning: vLLM's and Qwen's, OpenRouter's, TRL's.
@@ -59,11 +59,9 @@ HARMLESS_KEYS = frozenset(
     }
 )
 _REFUSED_KEYS: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("images", "image"), "images of a turn stand in its content or in the row's column images, not beside it"
-    ),
+    **dict.fromkeys(("images", "image"), "images of a turn belong in its content or in the row's column images"),
     **dict.fromkeys(("videos", "video", "audios", "audio"), "the recipe reads text and images only"),
-    **dict.fromkeys(("train_detail", "training_detail"), "a turn is learned or not as a whole"),
+    **dict.fromkeys(("train_detail", "training_detail"), "a turn is learned as a whole or not at all"),
     "refusal": "write the refusal as the turn's content",
 }
 
@@ -73,11 +71,11 @@ class Turn:
     """A turn with a known role.
 
     Attributes:
-        where: Its place in the row, for messages.
-        role: Who speaks.
+        where: Place in the row, for messages.
+        role: Role of the speaker.
         content: Text, a list of content items, or None.
-        entry: Its other keys, without nulls.
-        calls: The assistant's calls as they stand in the row, or None.
+        entry: Other keys, without nulls.
+        calls: The assistant's calls as in the row, or None.
         learned: False if the form of the row makes it context.
     """
 
@@ -90,10 +88,10 @@ class Turn:
 
 
 def text_turn(role: Role, text: Any, where: str) -> Turn:
-    """A turn of text that stands in a column of its own.
+    """Creates a turn from the text of a separate column.
 
     Raises:
-        RowRejected: MALFORMED_MESSAGES if it is not text.
+        RowRejected: MALFORMED_MESSAGES if the value is not text.
     """
     if not isinstance(text, str):
         raise RowRejected(Reason.MALFORMED_MESSAGES, f"{where} is not text: {excerpt(text)}")
@@ -101,7 +99,7 @@ def text_turn(role: Role, text: Any, where: str) -> Turn:
 
 
 def read_turn(turn: Any, where: str, learned: bool = True) -> Turn:
-    """A turn of a list, in OpenAI's form (``role``, ``content``) or ShareGPT's (``from``, ``value``).
+    """Reads a turn of a list, in OpenAI's form (``role``, ``content``) or ShareGPT's (``from``, ``value``).
 
     Raises:
         RowRejected: MALFORMED_MESSAGES or UNSUPPORTED_CONTENT.
@@ -113,7 +111,7 @@ def read_turn(turn: Any, where: str, learned: bool = True) -> Turn:
         raise RowRejected(Reason.UNSUPPORTED_CONTENT, f"{where}.{key} holds {excerpt(turn[key])}; {_REFUSED_KEYS[key]}")
     for one, other in (("from", "role"), ("value", "content")):
         if one in turn and other in turn:
-            raise RowRejected(Reason.MALFORMED_MESSAGES, f"{where} has both {one} and {other}; one of them is wanted")
+            raise RowRejected(Reason.MALFORMED_MESSAGES, f"{where} has both {one} and {other}; keep only one")
     name, role = _role(turn, where)
     content = turn.get("content", turn.get("value"))
     if "from" in turn and not isinstance(content, str):
@@ -130,7 +128,7 @@ def read_turn(turn: Any, where: str, learned: bool = True) -> Turn:
 
 
 def _role(turn: Mapping[str, Any], where: str) -> tuple[str, Role]:
-    """The role by its name in the row and by ours."""
+    """Returns the role's name in the row and in vlmdata."""
     key, known = ("from", _SHAREGPT_ROLES) if "from" in turn else ("role", _ROLES)
     name = turn.get(key)
     role = known.get(name) if isinstance(name, str) else None
@@ -141,7 +139,7 @@ def _role(turn: Mapping[str, Any], where: str) -> tuple[str, Role]:
 
 
 def _calls(turn: Mapping[str, Any], role: Role, where: str) -> Any:
-    """``tool_calls``, or OpenAI's earlier ``function_call``; refused in turns that make no calls."""
+    """Returns ``tool_calls`` or OpenAI's earlier ``function_call``. Rejects them in turns of other roles."""
     given = [key for key in ("tool_calls", "function_call") if turn.get(key)]
     if len(given) > 1:
         raise RowRejected(Reason.MALFORMED_MESSAGES, f"{where} has both tool_calls and function_call")

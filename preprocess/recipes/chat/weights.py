@@ -1,4 +1,4 @@
-"""Loss weights of turns and rows, by whatever name the data gives them."""
+"""Loss weights of turns and rows, with any of the supported names."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from vlmdata.wording import with_article
 
 #: Flags of a turn: ms-swift's ``loss`` and ``loss_scale``, OpenAI's ``weight``, Axolotl's ``train`` and ``training``.
 TURN_WEIGHTS = ("loss", "train", "training", "weight", "loss_scale", "loss_weight")
-#: Columns that weigh a row.
+#: Columns with a row's weight.
 ROW_WEIGHTS = ("weight", "loss_weight", "loss_scale")
 
 
 def turn_weight(turn: Mapping[str, Any], role: Role, where: str) -> float | None:
-    """The product of a turn's flags; None without any, and for turns that are not learned anyway.
+    """Returns the product of a turn's flags; None without flags, and for turns that are never learned.
 
     Args:
-        turn: The turn as it stands in the row, without nulls.
-        role: Who speaks.
-        where: Its place, for messages.
+        turn: The turn as in the row, without nulls.
+        role: Role of the speaker.
+        where: Place of the turn, for messages.
 
     Raises:
-        RowRejected: MALFORMED_MESSAGES for a flag that is no weight; UNSUPPORTED_CONTENT for a turn of another role
-            that is to be learned.
+        RowRejected: MALFORMED_MESSAGES for a flag that is not a weight; UNSUPPORTED_CONTENT for a turn of another role
+            that should be learned.
     """
     weight = None
     for key in filled(turn, TURN_WEIGHTS):
@@ -38,17 +38,17 @@ def turn_weight(turn: Mapping[str, Any], role: Role, where: str) -> float | None
             raise RowRejected(
                 Reason.UNSUPPORTED_CONTENT,
                 f"{where}.{key} is {turn[key]} in {with_article(role)} turn; only assistant turns are learned. "
-                "Set it to 0 or leave it out.",
+                "Set it to 0 or omit it.",
             )
         weight = factor if weight is None else weight * factor
     return weight if role == "assistant" else None
 
 
 def row_weight(values: Mapping[str, Any]) -> float:
-    """The product of a row's weights; 1 without any.
+    """Returns the product of a row's weights; 1 without weights.
 
     Raises:
-        RowRejected: MALFORMED_MESSAGES for a value that is no weight.
+        RowRejected: MALFORMED_MESSAGES for a value that is not a weight.
     """
     given = filled(values, ROW_WEIGHTS)
     return math.prod((_weight(json_or_text(values[key]), key) for key in given), start=1.0)
@@ -59,6 +59,6 @@ def _weight(value: Any, where: str) -> float:
         shown = repr(excerpt(value)) if isinstance(value, str) else excerpt(value)
         raise RowRejected(
             Reason.MALFORMED_MESSAGES,
-            f"{where} is {shown}; a loss weight is true, false or a number that is at least 0",
+            f"{where} is {shown}; a loss weight is true, false or a number of at least 0",
         )
     return float(value)

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from model.families import architecture_to_hf
-from model.families.qwen3_5.architecture import Qwen35Architecture
-from tests.model.helpers import random_weights, transformers_model
+from tests.model.helpers import transformers_model, weights_of
 from vlmdata.families.qwen3_5 import FAMILY
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.schema import Sample
@@ -32,13 +31,11 @@ def write_checkpoint(folder: Path, data: Path, preset: str = "tiny", weights: bo
     """
     from safetensors.torch import save_file
 
-    from model.families.qwen3_5.names import parameter_maps
-    from model.families.qwen3_5.presets import PRESETS
-    from model.weights.mapping import hf_names
+    from model.families import preset as preset_of
 
     tokenizer = VlmDataset(data).manifest.tokenizer
-    architecture: Qwen35Architecture = PRESETS[preset].with_vocabulary(tokenizer, tokenizer.vocab_size)
-    made = random_weights(hf_names(parameter_maps(architecture, mtp=mtp)))
+    architecture = preset_of(preset).with_vocabulary(tokenizer, tokenizer.vocab_size)
+    made = weights_of(architecture, mtp=mtp)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(architecture_to_hf(architecture)))
     if weights:

@@ -96,10 +96,10 @@ def arguments_of(data: Path | str, out: Path, *options: str, steps: int = 6) -> 
     return line[line.index(str(ROOT / "train.py")) + 1 :]
 
 
-def until_logged(out: Path) -> None:
-    """Waits for the first step of a run."""
+def until_logged(out: Path, steps: int = 1) -> None:
+    """Waits for the first steps of a run."""
     log, deadline = out / "metrics.jsonl", time.monotonic() + PATIENCE
-    while not log.exists() or not log.read_text():
+    while not log.exists() or log.read_text().count("\n") < steps:
         assert time.monotonic() < deadline
         time.sleep(0.02)
 

@@ -33,12 +33,12 @@ def test_the_recipe_of_fp8_reaches_megatron_core(recipe: str) -> None:
     ("setting", "message"),
     [
         ("parallel.tp=3", "parallel.tp 3 does not divide"),
-        ("parallel.sp=true", "parallel.sp shares tokens over tensor-parallel ranks: it needs parallel.tp > 1"),
+        ("parallel.sp=true", "parallel.sp splits tokens over tensor-parallel ranks: it needs parallel.tp > 1"),
         ("run.fp8=true", "run.fp8 needs model.backend 'transformer_engine'"),
         ("model.vision_attention=flash_attention_4", "model.vision_attention 'flash_attention_4' computes in bfloat16"),
     ],
 )
-def test_what_the_builder_refuses_is_said_in_the_configuration_s_words(
+def test_what_the_builder_refuses_is_reported_in_the_words_of_the_configuration(
     one_process: None, setting: str, message: str
 ) -> None:
     config = load_config(None, [setting])

@@ -16,6 +16,8 @@ pytest.importorskip("megatron.core")
 from tests.conftest import tree_bytes
 from vlmdata.errors import ResourceError
 
+pytestmark = pytest.mark.slow
+
 KIB = 1024
 
 
@@ -40,14 +42,14 @@ def test_a_disk_that_fills_up_ends_the_run_and_keeps_the_checkpoints(
     with pytest.raises(ResourceError, match=rf"{what}: {os.strerror(errno.ENOSPC)}; [0-9.]+ MB free") as caught:
         run(resume=True, run__steps=2, **settings)
     message = str(caught.value)
-    assert "step-00000001 is the newest whole one" in message
-    assert "Make room" in message
+    assert "step-00000001 is the newest complete one" in message
+    assert "Free space or fix permissions" in message
     assert tree_bytes(folder) == before
 
     if not in_background:  # less than that is seen before a byte is written
         small_disk(size + tensors - 100, "run/checkpoints")
         room = f"{(tensors - 100) * KIB / 1e6:.1f} MB free"
-        with pytest.raises(ResourceError, match=f"{what}: there is no room for it; {room}"):
+        with pytest.raises(ResourceError, match=f"{what}: not enough disk space; {room}"):
             run(resume=True, run__steps=2, **settings)
         assert tree_bytes(folder) == before
         return
@@ -67,13 +69,13 @@ def _tensor_bytes(checkpoint: Path) -> Iterator[int]:
         yield tensor.nbytes if isinstance(tensor, torch.Tensor) else 0
 
 
-def test_a_folder_that_cannot_be_written_is_told_before_the_first_step(run: Any, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_reported_before_the_first_step(run: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ResourceError, match=r"run\.out .*file/run cannot be written: Not a directory.*choose another"):
         run("file/run")
 
 
-def test_a_lock_that_cannot_be_written_is_told(run: Any, tmp_path: Path) -> None:
+def test_a_lock_that_cannot_be_written_is_reported(run: Any, tmp_path: Path) -> None:
     (tmp_path / "run" / ".lock").mkdir(parents=True)
     with pytest.raises(ResourceError, match=r"run/\.lock cannot be written: Is a directory; choose another --out"):
         run(run__steps=1)

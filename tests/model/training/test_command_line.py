@@ -82,14 +82,14 @@ class TestWhatIsWrongIsToldAtOnce:
         [
             (("--set", "data.capasity=3"), "the nearest is 'data.capacity'"),
             (("--data", "nowhere"), "nowhere: no such directory"),
-            (("--data", "a", "--preset", "huge"), "there is no preset 'huge'"),
-            ((), "no data: name a dataset directory"),
+            (("--data", "a", "--preset", "huge"), "unknown preset 'huge'"),
+            ((), "no data: give a dataset directory"),
             (
                 ("--data", "a", "--steps", "5", "--set", "optimizer.warmup_steps=5"),
-                "optimizer.warmup_steps 5 leaves nothing of 5 steps to decay in; set it below 5",
+                "optimizer.warmup_steps 5 leaves none of the 5 steps for decay; set it below 5",
             ),
-            (("--data", "a", "--tp", "2"), "1 processes are no multiple of tensor 2 x context 1 x pipeline 1 = 2"),
-            (("--data", "a", "--sp"), "parallel.sp shares tokens over tensor-parallel ranks: it needs parallel.tp > 1"),
+            (("--data", "a", "--tp", "2"), "world size 1 is not a multiple of tensor 2 x context 1 x pipeline 1 = 2"),
+            (("--data", "a", "--sp"), "parallel.sp splits tokens over tensor-parallel ranks: it needs parallel.tp > 1"),
             (
                 ("--data", "a", "--set", "model.backend=torch", "--set", "run.fp8=true"),
                 "run.fp8 needs model.backend 'transformer_engine', got 'torch'",
@@ -111,7 +111,7 @@ class TestWhatIsWrongIsToldAtOnce:
         [
             (("--tp", "8"), "parallel.tp 8 does not divide vision.num_heads 4"),
             (("--pp", "8"), "parallel.pp 8 does not divide the 4 layers into equal stages"),
-            (("--cp", "3"), "8 processes are no multiple of tensor 1 x context 3 x pipeline 1 = 3"),
+            (("--cp", "3"), "world size 8 is not a multiple of tensor 1 x context 3 x pipeline 1 = 3"),
             (("--global-batch", "12"), "data.global_batch 12 is not a multiple of the 8 data-parallel ranks"),
         ],
     )

@@ -9,8 +9,15 @@ from typing import Any
 import pytest
 
 from model.training import name_hints
-from model.training.config import WITHOUT_EFFECT_ON_RESULTS, ConfigError, TrainConfig, config_differences
+from model.training.config import (
+    WITHOUT_EFFECT_ON_RESULTS,
+    ConfigError,
+    DataConfig,
+    TrainConfig,
+    config_differences,
+)
 from model.training.config_loading import load_config
+from vlmdata.loader.config import loader_options
 
 
 def test_a_file_and_then_overrides_win(tmp_path: Path) -> None:
@@ -47,6 +54,14 @@ def test_none_takes_a_setting_back(tmp_path: Path) -> None:
     assert load_config(file, ["data.max_patches=none"]).data.max_patches is None
 
 
+def test_options_of_the_loader_have_its_defaults_but_for_the_trainers_own() -> None:
+    options = loader_options()
+    shared = [each for each in dataclasses.fields(DataConfig) if each.name in options]
+    different = {each.name for each in shared if each.default != options[each.name].default}
+    assert different == {"capacity", "global_batch", "pad_to_capacity", "blend"}  # blend: empty instead of None
+    assert len(shared) > 10
+
+
 def test_the_hash_tells_what_changes_results() -> None:
     plain = TrainConfig()
     hashes = {"": plain.hash()}
@@ -69,13 +84,13 @@ def test_every_word_of_other_trainers_means_a_setting() -> None:
 
 def test_a_model_is_named_once(tmp_path: Path) -> None:
     both = [("model.preset", "tiny"), ("model.hf", "a")]
-    with pytest.raises(ConfigError, match=r"both model.preset .tiny. and model.hf .a. say which model is built"):
+    with pytest.raises(ConfigError, match=r"both model.preset .tiny. and model.hf .a. select the model to build"):
         load_config(None, both)
     file = tmp_path / "config.toml"
     file.write_text(load_config(None, both[1:]).to_toml())  # as saved beside a checkpoint: with the preset's default
     assert load_config(file).model.hf == "a"
     assert load_config(file, [("model.hf", "b")]).model.hf == "b"
-    with pytest.raises(ConfigError, match=r"model.hf .a, from .*config.toml: --set model.hf=none takes it back"):
+    with pytest.raises(ConfigError, match=r"model.hf .a, from .*config.toml: --set model.hf=none removes it"):
         load_config(file, both[:1])
     assert load_config(file, [*both[:1], "model.hf=none"]).model.hf is None
 
@@ -83,12 +98,12 @@ def test_a_model_is_named_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("data.capasity=3", "no setting 'data.capasity'; the nearest is 'data.capacity'"),
-        ("lr=3", "no setting 'lr'; it is 'optimizer.lr'"),
+        ("data.capasity=3", "unknown setting 'data.capasity'; the nearest is 'data.capacity'"),
+        ("lr=3", "unknown setting 'lr'; it is 'optimizer.lr'"),
         ("seed=3", "it is 'data.seed' or 'run.seed'"),
         ("model.steps=3", "it is 'run.steps'"),
         ("optimizer.learning_rate=3", "it is 'optimizer.lr'"),
-        ("training.max-steps=3", "it is 'run.steps' .optimizer steps in all"),
+        ("training.max-steps=3", "it is 'run.steps' .total optimizer steps"),
         ("micro_batch_size=3", "it is 'data.global_batch' .*a micro-batch is one pack of up to data.capacity tokens"),
         ("seq_length=3", "it is 'data.capacity'"),
         ("tensor_model_parallel_size=3", "it is 'parallel.tp'"),
@@ -101,23 +116,23 @@ def test_a_model_is_named_once(tmp_path: Path) -> None:
         ("data.capacity=0", "data.capacity is 0; it must be at least 1"),
         ("optimizer.lr=nan", "optimizer.lr is nan; it must be a finite number"),
         ("run.timeout_minutes=inf", "run.timeout_minutes is inf; it must be a finite number"),
-        ("run.timeout_minutes=0", "run.timeout_minutes is 0.0; it must be more than 0"),
+        ("run.timeout_minutes=0", "run.timeout_minutes is 0.0; it must be above 0"),
         ("optimizer.beta1=-0.1", "optimizer.beta1 is -0.1; it must be at least 0"),
         ("optimizer.beta2=1", "optimizer.beta2 is 1.0; it must be below 1"),
         ("optimizer.eps=-1", "optimizer.eps is -1.0; it must be at least 0"),
         ("optimizer.decay_steps=0", "optimizer.decay_steps is 0; it must be at least 1"),
         ("model.mtp_loss_scale=-1", "model.mtp_loss_scale is -1.0; it must be at least 0"),
-        ("model.freeze=vision,merger", "it knows vision, merger, language: --freeze vision,merger, or --set "),
+        ("model.freeze=vision,merger", "choose from vision, merger, language: --freeze vision,merger, or --set "),
         ("run.tensorboard=1", "run.tensorboard is 1 .int.; it must be bool"),
         ("data.blend=[1, -1]", r"data.blend has 2 weights for 0 datasets; give one for each --data"),
         ("data.blend=1.5", "data.blend is 1.5; it must be a list"),
         ("run.fp8_recipe=mxfp8", "run.fp8_recipe is 'mxfp8'; it must be one of tensorwise, delayed, blockwise"),
         ("model.backend=te", "model.backend is 'te'; it must be one of auto, torch, transformer_engine"),
-        ('model.freeze=["head"]', r"model.freeze names \['head'\]; it knows vision, merger, language"),
-        ("optimizer.min_lr=1", "optimizer.min_lr 1.0 is over optimizer.lr"),
-        ("run.profile=[3, 2]", r"run.profile is \[3, 2\]; give the first and the last step"),
+        ('model.freeze=["head"]', r"model.freeze names \['head'\]; choose from vision, merger, language"),
+        ("optimizer.min_lr=1", "optimizer.min_lr 1.0 is above optimizer.lr"),
+        ("run.profile=[3, 2]", r"run.profile is \[3, 2\]; give the first and last step"),
         ("run.profile=[0, 2]", r"run.profile is \[0, 2\]; .*counted from 1"),
-        ("run.profile=[101, 102]", r"run.profile \[101, 102\] begins after the last step, run.steps 100"),
+        ("run.profile=[101, 102]", r"run.profile \[101, 102\] starts after the last step, run.steps 100"),
         ("data.capacity", "write it as group.name=value"),
     ],
 )
@@ -129,7 +144,7 @@ def test_what_is_wrong_is_refused_with_a_remedy(setting: str, message: str) -> N
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("steps = 3\n", "'steps' stands outside a table; settings belong into one of .data., .model."),
+        ("steps = 3\n", "'steps' is outside a table; settings belong in one of .data., .model."),
         ("[run\n", "not TOML"),
         ("[run]\nsteps = 'many'\n", "run.steps is 'many' .str.; it must be int"),
     ],

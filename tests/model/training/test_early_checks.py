@@ -17,8 +17,14 @@ from vlmdata.format.manifest import Manifest
 def test_data_of_another_family_is_refused(chats: Path) -> None:
     manifest = dataclasses.replace(Manifest.read(chats), family="qwen3_vl")
     require_data_family(preset("tiny"), Manifest.read(chats), str(chats))
-    with pytest.raises(ConfigError, match="for the model family qwen3_vl, but the model reads qwen3_5: pre"):
+    with pytest.raises(ConfigError, match="for the model family qwen3_vl, but the model needs qwen3_5: pre"):
         require_data_family(preset("tiny"), manifest, str(chats))
+
+
+def test_a_model_of_another_family_is_refused(chats: Path) -> None:
+    config = load_config(None, [("data.paths", [str(chats)]), ("model.preset", "qwen3-vl-tiny")])
+    with pytest.raises(ConfigError, match="for the model family qwen3_5, but the model needs qwen3_vl: preprocess it "):
+        check_early(config)
 
 
 def test_it_is_refused_before_torch_and_again_when_the_model_is_chosen(
@@ -34,7 +40,7 @@ def test_it_is_refused_before_torch_and_again_when_the_model_is_chosen(
     monkeypatch.setattr(Manifest, "read", classmethod(lambda cls, path: other))
     monkeypatch.setattr(build, "manifest_of", lambda config: other)
     for refuse in (check_early, build.architecture_of):
-        with pytest.raises(ConfigError, match="made for the model family qwen2_5_vl"):
+        with pytest.raises(ConfigError, match="is for the model family qwen2_5_vl"):
             refuse(config)
 
 

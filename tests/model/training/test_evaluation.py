@@ -115,7 +115,7 @@ def test_several_sets_have_a_loss_each(
     low, high = sorted((found["loss/validation"], found["loss/two"]))
     assert low < found["loss"] < high
     said = capsys.readouterr().out
-    assert "warning: the evaluation set validation is training data, too" in said
+    assert "warning: the evaluation set validation is also training data" in said
     assert "evaluation set two" not in said
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()
@@ -155,9 +155,9 @@ def test_a_sample_that_fits_no_pack_is_refused(run: Callable[..., Any], tmp_path
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["run.eval_every=5"], "run.eval_every without evaluation data: name a dataset directory with --eval-data"),
+        (["run.eval_every=5"], "run.eval_every without evaluation data: give a dataset directory with --eval-data"),
         (["run.keep_best=true"], "run.keep_best without evaluation data"),
-        (["data.eval_paths=['a', 'b', 'a/']"], "data.eval_paths names a twice"),
+        (["data.eval_paths=['a', 'b', 'a/']"], "data.eval_paths lists a twice"),
         (["run.eval_steps=5"], "it is 'run.eval_every'"),
     ],
 )

@@ -154,12 +154,12 @@ class TestWhereTheFilesComeFrom:
         (tmp_path / "weights" / "run.json").write_text(json.dumps({"architecture": state["architecture"]}))
         return tmp_path / "weights"
 
-    def test_no_data_is_said(self, weights: Path, tmp_path: Path) -> None:
+    def test_no_data_is_reported(self, weights: Path, tmp_path: Path) -> None:
         done = to_hf(weights, tmp_path / "hf")
         assert done.notes == ("without tokenizer and processor: add --data DATASET or --like FOLDER to write them",)
         assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["config.json", "model.safetensors"]
 
-    def test_data_of_a_run_that_is_gone_is_said(self, checkpoint: Path, weights: Path, tmp_path: Path) -> None:
+    def test_data_of_a_run_that_is_gone_is_reported(self, checkpoint: Path, weights: Path, tmp_path: Path) -> None:
         state = json.loads((checkpoint / "run.json").read_text())
         state["config"]["data"]["paths"] = ["gone"]
         (weights / "run.json").write_text(json.dumps(state))
@@ -172,7 +172,7 @@ class TestWhereTheFilesComeFrom:
         for file in folder.iterdir():
             assert (tmp_path / "hf" / file.name).read_bytes() == file.read_bytes(), file.name
 
-    def test_other_bounds_than_those_of_like_are_said(
+    def test_other_bounds_than_those_of_like_are_reported(
         self, checkpoint: Path, folder: Path, chats: Path, tmp_path: Path
     ) -> None:
         like = tmp_path / "like"
@@ -182,7 +182,7 @@ class TestWhereTheFilesComeFrom:
         (like / "generation_config.json").write_text(json.dumps({"temperature": 0.7, "eos_token_id": 1}))
         done = to_hf(checkpoint, tmp_path / "one", like=like)
         assert done.notes == (
-            f"images: the processor of {like} has 65,536 to 16,777,216 pixels, the model was trained with 1,024 to "
+            f"images: the processor of {like} has 65,536 to 16,777,216 pixels, but the model was trained with 1,024 to "
             f"16,384 pixels; --data {chats} writes the latter",
         )
         assert json.loads((tmp_path / "one" / "preprocessor_config.json").read_text()) == {"size": size}
@@ -203,10 +203,12 @@ class TestWhereTheFilesComeFrom:
         manifest = json.loads((other / "manifest.json").read_text())
         manifest["tokenizer"]["image"] = 3
         (other / "manifest.json").write_text(json.dumps(manifest))
-        with pytest.raises(WeightsError, match=r"other has 6144 ids and image token 3, the weights 6144 ids and image"):
+        with pytest.raises(
+            WeightsError, match=r"other has 6144 ids and image token 3, the weights have 6144 ids and image"
+        ):
             to_hf(weights, tmp_path / "hf", data=str(other))
         (other / "tokenizer" / "tokenizer.json").unlink()
-        with pytest.raises(WeightsError, match=r"other/tokenizer/tokenizer\.json: no such file"):
+        with pytest.raises(WeightsError, match=r"other/tokenizer/tokenizer\.json: file not found"):
             to_hf(weights, tmp_path / "hf", data=str(other))
         with pytest.raises(DatasetFormatError, match="nowhere: no such directory"):
             to_hf(weights, tmp_path / "hf", data="nowhere")

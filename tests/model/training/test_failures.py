@@ -66,7 +66,7 @@ class TestOneRank:
         shard, row = dataset.shard_path(int(dataset.index.shard[sample])), int(dataset.index.source_row[sample])
         assert f"error: rank 1: {shard}: row {row} key {dataset.index.key(sample)} input_ids" in ranks.said(1)
         assert codes == [1, 2]
-        assert "error: rank 0: a rank that this one waited for has ended" in ranks.said(0)
+        assert "error: rank 0: another rank has exited or hangs" in ranks.said(0)
         assert "Traceback" not in ranks.said(0) + ranks.said(1)
         assert [line["step"] for line in steps_of(out)] == [1]
 
@@ -76,7 +76,7 @@ class TestOneRank:
         assert ranks.said(0) == ""
         assert ranks.said(1) == (
             "error: rank 1: model.freeze ['language'] leaves nothing to train on pipeline stage 2 of 2; "
-            "freeze less, or use fewer stages (--pp)\n"
+            "freeze fewer parts, or use fewer stages (--pp)\n"
         )
 
     def test_without_its_data_ends_all(self, chats: Path, tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ class TestAllRanks:
     def test_with_a_configuration_that_is_refused_say_it_once(self, chats: Path, tmp_path: Path) -> None:
         ranks = Ranks(arguments_of(chats, tmp_path / "run", "--tp", "3"), tmp_path / "said", 2)
         assert ranks.wait() == [2, 2]
-        assert "error: rank 0: 2 processes are no multiple of tensor 3" in ranks.said(0)
+        assert "error: rank 0: world size 2 is not a multiple of tensor 3" in ranks.said(0)
         assert ranks.said(1) == ""
 
 
@@ -140,18 +140,16 @@ class TestNotFinite:
         assert f"micro-batch {named['micro_batch']} of data-parallel rank 0: samples {named['sample_keys'][0]}" in text
         assert capsys.readouterr().err.count("step 2 gave") == 1
 
-    def test_is_told_where_its_list_cannot_be_written(self, run: Callable[..., Any], tmp_path: Path) -> None:
+    def test_is_reported_where_its_list_cannot_be_written(self, run: Callable[..., Any], tmp_path: Path) -> None:
         (tmp_path / "run" / "not-finite-step-00000002.json").mkdir(parents=True)
         with pytest.raises(NotFiniteError, match=r"could not be listed in .*/not-finite-step-00000002\.json: Is a dir"):
             run(**DIVERGING)
 
-    def test_a_gradient_that_overflows_on_its_own_is_told_from_a_loss_that_does(
+    def test_a_gradient_that_overflows_on_its_own_is_distinguished_from_a_loss_that_does(
         self, run: Callable[..., Any], tmp_path: Path
     ) -> None:
         # fp32 holds these gradients, but not the sum of their squares.
-        with pytest.raises(
-            NotFiniteError, match=r"^step 1 gave grad_norm inf; .*so it is the gradient that overflowed"
-        ):
+        with pytest.raises(NotFiniteError, match=r"^step 1 gave grad_norm inf; .*so the gradient overflowed"):
             run(model__mtp_loss_scale=1e25, data__global_batch=2)
 
     def test_ends_all_ranks_with_its_exit_code(self, chats: Path, tmp_path: Path) -> None:
@@ -184,4 +182,4 @@ def test_a_taken_port_is_named(chats: Path, tmp_path: Path) -> None:
             check=False,
         )
     assert done.returncode == 2, done.stderr
-    assert f"port {port} of 127.0.0.1 is taken by another process: give another, as --master-port" in done.stderr
+    assert f"port {port} of 127.0.0.1 is in use by another process: choose another" in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
@@ -13,14 +14,18 @@ from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("megatron.core")
 
+from model.families import REGISTRY, preset, spec_of
 from model.families.qwen3_5.architecture import FULL_ATTENTION
-from model.families.qwen3_5.build import build_model
 from model.families.qwen3_5.flops import step_flops
 from model.families.qwen3_5.presets import PRESETS
 from model.network.settings import ModelSettings
+from model.training.optimizer import part_of
 from tests.model.helpers import mixed_samples, pack, small_architecture
 
 pytestmark = pytest.mark.usefixtures("one_process")
+
+
+FROZEN = [parts for number in range(4) for parts in itertools.combinations(("vision", "merger", "language"), number)]
 
 
 def counted(run: Any) -> int:
@@ -30,25 +35,43 @@ def counted(run: Any) -> int:
     return int(counter.get_total_flops())
 
 
-def test_vision() -> None:
-    architecture = small_architecture(mtp=0)
-    tower = build_model(architecture, ModelSettings()).vision
-    flops = step_flops(architecture, mtp=False)
+def counted_with_backward(run: Any) -> int:
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        total = run().float().sum()
+        if total.requires_grad:
+            total.backward()
+    return int(counter.get_total_flops())
+
+
+def full_attention(family: str, moe: bool) -> Any:
+    """A small model without delta nets, because torch does not count the delta rule."""
+    if family == "qwen3_vl":
+        return small_architecture(family, moe=moe)
+    made = small_architecture(moe=moe, mtp=0)
+    return dataclasses.replace(made, language=dataclasses.replace(made.language, layer_types=(FULL_ATTENTION,) * 3))
+
+
+def built(architecture: Any) -> Any:
+    return spec_of(architecture).build(architecture, ModelSettings(moe_aux_loss=0.0))
+
+
+@pytest.mark.parametrize("family", REGISTRY)
+def test_vision(family: str) -> None:
+    architecture = full_attention(family, moe=False)
+    tower = built(architecture).vision
+    flops = spec_of(architecture).step_flops(architecture, False, ())
     grids = ((1, 4, 6), (1, 8, 2), (1, 2, 2))
     patches = np.array([h * w for _, h, w in grids])
     data = torch.randint(0, 256, (int(patches.sum()), 768), dtype=torch.uint8)
-    assert flops.of(np.zeros(0, np.int64), patches) == 3 * counted(lambda: tower(data, grids))
+    embedding = 2 * 768 * architecture.vision.hidden_size * int(patches.sum())  # pixels need no gradient
+    assert flops.of(np.zeros(0, np.int64), patches) == 3 * counted(lambda: tower(data, grids)) - embedding
 
 
+@pytest.mark.parametrize("family", REGISTRY)
 @pytest.mark.parametrize("moe", [False, True])
-def test_language_of_full_attention(moe: bool) -> None:
-    made = small_architecture(moe=moe, mtp=0)
-    types = (FULL_ATTENTION,) * 3
-    architecture = dataclasses.replace(made, language=dataclasses.replace(made.language, layer_types=types))
-    model, flops = (
-        build_model(architecture, ModelSettings(moe_aux_loss=0.0)),
-        step_flops(architecture, mtp=False),
-    )
+def test_language_of_full_attention(moe: bool, family: str) -> None:
+    architecture = full_attention(family, moe)
+    model, flops = built(architecture), spec_of(architecture).step_flops(architecture, False, ())
     batch = pack(mixed_samples()[1:2], alignment=1)
     length = np.array([batch.total_tokens])
     found = counted(lambda: model(batch))
@@ -58,6 +81,27 @@ def test_language_of_full_attention(moe: bool) -> None:
     dummy = counted(lambda: model.vision(torch.zeros(0, 768, dtype=torch.uint8), ()))
     expected = flops.of(length, np.zeros(0, np.int64)) / 3 + square + flops.per_target / 3 * rows + dummy
     assert found == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("frozen", FROZEN)
+@pytest.mark.parametrize("moe", [False, True])
+@pytest.mark.parametrize("family", REGISTRY)
+def test_frozen_parts_forward_and_backward(frozen: tuple[str, ...], moe: bool, family: str) -> None:
+    architecture = full_attention(family, moe)
+    model = built(architecture)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(part_of(name) not in frozen)
+    batch = pack(mixed_samples()[:1], alignment=1)
+    patches = np.array([h * w for _, h, w in batch.image_grid_thw.tolist()])
+    flops = spec_of(architecture).step_flops(architecture, False, frozen)
+    # torch counts all of the square of attention, and logits of as many rows as targets are filled up to.
+    lengths, rows = np.array([batch.total_tokens]), min(128, batch.total_tokens)
+    expected = flops.of(lengths, patches) + flops.per_token_squared * float(lengths[0]) ** 2 + flops.per_target * rows
+    if architecture.language.moe is not None and "language" in frozen and len(frozen) < 3:
+        # megatron-core computes the gradient of a router's weights even where nobody asks for it.
+        experts, width = architecture.language.moe.num_experts, architecture.language.hidden_size
+        expected += architecture.language.num_layers * 2 * experts * width * batch.total_tokens
+    assert counted_with_backward(lambda: model(batch)) == pytest.approx(expected, rel=1e-12)
 
 
 def test_the_delta_net_by_hand() -> None:
@@ -87,7 +131,17 @@ def test_frozen_parts_cost_less() -> None:
         return flops.of(lengths, patches) + flops.per_target * 30
 
     assert work() > work("language") > work("language", "vision") > work("language", "vision", "merger")
-    assert work("language", "vision", "merger") == pytest.approx(work() / 3)
+    embedding = 2 * 768 * architecture.vision.hidden_size * 64  # has no gradient of its input
+    assert work("language", "vision", "merger") == pytest.approx((work() + embedding) / 3)
+
+
+def test_the_delta_rule_has_no_weights_to_freeze() -> None:
+    architecture = small_architecture(mtp=0)
+    language = architecture.language
+    rule = 6 * language.linear_num_value_heads * language.linear_key_head_dim * language.linear_value_head_dim
+    rule *= sum(kind != FULL_ATTENTION for kind in language.layer_types)
+    trained, frozen = (step_flops(architecture, mtp=False, frozen=parts).per_token for parts in ((), ("language",)))
+    assert (trained - 3 * rule) * 2 == (frozen - 3 * rule) * 3
 
 
 def test_multi_token_prediction_adds_a_layer_and_a_head() -> None:
@@ -107,6 +161,18 @@ def test_tokens_cost_six_flop_per_weight(name: str, billions: float) -> None:
     # The usual rule. Targets alone meet the output layer; the delta rule's own arithmetic is small.
     flops = step_flops(PRESETS[name], mtp=False)
     assert (flops.per_token + flops.per_target) / 6e9 == pytest.approx(billions, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    # Parameters of Qwen3's language models 1.7B, 4B, 8B and 32B, less the embedding table where it is not the output
+    # layer.
+    [("qwen3-vl-2b", 1.72), ("qwen3-vl-4b", 4.02), ("qwen3-vl-8b", 8.19 - 0.62), ("qwen3-vl-32b", 32.76 - 0.78)],
+)
+def test_tokens_of_qwen3_vl_cost_six_flop_per_weight(name: str, billions: float) -> None:
+    made = preset(name)
+    flops = spec_of(made).step_flops(made, False, ())
+    assert (flops.per_token + flops.per_target) / 6e9 == pytest.approx(billions, rel=0.01)
 
 
 def test_attention_by_hand() -> None:

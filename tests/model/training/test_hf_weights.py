@@ -126,7 +126,7 @@ def test_nodes_wait_for_each_other_s_download_and_fail_together() -> None:
     assert {told for _, _, told in found} == {"node 2 cannot"}
 
 
-def test_a_hub_id_without_a_hub_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_id_without_a_hub_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     from model.training import weights
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -155,17 +155,17 @@ def test_none_is_a_word_of_this_setting() -> None:
     assert load_config(None, [("model.weights", "a"), "model.weights="]).model.weights is None
 
 
-def test_weights_of_another_model_are_told(
+def test_weights_of_another_model_are_reported(
     run: Callable[..., Any], chats: Path, checkpoint: tuple[Path, Any], tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=r"they are of another model \(.*num_experts: None -> 8.*\)\. Name the"):
+    with pytest.raises(ConfigError, match=r"they are of another model \(.*num_experts: None -> 8.*\)\. Select"):
         run(model__preset="tiny-moe", model__weights=str(checkpoint[0]), run__steps=1)
 
 
 def test_files_without_prediction_need_a_word(run: Callable[..., Any], chats: Path, tmp_path: Path) -> None:
     """As transformers saves them."""
     write_checkpoint(tmp_path / "tiny", chats, mtp=False)
-    with pytest.raises(ConfigError, match=r"no weights of multi-token prediction.*mtp=false.*mtp=true"):
+    with pytest.raises(ConfigError, match=r"no multi-token prediction weights.*mtp=false.*mtp=true"):
         run(model__hf=str(tmp_path / "tiny"), run__steps=1)
     losses = []
     for predict in (False, True):

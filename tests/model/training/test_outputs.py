@@ -79,7 +79,7 @@ class TestProfiles:
         with profiler.at(1):
             for _ in range(500):
                 torch.ones(2).add(1)
-        why = r"no profile of these steps: .+ \(0\.0 MB free\); .*Make room"
+        why = r"no profile of these steps: .+ \(0\.0 MB free\)\. .*Free space"
         assert re.search(rf"warning: {disk}/profile/rank-00000\.json: {why}", capfd.readouterr().err)
         assert not list(disk.glob("profile/*.json*"))
 
@@ -163,7 +163,7 @@ class TestLogsOnAFullDisk:
 
     def test_end_the_run_with_a_word(self, full: Path) -> None:
         config = load_config(None, [f"run.out={full}", "run.tensorboard=false"])
-        message = rf"{full}: logs could not be written: {os.strerror(errno.ENOSPC)}; 0.0 MB free.*Make room"
+        message = rf"{full}: logs could not be written: {os.strerror(errno.ENOSPC)}; 0.0 MB free.*Free space"
         with pytest.raises(ResourceError, match=message), RunLog(config, True, None) as log:
             log.event("noted", 1, {})
 
@@ -175,7 +175,7 @@ class TestLogsOnAFullDisk:
             WeightsAndBiases(load_config(None, ["run.wandb=x", f"run.out={full}"]), resumed=False)
 
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-    def test_are_told_though_tensorboard_writes_behind_our_back(self, full: Path) -> None:
+    def test_are_reported_though_tensorboard_writes_behind_our_back(self, full: Path) -> None:
         def written_for_seconds() -> None:
             log = TensorBoard(full / "tensorboard", None)
             for step in range(100):

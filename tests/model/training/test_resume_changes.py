@@ -20,6 +20,8 @@ from model.training.config import ConfigError
 from tests.model.training.conftest import steps_of, train_here
 from vlmdata import StreamingLoader
 
+pytestmark = pytest.mark.slow
+
 
 def trained(chats: Path, out: Path, resume: bool = False, **settings: Any) -> Any:
     """Trains a step; the learning rate of all is the configured one."""
@@ -124,6 +126,7 @@ class TestWhatCannotChange:
         [
             ({"model__freeze": ["vision"]}, r"model.freeze: \[\] -> \['vision'\]"),
             ({"model__mtp": False}, "model.mtp: true -> false"),
+            ({"model__language_only": True}, "model.language_only: false -> true"),
             ({"run__precision": "bf16"}, "optimizer weights: fp32 -> bf16"),
         ],
     )
@@ -133,7 +136,7 @@ class TestWhatCannotChange:
         newest = checkpoint(out, 2)
         with pytest.raises(ConfigError, match=f"{message}.*--weights {newest} and another --out"):
             trained(chats, out, resume=True, run__steps=3, **settings)
-        if "run__precision" in settings:  # slow on a CPU
+        if settings.keys() & {"run__precision", "model__language_only"}:  # slow on a CPU; these chats have images
             return
         # The way out is one: with a learning rate of zero the weights are those of the checkpoint.
         trained(chats, tmp_path / "new", model__weights=str(newest), optimizer__lr=0, optimizer__min_lr=0, **settings)
@@ -141,7 +144,7 @@ class TestWhatCannotChange:
         assert new.keys() == {name for name in old if settings != {"model__mtp": False} or "predictor" not in name}
         assert all(torch.equal(new[name], old[name].to(new[name].dtype)) for name in new)
 
-    def test_is_told_of_checkpoints_that_do_not_say_what_they_are(self, chats: Path, out: Path) -> None:
+    def test_reports_checkpoints_that_do_not_say_what_they_are(self, chats: Path, out: Path) -> None:
         file = checkpoint(out, 2) / "run.json"
         state = json.loads(file.read_text())
         assert state.pop("optimizer") == {"state": "plain", "weights": "fp32", "adam": "torch"}
@@ -182,7 +185,7 @@ class TestWeightsWithoutPrediction:
         return folder / "weights"
 
     def test_are_refused_with_both_ways_out(self, chats: Path, weights: Path, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match=r"no weights of multi-token prediction.*mtp=false.*mtp=true"):
+        with pytest.raises(ConfigError, match=r"no multi-token prediction weights.*mtp=false.*mtp=true"):
             trained(chats, tmp_path / "run", model__weights=str(weights))
 
     @pytest.mark.parametrize("predict", [False, True])
@@ -191,7 +194,7 @@ class TestWeightsWithoutPrediction:
     ) -> None:
         out = tmp_path / "run"
         trained(chats, out, model__weights=str(weights), model__mtp=predict, optimizer__lr=0, optimizer__min_lr=0)
-        assert ("starts from random ones" in capsys.readouterr().out) == predict
+        assert ("they start from random values" in capsys.readouterr().out) == predict
         old, new = weights_of(checkpoint(first, 2)), weights_of(checkpoint(out, 1))
         fresh = {name for name in old if name.startswith("language.predictor.")}
         assert fresh
@@ -201,22 +204,24 @@ class TestWeightsWithoutPrediction:
             assert not all(torch.equal(new[name], old[name]) for name in fresh)
 
     @pytest.mark.parametrize("of", ["run", "hf"])
-    def test_of_another_model_are_told(self, chats: Path, first: Path, weights: Path, tmp_path: Path, of: str) -> None:
+    def test_of_another_model_are_reported(
+        self, chats: Path, first: Path, weights: Path, tmp_path: Path, of: str
+    ) -> None:
         """Also where the other one has no multi-token prediction: that is not what is wrong."""
         path = checkpoint(first, 2) if of == "run" else weights
         difference = r"they are of another model \(.*model\.text_config\.hidden_size: \d+ -> \d+"
-        with pytest.raises(ConfigError, match=rf"{difference}.* here\. Name the model they are of") as caught:
+        with pytest.raises(ConfigError, match=rf"{difference}.* here\. Select their model") as caught:
             trained(chats, tmp_path / "run", model__preset="proxy", model__weights=str(path))
         assert "{" not in str(caught.value)
 
-    def test_of_a_run_rather_than_a_checkpoint_are_told(self, chats: Path, first: Path, tmp_path: Path) -> None:
+    def test_of_a_run_rather_than_a_checkpoint_are_reported(self, chats: Path, first: Path, tmp_path: Path) -> None:
         for folder in (first, first / "checkpoints"):
-            newest = rf"is no distributed checkpoint; {checkpoint(first, 2)} is one"
+            newest = rf"is not a distributed checkpoint; {checkpoint(first, 2)} is one"
             with pytest.raises(ConfigError, match=newest):
                 trained(chats, tmp_path / "run", model__weights=str(folder))
 
-    def test_that_are_not_there_are_told(self, chats: Path, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match=r"nowhere is not a folder; name a Hugging Face checkpoint, "):
+    def test_that_are_not_there_are_reported(self, chats: Path, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=r"nowhere is not a folder; give a Hugging Face checkpoint, "):
             trained(chats, tmp_path / "run", model__weights=str(tmp_path / "nowhere"))
 
 
@@ -243,7 +248,7 @@ def test_settings_that_came_after_a_checkpoint_are_no_change(chats: Path, out: P
     assert "keep_best" not in said
 
 
-def test_nothing_to_do_is_said(chats: Path, out: Path, capsys: Any) -> None:
+def test_nothing_to_do_is_reported(chats: Path, out: Path, capsys: Any) -> None:
     assert trained(chats, out, resume=True, run__steps=1).steps == 2
     assert "nothing to do: step 2 is saved" in capsys.readouterr().out
 
@@ -257,7 +262,7 @@ def test_steps_of_mostly_empty_packs_are_pointed_out(chats: Path) -> None:
         assert _empty_packs(loader) == []
     with StreamingLoader(chats, global_batch=2 * packs, **options) as loader:
         (line,) = _empty_packs(loader)
-    assert line.startswith(f"an epoch has {packs} packs for 1 step of {2 * packs}: the others are empty")
+    assert line.startswith(f"an epoch has {packs} packs for 1 step of {2 * packs}: the remaining packs are empty")
 
 
 def test_a_folder_that_another_run_is_using_is_refused(chats: Path, out: Path) -> None:
@@ -299,48 +304,48 @@ class TestDamage:
             ("random-*.pt", _truncate),
         ],
     )
-    def test_is_told_with_the_checkpoint_before(
+    def test_is_reported_with_the_checkpoint_before(
         self, chats: Path, out: Path, pattern: str, damage: Callable[[Path], None], checksums: bool
     ) -> None:
         if not checksums:  # a run that was killed before they were made
             (checkpoint(out, 2) / "checksums-00000.json").unlink()
         damage(sorted(checkpoint(out, 2).glob(pattern))[0])
-        with pytest.raises(ConfigError, match="cannot be loaded, its files seem damaged") as caught:
+        with pytest.raises(ConfigError, match="cannot be loaded; its files seem damaged") as caught:
             trained(chats, out, resume=True, run__steps=3)
         assert str(checkpoint(out, 2)) in str(caught.value)
-        assert "go on from step-00000001, the one before, move step-00000002 out of" in str(caught.value)
+        assert "continue from step-00000001, the previous checkpoint, move step-00000002 out of" in str(caught.value)
         assert "\n" not in str(caught.value)
 
-    def test_of_a_bit_is_told(self, chats: Path, out: Path, tmp_path: Path, capsys: Any) -> None:
+    def test_of_a_bit_is_reported(self, chats: Path, out: Path, tmp_path: Path, capsys: Any) -> None:
         _flip(checkpoint(out, 2) / "__0_0.distcp")
         message = r"__0_0\.distcp changed after it was written: xxh3 is \w+, expected \w+\."
-        with pytest.raises(ConfigError, match=rf"{message} To go on from step-00000001"):
+        with pytest.raises(ConfigError, match=rf"{message} To continue from step-00000001"):
             trained(chats, out, resume=True, run__steps=3)
-        with pytest.raises(ConfigError, match=rf"model\.weights .*{message} Convert them again, or take another"):
+        with pytest.raises(ConfigError, match=rf"model\.weights .*{message} Convert them again, or use another"):
             trained(chats, tmp_path / "new", model__weights=str(checkpoint(out, 2)))
         trained(chats, out, resume=True, run__steps=3, run__verify=False)
         assert "not checked" not in capsys.readouterr().out
 
-    def test_cannot_be_told_without_checksums_and_that_is_said(self, chats: Path, out: Path, capsys: Any) -> None:
+    def test_is_not_found_without_checksums_and_that_is_reported(self, chats: Path, out: Path, capsys: Any) -> None:
         table = checkpoint(out, 2) / "checksums-00000.json"
         table.write_text("half")
-        with pytest.raises(ConfigError, match=r"model\.weights .*: checksums-00000\.json holds no table of checksums"):
+        with pytest.raises(ConfigError, match=r"model\.weights .*: checksums-00000\.json is not a checksum table"):
             trained(chats, out.parent / "new", model__weights=str(checkpoint(out, 2)))
         table.unlink()
         trained(chats, out.parent / "new", model__weights=str(checkpoint(out, 2)))
-        assert "step-00000002: without a checksum, so not checked: .metadata" in capsys.readouterr().out
+        assert "step-00000002: not checked, for lack of a checksum: .metadata" in capsys.readouterr().out
         trained(chats, out, resume=True, run__steps=3)
-        assert "without a checksum, so not checked: .metadata, __0_0.distcp, random-00000.pt" in capsys.readouterr().out
+        assert "for lack of a checksum: .metadata, __0_0.distcp, random-00000.pt" in capsys.readouterr().out
 
-    def test_is_passed_by_as_told(self, chats: Path, out: Path, tmp_path: Path) -> None:
+    def test_is_skipped_as_documented(self, chats: Path, out: Path, tmp_path: Path) -> None:
         undisturbed = weights_of(checkpoint(out, 2))
         checkpoint(out, 2).rename(tmp_path / "aside")
         trained(chats, out, resume=True, run__steps=2)
         again = weights_of(checkpoint(out, 2))
         assert all(torch.equal(again[name], undisturbed[name]) for name in undisturbed)
 
-    def test_of_the_only_one_is_told(self, chats: Path, out: Path) -> None:
+    def test_of_the_only_one_is_reported(self, chats: Path, out: Path) -> None:
         shutil.rmtree(checkpoint(out, 1))
         _truncate(next(checkpoint(out, 2).glob("*.distcp")))
-        with pytest.raises(ConfigError, match="no earlier one to go on from: start a new run"):
+        with pytest.raises(ConfigError, match="no earlier checkpoint: start a new run"):
             trained(chats, out, resume=True, run__steps=3)

@@ -100,7 +100,7 @@ class TestResuming:
         assert these.keys() == those.keys()
         assert all(torch.equal(these[name], those[name]) for name in these)
 
-    def test_what_changed_is_said(self, run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_what_changed_is_reported(self, run: Any, capsys: pytest.CaptureFixture[str]) -> None:
         run(run__steps=1)
         run(resume=True, run__steps=2, optimizer__weight_decay=0.0)
         said = capsys.readouterr().out
@@ -115,18 +115,18 @@ class TestResuming:
 
     def test_another_model_is_refused(self, run: Any) -> None:
         run(run__steps=1)
-        with pytest.raises(ConfigError, match="holds another model"):
+        with pytest.raises(ConfigError, match="contains another model"):
             run(resume=True, model__preset="tiny-moe")
 
     def test_an_old_run_is_not_overwritten(self, run: Any) -> None:
         run(run__steps=1)
         with pytest.raises(
-            ConfigError, match=r"holds the checkpoint step-00000001 of an earlier run: go on with --resume"
+            ConfigError, match=r"contains the checkpoint step-00000001 of an earlier run: continue with --resume"
         ):
             run(run__steps=2)
 
-    def test_nothing_to_resume_is_said(self, run: Any) -> None:
-        with pytest.raises(ConfigError, match="holds no checkpoint to resume from"):
+    def test_nothing_to_resume_is_reported(self, run: Any) -> None:
+        with pytest.raises(ConfigError, match="contains no checkpoint to resume from"):
             run(resume=True)
 
 
@@ -201,11 +201,11 @@ class TestTheCommand:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            (["--preset", "huge"], "there is no preset 'huge'; there are tiny"),
+            (["--preset", "huge"], "unknown preset 'huge'; choose one of tiny"),
             (["--set", "data.capasity=1"], "the nearest is 'data.capacity'"),
             (["--capacity", "32"], "longer than capacity 32"),
-            (["--hf", "a", "--preset", "tiny"], "give one of --preset and --hf"),
-            (["--hf", "nowhere/at-all"], "not a folder with a config.json here, and the hub says"),
+            (["--hf", "a", "--preset", "tiny"], "give only one of --preset and --hf"),
+            (["--hf", "nowhere/at-all"], "not a local folder with a config.json, and the hub reports"),
             (["--ep", "2"], "expert"),
         ],
     )
@@ -220,4 +220,6 @@ class TestTheCommand:
         arguments = [part for part in arguments_of(tmp_path, tmp_path / "run") if part not in ("--data", str(tmp_path))]
         process = Ranks(arguments, tmp_path / "said")
         assert process.wait() == [2]
-        assert process.said(0) == "error: no data: name a dataset directory with --data, made by `vlmdata preprocess`\n"
+        assert (
+            process.said(0) == "error: no data: give a dataset directory with --data, written by `vlmdata preprocess`\n"
+        )

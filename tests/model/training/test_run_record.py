@@ -82,11 +82,11 @@ def test_what_a_record_cannot_answer(
     train_here(out, chats, run__steps=1)
     assert vlmdata("inspect", "--run", out, "--step", "0")[::2] == (2, "error: no step 0: a run's steps count from 1")
     code, _, said = vlmdata("inspect", "--run", tmp_path, "--step", "1")
-    assert (code, "holds no loader.json, which train.py writes" in said) == (2, True)
+    assert (code, "has no loader.json, which train.py writes" in said) == (2, True)
     code, _, said = vlmdata("inspect", validation, "--run", out, "--step", "1")
     assert (code, "Its steps had other samples" in said) == (2, True)
     record = json.loads((out / "loader.json").read_text())
     record["plan"]["algorithm"] = 0
     (out / "loader.json").write_text(json.dumps(record))
     code, _, said = vlmdata("inspect", "--run", out, "--step", "1")
-    assert (code, "makes other packs than the run had: algorithm: 0 -> 1" in said) == (2, True)
+    assert (code, "makes different packs than the run had: algorithm: 0 -> 2" in said) == (2, True)

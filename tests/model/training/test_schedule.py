@@ -69,5 +69,5 @@ def test_a_run_logs_the_rates_it_trains_with(run: Callable[..., Any], tmp_path: 
 def test_the_last_learning_rate_follows_the_first() -> None:
     assert load_config(None, ["optimizer.lr=1e-6"]).optimizer.last_lr == pytest.approx(1e-7)
     assert load_config(None, ["optimizer.lr=1e-6", "optimizer.min_lr=0.0"]).optimizer.last_lr == 0
-    with pytest.raises(ConfigError, match=r"optimizer.min_lr 0.01 is over optimizer.lr 0.001"):
+    with pytest.raises(ConfigError, match=r"optimizer.min_lr 0.01 is above optimizer.lr 0.001"):
         load_config(None, ["optimizer.lr=1e-3", "optimizer.min_lr=1e-2"])

@@ -130,15 +130,15 @@ BAD_TEMPLATES = {
         "{% for m in messages[:1] %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}",
         "0 assistant turns for 1 assistant message",
     ),
-    "header runs into the answer": (
+    "header merges with the answer": (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n\n\n{{ m.content }}<|im_end|>\n{% endfor %}",
-        "it runs into the answer",
+        "it merges with the answer",
     ),
 }
 
 
 @pytest.mark.parametrize(("template", "message"), BAD_TEMPLATES.values(), ids=BAD_TEMPLATES.keys())
-def test_a_template_whose_turns_cannot_be_told_rejects_rows(
+def test_a_template_whose_turns_cannot_be_separated_rejects_rows(
     tokenizer: ChatTokenizer, tmp_path: Path, template: str, message: str
 ) -> None:
     other = load_tokenizer(save_copy(tokenizer, tmp_path / "t", template))

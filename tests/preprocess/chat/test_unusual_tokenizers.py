@@ -126,14 +126,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a prompt to go on": ({"template": TEMPLATE + "<|im_start|>assistant\n"}, r"5 <\|im_start\|> and 4 <\|im_end\|>"),
     "a header that runs on": (
         {"template": TEMPLATE.replace("{{ m.role }}\n", "{{ m.role }}\n\n\n")},
-        "it runs into the answer",
+        "it merges with the answer",
     ),
     "the date": ({"template": TEMPLATE + "{{ strftime_now('%d') }}"}, "strftime_now, which writes the date"),
     "a random choice": ({"template": TEMPLATE + "{{ [1, 2] | random }}"}, "random, which writes a random choice"),
     "whitespace stripped": ({"backend": normaliser("Strip", strip_left=True, strip_right=True)}, "drops the newline"),
     "whitespace joined": (
         {"backend": normaliser("Replace", pattern={"Regex": r"\s+"}, content=" ")},
-        "it runs into the answer",
+        "it merges with the answer",
     ),
     "tokens that take spaces along": ({"backend": flag_tokens(rstrip=True)}, "marked lstrip, rstrip or single_word"),
     "a turn's start in the vocabulary": (

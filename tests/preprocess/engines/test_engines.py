@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 
 from preprocess.chat.tokenizer import load_tokenizer
 from preprocess.config import ImageConfig, PreprocessConfig
@@ -28,6 +29,9 @@ from tests.conftest import tree_bytes
 from tests.preprocess.command_line import SMALL_IMAGES, TOKENIZER, Ended
 from tests.preprocess.extend_pages import write_example
 from vlmdata.errors import SourceError
+from vlmdata.store import open_store
+
+pytestmark = pytest.mark.slow
 
 CONFIG = PreprocessConfig(image=ImageConfig(1024, 65_536), rows_per_shard=6)
 #: The engine of docs/extend/engine.md stands here as if it were registered.
@@ -42,6 +46,13 @@ class Refusing:
 
     def __call__(self, row: Row) -> Conversation:
         raise NotImplementedError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_ends() -> Iterator[None]:
+    """The Ray that the engine starts serves all tests here, and ends with them."""
+    yield
+    ray.shutdown()
 
 
 @pytest.fixture
@@ -66,7 +77,9 @@ def reference(cord_parquet: Path, tmp_path_factory: pytest.TempPathFactory) -> d
 
 def work_of(source: Path, directory: Path) -> ShardWork:
     (directory / ".progress").mkdir(parents=True)
-    return ShardWork(open_source(str(source)), CONFIG, directory, load_tokenizer(CONFIG.tokenizer, None).info)
+    return ShardWork(
+        open_source(str(source)), CONFIG, open_store(directory), load_tokenizer(CONFIG.tokenizer, None).info
+    )
 
 
 @pytest.mark.parametrize("engine", ENGINES, indirect=True)
@@ -99,6 +112,7 @@ class TestEveryEngine:
 
     def test_leaves_no_worker_when_it_is_closed(self, engine: Engine, cord_parquet: Path, tmp_path: Path) -> None:
         work, jobs = work_of(cord_parquet, tmp_path), [ShardJob(n, n, n + 1) for n in range(40)]
+        engine.default_workers(CONFIG)  # connects an engine that has a connection, which outlasts its runs
         before = threading.active_count()
         with closing(engine.run(work, jobs, 2, Counters(40))) as made:
             next(made)
@@ -124,9 +138,9 @@ class Halting(Engine):
 
 @pytest.mark.parametrize(
     ("twice", "words"),
-    [(True, "gave shard-000000.tar, for which no job waits"), (False, "ended without shard-000001.tar")],
+    [(True, "returned shard-000000.tar, not one of its jobs"), (False, "ended without shard-000001.tar")],
 )
-def test_an_engine_that_does_not_do_its_jobs_is_told(
+def test_an_engine_that_does_not_do_its_jobs_is_reported(
     cord_parquet: Path, tmp_path: Path, twice: bool, words: str
 ) -> None:
     jobs = [ShardJob(n, n, n + 1) for n in range(2)]
@@ -153,8 +167,8 @@ def test_what_a_remote_worker_needs_is_small_and_its_shards_are_counted_when_the
     counters, done = Counters(3), np.zeros((3, 4), dtype=np.int64)
     jobs = [ShardJob(n, n * 2, n * 2 + 2) for n in range(3)]
     for number, record in make_shards(Remote(), work_of(cord_parquet, tmp_path), jobs, 1, counters):
-        done[number] = (2, 2, record.totals.tokens, 0)
-        assert (counters.table() == done).all()
+        done[number] = (2, 2, record.totals.tokens, record.totals.bytes)
+        assert (counters.table()[:, :4] == done).all()
 
 
 class TestCommand:
@@ -168,7 +182,7 @@ class TestCommand:
             name: data for name, data in reference.items() if name.endswith(".tar")
         }
 
-    def test_tells_the_engines_there_are(self, vlmdata: Callable[..., Ended], tmp_path: Path) -> None:
-        ended = vlmdata("preprocess", "demo", "--out", tmp_path, "--engine", "ray")
+    def test_lists_the_engines(self, vlmdata: Callable[..., Ended], tmp_path: Path) -> None:
+        ended = vlmdata("preprocess", "demo", "--out", tmp_path, "--engine", "spark")
         assert ended.code == 2
-        assert "--engine ray: no such engine. Known: local; or module:attribute of your own." in ended.stderr
+        assert "--engine spark: unknown engine. Known: local, ray; or your own as module:attribute." in ended.stderr

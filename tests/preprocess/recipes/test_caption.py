@@ -58,8 +58,11 @@ def test_the_same_caption_twice_is_one():
         ({"txt": " \n"}, "empty_answer: the caption is empty"),
         ({"txt": "A cat.", "image": None}, "missing_image: "),
         ({"txt": "A cat.", "video": b"film"}, "unsupported_content: "),
-        ({"txt": "A cat.", "image": [IMAGE, IMAGE]}, "image_count_mismatch: image holds 2 images; a caption is of one"),
-        ({"txt": "A cat.", "images": [IMAGE, IMAGE]}, "image_count_mismatch: both images and image hold images"),
+        ({"txt": "A cat.", "image": [IMAGE, IMAGE]}, "image_count_mismatch: image holds 2 images; a caption needs one"),
+        (
+            {"txt": "A cat.", "images": [IMAGE, IMAGE]},
+            "image_count_mismatch: the columns images and image have different images",
+        ),
         ({"txt": "<image> A cat."}, "image_count_mismatch: caption holds the mark <image> in an assistant turn"),
         ({"txt": "<video> A cat."}, "unsupported_content: caption holds the mark <video>"),
     ],

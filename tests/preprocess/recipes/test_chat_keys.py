@@ -35,9 +35,13 @@ EMPTY = [None, "", [], {}, [None], {"ref": [], "bbox": None}]
         ({"label": "true"}, PREFERENCE, "label is true"),
         ({"kto_tag": True}, PREFERENCE, "kto_tag is True"),
         ({"chat_template_kwargs": {"enable_thinking": False}}, CONTENT, "cannot set arguments of the chat template"),
-        ({"history": [["a", "b"]]}, MESSAGES, "history stands beside messages; write its turns into messages"),
-        ({"conversations": user("x")}, MESSAGES, "turns stand both in messages and in conversations"),
-        ({"images": [b"a"], "image": b"b"}, Reason.IMAGE_COUNT_MISMATCH, "both images and image hold images"),
+        ({"history": [["a", "b"]]}, MESSAGES, "history and messages are both given; move its turns into messages"),
+        ({"conversations": user("x")}, MESSAGES, "turns are in both messages and conversations"),
+        (
+            {"images": [b"a"], "image": b"b"},
+            Reason.IMAGE_COUNT_MISMATCH,
+            "the columns images and image have different images",
+        ),
     ],
 )
 def test_columns_that_cannot_be_obeyed(columns, reason, message):
@@ -63,9 +67,9 @@ def test_preference_rows_without_turns_are_called_what_they_are():
     [
         (
             {"train_detail": [{"begin_offset": 0, "end_offset": 2, "train": True}]},
-            "a turn is learned or not as a whole",
+            "a turn is learned as a whole or not at all",
         ),
-        ({"images": ["a.png"]}, r"messages\[1\]\.images holds .*; images of a turn stand in its content"),
+        ({"images": ["a.png"]}, r"messages\[1\]\.images holds .*; images of a turn belong in its content"),
         ({"audio": {"id": "a"}}, r"messages\[1\]\.audio holds"),
         ({"refusal": "No."}, r"messages\[1\]\.refusal holds No\.; write the refusal as the turn's content"),
     ],
@@ -110,12 +114,12 @@ def test_an_image_item_whose_file_is_named_otherwise_takes_no_image_of_the_row(k
 
 def test_json_text_in_which_a_key_stands_twice_is_refused():
     turns = '[{"role": "user", "content": "?"}, {"role": "assistant", "content": "yes", "content": "no"}]'
-    check_rejected({"messages": turns}, MESSAGES, "messages is not JSON: the key 'content' stands twice in one object")
+    check_rejected({"messages": turns}, MESSAGES, "messages is not JSON: the key 'content' occurs twice in one object")
 
 
 def test_a_turn_that_says_things_twice():
     for turn in ({"from": "human", "role": "user", "value": "x"}, {"role": "user", "content": "x", "value": "y"}):
-        check_rejected({"messages": [turn]}, MESSAGES, r"messages\[0\] has both .* and .*; one of them is wanted")
+        check_rejected({"messages": [turn]}, MESSAGES, r"messages\[0\] has both .* and .*; keep only one")
 
 
 BOXES = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "<ref-object> at <bbox>"}]}
@@ -125,7 +129,7 @@ class TestBoxes:
     @pytest.mark.parametrize("column", ["objects", "bbox"])
     @pytest.mark.parametrize("boxes", [{"ref": ["a dog"], "bbox": [[1, 2, 3, 4]]}, {"ref": [], "bbox": []}])
     def test_marks_that_a_column_would_fill_are_refused(self, column, boxes):
-        check_rejected({**BOXES, column: boxes}, CONTENT, f"the mark <bbox> for what stands in {column}; .*does not")
+        check_rejected({**BOXES, column: boxes}, CONTENT, f"the mark <bbox> for the content of {column}; .*does not")
 
     def test_without_the_column_they_are_text(self):
         assert seen(convert(BOXES))[1] == ("assistant", ["<ref-object> at <bbox>"])

@@ -103,9 +103,9 @@ def test_sharegpt_turns(turn, message):
         ([{"type": "audio", "audio": "a.wav"}], CONTENT, "content of type 'audio'; text and image are supported"),
         ([{"type": ["text"], "text": "x"}], CONTENT, r"content of type \['text'\]"),
         ([{}], CONTENT, "content of type None"),
-        ([{"type": "image", "image": ""}], Reason.MISSING_IMAGE, r"messages\[1\]\.content\[0\]: no image here"),
-        ([{"type": "image", "image": 7}], Reason.MISSING_IMAGE, r"messages\[1\]\.content\[0\]: no image here: 7"),
-        ([{"image": {"bytes": None, "path": None}}], Reason.MISSING_IMAGE, "no image here: None"),
+        ([{"type": "image", "image": ""}], Reason.MISSING_IMAGE, r"messages\[1\]\.content\[0\]: not an image"),
+        ([{"type": "image", "image": 7}], Reason.MISSING_IMAGE, r"messages\[1\]\.content\[0\]: not an image: 7"),
+        ([{"image": {"bytes": None, "path": None}}], Reason.MISSING_IMAGE, "not an image: None"),
     ],
 )
 def test_content(content, reason, message):
@@ -176,4 +176,4 @@ def test_numbers_of_images_and_placeholders(values, message):
 
 
 def test_a_null_in_the_images_column_is_a_missing_image():
-    check(human("<image>", images=[None]), Reason.MISSING_IMAGE, r"images\[0\]: no image here: None")
+    check(human("<image>", images=[None]), Reason.MISSING_IMAGE, r"images\[0\]: not an image: None")

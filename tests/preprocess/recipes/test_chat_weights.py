@@ -44,7 +44,7 @@ def test_other_turns_cannot_be_learned(role: str) -> None:
 
 @pytest.mark.parametrize("value", ["x", -1, -0.5, math.nan, math.inf, [1], {"a": 1}])
 def test_values_that_are_no_weights(value: Any) -> None:
-    message = "is .*; a loss weight is true, false or a number that is at least 0"
+    message = "is .*; a loss weight is true, false or a number of at least 0"
     check_rejected(answer(loss=value), Reason.MALFORMED_MESSAGES, rf"messages\[1\]\.loss {message}")
     check_rejected({**answer(), "weight": value}, Reason.MALFORMED_MESSAGES, f"weight {message}")
 

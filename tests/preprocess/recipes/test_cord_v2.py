@@ -180,7 +180,7 @@ class TestRejections:
     def test_missing_image(self, image):
         found = self.rejected({"image": image, "ground_truth": '{"gt_parse": {"a": 1}}'})
         assert found.reason is Reason.MISSING_IMAGE
-        assert found.message.startswith("image: no image here")
+        assert found.message.startswith("image: not an image")
 
     def test_an_empty_parse_is_rejected_before_its_image_is_read(self):
         assert self.rejected({"image": None, "ground_truth": '{"gt_parse": {}}'}).reason is Reason.EMPTY_ANSWER

@@ -85,7 +85,7 @@ class TestPaths:
         monkeypatch.setattr(Path, "read_bytes", lambda self: pytest.fail(f"{self} was read"))
         found = rejection(MediaLoader(str(root), False), path.format(tmp=tmp_path))
         assert found.reason is Reason.IMAGE_PATH
-        assert found.message.endswith(" leads out of the image root")
+        assert found.message.endswith(" is outside the image root")
 
     STEPS = ("..", ".", "sub", "a.png", "secret.png", "folder-link", "", "pictures")
 

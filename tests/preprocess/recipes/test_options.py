@@ -93,13 +93,13 @@ def test_options_left_out_have_their_defaults() -> None:
         ("text", 3, "text"),
     ],
 )
-def test_a_wrong_value_is_told_with_what_it_must_be(name: str, value: Any, must: str) -> None:
+def test_a_wrong_value_is_reported_with_what_it_must_be(name: str, value: Any, must: str) -> None:
     with pytest.raises(SourceError) as wrong:
         make_options("every", Every, {name: value})
     assert f"--recipe-option {name}={value}: it must be {must}. Options of recipe every:\n" in str(wrong.value)
 
 
-def test_an_unknown_option_is_told_with_name_type_default_and_meaning_of_the_others() -> None:
+def test_an_unknown_option_is_reported_with_name_type_default_and_meaning_of_the_others() -> None:
     with pytest.raises(SourceError) as wrong:
         make_options("every", Every, {"colour": "red"})
     first, *lines = str(wrong.value).splitlines()
@@ -114,7 +114,7 @@ def test_an_option_without_default_must_be_given() -> None:
         make_options("needy", Needy, {})
 
 
-def test_the_check_of_the_dataclass_is_told() -> None:
+def test_the_check_of_the_dataclass_is_reported() -> None:
     with pytest.raises(SourceError, match=r"--recipe needy, its options: rate is -1\.0, below 0"):
         make_options("needy", Needy, {"rate": "-1"})
 
@@ -157,12 +157,12 @@ def test_a_recipe_of_ones_own_gets_its_options() -> None:
     assert recipe_options(OWN, {}) == Answering.Options(1)
 
 
-def test_options_that_the_constructor_does_not_take_are_told() -> None:
-    with pytest.raises(SourceError, match="declares Options, but its constructor takes no `options`"):
+def test_options_that_the_constructor_does_not_take_are_reported() -> None:
+    with pytest.raises(SourceError, match="declares Options, but its constructor does not take `options`"):
         load_recipe(f"{__name__}:Deaf")
 
 
-def test_a_constructor_that_needs_anything_else_is_told() -> None:
+def test_a_constructor_that_needs_anything_else_is_reported() -> None:
     with pytest.raises(SourceError, match=r"its constructor needs `config`\. It may take `options`"):
         load_recipe(f"{__name__}:Demanding")
 

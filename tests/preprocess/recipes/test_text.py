@@ -74,11 +74,11 @@ def test_text_and_images_stand_in_the_order_of_the_row(values: dict[str, Any], e
     ("values", "message"),
     [
         ({"label": 3}, "missing_column: none of text, content, texts, .* columns with values: label"),
-        ({"text": "a", "content": "b"}, "malformed_document: text stands in text and in content"),
+        ({"text": "a", "content": "b"}, "malformed_document: text is in text and in content"),
         ({"text": 3}, "malformed_messages: text.content is neither text nor a list: 3"),
         ({"texts": "a", "images": []}, "malformed_document: texts is not a list: a"),
         ({"texts": ["a"], "images": [None, ONE]}, "malformed_document: texts has 1 place and images has 2"),
-        ({"texts": ["a"], "images": [ONE]}, r"malformed_document: both texts\[0\] and images\[0\] hold something"),
+        ({"texts": ["a"], "images": [ONE]}, r"malformed_document: both texts\[0\] and images\[0\] have values"),
         ({"texts": [3]}, r"malformed_document: texts\[0\] is not text: 3"),
         ({"text": "a", "images": [ONE]}, "image_count_mismatch: 0 image placeholders in the text for 1 image"),
         ({"text": "a<image>"}, "image_count_mismatch: text: <image> is placeholder 1, but the row has 0 images"),

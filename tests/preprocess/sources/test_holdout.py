@@ -229,7 +229,7 @@ class TestTheDatasets:
         assert describe_row(train, here).candidates[0].status == "sample"
         assert describe_row(train, bad).candidates[0].status == "rejected"
         elsewhere = int(open_dataset(divided / VALIDATION).index.source_row[0])
-        with pytest.raises(IndexError, match=f"row {elsewhere} is not in this dataset: it is made of .. of the .* 41"):
+        with pytest.raises(IndexError, match=f"row {elsewhere} is not in this dataset: it contains .. of the .* 41"):
             describe_row(train, elsewhere)
         with pytest.raises(IndexError, match="the source has 41"):
             describe_row(train, 41)
@@ -248,7 +248,7 @@ class TestVerify:
         source = Manifest.read(divided / VALIDATION).source
         found = self.faults(divided, tmp_path, source=source)
         assert [check for check, _ in found] == ["coverage"]
-        assert found[0][1].endswith("they are not the rows that the manifest's selection names")
+        assert found[0][1].endswith("they are not the rows in the manifest's selection")
 
     def test_rows_in_other_shards(self, divided, tmp_path):
         shards = list(Manifest.read(divided / TRAIN).shards)

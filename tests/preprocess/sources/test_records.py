@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from preprocess.reject import RowRejected
-from preprocess.sources import byte_files, records
+from preprocess.sources import byte_files, counting, records
 from preprocess.sources.open import open_source
 from preprocess.sources.rows import Source
 from vlmdata.errors import SourceError
@@ -46,7 +46,7 @@ def json_lines(rows: list[dict[str, Any]]) -> bytes:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Places are remembered every 64 bytes, and decompression restarts every 64 KiB."""
-    monkeypatch.setattr(records, "_BLOCK_BYTES", 64)
+    monkeypatch.setattr(counting, "_BLOCK_BYTES", 64)
     monkeypatch.setattr(byte_files, "_LEAST_SPACING", 1 << 16)
 
 
@@ -112,7 +112,7 @@ class TestAnyOrder:
         path.write_bytes(b'{"n": 1}\n' * 3)
         source = opened(path)
         path.write_bytes(b'{"n": 1}\n')
-        with pytest.raises(SourceError, match=r"rows.jsonl: it has no record 2 any more; it was changed"):
+        with pytest.raises(SourceError, match=r"rows.jsonl: the file was changed while it was being read"):
             source.row(2)
 
 

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from preprocess.reject import RowRejected
-from preprocess.sources import records
+from preprocess.sources import counting
 from preprocess.sources.open import open_source
 from preprocess.sources.rows import Source
 from tests.conftest import build_dataset, encoded_image
@@ -150,7 +150,7 @@ def test_samples_are_those_of_webdataset(tmp_path, names, long):
 
 class TestPlaces:
     def test_any_order_and_several_tars(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(records, "_BLOCK_BYTES", 4096)
+        monkeypatch.setattr(counting, "_BLOCK_BYTES", 4096)
         for shard in range(3):
             members = {}
             for n in range(40):

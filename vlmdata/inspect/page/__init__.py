@@ -1,1 +1,1 @@
-"""The page: one self-contained HTML file, or the same page served over a whole dataset."""
+"""The page: a self-contained HTML file, or the same page served for a whole dataset."""

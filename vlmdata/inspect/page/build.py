@@ -1,4 +1,4 @@
-"""The HTML: template, stylesheet and script joined into one document that needs nothing from elsewhere."""
+"""Joins template, stylesheet and script to one self-contained HTML document."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from vlmdata import __version__
 from vlmdata.inspect.serialise import to_json
 
 _HERE = Path(__file__).parent
-#: The parts of the script, in order; one function scope holds them all.
+#: The parts of the script, in order, in one function scope.
 _SCRIPTS = ("dom", "store", "overview", "list", "tokens", "picture", "sample", "packs", "main")
 
 
 @dataclass(frozen=True)
 class Document:
-    """A page and the policy that goes with it.
+    """A page and its security policy.
 
     Attributes:
         html: The document.
-        policy: Content-Security-Policy: nothing but the page's own script and style, by hash, and what it shows.
+        policy: Content-Security-Policy: allows only the page's own script and style, by hash, and its images.
     """
 
     html: str
@@ -39,9 +39,9 @@ def build_page(boot: Mapping[str, Any], samples: Mapping[int, Mapping[str, Any]]
     """Builds the page.
 
     Args:
-        boot: What the script needs at once: card, sample list, packs.
-        samples: Position -> sample, parsed only when looked at.
-        served: Whether a server answers for more.
+        boot: Initial data of the script: card, sample list, packs.
+        samples: Samples by position, parsed when opened.
+        served: Whether a server provides further samples.
 
     Returns:
         The document.
@@ -70,7 +70,7 @@ def build_page(boot: Mapping[str, Any], samples: Mapping[int, Mapping[str, Any]]
 
 
 def json_block(value: Any) -> Markup:
-    """JSON for a ``<script type="application/json">``: ASCII, and with no character that HTML gives a meaning."""
+    """Returns JSON for a ``<script type="application/json">``: ASCII, without HTML special characters."""
     text = to_json(value)
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -78,10 +78,10 @@ def json_block(value: Any) -> Markup:
 
 
 def write_page(path: Path, document: Document) -> None:
-    """Writes a document, whole or not at all.
+    """Writes a document atomically.
 
     Raises:
-        ResourceError: If it cannot be written.
+        ResourceError: If the file cannot be written.
     """
     from vlmdata.errors import ResourceError
 

@@ -1,4 +1,4 @@
-"""The one-file page: card, some samples with their images, and the first packs, all inside."""
+"""The one-file page, with the card, some samples with images, and the first packs."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def page_document(
     chosen: Mapping[int, str],
     packs: Mapping[str, Any],
 ) -> Document:
-    """Builds the page of some samples.
+    """Builds a page with some samples.
 
     Args:
         dataset: The dataset.
         card: Its card.
-        chosen: Position -> why, of the samples to show.
-        packs: What :func:`packs_payload` gave.
+        chosen: Positions of the samples to show, with the reason for each.
+        packs: Result of :func:`packs_payload`.
 
     Returns:
         The document.
@@ -46,12 +46,12 @@ def page_document(
 
 
 def packs_payload(batches: list[Any], total: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Packs for the page.
+    """Formats packs for the page.
 
     Args:
         batches: Descriptions of the first batches.
-        total: Batches there are.
-        options: Loader options worth telling.
+        total: Total number of batches.
+        options: Loader options to show.
     """
     return {"batches": safe(to_jsonable(batches)), "total": total, "options": to_jsonable(options)}
 
@@ -64,7 +64,7 @@ def _with_images(describe: SampleDescriber, i: int) -> dict[str, Any]:
 
 
 def _image_uri(describe: SampleDescriber, i: int, number: int, longest: int) -> str | None:
-    """An image as a ``data:`` address; None if there is none, or if its patches are damaged, which its findings say."""
+    """Returns an image as a ``data:`` URL; None if missing or damaged (its findings report damage)."""
     try:
         pixels = rebuild_image(describe.dataset[i], number, describe.dataset.family)
     except (IndexError, DatasetFormatError):

@@ -1,4 +1,4 @@
-"""Descriptions in the compact form that the page's script reads. Text is made safe to look at here."""
+"""Descriptions in the compact form for the page's script. Escapes unsafe characters in texts."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from vlmdata.inspect.sample import SampleDescriber, SampleDescription, Span, Spa
 from vlmdata.inspect.serialise import to_jsonable
 from vlmdata.inspect.text import one_line, visible
 
-#: Characters of a sample's first words in the list.
+#: Length of a sample's first words in the list, in characters.
 _WORDS = 80
 
 
 def summary_payload(describe: SampleDescriber, i: int, why: str = "", thumbnail: str | None = None) -> dict[str, Any]:
-    """A sample's line in the list.
+    """Formats a sample's line in the list.
 
     Args:
         describe: Describes the dataset's samples.
         i: The sample's position.
-        why: Why it was chosen, if it was.
-        thumbnail: Its first image as a ``data:`` address, for a page that asks no server.
+        why: Reason for choosing the sample, if any.
+        thumbnail: Its first image as a ``data:`` URL, for a page without a server.
     """
     index = describe.dataset.index
     return {
@@ -44,7 +44,7 @@ def summary_payload(describe: SampleDescriber, i: int, why: str = "", thumbnail:
 
 
 def sample_payload(sample: SampleDescription) -> dict[str, Any]:
-    """Everything about a sample but its pixels."""
+    """Formats everything about a sample except its pixels."""
     tokens = sample.tokens
     texts = zip((sample.spans[number].kind for number in tokens.spans.tolist()), tokens.texts, strict=True)
     return {
@@ -64,12 +64,12 @@ def sample_payload(sample: SampleDescription) -> dict[str, Any]:
         "images": [safe(to_jsonable(image)) for image in sample.images],
         "spans": [_span(sample, span) for span in sample.spans],
         "tokens": {
-            # An image's tokens all read alike: their span has the text.
+            # All tokens of an image have the same text, which is in their span.
             "text": [None if kind is SpanKind.IMAGE else visible(text) for kind, text in texts],
             "id": tokens.ids.tolist(),
             "label": tokens.labels.tolist(),
             "mask": tokens.mask.tolist(),
-            # Absent where all targets weigh 1. To six digits, as they were written before they became float32.
+            # Absent if all targets weigh 1. Rounded to six digits, since weights are stored as float32.
             **({} if tokens.weights is None else {"weight": [float(f"{w:.6g}") for w in tokens.weights.tolist()]}),
             "t": tokens.t.tolist(),
             "h": tokens.h.tolist(),
@@ -79,13 +79,13 @@ def sample_payload(sample: SampleDescription) -> dict[str, Any]:
 
 
 def dataset_payload(dataset: VlmDataset, card: Any) -> dict[str, Any]:
-    """The card."""
+    """Formats the card."""
     fields: dict[str, Any] = safe(to_jsonable(card))
     return {**fields, "name": one_line(Path(dataset.name).resolve().name or dataset.name)}
 
 
 def safe(value: Any) -> Any:
-    """A JSON value with control and direction characters in its texts written out."""
+    """Escapes control and direction characters in the texts of a JSON value."""
     if isinstance(value, str):
         return visible(value)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Which samples a page shows: extremes and what is suspicious first, then some by chance; or those asked for."""
+"""Chooses the samples of a page: extremes and suspicious ones first, then random ones; or those requested."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _FINDINGS_FIRST = 3
 
 
 def choose_samples(card: DatasetCard, total: int, count: int, seed: int) -> dict[int, str]:
-    """Position -> why, of at most ``count`` samples of ``total``.
+    """Returns the positions of at most ``count`` samples of ``total``, with the reason for each.
 
     Args:
         card: The dataset's card.
-        total: Samples of the dataset.
-        count: Most samples.
-        seed: Of the random ones.
+        total: Number of samples in the dataset.
+        count: Largest number of samples to choose.
+        seed: Seed of the random choice.
     """
     reasons: dict[int, list[str]] = {}
     for group in card.findings:
@@ -30,7 +30,7 @@ def choose_samples(card: DatasetCard, total: int, count: int, seed: int) -> dict
         for sample in extremes.samples:
             reasons.setdefault(sample.index, []).append(extremes.title)
     chosen = {index: ", ".join(dict.fromkeys(why)) for index, why in list(reasons.items())[:count]}
-    # Twice as many as are wanted: at most half of them were chosen already.
+    # Draw twice as many as needed: at most half of them are already chosen.
     for index in np.random.default_rng(seed).permutation(total)[: 2 * count].tolist():
         if len(chosen) >= min(count, total):
             break
@@ -39,5 +39,5 @@ def choose_samples(card: DatasetCard, total: int, count: int, seed: int) -> dict
 
 
 def given_samples(positions: Sequence[int]) -> dict[int, str]:
-    """The same for samples that were asked for."""
+    """Returns requested samples with their reason."""
     return dict.fromkeys(positions, "asked for")

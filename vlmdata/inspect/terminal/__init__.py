@@ -1,1 +1,1 @@
-"""Descriptions drawn with Rich. Nothing here reads data, and no data is ever taken for markup."""
+"""Draws descriptions with Rich. Reads no data, and never interprets data as markup."""

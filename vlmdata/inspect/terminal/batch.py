@@ -1,4 +1,4 @@
-"""A packed batch in the terminal: a bar of its segments, one of its context-parallel ranks, and tables."""
+"""A packed batch in the terminal: a bar of segments, a bar of context-parallel ranks, and tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vlmdata.wording import counted
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
-#: Okabe and Ito's palette: told apart with any colour vision. The letters and digits say the same.
+#: Okabe and Ito's palette, distinguishable with any colour vision. Letters and digits repeat the information.
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999")
 _MARGIN = 10
 _SHOWN = 12
@@ -40,7 +40,7 @@ def print_batch(console: Console, batch: BatchDescription) -> None:
 
 
 def segment_letter(i: int) -> str:
-    """The mark of a segment in the bar and the table."""
+    """Returns the mark of a segment in the bar and the table."""
     return _LETTERS[i % len(_LETTERS)]
 
 

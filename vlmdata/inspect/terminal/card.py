@@ -8,10 +8,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from vlmdata.format.image_sizes import image_sizes
 from vlmdata.format.schema import LEDGER_NAME
 from vlmdata.inspect.dataset import DatasetCard, Extremes, FindingGroup, RejectGroup
 from vlmdata.inspect.findings import Severity
 from vlmdata.inspect.terminal.draw import SEVERITY, columns, data, facts, histogram_table, number
+from vlmdata.media.codecs import RAW
 from vlmdata.wording import counted
 
 _HASH_DIGITS = 16
@@ -30,7 +32,7 @@ def print_card(console: Console, card: DatasetCard) -> None:
         console.print(_rejects(card.rejects))
         console.print()
     if not card.totals.samples:
-        console.print(Text("no samples", "bold red"), f"({LEDGER_NAME} says why each row was rejected)")
+        console.print(Text("no samples", "bold red"), f"({LEDGER_NAME} gives the reason for each row)")
         return
     console.print(Columns([Padding(_extremes(each), (0, 4, 1, 0)) for each in card.extremes]))
     _print_findings(console, card)
@@ -58,7 +60,7 @@ def _totals(card: DatasetCard) -> Table:
     totals = card.totals
     share = totals.targets / max(totals.tokens, 1)
     rejected = totals.rejected / max(totals.candidates, 1)
-    truncated = f"{totals.truncated:,} cut at the end" if totals.truncated else ""
+    truncated = f"{totals.truncated:,} truncated" if totals.truncated else ""
     each = f"{totals.patches / totals.images:,.0f} per image" if totals.images else ""
     table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="bold")
@@ -69,7 +71,7 @@ def _totals(card: DatasetCard) -> Table:
         ("source rows", totals.rows, f"{totals.rejected:,} rejected: {100 * rejected:.2f} %"),
         ("tokens", totals.tokens, f"+ {totals.padding:,} padding"),
         ("target tokens", totals.targets, f"{number(share, 'share')} of tokens"),
-        ("images", totals.images, ""),
+        ("images", totals.images, image_sizes(totals, str(card.options.get("pixels", RAW)))),
         ("patches", totals.patches, each),
         ("bytes", totals.bytes, f"{totals.bytes / 1e6:,.1f} MB in {counted(card.shards, 'shard')}"),
     ):
@@ -78,7 +80,7 @@ def _totals(card: DatasetCard) -> Table:
 
 
 def _rejects(groups: tuple[RejectGroup, ...]) -> Table:
-    table = columns("rejected rows", "rows", "reason", "first of them", left=("reason", "first of them"))
+    table = columns("rejected rows", "rows", "reason", "first row", left=("reason", "first row"))
     for group in groups:
         row, message = group.examples[0] if group.examples else (None, "")
         first = f"row {row}: {message}" if row is not None else ""
@@ -96,7 +98,7 @@ def _extremes(extremes: Extremes) -> Table:
 def _print_findings(console: Console, card: DatasetCard) -> None:
     samples = card.totals.samples
     looked = f"index of {f'all {samples:,} samples' if samples != 1 else 'the only sample'}, tokens of {card.checked:,}"
-    more = "" if card.checked >= samples else "; --check all looks at every one"
+    more = "" if card.checked >= samples else "; --check all checks every sample"
     rejected = f", {counted(card.totals.rejected, 'row')} rejected" if card.totals.rejected else ""
     serious = [group for group in card.findings if group.severity is not Severity.NOTE]
     if not serious:
@@ -106,7 +108,7 @@ def _print_findings(console: Console, card: DatasetCard) -> None:
             soft_wrap=True,
         )
     else:
-        console.print(Text("deserves a look", "bold"), Text(f"({looked}{more})", "dim"), soft_wrap=True)
+        console.print(Text("findings", "bold"), Text(f"({looked}{more})", "dim"), soft_wrap=True)
     for group in card.findings:
         _print_group(console, group, samples)
     if serious:

@@ -1,4 +1,4 @@
-"""What the terminal views share: numbers, bars, and text from data that stays text."""
+"""Shared helpers of the terminal views: numbers, bars, and safe text from data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vlmdata.inspect.text import one_line
 _BAR_WIDTH = 32
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
-#: A mark and a style, so that severity is never told by colour alone.
+#: A mark and a style, so that severity never depends on colour alone.
 SEVERITY = {
     Severity.FAULT: ("✖", "bold red"),
     Severity.WARNING: ("▲", "yellow"),
@@ -23,19 +23,19 @@ SEVERITY = {
 
 
 def data(value: object, style: str = "", limit: int | None = None) -> Text:
-    """Text from a dataset: one line, control characters written out, never markup."""
+    """Formats text from a dataset: one line, control characters escaped, never markup."""
     return Text(one_line(str(value), limit), style=style)
 
 
 def number(value: float, kind: str = "integer") -> str:
-    """A value as people write it: 1,234 or 12.3 % or 0.56."""
+    """Formats a value: 1,234 or 12.3 % or 0.56."""
     if kind == "share":
         return f"{100 * value:.1f} %"
     return f"{value:,.0f}" if kind == "integer" else f"{value:.2f}"
 
 
 def bar(share: float, width: int = _BAR_WIDTH) -> str:
-    """A bar of block characters, visible for anything above 0."""
+    """Draws a bar of block characters, visible for any share above 0."""
     eighths = round(max(0.0, min(share, 1.0)) * width * 8)
     if share > 0:
         eighths = max(eighths, 1)
@@ -44,7 +44,7 @@ def bar(share: float, width: int = _BAR_WIDTH) -> str:
 
 
 def facts(*rows: tuple[str, Any, Any]) -> Table:
-    """A table of name, value and remark without a header."""
+    """Builds a table of name, value and remark without a header."""
     table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -55,7 +55,7 @@ def facts(*rows: tuple[str, Any, Any]) -> Table:
 
 
 def columns(title: str, *names: str, left: tuple[str, ...] = ()) -> Table:
-    """A table with named columns, numbers to the right; ``left`` names those of text."""
+    """Builds a table with named columns. Columns in ``left`` are left-aligned, others right-aligned."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.title, table.title_justify, table.title_style = title or None, "left", "bold"
     for name in names:
@@ -64,7 +64,7 @@ def columns(title: str, *names: str, left: tuple[str, ...] = ()) -> Table:
 
 
 def histogram_table(histogram: Histogram) -> Table:
-    """A histogram as rows of range, count and bar, with mean and percentiles below."""
+    """Draws a histogram as rows of range, count and bar, with mean and percentiles below."""
     growing = ", bins grow" if histogram.scale == "log" else ""
     table = Table(
         title=histogram.title + growing, title_justify="left", title_style="bold", show_header=False, box=None
@@ -86,7 +86,7 @@ def histogram_table(histogram: Histogram) -> Table:
 
 
 def bin_label(low: float, high: float, kind: str) -> str:
-    """A bin's range: whole numbers with both ends in it, others as [low, high)."""
+    """Formats a bin's range: integers with both ends included, others as [low, high)."""
     if kind == "integer":
         return f"{low:,.0f}" if high - low == 1 else f"{low:,.0f}–{high - 1:,.0f}"
     if kind == "share":

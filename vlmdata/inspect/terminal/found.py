@@ -10,7 +10,7 @@ from vlmdata.wording import counted
 
 
 def print_found(console: Console, samples: tuple[FoundSample, ...], total: int, most: int) -> None:
-    """Prints the samples that a query found, ``most`` of them."""
+    """Prints at most ``most`` of the samples that a query found."""
     table = columns(
         f"{len(samples):,} of {counted(total, 'sample')}",
         "key",

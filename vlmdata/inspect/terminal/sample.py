@@ -13,7 +13,7 @@ from vlmdata.inspect.sample import ImageDescription, SampleDescription, Span, Sp
 from vlmdata.inspect.terminal.draw import SEVERITY, columns, data, facts
 from vlmdata.inspect.text import visible
 
-#: Of a run of image tokens, so many are shown at both ends of the table.
+#: Number of image tokens shown at both ends of a run in the table.
 _ENDS = 2
 _ROLE_STYLES = {"system": "magenta", "user": "cyan", "tool": "yellow"}
 _TARGET = "bold green"
@@ -23,7 +23,7 @@ def print_sample(console: Console, sample: SampleDescription, tokens: bool = Fal
     """Prints a sample.
 
     Args:
-        console: Where to.
+        console: Console to print to.
         sample: The sample.
         tokens: Whether to print the token table.
     """
@@ -33,9 +33,9 @@ def print_sample(console: Console, sample: SampleDescription, tokens: bool = Fal
         console.print(finding_line(found), soft_wrap=True)
     if sample.findings:
         console.print()
-    legend = Text("⟦targets⟧", _TARGET) + Text(" are what the loss is taken over; ↵ is a newline", "dim")
+    legend = Text("⟦targets⟧", _TARGET) + Text(" are in the loss; ↵ is a newline", "dim")
     if sample.tokens.weights is not None:
-        legend += Text("; ×2 is a weight", "dim")
+        legend += Text("; ×2 is a loss weight", "dim")
     console.print(legend)
     console.print(_text(sample), soft_wrap=False)
     if sample.images:
@@ -47,7 +47,7 @@ def print_sample(console: Console, sample: SampleDescription, tokens: bool = Fal
 
 
 def finding_line(found: Finding) -> Text:
-    """A finding on one line."""
+    """Formats a finding on one line."""
     mark, style = SEVERITY[found.severity]
     return Text(f"{mark} {found.kind}: ", style) + data(found.message)
 
@@ -56,21 +56,21 @@ def _identity(sample: SampleDescription) -> Table:
     padding = sample.padded_length - sample.length
     turns = ", ".join(turn.role or "?" for turn in sample.turns)
     document = sample.target_turns == 0 and [turn.role for turn in sample.turns] == [""]
-    cut = ", cut at its end" if document else ", answer cut"
+    cut = ", truncated" if document else ", answer truncated"
     return facts(
         ("sample", data(sample.key, "bold"), f"number {sample.index:,} of the dataset"),
         ("source row", f"{sample.source_row:,}{_within_row(sample.key)}", data(f"of {sample.source}")),
         ("stored", data(sample.shard), f"bytes {sample.offset:,} to {sample.offset + sample.size:,}"),
         ("tokens", f"{sample.length:,}", f"+ {padding:,} padding" + (cut if sample.truncated else "")),
         ("targets", f"{sample.num_targets:,}", f"{100 * sample.target_share:.1f} % of tokens" + _weights(sample)),
-        ("turns", "none", "a document: all text is learned")
+        ("turns", "none", "a document: all text is a target")
         if document
         else ("turns", data(turns, limit=80), f"{sample.target_turns} with targets"),
     )
 
 
 def _within_row(key: str) -> str:
-    """Where the sample stands in its row's list, if the row gave one."""
+    """Describes the sample's place in its row's list, if there is one."""
     named = parse_key(key)
     return f", sample {named[1]}" if named is not None and named[1] >= 0 else ""
 
@@ -79,11 +79,11 @@ def _weights(sample: SampleDescription) -> str:
     if sample.tokens.weights is None:
         return ""
     weights = np.unique(sample.tokens.weights[sample.tokens.mask != 0])
-    return f", which weigh {weights[0]:g}" + (f" to {weights[-1]:g}" if len(weights) > 1 else "")
+    return f", weights {weights[0]:g}" + (f" to {weights[-1]:g}" if len(weights) > 1 else "")
 
 
 def _text(sample: SampleDescription) -> Text:
-    """The whole text, targets between brackets, image tokens folded."""
+    """Formats the whole text, with targets in brackets and image tokens folded."""
     text = Text()
     opened: Span | None = None
     for span in sample.spans:

@@ -57,12 +57,12 @@ def print_step(console: Console, step: StepDescription) -> None:
 def print_row(
     console: Console, trace: RowTrace, samples: Sequence[SampleDescription | None], tokens: bool = False
 ) -> None:
-    """Prints what became of a source row.
+    """Prints the outcome of a source row.
 
     Args:
-        console: Where to.
-        trace: What became of the row.
-        samples: For each of its candidates the description of its sample, None if it was rejected.
+        console: Console to print to.
+        trace: Outcome of the row.
+        samples: Description of each candidate's sample; None if rejected.
         tokens: Whether to print the token tables.
     """
     if len(trace.candidates) > 1:

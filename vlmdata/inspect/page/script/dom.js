@@ -1,4 +1,4 @@
-// Elements are built one by one and text is only ever set as text: nothing from a dataset is parsed as markup.
+// Builds elements one by one and sets text only as text, so that nothing from a dataset is parsed as markup.
 const SVG = "http://www.w3.org/2000/svg";
 const $ = (id) => document.getElementById(id);
 
@@ -29,7 +29,7 @@ function quantity(value, kind) {
 const newlines = (text) => text.replaceAll("\n", "↵\n");
 const oneLine = (text) => text.replaceAll("\n", "↵").replaceAll("\t", "⇥");
 const MARKS = { fault: "✖", warning: "▲", note: "·" };
-// Okabe and Ito; every use says the same with a letter or a number too.
+// Okabe and Ito's palette. Every use repeats the information as a letter or a number.
 const PALETTE = ["#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#f0e442", "#0072b2", "#999999"];
 const colour = (i) => PALETTE[i % PALETTE.length];
 const letter = (i) => "abcdefghijklmnopqrstuvwxyz"[i % 26];
@@ -37,7 +37,7 @@ const letter = (i) => "abcdefghijklmnopqrstuvwxyz"[i % 26];
 function facts(...pairs) {
   return el("dl", { class: "facts" }, pairs.filter(Boolean).map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
 }
-// Notes that most samples share say little about one of them: they are folded.
+// Folds notes that most samples share, since they say little about one sample.
 function foldedFindings(all, box) {
   const usual = new Set(BOOT.card.findings.filter((group) => group.severity === "note" && group.count > BOOT.card.totals.samples / 2).map((group) => group.kind));
   const [folded, open] = [all.filter((found) => usual.has(found.kind)), all.filter((found) => !usual.has(found.kind))];

@@ -1,4 +1,4 @@
-// The list of samples: filled page by page as its end comes into view, so a dataset of any size starts at once.
+// The list of samples. It loads further pages as its end comes into view, so a dataset of any size opens at once.
 const list = { query: "", sort: "stored", rows: [], next: 0, done: false, running: null, round: 0, at: -1 };
 let items, status, searchBox, sentinel;
 
@@ -49,9 +49,9 @@ async function load(round) {
     const rows = page.rows.map((row, i) => itemOf(row, list.rows.length + i));
     list.rows.push(...page.rows);
     sentinel.before(...rows);
-    const looked = page.done ? "" : `, ${count(page.searched)} of ${count(page.candidates)} looked at`;
+    const looked = page.done ? "" : `, ${count(page.searched)} of ${count(page.candidates)} searched`;
     status.textContent = `${count(list.rows.length)} found${looked}`;
-    sentinel.textContent = page.done ? (list.rows.length ? "" : "no sample fits") : "scroll for more";
+    sentinel.textContent = page.done ? (list.rows.length ? "" : "no sample matches") : "scroll for more";
     mark();
   } catch (error) {
     if (round !== list.round) return;
@@ -61,7 +61,7 @@ async function load(round) {
   } finally {
     if (round === list.round) list.running = null;
   }
-  // The end may still be in view: an observer speaks only when that changes.
+  // The end may still be in view, and an observer reports only changes.
   const box = items.getBoundingClientRect();
   if (round === list.round && !list.done && items.offsetParent && sentinel.getBoundingClientRect().top < box.bottom + 300) setTimeout(more, 0);
 }

@@ -1,4 +1,4 @@
-// Views by the address's fragment, so that back, forward and links work; then theme and keys.
+// Selects views by the URL fragment, so that back, forward and links work. Also handles theme and keys.
 const view = { name: "", sample: null, grid: true, bounds: false };
 const built = new Set();
 const BUILD = { overview: buildOverview, samples: buildSamples, packs: buildPacks };

@@ -29,17 +29,17 @@ function chart(histogram) {
   const of = Object.fromEntries(histogram.percentiles);
   return el("div", { class: "panel" }, el("h2", {}, histogram.title, growing),
     svg("svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `histogram of ${histogram.title}` }, bars, ends),
-    el("div", { class: "soft small" }, `least ${quantity(of[0], histogram.kind)} · median ${quantity(of[50], histogram.kind)} · p95 ${quantity(of[95], histogram.kind)} · most ${quantity(of[100], histogram.kind)}`));
+    el("div", { class: "soft small" }, `min ${quantity(of[0], histogram.kind)} · median ${quantity(of[50], histogram.kind)} · p95 ${quantity(of[95], histogram.kind)} · max ${quantity(of[100], histogram.kind)}`));
 }
 
 function findingsPanel(card) {
   const serious = card.findings.filter((group) => group.severity !== "note").length;
-  const looked = `the index of ${card.totals.samples === 1 ? "the only sample" : `all ${count(card.totals.samples)} samples`} and the tokens of ${count(card.checked)} were looked at`;
+  const looked = `checked the index of ${card.totals.samples === 1 ? "the only sample" : `all ${count(card.totals.samples)} samples`} and the tokens of ${count(card.checked)}`;
   const boxes = foldedFindings(card.findings, (group) => findingBox(
     { ...group, message: `${count(group.count)} of ${count(card.totals.samples)}: ${group.meaning}. ` },
     group.examples.map((example) => el("span", { title: example.message }, sampleLink(example.index, example.key), " "))));
   const rejected = card.totals.rejected, rows = counted(rejected, "row");
-  return el("div", { class: "panel wide" }, el("h2", {}, serious ? "Deserves a look" : "Nothing suspicious in the samples"), el("div", { class: "soft small" }, looked),
+  return el("div", { class: "panel wide" }, el("h2", {}, serious ? "Findings" : "Nothing suspicious in the samples"), el("div", { class: "soft small" }, looked),
     rejected ? el("div", { class: "finding warning rejects" }, el("span", { class: "kind" }, `${MARKS.warning} ${rows} rejected`),
       el("p", {}, card.rejects.map((group) => `${group.reason.replaceAll("_", " ")} ${count(group.count)}`).join(", "), " ",
         el("button", { type: "button", on: { click: () => $("rejects").scrollIntoView() } }, "show"))) : null, boxes);
@@ -50,7 +50,7 @@ function buildOverview(root) {
   const tokens = Math.max(totals.tokens, 1);
   fill(root, {}, [
     el("div", { class: "tiles" },
-      tile(count(totals.samples), "samples", totals.truncated ? `${count(totals.truncated)} with a cut answer` : `of ${counted(totals.rows, "source row")}`),
+      tile(count(totals.samples), "samples", totals.truncated ? `${count(totals.truncated)} truncated` : `of ${counted(totals.rows, "source row")}`),
       tile(count(totals.tokens), "tokens", `+ ${count(totals.padding)} padding`),
       tile(percent(totals.targets / tokens), "targets", `${counted(totals.targets, "token")}`),
       tile(count(totals.images), "images", `${counted(totals.patches, "patch", "patches")}`),
@@ -62,7 +62,7 @@ function buildOverview(root) {
       el("table", { class: "table" }, el("tbody", {}, group.samples.map((s) => el("tr", {},
         el("td", {}, quantity(s.value, group.kind)), el("td", { class: "text" }, sampleLink(s.index, s.key)), el("td", { class: "soft" }, `row ${count(s.source_row)}`)))))))),
     card.rejects.length ? el("div", { class: "panel wide", id: "rejects" }, el("h2", {}, "Rejected rows"), el("div", { class: "scroll" }, el("table", { class: "table" },
-      el("thead", {}, el("tr", {}, el("th", {}, "rows"), el("th", { class: "text" }, "reason"), el("th", { class: "text" }, "first of them"))),
+      el("thead", {}, el("tr", {}, el("th", {}, "rows"), el("th", { class: "text" }, "reason"), el("th", { class: "text" }, "first row"))),
       el("tbody", {}, card.rejects.map((group) => el("tr", {}, el("td", {}, count(group.count)), el("td", { class: "text" }, group.reason),
         el("td", { class: "text" }, group.examples.length ? `row ${group.examples[0][0]}: ${group.examples[0][1]}` : ""))))))) : null,
     el("div", { class: "panel wide" }, el("h2", {}, "Identity"), facts(

@@ -1,4 +1,4 @@
-// A pack as a bar of its segments, and under it, in the same scale, the context-parallel rank of every token.
+// Draws a pack as a bar of segments, and below it, at the same scale, the context-parallel rank of each token.
 const packs = { next: 0, total: null, busy: false };
 let packList, packEnd;
 
@@ -38,12 +38,12 @@ function packOf(batch) {
       svg("title", {}, `${letter(i)}: ${segment.key}, ${counted(segment.length, "token")}, ${counted(segment.patches, "patch", "patches")}, ${percent(segment.cost_share)} of the cost`)));
     if (segment.stop > end) drawing.append(svg("rect", { class: "pad", x: x(end), y: 0, width: x(segment.stop - end), height: 30 }, svg("title", {}, `padding, ${counted(segment.stop - end, "token")}`)));
   });
-  if (wide > batch.total_tokens) drawing.append(svg("rect", { class: "room", x: x(batch.total_tokens), y: 0, width: x(wide - batch.total_tokens), height: 30 }, svg("title", {}, `empty room, ${counted(wide - batch.total_tokens, "token")}`)));
+  if (wide > batch.total_tokens) drawing.append(svg("rect", { class: "room", x: x(batch.total_tokens), y: 0, width: x(wide - batch.total_tokens), height: 30 }, svg("title", {}, `empty space, ${counted(wide - batch.total_tokens, "token")}`)));
   if (several) for (const share of batch.ranks) for (const [start, stop] of share.ranges) {
     drawing.append(svg("rect", { class: "cp", x: x(start), y: 36, width: x(stop - start), height: 20, fill: colour(share.rank), data: { rank: share.rank } },
       svg("title", {}, `context-parallel rank ${share.rank}: tokens ${count(start)}–${count(stop - 1)}`)));
   }
-  // As HTML over the drawing: text inside it would be stretched with it.
+  // HTML over the drawing, because text inside the drawing would be stretched.
   const label = (kind, start, stop, text) => (stop - start > wide / 90 ? el("i", { class: kind, paint: { left: `${50 * (start + stop) / wide}%` } }, text) : null);
   const labels = [batch.segments.filter((s) => s.key).map((s, i) => label("of-segment", s.start, s.start + s.length, letter(i))),
     several ? batch.ranks.map((share) => share.ranges.map(([start, stop]) => label("of-rank", start, stop, share.rank))) : null];
@@ -57,7 +57,7 @@ function packOf(batch) {
     el("div", { class: "row" }, el("h2", {}, `batch ${batch.number}`), el("span", { class: "soft" },
       `epoch ${batch.epoch}, step ${batch.step}, micro-batch ${batch.micro_batch} · ${batch.pack < 0 ? "empty" : `pack ${batch.pack}`} · ${counted(batch.true_tokens, "token")} + ${count(batch.padding)} padding${used} · ${counted(batch.targets, "target")} · ${(batch.cost * 2 ** 20 / 1e12).toFixed(1)} TFLOP`)),
     el("div", { class: "packbar" }, drawing, labels),
-    el("div", { class: "small soft" }, (several ? "above: samples; below: the context-parallel rank of each token" : "samples; padding is pale") + (wide > batch.total_tokens ? "; the dashed room is empty" : "")),
+    el("div", { class: "small soft" }, (several ? "above: samples; below: the context-parallel rank of each token" : "samples; padding is pale") + (wide > batch.total_tokens ? "; the dashed area is empty" : "")),
     el("details", { open: batch.number === 0 }, el("summary", {}, "segments"), el("div", { class: "scroll" }, segments), ranks ? el("div", { class: "scroll" }, ranks) : null,
       el("p", { class: "small mono" }, `cu_seqlens ${batch.cu_seqlens.join(", ")}`), el("p", { class: "small mono" }, `cu_seqlens_padded ${batch.cu_seqlens_padded.join(", ")}`)));
 }

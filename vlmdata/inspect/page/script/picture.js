@@ -1,4 +1,4 @@
-// An image under its grid: thin lines are patches of 16 pixels, strong ones tokens of 2 × 2 patches.
+// An image with its grid: thin lines are patches of 16 pixels, thick lines are tokens of 2 × 2 patches.
 function gridPath(wide, high, step) {
   let path = "";
   for (let x = step; x < wide; x += step) path += `M${x} 0V${high}`;
@@ -33,8 +33,8 @@ function pictureOf(sample, image) {
     `image ${image.number}: ${image.width} × ${image.height} pixels, ${high} × ${wide} patches, ${counted(image.tokens, "token")} from ${count(image.start)} on.${from}`));
 }
 
-// Curves over token numbers; the frame moves, the drawing stays. An image's few positions are lost beside a long text,
-// so each image can fill the frame.
+// Curves over token numbers; the frame moves, the drawing stays. A long text makes the few positions of an image
+// invisible, so each image can fill the frame.
 function plotOf(sample) {
   const tokens = sample.tokens, axes = ["t", "h", "w"];
   const reach = (start, stop) => {
@@ -46,7 +46,7 @@ function plotOf(sample) {
   const zone = (span) => (span.kind === "image" ? "zone-image" : span.target ? "zone-target" : null);
   const [lowest, highest] = reach(0, sample.length), tall = highest - lowest;
   const at = svg("line", { class: "at", y1: -highest, y2: -lowest, x1: 0, x2: 0, visibility: "hidden" });
-  const drawing = svg("svg", { preserveAspectRatio: "none", role: "img", "aria-label": "t, h and w position of every token" },
+  const drawing = svg("svg", { preserveAspectRatio: "none", role: "img", "aria-label": "t, h and w position of each token" },
     sample.spans.filter(zone).map((span) => svg("rect", { class: zone(span), x: span.start, y: -highest, width: Math.max(span.stop - span.start - 1, .5), height: tall })),
     axes.map(curve), at);
   const range = el("span", {});

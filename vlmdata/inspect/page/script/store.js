@@ -1,4 +1,4 @@
-// Where samples and packs come from: this file, or the server that served it. Both give the same promises.
+// Source of samples and packs: this file or its server. Both return the same promises.
 const BOOT = JSON.parse($("boot").textContent);
 const SERVED = BOOT.mode === "served";
 const cache = new Map();
@@ -23,7 +23,7 @@ const ORDER = {
   stored: null, longest: (s) => -s.length, shortest: (s) => s.length, patches: (s) => -s.patches, target: (s) => s.share,
 };
 
-// The same small language that the server reads (vlmdata/inspect/query.py), for the samples inside this file.
+// The query language of the server (vlmdata/inspect/query.py), for the samples in this file.
 function parseQuery(text) {
   const tests = [], words = [];
   for (const word of text.split(/\s+/).filter(Boolean)) {
@@ -62,7 +62,7 @@ const store = {
   },
   async sample(index) {
     if (!SERVED) {
-      if (!$(`sample-${index}`)) throw new Error("this sample is not among those in this file");
+      if (!$(`sample-${index}`)) throw new Error("this sample is not in this file");
       return parseSample(index);
     }
     const key = `sample-${index}`;

@@ -1,4 +1,4 @@
-// The text of a sample, token by token, and its table. `cursor` is what text, picture, plot and table share.
+// The text of a sample, token by token, and its table. Text, picture, plot and table share `cursor`.
 const cursor = { index: -1, listeners: [] };
 
 function setCursor(index, from) {
@@ -69,7 +69,7 @@ function foldOf(sample, span, nodes, folds) {
     },
   };
   button.addEventListener("click", () => fold.toggle());
-  // Moving along the folded chip runs through its tokens.
+  // Moving along the folded chip steps through its tokens.
   button.addEventListener("pointermove", (event) => {
     const area = button.getBoundingClientRect();
     const part = Math.min(Math.max((event.clientX - area.left) / area.width, 0), .9999);

@@ -1,0 +1,352 @@
+"""Training speed of transformers' own model, trained as its users do, beside the bundled trainer on the same samples.
+
+    python benchmarks/train_peer.py --data RECEIPTS --data RECEIPTS_VL --presets 2b qwen3-vl-2b --capacity 16384
+
+The datasets hold the same rows, preprocessed for each family; each preset takes the one of its family. All ways run in
+one process, one after the other:
+
+- transformers: ``Qwen3_5ForConditionalGeneration`` or ``Qwen3VLForConditionalGeneration`` in bf16, batches padded to
+  their longest sample, fused AdamW, clipped gradients, and the best attention that is installed (FlashAttention 2, else
+  torch's; flash-linear-attention where the model uses it). Batches are drawn at random, as large as fit: the size at
+  which the longest samples of the dataset still train, found by trying;
+- transformers, checkpointing: the same with activations computed again, and larger batches;
+- ours: the bundled trainer's step on packs of the same samples, without multi-token prediction, which transformers
+  does not train either. Its gradients and optimizer state are fp32, those of transformers are bf16.
+
+Pixels and ids are ready on the device before the clock starts, so neither side waits for data. Tokens are true tokens.
+Times are over all steps after the warm-up. MFU is the model FLOP of true tokens (`model/flops.py`) over time and the
+data sheet's dense bf16 peak. Without CUDA it runs the tiny presets in fp32, as a check of the script.
+Writes train-peer-<label>-<date>.json and .md under --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import importlib.util
+import itertools
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from model.architecture import Architecture
+from model.families import architecture_to_hf, preset, spec_of
+from model.flops import StepFlops, peak_flops
+from vlmdata import StreamingLoader, VlmDataset, open_dataset
+from vlmdata.batch import IGNORE_INDEX
+
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+#: Of both sides, and of the bundled trainer's defaults.
+LEARNING_RATE, WEIGHT_DECAY, CLIP = 1e-4, 0.1, 1.0
+
+Inputs = dict[str, torch.Tensor]
+
+
+def padded(dataset: VlmDataset, numbers: list[int]) -> Inputs:
+    """Samples as a batch of transformers' model, on the right padded to the longest, on the device."""
+    samples = [dataset[number] for number in numbers]
+    shape = (len(samples), max(sample.length for sample in samples))
+    ids, labels = np.zeros(shape, np.int64), np.full(shape, IGNORE_INDEX, np.int64)
+    attention = np.zeros(shape, np.int64)
+    for row, sample in enumerate(samples):
+        n = sample.length
+        ids[row, :n], attention[row, :n] = sample.input_ids[:n], 1
+        labels[row, :n] = np.where(sample.loss_mask[:n] != 0, sample.input_ids[:n], IGNORE_INDEX)
+    kinds = (ids == dataset.manifest.tokenizer.image).astype(np.int64)
+    arrays = {"input_ids": ids, "attention_mask": attention, "labels": labels, "mm_token_type_ids": kinds}
+    inputs = {name: torch.from_numpy(array).to(DEVICE) for name, array in arrays.items()}
+    if grids := [sample.image_grid_thw for sample in samples if len(sample.image_grid_thw)]:
+        patches = torch.from_numpy(np.concatenate([sample.patches for sample in samples if len(sample.patches)]))
+        family = dataset.manifest.model_family
+        inputs["pixel_values"] = family.pixel_values(patches.to(DEVICE), DTYPE)
+        inputs["image_grid_thw"] = torch.from_numpy(np.concatenate(grids).astype(np.int64)).to(DEVICE)
+    return inputs
+
+
+def peer_of(architecture: Architecture, checkpointing: bool) -> torch.nn.Module:
+    """transformers' model of an architecture, with random weights, in training mode."""
+    import transformers
+
+    fields = architecture_to_hf(architecture)
+    (name,) = fields.pop("architectures")
+    config = getattr(transformers, name.replace("ForConditionalGeneration", "Config"))(**fields)
+    config._attn_implementation = attention()
+    with torch.device(DEVICE):
+        model: torch.nn.Module = getattr(transformers, name)(config).to(DTYPE)
+    if checkpointing:
+        model.gradient_checkpointing_enable()  # type: ignore[operator]
+    return model.train()
+
+
+def attention() -> str:
+    """The best attention that is installed, as transformers names it."""
+    installed = DEVICE.type == "cuda" and importlib.util.find_spec("flash_attn_2_cuda") is not None
+    return "flash_attention_2" if installed else "sdpa"
+
+
+class PeerStep:
+    """An optimizer step as users of transformers make it."""
+
+    def __init__(self, model: torch.nn.Module):
+        self.model = model
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=DEVICE.type == "cuda"
+        )
+
+    def __call__(self, batch: Inputs) -> float:
+        """Trains on a batch and returns its loss."""
+        loss: torch.Tensor = self.model(**batch, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(loss.detach())
+
+
+def largest(fits: Callable[[int], bool], limit: int) -> int:
+    """The largest number up to a limit that fits, if every smaller one does; 0 if none.
+
+    Doubles until one does not fit, then halves the gap.
+    """
+    low, high = 0, 1
+    while high <= limit and fits(high):
+        low, high = high, 2 * high
+    high = min(high, limit + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def emptied() -> None:
+    gc.collect()
+    if DEVICE.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def largest_batch(architecture: Architecture, dataset: VlmDataset, checkpointing: bool, limit: int) -> int:
+    """The largest batch of the dataset's longest samples that trains for two steps without running out of memory."""
+    longest = np.argsort(-dataset.index.lengths, kind="stable").tolist()
+
+    def fits(count: int) -> bool:
+        emptied()
+        try:
+            step = PeerStep(peer_of(architecture, checkpointing))
+            batch = padded(dataset, longest[:count])
+            for _ in range(2):  # the second has the optimizer's state
+                step(batch)
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    return largest(fits, min(limit, len(dataset)))
+
+
+def of_samples(dataset: VlmDataset, numbers: list[int], flops: StepFlops) -> tuple[int, float]:
+    """True tokens of samples, and their model FLOP with those of the targets."""
+    samples = [dataset[number] for number in numbers]
+    lengths = np.array([sample.length for sample in samples])
+    grids = [sample.image_grid_thw.prod(1) for sample in samples if len(sample.image_grid_thw)]
+    targets = sum(int(np.count_nonzero(sample.loss_mask[: sample.length])) for sample in samples)
+    patches = np.concatenate(grids) if grids else np.zeros(0, np.int64)
+    return int(lengths.sum()), flops.of(lengths, patches) + flops.per_target * targets
+
+
+def time_peer(
+    architecture: Architecture, dataset: VlmDataset, checkpointing: bool, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Figures of transformers' model at its largest batch."""
+    count = options.batch or largest_batch(architecture, dataset, checkpointing, options.largest)
+    if not count:
+        return {"batch": 0}
+    emptied()
+    order = np.random.default_rng(0).permutation(len(dataset)).tolist()
+    chosen = [list(itertools.islice(itertools.cycle(order), i * count, (i + 1) * count)) for i in range(options.steps)]
+    batches = [padded(dataset, numbers) for numbers in chosen]
+    step = PeerStep(peer_of(architecture, checkpointing))
+    flops = spec_of(architecture).step_flops(architecture, False, ())
+    counts = [of_samples(dataset, numbers, flops) for numbers in chosen]
+    slots = sum(batch["input_ids"].numel() for batch in batches)
+    seconds, losses = timed(step, batches, options)
+    return figures(seconds, counts, slots, losses) | {"batch": count, "attention": attention()}
+
+
+def time_ours(architecture: Architecture, config: Any, dataset: VlmDataset, options: argparse.Namespace) -> Any:
+    """Figures of the bundled trainer's step, a pack each; needs process groups."""
+    from model.training.build import build
+    from model.training.data import RankPlace
+    from model.training.optimizer import build_learner
+    from model.training.step import Stepper
+
+    emptied()
+    place = RankPlace.here()
+    model = build(config, architecture, place, DEVICE)
+    flops = spec_of(architecture).step_flops(architecture, False, ())
+    stepper = Stepper(build_learner(model, config, DEVICE, DTYPE), place, 1, options.capacity, flops, DEVICE)
+    loading = {"capacity": options.capacity, "global_batch": 1, "num_workers": 0}
+    with StreamingLoader(dataset.directory, **loading, pad_to_capacity=True) as loader:
+        batches = [batch.clone().to(DEVICE) for batch in itertools.islice(loader, options.steps)]
+    counts = [of_samples(dataset, [origin.index for origin in batch.origins], flops) for batch in batches]
+
+    def step(batch: Any) -> float:
+        return stepper(iter([batch])).loss
+
+    seconds, losses = timed(step, batches, options)
+    return figures(seconds, counts, sum(batch.total_tokens for batch in batches), losses) | {"batch": "packs"}
+
+
+def timed(step: Callable[[Any], float], batches: list[Any], options: argparse.Namespace) -> tuple[float, list[float]]:
+    """Seconds of one pass over the batches after a warm-up with the same batches, and the losses of all steps."""
+    losses = [step(batch) for batch in itertools.islice(itertools.cycle(batches), options.warmup)]
+    synchronise()
+    begun = time.perf_counter()
+    losses += [step(batch) for batch in batches]
+    synchronise()
+    return time.perf_counter() - begun, losses
+
+
+def synchronise() -> None:
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def figures(seconds: float, counts: list[tuple[int, float]], slots: int, losses: list[float]) -> dict[str, Any]:
+    tokens, work = sum(each[0] for each in counts), sum(each[1] for each in counts)
+    return {
+        "tokens_per_second": tokens / seconds,
+        "fill": tokens / slots,
+        "seconds_per_step": seconds / len(counts),
+        "mfu": work / seconds / (peak_flops(DEVICE) or float("nan")),
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if DEVICE.type == "cuda" else float("nan"),
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+    }
+
+
+def measure(name: str, datasets: list[VlmDataset], options: argparse.Namespace) -> dict[str, Any]:
+    """All ways of a preset."""
+    from model.training.build import architecture_of
+    from model.training.config_loading import load_config
+
+    wanted = spec_of(preset(name)).data_family
+    found = [dataset for dataset in datasets if dataset.manifest.model_family.name == wanted]
+    if not found:
+        raise SystemExit(f"{name} needs data of the family {wanted}: add --data with such a dataset")
+    dataset = found[0]
+    settings: list[tuple[str, Any]] = [
+        ("data.paths", [str(dataset.directory)]),
+        ("data.capacity", options.capacity),
+        ("data.global_batch", 1),
+        ("model.preset", name),
+        ("model.mtp", False),
+        ("model.recompute", options.recompute),
+        ("optimizer.lr", LEARNING_RATE),
+        ("optimizer.weight_decay", WEIGHT_DECAY),
+        ("optimizer.clip_grad", CLIP),
+        ("optimizer.warmup_steps", 0),
+        ("optimizer.schedule", "constant"),
+        ("run.steps", options.warmup + options.steps),
+    ]
+    config = load_config(None, settings)
+    architecture = architecture_of(config)
+    ways: dict[str, Callable[[], dict[str, Any]]] = {
+        "transformers": lambda: time_peer(architecture, dataset, False, options),
+        "transformers, checkpointing": lambda: time_peer(architecture, dataset, True, options),
+        "ours": lambda: time_ours(architecture, config, dataset, options),
+    }
+    results = {}
+    for way, run in ways.items():
+        results[way] = run()
+        print(f"  {name} {way}: {json.dumps(results[way])}", flush=True)
+    return results
+
+
+def rows(results: dict[str, dict[str, dict[str, Any]]]) -> Iterator[str]:
+    """Lines of the report's table."""
+    for name, ways in results.items():
+        ours = ways["ours"]["tokens_per_second"]
+        for way, found in ways.items():
+            if not found["batch"]:
+                yield f"| {name} | {way} | does not fit | | | | | |"
+                continue
+            yield (
+                f"| {name} | {way} | {found['batch']} | {found['tokens_per_second']:,.0f} | "
+                f"{found['tokens_per_second'] / ours:.2f} | {found['fill']:.0%} | {found['mfu']:.1%} | "
+                f"{found['peak_gib']:.1f} GiB |"
+            )
+
+
+def report(about: dict[str, Any]) -> str:
+    """The results as Markdown."""
+    return "\n".join(
+        [
+            f"# transformers' model beside the bundled trainer, {about['date']}",
+            "",
+            f"- `{about['command']}`",
+            "",
+            f"On {about['device']}; torch {about['torch']}, transformers {about['transformers']}. {about['note']}",
+            "",
+            "| model | way | batch | real tokens/s | relative to ours | filled | MFU | peak memory |",
+            "|---|---|---|---|---|---|---|---|",
+            *rows(about["presets"]),
+            "",
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, action="append", required=True, help="a dataset; repeat for each family")
+    parser.add_argument("--presets", nargs="+", default=["2b", "qwen3-vl-2b"])
+    parser.add_argument("--capacity", type=int, default=16384, help="tokens of a pack of ours")
+    parser.add_argument("--batch", type=int, help="samples of a batch of transformers; default: as many as fit")
+    parser.add_argument("--largest", type=int, default=64, help="the largest batch to try")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--warmup", type=int, default=8)
+    parser.add_argument("--recompute", default="none", help="what ours computes again: none, selective, full")
+    parser.add_argument("--label", default="", help="of the result files")
+    parser.add_argument("--note", default="", help="a sentence for the result")
+    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
+    options = parser.parse_args()
+    from model.parallel.environment import before_megatron
+
+    before_megatron()
+    import transformers
+
+    from model.parallel import groups
+    from model.parallel.cpu_mode import cpu_mode_if_needed
+
+    groups.initialize()
+    datasets = [open_dataset(path) for path in options.data]
+    about: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "command": shlex.join(["python", "benchmarks/train_peer.py", *sys.argv[1:]]),
+        "device": torch.cuda.get_device_name(DEVICE) if DEVICE.type == "cuda" else "CPU",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "note": options.note,
+    }
+    with cpu_mode_if_needed():
+        about["presets"] = {name: measure(name, datasets, options) for name in options.presets}
+    groups.destroy()
+    options.out.mkdir(parents=True, exist_ok=True)
+    stem = options.out / "-".join(filter(None, ["train-peer", options.label, about["date"]]))
+    stem.with_suffix(".json").write_text(json.dumps(about, indent=2) + "\n")
+    stem.with_suffix(".md").write_text(report(about))
+    print(stem.with_suffix(".md").read_text())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Puts models together: process groups, vision tower, routers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from model.architecture import Architecture
+from model.metrics import MetricSums
+from model.network.megatron_config import vision_config
+from model.network.provider import Provider, TorchProvider, transformer_engine_provider
+from model.network.router import BalancedRouter, RouterState
+from model.network.settings import Field, ModelSettings, SettingError
+from model.network.vision import VisionTower
+from model.network.vision_language import VisionLanguageModel
+
+
+def process_groups(settings: ModelSettings) -> ProcessGroupCollection:
+    """Returns the process groups of :mod:`model.parallel.groups`.
+
+    Raises:
+        ValueError: If their sizes differ from the settings, or experts are tensor parallel.
+    """
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    if groups.expt_tp.size() > 1:
+        raise ValueError(
+            f"experts are tensor parallel over {groups.expt_tp.size()} ranks in these process groups, which is not "
+            "supported: create the groups with model.parallel.groups.initialize, or with expert_tensor_parallel_size=1"
+        )
+    made = {
+        "tensor_parallel": groups.tp.size(),
+        "context_parallel": groups.cp.size(),
+        "pipeline_parallel": groups.pp.size(),
+        "expert_parallel": groups.ep.size(),
+    }
+    for name, size in made.items():
+        if getattr(settings, name) != size:
+            raise SettingError(
+                Field(name),
+                f" {getattr(settings, name)} differs from the process groups (groups: {size}); pass "
+                "the same sizes to model.parallel.groups.initialize",
+            )
+    return groups
+
+
+def provider_of(settings: ModelSettings, *packages: str) -> Provider:
+    """Returns the building blocks of the back end.
+
+    Args:
+        settings: Names the back end.
+        packages: Further packages that a family needs with Transformer Engine.
+
+    Raises:
+        ImportError: If the back end is not installed.
+    """
+    return TorchProvider() if settings.backend == "torch" else transformer_engine_provider(*packages)
+
+
+def block_of(config: TransformerConfig, provider: Provider, layers: list[ModuleSpec]) -> TransformerBlockSubmodules:
+    """Returns this stage's decoder layers and the final norm, from the specs of all layers."""
+    first = get_transformer_layer_offset(config)
+    return TransformerBlockSubmodules(
+        layer_specs=layers[first : first + get_num_layers_to_build(config)],
+        layer_norm=provider.layer_norm(rms_norm=True),
+    )
+
+
+def build_tower(
+    architecture: Architecture, settings: ModelSettings, provider: Provider, groups: ProcessGroupCollection
+) -> VisionTower | None:
+    """Builds the vision tower of the first pipeline stage; None for the language model alone."""
+    if settings.language_only:
+        return None
+    tower_groups, sharing_group = _vision_groups(settings, groups)
+    return VisionTower(
+        vision_config(architecture, settings),
+        architecture.vision,
+        provider,
+        tower_groups,
+        sharing_group,
+        recompute=settings.vision_recompute,
+        attention=settings.vision_attention,
+    )
+
+
+def connected_routers(language: Any, metrics: MetricSums) -> RouterState | None:
+    """Gives all routers of a decoder one state, and returns it; None without experts."""
+    routers = [module for module in language.modules() if isinstance(module, BalancedRouter)]
+    if language.config.num_moe_experts is None:
+        return None
+    state = RouterState(metrics=metrics)
+    for router in routers:
+        router.state = state
+    return state
+
+
+def finished[M: VisionLanguageModel](model: M, settings: ModelSettings) -> M:
+    """Returns a built model with fused weight gradients, if set, on its device."""
+    if settings.gradient_accumulation_fusion:
+        _fuse_weight_gradients(model)
+    # megatron-core creates some parameters (the shared expert's gate) on the CPU regardless of the configuration.
+    return model if model.config.use_cpu_initialization else model.cuda()
+
+
+def _vision_groups(settings: ModelSettings, groups: ProcessGroupCollection) -> tuple[ProcessGroupCollection, Any]:
+    """Returns the tower's process groups and the group of ranks that share its images."""
+    alone = groups.expt_tp  # experts are never tensor parallel here, so each rank is alone in its group
+    if settings.vision_parallel == settings.tensor_parallel:
+        return groups, alone
+    of_tower = copy.copy(groups)
+    of_tower.tp = alone
+    return of_tower, groups.tp
+
+
+def _fuse_weight_gradients(model: VisionLanguageModel) -> None:
+    """Makes Transformer Engine's linear layers accumulate weight gradients in the float32 ``main_grad``."""
+    for module in model.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True

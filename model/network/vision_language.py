@@ -1,0 +1,317 @@
+"""What whole models share: encode images, exchange their embeddings, merge them with the text.
+
+Mirrors the steps of transformers' ``Qwen3VLModel``; a family's ``model.py`` puts them together.
+
+A rank receives a :class:`PackedBatch` from the loader. On the first pipeline stage:
+
+1. Each context-parallel rank encodes its share of the pack's images. If the tower is not tensor parallel, the
+   tensor-parallel ranks encode different images of that share.
+2. Tensor-parallel ranks that encoded different images gather their embeddings. Each context-parallel rank then gets the
+   embeddings of its own tokens, and no others.
+3. Each rank replaces the placeholder embeddings of its own tokens by image embeddings.
+4. Under sequence parallelism, tensor-parallel ranks keep their part of the tokens.
+
+All ranks derive all sizes from the grids of the whole pack. No rank decides from its own data whether to join a
+collective. A rank without images encodes a dummy image so that all parameters take part.
+
+Shapes: tokens of the pack T, tokens on this rank t, hidden H, image embeddings on this rank m.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.enums import ModelType
+from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from model.architecture import Architecture
+from model.metrics import MetricSums
+from model.network.decoder import Decoder
+from model.network.router import RouterState
+from model.network.targets import TargetRows, Targets
+from model.network.vision import VisionTower
+from model.parallel.exchange import all_gather_rows, exchange_rows
+from model.parallel.image_rows import ImageRows, RowRoutes
+from model.parallel.packed import IntArray, PackIndex, PackParams, to_device
+from vlmdata.batch import PackedBatch
+
+
+@dataclass(frozen=True)
+class ImageEmbeddings:
+    """Embeddings of the image tokens that this rank needs.
+
+    Attributes:
+        rows: (m, (1 + D) * H), as the tower returns them.
+        images: Where the rows of the pack's images belong.
+        routes: Which of them arrived here.
+    """
+
+    rows: Tensor
+    images: ImageRows
+    routes: RowRoutes
+
+    def places(self, tokens: IntArray) -> tuple[Tensor, Tensor]:
+        """Returns which of some pack tokens are image tokens, and their rows; see :meth:`ImageRows.places`."""
+        return self.images.places(tokens, self.routes, self.rows.device)
+
+
+class VisionLanguageModel(MegatronModule):
+    """A vision-language model, or one pipeline stage of it. A family adds ``forward``.
+
+    Args:
+        config: Configuration of the decoder.
+        architecture: Architecture of the model.
+        vision: The tower; None after the first stage, and for the language model alone.
+        language: This stage's part of the decoder.
+        metrics: Collects additional losses.
+        router_state: Shared by all routers; None without experts.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        architecture: Architecture,
+        vision: VisionTower | None,
+        language: Decoder,
+        metrics: MetricSums,
+        router_state: RouterState | None,
+    ) -> None:
+        super().__init__(config=config)
+        self.architecture = architecture
+        self.vision, self.language = vision, language
+        self.metrics, self.router_state = metrics, router_state
+        # Attributes that megatron-core's schedules and gradient reduction read.
+        self.model_type = ModelType.encoder_or_decoder
+        self.pre_process, self.post_process = language.pre_process, language.post_process
+        self.share_embeddings_and_output_weights = language.share_embeddings_and_output_weights
+        self.pg_collection = language.pg_collection
+        self._received: Tensor | None = None
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """Metrics that any rank may have counted, in the same order on all ranks."""
+        aux = self.router_state is not None and self.config.moe_router_load_balancing_type != "none"
+        return ("moe_aux_loss",) if aux else ()
+
+    def shared_embedding_or_output_weight(self) -> Tensor | None:
+        """The weight that the first and last stages share. megatron-core sums its gradient."""
+        weight: Tensor | None = self.language.shared_embedding_or_output_weight()
+        return weight
+
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
+        """Receives the output of the previous stage. megatron-core's schedules call it."""
+        self._received = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Returns megatron-core's sharded state without Transformer Engine's extra states.
+
+        Extra states are scaling histories of one FP8 recipe, which a run rebuilds within a few steps. Without them both
+        back ends write the same keys, and each reads the other's checkpoints.
+        """
+        state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        return {name: entry for name, entry in state.items() if not _is_extra_state(name)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads a state dict as torch does, but allows missing extra states.
+
+        Raises:
+            RuntimeError: If parameters are missing or unexpected, and ``strict``.
+        """
+        result = super().load_state_dict(state_dict, strict=False, assign=assign)
+        missing = [name for name in result.missing_keys if not _is_extra_state(name)]
+        unexpected = [name for name in result.unexpected_keys if not _is_extra_state(name)]
+        if strict and (missing or unexpected):
+            raise RuntimeError(
+                f"the state does not fit the model: missing {missing[:8]} ({len(missing)}), "
+                f"unexpected {unexpected[:8]} ({len(unexpected)})"
+            )
+        return result
+
+    def forward(self, batch: PackedBatch) -> Tensor:
+        """Computes a pack or this rank's slice of it.
+
+        Args:
+            batch: A batch from the loader, on the model's device. The first stage needs tokens and pixels. The last
+                stage needs labels for losses; without labels it returns logits. With a load-balancing loss and pipeline
+                stages, all stages need labels.
+
+        Returns:
+            On the last stage float32 (1, t): the loss of each token times its weight, 0 off target, to be summed; or
+            without labels logits (1, t, V), with V the vocabulary of this tensor-parallel rank. On other stages the
+            input of the next stage.
+
+        Raises:
+            ValueError: If the batch belongs to another rank, lacks a part or is inconsistent.
+        """
+        raise NotImplementedError
+
+    def _layout(self, batch: PackedBatch) -> tuple[PackIndex, PackParams]:
+        """Returns the index arithmetic of a pack, and the pack as the layers take it."""
+        cp = self.pg_collection.cp
+        size, rank = dist.get_world_size(cp), dist.get_rank(cp)
+        index = PackIndex.of(batch, size, rank)
+        return index, index.params(batch.max_seqlen, size, rank, batch.position_ids.device)
+
+    def _encode(
+        self, batch: PackedBatch, index: PackIndex, tokens_of: Callable[[PackIndex], IntArray]
+    ) -> ImageEmbeddings | None:
+        """Encodes this rank's images and exchanges embeddings. Returns None for the language model alone.
+
+        Args:
+            batch: The batch, with pixels.
+            index: Its index.
+            tokens_of: Returns the pack tokens whose embeddings a context-parallel rank needs, from its index.
+
+        Raises:
+            ValueError: If the pack has images, but there is no vision tower.
+        """
+        if self.vision is None:
+            if len(batch.host.image_grid_thw):
+                raise ValueError(
+                    f"pack {batch.pack} has {len(batch.host.image_grid_thw)} images, but the model has no vision tower "
+                    "(language_only): train on data without images, or with the tower"
+                )
+            return None
+        cp, sharing = self.pg_collection.cp, self.vision.sharing_group
+        size, rank = dist.get_world_size(cp), dist.get_rank(cp)
+        images = ImageRows.of(
+            batch,
+            self.architecture.vision.merge_unit,
+            size,
+            rank,
+            dist.get_world_size(sharing),
+            dist.get_rank(sharing),
+        )
+        assert batch.patches is not None
+        _check_placeholders(batch, images, index, self.architecture.image_token_id)
+        routes = images.routes([tokens_of(each) for each in index.of_all_ranks(size)])
+        rows = self.vision(images.patches_of(batch.patches), images.grids)
+        rows = all_gather_rows(rows, images.part_counts, sharing, sum_gradients=False)
+        if size > 1:
+            rows = exchange_rows(rows, to_device(routes.outgoing, rows.device), routes.sent, routes.received, cp)
+        return ImageEmbeddings(rows, images, routes)
+
+    def _tokens_of(self, batch: PackedBatch) -> Tensor:
+        """Returns the token ids of a batch.
+
+        Raises:
+            ValueError: If they were not loaded.
+        """
+        if batch.input_ids is None:
+            raise ValueError(
+                f"pack {batch.pack} has no tokens, which the first pipeline stage needs: load the part 'tokens'"
+            )
+        return batch.input_ids
+
+    def _merge(self, input_ids: Tensor, found: ImageEmbeddings | None, tokens: IntArray) -> Tensor:
+        """Embeds tokens and inserts image embeddings; (1, t) to (t, 1, H).
+
+        Args:
+            input_ids: int64 (1, t).
+            found: The image embeddings; None for the language model alone.
+            tokens: The pack tokens that ``input_ids`` are, (t,); -1 for none.
+        """
+        embedded: Tensor = self.language.embedding(input_ids=input_ids, position_ids=None)
+        if found is None:
+            return embedded
+        where, which = found.places(tokens)
+        # Adding the sum keeps the tower and the exchange in the graph of every rank, with or without image tokens. The
+        # exchange's backward pass is a collective.
+        source = found.rows[:, : embedded.shape[-1]].index_select(0, which).unsqueeze(1).to(embedded.dtype)
+        return embedded.index_copy(0, where, source) + 0.0 * found.rows.sum().to(embedded.dtype)
+
+    def _scatter(self, x: Tensor) -> Tensor:
+        """Returns this tensor-parallel rank's part of the tokens under sequence parallelism."""
+        if not self.config.sequence_parallel:
+            return x
+        part: Tensor = scatter_to_sequence_parallel_region(x, group=self.pg_collection.tp)
+        return part
+
+    def _local_mask(self, mask: Tensor) -> Tensor:
+        if not self.config.sequence_parallel:
+            return mask
+        group = self.pg_collection.tp
+        return mask.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)].contiguous()
+
+    def _padding_mask(self, batch: PackedBatch) -> Tensor | None:
+        """Returns the tokens that router statistics ignore, bool (1, t); None without experts."""
+        return None if self.router_state is None else self._local_mask(batch.padding_mask)
+
+    def _targets(self, batch: PackedBatch, after_next: TargetRows | None = None) -> Targets | None:
+        """Returns the targets of the last stage; None on other stages and without labels."""
+        if not self.post_process or batch.labels is None:
+            return None
+        assert batch.loss_weights is not None
+        return Targets(TargetRows(batch.labels, batch.loss_weights), after_next)
+
+    def _weigh_router_loss(self, batch: PackedBatch) -> None:
+        """Passes the sum of this pack's target weights to the routers."""
+        if self.router_state is None or "moe_aux_loss" not in self.metric_names:
+            return
+        if batch.labels is None:
+            if not torch.is_grad_enabled():
+                return
+            raise ValueError(
+                f"pack {batch.pack} has no labels, but the load-balancing loss is weighted by the targets: "
+                "load the part 'labels' on every pipeline stage, or set moe_aux_loss to 0"
+            )
+        assert batch.loss_weights is not None
+        weight = batch.loss_weights.sum()
+        if dist.get_world_size(self.pg_collection.cp) > 1:
+            dist.all_reduce(weight, group=self.pg_collection.cp)
+        self.router_state.weight = weight
+
+    def _keep_router_weight(self, output: Tensor) -> Tensor:
+        """Makes the backward pass of an output use this micro-batch's router weight, for recomputed layers."""
+        if self.router_state is None or not torch.is_grad_enabled():
+            return output
+        kept: Tensor = _RestoreRouterWeight.apply(output, self.router_state, self.router_state.weight)
+        return kept
+
+
+class _RestoreRouterWeight(torch.autograd.Function):
+    """Restores the routers' weight of a micro-batch before its backward pass, for recomputed layers."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, state: RouterState, weight: Tensor | float) -> Tensor:
+        ctx.state, ctx.weight = state, weight
+        return output.clone() if output.is_leaf else output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        ctx.state.weight = ctx.weight
+        return gradients[0], None, None
+
+
+def _is_extra_state(name: str) -> bool:
+    """True for Transformer Engine's FP8 statistics: one per layer or one per expert (``_extra_state3``)."""
+    return name.rpartition(".")[2].startswith("_extra_state")
+
+
+def _check_placeholders(batch: PackedBatch, images: ImageRows, index: PackIndex, image_token_id: int) -> None:
+    """Checks on the CPU, where it costs nothing, that the image positions match the ids.
+
+    Raises:
+        ValueError: If placeholders stand elsewhere.
+    """
+    assert batch.input_ids is not None
+    if batch.input_ids.device.type != "cpu":
+        return
+    ids, where = batch.input_ids[0], torch.from_numpy(np.flatnonzero(images.row_of_token[index.local] >= 0))
+    found = int((ids == image_token_id).sum())
+    if found != where.numel() or not bool((ids[where] == image_token_id).all()):
+        raise ValueError(
+            f"pack {batch.pack} has {found} tokens of id {image_token_id} (<|image_pad|>), but its image grids cover "
+            f"{where.numel()}, or other places; does the architecture use the dataset's vocabulary? "
+            "See Architecture.with_vocabulary"
+        )

@@ -1,0 +1,127 @@
+"""Image files in a bucket: confined to a root URL and fetched with retries."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from preprocess.reject import excerpt
+from vlmdata.attempts import FAILED, AttemptsFailed, attempts
+from vlmdata.errors import SourceError
+from vlmdata.format.ledger import Reason
+from vlmdata.locations import file_system
+
+#: A file larger than this is not read or downloaded.
+MAX_FILE_BYTES = 256 * 1024 * 1024
+#: Names that fsspec file systems use for the time of an object's last change.
+_TIMES = ("LastModified", "last_modified", "mtime", "updated")
+
+
+class FetchProblem(Exception):
+    """An image cannot be fetched.
+
+    Attributes:
+        reason: Reason for the ledger.
+        size: Size of the image in bytes, if known.
+    """
+
+    def __init__(self, reason: Reason, message: str, size: int | None = None):
+        super().__init__(message)
+        self.reason = reason
+        self.size = size
+
+
+@dataclass(frozen=True)
+class RemoteRoot:
+    """The root URL of image paths.
+
+    Attributes:
+        url: The URL, without a trailing slash.
+    """
+
+    url: str
+
+    def name_of(self, path: str) -> str:
+        """Returns a path relative to the root, without ``.`` and ``..``.
+
+        Args:
+            path: The path in the row: relative, or a full URL.
+
+        Raises:
+            FetchProblem: IMAGE_PATH if it is outside the root.
+        """
+        inside = path.removeprefix(f"{self.url}/") if path.startswith(f"{self.url}/") else path
+        name = posixpath.normpath(inside)
+        if name == ".." or name.startswith(("../", "/")) or "://" in inside or "\0" in name:
+            raise FetchProblem(Reason.IMAGE_PATH, f"{excerpt(path)} is outside the image root")
+        return name
+
+    def fetch(self, name: str) -> bytes:
+        """Fetches the bytes of an object.
+
+        Raises:
+            FetchProblem: MISSING_IMAGE, IMAGE_TOO_LARGE or IMAGE_FETCH.
+        """
+        shown, url = excerpt(name), f"{self.url}/{name}"
+        try:
+            data = attempts(lambda: _read(url))
+        except (FileNotFoundError, IsADirectoryError) as error:
+            raise FetchProblem(Reason.MISSING_IMAGE, f"no file {shown} in the image root: FileNotFoundError") from error
+        except FAILED as error:
+            said = error if isinstance(error, AttemptsFailed) else f"{type(error).__name__}: {error}"
+            raise FetchProblem(Reason.IMAGE_FETCH, f"{excerpt(url)}: {said}") from error
+        if len(data) > MAX_FILE_BYTES:
+            raise FetchProblem(Reason.IMAGE_TOO_LARGE, f"{shown} has more than {MAX_FILE_BYTES} bytes", len(data))
+        return data
+
+    def state(self, path: str) -> tuple[int | None, float | None]:
+        """Returns an object's size (None if missing) and last change in seconds (None if the store does not report it).
+
+        Raises:
+            SourceError: If the store does not respond.
+        """
+        url = f"{self.url}/{self.name_of(path)}"
+        files, place = file_system(url)
+        try:
+            details: Mapping[str, Any] = attempts(lambda: files.info(place))
+        except FileNotFoundError:
+            return None, None
+        except FAILED as error:
+            raise SourceError(f"{url}: cannot be compared with the image in a shard: {error}") from error
+        if details["type"] != "file":
+            return None, None
+        changed = next((details[name] for name in _TIMES if details.get(name)), None)
+        seconds = changed.timestamp() if isinstance(changed, datetime) else None
+        return int(details["size"]), seconds
+
+
+def require_remote_root(url: str) -> None:
+    """Checks that the URL contains something.
+
+    Raises:
+        SourceError: If it is empty, or the store does not respond.
+    """
+    files, path = file_system(url)
+    try:
+        found = attempts(lambda: files.isdir(path))
+    except FAILED as error:
+        raise SourceError(f"--image-root {url}: {error}. Check the name, endpoint and credentials.") from error
+    if not found:
+        raise SourceError(f"--image-root {url}: nothing found below it; give the base of the image paths in the data")
+
+
+def _read(url: str) -> bytes:
+    files, path = file_system(url)
+    try:
+        data: bytes = files.cat_file(path, start=0, end=MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        # An empty object has no valid range.
+        if files.info(path)["size"] == 0:
+            return b""
+        raise
+    return data

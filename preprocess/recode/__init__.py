@@ -1,0 +1,1 @@
+"""``vlmdata recode``: changes how a finished dataset stores its images, without its source."""

@@ -1,0 +1,274 @@
+"""A complete recoding: makes the missing shards, then copies and completes what does not depend on the codec."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from preprocess.closing import merged_index
+from preprocess.engines.base import system_message
+from preprocess.fingerprints import codec_fingerprints, tokenizer_identity
+from preprocess.place import clear_place, locked, prepare_place, read_manifest, resource_errors
+from preprocess.recode.old import OldDataset
+from preprocess.recode.shard import RecodeWork, named_shard, recode_shard
+from preprocess.shard_job import RUN_FILE, ShardJob, ShardRecord, finished_records
+from preprocess.workers import WorkersDied, run_in_workers
+from vlmdata import __version__
+from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError, UsageError
+from vlmdata.format.manifest import Manifest, Totals, canonical_hash, differences
+from vlmdata.format.schema import (
+    IMAGE_FILES,
+    IMAGE_FILES_NAME,
+    INDEX_NAME,
+    LEDGER_NAME,
+    MANIFEST_NAME,
+    PROGRESS_DIR,
+    SCHEMA_VERSION,
+    TOKENIZER_DIR,
+    shard_name,
+)
+from vlmdata.locations import is_url
+from vlmdata.media.codecs import REGISTRY, codec
+from vlmdata.store import Store, open_store
+
+_COMMAND = "vlmdata recode"
+_PRELOADED = ["preprocess.recode.run"]
+_COPIED_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class RecodeResult:
+    """Result of a recoding.
+
+    Attributes:
+        old: Manifest of the old dataset.
+        was: Name of the old codec.
+        manifest: Manifest of the new dataset.
+        made: Number of shards made in this run.
+        kept: Number of shards that were already finished.
+    """
+
+    old: Manifest
+    was: str
+    manifest: Manifest
+    made: int
+    kept: int
+
+
+def recode_dataset(
+    location: str | PathLike[str],
+    out: Store | str | PathLike[str],
+    pixels: str,
+    *,
+    workers: int = 1,
+    overwrite: bool = False,
+    started: Callable[[int, int], None] = lambda shards, kept: None,
+    shard_done: Callable[[ShardRecord], None] = lambda record: None,
+) -> RecodeResult:
+    """Makes, or continues, a copy of a finished dataset with its images in another codec.
+
+    The copy equals, byte for byte, the result of preprocessing with that codec and the same libraries.
+
+    Args:
+        location: The finished dataset: a folder, or an fsspec URL.
+        out: Destination of the copy: a folder, created if absent, or the URL of a folder in an object store.
+        pixels: Name of the codec.
+        workers: Number of processes; the result does not depend on it.
+        overwrite: Whether to remove an existing dataset.
+        started: Called once with the number of shards and the number already finished.
+        shard_done: Called with the record of each shard made in this run.
+
+    Raises:
+        UsageError: If the codec is unknown, the dataset already has it, or it cannot store images without their source.
+        DatasetFormatError: If the dataset is damaged.
+        ConfigMismatchError: If ``out`` contains another dataset or other files.
+        ResourceError: If ``out`` is full or not writable, another run is using it, or workers keep dying.
+    """
+    _require_codec(pixels)
+    old, store = OldDataset.open(location), open_store(out) if isinstance(out, str | PathLike) else out
+    _require_change(old, store, pixels)
+    config = _config(old.manifest, pixels)
+    work = RecodeWork(old.manifest, old.directory / INDEX_NAME, old.shards, pixels, store)
+    with resource_errors(store, "cannot be written"):
+        prepare_place(store)
+    with locked(store, _COMMAND) as lock, resource_errors(store, "the run failed"):
+        if overwrite:
+            clear_place(store)
+        jobs = [ShardJob(n, info.row_start, info.row_stop) for n, info in enumerate(old.manifest.shards)]
+        finished = _continue(store, old, config)
+        if finished is not None:
+            started(len(jobs), len(jobs))
+            return RecodeResult(old.manifest, old.pixels, finished, made=0, kept=len(jobs))
+        records = finished_records(store, jobs)
+        kept = len(records)
+        started(len(jobs), kept)
+        missing = [job.number for job in jobs if job.number not in records]
+        standing = store.listing()
+        store.delete(name for number in missing if (name := shard_name(number)) in standing)
+        with closing(_recoded(work, missing, workers)) as made:
+            for number, record in made:
+                lock.check()
+                records[number] = record
+                shard_done(record)
+        lock.check()
+        manifest = _close(store, old, config, [records[job.number] for job in jobs])
+        return RecodeResult(old.manifest, old.pixels, manifest, made=len(missing), kept=kept)
+
+
+def _require_codec(pixels: str) -> None:
+    if pixels not in REGISTRY:
+        raise UsageError(f"--pixels {pixels}: unknown codec; known codecs: {', '.join(REGISTRY)}")
+    if codec(pixels).needs_file:
+        raise UsageError(
+            f"--pixels {pixels}: it stores the original files, which the dataset does not have. Run its `vlmdata "
+            f"preprocess` command with --pixels {pixels} and another --out."
+        )
+    codec(pixels).libraries()  # raises an error if the codec's package is not installed
+
+
+def _config(old: Manifest, pixels: str) -> dict[str, Any]:
+    """Returns the configuration of the copy: the old one with the new codec and its libraries."""
+    fingerprints = {name: found for name, found in old.config["fingerprints"].items() if name != "codec"}
+    return {
+        **old.config,
+        "options": {**old.config["options"], "pixels": pixels},
+        "fingerprints": fingerprints | codec_fingerprints(pixels),
+    }
+
+
+def _require_change(old: OldDataset, store: Store, pixels: str) -> None:
+    if old.pixels == pixels:
+        raise UsageError(f"{old.name}: already stores its images with {pixels}; give another --pixels")
+    local = not (is_url(old.name) or is_url(store.place))
+    if old.name == store.place or (local and Path(old.name).resolve() == Path(store.place).resolve()):
+        raise UsageError(f"--out {store}: is the dataset to read; give another folder")
+
+
+def _recoded(work: RecodeWork, numbers: Sequence[int], workers: int) -> Generator[tuple[int, ShardRecord]]:
+    """Recodes shards in any order, in this process or in workers."""
+    if workers <= 1 or len(numbers) <= 1:
+        make = _prepare(work)
+        yield from map(make, numbers)
+        return
+    with closing(run_in_workers(partial(_prepare, work), numbers, min(workers, len(numbers)), _PRELOADED)) as records:
+        try:
+            yield from records
+        except WorkersDied as error:
+            raise ResourceError(
+                f"{work.store}: {error.deaths} worker processes died in a row on "
+                f"{named_shard(work.manifest.shards[error.job])}. Out of memory? Finished shards are kept; use fewer "
+                "--workers and run the same command again to continue."
+            ) from None
+
+
+def _prepare(work: RecodeWork) -> Callable[[int], tuple[int, ShardRecord]]:
+    import torch
+
+    torch.set_num_threads(1)  # a worker uses one core
+    return partial(_make, work)
+
+
+def _make(work: RecodeWork, number: int) -> tuple[int, ShardRecord]:
+    try:
+        return number, recode_shard(number, work)
+    except (OSError, MemoryError) as error:
+        what = "out of memory" if isinstance(error, MemoryError) else system_message(error)
+        remedy = "use fewer --workers" if isinstance(error, MemoryError) else "free space or fix permissions"
+        raise ResourceError(
+            f"{work.store}: {named_shard(work.manifest.shards[number])} failed: {what}. Finished shards are kept; "
+            f"{remedy} and run the same command again to continue."
+        ) from error
+
+
+def _continue(store: Store, old: OldDataset, config: dict[str, Any]) -> Manifest | None:
+    """Checks that the store's contents are from the same recoding. Returns its manifest if it is finished."""
+    store.tidy(PROGRESS_DIR)
+    manifest = read_manifest(store)
+    remedy = "Give another --out, or use --overwrite to start over."
+    if manifest is not None:
+        changed = differences(_of_dataset(manifest, dict(manifest.config)), _of_dataset(old.manifest, config))
+        if changed:
+            listed = "\n".join(f"  {line}" for line in changed)
+            raise ConfigMismatchError(f"{store}: contains another finished dataset:\n{listed}\n{remedy}")
+        standing = store.listing()
+        for info in manifest.shards:
+            if standing.get(info.name) != info.bytes:
+                raise DatasetFormatError(
+                    f"{store.path(info.name)}: missing or truncated in a finished dataset. Use --overwrite to "
+                    "recode all of it again, or repair it as `vlmdata verify` describes."
+                )
+        return manifest
+    # Preprocessing the source makes the same shards but different records, so neither continues the other.
+    identity = {"config": config, "recoded_from": old.manifest.fingerprint}
+    if store.size(RUN_FILE) is not None:
+        changed = differences(json.loads(store.read(RUN_FILE)), identity)
+        if changed:
+            listed = "\n".join(f"  {line}" for line in changed)
+            raise ConfigMismatchError(f"{store}: contains an unfinished run of another dataset:\n{listed}\n{remedy}")
+        return None
+    stray = sorted(name for name in store.listing() if name != PROGRESS_DIR)
+    if stray:
+        raise ConfigMismatchError(
+            f"{store}: contains {', '.join(stray[:5])}, but no manifest and no record of the run that made them. "
+            f"{remedy}"
+        )
+    store.put(RUN_FILE, json.dumps(identity, sort_keys=True).encode())
+    return None
+
+
+def _of_dataset(manifest: Manifest, config: dict[str, Any]) -> dict[str, Any]:
+    """Returns what two datasets of the same samples and codec share."""
+    return {
+        "config": config,
+        "source": dict(manifest.source),
+        "tokenizer": tokenizer_identity(manifest.tokenizer),
+        "ledger_sha256": manifest.ledger_sha256,
+        "samples": manifest.totals.samples,
+    }
+
+
+def _close(store: Store, old: OldDataset, config: dict[str, Any], records: list[ShardRecord]) -> Manifest:
+    """Merges the index, copies the other files, and writes the manifest last."""
+    features = tuple(sorted({feature for record in records for feature in record.features}))
+    with merged_index(store, store, range(len(records)), features) as index:
+        index_hash = index.sha256
+    _copy(old, store, LEDGER_NAME)
+    if IMAGE_FILES in old.manifest.source:
+        _copy(old, store, IMAGE_FILES_NAME)
+        # Changes of image files count from this time.
+        store.stamp(IMAGE_FILES_NAME, (old.directory / IMAGE_FILES_NAME).stat().st_mtime_ns)
+    with store.writing_folder(TOKENIZER_DIR) as folder:
+        shutil.copytree(old.directory / TOKENIZER_DIR, folder, copy_function=shutil.copyfile, dirs_exist_ok=True)
+    manifest = dataclasses.replace(
+        old.manifest,
+        config=config,
+        config_hash=canonical_hash(config),
+        totals=_totals(old.manifest.totals, [record.totals for record in records]),
+        shards=tuple(record.info for record in records),
+        index_sha256=index_hash,
+        features=features,
+        schema_version=SCHEMA_VERSION,
+        created_by=f"vlmdata {__version__}",
+    )
+    store.put(MANIFEST_NAME, manifest.to_json())
+    return manifest
+
+
+def _totals(old: Totals, shards: Sequence[Totals]) -> Totals:
+    return dataclasses.replace(
+        old, bytes=sum(each.bytes for each in shards), image_bytes=sum(each.image_bytes for each in shards)
+    )
+
+
+def _copy(old: OldDataset, store: Store, name: str) -> None:
+    with open(old.directory / name, "rb") as content, store.writing(name) as file:
+        while piece := content.read(_COPIED_BYTES):
+            file.write(piece)

@@ -1,0 +1,227 @@
+"""Files of a source, on disk or in a bucket. Opening them checks that they are unchanged."""
+
+from __future__ import annotations
+
+import glob
+import io
+import os
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from preprocess.sources.remote_stream import RemoteStream, version_of
+from vlmdata.attempts import FAILED, attempts
+from vlmdata.errors import SourceError
+from vlmdata.locations import file_system, is_url
+
+#: Bytes per request of a sequential reader of a remote object.
+STREAM_BYTES = 8 << 20
+_THREADS = 16
+_WEB = re.compile(r"https?://", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A file and its state when the source was opened. Cheap to pickle.
+
+    Attributes:
+        place: Path or URL.
+        size: Size in bytes.
+        version: On disk, the modification time. In a bucket, the store's checksum or version; None if it reports
+            neither.
+    """
+
+    place: str
+    size: int
+    version: str | None
+
+    @classmethod
+    def local(cls, path: Path | str) -> DataFile:
+        """Returns a file on disk with its current state."""
+        status = os.stat(path)
+        return cls(str(path), status.st_size, str(status.st_mtime_ns))
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether it is in a bucket or at another URL."""
+        return is_url(self.place)
+
+    @property
+    def file_name(self) -> str:
+        """The last part of its place, without the query of a web address, which may contain secrets."""
+        return without_query(self.place).rpartition("/")[2]
+
+    def open(self, buffered: int = STREAM_BYTES, *, counting: bool = False) -> BinaryIO:
+        """Opens a stream of the file's bytes.
+
+        Args:
+            buffered: Smallest request to a remote object, in bytes; 0 requests exactly what is read.
+            counting: Omits the request that compares a remote object's version. A changed object is then detected
+                when its first row is read.
+
+        Raises:
+            SourceError: If a file on disk is missing or has changed. Remote objects are checked when read.
+        """
+        if self.is_remote:
+            raw = RemoteStream(self.place, self.size, self.version, pinned=not counting)
+            return cast(BinaryIO, io.BufferedReader(raw, buffered) if buffered else raw)
+        self.require_unchanged()
+        return open(self.place, "rb")
+
+    def require_unchanged(self) -> None:
+        """Checks a file on disk.
+
+        Raises:
+            SourceError: If it is missing or has changed since the source was opened.
+        """
+        try:
+            now = DataFile.local(self.place)
+        except OSError as error:
+            raise SourceError(f"SOURCE {self.place}: {error.strerror}; the file existed when the run began") from error
+        if now != self:
+            raise SourceError(
+                f"SOURCE {self.place}: the file was changed while it was being read ({self.size} bytes, then "
+                f"{now.size})"
+            )
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Files below a folder or URL.
+
+    Attributes:
+        root: The folder or URL.
+        files: Files by name below it, with forward slashes; ascending.
+    """
+
+    root: str
+    files: dict[str, DataFile]
+
+
+def relative_name(place: str, root: str) -> str:
+    """Returns a file's name below a folder or URL; for files elsewhere, the last part. Resolves links."""
+    if is_url(place):
+        place, prefix = without_query(place), f"{root.rstrip('/')}/"
+        return place.removeprefix(prefix) if place.startswith(prefix) else place.rpartition("/")[2]
+    full, base = Path(place).resolve(), Path(root).resolve()
+    return full.relative_to(base).as_posix() if full.is_relative_to(base) else full.name
+
+
+def is_pattern(place: str) -> bool:
+    """Returns whether a path or URL has wildcards. Web addresses have none, because their query starts with ``?``."""
+    return not _WEB.match(place) and glob.has_magic(place)
+
+
+def without_query(place: str) -> str:
+    """Returns the place; for a web address, without its query."""
+    return place.partition("?")[0] if _WEB.match(place) else place
+
+
+def list_remote(url: str) -> Listing:
+    """Lists all objects below a URL in one pass.
+
+    Raises:
+        SourceError: If there are none, or they cannot be listed.
+    """
+    found = _asked(url, lambda files, path: files.find(path, detail=True))
+    prefix = f"{_path(url)}/"
+    names = {name.partition(prefix)[2]: _data_file(url, entry) for name, entry in found.items()}
+    if not names:
+        raise SourceError(f"SOURCE {url}: no objects below it")
+    return Listing(url, dict(sorted(names.items())))
+
+
+def matching(pattern: str) -> list[DataFile]:
+    """Returns the files that match a pattern, or the file of exactly this name; ascending by name.
+
+    Args:
+        pattern: A path or URL. An existing local name is taken literally, including brackets.
+
+    Raises:
+        SourceError: If there is none.
+    """
+    if is_url(pattern):
+        files = _remote_matching(pattern)
+    else:
+        names = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
+        files = [DataFile.local(name) for name in names if Path(name).is_file()]
+    if not files:
+        raise SourceError(f"SOURCE {pattern}: no file matches")
+    return files
+
+
+def at_addresses(urls: Sequence[str]) -> list[DataFile]:
+    """Looks up objects of one file system by URL, in parallel.
+
+    Raises:
+        SourceError: If one is missing or cannot be looked up.
+    """
+
+    def look(files: Any, _: str) -> list[dict[str, Any]]:
+        with ThreadPoolExecutor(_THREADS) as threads:
+            return list(threads.map(lambda url: files.info(file_system(url)[1]), urls))
+
+    return [_data_file(url, entry) for url, entry in zip(urls, _asked(urls[0], look), strict=True)]
+
+
+def beside(files: Sequence[DataFile], ending: str) -> dict[str, DataFile]:
+    """Finds files named like the given ones plus an ending. Returns them by the given file's place."""
+    found: dict[str, DataFile] = {}
+    # Web servers do not list folders.
+    for folder in sorted({parent(file.place) for file in files if file.is_remote and not _WEB.match(file.place)}):
+        for entry in _asked(folder, lambda fs, path: fs.ls(path, detail=True)):
+            if entry["type"] == "file" and entry["name"].endswith(ending):
+                file = _data_file(folder, entry)
+                found[file.place.removesuffix(ending)] = file
+    for file in files:
+        if not file.is_remote and os.path.isfile(f"{file.place}{ending}"):
+            found[file.place] = DataFile.local(f"{file.place}{ending}")
+    return found
+
+
+def is_remote_folder(url: str) -> bool:
+    """Returns whether a URL is a folder: objects exist below the name, but none has the name itself."""
+    return bool(_asked(url, lambda files, path: files.info(path))["type"] == "directory")
+
+
+def _remote_matching(pattern: str) -> list[DataFile]:
+    if not is_pattern(pattern):
+        entry = _asked(pattern, lambda files, path: files.info(path))
+        return [_data_file(pattern, entry)] if entry["type"] == "file" else []
+    found = _asked(pattern, lambda files, path: files.glob(path, detail=True))
+    return [_data_file(pattern, entry) for _, entry in sorted(found.items()) if entry["type"] == "file"]
+
+
+def _asked(url: str, ask: Any) -> Any:
+    """Queries the file system of a URL without cached listings."""
+    files, path = file_system(url)
+    files.invalidate_cache()
+    try:
+        return attempts(lambda: ask(files, path))
+    except FileNotFoundError as error:
+        raise SourceError(f"SOURCE {url}: there is no such object") from error
+    except FAILED as error:
+        raise SourceError(
+            f"SOURCE {url}: cannot be listed: {error}. Check the name, endpoint and credentials."
+        ) from error
+
+
+def _data_file(near: str, entry: dict[str, Any]) -> DataFile:
+    """Creates the data file of an object in a URL's file system."""
+    files, _ = file_system(near)
+    if entry.get("size") is None:
+        raise SourceError(f"SOURCE {entry['name']}: the server does not report its size; download the file")
+    return DataFile(files.unstrip_protocol(entry["name"]), int(entry["size"]), version_of(entry))
+
+
+def _path(url: str) -> str:
+    path: str = file_system(url)[1]
+    return path.rstrip("/")
+
+
+def parent(place: str) -> str:
+    """Returns the folder or URL that contains a file."""
+    return without_query(place).rpartition("/")[0] if is_url(place) else str(Path(place).parent)

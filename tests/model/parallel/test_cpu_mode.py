@@ -1,0 +1,99 @@
+"""The CPU mode answers for CUDA while it is entered, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from model.parallel import cpu_mode
+from model.parallel.environment import before_megatron
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
+
+NAMES = ("current_device", "current_stream", "synchronize", "Stream", "Event", "get_rng_state", "set_rng_state")
+
+
+def test_requests_land_on_the_cpu() -> None:
+    with cpu_mode.cpu_as_cuda():
+        assert torch.zeros(2, device="cuda").device.type == "cpu"
+        assert torch.zeros(2, device=torch.cuda.current_device()).cuda().device.type == "cpu"
+        assert torch.zeros(2).to("cuda:0").device.type == "cpu"
+        assert torch.zeros(2, pin_memory=True).device.type == "cpu"
+        assert torch.zeros(2).type() == "torch.cuda.FloatTensor"
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda.synchronize()
+        state = torch.cuda.get_rng_state()
+        first = torch.rand(3)
+        torch.cuda.set_rng_state(state)
+        assert torch.equal(torch.rand(3), first)
+
+
+def test_nothing_stays_changed() -> None:
+    before = [getattr(torch.cuda, name) for name in NAMES]
+    others = (torch.cuda.random.get_rng_state, dist.all_to_all_single)
+    kind = torch.zeros(2).type()
+    with pytest.raises(KeyError), cpu_mode.cpu_as_cuda():
+        raise KeyError
+    assert [getattr(torch.cuda, name) for name in NAMES] == before
+    assert (torch.cuda.random.get_rng_state, dist.all_to_all_single) == others
+    assert torch.zeros(2).type() == kind
+
+
+def test_norms_are_exact() -> None:
+    values = torch.rand(3_000_000)
+    with cpu_mode.cpu_as_cuda():
+        norm = torch.norm(values)
+    assert norm.dtype == torch.float32
+    assert float(norm) == pytest.approx(float(values.double().norm()), rel=1e-7)
+
+
+def test_it_touches_no_attribute_of_megatron() -> None:
+    core = pytest.importorskip("megatron.core")
+    before = {name: id(value) for name, value in vars(core).items()}
+    with cpu_mode.cpu_as_cuda():
+        assert {name: id(value) for name, value in vars(core).items()} == before
+
+
+def test_megatron_cores_slips_are_not_reported_as_ours() -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        before_megatron()
+        with cpu_mode.cpu_as_cuda():
+            assert torch.zeros(2, 2)[[slice(None), slice(1)]].shape == (2, 1)  # as its get_parameter_local_cp does
+    assert not told
+
+
+def test_a_start_does_not_import_torchs_compiler() -> None:
+    pytest.importorskip("megatron.core")
+    code = (
+        "import sys, torch\nfrom model.parallel.environment import before_megatron\noriginal = torch.compile\n"
+        "before_megatron()\nimport model.families.qwen3_5.build, model.parallel.cpu_mode\n"
+        "with model.parallel.cpu_mode.cpu_as_cuda(): pass\n"
+        "assert torch.compile is original\nassert 'megatron.core.fusions.fused_bias_swiglu' in sys.modules\n"
+        "assert not {'torch._dynamo', 'torch._inductor'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("fuser", "stance"), [(torch.compile, "force_eager"), (lambda given: given, "default")])
+def test_what_megatron_core_had_compiled_before_runs_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, fuser: object, stance: str
+) -> None:
+    jit = types.ModuleType("megatron.core.jit")
+    monkeypatch.setitem(sys.modules, jit.__name__, jit)
+    monkeypatch.setattr(jit, "jit_fuser", fuser, raising=False)
+    from torch._dynamo import eval_frame
+
+    with torch.compiler.set_stance("default"):  # other tests' own mode may be entered
+        with cpu_mode.cpu_as_cuda():
+            assert eval_frame._stance.stance == stance
+        assert eval_frame._stance.stance == "default"

@@ -1,0 +1,274 @@
+"""The Ray engine on two nodes: whatever dies, the bytes are those of a quiet run on one machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from preprocess.chat.tokenizer import load_tokenizer
+from preprocess.config import ImageConfig, PreprocessConfig
+from preprocess.counters import Counters
+from preprocess.engines import ray as engine
+from preprocess.engines.base import ShardWork, load_engine
+from preprocess.fingerprints import fingerprints
+from preprocess.run import preprocess_dataset
+from preprocess.shard_job import ShardJob
+from preprocess.sources.open import open_source
+from tests.conftest import cord_row, tree_bytes, write_cord_parquet
+from tests.preprocess.command_line import SMALL_IMAGES, environment, finished_shards, start, wait_until
+from vlmdata.errors import ResourceError, SourceError
+from vlmdata.store import open_store
+from vlmdata.verify.dataset import verify_dataset
+
+#: Commands start again and again, each with the libraries of its workers: minutes on a busy machine.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+
+ROWS, ROWS_PER_SHARD, SHARDS = 48, 2, 24
+CONFIG = PreprocessConfig(image=ImageConfig(1024, 65_536), rows_per_shard=ROWS_PER_SHARD)
+SMALL_STORE = 80 * 2**20
+#: For things that take seconds on an idle machine.
+PATIENCE = 240
+
+_RECIPE = """
+import os, time
+from preprocess.recipes.cord_v2 import CordV2
+
+class Slow(CordV2):
+    def __call__(self, row):
+        time.sleep(0.15)
+        return super().__call__(row)
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Two raylets with a CPU each."""
+    node = {"num_cpus": 1, "object_store_memory": SMALL_STORE}
+    made = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    made.add_node(**node)
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows, a bad one among them, and beside them a recipe in a file."""
+    rows = [cord_row(n, width=64, height=64) for n in range(ROWS)]
+    rows[7]["ground_truth"] = "{"
+    folder = tmp_path_factory.mktemp("ray")
+    (folder / "slow_receipts.py").write_text(_RECIPE)
+    return write_cord_parquet(folder / "source" / "train.parquet", rows)
+
+
+def recipe_of(source: Path) -> str:
+    return f"{source.parents[1] / 'slow_receipts.py'}:Slow"
+
+
+def begin(source: Path, out: Path, cluster: Cluster) -> subprocess.Popen[str]:
+    options = ("--rows-per-shard", ROWS_PER_SHARD, "--max-reject-rate", 1, "--recipe", recipe_of(source))
+    where = ("--engine", "ray", "--ray-address", cluster.address, "-j", 2)
+    # Relative to a folder that workers do not start in, and from which the recipe could not be imported.
+    place, folder = out.name, out.parent
+    return start("preprocess", source, "--out", place, *options, *SMALL_IMAGES, *where, env=environment(), cwd=folder)
+
+
+def tasks_of(out: Path) -> list[psutil.Process]:
+    """Processes at work on a shard: Ray calls them after their task, as its dashboard does."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            line = " ".join(process.cmdline())
+        except psutil.Error:
+            continue
+        if line.startswith("ray::shard-") and f" of {out.name}" in line:
+            found.append(process)
+    return found
+
+
+def until_made(process: subprocess.Popen[str], out: Path, shards: int) -> None:
+    """Waits for so many shards, unless the command ends before."""
+    assert wait_until(lambda: finished_shards(out) >= shards or process.poll() is not None, PATIENCE)
+    assert process.poll() is None, process.communicate()[1]
+
+
+def test_workers_a_raylet_and_drivers_may_die(
+    cluster: Cluster, source: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    out = tmp_path / "made-by-two-nodes"
+
+    process = begin(source, out, cluster)
+    until_made(process, out, 2)
+    assert wait_until(lambda: tasks_of(out), PATIENCE)  # named after their shards
+    os.killpg(process.pid, signal.SIGINT)
+    time.sleep(0.3)
+    os.killpg(process.pid, signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130, stderr
+    assert stdout == ""
+    assert "interrupted; finished work is kept" in stderr
+    assert "Traceback" not in stderr
+    assert wait_until(lambda: not tasks_of(out), PATIENCE)
+    assert not list(out.glob("**/*.tmp"))
+
+    process = begin(source, out, cluster)
+    until_made(process, out, finished_shards(out) + 3)
+    process.kill()
+    process.communicate()
+    assert wait_until(lambda: not tasks_of(out), PATIENCE), "tasks outlive their driver"
+
+    process = begin(source, out, cluster)
+    until_made(process, out, finished_shards(out) + 1)
+    assert wait_until(lambda: tasks_of(out), PATIENCE)
+    tasks_of(out)[0].kill()
+    until_made(process, out, finished_shards(out) + 1)
+    cluster.remove_node(cluster.worker_nodes.copy().pop(), allow_graceful=False)
+    cluster.add_node(num_cpus=1, object_store_memory=SMALL_STORE)
+    _, stderr = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, stderr
+    assert "already made" in stderr
+
+    quiet = tmp_path_factory.mktemp("quiet") / "out"
+    config = dataclasses.replace(CONFIG, recipe=recipe_of(source))
+    preprocess_dataset(open_source(str(source)), quiet, config)
+    assert tree_bytes(out) == tree_bytes(quiet)
+    assert verify_dataset(out).faults == []
+
+
+def test_a_target_that_fills_up_ends_the_run_clearly_and_resumably(
+    cluster: Cluster, source: Path, small_disk: Callable[..., Path]
+) -> None:
+    ray.init(cluster.address, log_to_driver=False, logging_level="ERROR", ignore_reinit_error=True)
+    out = small_disk(800) / "out"
+    opened = open_source(str(source))
+    with pytest.raises(ResourceError, match=r"shard \d+ \(rows .*failed: No space left.*Finished shards are kept"):
+        preprocess_dataset(opened, out, CONFIG, workers=2, engine=load_engine("ray"))
+    assert not list(out.glob("**/*.tmp"))
+    small_disk(20_000)
+    result = preprocess_dataset(opened, out, CONFIG, workers=2, engine=load_engine("ray"))
+    assert result.kept >= 1
+    assert verify_dataset(out).faults == []
+
+
+def test_a_target_that_became_read_only_ends_the_run_clearly(
+    cluster: Cluster, source: Path, small_disk: Callable[..., Path]
+) -> None:
+    ray.init(cluster.address, log_to_driver=False, logging_level="ERROR", ignore_reinit_error=True)
+    disk = small_disk(800)
+    (disk / "out" / ".progress").mkdir(parents=True)
+    work = work_of(source, disk / "out")
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    jobs = [ShardJob(0, 0, 2), ShardJob(1, 2, 4)]
+    with pytest.raises(ResourceError, match=r"shard \d \(rows .*failed: Read-only file system.*fix permissions"):
+        list(load_engine("ray").run(work, jobs, 2, Counters(2)))
+    assert not list(disk.glob("**/*.tmp"))
+
+
+def test_a_run_that_is_left_ends_its_tasks_and_keeps_the_connection(
+    cluster: Cluster, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray.init(cluster.address, log_to_driver=False, logging_level="ERROR", ignore_reinit_error=True)
+    monkeypatch.chdir(tmp_path)
+    out = Path("left-early")
+    (out / ".progress").mkdir(parents=True)
+    (tmp_path / "slower.py").write_text(_RECIPE.replace("0.15", "1"))
+    config = dataclasses.replace(CONFIG, recipe=f"{tmp_path}/slower.py:Slow")
+    work = dataclasses.replace(work_of(source, out), config=config)
+    jobs = [ShardJob(0, 0, 2), *(ShardJob(n, 2 * n, 2 * n + 40) for n in range(1, 4))]  # 40 s each, but for the first
+    with closing(load_engine("ray").run(work, jobs, 2, Counters(4))) as records:
+        assert next(records).info.name == "shard-000000.tar"
+        assert wait_until(lambda: tasks_of(out), PATIENCE)
+    assert ray.is_initialized()
+    assert wait_until(lambda: not tasks_of(out), PATIENCE)
+    assert [path.name for path in out.glob("shard-*")] == ["shard-000000.tar"]
+
+
+def press_ctrl_c() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.01)
+
+
+def test_an_interrupt_waits_for_calls_of_ray() -> None:
+    with engine._Interrupts() as interrupts:
+        press_ctrl_c()
+        with pytest.raises(KeyboardInterrupt):
+            interrupts.check()
+        interrupts._seen = False
+    with pytest.raises(KeyboardInterrupt), engine._Interrupts():
+        press_ctrl_c()  # after the last check
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_shard_that_kills_its_workers_ends_the_run(
+    cluster: Cluster, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray.init(cluster.address, log_to_driver=False, logging_level="ERROR", ignore_reinit_error=True)
+    monkeypatch.setattr(engine, "_MAX_DEATHS", 2)
+    monkeypatch.setattr(engine, "_make_in_task", _die)
+    work = work_of(source, tmp_path)
+    with pytest.raises(ResourceError, match=r"2 workers were lost in succession over shard 3 \(rows 0 to 1\)"):
+        list(load_engine("ray").run(work, [ShardJob(3, 0, 2)], 2, Counters(4)))
+
+
+def _die(*_: Any) -> None:
+    os._exit(1)
+
+
+def work_of(source: Path, out: Path) -> ShardWork:
+    return ShardWork(open_source(str(source)), CONFIG, open_store(out), load_tokenizer(CONFIG.tokenizer, None).info)
+
+
+def test_a_node_with_other_versions_is_refused(source: Path, tmp_path: Path) -> None:
+    work = work_of(source, tmp_path)
+    there = fingerprints(CONFIG, work.tokenizer)
+    engine._require_equal_versions(engine._TaskInput("key", work, there, None, "/"), "10.0.0.7")
+    there["libraries"] = {**there["libraries"], "pillow": "1.0"}
+    with pytest.raises(SourceError, match=r'node 10\.0\.0\.7 has other versions.*libraries\.pillow: "1\.0" there'):
+        engine._require_equal_versions(engine._TaskInput("key", work, there, None, "/"), "10.0.0.7")
+
+
+def test_a_shard_that_does_not_appear_here_is_reported(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "_SECONDS_TO_SHOW", 0.0)
+    preprocess_dataset(open_source(str(source)), tmp_path / "there", dataclasses.replace(CONFIG, rows_per_shard=ROWS))
+    manifest = verify_dataset(tmp_path / "there").manifest
+    here = open_store(tmp_path / "here")
+    record: Any = type("Record", (), {"info": manifest.shards[0]})
+    engine._require_visible(open_store(tmp_path / "there"), record, "10.0.0.7")
+    with pytest.raises(ResourceError, match=r"made on node 10\.0\.0\.7, but does not appear on this machine"):
+        engine._require_visible(here, record, "10.0.0.7")
+
+
+def test_what_is_shipped_of_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_recipes").mkdir()
+    (tmp_path / "own_recipes" / "__init__.py").touch()
+    (tmp_path / "own_recipe.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert engine._shipped_modules("cord_v2") == []
+    assert engine._shipped_modules("preprocess.recipes.text:Text") == []
+    assert engine._shipped_modules("json:loads") == []
+    assert engine._shipped_modules("own_recipe:Mine") == [str(tmp_path / "own_recipe.py")]
+    assert engine._shipped_modules("own_recipes.deep:Mine") == [str(tmp_path / "own_recipes")]
+    assert engine._shipped_modules("own_recipe.py:Mine") == [str(tmp_path / "own_recipe.py")]
+    assert engine._name_on_workers("sub/own_recipe.py:Mine") == "own_recipe:Mine"
+
+
+def test_an_address_without_a_cluster_is_reported(tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path)
+    with pytest.raises(SourceError, match="--ray-address has no effect with --engine local"):
+        load_engine("local", "auto")

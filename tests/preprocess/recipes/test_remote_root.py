@@ -1,0 +1,167 @@
+"""Images by path in a bucket: the dataset of the same images on disk, and failures in the ledger."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from preprocess.config import ImageConfig, MediaConfig, PreprocessConfig
+from preprocess.recipes import remote_root
+from preprocess.recipes.media import MediaLoader, require_image_root
+from preprocess.recipes.remote_root import FetchProblem, RemoteRoot
+from preprocess.reject import RowRejected
+from preprocess.run import preprocess_dataset
+from preprocess.sources.open import open_source
+from tests.conftest import encoded_image, tree_bytes
+from tests.faulty_proxy import FaultyProxy, proxying
+from tests.object_store import ObjectStore, forget_file_systems
+from vlmdata import attempts
+from vlmdata.errors import ConfigMismatchError, SourceError
+from vlmdata.format.ledger import Reason
+from vlmdata.format.schema import IMAGE_FILES_NAME, LEDGER_NAME, MANIFEST_NAME
+
+PATHS = ["a.png", "sub/b.png", "./sub/../c.png", "sub/./missing.png", "../out.png", "empty.png", "a.png", "é ü.png"]
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempts, "PAUSES", (0.01, 0.02))
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    folder = tmp_path / "images"
+    (folder / "sub").mkdir(parents=True)
+    for n, name in enumerate(("a.png", "sub/b.png", "c.png", "é ü.png")):
+        (folder / name).write_bytes(encoded_image(seed=n))
+    (folder / "empty.png").write_bytes(b"")
+    (tmp_path / "out.png").write_bytes(encoded_image())
+    return folder
+
+
+def chats(path: Path, images: list[str]) -> Path:
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": f"{n}?"}]},
+                {"role": "assistant", "content": f"It is {n}."},
+            ]
+        }
+        for n, image in enumerate(images)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def made(source: str, out: Path, root: str | None, **options: object) -> dict[str, bytes]:
+    config = PreprocessConfig(
+        recipe="chat", image=ImageConfig(1024, 65536), media=MediaConfig(image_root=root), rows_per_shard=5
+    )
+    preprocess_dataset(open_source(source), out, config, **options)  # type: ignore[arg-type]
+    return {name: data for name, data in tree_bytes(out).items() if name != MANIFEST_NAME}
+
+
+def test_a_dataset_of_images_in_a_bucket_is_that_of_images_on_disk(tmp_path, object_store, images):
+    rows = chats(tmp_path / "chats.jsonl", PATHS)
+    there = object_store.put(images, "some/images")
+    here = made(str(rows), tmp_path / "here", str(images))
+    assert made(str(rows), tmp_path / "there", f"{there}/") == here
+    assert len(here[LEDGER_NAME].splitlines()) == 3
+    assert IMAGE_FILES_NAME in here
+    # The folder of a source in a bucket is the root by default.
+    object_store.put(rows, "some/images")
+    assert made(f"{there}/chats.jsonl", tmp_path / "beside", None) == here
+
+
+@pytest.fixture
+def proxy(object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    with proxying(object_store.endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        forget_file_systems()
+        yield proxy
+
+
+def test_a_fetch_that_fails_for_good_is_in_the_ledger_with_row_and_url(
+    tmp_path, object_store, images, proxy, monkeypatch
+):
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # botocore waits for seconds between its own
+    forget_file_systems()
+    root = object_store.put(images)
+    rows = chats(tmp_path / "chats.jsonl", ["a.png", "sub/b.png", "c.png"])
+    proxy.fault = lambda number, method, path: "error 503" if path.endswith("/b.png") else None
+    (line,) = made(str(rows), tmp_path / "out", root)[LEDGER_NAME].splitlines()
+    rejection = json.loads(line)
+    assert (rejection["row"], rejection["reason"]) == (1, "image_fetch")
+    assert f"{root}/sub/b.png: 3 attempts failed" in rejection["message"]
+
+
+def test_images_are_fetched_side_by_side_but_not_all_at_once(tmp_path, object_store, proxy):
+    folder = tmp_path / "many"
+    folder.mkdir()
+    for n in range(40):
+        (folder / f"{n}.png").write_bytes(encoded_image(seed=n))
+    root = object_store.put(folder)
+    rows = chats(tmp_path / "chats.jsonl", [f"{n}.png" for n in range(40)])
+    at_once, most, lock = 0, 0, threading.Lock()
+
+    def fault(number: int, method: str, path: str) -> str | None:
+        nonlocal at_once, most
+        if not path.endswith(".png"):
+            return None
+        with lock:
+            at_once += 1
+            most = max(most, at_once)
+        threading.Timer(0.05, leave).start()
+        return "slow" if number % 10 == 0 else None
+
+    def leave() -> None:
+        nonlocal at_once
+        with lock:
+            at_once -= 1
+
+    proxy.fault = fault
+    made(str(rows), tmp_path / "out", root)
+    assert 1 < most <= 16
+    assert len([each for each in proxy.requests if each.path.endswith(".png")]) == 40, "each was fetched once"
+
+
+def test_an_image_that_changed_since_is_found(tmp_path, object_store, images):
+    root = object_store.put(images)
+    rows = chats(tmp_path / "chats.jsonl", PATHS)
+    before = made(str(rows), tmp_path / "out", root)
+    assert made(str(rows), tmp_path / "out", root) == before
+    object_store.file_system().pipe_file(f"{object_store.bucket}/sub/b.png", encoded_image(seed=9))
+    with pytest.raises(ConfigMismatchError, match=r"shard-000000.tar: sub/b.png"):
+        made(str(rows), tmp_path / "out", root)
+
+
+@pytest.mark.parametrize("path", ["../a.png", "sub/../../a.png", "/a.png", "s3://other/a.png", "..", "a\0.png"])
+def test_a_path_may_not_leave_the_root(path):
+    with pytest.raises(FetchProblem) as problem:
+        RemoteRoot("s3://bucket/images").name_of(path)
+    assert problem.value.reason is Reason.IMAGE_PATH
+    with pytest.raises(RowRejected, match=r"image: .* is outside the image root"):
+        MediaLoader("s3://bucket/images", False).load(path, "image")
+
+
+def test_the_url_itself_is_a_path():
+    assert RemoteRoot("s3://bucket/images").name_of("s3://bucket/images/a/./b.png") == "a/b.png"
+
+
+def test_an_image_over_the_limit_is_not_kept(object_store, monkeypatch):
+    monkeypatch.setattr(remote_root, "MAX_FILE_BYTES", 3)
+    object_store.file_system().pipe_file(f"{object_store.bucket}/big.png", b"12345")
+    with pytest.raises(RowRejected, match=r"big.png has more than 3 bytes") as rejected:
+        MediaLoader(object_store.url, False).load("big.png", "image")
+    assert rejected.value.reason is Reason.IMAGE_TOO_LARGE
+
+
+def test_a_root_without_anything_below_it_is_refused(object_store):
+    object_store.file_system().pipe_file(f"{object_store.bucket}/images/a.png", b"x")
+    require_image_root(f"{object_store.url}/images/")
+    with pytest.raises(SourceError, match="nothing found below it"):
+        require_image_root(f"{object_store.url}/imags")

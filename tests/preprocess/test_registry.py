@@ -1,0 +1,35 @@
+"""Recipes and engines by module or file name, and the remedies if Python does not find them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from preprocess.registry import find
+from vlmdata.errors import SourceError
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("mine_here:Mine", "To use mine_here.py of this folder, set PYTHONPATH=. or write mine_here.py:Mine. Built in"),
+        ("folder_here.mine:Mine", "To use folder_here/mine.py of this folder, set PYTHONPATH=. or write folder_here/"),
+        ("nowhere.mine:Mine", "Set PYTHONPATH to the module's folder, or write path/to/nowhere/mine.py:Mine. Built in"),
+        ("json.mine:Mine", "No module named 'json.mine'. Set PYTHONPATH"),
+        ("needy.py:Mine", "cannot load needy.py:Mine: No module named 'absent'. Built in: one."),
+        ("mine_here.py:Yours", "has no attribute 'Yours'. Built in: one."),
+    ],
+)
+def test_an_import_error_names_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, remedy: str
+) -> None:
+    (tmp_path / "folder_here").mkdir()
+    for file in ("mine_here.py", "folder_here/mine.py"):
+        (tmp_path / file).write_text("class Mine: ...")
+    (tmp_path / "needy.py").write_text("import absent")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SourceError, match=f"--recipe {name}: cannot load") as raised:
+        find("--recipe", name, {"one": "json:load"})
+    assert remedy in str(raised.value)
+    assert find("--recipe", "mine_here.py:Mine", {}).__name__ == "Mine"

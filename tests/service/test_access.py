@@ -1,0 +1,165 @@
+"""Who may ask: tokens, certificates, rates, and what a server refuses to be."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trustme
+
+from vlmdata import StreamingLoader
+from vlmdata.errors import ResourceError, UsageError
+from vlmdata.service.access import RateLimit, Tokens, machine_of
+from vlmdata.service.config import ServerConfig
+from vlmdata.service.server import CollationServer
+
+OPTIONS: dict[str, Any] = {"capacity": 1024, "global_batch": 2, "timeout": 2.0}
+
+
+@contextmanager
+def serving(data: Path, **options: Any) -> Iterator[int]:
+    """A server in this process; gives its port."""
+    server = CollationServer([data], ServerConfig(port=0, workers=1, drain=1.0, **options))
+    try:
+        yield server.port
+    finally:
+        server.close()
+
+
+def first_batch(place: str, **options: Any) -> Any:
+    with StreamingLoader(place, **OPTIONS | options) as loader:
+        return next(iter(loader))
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> tuple[trustme.CA, Path]:
+    ca = trustme.CA()
+    path = tmp_path_factory.mktemp("ca") / "ca.pem"
+    ca.cert_pem.write_to_path(str(path))
+    return ca, path
+
+
+def certificate(ca: trustme.CA, folder: Path, name: str, **options: Any) -> tuple[Path, Path]:
+    issued = ca.issue_cert(name, **options)
+    cert, key = folder / f"{name}.pem", folder / f"{name}.key"
+    issued.cert_chain_pems[0].write_to_path(str(cert))
+    issued.private_key_pem.write_to_path(str(key))
+    return cert, key
+
+
+class TestTokens:
+    def test_a_valid_token_is_needed_and_can_be_rotated(self, chat: Path, tmp_path: Path) -> None:
+        tokens, mine = tmp_path / "tokens", tmp_path / "mine"
+        tokens.write_text("# first\nold\n\nsecond\n")
+        mine.write_text("old\n")
+        with serving(chat, token_file=tokens) as port:
+            place = f"grpc://127.0.0.1:{port}"
+            assert first_batch(place, service_token=mine)
+            for given in ("wrong", "ol", "# first"):
+                mine.write_text(given)
+                with pytest.raises(UsageError, match="the token was refused"):
+                    first_batch(place, service_token=mine)
+            with pytest.raises(UsageError, match="the token was refused"):
+                first_batch(place)
+            tokens.write_text("new\n")
+            os.utime(tokens, ns=(1, 1))
+            mine.write_text("new")
+            deadline = datetime.datetime.now() + datetime.timedelta(seconds=20)
+            while True:
+                try:
+                    first_batch(place, service_token=mine)
+                    break
+                except UsageError:
+                    assert datetime.datetime.now() < deadline, "the file is not read again"
+            mine.write_text("old")
+            with pytest.raises(UsageError, match="the token was refused"):
+                first_batch(place, service_token=mine)
+
+    def test_a_file_without_tokens_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match="cannot be read: No such file"):
+            Tokens(tmp_path / "none")
+        (tmp_path / "empty").write_text("# nothing\n")
+        with pytest.raises(UsageError, match="has no token; write one on each line"):
+            Tokens(tmp_path / "empty")
+
+
+class TestTls:
+    def test_clients_check_the_server(self, chat: Path, tmp_path: Path, authority: tuple[trustme.CA, Path]) -> None:
+        ca, ca_file = authority
+        cert, key = certificate(ca, tmp_path, "localhost")
+        with serving(chat, tls_cert=cert, tls_key=key) as port:
+            assert first_batch(f"grpc+tls://localhost:{port}", tls_ca=ca_file)
+            stranger = tmp_path / "stranger.pem"
+            trustme.CA().cert_pem.write_to_path(str(stranger))
+            with pytest.raises(ResourceError, match="no server answered"):
+                first_batch(f"grpc+tls://localhost:{port}", tls_ca=stranger)
+
+    def test_an_expired_certificate_is_no_certificate(
+        self, chat: Path, tmp_path: Path, authority: tuple[trustme.CA, Path]
+    ) -> None:
+        ca, ca_file = authority
+        past = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)
+        cert, key = certificate(ca, tmp_path, "localhost", not_after=past)
+        with (
+            serving(chat, tls_cert=cert, tls_key=key) as port,
+            pytest.raises(ResourceError, match="no server answered"),
+        ):
+            first_batch(f"grpc+tls://localhost:{port}", tls_ca=ca_file)
+
+    def test_servers_check_the_clients(self, chat: Path, tmp_path: Path, authority: tuple[trustme.CA, Path]) -> None:
+        ca, ca_file = authority
+        cert, key = certificate(ca, tmp_path, "localhost")
+        mine, my_key = certificate(ca, tmp_path, "trainer")
+        with serving(chat, tls_cert=cert, tls_key=key, tls_client_ca=ca_file) as port:
+            place = f"grpc+tls://localhost:{port}"
+            assert first_batch(place, tls_ca=ca_file, tls_cert=mine, tls_key=my_key)
+            with pytest.raises(ResourceError, match="no server answered"):
+                first_batch(place, tls_ca=ca_file)
+
+
+@pytest.fixture(autouse=True)
+def _short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vlmdata.loader.served.open._SECONDS_TO_OPEN", 2.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"host": "0.0.0.0"}, "batches would cross the network in clear text. Give --tls-cert"),
+        ({"host": "10.0.0.7", "token_file": Path("t")}, "batches and tokens would cross the network in clear text"),
+        ({"host": "0.0.0.0", "tls_cert": Path("c"), "tls_key": Path("k")}, "anyone on the network could read the data"),
+        ({"tls_cert": Path("c")}, "--tls-cert and --tls-key: give both"),
+        ({"tls_client_ca": Path("c")}, "--tls-client-ca needs --tls-cert"),
+        ({"memory": 0}, "memory is 0"),
+        ({"verify": "twice"}, "--verify twice: must be one of stored, pixels, off"),
+        ({"port": 70_000}, "port is 70000"),
+    ],
+)
+def test_an_exposed_server_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        ServerConfig(**options)
+
+
+def test_an_exposed_server_can_be_insisted_on() -> None:
+    assert ServerConfig(host="0.0.0.0", insecure=True).host == "0.0.0.0"
+    secured = ServerConfig(host="0.0.0.0", tls_cert=Path("c"), tls_key=Path("k"), token_file=Path("t"))
+    assert secured.tls
+
+
+def test_a_port_that_is_taken_is_named(chat: Path) -> None:
+    with serving(chat) as port, pytest.raises(UsageError, match=f"127.0.0.1:{port}: cannot listen"):
+        CollationServer([chat], ServerConfig(port=port, workers=1))
+
+
+def test_rates_are_limited_for_each_machine() -> None:
+    limit = RateLimit(0.001)
+    limit._rate = 5.0  # a bucket of ten that hardly fills during the test
+    assert sum(limit.allows("a") for _ in range(100)) in (10, 11)
+    assert limit.allows("b")
+    assert machine_of("ipv4:10.0.0.7:41234") == "ipv4:10.0.0.7"
+    assert machine_of("ipv6:[::1]:41234") == "ipv6:[::1]"

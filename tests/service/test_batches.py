@@ -1,0 +1,250 @@
+"""Served batches are those of a local loader, to the last bit."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow.flight as flight
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.service.servers import Server, assert_equal, serving
+from vlmdata import Blend, StreamingLoader
+from vlmdata.errors import ConfigMismatchError, DatasetFormatError, UsageError
+from vlmdata.loader.config import Service
+from vlmdata.loader.served.address import parse_address
+from vlmdata.loader.served.connection import Connection
+from vlmdata.loader.served.protocol import STATUS
+from vlmdata.packing import config as plan_config
+
+OPTIONS: dict[str, Any] = {"capacity": 1024, "global_batch": 4, "pad_multiple": 4}
+
+RANKS = {
+    "whole": {},
+    "workers": {"num_workers": 2},
+    "slice 0 of 2": {"context_parallel": 2, "context_parallel_rank": 0},
+    "slice 3 of 4": {"context_parallel": 4, "context_parallel_rank": 3, "num_workers": 1},
+    "rank 1 of 2": {"dp_rank": 1, "dp_size": 2},
+    "tokens": {"parts": ("tokens",)},
+    "labels of a slice": {"parts": ("labels",), "context_parallel": 2, "context_parallel_rank": 1},
+    "pixels": {"parts": ("pixels",)},
+    "nothing": {"parts": ()},
+    "fixed length, last step padded": {"pad_to_capacity": True, "global_batch": 7},
+    "unchecked": {"verify": "off"},
+    "float pixels of a slice": {"pixels": "bfloat16", "context_parallel": 2, "context_parallel_rank": 0},
+}
+
+
+@pytest.mark.parametrize("options", RANKS.values(), ids=RANKS)
+def test_equal_those_of_a_local_loader(server: Server, chat: Path, receipts: Path, options: dict[str, Any]) -> None:
+    options = OPTIONS | options
+    with (
+        StreamingLoader([chat, receipts], **options | {"num_workers": 0}) as local,
+        StreamingLoader(server.url, **options) as served,
+    ):
+        assert len(local) == len(served) > 4
+        for one, two in zip(local, served, strict=True):
+            assert_equal(one, two)
+
+
+def test_one_dataset_of_the_service(server: Server, chat: Path, receipts: Path) -> None:
+    for place, data in ((f"{server.url}/receipts", [receipts]), (f"{server.url}/chat", [chat])):
+        with StreamingLoader(data, **OPTIONS) as local, StreamingLoader(place, **OPTIONS) as served:
+            assert served.fingerprints[0][1] == local.fingerprints[0][1]
+            assert_equal(next(iter(local)), next(iter(served)))
+    blend = Blend("tokens", (0.3, 0.7))
+    places = [f"{server.url}/receipts", f"{server.url}/chat"]
+    with (
+        StreamingLoader([receipts, chat], blend=blend, **OPTIONS) as local,
+        StreamingLoader(places, blend=blend, **OPTIONS) as served,
+    ):
+        for one, two in zip(local, served, strict=True):
+            assert_equal(one, two)
+
+
+def test_a_run_moves_between_local_and_served_in_mid_epoch(server: Server, chat: Path, receipts: Path) -> None:
+    def ranks(data: Any, size: int, state: dict[str, Any] | None, steps: int) -> tuple[list[list[Any]], dict[str, Any]]:
+        """The batches of some steps, by step, and the state after them."""
+        found: list[list[Any]] = [[] for _ in range(steps)]
+        for rank in range(size):
+            with StreamingLoader(data, dp_rank=rank, dp_size=size, num_workers=rank, **OPTIONS) as loader:
+                if state is not None:
+                    loader.load_state_dict(state)
+                first = loader.position.step
+                for batch in islice(loader, steps * OPTIONS["global_batch"] // size):
+                    found[batch.step - first].append(batch)
+                after = loader.state_dict()
+        return [sorted(step, key=lambda batch: batch.pack) for step in found], after
+
+    here = [chat, receipts]
+    expected, _ = ranks(here, 1, None, 3)
+    state, got = None, []
+    for data, size in ((here, 2), (server.url, 4), (here, 1)):
+        steps, state = ranks(data, size, state, 1)
+        got += steps
+    for one, two in zip(expected, got, strict=True):
+        for a, b in zip(one, two, strict=True):
+            assert a.sample_keys == b.sample_keys
+            assert a.pack == b.pack
+            assert a.input_ids.equal(b.input_ids)
+            assert a.patches.equal(b.patches)
+
+
+class TestRefusals:
+    def test_of_a_client_that_plans_otherwise(self, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(plan_config, "ALGORITHM_VERSION", 999)
+        with StreamingLoader(server.url, **OPTIONS) as loader, pytest.raises(ConfigMismatchError, match="999 -> "):
+            next(iter(loader))
+
+    def test_of_a_dataset_that_the_service_has_not(self, server: Server) -> None:
+        with pytest.raises(UsageError, match=r"no dataset 'other'; the service has: chat \([0-9a-f]{8}\), receipts"):
+            StreamingLoader(f"{server.url}/other", **OPTIONS)
+
+    def test_of_a_mix_with_other_data(self, server: Server, chat: Path) -> None:
+        with pytest.raises(UsageError, match="cannot be mixed with a collation service; serve it, too"):
+            StreamingLoader([server.url, str(chat)], **OPTIONS)
+
+    def test_of_a_batch_beyond_the_servers_memory(self, server: Server) -> None:
+        options = OPTIONS | {"capacity": 4 << 20, "pad_to_capacity": True, "balance": False}
+        with (
+            StreamingLoader(server.url, **options) as loader,
+            pytest.raises(UsageError, match="more than the server's"),
+        ):
+            next(iter(loader))
+
+    def test_of_an_endless_epoch(self, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+        blend = Blend("epochs", (17.0, 17.0))
+        with (
+            StreamingLoader(server.url, blend=blend, **OPTIONS) as loader,
+            pytest.raises(UsageError, match="over 16 times"),
+        ):
+            next(iter(loader))
+
+    def test_of_damage_names_shard_row_and_key(self, chat: Path, tmp_path: Path) -> None:
+        import shutil
+
+        from vlmdata.format.dataset import VlmDataset
+
+        copy = Path(shutil.copytree(chat, tmp_path / "chat"))
+        dataset = VlmDataset(copy)
+        with open(dataset.shard_path(int(dataset.index.shard[5])), "r+b") as file:
+            file.seek(int(dataset.index.data_offsets["input_ids"][5]))
+            byte = file.read(1)[0]
+            file.seek(-1, 1)
+            file.write(bytes([byte ^ 1]))
+        with serving(copy, "-j", 1) as server:
+            with StreamingLoader(server.url, **OPTIONS) as loader, pytest.raises(DatasetFormatError) as caught:
+                list(loader)
+            assert f"server 127.0.0.1:{server.port}: {copy}/shard-000000.tar: row 5 key " in str(caught.value)
+            options = OPTIONS | {"on_damage": "mask"}
+            with StreamingLoader(copy, **options) as local, StreamingLoader(server.url, **options) as served:
+                for one, two in zip(local, served, strict=True):
+                    assert_equal(one, two)
+                assert [each.row for each in served.stats.damaged] == [each.row for each in local.stats.damaged] == [5]
+                assert local.state_dict()["damaged"] == served.state_dict()["damaged"]
+
+
+class TestSharing:
+    def test_a_pack_is_read_once_for_all_slices_and_parts(self, chat: Path) -> None:
+        with serving(chat, "-j", 1, "--metrics-port", 0) as server:
+            for options in (
+                {"parts": ("tokens", "pixels")},
+                {"parts": ("labels",)},
+                {"context_parallel_rank": 0},
+                {"context_parallel_rank": 1},
+            ):
+                with StreamingLoader(server.url, context_parallel=2, **OPTIONS | options) as loader:
+                    batches = len(list(loader))
+            counts = json.loads(connection(server).action(STATUS))["packs"]
+            assert counts["made"] <= batches
+            assert counts["shared"] >= 3 * batches
+            text = urllib.request.urlopen(f"http://127.0.0.1:{server.metrics_port}/metrics").read().decode()
+            assert f"vlmdata_batches_total {4 * batches}.0" in text
+
+    def test_the_status_names_the_clients(self, server: Server) -> None:
+        with StreamingLoader(server.url, dp_rank=3, dp_size=4, **OPTIONS) as loader:
+            batch = next(iter(loader))
+        clients = json.loads(connection(server).action(STATUS))["clients"]
+        last = min(clients, key=lambda client: client["seconds_ago"])
+        assert (last["dp_rank"], last["dp_size"]) == (3, 4)
+        assert last["position"] == [batch.epoch, batch.step, batch.micro_batch]
+
+
+def connection(server: Server) -> Connection:
+    return Connection(parse_address(server.url).servers()[0], parse_address(server.url), Service())
+
+
+class TestHostileTickets:
+    """Whatever a ticket holds, it gives an error of ours, and the server goes on within its memory."""
+
+    @pytest.fixture(scope="class")
+    def known(self, server: Server) -> dict[str, Any]:
+        """A valid query."""
+        from vlmdata.loader.served.protocol import BatchQuery
+        from vlmdata.loader.state import Position
+
+        with StreamingLoader(server.url, **OPTIONS) as loader:
+            fingerprints = tuple(each for _, each in loader.fingerprints)
+            query = BatchQuery(
+                fingerprints,
+                loader.plan_config,
+                Position(),
+                0,
+                1,
+                None,
+                frozenset({"tokens", "pixels"}),
+                "uint8",
+                "raise",
+            )
+        return json.loads(query.encode())
+
+    @pytest.fixture(scope="class")
+    def client(self, server: Server) -> Any:
+        return flight.FlightClient(server.url)
+
+    @settings(max_examples=200, suppress_health_check=list(HealthCheck))
+    @given(data=st.data())
+    def test_are_refused(self, server: Server, known: dict[str, Any], client: Any, data: st.DataObject) -> None:
+        ticket = data.draw(st.one_of(st.binary(max_size=200), mutated(known)))
+        before = psutil.Process(server.process.pid).memory_info().rss
+        try:
+            for _ in client.do_get(flight.Ticket(ticket), flight.FlightCallOptions(timeout=60)):
+                pass
+        except flight.FlightServerError as error:
+            kind = json.loads(error.extra_info)["type"]
+        else:
+            kind = None
+        assert kind in (None, "UsageError", "ConfigMismatchError", "NotFoundError")
+        assert psutil.Process(server.process.pid).memory_info().rss - before < 128 << 20
+        assert client.do_action("health", flight.FlightCallOptions(timeout=10)).__next__().body.to_pybytes() == b"ok"
+
+
+NUMBERS = st.one_of(st.integers(-3, 3), st.sampled_from([1 << 20, 1 << 31, 1 << 62, 10**30]), st.floats())
+VALUES = st.one_of(
+    NUMBERS,
+    st.none(),
+    st.booleans(),
+    st.text(max_size=5),
+    st.lists(NUMBERS, max_size=4),
+    st.dictionaries(st.text(max_size=3), NUMBERS, max_size=2),
+)
+
+
+@st.composite
+def mutated(draw: st.DrawFn, query: dict[str, Any]) -> bytes:
+    """A valid query with one or two values replaced."""
+    copy = json.loads(json.dumps(query))
+    for _ in range(draw(st.integers(1, 2))):
+        at, parent = copy, None
+        while isinstance(at, dict | list) and at and (parent is None or draw(st.booleans())):
+            key = draw(st.sampled_from(sorted(at) if isinstance(at, dict) else range(len(at))))
+            parent, at = at, at[key]
+        if parent is not None:
+            parent[key] = draw(VALUES)
+    return json.dumps(copy).encode()

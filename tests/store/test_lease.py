@@ -1,0 +1,115 @@
+"""The lock of an object store: one run at a time, and none that a dead run leaves behind for good."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from tests.object_store import ObjectStore, forget_file_systems
+from tests.proxy import Trouble, troubled
+from vlmdata.store import LockedError, Store, lease, open_store
+
+LOCK = ".progress/lock"
+
+
+@pytest.fixture
+def store(object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Store:
+    monkeypatch.setattr(lease, "PATIENCE", 0.6)
+    monkeypatch.setattr(lease, "RENEWED_EVERY", 0.1)
+    return open_store(f"{object_store.url}/data")
+
+
+@pytest.fixture
+def other_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Within the block locks are those of another machine."""
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: "elsewhere")
+        yield patch
+
+
+def locks(store: Store) -> list[str]:
+    return sorted(store.listing(LOCK))
+
+
+def test_a_run_that_was_killed_on_this_machine_is_in_nobodys_way(store: Store) -> None:
+    program = (
+        "import os, signal, sys; from vlmdata.store import open_store\n"
+        f"with open_store(sys.argv[1]).lock({LOCK!r}): os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", program, store.place], timeout=60).returncode == -9
+    assert locks(store) == ["1"]
+    began = time.monotonic()
+    with store.lock(LOCK):
+        assert time.monotonic() - began < 30
+        assert locks(store) == ["2"]
+    assert locks(store) == []
+
+
+def test_one_of_another_machine_is_waited_for_and_refused_while_it_lives(
+    store: Store, other_machine: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with store.lock(LOCK):
+        other_machine.undo()
+        with pytest.raises(LockedError, match="on elsewhere"), store.lock(LOCK):
+            pass
+    assert "waiting" in caplog.text
+    assert locks(store) == []
+
+
+def test_one_of_another_machine_that_is_renewed_no_more_is_taken_over(store: Store) -> None:
+    store.put(f"{LOCK}/7", json.dumps({"host": "elsewhere", "pid": 5, "renewals": 3}).encode())
+    with store.lock(LOCK) as lock:
+        assert locks(store) == ["8"]
+        lock.check()
+
+
+def test_a_run_that_was_taken_over_gives_up(store: Store) -> None:
+    with store.lock(LOCK) as lock:
+        store.put(f"{LOCK}/2", b"{}")
+        with pytest.raises(LockedError, match="took over"):
+            _check_until(lock.check, 10)
+
+
+def _check_until(check, seconds):
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        check()
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("without", [(), ("if-none-match",)], ids=["conditional puts", "none"])
+def test_of_runs_that_begin_at_once_no_two_go_on(
+    object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch, without: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(lease, "_SETTLING", 1.0)
+    holders: list[int] = []
+    starting, ending = threading.Barrier(4), threading.Barrier(4)
+
+    def run(number: int) -> None:
+        with ExitStack() as stack:
+            starting.wait()
+            try:
+                stack.enter_context(open_store(f"{object_store.url}/data").lock(LOCK))
+                holders.append(number)
+            except LockedError:
+                pass
+            ending.wait()
+
+    with troubled(object_store.endpoint) as proxy:
+        proxy.trouble = lambda number, method, path: Trouble(without=without)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        forget_file_systems()
+        threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(holders) <= 1

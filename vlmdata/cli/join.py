@@ -1,0 +1,61 @@
+"""``vlmdata join``: makes one dataset of several, with the same shards."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def join(
+    data: Annotated[list[str], typer.Argument(metavar="DIR…", help="Finished datasets, in this order.")],
+    out: Annotated[str, typer.Option("--out", "-o", help="Folder or URL of the new dataset.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+) -> None:
+    """Join finished datasets of one family and tokenizer into one. The datasets stay unchanged.
+
+    The new dataset has the same shards, byte for byte. On one file system they are hard links. Within an object store,
+    the store copies them; otherwise this machine does. Index, ledger and manifest are new. A loader can also read
+    several datasets without joining them (`train.py --data A --data B`); join them to have one folder and fingerprint.
+
+    **Examples**
+
+    - `vlmdata join data/may data/june --out data/summer`
+
+    - `vlmdata join s3://bucket/may s3://bucket/june --out s3://bucket/summer`
+
+    **Exit codes**: 0 done; 2 the datasets do not fit together, or --out is not empty; 3 out of space.
+    """
+    import json
+
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress
+
+    from vlmdata.format.join import describe, join_datasets
+    from vlmdata.store import open_store
+
+    talk = Console(stderr=True, highlight=False)
+    bar = Progress(*Progress.get_default_columns()[:2], MofNCompleteColumn(), console=talk)
+    bar.disable = not talk.is_terminal
+    with bar:
+        task = bar.add_task("shards")
+        result = join_datasets(
+            [open_store(place) for place in data],
+            open_store(out),
+            on_shard=lambda done, shards: bar.update(task, completed=done, total=shards),
+        )
+    totals = result.manifest.totals
+    if as_json:
+        fields = {
+            "directory": str(open_store(out)),
+            "fingerprint": result.manifest.fingerprint,
+            "rows": totals.rows,
+            "samples": totals.samples,
+            "bytes": totals.bytes,
+            "shards": {how.name.lower(): count for how, count in result.transferred.items()},
+        }
+        print(json.dumps(fields, indent=2))
+        return
+    print(f"{open_store(out)}: {totals.samples:,} samples of {totals.rows:,} rows, {totals.bytes / 1e6:,.1f} MB")
+    print(describe(result.transferred))
+    print(f"next: vlmdata verify {open_store(out)}")

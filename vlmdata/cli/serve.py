@@ -1,0 +1,232 @@
+"""``vlmdata serve``: the collation service, which makes packed batches for loaders on other machines."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from vlmdata.errors import ResourceError, UsageError
+
+if TYPE_CHECKING:
+    from vlmdata.service.server import CollationServer
+
+_NETWORK, _LIMITS, _SECURITY, _CLIENT = "Network", "Limits", "Security", "Look at a running server"
+_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def serve(
+    data: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="DATA…", help="Dataset directories or fsspec URLs, in the loader's order."),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=_NETWORK)] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 means a free one.", rich_help_panel=_NETWORK)] = 8815,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="Port for /metrics (Prometheus) and /healthz.", rich_help_panel=_NETWORK)
+    ] = None,
+    workers: Annotated[
+        int,
+        typer.Option(
+            "--workers", "-j", help="Processes that read and decode; 0 means one per core.", rich_help_panel=_LIMITS
+        ),
+    ] = 0,
+    memory: Annotated[
+        str, typer.Option(help="Memory of all packs, such as 500M or 4G.", rich_help_panel=_LIMITS)
+    ] = "4G",
+    rate: Annotated[float, typer.Option(help="Queries a second per client machine.", rich_help_panel=_LIMITS)] = 2000.0,
+    verify: Annotated[str, typer.Option(help="Checks: pixels, stored or off.", rich_help_panel=_LIMITS)] = "pixels",
+    drain: Annotated[
+        float, typer.Option(help="Seconds for answers under way when the server is stopped.", rich_help_panel=_LIMITS)
+    ] = 30.0,
+    cache_dir: Annotated[
+        Path | None, typer.Option(help="Folder for shards of remote datasets.", rich_help_panel=_LIMITS)
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(help="Valid tokens, one on each line; read again when it changes.", rich_help_panel=_SECURITY),
+    ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate, PEM.", rich_help_panel=_SECURITY)] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its private key, PEM.", rich_help_panel=_SECURITY)] = None,
+    tls_client_ca: Annotated[
+        Path | None,
+        typer.Option(help="Authorities whose certificates clients must present, PEM.", rich_help_panel=_SECURITY),
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Allow clear text and no token on a network.", rich_help_panel=_SECURITY)
+    ] = False,
+    status: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT", help="Show the clients and the state of a server, and exit.", rich_help_panel=_CLIENT
+        ),
+    ] = None,
+    service_token: Annotated[
+        Path | None, typer.Option(help="With --status: file with the token.", rich_help_panel=_CLIENT)
+    ] = None,
+    tls_ca: Annotated[
+        Path | None,
+        typer.Option(help="With --status: authorities of the server's certificate, PEM.", rich_help_panel=_CLIENT),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Log, or print the status, as JSON.")] = False,
+) -> None:
+    """Serve packed batches to loaders: StreamingLoader("grpc://HOST:PORT", …).
+
+    A server keeps nothing about its clients. Start several with the same data, and stop or restart any of them at any
+    time. SIGTERM and Ctrl-C refuse new queries and let answers under way end.
+
+    **Examples**
+
+    - `vlmdata serve data/cord` (this machine only)
+
+    - `vlmdata serve data/cord data/chat --host 0.0.0.0 --tls-cert cert.pem --tls-key key.pem --token-file tokens`
+
+    - `vlmdata serve --status trainer-7:8815`
+
+    **Exit codes**: 0 stopped; 2 invalid option, no dataset, or the address is taken; 3 no answer from --status.
+    """
+    if status is not None:
+        _show_status(status, service_token, tls_ca, as_json)
+        return
+    if not data:
+        raise UsageError("DATA: give at least one dataset to serve")
+    try:
+        from vlmdata.service.server import CollationServer
+    except ImportError as error:
+        raise UsageError(f"vlmdata serve needs a package ({error}): pip install 'vlmdata[service]'") from error
+    from vlmdata.service.config import ServerConfig
+
+    config = ServerConfig(
+        host=host,
+        port=port,
+        workers=workers,
+        memory=_bytes(memory),
+        verify=verify,  # type: ignore[arg-type]
+        rate=rate,
+        token_file=token_file,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        tls_client_ca=tls_client_ca,
+        insecure=insecure,
+        metrics_port=metrics_port,
+        drain=drain,
+        cache_dir=cache_dir,
+    )
+    _log_to_stderr(as_json)
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
+    server = CollationServer(data, config)
+    server.metrics.serve()
+    _announce(server)
+    while not stopped.wait(0.5):  # a signal that another thread receives does not wake an endless wait
+        pass
+    logging.getLogger("vlmdata.service").info("stopping", extra={"answers_under_way": len(server.answers)})
+    server.close()
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(0)  # Flight would wait for calls whose clients do not read
+
+
+def _announce(server: CollationServer) -> None:
+    config = server.config
+    scheme = "grpc+tls" if config.tls else "grpc"
+    names = ", ".join(each.name for each in server.describe().datasets)
+    print(f"serving {names} at {scheme}://{config.host}:{server.port}", flush=True)
+    if server.metrics.port is not None:
+        print(f"metrics at http://{config.host}:{server.metrics.port}/metrics", flush=True)
+
+
+def _bytes(text: str) -> int:
+    number, unit = (text[:-1], text[-1].upper()) if text[-1:].upper() in _UNITS else (text, "")
+    try:
+        return int(float(number) * _UNITS.get(unit, 1))
+    except ValueError:
+        raise UsageError(f"--memory {text!r}: give bytes, or a number with K, M, G or T") from None
+
+
+def _log_to_stderr(as_json: bool) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_LogFormat(as_json))
+    logger = logging.getLogger("vlmdata")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+
+
+class _LogFormat(logging.Formatter):
+    """One line a record: time, level, message and fields."""
+
+    _KNOWN = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
+
+    def __init__(self, as_json: bool):
+        super().__init__()
+        self._as_json = as_json
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {name: value for name, value in record.__dict__.items() if name not in self._KNOWN}
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
+        time = self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z")
+        if self._as_json:
+            values = {"time": time, "level": record.levelname.lower(), "message": record.getMessage(), **fields}
+            return json.dumps(values, default=str)
+        words = [time, record.levelname, record.getMessage(), *(f"{name}={value}" for name, value in fields.items())]
+        return " ".join(words)
+
+
+def _show_status(place: str, token: Path | None, ca: Path | None, as_json: bool) -> None:
+    from vlmdata.loader.config import Service
+    from vlmdata.loader.served.address import is_service, parse_address
+    from vlmdata.loader.served.connection import Connection, ServerLostError
+    from vlmdata.loader.served.protocol import STATUS
+
+    address = parse_address(place if is_service(place) else f"{'grpc+tls' if ca else 'grpc'}://{place}")
+    options = Service(service_token=token, tls_ca=ca)
+    found = []
+    for server in address.servers():
+        try:
+            found.append(json.loads(Connection(server, address, options).action(STATUS)))
+        except ServerLostError as error:
+            raise ResourceError(str(error)) from error
+    if as_json:
+        print(json.dumps(found if len(found) > 1 else found[0], indent=2))
+        return
+    for values in found:
+        _print_status(values)
+
+
+def _print_status(values: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    memory, packs = values["memory"], values["packs"]
+    state = "stopping" if values["draining"] else "up"
+    console.print(f"{values['host']} (vlmdata {values['vlmdata']}), {state} for {values['up_seconds']:,.0f} s")
+    console.print("datasets: " + ", ".join(f"{each['name']} {each['fingerprint'][:8]}" for each in values["datasets"]))
+    console.print(
+        f"packs: {packs['made']:,} made, {packs['shared']:,} queries shared one; memory {memory['in_use'] / 1e6:,.0f} "
+        f"of {memory['limit'] / 1e6:,.0f} MB; {values['workers']} workers, {values['worker_restarts']} restarts"
+    )
+    table = Table("client", "plan", "rank", "slice", "parts", "last position", "batches", "MB", "seconds ago")
+    for each in values["clients"]:
+        epoch, step, micro_batch = each["position"]
+        table.add_row(
+            each["machine"],
+            each["plan"],
+            f"{each['dp_rank']}/{each['dp_size']}",
+            each["slice"] or "–",
+            each["parts"],
+            f"epoch {epoch} step {step} batch {micro_batch}",
+            f"{each['batches']:,}",
+            f"{each['bytes'] / 1e6:,.0f}",
+            f"{each['seconds_ago']:.0f}",
+        )
+    console.print(table if values["clients"] else "no client has asked in the last ten minutes")

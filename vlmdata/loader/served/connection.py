@@ -1,0 +1,247 @@
+"""The connection to one server of a collation service."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.flight as flight
+import xxhash
+
+from vlmdata.errors import ConfigMismatchError, UsageError
+from vlmdata.loader.config import Service
+from vlmdata.loader.damage import Filled
+from vlmdata.loader.served.address import Server, ServiceAddress
+from vlmdata.loader.served.protocol import (
+    DESCRIBE,
+    PROTOCOL,
+    BatchQuery,
+    Description,
+    FileQuery,
+    Header,
+    Trailer,
+    decode_error,
+)
+
+#: Of gRPC: a server that answers no ping for this long is gone, even if its machine still acknowledges packets.
+_KEEPALIVE_MS, _KEEPALIVE_TIMEOUT_MS = 10_000, 5_000
+_SECONDS_TO_DESCRIBE = 10.0
+
+
+class ServerLostError(Exception):
+    """A server is gone, overloaded, draining or too slow. Another one, or the same one later, can answer."""
+
+
+class TokenRefusedError(UsageError):
+    """A server refuses the token. It may have been replaced in its file since it was read."""
+
+
+class Call:
+    """A query under way, which another thread can cancel."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._reader: Any = None
+        self.cancelled = False
+
+    def follow(self, reader: Any) -> None:
+        """Makes :meth:`cancel` end this reader."""
+        with self._lock:
+            self._reader = reader
+            if self.cancelled:
+                reader.cancel()
+
+    def cancel(self) -> None:
+        """Ends the query; it raises :class:`ServerLostError` in its thread."""
+        with self._lock:
+            self.cancelled = True
+            if self._reader is not None:
+                self._reader.cancel()
+
+
+class Connection:
+    """A server, connected on first use. Thread-safe.
+
+    Args:
+        server: The server.
+        address: The service's address.
+        options: Options of the service.
+    """
+
+    def __init__(self, server: Server, address: ServiceAddress, options: Service):
+        self.server = server
+        self._headers = authorization(address, options)
+        tls: dict[str, Any] = {}
+        if address.tls:
+            tls = {
+                "tls_root_certs": _read(options.tls_ca, "tls_ca"),
+                "cert_chain": _read(options.tls_cert, "tls_cert"),
+                "private_key": _read(options.tls_key, "tls_key"),
+                "override_hostname": server.name or None,
+            }
+        arguments = [
+            ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+            ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.max_reconnect_backoff_ms", 1_000),  # a restarted server is used again at once
+        ]
+        self._client = flight.FlightClient(
+            f"{'grpc+tls' if address.tls else 'grpc'}://{server}", generic_options=arguments, **tls
+        )
+
+    def describe(self) -> Description:
+        """Asks the server for its datasets.
+
+        Raises:
+            ServerLostError: If it does not answer.
+            VlmdataError: If it refuses.
+        """
+        try:
+            answer = list(self._client.do_action(DESCRIBE, self._options(_SECONDS_TO_DESCRIBE)))
+        except (pa.ArrowException, OSError) as error:
+            raise self._translated(error) from error
+        description = Description.decode(answer[0].body.to_pybytes() if answer else b"")
+        if description.protocol != PROTOCOL:
+            raise ConfigMismatchError(
+                f"server {self.server}: speaks protocol {description.protocol} (vlmdata {description.vlmdata}), this "
+                f"client {PROTOCOL}. Install the same version of vlmdata on both."
+            )
+        return description
+
+    def action(self, name: str) -> bytes:
+        """Returns the answer to an action.
+
+        Raises:
+            ServerLostError: If the server does not answer.
+            VlmdataError: If it refuses.
+        """
+        try:
+            return b"".join(
+                each.body.to_pybytes() for each in self._client.do_action(name, self._options(_SECONDS_TO_DESCRIBE))
+            )
+        except (pa.ArrowException, OSError) as error:
+            raise self._translated(error) from error
+
+    def file(self, query: FileQuery, timeout: float) -> Iterator[memoryview]:
+        """Yields the bytes of a file.
+
+        Raises:
+            ServerLostError: If the server does not answer.
+            VlmdataError: If it refuses.
+        """
+        try:
+            for chunk in self._client.do_get(flight.Ticket(query.encode()), self._options(timeout)):
+                yield memoryview(chunk.data.column(0).to_numpy(zero_copy_only=True))
+        except (pa.ArrowException, OSError) as error:
+            raise self._translated(error) from error
+
+    def batch(
+        self, query: BatchQuery, buffer: npt.NDArray[np.uint8], size: int, checked: bool, timeout: float, call: Call
+    ) -> Filled:
+        """Fills a buffer with a batch.
+
+        Args:
+            query: The batch.
+            buffer: uint8, at least ``size`` long.
+            size: Bytes of the batch.
+            checked: Whether to check the bytes against the server's checksum.
+            timeout: Seconds for the whole answer.
+            call: Allows other threads to cancel the query.
+
+        Raises:
+            ServerLostError: If the server does not answer in time, is overloaded, or bytes were changed on the way.
+            VlmdataError: If it refuses.
+        """
+        reader = None
+        try:
+            reader = self._client.do_get(flight.Ticket(query.encode()), self._options(timeout))
+            call.follow(reader)
+            return self._receive(reader, buffer, size, checked)
+        except (pa.ArrowException, OSError) as error:
+            raise self._translated(error) from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ServerLostError(f"server {self.server}: the answer is not a batch ({error!r})") from error
+        finally:
+            if reader is not None:
+                reader.cancel()  # otherwise an answer that is not read to its end holds memory at the server
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._client.close()
+
+    def _receive(self, reader: Any, buffer: npt.NDArray[np.uint8], size: int, checked: bool) -> Filled:
+        header, trailer, at, hashed = None, None, 0, xxhash.xxh3_64()
+        for chunk in reader:
+            if header is None:
+                header = Header.decode(chunk.app_metadata.to_pybytes())
+                if header.size != size:
+                    raise ServerLostError(
+                        f"server {self.server}: this batch has {header.size} bytes there, {size} here. Install the "
+                        "same version of vlmdata on both."
+                    )
+            elif chunk.app_metadata is not None:
+                trailer = Trailer.decode(chunk.app_metadata.to_pybytes())
+            data = chunk.data.column(0).to_numpy(zero_copy_only=True)
+            if at + len(data) > size:
+                break
+            buffer[at : at + len(data)] = data
+            at += len(data)
+            if checked:
+                hashed.update(data)
+        if header is None or trailer is None or at != size:
+            raise ServerLostError(f"server {self.server}: the answer ended after {at} of {size} bytes")
+        if checked and hashed.intdigest() != trailer.checksum:
+            raise ServerLostError(f"server {self.server}: bytes of the batch were changed on the way")
+        return Filled(size, header.damaged)
+
+    def _options(self, timeout: float) -> Any:
+        return flight.FlightCallOptions(timeout=timeout, headers=self._headers)
+
+    def _translated(self, error: Exception) -> Exception:
+        """Returns the error to raise for one of Flight."""
+        if isinstance(error, flight.FlightServerError) and error.extra_info:
+            return decode_error(error.extra_info, str(self.server))
+        if isinstance(error, flight.FlightUnauthenticatedError | flight.FlightUnauthorizedError):
+            return UsageError(
+                f"server {self.server}: the token was refused. Check service_token, or ask for a valid one."
+            )
+        return ServerLostError(f"server {self.server}: {_brief(error)}")
+
+
+def authorization(address: ServiceAddress, options: Service) -> list[tuple[bytes, bytes]]:
+    """Returns the headers that prove who asks.
+
+    Raises:
+        UsageError: If the token cannot be read, or would cross a network in clear text.
+    """
+    if options.service_token is None:
+        return []
+    if not (address.tls or address.is_local or options.service_insecure):
+        raise UsageError(
+            f"{address.text}: would send the token in clear text over the network. Use grpc+tls://, or "
+            "service_insecure=True if the network is trusted."
+        )
+    token = (_read(options.service_token, "service_token") or b"").strip()
+    if not token or b"\n" in token:
+        raise UsageError(f"{options.service_token}: must hold one token")
+    return [(b"authorization", b"Bearer " + token)]
+
+
+def _read(path: Any, option: str) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise UsageError(f"{option} {path}: cannot be read: {error.strerror}") from error
+
+
+def _brief(error: Exception) -> str:
+    """Returns the message without gRPC's debug context."""
+    text = str(error).partition(". gRPC client debug context")[0].strip()
+    return text.partition("with message: ")[2] or text or type(error).__name__

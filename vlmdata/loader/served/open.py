@@ -1,0 +1,139 @@
+"""Opens the datasets of a collation service: their manifests and indices, which a loader needs for its plans."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from vlmdata.errors import ConfigMismatchError, DatasetFormatError, UsageError
+from vlmdata.format.dataset import VlmDataset
+from vlmdata.loader.config import Service
+from vlmdata.loader.open import dataset_shards, default_cache_dir, fetch_tables
+from vlmdata.loader.served.address import Server, ServiceAddress, parse_address
+from vlmdata.loader.served.connection import Connection
+from vlmdata.loader.served.protocol import Description, FileQuery, ServedDataset
+from vlmdata.loader.served.servers import Servers
+from vlmdata.loader.shards import DatasetShards, ShardFile
+
+#: Seconds for a service to answer when a loader opens it.
+_SECONDS_TO_OPEN = 30.0
+#: Seconds for an index: 96 bytes a sample.
+_SECONDS_FOR_A_FILE = 600.0
+_LEAST_FINGERPRINT = 8
+
+
+@dataclass(frozen=True)
+class ServedShards:
+    """Shards that only the servers can read."""
+
+    service: str
+
+    def local_path(self, shard: ShardFile) -> Path:
+        """Returns the shard's name; it has no place on this machine."""
+        return Path(shard.name)
+
+    def open(self, shard: ShardFile) -> int:
+        """Raises an error.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise UsageError(
+            f"{self.service}: {shard.name} is at the service, which gives batches only. Name the dataset's folder or "
+            "URL to read samples."
+        )
+
+
+def open_service(
+    places: Sequence[str], cache_dir: Path | None, options: Service
+) -> tuple[Servers, list[tuple[VlmDataset, DatasetShards]]]:
+    """Connects to a service and opens its datasets.
+
+    Args:
+        places: Addresses, such as ``grpc://host:8815,host2:8815``; several only if they name datasets of the same
+            servers.
+        cache_dir: Folder for manifests and indices, which are kept by content; None means the default.
+        options: Options of the service.
+
+    Raises:
+        UsageError: If an address is malformed, the service has no such dataset, or refuses the token.
+        ConfigMismatchError: If servers have different data.
+        ResourceError: If no server answers.
+        DatasetFormatError: If a file does not match its fingerprint.
+    """
+    addresses = [parse_address(place) for place in places]
+    first = addresses[0]
+    if other := next((each for each in addresses if (each.tls, each.hosts) != (first.tls, first.hosts)), None):
+        raise UsageError(f"{first.text} and {other.text} are different services; a loader reads from one")
+    servers = Servers(first, options)
+    opened = []
+    for served in _agreed(addresses, servers.describe(_SECONDS_TO_OPEN)):
+        name = f"{first.base}/{served.name}"
+        directory = fetch_tables(name, cache_dir or default_cache_dir(), partial(_fetch, servers, served))
+        dataset = VlmDataset(directory, name=name, open_shard=_no_shard)
+        if dataset.manifest.fingerprint != served.fingerprint:
+            raise DatasetFormatError(
+                f"{name}: its manifest has fingerprint {dataset.manifest.fingerprint[:16]}, the service says "
+                f"{served.fingerprint[:16]}. Was the dataset replaced while it is served? Restart the service."
+            )
+        opened.append((dataset, dataset_shards(name, dataset.manifest, ServedShards(name))))
+    return servers, opened
+
+
+def _agreed(addresses: Sequence[ServiceAddress], found: Mapping[Server, Description]) -> list[ServedDataset]:
+    """Returns the datasets of some addresses, if all servers have the same under these names."""
+    chosen = {
+        server: [each for address in addresses for each in _chosen(address, description.datasets)]
+        for server, description in found.items()
+    }
+    first, *others = chosen
+    for other in others:
+        if chosen[other] != chosen[first]:
+            listed = [
+                f"server {server}: " + ", ".join(f"{each.name} {each.fingerprint[:16]}" for each in chosen[server])
+                for server in (first, other)
+            ]
+            raise ConfigMismatchError(f"{addresses[0].text}: servers have different data. {'; '.join(listed)}")
+    return chosen[first]
+
+
+def _chosen(address: ServiceAddress, datasets: Sequence[ServedDataset]) -> list[ServedDataset]:
+    wanted = address.dataset
+    if not wanted:
+        return list(datasets)
+    found = [
+        each
+        for each in datasets
+        if each.name == wanted or (len(wanted) >= _LEAST_FINGERPRINT and each.fingerprint.startswith(wanted))
+    ]
+    if len(found) != 1:
+        names = ", ".join(f"{each.name} ({each.fingerprint[:_LEAST_FINGERPRINT]})" for each in datasets)
+        raise UsageError(
+            f"{address.text}: {'no dataset' if not found else 'several datasets'} {wanted!r}; the service has: {names}"
+        )
+    return found
+
+
+def _fetch(servers: Servers, served: ServedDataset, name: str, to: Path, sha256: str | None) -> None:
+    query = FileQuery(served.fingerprint, name)
+
+    def copy(connection: Connection) -> str:
+        digest = hashlib.sha256()
+        with open(to, "wb") as target:
+            for chunk in connection.file(query, _SECONDS_FOR_A_FILE):
+                digest.update(chunk)
+                target.write(chunk)
+        return digest.hexdigest()
+
+    found = servers.ask(copy, _SECONDS_TO_OPEN)
+    if sha256 not in (None, found):
+        raise DatasetFormatError(
+            f"{servers.address.text}: {name} of {served.name} has sha256 {found}, but the manifest says {sha256}"
+        )
+
+
+def _no_shard(info: object) -> int:
+    raise UsageError("a collation service gives batches only; name the dataset's folder or URL to read samples")

@@ -1,0 +1,351 @@
+"""All servers of a collation service: which one is asked, and what follows a failure or a slow answer."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+from vlmdata.errors import ConfigMismatchError, ResourceError, UsageError
+from vlmdata.loader.buffers import BufferPool, Lease
+from vlmdata.loader.config import Service
+from vlmdata.loader.damage import Filled
+from vlmdata.loader.served.address import Server, ServiceAddress
+from vlmdata.loader.served.connection import Call, Connection, ServerLostError, TokenRefusedError
+from vlmdata.loader.served.protocol import BatchQuery, Description
+
+_log = logging.getLogger("vlmdata.loader.served")
+
+#: Seconds for which a failed server is asked last, doubled with each failure in a row.
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
+#: Seconds between two rounds in which no server answered.
+_PAUSE_BETWEEN_ROUNDS = 0.25
+#: A slow answer is hedged after this many times the usual time of an answer, if that is more than ``hedge``.
+_USUAL_TIMES = 3.0
+_LATENCIES = 32
+#: Seconds between two look-ups of names.
+_SECONDS_BETWEEN_LOOKUPS = 10.0
+#: Servers that are asked for one batch at the same time.
+_MOST_ATTEMPTS = 2
+#: Seconds between two looks whether the batch is still wanted.
+_SECONDS_BETWEEN_LOOKS = 0.2
+
+
+@dataclass
+class _Health:
+    """The state of a server, as this client sees it."""
+
+    failures: int = 0
+    until: float = 0.0  # asked last until then
+
+
+@dataclass(frozen=True, eq=False)
+class _Attempt:
+    server: Server
+    call: Call
+    lease: Lease
+    begun: float
+
+
+class Servers:
+    """The servers of a service, for one rank. Thread-safe.
+
+    Args:
+        address: The service's address.
+        options: Options of the service.
+    """
+
+    def __init__(self, address: ServiceAddress, options: Service):
+        self.address, self._options = address, options
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._servers = address.servers()
+        self._looked_up = time.monotonic()
+        self._connections: dict[Server, Connection] = {}
+        self._health: dict[Server, _Health] = {}
+        self._latencies: deque[float] = deque(maxlen=_LATENCIES)
+
+    def ask[Answer](self, question: Callable[[Connection], Answer], timeout: float) -> Answer:
+        """Returns the first server's answer to a question, the next one's if that fails, and so on.
+
+        Args:
+            question: Asks one server.
+            timeout: Seconds after which no further server is asked.
+
+        Raises:
+            ResourceError: If no server answers; names all.
+            VlmdataError: If a server refuses.
+        """
+        deadline, problems = time.monotonic() + timeout, dict[Server, Exception]()
+        while True:
+            for server in self.order(0):
+                try:
+                    answer = question(self.connection(server))
+                except _OF_ONE_SERVER as error:
+                    problems[server] = error
+                    self.failed(server, error)
+                    continue
+                self.succeeded(server)
+                return answer
+            if all(isinstance(error, ConfigMismatchError | UsageError) for error in problems.values()):
+                raise next(iter(problems.values()))
+            if time.monotonic() + _PAUSE_BETWEEN_ROUNDS > deadline:
+                raise self._nobody(problems, timeout)
+            time.sleep(_PAUSE_BETWEEN_ROUNDS)
+
+    def describe(self, timeout: float) -> dict[Server, Description]:
+        """Returns what all servers that answer say of themselves.
+
+        Raises:
+            ResourceError: If no server answers; names all.
+            VlmdataError: If all that answer refuse.
+        """
+        self.ask(Connection.describe, timeout)
+        asked = {server: _in_thread(partial(Connection.describe, self.connection(server))) for server in self.order(0)}
+        wait(asked.values(), timeout)
+        return {server: each.result() for server, each in asked.items() if each.done() and each.exception() is None}
+
+    def fetch(
+        self, query: BatchQuery, size: int, pool: BufferPool, checked: bool, timeout: float, stopped: threading.Event
+    ) -> tuple[Lease, Filled]:
+        """Fetches a batch.
+
+        Args:
+            query: The batch.
+            size: Bytes of its buffer.
+            pool: Buffers.
+            checked: Whether to check the received bytes.
+            timeout: Seconds after which the lack of an answer is an error.
+            stopped: Set when nobody wants the batch any more.
+
+        Returns:
+            The filled buffer, and what the server says of it.
+
+        Raises:
+            ResourceError: If no server answers; names all.
+            VlmdataError: If a server refuses: the data is damaged, or all servers have other data or versions.
+        """
+        if self._process != os.getpid():
+            raise UsageError(
+                f"{self.address.text}: a loader of a collation service cannot be used in a forked process, since gRPC "
+                "has no threads there. Create the loader in that process, or start it with spawn."
+            )
+        race = _Race(self, query, size, pool, checked, time.monotonic() + timeout)
+        try:
+            while not stopped.is_set():
+                if (won := race.run(_SECONDS_BETWEEN_LOOKS)) is not None:
+                    return won
+                if race.is_late:
+                    raise self._nobody(race.problems, timeout)
+                if race.is_lost:
+                    stopped.wait(_PAUSE_BETWEEN_ROUNDS)
+                    self._look_up()
+                    race.again()
+            raise ResourceError("the loader is closed")
+        finally:
+            race.end()
+
+    def forget(self, server: Server) -> None:
+        """Drops the connection to a server; the next one reads token and certificates again."""
+        with self._lock:
+            self._connections.pop(server, None)
+
+    def close(self) -> None:
+        """Closes all connections, without waiting for calls under way."""
+        with self._lock:
+            for connection in self._connections.values():
+                connection.close()
+            self._connections.clear()
+
+    def order(self, rank: int) -> list[Server]:
+        """Returns the servers in the order in which a rank asks them: its own first, those that failed last."""
+        self._look_up_sometimes()
+        with self._lock:
+            now, servers = time.monotonic(), self._servers
+            first = rank % len(servers)
+            turned = [*servers[first:], *servers[:first]]
+            return sorted(turned, key=lambda each: max(self._health.get(each, _Health()).until - now, 0.0))
+
+    def hedge_seconds(self) -> float:
+        """Returns the time after which another server is asked, too."""
+        with self._lock:
+            usual = median(self._latencies) if self._latencies else 0.0
+        return max(self._options.hedge, _USUAL_TIMES * usual)
+
+    def failed(self, server: Server, error: Exception) -> None:
+        """Notes that a server did not answer."""
+        with self._lock:
+            health = self._health.setdefault(server, _Health())
+            health.failures += 1
+            health.until = time.monotonic() + min(_FIRST_PAUSE * 2 ** (health.failures - 1), _LONGEST_PAUSE)
+            first = health.failures == 1
+        if first:
+            _log.warning("%s. Asking the other servers.", str(error).rstrip("."))
+
+    def succeeded(self, server: Server, seconds: float | None = None) -> None:
+        """Notes that a server has answered, and after how many seconds."""
+        with self._lock:
+            health = self._health.pop(server, None)
+            if seconds is not None:
+                self._latencies.append(seconds)
+        if health is not None:
+            _log.warning("server %s: answers again.", server)
+
+    def connection(self, server: Server) -> Connection:
+        """Returns the connection to a server."""
+        with self._lock:
+            if server not in self._connections:
+                self._connections[server] = Connection(server, self.address, self._options)
+            return self._connections[server]
+
+    def _nobody(self, problems: dict[Server, Exception], timeout: float) -> ResourceError:
+        listed = "\n".join(f"  {error}" for error in problems.values()) or "  no server is known"
+        return ResourceError(
+            f"{self.address.text}: no server answered within {timeout:.0f} s:\n{listed}\n"
+            "Check that `vlmdata serve` runs there (`vlmdata serve --status HOST:PORT`); the loader's state is valid."
+        )
+
+    def _look_up_sometimes(self) -> None:
+        with self._lock:
+            if not self._health or time.monotonic() - self._looked_up < _SECONDS_BETWEEN_LOOKUPS:
+                return
+        self._look_up()
+
+    def _look_up(self) -> None:
+        """Looks names up again: servers may have been added."""
+        with self._lock:
+            if time.monotonic() - self._looked_up < _SECONDS_BETWEEN_LOOKUPS:
+                return
+            self._looked_up = time.monotonic()
+        servers = self.address.servers()
+        with self._lock:
+            self._servers = servers
+
+
+#: Errors after which another server may answer. Others, such as damaged data, are the same everywhere.
+_OF_ONE_SERVER = (ServerLostError, ConfigMismatchError, UsageError, ResourceError)
+
+
+class _Race:
+    """The servers that were asked for one batch, until one has answered."""
+
+    def __init__(
+        self, servers: Servers, query: BatchQuery, size: int, pool: BufferPool, checked: bool, deadline: float
+    ) -> None:
+        self._servers, self._query, self._size, self._pool, self._checked = servers, query, size, pool, checked
+        self._deadline = deadline
+        self._running: dict[Future[Filled], _Attempt] = {}
+        self._last_begun = 0.0
+        self._failed: dict[Server, Exception] = {}  # in this round
+        self._problems: dict[Server, Exception] = {}
+        self._token_read_again: set[Server] = set()
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the time is over."""
+        return time.monotonic() >= self._deadline
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether all servers have failed."""
+        return not self._running and not self._spare()
+
+    @property
+    def problems(self) -> dict[Server, Exception]:
+        """What was wrong with each server that was asked."""
+        silent = {each.server: ServerLostError(f"server {each.server}: no answer") for each in self._running.values()}
+        return {**silent, **self._problems}
+
+    def run(self, seconds: float) -> tuple[Lease, Filled] | None:
+        """Asks one more server if it is time for that, and waits for an answer.
+
+        Raises:
+            VlmdataError: If a server refuses for the data's sake.
+        """
+        spare, hedge = self._spare(), self._servers.hedge_seconds()
+        late = time.monotonic() - self._last_begun >= hedge
+        if spare and (not self._running or (late and len(self._running) < _MOST_ATTEMPTS)):
+            self._begin(spare.pop(0))
+        until_hedge = self._last_begun + hedge - time.monotonic()
+        if not spare or len(self._running) >= _MOST_ATTEMPTS:
+            until_hedge = seconds
+        done, _ = wait(self._running, max(min(seconds, until_hedge), 0.0), FIRST_COMPLETED)
+        for future in done:
+            attempt = self._running[future]
+            try:
+                filled = future.result()
+            except _OF_ONE_SERVER as error:
+                self._failed[attempt.server] = self._problems[attempt.server] = error
+                self._servers.failed(attempt.server, error)
+                self._running.pop(future).lease.release()
+                continue
+            self._running.pop(future)
+            self._servers.succeeded(attempt.server, time.monotonic() - attempt.begun)
+            for slow in self._running.values():
+                if slow.begun < attempt.begun:  # the hedge was faster
+                    self._servers.failed(slow.server, ServerLostError(f"server {slow.server}: slow"))
+            return attempt.lease, filled
+        return None
+
+    def again(self) -> None:
+        """Lets all servers be asked again, except those that refused.
+
+        Raises:
+            VlmdataError: If that is all of them.
+        """
+        refusals = {server: error for server, error in self._failed.items() if self._is_final(server, error)}
+        if refusals and len(refusals) == len(self._failed):
+            raise next(iter(refusals.values()))
+        self._failed = refusals
+
+    def _is_final(self, server: Server, error: Exception) -> bool:
+        """Returns whether asking this server again cannot help."""
+        if isinstance(error, TokenRefusedError) and server not in self._token_read_again:
+            self._token_read_again.add(server)
+            self._servers.forget(server)  # the next connection reads the token again
+            return False
+        return isinstance(error, ConfigMismatchError | UsageError)
+
+    def end(self) -> None:
+        """Cancels the calls under way. Their buffers return when they have ended."""
+        for future, attempt in self._running.items():
+            attempt.call.cancel()
+            future.add_done_callback(partial(_release, attempt.lease))
+
+    def _spare(self) -> list[Server]:
+        asked = {attempt.server for attempt in self._running.values()}
+        return [each for each in self._servers.order(self._query.dp_rank) if each not in asked | self._failed.keys()]
+
+    def _begin(self, server: Server) -> None:
+        connection = self._servers.connection(server)
+        lease, call, self._last_begun = self._pool.acquire(self._size), Call(), time.monotonic()
+        remaining = max(self._deadline - self._last_begun, _SECONDS_BETWEEN_LOOKS)
+        future = _in_thread(
+            lambda: connection.batch(self._query, lease.memory(), self._size, self._checked, remaining, call)
+        )
+        self._running[future] = _Attempt(server, call, lease, self._last_begun)
+
+
+def _in_thread[Result](function: Callable[[], Result]) -> Future[Result]:
+    """Runs a function in a thread that does not keep the program alive: gRPC may wait for a dead server."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="vlmdata-call", daemon=True).start()
+    return future
+
+
+def _release(lease: Lease, _: object) -> None:
+    lease.release()

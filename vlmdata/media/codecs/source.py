@@ -1,0 +1,51 @@
+"""Codec ``source``: the original image file. Readers decode, normalise and resize it as preprocessing did.
+
+The decoded pixels depend on the libraries' versions. The pixel checksum in the index shows whether they are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Buffer, Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from vlmdata.families import Family
+from vlmdata.media.codecs.base import MOST_FILE_PIXELS, Grid, Item
+
+
+class SourceFile:
+    """Stores the bytes of the image file."""
+
+    summary = "the original image file, decoded and resized at each read"
+    needs_file = True
+
+    def libraries(self) -> Mapping[str, str]:
+        """Returns no libraries: none changes the stored bytes."""
+        return {}
+
+    def encode(self, item: Item) -> Buffer:
+        """Returns the file.
+
+        Raises:
+            ValueError: If the item has no file.
+        """
+        if item.file is None:
+            raise ValueError("codec source stores the original image file, but the item has none")
+        return item.file
+
+    def decode(self, stored: Buffer, grid: Grid, family: Family, out: npt.NDArray[np.uint8]) -> None:
+        """Decodes the file, resizes it to the grid, and cuts it into ``out``.
+
+        Raises:
+            MediaError: If it cannot be decoded, or has more than :data:`MOST_FILE_PIXELS`.
+        """
+        from vlmdata.media.decode import decode_image  # slow to import: Pillow, and torchvision with the next
+        from vlmdata.media.resize import resize_image
+
+        _, h, w = grid
+        decoded = decode_image(bytes(stored), MOST_FILE_PIXELS)
+        family.patchify(resize_image(decoded.pixels, h * family.patch_size, w * family.patch_size), out)
+
+
+CODEC = SourceFile()

@@ -1,0 +1,115 @@
+"""Who may ask, and how often."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.flight as flight
+
+from vlmdata.errors import UsageError
+
+_log = logging.getLogger("vlmdata.service")
+
+_SECONDS_BETWEEN_LOOKS = 1.0
+_MAX_PEERS = 4096
+_BURST = 2.0
+
+
+class Tokens:
+    """The valid tokens: the lines of a file, which is read again when it changes. Thread-safe.
+
+    Args:
+        path: The file.
+
+    Raises:
+        UsageError: If it cannot be read, or has no token.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._lock = threading.Lock()
+        self._looked = time.monotonic()
+        try:
+            self._stamp, self._tokens = self._read()
+        except OSError as error:
+            raise UsageError(f"--token-file {path}: cannot be read: {error.strerror}") from error
+        if not self._tokens:
+            raise UsageError(f"--token-file {path}: has no token; write one on each line")
+
+    def accepts(self, token: str) -> bool:
+        """Returns whether a token is valid. Takes the same time for all tokens of a length."""
+        given = token.encode()
+        return sum(hmac.compare_digest(given, each) for each in self._current()) > 0  # compares all of them
+
+    def _current(self) -> tuple[bytes, ...]:
+        with self._lock:
+            if time.monotonic() - self._looked >= _SECONDS_BETWEEN_LOOKS:
+                self._looked = time.monotonic()
+                try:
+                    if self._stamp != self._path.stat().st_mtime_ns:
+                        self._stamp, self._tokens = self._read()
+                        _log.info("token file read again", extra={"tokens": len(self._tokens)})
+                except OSError as error:
+                    _log.warning(
+                        "token file cannot be read; the earlier tokens stay valid", extra={"error": str(error)}
+                    )
+            return self._tokens
+
+    def _read(self) -> tuple[int, tuple[bytes, ...]]:
+        stamp = self._path.stat().st_mtime_ns
+        lines = (line.strip() for line in self._path.read_bytes().splitlines())
+        return stamp, tuple(line for line in lines if line and not line.startswith(b"#"))
+
+
+class TokenCheck(flight.ServerMiddlewareFactory):  # type: ignore[misc]
+    """Rejects calls without a valid token, before they are read."""
+
+    def __init__(self, tokens: Tokens):
+        super().__init__()
+        self._tokens = tokens
+
+    def start_call(self, info: Any, headers: Mapping[str, Sequence[str]]) -> None:
+        """Checks the header ``authorization: Bearer TOKEN`` of a call."""
+        given = next((values[0] for name, values in headers.items() if name.lower() == "authorization"), "")
+        scheme, _, token = given.partition(" ")
+        if scheme.lower() != "bearer" or not self._tokens.accepts(token.strip()):
+            raise flight.FlightUnauthenticatedError("a valid token is needed: authorization: Bearer TOKEN")
+
+
+class RateLimit:
+    """A token bucket for each client machine. Thread-safe.
+
+    Args:
+        rate: Queries a second; bursts of twice as many are allowed.
+    """
+
+    def __init__(self, rate: float):
+        self._rate = rate
+        self._lock = threading.Lock()
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def allows(self, machine: str) -> bool:
+        """Counts a query, and returns whether it is within the limit."""
+        now = time.monotonic()
+        with self._lock:
+            full = max(self._rate * _BURST, 1.0)
+            left, then = self._buckets.get(machine, (full, now))
+            left = min(left + (now - then) * self._rate, full)
+            allowed = left >= 1
+            self._buckets[machine] = (left - 1 if allowed else left, now)
+            self._buckets.move_to_end(machine)
+            if len(self._buckets) > _MAX_PEERS:
+                self._buckets.popitem(last=False)
+        return allowed
+
+
+def machine_of(peer: str) -> str:
+    """Returns the machine in the name of a peer, such as ``ipv4:10.0.0.7:41234``."""
+    return peer.rpartition(":")[0]

@@ -1,0 +1,262 @@
+"""The Arrow Flight server."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.flight as flight
+
+import vlmdata
+from vlmdata.errors import NotFoundError, UsageError, VlmdataError
+from vlmdata.format.schema import INDEX_NAME, MANIFEST_NAME
+from vlmdata.loader.open import open_for_loading, require_one_tokenizer
+from vlmdata.loader.served.protocol import (
+    DESCRIBE,
+    HEALTH,
+    PROTOCOL,
+    STATUS,
+    BatchQuery,
+    Description,
+    FileQuery,
+    ServedDataset,
+    decode_query,
+    encode_error,
+)
+from vlmdata.media.codecs import require_codecs
+from vlmdata.service.access import RateLimit, TokenCheck, Tokens, machine_of
+from vlmdata.service.activity import Activity
+from vlmdata.service.answer import SCHEMA, Answer, Answers
+from vlmdata.service.config import ServerConfig
+from vlmdata.service.filling import Fillers
+from vlmdata.service.memory import BusyError
+from vlmdata.service.metrics import Metrics
+from vlmdata.service.packs import Packs
+from vlmdata.service.plans import PlanBook
+
+_log = logging.getLogger("vlmdata.service")
+
+#: The files of a dataset that clients may have.
+_FILES = (MANIFEST_NAME, INDEX_NAME)
+_FILE_CHUNK = 1 << 20
+_FILES_AT_ONCE = 16
+#: Threads of Flight that stuck clients may keep, as a multiple of ``max_calls``.
+_THREADS_PER_CALL = 4
+_LONGEST_LOGGED = 500
+_SECONDS_BETWEEN_LOOKS = 0.05
+
+
+class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
+    """Serves batches of some datasets. It answers as soon as it exists; :meth:`close` ends it.
+
+    Args:
+        data: Dataset directories or fsspec URLs.
+        config: The options.
+
+    Raises:
+        UsageError: If options are incompatible, or the address is taken.
+        DatasetFormatError: If a dataset is missing or unfinished.
+    """
+
+    def __init__(self, data: Sequence[str | os.PathLike[str]], config: ServerConfig):
+        opened = [open_for_loading(each, config.cache_dir, config.cache_bytes) for each in data]
+        datasets = [dataset for dataset, _ in opened]
+        require_one_tokenizer(datasets)
+        for dataset in datasets:
+            require_codecs(dataset.manifest.features)
+        self._datasets = {each.manifest.fingerprint: each for each in datasets}
+        self._names = _names(self._datasets)
+        if len(self._datasets) < len(datasets):
+            raise UsageError("one of the datasets is given twice")
+        self.config = config
+        # Read first: an error must not leave workers behind.
+        certificates = [(_read(config.tls_cert), _read(config.tls_key))] if config.tls else None
+        authorities = _read(config.tls_client_ca) if config.tls_client_ca is not None else None
+        tokens = {} if config.token_file is None else {"token": TokenCheck(Tokens(config.token_file))}
+        self._book = PlanBook(self._datasets, self._names)
+        self.answers = Answers(config.stall, config.memory)
+        self._fillers = Fillers([shards for _, shards in opened], config.workers, config.verify, config.timeout)
+        self.packs = Packs(self._fillers, config.memory, config.timeout, self.answers.relieve)
+        self.activity, self.metrics = Activity(), Metrics(self)
+        self._rate, self._files = RateLimit(config.rate), threading.BoundedSemaphore(_FILES_AT_ONCE)
+        self._calls_lock, self._preparing = threading.Lock(), 0
+        self._begun, self._draining = time.time(), threading.Event()
+        scheme = "grpc+tls" if config.tls else "grpc"
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        try:
+            super().__init__(
+                f"{scheme}://{host}:{config.port}",
+                tls_certificates=certificates,
+                verify_client=config.tls_client_ca is not None,
+                root_certificates=authorities,
+                middleware=tokens,
+            )
+        except (pa.ArrowException, OSError) as error:
+            self._fillers.close()
+            raise UsageError(f"{host}:{config.port}: cannot listen: {error}") from error
+
+    @property
+    def restarts(self) -> int:
+        """Times that workers were replaced."""
+        return self._fillers.restarts
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether new queries are refused."""
+        return self._draining.is_set()
+
+    def describe(self) -> Description:
+        """Returns what clients need to know of this server."""
+        served = tuple(ServedDataset(self._names[each], each) for each in self._datasets)
+        return Description(PROTOCOL, vlmdata.__version__, served)
+
+    def status(self) -> dict[str, Any]:
+        """Returns the state of this server as JSON values."""
+        counts, memory = self.packs.counts, self.packs.memory
+        return {
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+            "vlmdata": vlmdata.__version__,
+            "up_seconds": time.time() - self._begun,
+            "draining": self.is_draining,
+            "datasets": [dataclasses.asdict(each) for each in self.describe().datasets],
+            "workers": self.config.workers,
+            "worker_restarts": self.restarts,
+            "memory": {"limit": memory.limit, "in_use": memory.bytes_in_use},
+            "packs": dataclasses.asdict(counts),
+            "answers_under_way": len(self.answers),
+            "clients": [dataclasses.asdict(each) for each in self.activity.clients()],
+        }
+
+    def do_get(self, context: Any, ticket: Any) -> Any:
+        """Answers a query; called by Flight in a thread of its own."""
+        with self._translated(context) as machine:
+            query = decode_query(ticket.ticket)
+            if isinstance(query, FileQuery):
+                if query.dataset not in self._datasets or query.name not in _FILES:
+                    raise NotFoundError(f"no file {query.name!r} of a dataset {query.dataset[:16]}")
+                return flight.GeneratorStream(SCHEMA, self._file(query))
+            request, plan = self._book.request(query)
+            answer = Answer(request, self.packs.get(request, plan, query.on_damage), self.answers.crowd)
+            return flight.GeneratorStream(SCHEMA, self._sent(answer, machine, query))
+
+    def do_action(self, context: Any, action: Any) -> list[bytes]:
+        """Answers an action."""
+        with self._translated(context, action=True):
+            if action.type == DESCRIBE:
+                return [self.describe().encode()]
+            if action.type == STATUS:
+                return [json.dumps(self.status()).encode()]
+            if action.type == HEALTH:
+                return [b"draining" if self.is_draining else b"ok"]
+            raise NotFoundError(f"no action {action.type!r}")
+
+    def list_actions(self, context: Any) -> list[tuple[str, str]]:
+        """Lists the actions."""
+        return [(DESCRIBE, "datasets and versions"), (STATUS, "clients, memory, counts"), (HEALTH, "ok or draining")]
+
+    def close(self) -> None:
+        """Refuses new queries, waits up to ``drain`` seconds for those under way, and ends."""
+        self._draining.set()
+        deadline = time.monotonic() + self.config.drain
+        while (self._preparing or len(self.answers)) and time.monotonic() < deadline:
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        self.metrics.close()
+        # Flight waits for calls; one whose client does not read would hold it up for as long.
+        threading.Thread(target=self.shutdown, daemon=True).start()
+        self._fillers.close()
+        self.packs.memory.close()
+
+    def _sent(self, answer: Answer, machine: str, query: BatchQuery) -> Iterator[Any]:
+        self.answers.add(answer)
+        try:
+            yield from answer
+            self.metrics.sent(answer.bytes)
+            self.activity.note(machine, query, answer.bytes)
+        except BusyError as error:
+            self.metrics.refused("stalled")
+            raise flight.FlightUnavailableError(str(error)) from error
+        finally:
+            self.answers.remove(answer)
+
+    def _file(self, query: FileQuery) -> Iterator[Any]:
+        path = self._datasets[query.dataset].directory / query.name
+        if not self._files.acquire(blocking=False):
+            raise flight.FlightUnavailableError("too many files are being sent")
+        try:
+            with open(path, "rb") as file:
+                while data := file.read(_FILE_CHUNK):
+                    array = pa.Array.from_buffers(pa.uint8(), len(data), [None, pa.py_buffer(data)])
+                    yield pa.RecordBatch.from_arrays([array], schema=SCHEMA)
+        except OSError as error:
+            _log.error("file cannot be sent", extra={"error": str(error)})
+            raise flight.FlightUnavailableError(f"{query.name} cannot be read") from error
+        finally:
+            self._files.release()
+
+    def _has_room(self) -> bool:
+        """Returns whether another query can be taken. Answers to stalled clients make room."""
+        if self.answers.threads >= _THREADS_PER_CALL * self.config.max_calls:
+            return False
+        return len(self.answers) < self.config.max_calls or self.answers.relieve()
+
+    @contextmanager
+    def _translated(self, context: Any, action: bool = False) -> Iterator[str]:
+        """Limits and counts calls, and turns errors into those of Flight."""
+        machine = machine_of(context.peer())
+        if not self._rate.allows(machine) or not (action or self._has_room()):
+            self.metrics.refused("overloaded")
+            raise flight.FlightUnavailableError("too many queries")
+        if self.is_draining and not action:
+            self.metrics.refused("draining")
+            raise flight.FlightUnavailableError("the server is stopping")
+        begun = time.perf_counter()
+        with self._calls_lock:
+            self._preparing += 1
+        try:
+            yield machine
+            self.metrics.answered(time.perf_counter() - begun)
+        except VlmdataError as error:
+            self.metrics.refused(type(error).__name__)
+            _log.warning("query refused", extra={"client": context.peer(), "error": _printable(error)})
+            raise flight.FlightServerError(str(error), encode_error(error)) from error
+        except BusyError as error:
+            self.metrics.refused("busy")
+            raise flight.FlightUnavailableError(str(error)) from error
+        except Exception as error:
+            self.metrics.refused("internal")
+            _log.exception("internal error", extra={"client": context.peer()})
+            raise flight.FlightInternalError("internal error; the server's log has the details") from error
+        finally:
+            with self._calls_lock:
+                self._preparing -= 1
+
+
+def _printable(error: Exception) -> str:
+    """Returns an error for the log: parts of it come from the client."""
+    return str(error)[:_LONGEST_LOGGED].encode("unicode_escape").decode()
+
+
+def _names(datasets: dict[str, Any]) -> dict[str, str]:
+    """Returns a name for each dataset: its folder's, or where several have the same, with its fingerprint."""
+    names = {fingerprint: Path(dataset.name.rstrip("/")).name for fingerprint, dataset in datasets.items()}
+    several = {name for name in names.values() if list(names.values()).count(name) > 1}
+    return {each: f"{name}-{each[:8]}" if name in several else name for each, name in names.items()}
+
+
+def _read(path: Path | None) -> bytes:
+    assert path is not None
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error

@@ -1,0 +1,209 @@
+"""Locks an object store against a second run. Such stores have no locks that end with a process.
+
+A run creates the object ``NAME/1`` with a conditional put, and renews it. A second run that finds it stops, unless
+the holder is dead: its process has ended (on the same machine), or it has not renewed its lock for half a minute. The
+second run then creates ``NAME/2``; of several that try, one succeeds. A suspended holder that finds a higher number, or
+its own object missing, gives up. Only the holder of the highest renewed number continues.
+
+In a store that ignores the condition, two runs that start within two seconds may both continue.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vlmdata.errors import ResourceError
+from vlmdata.store.base import LockedError
+
+if TYPE_CHECKING:
+    from vlmdata.store.objects import Objects
+
+#: Seconds between renewals, and seconds without a renewal after which a holder counts as dead.
+RENEWED_EVERY = 10.0
+PATIENCE = 30.0
+#: Seconds within which writers must see each other's unconditional puts.
+_SETTLING = 2.0
+
+
+@dataclass(frozen=True)
+class Lease:
+    """The lock of an object store.
+
+    Attributes:
+        store: The store.
+        name: Folder of the lock objects.
+    """
+
+    store: Objects
+    name: str
+
+    @contextmanager
+    def acquired(self) -> Iterator[OwnLock]:
+        """Takes the lock for the duration of the block.
+
+        Raises:
+            LockedError: If another run has it.
+        """
+        known = self.numbers()
+        if known:
+            self._require_dead(max(known))
+        own = OwnLock(self, max(known, default=0) + 1, _this_process())
+        self._create(own)
+        if set(self.numbers()) - {*known, own.number}:  # another run started at the same time
+            self.store.delete([self.object_name(own.number)])
+            raise LockedError("it began at the same moment")
+        self.store.delete(self.object_name(number) for number in known)
+        own.start()
+        try:
+            yield own
+        finally:
+            own.stop()
+            with suppress(ResourceError):
+                self.store.delete([self.object_name(own.number)])
+
+    def is_locked(self) -> bool:
+        """Returns whether a living run has the lock."""
+        known = self.numbers()
+        if not known:
+            return False
+        try:
+            self._require_dead(max(known))
+        except LockedError:
+            return True
+        return False
+
+    def numbers(self) -> list[int]:
+        """Returns the numbers of the existing lock objects."""
+        return [int(name) for name in self.store.listing(self.name) if name.isdecimal()]
+
+    def object_name(self, number: int) -> str:
+        """Returns the name of a lock object."""
+        return f"{self.name}/{number}"
+
+    def _create(self, own: OwnLock) -> None:
+        name = self.object_name(own.number)
+        if not self.store.create(name, own.content()):
+            raise LockedError("it began at the same moment")
+        if self.store.create(name, b"{}"):  # the store ignores the condition
+            self.store.put(name, own.content())
+            time.sleep(_SETTLING)
+            if self.store.read(name) != own.content():
+                raise LockedError("it began at the same moment")
+
+    def _require_dead(self, number: int) -> None:
+        """Returns if the holder of a lock is dead.
+
+        Raises:
+            LockedError: If it is alive.
+        """
+        first = self._read(number)
+        holder = f"process {first.get('pid')} on {first.get('host')}"
+        here = _this_process()
+        if first and all(first.get(name) == here[name] for name in ("host", "boot", "namespace")):
+            if first.get("started") == _started(int(first["pid"])):
+                raise LockedError(holder)
+            return
+        if first:
+            logging.getLogger("vlmdata.store").warning(
+                "%s: another run (%s) may be using it; waiting %.0f s to see whether it is alive",
+                self.store,
+                holder,
+                PATIENCE,
+            )
+            ends = time.monotonic() + PATIENCE
+            while time.monotonic() < ends:
+                time.sleep(min(1.0, PATIENCE / 10))
+                if (now := self._read(number)) and now != first:
+                    raise LockedError(holder)
+
+    def _read(self, number: int) -> Mapping[str, Any]:
+        try:
+            fields: Any = json.loads(self.store.read(self.object_name(number)))
+        except (FileNotFoundError, ValueError):
+            return {}
+        return fields if isinstance(fields, dict) else {}
+
+
+class OwnLock:
+    """A lock of this process, which renews it in a thread.
+
+    Attributes:
+        number: Number of the lock object.
+    """
+
+    def __init__(self, lease: Lease, number: int, process: Mapping[str, Any]):
+        self.number = number
+        self._lease = lease
+        self._fields = {**process, "token": uuid.uuid4().hex}
+        self._renewals = 0
+        self._lost = False
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="vlmdata-lease", daemon=True)
+
+    def content(self) -> bytes:
+        """Current content of the lock object."""
+        return json.dumps({**self._fields, "renewals": self._renewals}, sort_keys=True).encode()
+
+    def check(self) -> None:
+        """Checks that no other run took over.
+
+        Raises:
+            LockedError: If one did.
+        """
+        if self._lost:
+            raise LockedError("it took over while this one was stopped")
+
+    def start(self) -> None:
+        """Starts renewing the lock."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stops renewing the lock."""
+        self._stopping.set()
+        self._thread.join()
+
+    def _renew(self) -> None:
+        lease = self._lease
+        while not self._stopping.wait(RENEWED_EVERY):
+            with suppress(ResourceError, OSError):  # the store may be unreachable; the next renewal tries again
+                numbers = lease.numbers()
+                if max(numbers, default=0) != self.number:
+                    self._lost = True
+                    return
+                self._renewals += 1
+                lease.store.put(lease.object_name(self.number), self.content())
+
+
+def _this_process() -> dict[str, Any]:
+    pid = os.getpid()
+    return {
+        "host": socket.gethostname(),
+        "boot": _text("/proc/sys/kernel/random/boot_id"),
+        "namespace": os.readlink("/proc/self/ns/pid") if os.path.exists("/proc/self/ns/pid") else "",
+        "pid": pid,
+        "started": _started(pid),
+    }
+
+
+def _started(pid: int) -> str:
+    """Returns when a process started, in ticks since boot; empty if it does not exist."""
+    text = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return text[19] if len(text) > 19 and text[0] not in ("Z", "X") else ""
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
