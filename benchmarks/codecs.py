@@ -50,7 +50,7 @@ from PIL import Image
 from preprocess.chat.tokenizer import load_tokenizer
 from preprocess.config import PreprocessConfig
 from preprocess.recode.run import recode_dataset
-from preprocess.shard_job import PROGRESS_DIR, ShardContext, ShardJob, run_shard
+from preprocess.shards.job import PROGRESS_DIR, ShardContext, ShardJob, run_shard
 from preprocess.sources.open import open_source
 from preprocess.sources.rows import Source
 from vlmdata import StreamingLoader, open_dataset

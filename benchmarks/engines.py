@@ -23,10 +23,10 @@ sys.argv[0] = str(Path(__file__).resolve().parents[1] / "benchmark")
 
 from benchmarks.hardware import hardware
 from preprocess.config import PreprocessConfig
-from preprocess.counters import Counters
 from preprocess.engines.base import load_engine
-from preprocess.run import Watcher, preprocess_dataset
-from preprocess.shard_job import ShardRecord, plan_shards
+from preprocess.run.dataset import Watcher, preprocess_dataset
+from preprocess.shards.counters import Counters
+from preprocess.shards.job import ShardRecord, plan_shards
 from preprocess.sources.open import open_source
 
 WORKERS = 2

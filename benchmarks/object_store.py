@@ -79,8 +79,8 @@ def simulate(out: Path, shards: int, rows: int) -> None:
 
     from preprocess.chat.tokenizer import load_tokenizer
     from preprocess.config import PreprocessConfig
-    from preprocess.fingerprints import run_identity
-    from preprocess.shard_job import RUN_FILE, ShardContext, ShardJob, ShardRecord, progress_name, run_shard
+    from preprocess.shards.fingerprints import run_identity
+    from preprocess.shards.job import RUN_FILE, ShardContext, ShardJob, ShardRecord, progress_name, run_shard
     from preprocess.sources.open import open_source
     from vlmdata.format.schema import PROGRESS_DIR, shard_name
     from vlmdata.store import open_store
@@ -119,7 +119,7 @@ def simulate(out: Path, shards: int, rows: int) -> None:
 def close_many(out: Path, shards: int, rows: int) -> None:
     """What a driver does for a run whose shards are made: reads their records and closes the dataset."""
     from preprocess.config import PreprocessConfig
-    from preprocess.run import Watcher, preprocess_dataset
+    from preprocess.run.dataset import Watcher, preprocess_dataset
 
     def resident() -> float:
         """Peak of this process, MiB; ru_maxrss would be its parent's, if that was larger."""
@@ -167,7 +167,7 @@ def bucket() -> Iterator[Any]:
 def writing(options: argparse.Namespace) -> None:
     """Rows per second of one worker into folders and into the server, in turns: between the first and last shard."""
     from preprocess.config import ImageConfig, PreprocessConfig
-    from preprocess.run import Watcher, preprocess_dataset
+    from preprocess.run.dataset import Watcher, preprocess_dataset
     from preprocess.sources.open import open_source
     from tests.conftest import cord_row, write_cord_parquet
 
@@ -212,7 +212,7 @@ _AT_ONCE = 16
 def reading(options: argparse.Namespace) -> None:
     """What one data-parallel rank fetches in an epoch: whole shards, or the ranges of its samples."""
     from preprocess.config import ImageConfig, PreprocessConfig
-    from preprocess.run import preprocess_dataset
+    from preprocess.run.dataset import preprocess_dataset
     from preprocess.sources.open import open_source
     from tests.conftest import cord_row, write_cord_parquet
     from vlmdata import open_dataset

@@ -46,7 +46,7 @@ from vlmdata.format.schema import PROGRESS_DIR
 from vlmdata.media.resize import resize_image
 from vlmdata.store.folder import Folder
 from preprocess.recipes.base import load_recipe
-from preprocess.shard_job import ShardContext, ShardJob, run_shard
+from preprocess.shards.job import ShardContext, ShardJob, run_shard
 from preprocess.sources.open import open_source
 from preprocess.sources.rows import Source
 

@@ -37,7 +37,7 @@ import pyarrow.parquet as pq
 from preprocess.chat.tokenizer import load_tokenizer
 from preprocess.config import PreprocessConfig
 from preprocess.demo import ensure_demo_dataset
-from preprocess.shard_job import ShardContext, ShardJob, run_shard
+from preprocess.shards.job import ShardContext, ShardJob, run_shard
 from preprocess.sources.identity import file_digest
 from preprocess.sources.open import open_source
 from tests.object_store import ObjectStore, forget_file_systems, serving

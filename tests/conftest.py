@@ -110,7 +110,7 @@ def build_dataset(
 ) -> Path:
     """Preprocesses a source into a folder and returns the folder."""
     from preprocess.config import ImageConfig, PreprocessConfig
-    from preprocess.run import preprocess_dataset
+    from preprocess.run.dataset import preprocess_dataset
     from preprocess.sources.open import open_source
 
     config.setdefault("image", ImageConfig(min_pixels=1024, max_pixels=65536))

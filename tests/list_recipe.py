@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from preprocess.conversation import Conversation, Message, TextPart
-from preprocess.recipes.base import Row
 from preprocess.reject import RowRejected
+from preprocess.row import Row
 from tests.chat_rows import write_jsonl
 from tests.conftest import build_dataset
 from vlmdata.format.ledger import Reason

@@ -9,9 +9,10 @@ from typing import Any
 
 from preprocess.config import ImageConfig, PreprocessConfig
 from preprocess.conversation import Conversation
-from preprocess.recipes.base import Row, load_recipe
+from preprocess.recipes.base import load_recipe
 from preprocess.recipes.media import MediaLoader
-from preprocess.run import preprocess_dataset
+from preprocess.row import Row
+from preprocess.run.dataset import preprocess_dataset
 from preprocess.sources.open import open_source
 from tests.chat_rows import write_jsonl
 

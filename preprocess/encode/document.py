@@ -12,8 +12,8 @@ from preprocess.config import Overlong, PreprocessConfig
 from preprocess.conversation import Document
 from preprocess.encode.image import encode_images
 from preprocess.encode.sample import EncodedSample, WeightedTokens, finish_sample
+from preprocess.encode.weights import document_weight
 from preprocess.reject import RowRejected
-from preprocess.weights import document_weight
 from vlmdata.families.positions import locate_images
 from vlmdata.format.ledger import Reason
 from vlmdata.wording import counted

@@ -14,8 +14,8 @@ from preprocess.conversation import Conversation, Document
 from preprocess.encode.document import encode_document
 from preprocess.encode.image import encode_images
 from preprocess.encode.sample import EncodedImage, EncodedSample, WeightedTokens, finish_sample
+from preprocess.encode.weights import turn_weights
 from preprocess.reject import RowRejected, excerpt
-from preprocess.weights import turn_weights
 from vlmdata.format.ledger import Reason
 from vlmdata.wording import counted
 

@@ -11,9 +11,9 @@ from inspect import signature
 from typing import Protocol
 
 from preprocess.config import PreprocessConfig
-from preprocess.counters import Counters
 from preprocess.registry import find
-from preprocess.shard_job import RowOutcome, ShardContext, ShardJob, ShardRecord, run_shard
+from preprocess.shards.counters import Counters
+from preprocess.shards.job import RowOutcome, ShardContext, ShardJob, ShardRecord, run_shard
 from preprocess.sources.rows import Source
 from vlmdata.cli.machine import available_cores
 from vlmdata.errors import ResourceError, SourceError

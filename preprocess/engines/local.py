@@ -6,9 +6,9 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from functools import partial
 
-from preprocess.counters import Counters
 from preprocess.engines.base import Engine, ShardWork, make_shard, rows_of
-from preprocess.shard_job import ShardJob, ShardRecord
+from preprocess.shards.counters import Counters
+from preprocess.shards.job import ShardJob, ShardRecord
 from preprocess.workers import WorkersDied, run_in_workers, start_worker_server
 from vlmdata.errors import ResourceError
 

@@ -18,13 +18,13 @@ from typing import Any, Self
 from uuid import uuid4
 
 from preprocess.config import PreprocessConfig
-from preprocess.counters import Counters
 from preprocess.engines.base import Engine, ShardWork, make_shard, rows_of
 from preprocess.engines.tally import Tally
-from preprocess.fingerprints import fingerprints
 from preprocess.recipes.base import REGISTRY as RECIPES
 from preprocess.registry import is_file
-from preprocess.shard_job import RowOutcome, ShardContext, ShardJob, ShardRecord
+from preprocess.shards.counters import Counters
+from preprocess.shards.fingerprints import fingerprints
+from preprocess.shards.job import RowOutcome, ShardContext, ShardJob, ShardRecord
 from preprocess.workers import WorkerError
 from vlmdata.cli.machine import available_cores
 from vlmdata.errors import ResourceError, SourceError, VlmdataError

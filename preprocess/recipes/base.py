@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -15,20 +15,8 @@ from preprocess.recipes.media import MediaLoader
 from preprocess.recipes.options import NoOptions, declared_options, listed, make_options
 from preprocess.registry import find, module_named
 from preprocess.reject import RowRejected
+from preprocess.row import Row
 from vlmdata.errors import SourceError
-
-
-@dataclass(frozen=True)
-class Row:
-    """A source row.
-
-    Attributes:
-        number: Position in the source split.
-        values: Column values; images are undecoded ``{"bytes": …, "path": …}`` mappings.
-    """
-
-    number: int
-    values: Mapping[str, Any]
 
 
 class Recipe(Protocol):

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from preprocess.conversation import Conversation, ImagePart, Message, TextPart
-from preprocess.recipes.base import Row
 from preprocess.recipes.chat.content import ContentReader, StrayMarks, StrayMarksOption
 from preprocess.recipes.chat.forms import fits as fits_chat
 from preprocess.recipes.chat.images import BOUND_KEYS, RowImages
@@ -17,6 +16,7 @@ from preprocess.recipes.chat.weights import ROW_WEIGHTS, row_weight
 from preprocess.recipes.keys import HARMLESS_COLUMNS, KeyLog, is_empty
 from preprocess.recipes.media import MediaLoader
 from preprocess.reject import RowRejected, excerpt
+from preprocess.row import Row
 from vlmdata.format.ledger import Reason
 from vlmdata.wording import counted
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from preprocess.candidates import candidates_of
 from preprocess.config import PreprocessConfig
-from preprocess.recipes.base import REGISTRY, Recipe, Row, load_recipe, recipe_class
+from preprocess.recipes.base import REGISTRY, Recipe, load_recipe, recipe_class
+from preprocess.recipes.candidates import candidates_of
 from preprocess.recipes.media import MediaLoader
 from preprocess.reject import RowRejected
+from preprocess.row import Row
 from preprocess.sources.rows import Source
 from vlmdata.errors import SourceError
 from vlmdata.wording import counted

@@ -15,10 +15,10 @@ import xxhash
 
 from preprocess import json_text
 from preprocess.conversation import Conversation, ImagePart, Message, TextPart
-from preprocess.recipes.base import Row
 from preprocess.recipes.keys import HARMLESS_COLUMNS, KeyLog
 from preprocess.recipes.media import MediaLoader
 from preprocess.reject import RowRejected, excerpt
+from preprocess.row import Row
 from vlmdata.format.ledger import Reason
 
 _USED_COLUMNS = frozenset({"image", "ground_truth"})

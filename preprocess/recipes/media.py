@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from preprocess import image_files
+from preprocess.recipes import image_files
 from preprocess.recipes.ahead import Ahead, image_names
 from preprocess.recipes.remote_root import MAX_FILE_BYTES, FetchProblem, RemoteRoot, require_remote_root
 from preprocess.reject import RowRejected, excerpt

@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, ClassVar
 
 from preprocess.conversation import ContentPart, Document, ImagePart, TextPart
-from preprocess.recipes.base import Row
 from preprocess.recipes.chat.content import ContentOptions, ContentReader
 from preprocess.recipes.chat.forms import LIST_COLUMNS
 from preprocess.recipes.chat.forms import fits as fits_chat
@@ -22,6 +21,7 @@ from preprocess.recipes.chat.weights import ROW_WEIGHTS, TURN_WEIGHTS, row_weigh
 from preprocess.recipes.keys import HARMLESS_COLUMNS, KeyLog, filled, is_empty
 from preprocess.recipes.media import MediaLoader
 from preprocess.reject import RowRejected, excerpt
+from preprocess.row import Row
 from vlmdata.format.ledger import Reason
 from vlmdata.wording import counted
 

@@ -13,13 +13,13 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from preprocess.closing import merged_index
 from preprocess.engines.base import system_message
-from preprocess.fingerprints import codec_fingerprints, tokenizer_identity
-from preprocess.place import clear_place, locked, prepare_place, read_manifest, resource_errors
 from preprocess.recode.old import OldDataset
 from preprocess.recode.shard import RecodeWork, named_shard, recode_shard
-from preprocess.shard_job import RUN_FILE, ShardJob, ShardRecord, finished_records
+from preprocess.run.closing import merged_index
+from preprocess.run.place import clear_place, locked, prepare_place, read_manifest, resource_errors
+from preprocess.shards.fingerprints import codec_fingerprints, tokenizer_identity
+from preprocess.shards.job import RUN_FILE, ShardJob, ShardRecord, finished_records
 from preprocess.workers import WorkersDied, run_in_workers
 from vlmdata import __version__
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError, UsageError

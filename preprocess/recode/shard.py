@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.parquet as pq
 
-from preprocess.key_counts import KeyCounts
-from preprocess.shard_job import ShardRecord, progress_name, totals_of
+from preprocess.shards.job import ShardRecord, progress_name, totals_of
+from preprocess.shards.key_counts import KeyCounts
 from vlmdata.format.index import DatasetIndex
 from vlmdata.format.index_row import WHOLE_MEMBERS, IndexRow, index_table, used_features
 from vlmdata.format.manifest import Manifest, ShardInfo

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from preprocess.recipes.base import Row
+from preprocess.row import Row
 
 
 class Rows(Protocol):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from preprocess.config import ImageConfig, PreprocessConfig
-from preprocess.run import preprocess_dataset
+from preprocess.run.dataset import preprocess_dataset
 from preprocess.sources.holdout import hold_out
 from preprocess.sources.open import open_source
 from tests.conftest import cord_row, tree_bytes, write_cord_parquet

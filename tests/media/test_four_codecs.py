@@ -308,7 +308,7 @@ class TestWithoutThePackage:
 
 
 def test_the_help_describes_every_codec() -> None:
-    from preprocess.command import preprocess
+    from preprocess.cli.preprocess import preprocess
 
     (option,) = get_type_hints(preprocess, include_extras=True)["pixels"].__metadata__
     assert all(f"`{name}`: {codec(name).summary}" in option.help for name in REGISTRY)

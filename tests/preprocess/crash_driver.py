@@ -19,8 +19,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import preprocess.run
-import preprocess.shard_job
+import preprocess.run.dataset
+import preprocess.shards.job
 from preprocess.config import ImageConfig, PreprocessConfig
 from preprocess.sources.open import open_source
 from tests.conftest import tree_bytes
@@ -64,11 +64,11 @@ def main(out: Path, spec: str) -> None:
     config = PreprocessConfig(image=ImageConfig(1024, 65_536), rows_per_shard=2)
     source = open_source(spec)
     # Loaded once, for all the runs to come.
-    load = cache(preprocess.run.load_tokenizer)
-    preprocess.run.load_tokenizer = preprocess.shard_job.load_tokenizer = load
+    load = cache(preprocess.run.dataset.load_tokenizer)
+    preprocess.run.dataset.load_tokenizer = preprocess.shards.job.load_tokenizer = load
 
     def run() -> None:
-        preprocess.run.preprocess_dataset(source, out, config)
+        preprocess.run.dataset.preprocess_dataset(source, out, config)
 
     def doomed(step: int) -> Callable[[], None]:
         def work() -> None:

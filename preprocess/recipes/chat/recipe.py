@@ -6,7 +6,6 @@ from collections.abc import Collection
 from typing import ClassVar
 
 from preprocess.conversation import Conversation, ImagePart, Message
-from preprocess.recipes.base import Row
 from preprocess.recipes.chat.content import ContentOptions, ContentReader
 from preprocess.recipes.chat.forms import fits, read_form
 from preprocess.recipes.chat.images import RowImages
@@ -17,6 +16,7 @@ from preprocess.recipes.chat.weights import row_weight, turn_weight
 from preprocess.recipes.keys import HARMLESS_COLUMNS, KeyLog, filled
 from preprocess.recipes.media import MediaLoader
 from preprocess.reject import RowRejected, excerpt
+from preprocess.row import Row
 from vlmdata.format.ledger import Reason
 from vlmdata.wording import with_article
 

@@ -11,7 +11,7 @@ import pytest
 
 from preprocess.chat.tokenizer import load_tokenizer
 from preprocess.config import ImageConfig, PreprocessConfig
-from preprocess.run import RunResult, Watcher, preprocess_dataset
+from preprocess.run.dataset import RunResult, Watcher, preprocess_dataset
 from preprocess.sources.open import open_source
 from tests.conftest import tree_bytes
 from tests.verify.rewriting import edit_manifest_json, rewrite_manifest

@@ -15,9 +15,9 @@ from preprocess.chat.tokenizer import ChatTokenizer, load_tokenizer
 from preprocess.config import ImageConfig, Overlong, PreprocessConfig, SpecialText
 from preprocess.conversation import Conversation, ImagePart, Message, TextPart
 from preprocess.encode import Encoder
-from preprocess.probe import require_usable
+from preprocess.encode.probe import require_usable
 from preprocess.reject import RowRejected
-from preprocess.run import preprocess_dataset
+from preprocess.run.dataset import preprocess_dataset
 from preprocess.sources.open import open_source
 from tests.chat_rows import image_item, mixed_rows, turn, write_jsonl
 from tests.conftest import encoded_image

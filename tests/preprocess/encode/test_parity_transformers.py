@@ -231,7 +231,7 @@ def test_pixel_values_of_all_256_values_are_the_processors(dtype: torch.dtype, t
 
 def test_the_stored_shards_equal_the_processor_too(tokenizer: Any, tmp_path: Path) -> None:
     """End to end: what a reader gets from disk, not only what the encoder returned."""
-    from preprocess.run import preprocess_dataset
+    from preprocess.run.dataset import preprocess_dataset
     from vlmdata import open_dataset
 
     config = PreprocessConfig(image=SMALL, rows_per_shard=4)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from preprocess.config import ImageConfig, Overlong, PreprocessConfig, TrainTurns
 from preprocess.conversation import Conversation, ImagePart, Message, TextPart
 from preprocess.encode import EncodedSample, Encoder
+from preprocess.encode.weights import LEAST, MOST
 from preprocess.reject import RowRejected
-from preprocess.weights import LEAST, MOST
 from tests.conftest import encoded_image
 from vlmdata.format.ledger import Reason
 

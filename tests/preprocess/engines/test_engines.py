@@ -18,12 +18,12 @@ import ray
 from preprocess.chat.tokenizer import load_tokenizer
 from preprocess.config import ImageConfig, PreprocessConfig
 from preprocess.conversation import Conversation
-from preprocess.counters import Counters
 from preprocess.engines.base import REGISTRY, Engine, ShardWork, load_engine, make_shard, make_shards
 from preprocess.engines.local import Local
-from preprocess.recipes.base import Row
-from preprocess.run import Watcher, preprocess_dataset
-from preprocess.shard_job import ShardJob, ShardRecord
+from preprocess.row import Row
+from preprocess.run.dataset import Watcher, preprocess_dataset
+from preprocess.shards.counters import Counters
+from preprocess.shards.job import ShardJob, ShardRecord
 from preprocess.sources.open import open_source
 from tests.conftest import tree_bytes
 from tests.preprocess.command_line import SMALL_IMAGES, TOKENIZER, Ended

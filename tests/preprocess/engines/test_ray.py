@@ -20,12 +20,12 @@ from ray.cluster_utils import Cluster
 
 from preprocess.chat.tokenizer import load_tokenizer
 from preprocess.config import ImageConfig, PreprocessConfig
-from preprocess.counters import Counters
 from preprocess.engines import ray as engine
 from preprocess.engines.base import ShardWork, load_engine
-from preprocess.fingerprints import fingerprints
-from preprocess.run import preprocess_dataset
-from preprocess.shard_job import ShardJob
+from preprocess.run.dataset import preprocess_dataset
+from preprocess.shards.counters import Counters
+from preprocess.shards.fingerprints import fingerprints
+from preprocess.shards.job import ShardJob
 from preprocess.sources.open import open_source
 from tests.conftest import cord_row, tree_bytes, write_cord_parquet
 from tests.preprocess.command_line import SMALL_IMAGES, environment, finished_shards, start, wait_until

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from preprocess.conversation import Conversation, TextPart
-from preprocess.recipes.base import Row
 from preprocess.recipes.chat import Chat
 from preprocess.recipes.chat.content import StrayMarks
 from preprocess.recipes.media import MediaLoader
 from preprocess.reject import RowRejected
+from preprocess.row import Row
 from vlmdata.format.ledger import Reason
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from preprocess.conversation import Conversation, ImagePart, TextPart
-from preprocess.recipes.base import Row, load_recipe
+from preprocess.recipes.base import load_recipe
 from preprocess.reject import RowRejected
+from preprocess.row import Row
 from tests.conftest import build_dataset, encoded_image
 from vlmdata.format.dataset import open_dataset
 from vlmdata.verify.dataset import verify_dataset

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from qwen_vl_utils.vision_process import extract_vision_info
 
 from preprocess.conversation import Conversation, TextPart
-from preprocess.recipes.base import Row
 from preprocess.recipes.chat import Chat
 from preprocess.recipes.media import MediaLoader
+from preprocess.row import Row
 
 NAMES = ("a", "b", "c")
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preprocess.recipes.base import Row, load_recipe
+from preprocess.recipes.base import load_recipe
+from preprocess.row import Row
 from tests.preprocess.recipes.chat_recipe import answer, check_rejected, convert, seen, user
 from vlmdata.format.ledger import Reason
 

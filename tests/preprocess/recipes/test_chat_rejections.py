@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from preprocess.recipes.base import Row, load_recipe
+from preprocess.recipes.base import load_recipe
 from preprocess.reject import RowRejected
+from preprocess.row import Row
 from vlmdata.format.ledger import Reason
 
 USER = {"role": "user", "content": "?"}

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from preprocess.conversation import Conversation, ImagePart
-from preprocess.recipes.base import Row, load_recipe
+from preprocess.recipes.base import load_recipe
 from preprocess.recipes.cord_v2 import Target, donut_tokens
 from preprocess.reject import RowRejected
+from preprocess.row import Row
 from tests.conftest import encoded_image
 from vlmdata.format.ledger import Reason
 

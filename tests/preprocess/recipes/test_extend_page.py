@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from preprocess.conversation import Conversation
-from preprocess.recipes.base import Row, describe_options, load_recipe
+from preprocess.recipes.base import describe_options, load_recipe
 from preprocess.reject import RowRejected
+from preprocess.row import Row
 from tests.conftest import encoded_image
 from tests.preprocess.extend_pages import write_example
 

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from preprocess.candidates import candidates_of
 from preprocess.conversation import Conversation
-from preprocess.recipes.base import Row, load_recipe
+from preprocess.recipes.base import load_recipe
+from preprocess.recipes.candidates import candidates_of
+from preprocess.row import Row
 from tests.conftest import tree_bytes
 from tests.list_recipe import LIST_KEYS, LIST_REJECTS, NAME, build_lists
 from vlmdata.format.dataset import open_dataset

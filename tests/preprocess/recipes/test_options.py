@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from preprocess.conversation import Conversation, Message, TextPart
-from preprocess.recipes.base import Row, load_recipe, recipe_options
+from preprocess.recipes.base import load_recipe, recipe_options
 from preprocess.recipes.options import NoOptions, declared_options, make_options
+from preprocess.row import Row
 from tests.preprocess.command_line import TOKENIZER, Ended
 from vlmdata.errors import SourceError
 from vlmdata.format.manifest import Manifest

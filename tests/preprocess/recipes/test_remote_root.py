@@ -14,7 +14,7 @@ from preprocess.recipes import remote_root
 from preprocess.recipes.media import MediaLoader, require_image_root
 from preprocess.recipes.remote_root import FetchProblem, RemoteRoot
 from preprocess.reject import RowRejected
-from preprocess.run import preprocess_dataset
+from preprocess.run.dataset import preprocess_dataset
 from preprocess.sources.open import open_source
 from tests.conftest import encoded_image, tree_bytes
 from tests.faulty_proxy import FaultyProxy, proxying

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from preprocess.conversation import Document, ImagePart, TextPart
-from preprocess.recipes.base import Row, load_recipe
+from preprocess.recipes.base import load_recipe
 from preprocess.recipes.text import Text
 from preprocess.reject import RowRejected
+from preprocess.row import Row
 from tests.chat_rows import data_uri
 from tests.conftest import encoded_image
 

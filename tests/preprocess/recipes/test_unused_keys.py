@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from preprocess.cli.report import report_of
 from preprocess.config import ImageConfig, PreprocessConfig
 from preprocess.conversation import Conversation
-from preprocess.key_counts import KeyCounts
 from preprocess.recipes.base import recipe_fingerprint
-from preprocess.report import report_of
-from preprocess.run import RunResult, Watcher, preprocess_dataset
+from preprocess.run.dataset import RunResult, Watcher, preprocess_dataset
+from preprocess.shards.key_counts import KeyCounts
 from preprocess.sources.open import open_source
 from tests.conftest import tree_bytes
 from tests.preprocess.command_line import TOKENIZER

@@ -12,11 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from preprocess.config import PreprocessConfig
-from preprocess.counters import Counters
 from preprocess.engines.base import ShardWork
 from preprocess.engines.local import Local
-from preprocess.run import preprocess_dataset
-from preprocess.shard_job import ShardJob, ShardRecord
+from preprocess.run.dataset import preprocess_dataset
+from preprocess.shards.counters import Counters
+from preprocess.shards.job import ShardJob, ShardRecord
 from preprocess.sources.open import open_source
 from tests.conftest import tree_bytes
 from vlmdata.errors import ConfigMismatchError, ResourceError

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from preprocess.config import ImageConfig, PreprocessConfig
 from preprocess.engines.local import PRELOADED
-from preprocess.run import preprocess_dataset
+from preprocess.run.dataset import preprocess_dataset
 from preprocess.sources import holdout
 from preprocess.sources.holdout import TRAIN, VALIDATION, content_hash, hold_out, is_held_out
 from preprocess.sources.open import open_source

@@ -13,8 +13,8 @@ import pytest
 from datasets import Dataset, DatasetDict, Features, Json, List, Value
 from datasets import Image as ImageFeature
 
-from preprocess.recipes.base import Row
 from preprocess.reject import RowRejected
+from preprocess.row import Row
 from preprocess.sources.open import open_source
 from preprocess.sources.rows import Source
 from tests.chat_rows import write_jsonl

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from preprocess.config import ImageConfig, PreprocessConfig
-from preprocess.run import preprocess_dataset
+from preprocess.run.dataset import preprocess_dataset
 from preprocess.sources import counting, data_files
 from preprocess.sources.open import open_source
 from preprocess.sources.rows import Source

@@ -17,7 +17,7 @@ from datasets import Dataset, Features, Json, List, Value
 from datasets import Image as ImageFeature
 
 from preprocess.config import ImageConfig, PreprocessConfig
-from preprocess.run import preprocess_dataset
+from preprocess.run.dataset import preprocess_dataset
 from preprocess.sources import parquet
 from preprocess.sources.arrow import ArrowRows
 from preprocess.sources.open import open_source

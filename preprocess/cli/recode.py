@@ -1,0 +1,117 @@
+"""``vlmdata recode``: options, progress bar and summary."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from preprocess.recode.run import RecodeResult
+    from vlmdata.format.manifest import Totals
+
+
+def recode(
+    data: Annotated[str, typer.Argument(metavar="DIR", help="A finished dataset: a folder or fsspec URL.")],
+    pixels: Annotated[str, typer.Option(help="How the copy stores images, all lossless: `raw`, `zstd` or `jxl`.")],
+    out: Annotated[str, typer.Option("--out", "-o", help="Folder of the copy to make or continue.")],
+    workers: Annotated[int | None, typer.Option("--workers", "-j", help="Processes. Default: one per core.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Remove a dataset in --out and start over.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON on stdout.")] = False,
+) -> None:
+    """Copy a dataset with its images in another codec, without the original source.
+
+    The copy is byte-identical to the result of `vlmdata preprocess --pixels`. Every sample is checked. Repeat
+    the command to continue an interrupted run. A dataset with codec `source` can be read but not made, because the
+    original files are not in the dataset.
+
+    **Examples**
+
+    - `vlmdata recode data/cord --pixels zstd --out data/cord-zstd`
+
+    - `vlmdata recode s3://bucket/cord-jxl --pixels raw --out /scratch/cord -j 16`
+
+    - `vlmdata recode data/cord --pixels jxl --out data/cord-jxl --json | jq .ratio`
+
+    **Exit codes**: 0 done; 2 invalid options, no dataset, or a damaged one; 3 out of space or workers; 130
+    interrupted.
+    """
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    from preprocess.cli.locations import output_store
+    from preprocess.recode.run import recode_dataset
+    from vlmdata.cli.machine import available_cores
+
+    if workers is not None and workers < 1:
+        raise typer.BadParameter(f"workers is {workers}; it must be at least 1")
+    talk = Console(stderr=True, highlight=False)
+    begun, store = time.monotonic(), output_store(out)
+    bar = Progress(*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn(), console=talk)
+    bar.disable = not talk.is_terminal
+    with bar:
+        task = bar.add_task("shards", total=None)
+
+        def started(shards: int, kept: int) -> None:
+            bar.update(task, total=shards, completed=kept)
+            if kept:
+                talk.print(f"{kept:,} of {shards:,} shards already made", soft_wrap=True)
+
+        result = recode_dataset(
+            data,
+            store,
+            pixels,
+            workers=workers or available_cores(),
+            overwrite=overwrite,
+            started=started,
+            shard_done=lambda record: bar.advance(task),
+        )
+    summary = _summary(data, str(store), pixels, result, time.monotonic() - begun)
+    if as_json:
+        print(json.dumps(summary, indent=2))
+    else:
+        _print(Console(highlight=False, soft_wrap=True), summary, result.manifest.totals)
+
+
+def _summary(data: str, out: str, pixels: str, result: RecodeResult, seconds: float) -> dict[str, Any]:
+    before, after = result.old.totals, result.manifest.totals
+    return {
+        "from": data,
+        "directory": out,
+        "was": result.was,
+        "pixels": pixels,
+        "fingerprint": result.manifest.fingerprint,
+        "samples": after.samples,
+        "images": after.images,
+        "bytes_before": before.bytes,
+        "bytes": after.bytes,
+        "ratio": after.bytes / max(before.bytes, 1),
+        "bytes_per_image": after.image_bytes / max(after.images, 1),
+        "bytes_per_file": after.file_bytes / max(after.images, 1),
+        "shards": len(result.manifest.shards),
+        "shards_made": result.made,
+        "shards_kept": result.kept,
+        "seconds": round(seconds, 3),
+    }
+
+
+def _print(console: Console, summary: dict[str, Any], totals: Totals) -> None:
+    from vlmdata.format.image_sizes import image_sizes
+    from vlmdata.wording import counted, duration
+
+    sizes = f"{summary['bytes_before'] / 1e6:,.1f} MB as {summary['was']}, {summary['bytes'] / 1e6:,.1f} MB as"
+    kept = f", {summary['shards_kept']:,} kept" if summary["shards_kept"] else ""
+    console.print(
+        f"{counted(summary['samples'], 'sample')}, {counted(summary['images'], 'image')}: {sizes} {summary['pixels']} "
+        f"({summary['ratio']:.2f} of it)",
+        markup=False,
+    )
+    if sizes := image_sizes(totals, summary["pixels"]):
+        console.print(sizes, markup=False)
+    made = f"{counted(summary['shards_made'], 'shard')} made{kept} in {duration(summary['seconds'])}"
+    console.print(made, markup=False)
+    console.print(f"every sample checked; next: vlmdata inspect {summary['directory']}", markup=False)

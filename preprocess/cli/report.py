@@ -1,0 +1,280 @@
+"""The summary of a run: as a table for people, as JSON for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from preprocess.config import EMBEDDED, Overlong
+from preprocess.run.dataset import RunResult
+from vlmdata.format.image_sizes import image_sizes
+from vlmdata.format.ledger import Reason, Rejection, read_ledger
+from vlmdata.format.manifest import Manifest, Totals, counts_to_json
+from vlmdata.format.schema import INDEX_NAME, LEDGER_NAME
+from vlmdata.inspect.text import one_line
+from vlmdata.media.codecs import RAW
+from vlmdata.store import Store
+from vlmdata.wording import counted, duration
+
+_PERCENTILES = (0, 25, 50, 75, 95, 99, 100)
+_BINS, _BAR_WIDTH = 10, 32
+#: Number of rejection reasons shown with an example, and length of an example's message.
+_EXAMPLES, _MESSAGE_LENGTH = 3, 240
+#: Number of keys in a line; --json lists all.
+_SHOWN_KEYS = 12
+
+
+@dataclass(frozen=True)
+class LengthDistribution:
+    """True lengths of the samples, in tokens.
+
+    Attributes:
+        mean: Mean.
+        percentiles: Length by percent.
+        edges: Histogram bin edges, one more than ``counts``.
+        counts: Samples per bin.
+    """
+
+    mean: float
+    percentiles: dict[int, int]
+    edges: list[int]
+    counts: list[int]
+
+
+@dataclass(frozen=True)
+class Report:
+    """Summary of a run.
+
+    Attributes:
+        store: The dataset.
+        manifest: Its manifest.
+        lengths: Length distribution; None without samples.
+        seconds: Wall time of this run.
+        made: Number of shards made in this run.
+        kept: Number of shards already present.
+        repaired: Lost files and folders of a finished dataset that were recreated.
+        max_reject_rate: Largest rejected share without failure.
+        examples: The first rejection for each of the most common reasons, the most common first.
+        failed_row: The first row with an unexpected error, if any.
+    """
+
+    store: Store
+    manifest: Manifest
+    lengths: LengthDistribution | None
+    seconds: float
+    made: int
+    kept: int
+    repaired: tuple[str, ...]
+    max_reject_rate: float
+    examples: tuple[Rejection, ...]
+    failed_row: int | None
+
+    @property
+    def reject_rate(self) -> float:
+        """Rejected share of the candidates."""
+        return self.manifest.totals.rejected / max(self.manifest.totals.candidates, 1)
+
+    @property
+    def failure(self) -> str | None:
+        """Reason for exit code 1; None without failure."""
+        totals = self.manifest.totals
+        if totals.samples == 0:
+            return (
+                f"{counted(totals.rows, 'row')} gave no samples, so there is nothing to train on. Correct the data, or "
+                "try another --recipe or other options; --overwrite is not needed. "
+                f"{self._ledger} has each row's reason."
+            )
+        if self.reject_rate > self.max_reject_rate:
+            return (
+                f"{totals.rejected:,} of {_candidates(totals)} rejected ({100 * self.reject_rate:.1f} %), more than "
+                f"--max-reject-rate {self.max_reject_rate} allows. The dataset is complete without them. "
+                f"{self._ledger} has the reasons."
+            )
+        return None
+
+    @property
+    def _ledger(self) -> str:
+        return self.store.path(LEDGER_NAME)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the JSON form."""
+        return {
+            "directory": str(self.store),
+            "fingerprint": self.manifest.fingerprint,
+            "config_hash": self.manifest.config_hash,
+            "recipe": self._recipe,
+            "tokenizer": self.manifest.tokenizer.name,
+            "totals": counts_to_json(self.manifest.totals),
+            "candidates": self.manifest.totals.candidates,
+            "rejects": dict(self.manifest.rejects),
+            "reject_rate": self.reject_rate,
+            "reject_examples": [dataclasses.asdict(example) for example in self.examples],
+            "unused_keys": dict(self.manifest.unused_keys),
+            "unknown_keys": dict(self.manifest.unknown_keys),
+            "max_reject_rate": self.max_reject_rate,
+            "lengths": dataclasses.asdict(self.lengths) if self.lengths else None,
+            "shards": len(self.manifest.shards),
+            "shards_made": self.made,
+            "shards_kept": self.kept,
+            "repaired": list(self.repaired),
+            "seconds": round(self.seconds, 3),
+        }
+
+    def print(self, console: Console) -> None:
+        """Prints the summary."""
+        tokenizer = self.manifest.tokenizer
+        trial = ", for trials only: fits no published model" if tokenizer.name == EMBEDDED else ""
+        console.print(self._table())
+        if self.lengths is not None:
+            console.print(_histogram(self.lengths))
+        lines = [f"recipe {self._recipe}, tokenizer {tokenizer.name} ({counted(tokenizer.vocab_size, 'id')}{trial})"]
+        lines += self._key_lines()
+        for example in self.examples:
+            message = one_line(example.message, _MESSAGE_LENGTH)
+            lines.append(f"{example.reason}, for example row {example.row}: {message}")
+        if self.examples:
+            lines.append(f"rejected rows, with reasons: {self._ledger}")
+        if self.failed_row is not None:
+            lines.append(f"unexpected errors: add --trace {self.failed_row} to the command for the first traceback")
+        if self.repaired:
+            lines.append(f"recreated and equal to the manifest: {', '.join(self.repaired)}")
+        if self.manifest.totals.samples:
+            lines.append(f"next: vlmdata verify {self.store}")
+        for line in lines:
+            console.print(line, soft_wrap=True, markup=False)
+
+    @property
+    def _recipe(self) -> str:
+        return str(self.manifest.config["options"]["recipe"])
+
+    @property
+    def _pixels(self) -> str:
+        return str(self.manifest.config["options"].get("pixels", RAW))
+
+    def _key_lines(self) -> Iterator[str]:
+        """Yields lines about unused keys of the rows, the most frequent first."""
+        if self.manifest.unused_keys:
+            yield f"keys not used, harmless: {_shown(self.manifest.unused_keys)}"
+        if self.manifest.unknown_keys:
+            yield f"keys not used, unknown to the recipe: {_shown(self.manifest.unknown_keys)}"
+            yield "  check that they do not matter; --strict rejects rows with such keys"
+
+    def _table(self) -> Table:
+        totals = self.manifest.totals
+        table = Table(title=escape(str(self.store)), title_justify="left", show_header=False)
+        table.add_column(style="bold")
+        table.add_column(justify="right")
+        table.add_column()
+        share = 100 * totals.targets / max(totals.tokens, 1)
+        done = f"{counted(self.made, 'shard')} made" + (f", {self.kept:,} kept" if self.kept else "")
+        table.add_row("rows", f"{totals.rows:,}", "")
+        # If documents are split, cuts lose nothing.
+        cut = "truncated"
+        if self.manifest.config["options"]["overlong"] == Overlong.SPLIT:
+            cut = "continue in the next sample"
+        table.add_row("samples", f"{totals.samples:,}", f"{totals.truncated:,} {cut}" if totals.truncated else "")
+        table.add_row("tokens", f"{totals.tokens:,}", f"+ {totals.padding:,} padding")
+        table.add_row("target tokens", f"{totals.targets:,}", f"{share:.1f} % of tokens")
+        table.add_row("images", f"{totals.images:,}", image_sizes(totals, self._pixels))
+        table.add_row("patches", f"{totals.patches:,}", f"{totals.patches / max(totals.images, 1):,.0f} per image")
+        table.add_row(
+            "bytes",
+            f"{totals.bytes:,}",
+            f"{totals.bytes / 1e6:,.1f} MB in {counted(len(self.manifest.shards), 'shard')}",
+        )
+        rejected = f"{100 * self.reject_rate:.2f} % of {'samples of the rows' if totals.extra_candidates else 'rows'}"
+        table.add_row("rejected", f"{totals.rejected:,}", rejected)
+        for reason, count in _commonest_first(self.manifest):
+            style = "bold red" if reason == Reason.UNEXPECTED_ERROR else "yellow"
+            table.add_row(f"  {reason}", f"{count:,}", "", style=style)
+        table.add_row("time", duration(self.seconds), done)
+        return table
+
+
+def report_of(store: Store, result: RunResult, seconds: float, max_reject_rate: float) -> Report:
+    """Creates the report of a finished run."""
+    manifest = result.manifest
+    shown = [reason for reason, _ in _commonest_first(manifest)[:_EXAMPLES]]
+    if manifest.rejects.get(Reason.UNEXPECTED_ERROR):
+        shown.append(Reason.UNEXPECTED_ERROR)
+    with store.local(INDEX_NAME, *([LEDGER_NAME] if shown else [])) as folder:
+        lengths = pq.read_table(folder / INDEX_NAME, columns=["length"]).column("length").to_numpy()
+        first = _first_rejections(folder / LEDGER_NAME, set(shown))
+    failed = first.get(Reason.UNEXPECTED_ERROR)
+    return Report(
+        store=store,
+        manifest=manifest,
+        lengths=_distribution(lengths),
+        seconds=seconds,
+        made=result.made,
+        kept=result.kept,
+        repaired=result.repaired,
+        max_reject_rate=max_reject_rate,
+        examples=tuple(first[reason] for reason in dict.fromkeys(shown[:_EXAMPLES]) if reason in first),
+        failed_row=None if failed is None else failed.row,
+    )
+
+
+def _candidates(totals: Totals) -> str:
+    """Describes the total of the rejected share: the rows or, with lists, their samples."""
+    if totals.extra_candidates:
+        return f"{counted(totals.candidates, 'sample')} of {counted(totals.rows, 'row')}"
+    return counted(totals.rows, "row")
+
+
+def _commonest_first(manifest: Manifest) -> list[tuple[str, int]]:
+    return sorted(manifest.rejects.items(), key=lambda reason: (-reason[1], reason[0]))
+
+
+def _first_rejections(ledger: Path, reasons: Collection[str]) -> dict[str, Rejection]:
+    """Returns the first rejection for each reason. Reads only as much of the ledger as needed."""
+    found: dict[str, Rejection] = {}
+    if reasons:
+        for rejection in read_ledger(ledger):
+            if rejection.reason in reasons:
+                found.setdefault(rejection.reason, rejection)
+            if len(found) == len(reasons):
+                break
+    return found
+
+
+def _shown(counts: Mapping[str, int]) -> str:
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    shown = ", ".join(f"{key} ({counted(count, 'sample')})" for key, count in ordered[:_SHOWN_KEYS])
+    rest = len(ordered) - _SHOWN_KEYS
+    return f"{shown}, and {counted(rest, 'other')}" if rest > 0 else shown
+
+
+def _distribution(lengths: np.ndarray[Any, np.dtype[np.int32]]) -> LengthDistribution | None:
+    if len(lengths) == 0:
+        return None
+    values = np.percentile(lengths, _PERCENTILES, method="inverted_cdf")
+    low, high = int(lengths.min()), int(lengths.max())
+    edges = np.unique(np.linspace(low, high + 1, _BINS + 1).astype(np.int64))
+    counts, _ = np.histogram(lengths, edges)
+    percentiles = {p: int(v) for p, v in zip(_PERCENTILES, values, strict=True)}
+    return LengthDistribution(float(lengths.mean()), percentiles, edges.tolist(), counts.tolist())
+
+
+def _histogram(lengths: LengthDistribution) -> Table:
+    table = Table(title="length (tokens)", title_justify="left", show_header=False, box=None, pad_edge=False)
+    table.add_column(justify="right")
+    table.add_column(justify="right")
+    table.add_column(style="cyan")
+    most = max(lengths.counts)
+    for low, high, count in zip(lengths.edges, lengths.edges[1:], lengths.counts, strict=False):
+        width = round(_BAR_WIDTH * count / most)
+        table.add_row(f"{low:,}–{high - 1:,}", f"{count:,}", "█" * width or ("▏" if count else ""))
+    marks = ", ".join(f"p{p} {v:,}" for p, v in lengths.percentiles.items() if p in (50, 95, 99))
+    table.caption = f"mean {lengths.mean:,.0f}, {marks}"
+    table.caption_justify = "left"
+    return table

@@ -1,0 +1,188 @@
+"""Prints a traced row: the recipe's input and result, the tokens with marked targets, or the traceback."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from preprocess.chat.tokenizer import ChatTokenizer
+from preprocess.conversation import ContentPart, Conversation, Document, ImagePart, Message
+from preprocess.encode import EncodedImage, EncodedSample
+from preprocess.reject import RowRejected
+from preprocess.run.trace import TracedCandidate, TracedRow
+from vlmdata.format.schema import sample_key
+from vlmdata.inspect.terminal.draw import data, facts
+from vlmdata.inspect.text import visible
+from vlmdata.wording import counted
+
+_VALUE, _PART = 100, 200  # characters shown of a column's value, of a text part
+_TARGET = "bold green"
+
+
+def print_trace(console: Console, traced: TracedRow, recipe: str, tokenizer: ChatTokenizer) -> None:
+    """Prints a traced row.
+
+    Args:
+        console: Console to print to.
+        traced: The row.
+        recipe: Name of the recipe.
+        tokenizer: Decodes the tokens.
+    """
+    console.print(Text(f"source row {traced.number:,} of {traced.rows:,}", "bold"))
+    if traced.row is not None:
+        console.print(facts(*((str(name), data(_shown(value)), "") for name, value in traced.row.values.items())))
+    console.print()
+    if traced.error is not None:
+        _print_error(console, traced.error, "the row is rejected" if traced.row is None else f"recipe {recipe}")
+        return
+    made = len(traced.candidates)
+    listed = traced.candidates[0].candidate.sample is not None
+    console.print(Text(f"recipe {recipe} returned " + (f"a list of {made}" if listed else "one sample"), "bold"))
+    total = sum(len(each.outcome) if isinstance(each.outcome, list) else 1 for each in traced.candidates)
+    listed = listed or total > 1
+    number = 0
+    for each in traced.candidates:
+        count = len(each.outcome) if isinstance(each.outcome, list) else 1
+        keys = [sample_key(traced.number, n if listed else None, total) for n in range(number, number + count)]
+        number += count
+        console.print()
+        _print_candidate(console, each, keys, tokenizer)
+
+
+def _print_candidate(console: Console, traced: TracedCandidate, keys: list[str], tokenizer: ChatTokenizer) -> None:
+    made, outcome = traced.candidate.made, traced.outcome
+    console.print(Text("sample " + (keys[0] if len(keys) == 1 else f"{keys[0]} to {keys[-1]}"), "bold"))
+    if not isinstance(made, RowRejected):
+        samples = [each for each in outcome if isinstance(each, EncodedSample)] if isinstance(outcome, list) else []
+        console.print(facts(*_parts(made, [image for sample in samples for image in sample.images])))
+    if isinstance(outcome, Exception):
+        _print_error(console, outcome, "the recipe rejected it" if isinstance(made, RowRejected) else "encoding it")
+        return
+    for key, encoded in zip(keys, outcome, strict=True):
+        if len(keys) > 1:
+            console.print()
+            console.print(Text(f"piece {key}", "bold"))
+        if isinstance(encoded, RowRejected):
+            _print_error(console, encoded, "this piece")
+        else:
+            _print_sample(console, encoded, tokenizer)
+
+
+def _print_sample(console: Console, encoded: EncodedSample, tokenizer: ChatTokenizer) -> None:
+    images = sum(image.tokens for image in encoded.images)
+    cut = ", truncated" if encoded.truncated else ""
+    tokens = f"{encoded.length - images:,} of text, {images:,} of images{cut}"
+    where = f"in {counted(encoded.target_turns, 'turn')}" if encoded.target_turns else "of a document"
+    console.print(
+        facts(
+            ("tokens", f"{encoded.length:,}", tokens),
+            ("targets", f"{int(encoded.loss_mask.sum()):,}", where),
+        )
+    )
+    console.print(Text("⟦targets⟧", _TARGET) + Text(" are in the loss; ↵ is a newline", "dim"))
+    console.print(_marked(encoded, tokenizer))
+
+
+def _parts(made: Conversation | Document, images: list[EncodedImage]) -> Iterator[tuple[str, Any, str]]:
+    """Yields a line for each part of each turn, or of the document."""
+    remaining = iter(images)
+    if made.loss_weight != 1:
+        yield "weight", f"{made.loss_weight}", "of the sample"
+    if isinstance(made, Document):
+        for number, part in enumerate(made.parts):
+            yield "" if number else "document", *_part(part, remaining, "")
+    else:
+        yield from _turns(made, remaining)
+    for keys, remark in ((made.unused, "harmless"), (made.unknown, "unknown to the recipe")):
+        if keys:
+            yield "unused keys", data(", ".join(keys)), remark
+
+
+def _turns(made: Conversation, images: Iterator[EncodedImage]) -> Iterator[tuple[str, Any, str]]:
+    if made.tools:
+        yield "tools", f"{len(made.tools)}", ""
+    for message in made.messages:
+        name: str = message.role
+        for value, remark in _content(message, images):
+            yield name, value, remark
+            name = ""
+
+
+def _content(message: Message, images: Iterator[EncodedImage]) -> Iterator[tuple[Any, str]]:
+    weight = "" if message.loss_weight is None else f"weight {message.loss_weight}"
+    if message.reasoning is not None:
+        yield data(message.reasoning, "italic", limit=_PART), "reasoning"
+    for part in message.parts:
+        yield _part(part, images, weight)
+    for call in message.tool_calls:
+        yield data(dict(call), limit=_PART), "tool call"
+    if not (message.parts or message.reasoning is not None or message.tool_calls):
+        yield Text("nothing", "dim"), weight
+
+
+def _part(part: ContentPart, images: Iterator[EncodedImage], remark: str) -> tuple[Any, str]:
+    if isinstance(part, ImagePart):
+        return data(f"image {part.field}"), _sizes(part, next(images, None))
+    return data(part.text, limit=_PART), remark
+
+
+def _sizes(part: ImagePart, image: EncodedImage | None) -> str:
+    file = counted(len(part.data), "byte")
+    if image is None:
+        return file
+    height, width = image.size
+    origin = image.origin
+    found = f"{origin['format']} of {origin['width']} × {origin['height']}"
+    return f"{file}, {found}, stored as {width} × {height}: {counted(image.tokens, 'token')}"
+
+
+def _marked(encoded: EncodedSample, tokenizer: ChatTokenizer) -> Text:
+    """Formats the tokens as text, with targets in brackets and image tokens folded."""
+    text, image = Text(), tokenizer.info.image
+    ids, mask = (values[: encoded.length].tolist() for values in (encoded.input_ids, encoded.loss_mask))
+    for (target, is_image), group in groupby(zip(ids, mask, strict=True), lambda each: (each[1] > 0, each[0] == image)):
+        run = [token for token, _ in group]
+        if is_image:
+            text.append(f"{tokenizer.image_text} × {len(run):,}", "blue")
+            continue
+        spelled = visible(tokenizer.hf.decode(run, clean_up_tokenization_spaces=False)).replace("\n", "↵\n")
+        text.append(f"⟦{spelled}⟧" if target else spelled, _TARGET if target else "")
+    return text
+
+
+def _print_error(console: Console, error: Exception, doing: str) -> None:
+    if isinstance(error, RowRejected):
+        console.print(
+            facts(("rejected", data(error.reason.value, "yellow"), doing), ("because", data(error.message), ""))
+        )
+        return
+    console.print(Text(f"{doing} failed:", "bold red"))
+    console.print(Text(visible("".join(traceback.format_exception(error))).rstrip()), soft_wrap=True)
+
+
+def _shown(value: Any) -> str:
+    """Formats a column's value, shortened; bytes as their number."""
+    short = repr(_without_bytes(value))
+    return short if len(short) <= _VALUE else f"{short[:_VALUE]}… ({len(short):,} characters)"
+
+
+def _without_bytes(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return _Size(len(value))
+    if isinstance(value, Mapping):
+        return {key: _without_bytes(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_bytes(item) for item in value]
+    return value
+
+
+class _Size(int):
+    """A number of bytes with a readable representation."""
+
+    def __repr__(self) -> str:
+        return f"<{counted(self, 'byte')}>"

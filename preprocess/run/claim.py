@@ -1,0 +1,118 @@
+"""Locks a store for one whole run, or for any number of different parts of a run.
+
+A whole run locks the store and then checks for parts. A part takes a lock of its own and then checks for a whole run.
+So if two begin at the same moment, at least one detects the other, and parts run side by side.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+
+from preprocess.run.part import Part
+from preprocess.run.place import LOCK_FILE
+from vlmdata.errors import ResourceError
+from vlmdata.format.schema import PROGRESS_DIR
+from vlmdata.store import Lock, LockedError, Store
+
+_PART_LOCK = re.compile(r"part-(\d+)-of-(\d+)\.lock")
+#: Checking a lock in a folder takes it briefly. Another command that meets it then retries for this long.
+_SECONDS_OF_A_CHECK = 2.0
+#: Time that a part waits for a whole run, such as `vlmdata finish`, to end.
+_SECONDS_FOR_A_RUN = 10.0
+_SECONDS_BETWEEN_TRIES = 0.1
+#: Locks checked in parallel. In an object store, a lock whose holder may be dead takes half a minute.
+_CHECKS = 32
+
+
+@contextmanager
+def whole_claim(store: Store) -> Iterator[Lock]:
+    """Locks the store against any other run.
+
+    Raises:
+        ResourceError: If another run, or a part of one, is at work there.
+    """
+    with directory_claim(store) as lock:
+        if at_work := parts_at_work(store):
+            raise ResourceError(f"{store}: {named(at_work)} at work there; wait for it or stop it")
+        yield lock
+
+
+@contextmanager
+def directory_claim(store: Store) -> Iterator[Lock]:
+    """Locks the store against whole runs, and against parts that have not begun.
+
+    Raises:
+        ResourceError: If a whole run is at work there.
+    """
+    with _locked(store, LOCK_FILE, "another `vlmdata preprocess` is using it") as lock:
+        yield lock
+
+
+@contextmanager
+def part_claim(store: Store, part: Part) -> Iterator[Lock]:
+    """Locks a part.
+
+    Raises:
+        ResourceError: If this part, one of another division into parts, or a whole run is at work there.
+    """
+    name = f"{PROGRESS_DIR}/part-{part.number}-of-{part.parts}.lock"
+    with _locked(store, name, f"part {part} is already at work there") as lock:
+        end = time.monotonic() + _SECONDS_FOR_A_RUN
+        while store.is_locked(LOCK_FILE):
+            if time.monotonic() > end:
+                raise ResourceError(f"{store}: another `vlmdata preprocess` is using it; wait for it or stop it")
+            time.sleep(_SECONDS_BETWEEN_TRIES)
+        if others := parts_at_work(store, except_of=part.parts):
+            raise ResourceError(
+                f"{store}: {named(others[:1])} at work there, which may make the same shards as part {part}. Use one "
+                "number of parts for all, or wait until that one has ended."
+            )
+        yield lock
+
+
+def parts_at_work(store: Store, except_of: int | None = None) -> list[Part]:
+    """Returns the parts that are at work.
+
+    Args:
+        store: The store.
+        except_of: Omits parts of a run with this number of parts.
+    """
+    found = {}
+    for name in store.listing(PROGRESS_DIR):
+        if (match := _PART_LOCK.fullmatch(name)) and int(match[2]) != except_of:
+            found[f"{PROGRESS_DIR}/{name}"] = Part(int(match[1]), int(match[2]))
+    with ThreadPoolExecutor(_CHECKS) as pool:
+        locked = pool.map(store.is_locked, found)
+        return sorted(part for part, is_locked in zip(found.values(), locked, strict=True) if is_locked)
+
+
+def named(parts: Iterable[Part]) -> str:
+    """Lists parts in words: ``part 1/4, part 3/4``."""
+    return ", ".join(f"part {part}" for part in parts)
+
+
+@contextmanager
+def _locked(store: Store, name: str, taken: str) -> Iterator[Lock]:
+    end = time.monotonic() + _SECONDS_OF_A_CHECK
+    with ExitStack() as entered:
+        while True:
+            try:
+                lock = entered.enter_context(store.lock(name))
+                break
+            except LockedError as error:
+                if time.monotonic() > end:
+                    raise _refusal(store, taken, error) from None
+            time.sleep(_SECONDS_BETWEEN_TRIES)
+        try:
+            yield lock
+        except LockedError as error:  # another run took over
+            raise _refusal(store, taken, error) from None
+
+
+def _refusal(store: Store, taken: str, error: LockedError) -> ResourceError:
+    who = f" ({error.holder})" if error.holder else ""
+    return ResourceError(f"{store}: {taken}{who}; wait for it or stop it")

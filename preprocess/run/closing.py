@@ -1,0 +1,171 @@
+"""Completes a dataset: merges the records of all shards to index, ledger, tokenizer folder and manifest."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from preprocess.chat.tokenizer import ChatTokenizer
+from preprocess.engines.base import system_message
+from preprocess.recipes.image_files import merge_files
+from preprocess.shards.job import FILES_SUFFIX, RUN_FILE, ShardRecord, progress_name
+from preprocess.shards.key_counts import KeyCounts
+from vlmdata import __version__
+from vlmdata.errors import ResourceError
+from vlmdata.format.index_row import index_schema
+from vlmdata.format.manifest import Manifest, Totals, canonical_hash
+from vlmdata.format.schema import (
+    IMAGE_FILES,
+    IMAGE_FILES_NAME,
+    INDEX_NAME,
+    LEDGER_NAME,
+    MANIFEST_NAME,
+    PROGRESS_DIR,
+    TOKENIZER_DIR,
+)
+from vlmdata.format.tokenizer_files import hash_tokenizer_files
+from vlmdata.store import Store
+from vlmdata.store.hashing import Hashing
+from vlmdata.wording import counted
+
+#: Largest number of row groups of an index. Describing one takes about 4 kB in the file and 20 kB in memory.
+_MOST_ROW_GROUPS = 1000
+
+
+def close_dataset(
+    store: Store, identity: Mapping[str, Any], records: list[ShardRecord], tokenizer: ChatTokenizer
+) -> Manifest:
+    """Merges the shards' records, then writes the manifest."""
+    try:
+        features = tuple(sorted({feature for record in records for feature in record.features}))
+        shards = range(len(records))
+        with merged_index(store, store, shards, features) as index:
+            index_hash = index.sha256
+        with merged_ledger(store, store, [n for n in shards if records[n].info.rejected]) as ledger:
+            ledger_hash = ledger.sha256
+        with merged_image_files(store, store) as files:
+            image_files = {} if files is None else {IMAGE_FILES: files}
+        if files is not None:
+            store.stamp(IMAGE_FILES_NAME, store.modified_ns(RUN_FILE))
+        with saved_tokenizer(store, tokenizer) as folder:
+            tokenizer_files = hash_tokenizer_files(folder)
+        keys = KeyCounts.sum(record.keys for record in records).to_json()
+        rejects: Counter[str] = Counter()
+        for record in records:
+            rejects.update(record.rejects)
+        manifest = Manifest(
+            config=identity["config"],
+            config_hash=canonical_hash(identity["config"]),
+            source={**identity["source"], **image_files},
+            tokenizer=tokenizer.info,
+            totals=_sum([record.totals for record in records]),
+            rejects=dict(sorted(rejects.items())),
+            shards=tuple(record.info for record in records),
+            index_sha256=index_hash,
+            ledger_sha256=ledger_hash,
+            features=features,
+            family=identity["config"]["options"]["family"],
+            unused_keys=keys["unused"],
+            unknown_keys=keys["unknown"],
+            created_by=f"vlmdata {__version__}",
+            tokenizer_files=tokenizer_files,
+        )
+        store.put(MANIFEST_NAME, manifest.to_json())
+    except OSError as error:
+        raise ResourceError(
+            f"{store}: {counted(len(records), 'shard')} made, but completing the dataset failed: "
+            f"{system_message(error)}. Free disk space and run the same command again."
+        ) from error
+    return manifest
+
+
+def _sum(totals: list[Totals]) -> Totals:
+    names = Totals.__dataclass_fields__
+    return Totals(**{name: sum(getattr(each, name) for each in totals) for name in names})
+
+
+@contextmanager
+def merged_index(store: Store, records: Store, shards: Sequence[int], features: Collection[str]) -> Iterator[Hashing]:
+    """Merges the index rows of shards. Yields the file, so that its hash can be checked, then renames it.
+
+    Rows are streamed: memory does not grow with the dataset. Each row group holds one shard or, with over a
+    thousand shards, several, so that there are at most a thousand groups. Only columns of used features are kept.
+
+    Args:
+        store: The dataset.
+        records: Where the shards' records are.
+        shards: Shard numbers, ascending.
+        features: Format features that the dataset uses.
+    """
+    schema = index_schema(features)
+    together = -(-len(shards) // _MOST_ROW_GROUPS)
+    contents = records.read_all(progress_name(shard, "parquet") for shard in shards)
+    with store.writing(INDEX_NAME) as unnamed:
+        file = Hashing(unnamed)
+        with pq.ParquetWriter(file, schema, compression="zstd") as writer:
+            group: list[pa.Table] = []
+            for number, content in enumerate(contents, start=1):
+                group.append(pq.read_table(io.BytesIO(content), schema=schema))
+                if number % together and number < len(shards):
+                    continue
+                table = pa.concat_tables(group)
+                group.clear()
+                if table.num_rows:
+                    writer.write_table(table, row_group_size=table.num_rows)
+        yield file
+
+
+@contextmanager
+def merged_ledger(store: Store, records: Store, shards: Sequence[int]) -> Iterator[Hashing]:
+    """Merges the rejects of shards. Yields the file, so that its hash can be checked, then renames it."""
+    with store.writing(LEDGER_NAME) as unnamed:
+        file = Hashing(unnamed)
+        for content in records.read_all(progress_name(shard, "jsonl") for shard in shards):
+            file.write(content)
+        yield file
+
+
+@contextmanager
+def merged_image_files(store: Store, records: Store) -> Iterator[dict[str, Any] | None]:
+    """Merges the image file lists of shards. Yields the list's manifest entry, then renames the list.
+
+    Yields None, and writes nothing, if no row named an image file. The caller sets the list's modification time
+    (:meth:`Store.stamp`) to the start of the run: later file changes count. The time is not part of the content,
+    which is the same for every copy of the source.
+
+    Args:
+        store: The dataset.
+        records: Where the shards' records are.
+    """
+    found = [name for name in records.listing(PROGRESS_DIR) if name.endswith(f".{FILES_SUFFIX}")]
+    if not found:
+        yield None
+        return
+    with store.writing(IMAGE_FILES_NAME) as unnamed:
+        file = Hashing(unnamed)
+        by_number = sorted(found, key=lambda name: (len(name), name))
+        counts = merge_files(records.read_all(f"{PROGRESS_DIR}/{name}" for name in by_number), file)
+        yield {**counts, "sha256": file.sha256}
+
+
+@contextmanager
+def saved_tokenizer(store: Store, tokenizer: ChatTokenizer) -> Iterator[Path]:
+    """Saves the tokenizer in the dataset, so that the dataset can be read and audited without other files.
+
+    Yields the folder for inspection, then renames it.
+    """
+    with store.writing_folder(TOKENIZER_DIR) as folder:
+        try:
+            tokenizer.save(folder)
+        except OSError:
+            raise
+        except Exception as error:  # its Rust part raises this on a full disk
+            raise OSError(f"the tokenizer cannot be saved: {error}") from error
+        yield folder

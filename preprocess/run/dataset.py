@@ -1,0 +1,273 @@
+"""A run: plan the shards, make those that are missing, and close the dataset. Or make one part of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+
+from preprocess.chat.tokenizer import ChatTokenizer, load_tokenizer
+from preprocess.config import PreprocessConfig
+from preprocess.encode.probe import require_usable
+from preprocess.engines.base import Engine, ShardWork, make_shards
+from preprocess.engines.local import Local
+from preprocess.recipes.choice import image_root_of
+from preprocess.run.claim import part_claim, whole_claim
+from preprocess.run.closing import close_dataset
+from preprocess.run.directory import ShardPlan, begin, tidied
+from preprocess.run.earlier_files import EarlierFiles
+from preprocess.run.part import Part
+from preprocess.run.place import clear_place, prepare_place, resource_errors
+from preprocess.run.repair import Repair, find_damage
+from preprocess.shards.counters import Counters
+from preprocess.shards.fingerprints import run_identity
+from preprocess.shards.job import ShardJob, ShardRecord, finished_records
+from preprocess.sources.rows import Source
+from vlmdata.format.manifest import Manifest
+from vlmdata.format.schema import MANIFEST_NAME, PROGRESS_DIR, shard_name
+from vlmdata.store import Lock, Store, open_store
+
+
+@dataclass(frozen=True)
+class Watcher:
+    """Callbacks that follow a run.
+
+    Attributes:
+        started: Called once with the number of rows and shards, the number of finished shards, and the live
+            counters.
+        shard_done: Called with the record of each shard made in this run.
+        files_changed: Called with the numbers of shards that are recreated because of changed image files,
+            and the paths of these files.
+    """
+
+    started: Callable[[int, int, int, Counters], None] = lambda rows, shards, done, counters: None
+    shard_done: Callable[[ShardRecord], None] = lambda record: None
+    files_changed: Callable[[Mapping[int, Sequence[str]]], None] = lambda changed: None
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Result of a run.
+
+    Attributes:
+        manifest: Manifest of the finished dataset.
+        made: Number of shards made in this run.
+        kept: Number of shards that were already finished.
+        repaired: Names of lost files and folders of a finished dataset that were recreated.
+    """
+
+    manifest: Manifest
+    made: int
+    kept: int
+    repaired: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PartResult:
+    """How a part of a run ended.
+
+    Attributes:
+        part: Which.
+        records: Of its shards, ascending; none if the dataset was finished before.
+        made: Shards made in this run.
+        kept: Shards that were already whole.
+        finished: Whether the dataset was finished before, so that there was nothing to do.
+    """
+
+    part: Part
+    records: tuple[ShardRecord, ...]
+    made: int
+    kept: int
+    finished: bool = False
+
+
+def preprocess_dataset(
+    source: Source,
+    out: Store | str | PathLike[str],
+    config: PreprocessConfig,
+    *,
+    workers: int = 1,
+    overwrite: bool = False,
+    hash_source: bool = False,
+    watcher: Watcher | None = None,
+    engine: Engine | None = None,
+) -> RunResult:
+    """Makes a dataset, or continues one that an earlier run of the same configuration began.
+
+    For a finished dataset, it recreates missing or truncated files.
+
+    Args:
+        source: An opened source.
+        out: Destination of the dataset: a folder, created if absent, or the URL of a folder in an object store.
+        config: All options that can change its bytes.
+        workers: Number of workers, by default processes; the result does not depend on it.
+        overwrite: Whether to remove an existing dataset (of any configuration).
+        hash_source: Whether to read all image files of an earlier run's shards to find changes, instead of only
+            those modified since.
+        watcher: Progress callbacks.
+        engine: Where shards are made; by default on this machine. The result does not depend on it.
+
+    Returns:
+        The finished dataset's manifest, and counts of this run.
+
+    Raises:
+        DatasetFormatError: If a lost file of a finished dataset cannot be recreated with the same bytes.
+        ConfigMismatchError: If ``out`` contains other files, a dataset of another configuration or source, or a
+            finished dataset whose image files have changed.
+        ResourceError: If ``out`` is full or not writable, or another run is using it.
+        SourceError: If the tokenizer or the recipe cannot be loaded, or the tokenizer cannot be used.
+    """
+    watcher, engine, store = watcher or Watcher(), engine or Local(), _store(out)
+    if overwrite or store.size(MANIFEST_NAME) is None:
+        engine.warm_up(workers)
+    run = _Run.prepared(source, store, config, engine, workers, hash_source)
+    _prepare(store)
+    with resource_errors(store, "the run failed"), whole_claim(store) as lock, tidied(store):
+        if overwrite:
+            clear_place(store)
+        finished = begin(store, run.identity, restart=True)
+        if finished is not None:
+            run.earlier.require_unchanged(finished)
+            return _recreate_lost(run, finished, watcher)
+        (ShardPlan.read(store) or run.plan).write(store)
+        records, made = run.make(run.jobs, watcher, lock)
+        manifest = close_dataset(store, run.identity, records, run.tokenizer)
+        return RunResult(manifest, made=made, kept=len(records) - made)
+
+
+def preprocess_part(
+    part: Part,
+    source: Source,
+    out: Store | str | PathLike[str],
+    config: PreprocessConfig,
+    *,
+    workers: int = 1,
+    hash_source: bool = False,
+    watcher: Watcher | None = None,
+    engine: Engine | None = None,
+) -> PartResult:
+    """Makes the shards of one part of a run. Parts may be made side by side.
+
+    :func:`preprocess.run.finish.finish_dataset` closes the dataset when all are made.
+
+    Args:
+        part: Which part.
+        source: The same for all parts.
+        out: The same for all parts.
+        config: The same for all parts.
+        workers: Workers to use for this part.
+        hash_source: Whether to read all image files of this part's finished shards.
+        watcher: Progress callbacks. Rows and shards are those of the part.
+        engine: Where shards are made.
+
+    Raises:
+        ConfigMismatchError: If the place holds another run, such as a part with other options.
+        ResourceError: If the place is full, or this part or a whole run is at work there.
+        SourceError: If the tokenizer or the recipe cannot be loaded, or the tokenizer cannot be used.
+    """
+    watcher, engine, store = watcher or Watcher(), engine or Local(), _store(out)
+    if store.size(MANIFEST_NAME) is None:
+        engine.warm_up(workers)
+    run = _Run.prepared(source, store, config, engine, workers, hash_source)
+    jobs = [job for job in run.jobs if part.has(job.number)]
+    nothing_to_do = PartResult(part, (), made=0, kept=len(jobs), finished=True)
+    if store.size(MANIFEST_NAME) is not None and (finished := begin(store, run.identity)) is not None:
+        run.earlier.require_unchanged(finished)
+        return nothing_to_do
+    _prepare(store)
+    with resource_errors(store, "the run failed"):
+        with part_claim(store, part) as lock:
+            if begin(store, run.identity) is None:
+                ShardPlan(source.num_rows, config.rows_per_shard, part.parts).write(store)
+                records, made = run.make(jobs, watcher, lock)
+                return PartResult(part, tuple(records), made=made, kept=len(records) - made)
+        store.delete_folder(PROGRESS_DIR)  # finished just now, by another command: nothing to do for any part
+    return nothing_to_do
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """What a run is made of, whole or in parts.
+
+    Attributes:
+        work: What workers need.
+        plan: All shards.
+        tokenizer: The tokenizer.
+        identity: What another run must share to continue this one.
+        earlier: Image files that earlier runs recorded.
+        engine: Makes shards.
+        workers: Workers to use.
+        jobs: All shards.
+        counters: Counts rows of all shards.
+    """
+
+    work: ShardWork
+    plan: ShardPlan
+    tokenizer: ChatTokenizer
+    identity: Mapping[str, object]
+    earlier: EarlierFiles
+    engine: Engine
+    workers: int
+    jobs: Sequence[ShardJob]
+    counters: Counters = field(repr=False)
+
+    @classmethod
+    def prepared(
+        cls, source: Source, store: Store, config: PreprocessConfig, engine: Engine, workers: int, hash_source: bool
+    ) -> _Run:
+        """Loads the tokenizer, and tries it."""
+        tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_revision)
+        require_usable(tokenizer, config)
+        identity = run_identity(config, tokenizer.info, source.identity, source.times)
+        plan = ShardPlan(source.num_rows, config.rows_per_shard)
+        work = ShardWork(source, config, store, tokenizer.info)
+        earlier = EarlierFiles(store, image_root_of(source, config), hash_source)
+        jobs = plan.jobs
+        return cls(work, plan, tokenizer, identity, earlier, engine, workers, jobs, Counters(len(jobs)))
+
+    def make(self, jobs: Sequence[ShardJob], watcher: Watcher, lock: Lock) -> tuple[list[ShardRecord], int]:
+        """Makes those of some shards that are missing; returns the records of all in order, and how many it made."""
+        store = self.work.store
+        records = finished_records(store, jobs)
+        if changed := self.earlier.forget_changed(records):
+            watcher.files_changed(changed)
+        for number, record in records.items():
+            self.counters.finish(number, record)
+        rows = sum(job.row_stop - job.row_start for job in jobs)
+        watcher.started(rows, len(jobs), len(records), self.counters)
+        missing = [job for job in jobs if job.number not in records]
+        # A shard without its record is useless and takes space.
+        standing = store.listing()
+        store.delete(name for job in missing if (name := shard_name(job.number)) in standing)
+        for number, record in make_shards(self.engine, self.work, missing, self.workers, self.counters):
+            lock.check()
+            records[number] = record
+            watcher.shard_done(record)
+        lock.check()
+        return [records[job.number] for job in jobs], len(missing)
+
+
+def _recreate_lost(run: _Run, manifest: Manifest, watcher: Watcher) -> RunResult:
+    """Makes again what a finished dataset lost, if anything."""
+    repair = Repair(run.work, manifest, run.jobs, run.tokenizer, run.engine, run.workers, run.counters)
+    damage = find_damage(run.work.store, manifest)
+    if not damage:
+        return RunResult(manifest, made=0, kept=len(manifest.shards))
+    needed = repair.shards_to_make(damage)
+    for number, info in enumerate(manifest.shards):
+        if number not in needed:
+            repair.counters.keep(number, info)
+    kept = len(manifest.shards) - len(needed)
+    watcher.started(run.work.source.num_rows, len(manifest.shards), kept, repair.counters)
+    repaired = repair.apply(damage, watcher.shard_done)
+    made = len(repaired.shards)
+    return RunResult(manifest, made, len(manifest.shards) - made, repaired.names(manifest))
+
+
+def _store(out: Store | str | PathLike[str]) -> Store:
+    return open_store(out) if isinstance(out, str | PathLike) else out
+
+
+def _prepare(store: Store) -> None:
+    with resource_errors(store, "cannot be written"):
+        prepare_place(store)

@@ -1,0 +1,161 @@
+"""The directory of a run: checks whether a run can be continued there, and removes temporary files."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from preprocess.run.place import SHARD_FILE, clear_place, read_manifest, some
+from preprocess.shards.fingerprints import identity_changes, tokenizer_identity
+from preprocess.shards.job import RUN_FILE, ShardJob, ShardRecord, plan_shards
+from vlmdata.errors import ConfigMismatchError, ResourceError
+from vlmdata.format.manifest import Manifest
+from vlmdata.format.schema import (
+    IMAGE_FILES,
+    MANIFEST_NAME,
+    PROGRESS_DIR,
+)
+from vlmdata.store import Store
+
+_PLAN_FILE = f"{PROGRESS_DIR}/plan.json"
+_RECORD = re.compile(r"shard-\d{6,}\.json")
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """The division of a run into shards and parts.
+
+    Attributes:
+        rows: Rows of the source.
+        rows_per_shard: Rows of each shard except the last.
+        parts: Number of parts; 1 if the run is not divided.
+    """
+
+    rows: int
+    rows_per_shard: int
+    parts: int = 1
+
+    @property
+    def jobs(self) -> list[ShardJob]:
+        """All shards."""
+        return plan_shards(self.rows, self.rows_per_shard)
+
+    @classmethod
+    def read(cls, store: Store) -> ShardPlan | None:
+        """Reads the plan of the unfinished run in a store; None if none is recorded."""
+        try:
+            return cls(**json.loads(store.read(_PLAN_FILE)))
+        except FileNotFoundError:
+            return None
+
+    def write(self, store: Store) -> None:
+        """Records the plan of the run at work in a store. Several parts may do so at the same moment."""
+        if ShardPlan.read(store) != self:
+            store.put(_PLAN_FILE, json.dumps(asdict(self)).encode())
+
+
+def begin(store: Store, identity: Mapping[str, Any], *, restart: bool = False) -> Manifest | None:
+    """Begins a run in a store, or continues the run that is there.
+
+    Args:
+        store: The store. The caller has locked it or a part of the run, unless it has a finished dataset.
+        identity: The run's identity; see :func:`preprocess.shards.fingerprints.run_identity`.
+        restart: Whether a run that accepted no row may be removed.
+
+    Returns:
+        The manifest of a finished dataset of this run; None if the run is not finished.
+
+    Raises:
+        ConfigMismatchError: If the store has another run or other files.
+    """
+    manifest = read_manifest(store)
+    before = read_identity(store) if manifest is None else _identity_of(manifest)
+    if before is None:
+        stray = [name for name in store.listing() if name != PROGRESS_DIR]
+        before = read_identity(store)  # again: another part may have begun; it writes its record before its shards
+        if stray and before is None:
+            raise ConfigMismatchError(
+                f"{store}: contains {some(stray)}, but no manifest and no record of the run that made them. "
+                "Give --out an empty or new folder, or --overwrite to remove them."
+            )
+        if before is None and store.create(RUN_FILE, _record(identity)):
+            return None
+        before = read_identity(store) or {}
+    changed = identity_changes(before, identity)
+    if restart and _accepted_nothing(store, manifest, bool(changed)):
+        clear_place(store)
+        store.put(RUN_FILE, _record(identity))
+        return None
+    if changed:
+        state = "a finished dataset" if manifest else "an unfinished run"
+        listed = "\n".join(f"  {line}" for line in changed)
+        raise ConfigMismatchError(
+            f"{store}: contains {state} of another configuration:\n{listed}\n"
+            "Repeat the earlier options to continue it, give another --out, or use --overwrite to start over."
+        )
+    return manifest
+
+
+def read_identity(store: Store) -> dict[str, Any] | None:
+    """Reads the identity of the unfinished run in a store; None if there is none."""
+    try:
+        return dict(json.loads(store.read(RUN_FILE)))
+    except FileNotFoundError:
+        return None
+
+
+@contextmanager
+def tidied(store: Store) -> Iterator[None]:
+    """Removes incomplete files before and after a run, and all progress files after the dataset is complete.
+
+    For a run that has locked the store while no part is at work, so that no other run uses the removed files.
+    """
+    store.tidy(PROGRESS_DIR)
+    try:
+        yield
+    finally:
+        with suppress(OSError, ResourceError):  # the error that ended the run is more useful
+            store.tidy(PROGRESS_DIR)
+            if store.size(MANIFEST_NAME) is not None or store.size(RUN_FILE) is None:
+                store.delete_folder(PROGRESS_DIR)
+
+
+def _record(identity: Mapping[str, Any]) -> bytes:
+    return json.dumps(identity, sort_keys=True).encode()
+
+
+def _identity_of(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "config": manifest.config,
+        "source": {name: value for name, value in manifest.source.items() if name != IMAGE_FILES},
+        "tokenizer": tokenizer_identity(manifest.tokenizer),
+    }
+
+
+def _accepted_nothing(store: Store, manifest: Manifest | None, changed: bool) -> bool:
+    """True if starting over loses nothing, because no row was accepted.
+
+    A finished dataset without samples is recreated even with the same options, because the data that they refer to
+    (files, URLs, installed packages) may have been corrected. An unfinished run with the same options is continued.
+    """
+    if manifest is not None:
+        return manifest.totals.samples == 0
+    if not changed:
+        return False
+    # A shard without its record may have samples.
+    shards = {name.removesuffix(".tar") for name in store.listing() if SHARD_FILE.fullmatch(name)}
+    records = [name for name in store.listing(PROGRESS_DIR) if _RECORD.fullmatch(name)]
+    if not shards <= {name.removesuffix(".json") for name in records}:
+        return False
+    return all(_is_empty(content) for content in store.read_all(f"{PROGRESS_DIR}/{name}" for name in records))
+
+
+def _is_empty(record: bytes) -> bool:
+    try:
+        return ShardRecord.from_json(record).info.samples == 0
+    except (ValueError, KeyError, TypeError):  # perhaps of another version
+        return False

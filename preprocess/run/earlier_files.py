@@ -1,0 +1,82 @@
+"""Checks that the image files of an earlier run's shards are unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from preprocess.recipes.image_files import changed_files, listed
+from preprocess.recipes.remote_root import RemoteRoot
+from preprocess.shards.job import FILES_SUFFIX, RUN_FILE, ShardRecord, progress_name
+from vlmdata.errors import ConfigMismatchError
+from vlmdata.format.manifest import Manifest
+from vlmdata.format.schema import IMAGE_FILES, IMAGE_FILES_NAME, PROGRESS_DIR, shard_name
+from vlmdata.locations import is_url, place_of
+from vlmdata.store import Store
+from vlmdata.wording import counted
+
+#: Number of shards listed in a message.
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class EarlierFiles:
+    """The image files that earlier runs recorded in a store.
+
+    Attributes:
+        store: The dataset's.
+        image_root: Folder or URL that the files lie in; None if rows can name none.
+        hash_source: Whether to read all files, and not only those that were touched since the run began.
+    """
+
+    store: Store
+    image_root: str | None
+    hash_source: bool
+
+    def require_unchanged(self, manifest: Manifest) -> None:
+        """Checks the files of a finished dataset.
+
+        Raises:
+            ConfigMismatchError: If some have changed; lists their shards.
+        """
+        written, store = manifest.source.get(IMAGE_FILES), self.store
+        if written is None or store.sha256(IMAGE_FILES_NAME) != written["sha256"]:
+            return  # recreating a lost list recreates all shards, which detects changed files by their bytes
+        changed = self._changed(IMAGE_FILES_NAME, store.modified_ns(IMAGE_FILES_NAME) if store.keeps_times else None)
+        if changed:
+            lines = [f"  {shard_name(shard)}: {listed({shard: paths})}" for shard, paths in sorted(changed.items())]
+            more = [f"  … {counted(len(lines), 'shard')} in total"] if len(lines) > _SHOWN else []
+            shown = "\n".join([*lines[:_SHOWN], *more])
+            raise ConfigMismatchError(
+                f"{self.store}: contains a finished dataset, but image files in {self.image_root} have changed:"
+                f"\n{shown}\nRestore them, give another --out, or use --overwrite to recreate the dataset."
+            )
+
+    def forget_changed(self, records: MutableMapping[int, ShardRecord]) -> Mapping[int, Sequence[str]]:
+        """Removes the records of finished shards with changed files, so that these shards are recreated.
+
+        Args:
+            records: Records of the finished shards by number.
+
+        Returns:
+            The removed shards and their changed files.
+        """
+        changed: dict[int, list[str]] = {}
+        progress = self.store.listing(PROGRESS_DIR)
+        for shard in list(records):
+            name = progress_name(shard, FILES_SUFFIX)
+            if name.removeprefix(f"{PROGRESS_DIR}/") not in progress:
+                continue
+            if found := self._changed(name, self.store.modified_ns(RUN_FILE)):
+                changed |= found
+                # Remove the record first: it would be taken for that of a new shard with the same size.
+                self.store.delete([progress_name(shard, "json")])
+                del records[shard]
+        return changed
+
+    def _changed(self, recorded: str, began_ns: int | None) -> dict[int, list[str]]:
+        place = place_of(self.image_root or ".")
+        root = RemoteRoot(place) if is_url(place) else Path(place).resolve()
+        with self.store.local(recorded) as folder:
+            return changed_files(folder / recorded, root, None if self.hash_source else began_ns)

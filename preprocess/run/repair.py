@@ -1,0 +1,210 @@
+"""Recreates the lost files of a finished dataset, and only these.
+
+Shards and rejects are recreated from their rows, the index from the shards, the tokenizer folder from the tokenizer.
+All files are made in a scratch folder, and replace the lost ones only if they match the manifest byte for byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import pyarrow.parquet as pq
+
+from preprocess.chat.tokenizer import ChatTokenizer
+from preprocess.engines.base import Engine, ShardWork, make_shards
+from preprocess.run.closing import merged_image_files, merged_index, merged_ledger, saved_tokenizer
+from preprocess.shards.counters import Counters
+from preprocess.shards.job import ShardJob, ShardRecord, progress_name
+from vlmdata.errors import DatasetFormatError
+from vlmdata.format.index_row import index_table
+from vlmdata.format.manifest import Manifest
+from vlmdata.format.reindex import index_rows_of
+from vlmdata.format.schema import (
+    IMAGE_FILES,
+    IMAGE_FILES_NAME,
+    INDEX_NAME,
+    LEDGER_NAME,
+    PROGRESS_DIR,
+    TOKENIZER_DIR,
+    supported_features,
+)
+from vlmdata.format.tokenizer_files import hash_tokenizer_files, tokenizer_file_names, tokenizer_findings
+from vlmdata.store import Store
+
+_SCRATCH = f"{PROGRESS_DIR}/repair"
+#: An empty file in the scratch folder. Its modification time is when the repair began.
+_BEGUN = "begun"
+
+
+@dataclass(frozen=True)
+class Damage:
+    """The files of a finished dataset that are missing or do not match the manifest.
+
+    Attributes:
+        shards: Numbers of the damaged shards.
+        index: Whether the index is damaged.
+        ledger: Whether the ledger is damaged.
+        image_files: Whether the list of image files is damaged.
+        tokenizer: Whether the tokenizer folder is damaged.
+    """
+
+    shards: tuple[int, ...] = ()
+    index: bool = False
+    ledger: bool = False
+    image_files: bool = False
+    tokenizer: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.shards or self.index or self.ledger or self.image_files or self.tokenizer)
+
+    def names(self, manifest: Manifest) -> tuple[str, ...]:
+        """Returns the names of the damaged files and folders."""
+        others = (
+            (INDEX_NAME, self.index),
+            (LEDGER_NAME, self.ledger),
+            (IMAGE_FILES_NAME, self.image_files),
+            (TOKENIZER_DIR, self.tokenizer),
+        )
+        return (*(manifest.shards[n].name for n in self.shards), *(name for name, damaged in others if damaged))
+
+
+def find_damage(store: Store, manifest: Manifest) -> Damage:
+    """Checks the sizes of shards and the hashes of all other files. ``vlmdata verify`` checks shard contents."""
+    sizes = store.listing()
+    with store.local(*(f"{TOKENIZER_DIR}/{name}" for name in tokenizer_file_names(manifest))) as folder:
+        tokenizer = any(True for _ in tokenizer_findings(folder, manifest))
+    image_files = manifest.source.get(IMAGE_FILES)
+    return Damage(
+        shards=tuple(n for n, info in enumerate(manifest.shards) if sizes.get(info.name) != info.bytes),
+        index=store.sha256(INDEX_NAME) != manifest.index_sha256,
+        ledger=store.sha256(LEDGER_NAME) != manifest.ledger_sha256,
+        image_files=image_files is not None and store.sha256(IMAGE_FILES_NAME) != image_files["sha256"],
+        tokenizer=tokenizer,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Repair:
+    """The repair of one dataset.
+
+    Attributes:
+        work: Source, options and store.
+        manifest: The expected manifest.
+        jobs: All shards.
+        tokenizer: The tokenizer.
+        engine: Engine that makes shards.
+        workers: Number of workers.
+        counters: Row counters, for progress.
+    """
+
+    work: ShardWork
+    manifest: Manifest
+    jobs: Sequence[ShardJob]
+    tokenizer: ChatTokenizer
+    engine: Engine
+    workers: int
+    counters: Counters
+
+    def apply(self, damage: Damage, shard_done: Callable[[ShardRecord], None]) -> Damage:
+        """Recreates damaged files.
+
+        Args:
+            damage: Result of :func:`find_damage`.
+            shard_done: Called with the record of each recreated shard.
+
+        Returns:
+            The recreated files: the damage, and further shards found to be damaged while rebuilding the index.
+
+        Raises:
+            DatasetFormatError: If a recreated file does not match the manifest; it then replaces nothing.
+        """
+        store, scratch = self.work.store, self._scratch
+        store.delete_folder(_SCRATCH)
+        scratch.prepare(PROGRESS_DIR)
+        scratch.put(_BEGUN, b"")
+        if damage.index:
+            damage = replace(damage, shards=tuple(sorted({*damage.shards, *self._read_index_rows(damage.shards)})))
+        self._make_shards(set(damage.shards), self.shards_to_make(damage), shard_done)
+        if damage.index:
+            with merged_index(store, scratch, range(len(self.jobs)), self.manifest.features) as index:
+                hint = "a different version of pyarrow writes different bytes"
+                self._require(INDEX_NAME, index.sha256, self.manifest.index_sha256, hint)
+        if damage.ledger:
+            with merged_ledger(store, scratch, self._rejecting) as ledger:
+                self._require(LEDGER_NAME, ledger.sha256, self.manifest.ledger_sha256, _OTHER_SOURCE)
+        if damage.image_files:
+            with merged_image_files(store, scratch) as files:
+                expected = self.manifest.source[IMAGE_FILES]["sha256"]
+                self._require(IMAGE_FILES_NAME, "none" if files is None else files["sha256"], expected, _OTHER_SOURCE)
+            store.stamp(IMAGE_FILES_NAME, scratch.modified_ns(_BEGUN))
+        if damage.tokenizer:
+            with saved_tokenizer(store, self.tokenizer) as folder:
+                found = hash_tokenizer_files(folder)
+                for name, expected in self.manifest.tokenizer_files.items():
+                    hint = "the tokenizer's files have changed"
+                    self._require(f"{TOKENIZER_DIR}/{name}", found.get(name, "none"), expected, hint)
+        store.delete_folder(_SCRATCH)
+        return damage
+
+    def shards_to_make(self, damage: Damage) -> set[int]:
+        """Returns the numbers of the shards whose rows are needed.
+
+        These are the damaged shards, for the ledger all shards with rejected rows, and for image files all shards.
+        """
+        if damage.image_files:
+            return set(range(len(self.jobs)))
+        return {*damage.shards, *(self._rejecting if damage.ledger else ())}
+
+    @property
+    def _rejecting(self) -> list[int]:
+        return [number for number, info in enumerate(self.manifest.shards) if info.rejected]
+
+    @property
+    def _scratch(self) -> Store:
+        return self.work.store.below(_SCRATCH)
+
+    def _read_index_rows(self, known: Iterable[int]) -> list[int]:
+        """Reads the index rows of all intact shards. Returns the numbers of the others."""
+        damaged = set(known)
+
+        image, made = self.manifest.tokenizer.image, self.manifest.model_family
+        store, scratch = self.work.store, self._scratch
+
+        def read(number: int) -> bool:
+            info = self.manifest.shards[number]
+            with store.local(info.name) as folder:
+                rows = index_rows_of(folder, number, info, image, made)
+            if rows is None:
+                return False
+            with scratch.writing(progress_name(number, "parquet")) as file:
+                pq.write_table(index_table(rows, supported_features()), file)
+            return True
+
+        numbers = [job.number for job in self.jobs if job.number not in damaged]
+        with ThreadPoolExecutor(self.workers) as pool:  # hashing takes most of the time and releases the GIL
+            return [number for number, whole in zip(numbers, pool.map(read, numbers), strict=True) if not whole]
+
+    def _make_shards(self, damaged: set[int], numbers: set[int], shard_done: Callable[[ShardRecord], None]) -> None:
+        """Makes shards and their records in the scratch folder, and moves the damaged ones into place."""
+        jobs = [job for job in self.jobs if job.number in numbers]
+        work = replace(self.work, store=self._scratch)
+        for number, record in make_shards(self.engine, work, jobs, self.workers, self.counters):
+            info = self.manifest.shards[number]
+            self._require(info.name, record.info.sha256, info.sha256, _OTHER_SOURCE)
+            if number in damaged:
+                self.work.store.move(f"{_SCRATCH}/{info.name}", info.name)
+            else:
+                self._scratch.delete([info.name])
+            shard_done(record)
+
+    def _require(self, name: str, found: str, expected: str, hint: str) -> None:
+        if found != expected:
+            raise DatasetFormatError(
+                f"{self.work.store.path(name)}: recreated with sha256 {found}, but the manifest says {expected}, so "
+                f"the old file is kept: {hint}. Restore it from a copy, or recreate the dataset with --overwrite."
+            )
+
+
+_OTHER_SOURCE = "data that the rows refer to (image files, URLs, a recipe's packages) has changed"

@@ -1,0 +1,85 @@
+"""``--trace ROW``: processes one row with source, recipe and encoder, writes nothing and keeps all errors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from preprocess.encode import EncodedSample, Encoder
+from preprocess.recipes.base import Recipe
+from preprocess.recipes.candidates import Candidate, candidates_of
+from preprocess.reject import RowRejected
+from preprocess.row import Row
+from preprocess.sources.rows import Source
+from vlmdata.errors import SourceError
+from vlmdata.wording import counted
+
+
+@dataclass(frozen=True, eq=False)
+class TracedCandidate:
+    """Outcome of a candidate.
+
+    Attributes:
+        candidate: Result of the recipe.
+        outcome: The sample, or the samples of a split document; or the rejection, or an unexpected error.
+    """
+
+    candidate: Candidate
+    outcome: list[EncodedSample | RowRejected] | Exception
+
+    @property
+    def accepted(self) -> bool:
+        """True if all of it became samples."""
+        return isinstance(self.outcome, list) and all(isinstance(each, EncodedSample) for each in self.outcome)
+
+
+@dataclass(frozen=True, eq=False)
+class TracedRow:
+    """Outcome of a row.
+
+    Attributes:
+        number: The row.
+        rows: Number of rows in the source.
+        row: The row passed to the recipe; None if the source could not read it.
+        candidates: Results of the recipe and their outcomes; empty if ``error`` is set.
+        error: The rejection of the whole row, or an unexpected error.
+    """
+
+    number: int
+    rows: int
+    row: Row | None
+    candidates: tuple[TracedCandidate, ...] = ()
+    error: Exception | None = None
+
+    @property
+    def accepted(self) -> bool:
+        """True if every result of the recipe became a sample."""
+        return self.error is None and all(candidate.accepted for candidate in self.candidates)
+
+
+def trace_row(source: Source, recipe: Recipe, encoder: Encoder, number: int) -> TracedRow:
+    """Processes one row as a run would.
+
+    Raises:
+        SourceError: If the source has no such row.
+    """
+    rows = source.num_rows
+    if not 0 <= number < rows:
+        raise SourceError(f"--trace {number}: the source has {counted(rows, 'row')}, numbered from 0")
+    try:
+        row = source.row(number)
+    except RowRejected as error:
+        return TracedRow(number, rows, None, error=error)
+    try:
+        candidates = candidates_of(recipe, row)
+    except Exception as error:
+        return TracedRow(number, rows, row, error=error)
+    return TracedRow(number, rows, row, tuple(_traced(candidate, encoder) for candidate in candidates))
+
+
+def _traced(candidate: Candidate, encoder: Encoder) -> TracedCandidate:
+    if isinstance(candidate.made, RowRejected):
+        return TracedCandidate(candidate, candidate.made)
+    try:
+        return TracedCandidate(candidate, encoder.encode_all(candidate.made))
+    except Exception as error:
+        return TracedCandidate(candidate, error)

@@ -1,0 +1,1 @@
+"""One shard as a pure function of source rows and options."""

@@ -1,0 +1,389 @@
+"""One shard as the output of a pure function: (source, row range, configuration) -> tar, index rows, rejects.
+
+The tar is renamed first, then its records, the record ``.json`` last. A shard whose ``.json`` exists is therefore
+complete, whenever the process died.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow.parquet as pq
+import xxhash
+
+from preprocess.chat.tokenizer import load_tokenizer
+from preprocess.config import Overlong, PreprocessConfig
+from preprocess.encode import EncodedSample, Encoder
+from preprocess.recipes.base import Recipe
+from preprocess.recipes.candidates import Candidate, candidates_of, unexpected
+from preprocess.recipes.choice import media_for, recipe_for
+from preprocess.recipes.image_files import recording, write_files
+from preprocess.recipes.media import MediaLoader
+from preprocess.reject import RowRejected
+from preprocess.row import Row
+from preprocess.shards.key_counts import KeyCounts
+from preprocess.shards.read_ahead import rows_of
+from preprocess.sources.rows import Source
+from vlmdata.errors import SourceError
+from vlmdata.format.index_row import IndexRow, index_table, used_features
+from vlmdata.format.ledger import Reason, Rejection
+from vlmdata.format.manifest import ShardInfo, TokenizerInfo, Totals, differences
+from vlmdata.format.schema import PROGRESS_DIR, sample_key, shard_name, supported_features
+from vlmdata.format.shard import EncodedItem, Placement, ShardWriter
+from vlmdata.media.codecs import RAW, Item, codec
+from vlmdata.store import Store
+
+RUN_FILE = f"{PROGRESS_DIR}/run.json"
+FILES_SUFFIX = "files"
+
+
+@dataclass(frozen=True)
+class ShardJob:
+    """Shard ``number``, made from rows ``[row_start, row_stop)`` of ``Source.numbers``."""
+
+    number: int
+    row_start: int
+    row_stop: int
+
+
+def plan_shards(rows: int, rows_per_shard: int) -> list[ShardJob]:
+    """All shards of a run."""
+    starts = range(0, rows, rows_per_shard)
+    return [ShardJob(n, start, min(start + rows_per_shard, rows)) for n, start in enumerate(starts)]
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """Data of a finished shard, available without opening it.
+
+    Attributes:
+        info: Its entry in the manifest.
+        totals: Its totals.
+        rejects: Rejected rows by reason.
+        keys: Unused keys of rows.
+        features: Format features that its samples use, sorted.
+    """
+
+    info: ShardInfo
+    totals: Totals
+    rejects: dict[str, int]
+    keys: KeyCounts
+    features: tuple[str, ...]
+
+    def to_json(self) -> bytes:
+        """Returns the JSON text of the record."""
+        fields = {
+            "info": dataclasses.asdict(self.info),
+            "totals": dataclasses.asdict(self.totals),
+            "rejects": self.rejects,
+            "keys": self.keys.to_json(),
+            "features": self.features,
+        }
+        return json.dumps(fields, sort_keys=True).encode()
+
+    @classmethod
+    def from_json(cls, content: bytes) -> ShardRecord:
+        """Parses the result of :meth:`to_json`.
+
+        Raises:
+            ValueError, KeyError, TypeError: If it is something else, such as the record of another version.
+        """
+        fields = json.loads(content)
+        info, totals = ShardInfo(**fields["info"]), Totals(**fields["totals"])
+        keys = KeyCounts.from_json(fields["keys"])
+        return cls(info, totals, fields["rejects"], keys, tuple(fields["features"]))
+
+
+@dataclass(frozen=True)
+class RowOutcome:
+    """What became of one row, for progress.
+
+    Attributes:
+        images: Images of its samples.
+        tokens: True tokens of its samples.
+        bytes: Bytes of its samples in the shard.
+        rejects: Why candidates were rejected, one reason for each.
+        file_bytes: Bytes of the image files of its samples.
+    """
+
+    images: int
+    tokens: int
+    bytes: int
+    rejects: tuple[Reason, ...]
+    file_bytes: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class ShardContext:
+    """Data shared by all shards of a run; built once per process."""
+
+    source: Source
+    recipe: Recipe
+    media: MediaLoader
+    encoder: Encoder
+    store: Store
+
+    @classmethod
+    def build(cls, source: Source, config: PreprocessConfig, store: Store, expected: TokenizerInfo) -> ShardContext:
+        """Loads the tokenizer and the recipe.
+
+        Args:
+            source: The rows.
+            config: The options.
+            store: Destination of the shards.
+            expected: The tokenizer at the start of the run.
+
+        Raises:
+            SourceError: If the tokenizer's files have changed since, which would change tokens.
+        """
+        tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_revision)
+        if tokenizer.info != expected:
+            changed = differences(dataclasses.asdict(expected), dataclasses.asdict(tokenizer.info))
+            raise SourceError(
+                f"--tokenizer {expected.name}: changed during the run ({'; '.join(changed)}). "
+                "Restore its files and run the same command again to continue."
+            )
+        media = media_for(source, config)
+        return cls(source, recipe_for(source, config, media), media, Encoder(config, tokenizer), store)
+
+
+def progress_name(shard: int, suffix: str) -> str:
+    """Path of a shard's record, index rows, rejects or image files (``json parquet jsonl files``) during a run."""
+    return f"{PROGRESS_DIR}/{shard_name(shard).removesuffix('.tar')}.{suffix}"
+
+
+def finished_records(store: Store, jobs: Iterable[ShardJob]) -> dict[int, ShardRecord]:
+    """Reads the records of the finished shards, by number: two listings and the records themselves."""
+    shards, begun = store.listing(), store.listing(PROGRESS_DIR)
+    numbers = [
+        job.number
+        for job in jobs
+        if shards.get(shard_name(job.number)) is not None
+        and begun.get(progress_name(job.number, "json").removeprefix(f"{PROGRESS_DIR}/")) is not None
+    ]
+    found = {}
+    contents = store.read_all(progress_name(number, "json") for number in numbers)
+    for number, content in zip(numbers, contents, strict=True):
+        try:
+            record = ShardRecord.from_json(content)
+        except (ValueError, KeyError, TypeError):
+            continue
+        if shards.get(record.info.name) == record.info.bytes:
+            found[number] = record
+    return found
+
+
+def run_shard(job: ShardJob, context: ShardContext, on_row: Callable[[RowOutcome], None] | None = None) -> ShardRecord:
+    """Makes one shard and its records.
+
+    Args:
+        job: The shard and its rows.
+        context: Source, recipe, encoder and store.
+        on_row: Called after each row.
+
+    Returns:
+        The shard's record, as written.
+
+    Raises:
+        OSError: If the disk is full or not writable; leaves no partial file.
+        ResourceError: If an object store cannot be written; leaves no partial file.
+    """
+    name, store = shard_name(job.number), context.store
+    rows: list[IndexRow] = []
+    rejections: list[Rejection] = []
+    keys, file_bytes = KeyCounts(), 0
+    numbers = context.source.numbers[job.row_start : job.row_stop]
+    with (
+        recording() as files,
+        store.writing(name) as file,
+        ShardWriter(file) as writer,
+        closing(rows_of(context.source, numbers, context.media)) as read,
+    ):
+        for number, row in read:
+            outcome = _process_row(number, row, job.number, context, writer, rows, rejections, keys)
+            file_bytes += outcome.file_bytes
+            if on_row is not None:
+                on_row(outcome)
+        size, digest = writer.close()
+    extra = len(rows) + len(rejections) - (job.row_stop - job.row_start)
+    info = ShardInfo(name, job.row_start, job.row_stop, len(rows), len(rejections), size, digest, extra)
+    rejects = dict(sorted(Counter(rejection.reason.value for rejection in rejections).items()))
+    record = ShardRecord(info, totals_of(info, rows, file_bytes), rejects, keys, tuple(sorted(used_features(rows))))
+    with store.writing(progress_name(job.number, "parquet")) as file:
+        # All columns: the columns of the dataset are known only after all shards are made.
+        pq.write_table(index_table(rows, supported_features()), file)
+    write_files(store, progress_name(job.number, FILES_SUFFIX), job.number, files)
+    store.put(progress_name(job.number, "jsonl"), b"".join(rejection.to_line() for rejection in rejections))
+    store.put(progress_name(job.number, "json"), record.to_json())
+    return record
+
+
+def _process_row(
+    number: int,
+    read: Callable[[], Row],
+    shard: int,
+    context: ShardContext,
+    writer: ShardWriter,
+    rows: list[IndexRow],
+    rejections: list[Rejection],
+    keys: KeyCounts,
+) -> RowOutcome:
+    """Adds the row's samples to the shard and ``rows``, and rejections to ``rejections``."""
+    try:
+        row = read()
+        with _foreseen(context.recipe):
+            candidates = candidates_of(context.recipe, row)
+    except RowRejected as error:
+        rejections.append(Rejection(number, error.reason, error.message))
+        return RowOutcome(0, 0, 0, (error.reason,))
+    images = tokens = size = file_bytes = 0
+    rejects: list[Reason] = []
+    for place, outcome in _outcomes(candidates, context, keys):
+        if isinstance(outcome, RowRejected):
+            rejections.append(Rejection(number, outcome.reason, outcome.message, place.sample))
+            rejects.append(outcome.reason)
+        else:
+            rows.append(_write_sample(outcome, number, place, shard, writer, context.encoder.config))
+            images, tokens = images + len(outcome.images), tokens + outcome.length
+            size += rows[-1].placement.size
+            file_bytes += sum(len(image.file) for image in outcome.images)
+    return RowOutcome(images, tokens, size, tuple(rejects), file_bytes)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Place of a sample in the list of its row: its number (None without a list) and the list's length."""
+
+    sample: int | None
+    of: int
+
+
+def _outcomes(
+    candidates: list[Candidate], context: ShardContext, keys: KeyCounts
+) -> Iterator[tuple[_Place, EncodedSample | RowRejected]]:
+    """Yields the outcome of each candidate, in order."""
+    if context.encoder.config.overlong != Overlong.SPLIT:
+        for candidate in candidates:
+            (outcome,) = _encode(candidate, context, keys)
+            yield _Place(candidate.sample, candidate.of), outcome
+        return
+    # The number of samples of documents is known only after encoding all of them.
+    outcomes = [outcome for candidate in candidates for outcome in _encode(candidate, context, keys)]
+    listed = len(outcomes) > 1 or candidates[0].sample is not None
+    for number, outcome in enumerate(outcomes):
+        yield _Place(number if listed else None, len(outcomes)), outcome
+
+
+def _encode(candidate: Candidate, context: ShardContext, keys: KeyCounts) -> Sequence[EncodedSample | RowRejected]:
+    if isinstance(candidate.made, RowRejected):
+        return [candidate.made]
+    try:
+        with _foreseen(context.recipe):
+            encoded = context.encoder.encode_all(candidate.made)
+    except RowRejected as error:
+        return [error]
+    keys.add(candidate.made)
+    return encoded
+
+
+@contextmanager
+def _foreseen(recipe: Recipe) -> Iterator[None]:
+    """Converts unexpected errors to rejections, so that one row does not end the run. The summary shows them."""
+    try:
+        yield
+    except (RowRejected, MemoryError):
+        raise
+    except Exception as error:
+        raise unexpected(error, recipe) from error
+
+
+def _write_sample(
+    encoded: EncodedSample, row: int, place: _Place, shard: int, writer: ShardWriter, config: PreprocessConfig
+) -> IndexRow:
+    key = sample_key(row, place.sample, place.of)
+    grids = tuple(image.grid for image in encoded.images)
+    targets = int(encoded.loss_mask.sum())
+    metadata: dict[str, Any] = {
+        "key": key,
+        "source_row": row,
+        "length": encoded.length,
+        "padded_length": len(encoded.input_ids),
+        "num_targets": targets,
+        "target_turns": encoded.target_turns,
+        "truncated": encoded.truncated,
+        "image_grid_thw": grids,
+        "images": [dict(image.origin) for image in encoded.images],
+    }
+    if place.sample is not None:
+        metadata["sample"] = place.sample
+    if encoded.turn_weights:
+        metadata["turn_weights"] = encoded.turn_weights
+    pieces, items = _pieces(encoded), _encoded_items(encoded, config)
+    if items:
+        del pieces["patches"]
+    placement: Placement = writer.add(key, metadata, pieces, items)
+    return IndexRow(
+        key=key,
+        source_row=row,
+        shard=shard,
+        placement=placement,
+        length=encoded.length,
+        padded_length=len(encoded.input_ids),
+        num_targets=targets,
+        target_turns=encoded.target_turns,
+        truncated=encoded.truncated,
+        image_grid_thw=grids,
+        image_starts=encoded.image_starts,
+    )
+
+
+def _encoded_items(encoded: EncodedSample, config: PreprocessConfig) -> list[EncodedItem]:
+    """Encodes the images with the run's codec; empty if patches are stored raw."""
+    if config.pixels == RAW:
+        return []
+    encode, family = codec(config.pixels).encode, config.model_family
+    return [
+        EncodedItem(
+            encode(Item(image.patches, image.grid, family, image.file)),
+            config.pixels,
+            xxhash.xxh3_64_intdigest(image.patches),
+        )
+        for image in encoded.images
+    ]
+
+
+def _pieces(encoded: EncodedSample) -> dict[str, list[Any]]:
+    pieces: dict[str, list[Any]] = {
+        "input_ids": [encoded.input_ids],
+        "loss_mask": [encoded.loss_mask],
+        "position_ids": [encoded.position_ids],
+        "image_grid_thw": [encoded.image_grid_thw],
+        "patches": encoded.patches,
+    }
+    return pieces if encoded.loss_weights is None else pieces | {"loss_weights": [encoded.loss_weights]}
+
+
+def totals_of(info: ShardInfo, rows: Sequence[IndexRow], file_bytes: int = 0) -> Totals:
+    """The sums of a shard."""
+    stored = {item.offset: item.bytes for row in rows for item in row.items}  # rows may share an image
+    return Totals(
+        rows=info.row_stop - info.row_start,
+        samples=info.samples,
+        rejected=info.rejected,
+        tokens=sum(row.length for row in rows),
+        padding=sum(row.padded_length - row.length for row in rows),
+        targets=sum(row.num_targets for row in rows),
+        images=sum(len(row.image_grid_thw) for row in rows),
+        patches=sum(row.num_patches for row in rows),
+        bytes=info.bytes,
+        truncated=sum(row.truncated for row in rows),
+        extra_candidates=info.extra_candidates,
+        image_bytes=sum(stored.values()),
+        file_bytes=file_bytes,
+    )

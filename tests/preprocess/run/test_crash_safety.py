@@ -1,0 +1,307 @@
+"""Whatever dies, and whenever: the same command continues, and the result is byte for byte that of a quiet run."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from preprocess.config import ImageConfig, PreprocessConfig
+from preprocess.run.dataset import preprocess_dataset
+from preprocess.sources.open import open_source
+from tests.conftest import cord_row, tree_bytes, write_cord_parquet
+from tests.preprocess.command_line import (
+    SMALL_IMAGES,
+    alive,
+    environment,
+    finished_shards,
+    server_of,
+    start,
+    wait_until,
+    workers_of,
+)
+from vlmdata.verify.dataset import verify_dataset
+
+pytestmark = pytest.mark.slow
+
+ROWS, ROWS_PER_SHARD, SHARDS = 64, 4, 16
+#: What a row takes at least. Slow rows leave time to watch and kill workers before the command ends.
+SECONDS_PER_ROW, SLOWLY = "0.03", "0.3"
+#: At least so many at other moments in every run of the tests: the runs add up.
+KILLS, WORKER_KILLS, SERVER_KILLS = 6, 3, 1
+#: For what takes ten seconds on an idle machine, and much longer on one with other work.
+PATIENCE = 300.0
+#: Time for processes to go. Workers go at once; the server they are forked from finishes its imports first.
+WORKER_SECONDS, SERVER_SECONDS = 3.0, 60.0
+
+_RECIPE = """
+import os, time
+from preprocess.recipes.cord_v2 import CordV2
+
+class Slow(CordV2):
+    def __call__(self, row):
+        time.sleep(float(os.environ.get("SECONDS_PER_ROW", 0)))
+        return super().__call__(row)
+"""
+
+
+class Job:
+    """One command, to be given again and again for the same directory."""
+
+    def __init__(self, source: Path, recipes: Path, out: Path):
+        self.out = out
+        self._source, self._recipes = source, recipes
+        self._arguments = ["--recipe", "slow_recipe:Slow", "--rows-per-shard", ROWS_PER_SHARD, "--max-reject-rate", 1]
+
+    def start(self, seconds_per_row: str = SECONDS_PER_ROW) -> subprocess.Popen[str]:
+        command = ["preprocess", self._source, "--out", self.out, "-j", 2, *self._arguments, *SMALL_IMAGES]
+        return start(*command, env=environment(SECONDS_PER_ROW=seconds_per_row, PYTHONPATH=str(self._recipes)))
+
+    def run_quietly(self) -> None:
+        """To the end, in this process, without a pause."""
+        config = PreprocessConfig(
+            recipe="slow_recipe:Slow", image=ImageConfig(1024, 65_536), rows_per_shard=ROWS_PER_SHARD
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(self._recipes)
+            preprocess_dataset(open_source(str(self._source)), self.out, config)
+
+    @property
+    def finished_shards(self) -> int:
+        return SHARDS if (self.out / "manifest.json").exists() else finished_shards(self.out)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder for outputs: in memory where that is possible, as waiting for a disk would take minutes."""
+    memory = Path("/dev/shm")
+    folder = tempfile.mkdtemp(dir=memory if os.access(memory, os.W_OK) else tmp_path_factory.mktemp("place"))
+    yield Path(folder)
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A source with a bad row here and there, and a folder with a recipe that takes its time."""
+    rows = [cord_row(n) for n in range(ROWS)]
+    for n in range(7, ROWS, 50):
+        rows[n]["ground_truth"] = "{"
+    folder = tmp_path_factory.mktemp("crash")
+    (folder / "slow_recipe.py").write_text(_RECIPE)
+    return write_cord_parquet(folder / "source" / "train.parquet", rows), folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(inputs: tuple[Path, Path], place: Path) -> dict[str, bytes]:
+    """The files of a run that nothing happened to."""
+    job = Job(*inputs, place / "undisturbed")
+    job.run_quietly()
+    assert verify_dataset(job.out).faults == []
+    return tree_bytes(job.out)
+
+
+@pytest.fixture
+def job(inputs: tuple[Path, Path], place: Path) -> Iterator[Job]:
+    yield Job(*inputs, place / "out")
+    shutil.rmtree(place / "out", ignore_errors=True)
+
+
+def test_sigkills_at_random_moments_leave_no_trace_in_the_result(job: Job, undisturbed: dict[str, bytes]) -> None:
+    seed = time.time_ns()
+    mayhem = Mayhem(job, random.Random(seed))
+    while not mayhem.enough:  # once, on any machine seen so far
+        shutil.rmtree(job.out, ignore_errors=True)
+        mayhem.kill_parent(while_starting=True)
+        mayhem.kill_parent(after=0.5)
+        mayhem.finish()
+        assert _differences(tree_bytes(job.out), undisturbed) == [], (seed, mayhem.kills)
+    assert min(mayhem.moments) == 0
+    assert max(mayhem.moments) >= 0.5
+    assert wait_until(lambda: not alive(mayhem.servers), SERVER_SECONDS), "a server of workers outlived its parent"
+
+
+class Mayhem:
+    """Starts the command and kills its processes at random moments.
+
+    Attributes:
+        kills: How often which kind of process was killed.
+        moments: Share of the shards that stood at each kill.
+        servers: Servers of workers that a killed parent left behind.
+    """
+
+    def __init__(self, job: Job, chance: random.Random):
+        self.kills: Counter[str] = Counter()
+        self.moments: list[float] = []
+        self.servers: list[psutil.Process] = []
+        self._job = job
+        self._chance = chance
+
+    @property
+    def enough(self) -> bool:
+        """Whether enough died, of every kind."""
+        kills = self.kills
+        return kills.total() >= KILLS and kills["worker"] >= WORKER_KILLS and kills["server"] >= SERVER_KILLS
+
+    def kill_parent(self, *, while_starting: bool = False, after: float = 0.0) -> None:
+        """Kills the parent while it starts, or when a share of the shards (and a little more) is made."""
+        process = self._job.start()
+        if while_starting:
+            time.sleep(self._chance.uniform(0.2, 4.0))
+        else:
+            until = (after + self._chance.uniform(0, 0.05)) * SHARDS
+            while not self._kill_workers(process, until):
+                process = self._job.start()
+        workers = workers_of(process)
+        self.servers += server_of(process)
+        self._kill("parent", psutil.Process(process.pid))
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+        assert wait_until(lambda: not alive(workers), WORKER_SECONDS), "workers outlived their parent"
+
+    def finish(self) -> None:
+        """Lets the command end, its workers killed on the way."""
+        process = self._job.start()
+        while not self._kill_workers(process, until=SHARDS):
+            process = self._job.start()
+        _, stderr = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 0, stderr
+
+    def _kill_workers(self, process: subprocess.Popen[str], until: float) -> bool:
+        """Kills a worker, once the server they come from, until enough shards are made.
+
+        Returns:
+            False if the command gave up first, as it should when one worker after the other dies over one shard.
+        """
+        while process.poll() is None and (now := self._job.finished_shards) < until:
+            kind = "server" if self.kills["server"] == 0 and self.kills["worker"] > 1 else "worker"
+            victims = server_of(process) if kind == "server" else workers_of(process)
+            if victims:
+                self._kill(kind, self._chance.choice(victims))
+                if self._chance.random() < 0.8:  # else the next one may die before anything is made
+                    self._wait_for_progress(process, now)
+            time.sleep(self._chance.uniform(0.02, 0.3))
+        if process.poll() in (None, 0):
+            return True
+        _, stderr = process.communicate()
+        assert process.returncode == 3, stderr
+        assert "5 worker processes died in a row on shard" in stderr
+        return False
+
+    def _wait_for_progress(self, process: subprocess.Popen[str], before: int) -> None:
+        wait_until(lambda: self._job.finished_shards > before or process.poll() is not None, PATIENCE)
+
+    def _kill(self, kind: str, victim: psutil.Process) -> None:
+        self.moments.append(self._job.finished_shards / SHARDS)
+        with suppress(psutil.NoSuchProcess):
+            victim.kill()
+            self.kills[kind] += 1
+
+
+def _differences(found: dict[str, bytes], expected: dict[str, bytes]) -> list[str]:
+    return sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """A command that met Ctrl-C."""
+
+    out: Path
+    code: int
+    stdout: str
+    stderr: str
+    workers: list[psutil.Process]
+    server: list[psutil.Process]
+
+
+def _interrupt(job: Job, process: subprocess.Popen[str]) -> Interrupted:
+    workers, server = workers_of(process), server_of(process)
+    os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to all of them
+    stdout, stderr = process.communicate(timeout=PATIENCE)
+    return Interrupted(job.out, process.returncode, stdout, stderr, workers, server)
+
+
+@pytest.fixture(scope="module")
+def interrupted_at_work(inputs: tuple[Path, Path], place: Path) -> Interrupted:
+    """A command that met Ctrl-C when a few shards were made."""
+    job = Job(*inputs, place / "interrupted")
+    process = job.start()
+    assert wait_until(lambda: job.finished_shards > 2, PATIENCE)
+    return _interrupt(job, process)
+
+
+@pytest.fixture
+def interrupted_at_start(job: Job) -> Interrupted:
+    """A command that met Ctrl-C while the server of workers was still importing."""
+    process = job.start()
+    assert wait_until(lambda: server_of(process), PATIENCE)
+    time.sleep(0.5)
+    return _interrupt(job, process)
+
+
+@pytest.mark.parametrize("moment", ["start", "work"])
+def test_ctrl_c_ends_every_process_with_a_clear_word_and_leaves_no_half_file(
+    moment: str, request: pytest.FixtureRequest
+) -> None:
+    interrupted: Interrupted = request.getfixturevalue(f"interrupted_at_{moment}")
+    assert interrupted.code == 130, interrupted.stderr
+    assert interrupted.stdout == ""
+    assert "interrupted; finished work is kept, and the same command continues" in interrupted.stderr
+    assert "Traceback" not in interrupted.stderr
+    assert "KeyboardInterrupt" not in interrupted.stderr
+    assert wait_until(lambda: not alive(interrupted.workers), WORKER_SECONDS)
+    assert wait_until(lambda: not alive(interrupted.server), SERVER_SECONDS)
+    assert not list(interrupted.out.glob("**/*.tmp"))
+
+
+def test_after_ctrl_c_the_same_command_continues_and_workers_killed_meanwhile_are_replaced_without_a_word(
+    job: Job, interrupted_at_work: Interrupted, undisturbed: dict[str, bytes]
+) -> None:
+    assert len(interrupted_at_work.workers) == 2
+    shutil.copytree(interrupted_at_work.out, job.out)
+    made = job.finished_shards
+    assert 2 < made < SHARDS / 2
+    process = job.start(SLOWLY)
+    seen: set[psutil.Process] = set()
+
+    def reached(shards: int) -> bool:
+        seen.update(server_of(process), workers_of(process))
+        return job.finished_shards >= shards and bool(workers_of(process))
+
+    for shards in (made + 1, SHARDS // 2):
+        assert wait_until(lambda shards=shards: reached(shards), PATIENCE)
+        workers_of(process)[-1].kill()
+    assert wait_until(lambda: reached(SHARDS - 4), PATIENCE)
+    stdout, stderr = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, stderr
+    assert "Traceback" not in stderr
+    assert f"{made} already made" in stderr
+    assert "samples" in stdout
+    assert _differences(tree_bytes(job.out), undisturbed) == []
+    assert len(seen) >= 1 + 2 + 2  # a server, two workers, and one in the place of each that was killed
+    assert wait_until(lambda: not alive(list(seen)), WORKER_SECONDS), "processes are left behind"
+
+
+def test_dying_at_any_step_on_disk_leaves_no_trace_in_the_result(tmp_path: Path, place: Path) -> None:
+    rows = [cord_row(n) for n in range(4)]
+    rows[3]["ground_truth"] = "{"
+    source = write_cord_parquet(tmp_path / "source" / "train.parquet", rows)
+    driver = [sys.executable, "-W", "ignore", "-m", "tests.preprocess.crash_driver", str(place / "steps"), str(source)]
+    root = Path(__file__).resolve().parents[3]
+    done = subprocess.run(driver, cwd=root, env=environment(), capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
+    steps, deaths = map(int, done.stdout.split())
+    assert steps > 40
+    assert deaths > steps
