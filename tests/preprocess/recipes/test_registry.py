@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from preprocess import command
+from preprocess.cli import preprocess as command
 from preprocess.conversation import Conversation, Document
 from preprocess.recipes.base import REGISTRY, constructor_takes, load_recipe, options_class, recipe_class
 from preprocess.recipes.options import declared_options
