@@ -45,7 +45,7 @@ class Visit:
         self.complaints: list[str] = []
         self.requests: list[str] = []
         self.page = browser.new_page(**{"viewport": {"width": 1400, "height": 900}, **options})
-        self.page.set_default_timeout(20_000)
+        self.page.set_default_timeout(120_000)
         self.page.on("console", lambda message: self.complaints.append(f"{message.type}: {message.text}"))
         self.page.on("pageerror", lambda error: self.complaints.append(f"error: {error}"))
         self.page.on("request", lambda request: self.requests.append(request.url))

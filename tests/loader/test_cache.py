@@ -315,7 +315,7 @@ class TestKilledDownload:
         source = RemoteShards(f"troubled://{chat}", cache, PLENTY, lock_timeout=5)
         troubled.delay = 0.05
         child = in_child(lambda: source.open(shards[0]))
-        assert wait_until(lambda: any(path.stat().st_size for path in cache.glob(".*.tmp")), 20)
+        assert wait_until(lambda: any(path.stat().st_size for path in cache.glob(".*.tmp")), 60)
         with pytest.raises(ResourceError, match=r"another process has been downloading this shard for 0 s"):
             RemoteShards(source.url, cache, PLENTY, lock_timeout=0.2).open(shards[0])
         fetch(RemoteShards(f"file://{chat}", cache, PLENTY), shards[1])  # what makes room leaves a living one alone

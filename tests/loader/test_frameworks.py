@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import socket
 import subprocess
 import sys
 from itertools import chain
@@ -17,6 +16,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from tests.loader.framework_run import SETTINGS, STOP, TOTAL, TinyModel, summary
+from tests.ports import free_port
 from vlmdata.loader.loader import StreamingLoader
 
 pytestmark = pytest.mark.slow  # imports of the frameworks
@@ -37,12 +37,10 @@ def results(chat: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What each rank did under each framework: imports take most of the time, so all run in the same two processes."""
     folder = tmp_path_factory.mktemp("frameworks")
     frameworks = [framework for framework in FRAMEWORKS if installed(framework)]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     environment = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": "2",
         "OMP_NUM_THREADS": "1",
         "ACCELERATE_USE_CPU": "true",  # as `accelerate launch --cpu` sets it

@@ -118,7 +118,7 @@ class TestDataset:
             with pytest.raises(ValueError, match=r"every worker would yield all .* Use num_workers=0 here"):
                 next(batches)
             batches._shutdown_workers()  # type: ignore[attr-defined]
-            assert wait_until(lambda: not worker_pids(), 20)
+            assert wait_until(lambda: not worker_pids(), 60)
 
     @pytest.mark.parametrize("stop", [0, 3, 7])
     def test_torchdata_saves_and_restores_the_position(self, chat: Path, stop: int) -> None:

@@ -6,7 +6,7 @@ Runs in the test's own process for the reference, and in four by :func:`tests.mo
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -221,13 +221,17 @@ def run_case(case: Case, data: Path) -> StepOutcome:
     return train_step(case, data)
 
 
-def run_cases(cases: list[Case], data: Path) -> list[StepOutcome]:
+def run_cases(cases: Sequence[Case], data: Path) -> list[StepOutcome]:
     """:func:`run_case` for one case after another in the same processes, whose start is what costs."""
     from megatron.core import parallel_state
 
     outcomes = []
     for case in cases:
-        outcomes.append(run_case(case, data))
+        try:
+            outcomes.append(run_case(case, data))
+        except Exception as error:
+            error.add_note(f"in the case {case.name!r}")
+            raise
         parallel_state.destroy_model_parallel()
     return outcomes
 
@@ -331,23 +335,24 @@ def save_checkpoint(case: Case, data: Path, folder: Path) -> dict[str, tuple[int
     return {entry.key: tuple(entry.global_shape) for entry in tensors}
 
 
-def travel(cases: list[Case], data: Path, folder: Path) -> list[str]:
+def travel(cases: list[Case], data: Path, folder: Path) -> tuple[list[str], list[dict[str, tuple[int, ...]]]]:
     """Saves each case's model, and loads every checkpoint of the folder in each case, all in the same processes.
 
     Returns:
-        Parameters of this rank that do not arrive to the last bit, with the layouts; and keys that one case lacks.
+        Parameters of this rank that do not arrive to the last bit, with the layouts; and by case what
+        :func:`save_checkpoint` returns.
     """
     from megatron.core import parallel_state
 
-    wrong = []
+    wrong, keys = [], []
     for number, case in enumerate(cases):
-        save_checkpoint(case, data, folder / str(number))
+        keys.append(save_checkpoint(case, data, folder / str(number)))
         parallel_state.destroy_model_parallel()
     for case in cases:
         for source in sorted(folder.iterdir()):
             wrong += [f"{source.name} to {case.name}: {name}" for name in load_checkpoint(case, data, source)]
             parallel_state.destroy_model_parallel()
-    return wrong
+    return wrong, keys
 
 
 def load_checkpoint(case: Case, data: Path, folder: Path) -> list[str]:

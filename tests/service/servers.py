@@ -159,7 +159,7 @@ class Proxy:
                 each.shutdown(socket.SHUT_RDWR)
 
 
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 240.0) -> None:
     """Waits for something that must happen."""
     end = time.monotonic() + seconds
     while not condition():

@@ -5,6 +5,8 @@ Packs hold no image, one or several; in each context-parallel case some rank enc
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,6 @@ from tests.model.layouts import (
     fresh_tower,
     load_checkpoint,
     refusal_of_split_experts,
-    run_case,
     run_cases,
     save_checkpoint,
     train_step,
@@ -137,16 +138,27 @@ def norm(gradients: dict[str, torch.Tensor]) -> float:
     return float(torch.stack([gradient.double().norm() for gradient in gradients.values()]).norm())
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_layout_equals_one_process(case: Case, data: Path, references: Any) -> None:
-    compare(case, data, references, run_in_all(run_case, case, data))
+@pytest.fixture(scope="module")
+def outcomes(data: Path) -> Callable[[Case], list[StepOutcome]]:
+    """Gives the outcomes of a case by rank, once. Several cases share four processes, whose start is what costs."""
+    made: dict[str, list[StepOutcome]] = {}
+
+    def of(case: Case) -> list[StepOutcome]:
+        if case.name not in made:
+            together = next(group for group in batched([*CASES, *VL_CASES], 9) if case in group)
+            for one, ranks in zip(together, zip(*run_in_all(run_cases, together, data), strict=True), strict=True):
+                made[one.name] = list(ranks)
+        return made.pop(case.name)
+
+    return of
 
 
-def test_layouts_of_qwen3_vl_equal_one_process(data: Path, references: Any) -> None:
-    """All in the same four processes: a pack without images, and ranks without any, take part in every exchange."""
-    by_rank = run_in_all(run_cases, VL_CASES, data)
-    for number, case in enumerate(VL_CASES):
-        compare(case, data, references, [outcomes[number] for outcomes in by_rank])
+@pytest.mark.parametrize("case", [*CASES, *VL_CASES], ids=lambda case: case.name)
+def test_layout_equals_one_process(
+    case: Case, data: Path, references: Any, outcomes: Callable[[Case], list[StepOutcome]]
+) -> None:
+    """A pack without images, and ranks without any, take part in every exchange."""
+    compare(case, data, references, outcomes(case))
 
 
 def test_the_language_model_alone_equals_the_whole_one(one_process: None, data: Path, texts: Path) -> None:
@@ -208,69 +220,37 @@ def test_groups_in_which_experts_are_cut_are_refused() -> None:
     assert all("experts are tensor parallel over 2 ranks" in said for said in run_in_all(refusal_of_split_experts))
 
 
-#: Layouts between which checkpoints travel, by model: each is saved once, and loaded by one process and by another.
-TRAVELS: dict[str, tuple[dict[str, Any], list[Case]]] = {
+#: Layouts between which checkpoints travel, by model.
+TRAVELS: dict[str, tuple[dict[str, Any], list[tuple[dict[str, int], dict[str, Any]]]]] = {
     "dense": (
         {"mtp": 1},
-        [
-            Case("tensor 2 x pipeline 2", {"tensor": 2, "pipeline": 2}, SEQUENCE, {"mtp": 1}),
-            Case("context 4", {"context": 4}, {}, {"mtp": 1}),
-            Case("tensor 2, images spread", {"tensor": 2}, SPREAD, {"mtp": 1}),
-        ],
+        [({"tensor": 2, "pipeline": 2}, SEQUENCE), ({"context": 4}, {}), ({"tensor": 2}, SPREAD)],
     ),
-    "tied": (
-        {"mtp": 1, "tied": True},
-        [
-            Case("pipeline 4", {"pipeline": 4}, {}, {"mtp": 1, "tied": True}),
-            Case("tensor 2 x pipeline 2", {"tensor": 2, "pipeline": 2}, SEQUENCE, {"mtp": 1, "tied": True}),
-        ],
-    ),
-    "moe": (
-        MOE,
-        [
-            Case("experts 2 x tensor 2", {"expert": 2, "tensor": 2}, SEQUENCE, MOE),
-            Case("experts 2 x pipeline 2", {"expert": 2, "pipeline": 2}, {}, MOE),
-        ],
-    ),
+    "tied": ({"mtp": 1, "tied": True}, [({"pipeline": 4}, {}), ({"tensor": 2, "pipeline": 2}, SEQUENCE)]),
+    "moe": (MOE, [({"expert": 2, "tensor": 2}, SEQUENCE), ({"expert": 2, "pipeline": 2}, {})]),
+    "qwen3_vl tied": (VL_TIED, [({"pipeline": 4}, {}), ({"tensor": 2, "pipeline": 2}, SPREAD)]),
+    "qwen3_vl moe": (VL_MOE, [({"expert": 2, "tensor": 2}, SEQUENCE)]),
 }
 
 
 @pytest.mark.parametrize("kind", TRAVELS)
 def test_checkpoints_travel_between_layouts(kind: str, data: Path, one_process: None, tmp_path: Path) -> None:
-    model, cases = TRAVELS[kind]
+    """One process and each layout save once; all load what all have saved. The layouts share four processes."""
+    model, layouts = TRAVELS[kind]
     alone = Case("one process", {}, {}, model)
-    folders = {"one process": tmp_path / "alone"}
-    keys = save_checkpoint(alone, data, folders["one process"])
+    cases = [Case(str(groups), groups, settings, model) for groups, settings in layouts]
+    keys = save_checkpoint(alone, data, tmp_path / "alone")
+    ranks = run_in_all(travel, cases, data, tmp_path)
+    assert [wrong for wrong, _ in ranks] == [[]] * 4
     for number, case in enumerate(cases):
-        folders[case.name] = tmp_path / str(number)
-        ranks = run_in_all(save_checkpoint, case, data, folders[case.name])
         together: dict[str, tuple[int, ...]] = {}
-        for rank in ranks:
-            together |= rank
+        for _, saved in ranks:
+            together |= saved[number]
         different = {key: (together.get(key), keys.get(key)) for key in together.keys() | keys.keys()}
         different = {key: pair for key, pair in different.items() if pair[0] != pair[1]}
         assert not different, case.name  # the same tensors under the same keys, whatever the layout
-    for source, folder in folders.items():
-        assert load_checkpoint(alone, data, folder) == [], source
-    # What one process reads is the same from all of them, so a layout need not read all: one of another layout.
-    sources = list(folders)
-    for number, case in enumerate(cases):
-        for source in {sources[0], sources[number]}:
-            assert run_in_all(load_checkpoint, case, data, folders[source]) == [[]] * 4, (source, case.name)
-
-
-def test_checkpoints_of_qwen3_vl_travel_between_layouts(data: Path, one_process: None, tmp_path: Path) -> None:
-    for name, model, layouts in (
-        ("tied", VL_TIED, [({"pipeline": 4}, {}), ({"tensor": 2, "pipeline": 2}, SPREAD)]),
-        ("moe", VL_MOE, [({"expert": 2, "tensor": 2}, SEQUENCE)]),
-    ):
-        folder = tmp_path / name
-        folder.mkdir()
-        alone = Case("one process", {}, {}, model)
-        save_checkpoint(alone, data, folder / "alone")
-        cases = [Case(str(groups), groups, settings, model) for groups, settings in layouts]
-        assert run_in_all(travel, cases, data, folder) == [[]] * 4
-        assert [load_checkpoint(alone, data, source) for source in sorted(folder.iterdir())] == [[]] * (len(cases) + 1)
+    sources = sorted(tmp_path.iterdir())
+    assert [load_checkpoint(alone, data, source) for source in sources] == [[]] * (1 + len(cases))
 
 
 def test_checkpoint_keys_are_transformer_engines(one_process: None, data: Path, tmp_path: Path) -> None:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import random
 import runpy
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from tests.model.training.conftest import ROOT, command
+from tests.ports import free_port
 
 #: Seconds until a run that does not end is a failure.
 PATIENCE = 240.0
@@ -45,7 +43,7 @@ class Ranks:
     ):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.model.preloaded"])
-        port = str(_free_port())
+        port = str(free_port())
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.processes = [
@@ -102,15 +100,6 @@ def until_logged(out: Path, steps: int = 1) -> None:
     while not log.exists() or log.read_text().count("\n") < steps:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def _free_port() -> int:
-    """One that is still free when rank 0 listens, seconds later: the system gives out those from 32,768 on."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
-        with socket.socket() as free, suppress(OSError):
-            free.bind(("127.0.0.1", port))
-            return port
 
 
 def _environment(rank: int, world: int, port: str, slurm: bool) -> dict[str, str]:

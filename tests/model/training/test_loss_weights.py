@@ -13,7 +13,7 @@ pytest.importorskip("megatron.core")
 from preprocess.config import ImageConfig
 from tests.loader.rows import chat_rows
 from tests.model.helpers import random_weights, relative, transformers_model
-from tests.model.layouts import Case, StepOutcome, architecture_of, batches, run_case, train_step, whole_gradients
+from tests.model.layouts import Case, StepOutcome, architecture_of, batches, run_cases, train_step, whole_gradients
 from tests.model.training.plain import plain_losses
 from tests.model.workers import run_in_all
 from tests.weighted import build_weighted, with_weights
@@ -110,11 +110,17 @@ LAYOUTS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def by_rank(data: Path) -> list[list[StepOutcome]]:
+    """Outcomes of all layouts, by rank: they share four processes, whose start is what costs."""
+    return run_in_all(run_cases, LAYOUTS, data)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", LAYOUTS, ids=lambda case: case.name)
-def test_layout_equals_one_process(case: Case, data: Path, references: Any) -> None:
+def test_layout_equals_one_process(case: Case, data: Path, references: Any, by_rank: list[list[StepOutcome]]) -> None:
     reference, wanted = references[repr(case.model)]
-    outcomes = run_in_all(run_case, case, data)
+    outcomes = [made[LAYOUTS.index(case)] for made in by_rank]
     for outcome in outcomes:
         assert outcome.loss == pytest.approx(reference.loss, rel=TOLERANCE)
         assert outcome.metrics == pytest.approx(reference.metrics, rel=TOLERANCE)

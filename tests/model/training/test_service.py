@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("megatron.core")
 
 from tests.model.training.conftest import steps_of, train_here
+from tests.ports import free_port
 from tests.service.servers import serving, start, wait_until
 
 pytestmark = pytest.mark.slow
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.slow
 def test_losses_are_those_of_a_local_run_while_servers_are_killed_and_restarted(
     one_process: None, whole: Path, chats: Path, tmp_path: Path
 ) -> None:
-    servers = [start(chats, "-j", 1, "--port", 0) for _ in range(2)]
+    servers = [start(chats, "-j", 1, "--port", free_port()) for _ in range(2)]
     place = f"grpc://127.0.0.1:{servers[0].port},127.0.0.1:{servers[1].port}"
     log = tmp_path / "run" / "metrics.jsonl"
 
@@ -30,7 +31,7 @@ def test_losses_are_those_of_a_local_run_while_servers_are_killed_and_restarted(
 
     def harm() -> None:
         for step, victim in ((1, 0), (2, 1), (3, 0)):
-            wait_until(lambda step=step: logged() >= step, "the run does not go on", 120)  # type: ignore[misc]
+            wait_until(lambda step=step: logged() >= step, "the run does not go on")  # type: ignore[misc]
             servers[victim].kill()
             servers[victim] = servers[victim].again()
 

@@ -9,6 +9,7 @@ import stat
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,7 @@ def test_ctrl_c_to_the_whole_process_group_saves_and_resuming_is_exact(
     os.killpg(pid, signal.SIGINT)
     assert ranks.wait() == [130]
     assert len(workers) == 2
-    assert not psutil.wait_procs(children, timeout=10)[1]
+    assert not psutil.wait_procs(children, timeout=60)[1]
     assert "interrupted: step" in ranks.said(0)
     assert "Traceback" not in ranks.said(0)
     end = steps_of(out)[-1]["step"] + 1
@@ -121,16 +122,18 @@ def test_ctrl_c_to_the_whole_process_group_saves_and_resuming_is_exact(
     assert exact(out) == exact(tmp_path / "whole")
 
 
-def slow_writers(rank: int) -> None:
+def writers_that_wait(event: Path, rank: int) -> None:
+    """Has what writes a checkpoint wait until a file exists."""
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
     write = FileSystemWriterAsync.write_preloaded_data_multithread
 
-    def after_a_while(*arguments: Any) -> None:
-        time.sleep(3)
+    def afterwards(*arguments: Any) -> None:
+        while not event.exists():
+            time.sleep(0.02)
         write(*arguments)
 
-    FileSystemWriterAsync.write_preloaded_data_multithread = staticmethod(after_a_while)
+    FileSystemWriterAsync.write_preloaded_data_multithread = staticmethod(afterwards)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -139,19 +142,23 @@ def test_a_signal_to_the_process_group_spares_what_writes_a_checkpoint(
 ) -> None:
     out = tmp_path / "run"
     options = ("--set", "run.async_save=true", "--set", "run.save_every=1")
-    ranks = Ranks(arguments_of(chats, out, *options, steps=200), tmp_path / "said", prepare=slow_writers)
+    signalled = tmp_path / "signalled"
+    prepare = partial(writers_that_wait, signalled)
+    ranks = Ranks(arguments_of(chats, out, *options, steps=200), tmp_path / "said", prepare=prepare)
     until_logged(out, steps=2)  # while the checkpoint of the first is being written
     (pid,) = (process.pid for process in ranks.processes)
     assert pid is not None
     children = psutil.Process(pid).children(recursive=True)
+    assert children
     os.killpg(pid, number)
+    signalled.touch()
     assert ranks.wait() == [128 + number], ranks.said(0)
     said = ranks.said(0)
     saved = steps_of(out)[-1]["step"]
     assert f"interrupted: step {saved} is saved" in said
     assert "writing the last checkpoint" in said
     assert (out / "checkpoints" / f"step-{saved:08d}" / "run.json").is_file()
-    assert not psutil.wait_procs(children, timeout=10)[1]
+    assert not psutil.wait_procs(children, timeout=60)[1]
 
 
 def rank_1_has_most_memory(rank: int) -> None:
@@ -181,7 +188,7 @@ def test_sigterm_to_torchrun_saves_and_ends_all(chats: Path, tmp_path: Path, run
     children = psutil.Process(process.pid).children(recursive=True)
     process.terminate()
     stdout, stderr = process.communicate(timeout=PATIENCE)
-    assert not psutil.wait_procs(children, timeout=10)[1]
+    assert not psutil.wait_procs(children, timeout=60)[1]
     saved = steps_of(out)[-1]["step"]
     assert saved < 200
     assert f"interrupted: step {saved} is saved" in stdout
