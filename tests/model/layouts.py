@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tests.model.helpers import small_architecture, weights_of
+from tests.model.workers import meet_again
 from vlmdata import StreamingLoader
 from vlmdata.batch import PackedBatch
 
@@ -223,8 +224,6 @@ def run_case(case: Case, data: Path) -> StepOutcome:
 
 def run_cases(cases: Sequence[Case], data: Path) -> list[StepOutcome]:
     """:func:`run_case` for one case after another in the same processes, whose start is what costs."""
-    from megatron.core import parallel_state
-
     outcomes = []
     for case in cases:
         try:
@@ -232,7 +231,7 @@ def run_cases(cases: Sequence[Case], data: Path) -> list[StepOutcome]:
         except Exception as error:
             error.add_note(f"in the case {case.name!r}")
             raise
-        parallel_state.destroy_model_parallel()
+        meet_again()
     return outcomes
 
 
@@ -342,16 +341,14 @@ def travel(cases: list[Case], data: Path, folder: Path) -> tuple[list[str], list
         Parameters of this rank that do not arrive to the last bit, with the layouts; and by case what
         :func:`save_checkpoint` returns.
     """
-    from megatron.core import parallel_state
-
     wrong, keys = [], []
     for number, case in enumerate(cases):
         keys.append(save_checkpoint(case, data, folder / str(number)))
-        parallel_state.destroy_model_parallel()
+        meet_again()
     for case in cases:
         for source in sorted(folder.iterdir()):
             wrong += [f"{source.name} to {case.name}: {name}" for name in load_checkpoint(case, data, source)]
-            parallel_state.destroy_model_parallel()
+            meet_again()
     return wrong, keys
 
 

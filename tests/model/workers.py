@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -15,7 +17,10 @@ from typing import Any
 
 WORLD = 4
 #: A layout takes a second or two; a hung collective is an error, not a wait.
-PATIENCE = 240.0
+PATIENCE = 500.0
+
+#: In a process: where all meet, and how often they did.
+_meetings, _numbers = "", itertools.count()
 
 
 def run_in_all(task: Callable[..., Any], *args: Any) -> list[Any]:
@@ -57,15 +62,35 @@ def run_in_all(task: Callable[..., Any], *args: Any) -> list[Any]:
     return [pickle.loads(answers[rank]) for rank in range(WORLD)]
 
 
-def _call(rank: int, store: str, task: Callable[..., Any], args: tuple[Any, ...], results: Any) -> None:
-    faulthandler.enable()
+def meet_again() -> None:
+    """Leaves all groups and joins a new one of all processes: what would be left of groups takes most of the time."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    gc.collect()  # of models, which hold groups
+    _meet(rank)
+
+
+def _meet(rank: int) -> None:
     import torch.distributed as dist
 
+    store = dist.FileStore(f"{_meetings}-{next(_numbers)}", WORLD)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+
+
+def _call(rank: int, meetings: str, task: Callable[..., Any], args: tuple[Any, ...], results: Any) -> None:
+    global _meetings
+    faulthandler.enable()
     from model.parallel import cpu_mode
 
+    _meetings = meetings
     try:
         with cpu_mode.cpu_as_cuda():
-            dist.init_process_group("gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD)
+            _meet(rank)
             # As bytes: tensors in shared memory would need this process to live until they are read.
             results.put((rank, None, pickle.dumps(task(*args))))
     except BaseException:

@@ -15,7 +15,7 @@ from tests.model.training.conftest import ROOT, command
 from tests.ports import free_port
 
 #: Seconds until a run that does not end is a failure.
-PATIENCE = 240.0
+PATIENCE = 500.0
 
 
 class Ranks:
