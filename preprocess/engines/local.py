@@ -13,7 +13,12 @@ from preprocess.workers import WorkersDied, run_in_workers, start_worker_server
 from vlmdata.errors import ResourceError
 
 #: Modules that workers import once, in the server from which they are forked.
-PRELOADED = ["preprocess.engines.local", "torchvision.transforms.v2", "transformers", "datasets"]
+PRELOADED = [
+    "preprocess.engines.local",
+    "torchvision.transforms.v2",
+    "transformers.models.auto.tokenization_auto",
+    "datasets",
+]
 
 
 class Local(Engine):

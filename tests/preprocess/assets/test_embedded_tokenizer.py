@@ -22,6 +22,8 @@ from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
 from preprocess.assets import EMBEDDED_TOKENIZER
 from preprocess.assets.build_tokenizer import MARKUP_TOKENS, SPECIAL_TOKENS, VOCABULARY_SIZE, build
+from preprocess.chat.tokenizer import load_tokenizer
+from tests.conftest import tree_bytes
 
 # Unassigned code points are left out: Python and Rust may know different versions of Unicode, and so of NFC.
 UNICODE = st.text(st.characters(exclude_categories=["Cn", "Cs"]))
@@ -90,6 +92,16 @@ class TestFiles:
         assert tok.is_fast
         assert tok("x").input_ids
         assert attempts == []
+
+    def test_is_loaded_as_auto_tokenizer_does(self, tmp_path: Path) -> None:
+        ours = load_tokenizer().hf
+        theirs = AutoTokenizer.from_pretrained(EMBEDDED_TOKENIZER)
+        assert type(ours) is type(theirs)
+        theirs.backend_tokenizer.no_truncation()
+        theirs.backend_tokenizer.no_padding()
+        ours.save_pretrained(tmp_path / "ours")
+        theirs.save_pretrained(tmp_path / "theirs")
+        assert tree_bytes(tmp_path / "ours") == tree_bytes(tmp_path / "theirs")
 
     def test_saving_keeps_ids_and_template(self, tok: TokenizersBackend, tmp_path: Path) -> None:
         tok.save_pretrained(tmp_path)
