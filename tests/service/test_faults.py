@@ -245,6 +245,9 @@ def test_a_client_that_does_not_read_gives_up_its_memory(chat: Path) -> None:
             reader.read_chunk()
             readers.append(reader)
         before = psutil.Process(server.process.pid).memory_info().rss
-        with StreamingLoader(server.url, timeout=PATIENCE, **options) as loader, StreamingLoader(chat, **options) as local:
+        with (
+            StreamingLoader(server.url, timeout=PATIENCE, **options) as loader,
+            StreamingLoader(chat, **options) as local,
+        ):
             assert_equal(next(iter(local)), next(iter(loader)))
         assert psutil.Process(server.process.pid).memory_info().rss - before < 96 << 20

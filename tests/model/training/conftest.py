@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
@@ -120,12 +119,6 @@ def command(data: Path, out: Path, *options: str, processes: int = 1, steps: int
 
 def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-
-
-def finished(arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        arguments, capture_output=True, text=True, env=environment(), cwd=ROOT, timeout=300, check=False
-    )
 
 
 def steps_of(out: Path) -> list[dict[str, Any]]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import signal
-import subprocess
-import time
 import tomllib
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ import torch
 
 pytest.importorskip("megatron.core")
 
+import model.training.loop
 from model.training.config import ConfigError
-from tests.model.training.conftest import ROOT, command, environment, finished, steps_of, train_here
+from tests.model.training.conftest import SETTINGS, steps_of, train_here
 from tests.model.training.ranks import Ranks, arguments_of
 from vlmdata.errors import ConfigMismatchError
 
@@ -130,39 +132,31 @@ class TestResuming:
             run(resume=True)
 
 
+def killed_in_step(number: int, rank: int) -> None:
+    """Kills the process when it asks for the first batch of a step, from 1."""
+    endless = model.training.loop.endless
+
+    def batches(loader: Any) -> Iterator[Any]:
+        for count, batch in enumerate(endless(loader)):
+            if count == (number - 1) * SETTINGS["data.global_batch"]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield batch
+
+    model.training.loop.endless = batches
+
+
 class TestTheCommand:
     def test_killed_at_a_random_step_it_goes_on_as_if_nothing_had_been(
         self, chats: Path, whole: Path, tmp_path: Path
     ) -> None:
-        out, after = tmp_path / "run", random.Random(5).randint(2, 5)
-        process = subprocess.Popen(
-            command(chats, out, "--save-every", "1"), stdout=subprocess.PIPE, text=True, env=environment(), cwd=ROOT
-        )
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith(f"step {after}/"):
-                process.kill()
-                break
-        process.wait()
-        assert last(out).name < "step-00000006"
-        done = finished(command(chats, out, "--resume"))
-        assert done.returncode == 0, done.stderr
-        assert "step 6/6" in done.stdout
-        assert exact(out) == exact(whole)
-
-    def test_ctrl_c_saves_first(self, chats: Path, whole: Path, tmp_path: Path) -> None:
-        out = tmp_path / "run"
-        process = subprocess.Popen(
-            command(chats, out), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), cwd=ROOT
-        )
-        while not (out / "metrics.jsonl").exists() or not (out / "metrics.jsonl").read_text():
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=120)
-        assert process.returncode == 130
-        assert "interrupted: step" in stdout
-        assert "Traceback" not in stderr
-        train_here(out, chats, resume=True)
+        out, saved = tmp_path / "run", random.Random(5).randint(2, 5)
+        prepare = partial(killed_in_step, saved + 1)
+        killed = Ranks(arguments_of(chats, out, "--save-every", "1"), tmp_path / "killed", prepare=prepare)
+        assert killed.wait() == [-signal.SIGKILL], killed.said(0)
+        assert last(out).name == f"step-{saved:08d}"
+        resumed = Ranks(arguments_of(chats, out, "--resume"), tmp_path / "resumed")
+        assert resumed.wait() == [0], resumed.said(0)
+        assert "step 6/6" in resumed.said(0)
         assert exact(out) == exact(whole)
 
     def test_a_checkpoint_moves_to_another_layout_and_back(self, chats: Path, whole: Path, tmp_path: Path) -> None:
