@@ -1,6 +1,9 @@
-"""One rank of a run of the scripts in ``docs/frameworks.md``: started by ``test_frameworks.py``, once per rank.
+"""Two ranks that run the scripts in ``docs/frameworks.md``: started by ``test_frameworks.py``.
 
     python -m tests.loader.framework_run DATA FOLDER FRAMEWORK…
+
+The ranks are forked once the frameworks are imported, which takes longer than all the rest. What they print is in
+``FOLDER/log-<rank>``.
 
 Writes ``FOLDER/<framework>-<rank>.json`` for each framework: the batches that were trained on in a run of ``TOTAL``
 steps, in one of ``STOP`` steps and in its continuation, and the weights after the first and the last of these.
@@ -8,12 +11,14 @@ steps, in one of ``STOP`` steps and in its continuation, and the weights after t
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +97,35 @@ def run(framework: str, data: str, folder: Path, names: dict[str, Any]) -> dict[
 
 def main() -> None:
     data, folder, frameworks = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
-    rank = int(os.environ["RANK"])
+    for module in ("accelerate", "transformers.trainer", "vlmdata.loader.loader"):
+        with suppress(ImportError):
+            importlib.import_module(module)
+    children = [fork_rank(rank, data, folder, frameworks) for rank in range(2)]
+    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0 for child in children))
+
+
+def fork_rank(rank: int, data: str, folder: Path, frameworks: list[str]) -> int:
+    """Starts a rank and returns its process id."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        log = os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        run_rank(rank, data, folder, frameworks)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def run_rank(rank: int, data: str, folder: Path, frameworks: list[str]) -> None:
+    """Runs the frameworks one after the other."""
     names = scripts("Shared code", {})
     names["make_loader"] = lambda data: StreamingLoader(data, num_workers=1, **SETTINGS)
     for framework in frameworks:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -46,23 +48,21 @@ def results(chat: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
         "ACCELERATE_USE_CPU": "true",  # as `accelerate launch --cpu` sets it
     }
     command = [sys.executable, "-m", "tests.loader.framework_run", str(chat), str(folder), *frameworks]
-    processes = []
-    for rank in range(2):
-        with open(folder / f"log-{rank}", "wb") as log:
-            ranked = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            processes.append(subprocess.Popen(command, cwd=ROOT, env=ranked, stdout=log, stderr=log))
-    try:
-        for process in processes:
-            process.wait(timeout=300)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    with (
+        open(folder / "log", "wb") as log,
+        subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True) as started,
+    ):
+        try:
+            started.wait(timeout=500)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(started.pid, signal.SIGKILL)
     found: Results = {}
     for framework in frameworks:
         for rank in range(2):
             path = folder / f"{framework}-{rank}.json"
-            assert path.exists(), f"rank {rank} under {framework}: {(folder / f'log-{rank}').read_text()[-4000:]}"
+            logs = "".join(log.read_text()[-4000:] for log in sorted(folder.glob("log*")))
+            assert path.exists(), f"rank {rank} under {framework}: {logs}"
             found.setdefault(framework, []).append(json.loads(path.read_text()))
             assert "error" not in found[framework][rank], found[framework][rank]["error"]
     return found
