@@ -38,14 +38,14 @@ from vlmdata.verify.dataset import verify_dataset
 pytestmark = pytest.mark.slow
 
 ROWS, ROWS_PER_SHARD, SHARDS = 64, 4, 16
-#: What a row takes at least. Slow rows leave time to watch and kill workers before the command ends.
-SECONDS_PER_ROW, SLOWLY = "0.03", "0.3"
+#: What a row takes at least.
+SECONDS_PER_ROW = "0.03"
 #: At least so many at other moments in every run of the tests: the runs add up.
 KILLS, WORKER_KILLS, SERVER_KILLS = 6, 3, 1
 #: For what takes ten seconds on an idle machine, and much longer on one with other work.
 PATIENCE = 300.0
-#: Time for processes to go. Workers go at once; the server they are forked from finishes its imports first.
-WORKER_SECONDS, SERVER_SECONDS = 3.0, 60.0
+#: Limits for processes to go. Workers go at once; the server they are forked from finishes its imports first.
+WORKER_SECONDS, SERVER_SECONDS = 60.0, 120.0
 
 _RECIPE = """
 import os, time
@@ -54,6 +54,8 @@ from preprocess.recipes.cord_v2 import CordV2
 class Slow(CordV2):
     def __call__(self, row):
         time.sleep(float(os.environ.get("SECONDS_PER_ROW", 0)))
+        while row.number >= int(os.environ.get("HELD_FROM", "1000")) and not os.path.exists(os.environ["RELEASED"]):
+            time.sleep(0.02)
         return super().__call__(row)
 """
 
@@ -64,11 +66,18 @@ class Job:
     def __init__(self, source: Path, recipes: Path, out: Path):
         self.out = out
         self._source, self._recipes = source, recipes
+        self._released = out.with_name(f"{out.name}-released")
         self._arguments = ["--recipe", "slow_recipe:Slow", "--rows-per-shard", ROWS_PER_SHARD, "--max-reject-rate", 1]
 
-    def start(self, seconds_per_row: str = SECONDS_PER_ROW) -> subprocess.Popen[str]:
+    def start(self, shards: int = SHARDS) -> subprocess.Popen[str]:
+        """Starts the command. Rows beyond so many shards wait until :meth:`release` is called."""
         command = ["preprocess", self._source, "--out", self.out, "-j", 2, *self._arguments, *SMALL_IMAGES]
-        return start(*command, env=environment(SECONDS_PER_ROW=seconds_per_row, PYTHONPATH=str(self._recipes)))
+        held = {"HELD_FROM": str(shards * ROWS_PER_SHARD), "RELEASED": str(self._released)}
+        recipe = {"SECONDS_PER_ROW": SECONDS_PER_ROW, "PYTHONPATH": str(self._recipes)}
+        return start(*command, env=environment(**recipe, **held))
+
+    def release(self) -> None:
+        self._released.touch()
 
     def run_quietly(self) -> None:
         """To the end, in this process, without a pause."""
@@ -237,8 +246,8 @@ def _interrupt(job: Job, process: subprocess.Popen[str]) -> Interrupted:
 def interrupted_at_work(inputs: tuple[Path, Path], place: Path) -> Interrupted:
     """A command that met Ctrl-C when a few shards were made."""
     job = Job(*inputs, place / "interrupted")
-    process = job.start()
-    assert wait_until(lambda: job.finished_shards > 2, PATIENCE)
+    process = job.start(shards=5)
+    assert wait_until(lambda: job.finished_shards == 5, PATIENCE)
     return _interrupt(job, process)
 
 
@@ -272,8 +281,8 @@ def test_after_ctrl_c_the_same_command_continues_and_workers_killed_meanwhile_ar
     assert len(interrupted_at_work.workers) == 2
     shutil.copytree(interrupted_at_work.out, job.out)
     made = job.finished_shards
-    assert 2 < made < SHARDS / 2
-    process = job.start(SLOWLY)
+    assert made == 5
+    process = job.start(shards=SHARDS - 2)
     seen: set[psutil.Process] = set()
 
     def reached(shards: int) -> bool:
@@ -282,8 +291,11 @@ def test_after_ctrl_c_the_same_command_continues_and_workers_killed_meanwhile_ar
 
     for shards in (made + 1, SHARDS // 2):
         assert wait_until(lambda shards=shards: reached(shards), PATIENCE)
-        workers_of(process)[-1].kill()
-    assert wait_until(lambda: reached(SHARDS - 4), PATIENCE)
+        seen.update(victims := workers_of(process))
+        victims[-1].kill()
+    assert wait_until(lambda: reached(SHARDS - 2) and len(workers_of(process)) == 2, PATIENCE)
+    seen.update(workers_of(process))
+    job.release()
     stdout, stderr = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, stderr
     assert "Traceback" not in stderr
