@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 
 import numpy as np
@@ -80,5 +81,8 @@ def test_packs_that_tokens_decide_stay_near_the_tokens_bound(monkeypatch: pytest
     assert evened.sums(tokens).max() <= 8192
     assert evened.sums(patches).max() <= 24_000
     assert evened.num_bins <= 1.008 * free
+    # Pinned, as in test_patterns.py.
+    pinned = np.concatenate([evened.items, evened.offsets]).astype("<i8").tobytes()
+    assert hashlib.sha256(pinned).hexdigest()[:16] == "680508744a191d66"
     monkeypatch.setattr(two_limits, "even_out", lambda labels, *rest: labels)
     assert pack_windows(window, limits, 0)[0].num_bins > 1.02 * free

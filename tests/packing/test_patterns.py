@@ -1,3 +1,4 @@
+import dataclasses
 import hashlib
 import itertools
 import os
@@ -22,6 +23,7 @@ from vlmdata.packing.patterns import MAX_SIZES, find_patterns, pack_by_patterns,
 from vlmdata.packing.program_bound import program_bound
 from vlmdata.packing.seeding import hash64
 
+attempt = one_limit._try
 Histogram = tuple[np.ndarray, np.ndarray, int]
 
 
@@ -183,6 +185,28 @@ def test_patterns_of_everything_serve_its_parts() -> None:
         assert sorted(bins.items.tolist()) == list(range(len(part)))
         assert bins.sums(part).max() <= 8192
         assert bins.num_bins <= 1.01 * bin_lower_bound(*histogram(part), 8192)
+
+
+def test_strategies_that_cannot_win_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = receipt_like(18_000)
+    preference = learn_preference(sizes, 8192, 0)
+    assert preference.patterns is not None
+    # Nothing is good enough without comparison.
+    preference = dataclasses.replace(preference, excess=1e-9)
+    tried: list[object] = []
+    monkeypatch.setattr(one_limit, "_try", lambda strategy, *rest: tried.append(strategy) or attempt(strategy, *rest))
+    counts, bins = [], []
+    for least in (10**9, 100):
+        monkeypatch.setattr(one_limit, "_MIN_EXPECTED_BINS", least)
+        bins.append([pack_sizes(part, 8192, 3, preference) for part in np.split(sizes, 3)])
+        counts.append(len(tried))
+        tried.clear()
+    assert counts == [15, 0]
+    assert [each.items.tolist() for each in bins[0]] == [each.items.tolist() for each in bins[1]]
+    # Without patterns the best strategy is tried, and with it those that may be as good.
+    monkeypatch.setattr(one_limit, "_MIN_EXPECTED_BINS", 100)
+    pack_sizes(sizes, 8192, 3, dataclasses.replace(preference, patterns=None, expected=(0.01, 0.012, 0.5, 0.5, 0.5)))
+    assert tried == list(preference.strategies[:2])
 
 
 def test_many_sizes_and_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,10 @@ IntArray = npt.NDArray[np.int64]
 # the same for any number of items, so with many items it is worthwhile.
 _TOLERANCE = 1000
 _MAX_TOLERATED_BINS = 16
+# What a strategy uses for a part of at least so many bins is at most this share below what it uses for all parts
+# together. It is not tried if that is too many.
+_MIN_EXPECTED_BINS = 1000
+_SPREAD = 0.003
 # Below this many bins patterns are hardly used twice, so that rounding takes away what they gain.
 _MIN_PATTERN_BINS = 200
 
@@ -34,12 +38,15 @@ class Preference:
     Attributes:
         strategies: In the order in which they are tried.
         excess: Acceptable number of bins above the lower bound, as a share of it.
+        expected: Number of bins of each strategy above the lower bound, as a share of it, for all parts together; empty
+            if not known.
         patterns: To be tried before strategies; None if they are of no use.
         rounded: int64 (capacity + 1,), the size that patterns have for each size; None without patterns.
     """
 
     strategies: tuple[Strategy, ...] = STRATEGIES
     excess: float = 0.0
+    expected: tuple[float, ...] = ()
     patterns: Patterns | None = None
     rounded: IntArray | None = None
 
@@ -175,6 +182,7 @@ def learn_preference(sizes: IntArray, capacity: int, key: int) -> Preference:
     bins = [_try(strategy, grouped, capacity, bound, hashes).num_bins for strategy in STRATEGIES]
     order = np.argsort(bins, kind="stable")
     strategies = tuple(STRATEGIES[index] for index in order)
+    expected = tuple(bins[index] / bound - 1 for index in order)
     margin = 1 / _TOLERANCE
     if min(bins) > bound * (1 + margin) and bound >= _MIN_PATTERN_BINS:
         up = round_up_sizes(grouped.sizes, grouped.counts)
@@ -184,8 +192,8 @@ def learn_preference(sizes: IntArray, capacity: int, key: int) -> Preference:
         if packed < min(bins):
             rounded = np.zeros(capacity + 1, np.int64)
             rounded[grouped.sizes] = up
-            return Preference(strategies, packed / bound - 1 + margin, patterns, rounded)
-    return Preference(strategies, min(bins) / bound - 1 + margin)
+            return Preference(strategies, packed / bound - 1 + margin, expected, patterns, rounded)
+    return Preference(strategies, min(bins) / bound - 1 + margin, expected)
 
 
 def pack_sizes(sizes: IntArray, capacity: int, key: int, preference: Preference = TRY_ALL) -> Bins:
@@ -275,7 +283,12 @@ def _best_packing(
             return rounded, packing
         tries.append((rounded, packing))
     hashes = hash64(len(sizes), key)
-    for strategy in preference.strategies:
+    expected = preference.expected or (0.0,) * len(preference.strategies)
+    for strategy, excess in zip(preference.strategies, expected, strict=True):
+        if tries and bound >= _MIN_EXPECTED_BINS:
+            least = min(packing.num_bins for _, packing in tries)
+            if bound * (1 + excess - _SPREAD) >= least:
+                continue
         packing = _try(strategy, grouped, capacity, bound, hashes)
         if packing.num_bins <= bound + tolerated:
             return grouped, packing
