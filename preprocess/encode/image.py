@@ -12,7 +12,7 @@ from preprocess.reject import RowRejected
 from vlmdata.families import Family
 from vlmdata.media.decode import DecodedImage, decode_image
 from vlmdata.media.error import MediaError
-from vlmdata.media.resize import resize_image
+from vlmdata.media.resize import resize_to_patches
 from vlmdata.media.size import SizeRequest, target_size
 
 
@@ -25,11 +25,11 @@ def encode_image(part: ImagePart, config: ImageConfig, family: Family, what: str
     request = SizeRequest(part.min_pixels, part.max_pixels, part.resized_height, part.resized_width)
     try:
         decoded = decode_image(part.data, config.max_source_pixels, what)
-        source_height, source_width = decoded.pixels.shape[:2]
+        source_height, source_width = decoded.memory.shape[:2]
         height, width = target_size(source_height, source_width, request, config.bounds(family), family, what)
     except MediaError as error:
         raise RowRejected(error.reason, error.message) from error
-    patches = family.patchify(resize_image(decoded.pixels, height, width))
+    patches = resize_to_patches(decoded.memory, height, width, family)
     grid = (1, height // family.patch_size, width // family.patch_size)
     tokens = len(patches) // family.patches_per_token
     return EncodedImage(patches, grid, (height, width), tokens, _origin(decoded), part.data)

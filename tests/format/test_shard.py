@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from vlmdata.families.qwen3_5 import FAMILY
 from vlmdata.format.schema import MEMBERS
-from vlmdata.format.shard import BLOCK, Placement, ShardWriter, metadata_bytes, npy_header
+from vlmdata.format.shard import BLOCK, Placement, ShardWriter, metadata_bytes
 
 ALIGNMENT = 64
 Arrays = dict[str, list[np.ndarray]]
@@ -196,16 +196,6 @@ def test_a_write_that_fails_is_an_error_and_the_file_is_closed(tmp_path):
         with pytest.raises(OSError, match="No space"):
             writer.add(*three_samples()[0])
     assert full.closed
-
-
-@pytest.mark.parametrize("shape", [(0, 3), (5,), (3, 7), (1234567, 768)])
-def test_npy_header_is_what_numpy_saves(shape):
-    array = np.broadcast_to(np.zeros((), np.int32), shape)
-    if array.size < 1000:
-        buffer = io.BytesIO()
-        np.save(buffer, np.ascontiguousarray(array))
-        assert buffer.getvalue().startswith(npy_header(array))
-    assert len(npy_header(array)) % ALIGNMENT == 0
 
 
 def test_metadata_is_canonical():

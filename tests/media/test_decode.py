@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import struct
+import subprocess
+import sys
 import zlib
 from typing import Any
 
@@ -12,12 +15,15 @@ import pytest
 from PIL import Image
 
 from tests.conftest import encoded_image
+from vlmdata.families import REGISTRY, family
 from vlmdata.format.ledger import Reason
 from vlmdata.media.decode import DecodedImage, _pillow_limit, decode_image
 from vlmdata.media.error import MediaError
-from vlmdata.media.resize import resize_image
+from vlmdata.media.resize import resize_image, resize_to_patches
 
 LIMIT = 1_000_000
+
+every_family = pytest.mark.parametrize("name", sorted(REGISTRY))
 
 
 def save(image: Image.Image, format: str, **options: Any) -> bytes:
@@ -212,6 +218,47 @@ def test_resize_equals_torchvision_on_a_plain_tensor(size: tuple[int, int]) -> N
     plain = torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
     expected = functional.resize(plain, [96, 160], interpolation=InterpolationMode.BICUBIC, antialias=True)
     assert np.array_equal(resize_image(pixels, 96, 160), expected.numpy())
+
+
+@every_family
+@pytest.mark.parametrize("same_size", [False, True])
+def test_patches_of_four_bytes_a_pixel_are_those_of_the_resized_image(name: str, same_size: bool) -> None:
+    made = family(name)
+    height, width = 3 * made.factor, 5 * made.factor
+    pixels = np.random.default_rng(1).integers(
+        0, 256, (height, width, 3) if same_size else (333, 517, 3), dtype=np.uint8
+    )
+    expected = made.patchify(resize_image(pixels, height, width))
+    fourth = np.random.default_rng(2).integers(0, 256, (*pixels.shape[:2], 1), dtype=np.uint8)
+    for memory in (pixels, np.concatenate([pixels, fourth], axis=2)):
+        assert np.array_equal(resize_to_patches(memory, height, width, made), expected)
+        out = np.empty_like(expected)
+        assert resize_to_patches(memory, height, width, made, out) is out
+        assert np.array_equal(out, expected)
+
+
+def test_patches_of_four_bytes_a_pixel_without_vector_instructions() -> None:
+    code = """
+import numpy as np
+from tests.media.test_decode import test_patches_of_four_bytes_a_pixel_are_those_of_the_resized_image as check
+check("qwen3_5", False)
+import torch
+print(torch.backends.cpu.get_cpu_capability())
+"""
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.split() == ["DEFAULT"]
+
+
+@pytest.mark.parametrize("size", [(60, 40), (4096, 1025)])
+def test_memory_is_pillows_own_unless_it_is_in_blocks(size: tuple[int, int]) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    decoded = decode(save(Image.fromarray(noise), "PPM"), limit=10**7)
+    assert np.array_equal(decoded.pixels, noise)
+    assert decoded.memory.shape[2] == (4 if size == (60, 40) else 3)
+    assert not decoded.memory.flags.writeable
 
 
 def test_pillows_limit_stays_until_the_last_thread_has_decoded() -> None:

@@ -8,7 +8,6 @@ contain no time, user or host, so a shard's bytes depend only on its samples.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import tarfile
 from collections.abc import Buffer, Mapping, Sequence
@@ -22,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from vlmdata.format.headers import npy_header_for, tar_header
 from vlmdata.format.schema import ALL_MEMBERS, IMAGE, ITEMS_MEMBER, METADATA_MEMBER
 from vlmdata.media.codecs import RAW
 from vlmdata.store.base import Writing
@@ -29,6 +29,8 @@ from vlmdata.store.folder import FileWriting
 
 BLOCK = tarfile.BLOCKSIZE
 _END_OF_ARCHIVE = bytes(2 * BLOCK)
+#: Smaller pieces are joined before they are hashed and written: a sample has a dozen of them.
+_SMALL = 64 * 1024
 
 
 @dataclass(frozen=True)
@@ -134,19 +136,6 @@ class Placement:
     items: tuple[ItemPlace, ...] = ()
 
 
-def npy_header(array: npt.NDArray[np.generic]) -> bytes:
-    """Builds the ``.npy`` version 1.0 header of a C-contiguous array, padded to a multiple of 64 bytes."""
-    return npy_header_for(array.dtype, array.shape)
-
-
-def npy_header_for(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
-    """Builds the ``.npy`` header of a dtype and shape, without an array."""
-    buffer = io.BytesIO()
-    description = np.lib.format.dtype_to_descr(dtype)
-    np.lib.format.write_array_header_1_0(buffer, {"descr": description, "fortran_order": False, "shape": shape})
-    return buffer.getvalue()
-
-
 def metadata_bytes(metadata: Mapping[str, Any]) -> bytes:
     """Returns canonical JSON of a sample's metadata: sorted keys, no spaces, UTF-8."""
     return json.dumps(metadata, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
@@ -167,6 +156,7 @@ class ShardWriter:
             to = self._own = FileWriting(to)
         self._file: Writing = to
         self._position = 0
+        self._small: list[Buffer] = []  # appended, but not yet written
         self._sha256 = hashlib.sha256()
         self._sample_hash = xxhash.xxh3_64()
         self._first_items: dict[tuple[str, bytes], ItemName] = {}
@@ -232,6 +222,7 @@ class ShardWriter:
                 checksums.append(hashes)
             else:
                 optional[member.name] = ArrayPlace(offset, *hashes)
+        self._write_small()
         return Placement(
             offset=start,
             size=self._position - start,
@@ -270,32 +261,39 @@ class ShardWriter:
 
     def _member(self, name: str, header: bytes, views: Sequence[memoryview]) -> int:
         """Writes one tar member and returns the offset of its data after ``header``."""
-        info = tarfile.TarInfo(name)
-        info.size = len(header) + sum(view.nbytes for view in views)
-        info.mode = 0o644
-        self._write(memoryview(info.tobuf(tarfile.USTAR_FORMAT) + header))
+        size = len(header) + sum(view.nbytes for view in views)
+        self._append(memoryview(tar_header(name, size) + header))
         data_offset = self._position
         for view in views:
-            self._write(view)
+            self._append(view)
         if filling := -self._position % BLOCK:
-            self._write(memoryview(bytes(filling)))
+            self._append(memoryview(bytes(filling)))
         return data_offset
 
-    def _write(self, view: memoryview) -> None:
-        self._sha256.update(view)
-        self._sample_hash.update(view)
-        self._write_through(view)
-
-    def _write_through(self, view: memoryview) -> None:
-        self._file.write(view)
+    def _append(self, view: memoryview) -> None:
         self._position += view.nbytes
+        if view.nbytes < _SMALL:
+            self._small.append(view)
+        else:
+            self._write_small()
+            self._write(view)
+
+    def _write_small(self) -> None:
+        if self._small:
+            self._write(b"".join(self._small))
+            self._small.clear()
+
+    def _write(self, data: Buffer) -> None:
+        self._sha256.update(data)
+        self._sample_hash.update(data)
+        self._file.write(data)
 
     def close(self) -> tuple[int, str]:
         """Ends the archive, waits until all of it is stored, and returns (bytes, sha256)."""
         padding = -(self._position + len(_END_OF_ARCHIVE)) % tarfile.RECORDSIZE
-        tail = memoryview(_END_OF_ARCHIVE + bytes(padding))
-        self._sha256.update(tail)
-        self._write_through(tail)
+        tail = _END_OF_ARCHIVE + bytes(padding)
+        self._position += len(tail)
+        self._write(tail)
         self._file.finish()
         self._close_file()
         return self._position, self._sha256.hexdigest()

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from vlmdata.format.ledger import Reason
@@ -34,18 +35,23 @@ class DecodedImage:
     """A normalised image.
 
     Attributes:
-        pixels: uint8 (H, W, 3), RGB, upright; read-only.
+        memory: uint8 (H, W, 3 or 4), C-contiguous: RGB, upright, and possibly a fourth byte without meaning; read-only.
         file_format: Pillow's name of the format, such as ``JPEG``.
         mode: Pillow's mode of the file's content.
         file_size: (width, height) as stored in the file, before EXIF orientation.
         steps: Normalisation steps: any of ``first_frame``, ``exif``, ``alpha``, ``depth``, ``mode``.
     """
 
-    pixels: npt.NDArray[np.uint8]
+    memory: npt.NDArray[np.uint8]
     file_format: str
     mode: str
     file_size: tuple[int, int]
     steps: tuple[str, ...]
+
+    @property
+    def pixels(self) -> npt.NDArray[np.uint8]:
+        """uint8 (H, W, 3), RGB; a read-only view."""
+        return self.memory[..., :3]
 
 
 def decode_image(data: bytes, max_source_pixels: int, what: str = "image") -> DecodedImage:
@@ -164,7 +170,19 @@ def _normalise(image: Image.Image, what: str) -> DecodedImage:
     if image.mode != "RGB":
         image = image.convert("RGB")
         steps.append("mode")
-    return DecodedImage(np.asarray(image), file_format, mode, size, tuple(steps))
+    return DecodedImage(_memory(image), file_format, mode, size, tuple(steps))
+
+
+def _memory(image: Image.Image) -> npt.NDArray[np.uint8]:
+    """Returns the pixels of an RGB image: Pillow's own memory, four bytes per pixel, or else a copy of three."""
+    if hasattr(image, "__arrow_c_array__"):  # Pillow 11.2
+        try:
+            memory: npt.NDArray[np.uint8] = pa.array(image).flatten().to_numpy()
+        except ValueError:  # images over 16 MiB are in several blocks
+            pass
+        else:
+            return memory.reshape(image.height, image.width, 4)
+    return np.asarray(image)
 
 
 def _orientation(image: Image.Image) -> int | None:

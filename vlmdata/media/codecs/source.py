@@ -41,11 +41,11 @@ class SourceFile:
             MediaError: If it cannot be decoded, or has more than :data:`MOST_FILE_PIXELS`.
         """
         from vlmdata.media.decode import decode_image  # slow to import: Pillow, and torchvision with the next
-        from vlmdata.media.resize import resize_image
+        from vlmdata.media.resize import resize_to_patches
 
         _, h, w = grid
         decoded = decode_image(bytes(stored), MOST_FILE_PIXELS)
-        family.patchify(resize_image(decoded.pixels, h * family.patch_size, w * family.patch_size), out)
+        resize_to_patches(decoded.memory, h * family.patch_size, w * family.patch_size, family, out)
 
 
 CODEC = SourceFile()
