@@ -114,7 +114,7 @@ class TestRefusals:
         options = OPTIONS | {"capacity": 4 << 20, "pad_to_capacity": True, "balance": False}
         with (
             StreamingLoader(server.url, **options) as loader,
-            pytest.raises(UsageError, match="more than the server's"),
+            pytest.raises(UsageError, match="of the server's --memory that are for"),
         ):
             next(iter(loader))
 

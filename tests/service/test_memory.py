@@ -55,7 +55,7 @@ def test_a_query_waits_until_views_are_gone_and_not_longer_than_its_time() -> No
 
 def test_more_than_the_limit_is_refused_at_once() -> None:
     memory = PackMemory(8 * MIB, lambda: True)
-    with pytest.raises(UsageError, match="is more than the server's --memory of 8388608; use a smaller capacity"):
+    with pytest.raises(UsageError, match="is more than the 8388608 bytes of the server's --memory that are for packs; use a smaller"):
         memory.acquire(8 * MIB + 1, time.monotonic() + 60)
     memory.close()
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vlmdata.errors import ResourceError, UsageError
+from vlmdata.errors import ResourceError, UsageError, VlmdataError
 
 if TYPE_CHECKING:
     from vlmdata.service.server import CollationServer
@@ -39,7 +39,7 @@ def serve(
         ),
     ] = 0,
     memory: Annotated[
-        str, typer.Option(help="Memory of all packs, such as 500M or 4G.", rich_help_panel=_LIMITS)
+        str, typer.Option(help="Memory of all packs and plans, such as 500M or 4G.", rich_help_panel=_LIMITS)
     ] = "4G",
     rate: Annotated[float, typer.Option(help="Queries a second per client machine.", rich_help_panel=_LIMITS)] = 2000.0,
     verify: Annotated[str, typer.Option(help="Checks: pixels, stored or off.", rich_help_panel=_LIMITS)] = "pixels",
@@ -189,27 +189,37 @@ def _show_status(place: str, token: Path | None, ca: Path | None, as_json: bool)
 
     address = parse_address(place if is_service(place) else f"{'grpc+tls' if ca else 'grpc'}://{place}")
     options = Service(service_token=token, tls_ca=ca)
-    found = []
+    found: dict[str, dict[str, Any]] = {}
+    problems: dict[str, VlmdataError] = {}
     for server in address.servers():
         try:
-            found.append(json.loads(Connection(server, address, options).action(STATUS)))
+            found[str(server)] = json.loads(Connection(server, address, options).action(STATUS))
         except ServerLostError as error:
-            raise ResourceError(str(error)) from error
+            problems[str(server)] = ResourceError(str(error))
+        except VlmdataError as error:
+            problems[str(server)] = error
     if as_json:
-        print(json.dumps(found if len(found) > 1 else found[0], indent=2))
-        return
-    for values in found:
-        _print_status(values)
+        values = [{"server": name, **values} for name, values in found.items()]
+        values += [{"server": name, "error": str(error)} for name, error in problems.items()]
+        print(json.dumps(values if len(values) > 1 else values[0], indent=2))
+    for name, status in found.items() if not as_json else ():
+        _print_status(name, status)
+    if len(problems) == 1:
+        raise next(iter(problems.values()))
+    if problems:
+        raise ResourceError("\n".join(map(str, problems.values())))
 
 
-def _print_status(values: dict[str, Any]) -> None:
+def _print_status(name: str, values: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     console = Console(highlight=False)
     memory, packs = values["memory"], values["packs"]
     state = "stopping" if values["draining"] else "up"
-    console.print(f"{values['host']} (vlmdata {values['vlmdata']}), {state} for {values['up_seconds']:,.0f} s")
+    console.print(
+        f"{name} on {values['host']} (vlmdata {values['vlmdata']}), {state} for {values['up_seconds']:,.0f} s"
+    )
     console.print("datasets: " + ", ".join(f"{each['name']} {each['fingerprint'][:8]}" for each in values["datasets"]))
     console.print(
         f"packs: {packs['made']:,} made, {packs['shared']:,} queries shared one; memory {memory['in_use'] / 1e6:,.0f} "

@@ -188,6 +188,8 @@ class Service:
         tls_ca: File with the certificates of trusted authorities, PEM; None means those of the system.
         tls_cert: File with this client's certificate, PEM, if the servers want one.
         tls_key: File with the private key of ``tls_cert``, PEM.
+        shared_memory: Whether batches of a server on this machine are copied from its memory, where the system allows
+            that, instead of going through the connection.
     """
 
     hedge: float = 1.0
@@ -196,6 +198,7 @@ class Service:
     tls_ca: str | PathLike[str] | None = None
     tls_cert: str | PathLike[str] | None = None
     tls_key: str | PathLike[str] | None = None
+    shared_memory: bool = True
 
     def __post_init__(self) -> None:
         if not self.hedge > 0:

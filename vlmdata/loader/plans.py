@@ -43,10 +43,6 @@ class EpochPlans:
                 self._plans.popitem(last=False)
             return plan
 
-    def has(self, epoch: int) -> bool:
-        """Returns whether the plan of an epoch is at hand."""
-        return epoch in self._plans
-
     def _key_of(self, sample: int) -> str:
         dataset = int(self._table.dataset[sample])
         first = int(self._table.dataset_offsets()[dataset])

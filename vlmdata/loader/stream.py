@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from vlmdata.context_parallel import Slice
-from vlmdata.errors import NotFoundError
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.loader.config import BatchPart, Pixels
 from vlmdata.loader.plans import EpochPlans
@@ -31,7 +30,7 @@ class RankStream:
         pixels: Dtype of the patches in a batch.
     """
 
-    plans: EpochPlans
+    plans: EpochPlans | Mapping[int, EpochPlan]
     datasets: Sequence[VlmDataset]
     config: PlanConfig
     dp_rank: int
@@ -52,19 +51,14 @@ class RankStream:
                 step, micro_batch = step + 1, 0
             epoch, step = epoch + 1, 0
 
-    def request(self, position: Position) -> PackRequest:
+    def request(self, position: Position, packs: Sequence[int]) -> PackRequest:
         """Returns the request at a position.
 
-        Raises:
-            NotFoundError: If the epoch has no such step, or the step no such micro-batch.
+        Args:
+            position: The position.
+            packs: The packs of this rank in that step, one per micro-batch.
         """
-        plan = self.plans[position.epoch]
-        if position.step >= plan.num_steps:
-            raise NotFoundError(f"step {position.step} of epoch {position.epoch}: it has {plan.num_steps} steps")
-        packs = plan.assignment(position.step, self.dp_size)[:, self.dp_rank].tolist()
-        if position.micro_batch >= len(packs):
-            raise NotFoundError(f"micro-batch {position.micro_batch} of {position}: the step has {len(packs)} per rank")
-        return self._request(plan, packs, position)
+        return self._request(self.plans[position.epoch], packs, position)
 
     def _request(self, plan: EpochPlan, packs: Sequence[int], position: Position) -> PackRequest:
         epoch, step, number = position.epoch, position.step, position.micro_batch

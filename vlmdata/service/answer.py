@@ -1,4 +1,4 @@
-"""The answer to a query: a rank's part of a pack, as views of the pack's buffer."""
+"""The answer to a query: a rank's part of a pack, as views of the pack's buffer, or as their place in shared memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,14 +16,21 @@ import xxhash
 
 from vlmdata.loader.request import PackRequest
 from vlmdata.loader.served.protocol import Header, Trailer
+from vlmdata.loader.served.shared_memory import IN_ANSWER, SharedPack
 from vlmdata.service.memory import BusyError
 from vlmdata.service.packs import FilledPack
 
 SCHEMA = pa.schema([("bytes", pa.uint8())])
 #: Bytes of a record batch (benchmarks/service.py).
 _CHUNK = 4 << 20
+#: Seconds between two looks whether a client has read shared memory; they double while it has not.
+_FIRST_LOOK, _LONGEST_LOOK = 0.001, 0.05
+
+_FILE_CHUNK = 1 << 20
 
 Bytes = npt.NDArray[np.uint8]
+#: A record batch and its metadata.
+Sent = tuple[pa.RecordBatch, pa.Buffer | None]
 
 
 def pieces(request: PackRequest, pack: FilledPack) -> list[Bytes]:
@@ -83,50 +91,133 @@ class Answer:
         self.pack = weakref.ref(pack.buffer)
         self.pack_bytes = pack.buffer.nbytes
         self.given_up = False
+        self.progress = time.monotonic()
         self._copies = copies
         self._damaged = pack.filled.damaged
         self._pieces: list[Bytes] | None = pieces(request, pack)
+        self._checksum = xxhash.xxh3_64()
         self._lock = threading.RLock()  # garbage collection may end a stream inside the critical section
-        self.progress = time.monotonic()
 
-    def __iter__(self) -> Iterator[tuple[pa.RecordBatch, pa.Buffer | None]]:
-        """Yields record batches with their metadata.
+    def batches(self) -> Iterator[Sent]:
+        """Yields all record batches but the last one, with their metadata.
 
         Raises:
             BusyError: If the memory was given up.
         """
         metadata: pa.Buffer | None = pa.py_buffer(Header(self.bytes, self._damaged).encode())
-        checksum, sent = xxhash.xxh3_64(), 0
-        while sent < self.bytes:
-            chunk = self._chunk(sent)
-            checksum.update(chunk)
-            sent += len(chunk)
-            yield _record_batch(chunk), metadata
+        at = 0
+        while at < self.bytes or metadata is not None:  # an empty batch has a header, too
+            batch = record_batch(self._chunk(at, self._copies()))
+            at += batch.num_rows
+            yield batch, metadata
             metadata = None
             self.progress = time.monotonic()
         self.give_up()
-        if metadata is not None:  # an empty batch
-            yield _record_batch(np.zeros(0, np.uint8)), metadata
-        yield _record_batch(np.zeros(0, np.uint8)), pa.py_buffer(Trailer(checksum.intdigest()).encode())
+
+    def last(self) -> Sent:
+        """Returns the last record batch."""
+        return record_batch(np.zeros(0, np.uint8)), pa.py_buffer(Trailer(self._checksum.intdigest()).encode())
+
+    def wait(self) -> None:
+        """Waits until the client needs the pack no longer."""
 
     def give_up(self) -> None:
         """Gives up the memory of what is not sent yet."""
         with self._lock:
             self._pieces = None
 
-    def _chunk(self, at: int) -> Bytes:
+    def _chunk(self, at: int, copy: bool) -> Bytes:
+        """Returns the next bytes, and counts them into the checksum. A copy does not keep the pack."""
         with self._lock:
             if self._pieces is None:
                 raise BusyError("the client read too slowly, and others needed the memory")
             for piece in self._pieces:
                 if at < len(piece):
                     chunk = piece[at : at + _CHUNK]
-                    return chunk.copy() if self._copies() else chunk
+                    break
                 at -= len(piece)
-        raise AssertionError("unreachable")
+            else:
+                return np.zeros(0, np.uint8)
+        chunk = chunk.copy() if copy else chunk
+        self._checksum.update(chunk)
+        return chunk
 
 
-def _record_batch(data: Bytes) -> pa.RecordBatch:
+class SharedAnswer(Answer):
+    """An answer that names the place of the batch in this server's memory.
+
+    Args:
+        request: The client's request.
+        pack: The pack.
+        is_over: Whether the client has ended its query.
+    """
+
+    def __init__(self, request: PackRequest, pack: FilledPack, is_over: Callable[[], bool]):
+        super().__init__(request, pack, lambda: False)
+        self._is_over = is_over
+        begin, end = pack.buffer.ctypes.data, pack.buffer.ctypes.data + pack.buffer.nbytes
+        places, outside = [], [np.zeros(0, np.uint8)]
+        for piece in self._pieces or []:
+            shared = begin <= piece.ctypes.data < end
+            places.append((piece.ctypes.data - begin if shared else IN_ANSWER, len(piece)))
+            if not shared:
+                outside.append(piece)
+        self._shared = SharedPack.of(pack.name, tuple(places))
+        self._outside = np.concatenate(outside)
+
+    def batches(self) -> Iterator[Sent]:
+        """Yields the header, with the pieces that are not in shared memory, and computes the checksum meanwhile."""
+        header = Header(self.bytes, self._damaged, self._shared)
+        yield record_batch(self._outside), pa.py_buffer(header.encode())
+        at = 0
+        while at < self.bytes:
+            at += len(self._chunk(at, copy=False))
+
+    def wait(self) -> None:
+        """Waits until the client has ended its query, or others have taken the memory."""
+        pause = _FIRST_LOOK
+        while not self.given_up and not self._is_over():
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_LOOK)
+
+
+class FileAnswer:
+    """A file on its way to a client. It ends if the client does not read and others wait.
+
+    Args:
+        path: The file.
+    """
+
+    pack_bytes = 0
+
+    def __init__(self, path: Path):
+        self._path = path
+        self.given_up = False
+        self.progress = time.monotonic()
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """Yields the file's bytes.
+
+        Raises:
+            BusyError: If it was given up.
+            OSError: If the file cannot be read.
+        """
+        with open(self._path, "rb") as file:
+            while data := file.read(_FILE_CHUNK):
+                if self.given_up:
+                    raise BusyError("the client read too slowly, and others wait")
+                yield record_batch(np.frombuffer(data, np.uint8))
+                self.progress = time.monotonic()
+
+    def pack(self) -> None:
+        """Returns None: there is no pack."""
+
+    def give_up(self) -> None:
+        """Does nothing: the next chunk is not sent."""
+
+
+def record_batch(data: Bytes) -> pa.RecordBatch:
+    """Returns bytes as a record batch, without a copy."""
     array = pa.Array.from_buffers(pa.uint8(), len(data), [None, pa.py_buffer(data)])
     return pa.RecordBatch.from_arrays([array], schema=SCHEMA)
 
@@ -143,15 +234,16 @@ class Answers:
     def __init__(self, stall: float, memory: int):
         self._stall, self._memory = stall, memory
         self._lock = threading.RLock()  # garbage collection may end a stream inside the critical section
-        self._answers: set[Answer] = set()
+        # Weak: Flight may drop a stream before it begins, which then does not say that it ends.
+        self._answers: weakref.WeakSet[Answer | FileAnswer] = weakref.WeakSet()
         self.given_up = 0
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: Answer | FileAnswer) -> None:
         """Notes an answer that begins."""
         with self._lock:
             self._answers.add(answer)
 
-    def remove(self, answer: Answer) -> None:
+    def remove(self, answer: Answer | FileAnswer) -> None:
         """Forgets an answer that has ended."""
         answer.give_up()
         with self._lock:
@@ -159,8 +251,7 @@ class Answers:
 
     def __len__(self) -> int:
         """Returns the number of answers under way that were not given up."""
-        with self._lock:
-            return sum(not each.given_up for each in list(self._answers))
+        return len(self._running())
 
     @property
     def threads(self) -> int:
@@ -171,17 +262,24 @@ class Answers:
     def crowd(self) -> bool:
         """Returns whether the answers under way, given up or not, may hold more than half of the memory."""
         with self._lock:
-            packs = {id(each.pack()): each.pack_bytes for each in list(self._answers) if each.pack() is not None}
+            packs = {id(pack): each.pack_bytes for each in list(self._answers) if (pack := each.pack()) is not None}
         return sum(packs.values()) > self._memory // 2
+
+    def packs(self) -> frozenset[int]:
+        """Returns the ids of the buffers that answers need."""
+        return frozenset(id(each.pack()) for each in self._running())
 
     def relieve(self) -> bool:
         """Takes the memory of the answer that stalls longest; returns False if none does."""
         with self._lock:
-            running = [each for each in list(self._answers) if not each.given_up]
-            slowest = min(running, key=lambda each: each.progress, default=None)
+            slowest = min(self._running(), key=lambda each: each.progress, default=None)
             if slowest is None or time.monotonic() - slowest.progress < self._stall:
                 return False
             slowest.given_up = True
             self.given_up += 1
         slowest.give_up()
         return True
+
+    def _running(self) -> list[Answer | FileAnswer]:
+        with self._lock:
+            return [each for each in list(self._answers) if not each.given_up]

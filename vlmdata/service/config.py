@@ -12,6 +12,8 @@ from vlmdata.loader.config import DEFAULT_VERIFY, Verify
 from vlmdata.loader.served.address import DEFAULT_PORT, is_loopback
 
 GIB = 1 << 30
+#: The part of the memory that is for plans.
+_PLANS = 1 / 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +24,7 @@ class ServerConfig:
         host: Address to listen on.
         port: Port; 0 means a free one.
         workers: Processes that read and decode.
-        memory: Bytes of all packs in memory: being made, cached, or being sent.
+        memory: Bytes of all packs (being made, cached, or being sent) and plans. A quarter is for plans.
         verify: Checks of stored bytes and pixels, as in :class:`vlmdata.loader.config.Reading`.
         timeout: Seconds for a pack to be made before the query fails.
         stall: Seconds without progress after which the answer to a slow client gives up its memory if others need it.
@@ -89,6 +91,16 @@ class ServerConfig:
                 f"--host {self.host}: anyone on the network could read the data. Give --token-file or --tls-client-ca, "
                 "or --insecure on a trusted network."
             )
+
+    @property
+    def plan_memory(self) -> int:
+        """Bytes of plans, those being made included."""
+        return int(self.memory * _PLANS)
+
+    @property
+    def pack_memory(self) -> int:
+        """Bytes of packs."""
+        return self.memory - self.plan_memory
 
     @property
     def tls(self) -> bool:

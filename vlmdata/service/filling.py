@@ -90,10 +90,9 @@ class Fillers:
         raise ResourceError(f"{_MAX_RESTARTS + 1} workers died over pack {request.pack}. Out of memory?")
 
     def close(self) -> None:
-        """Stops the workers, without waiting for packs that they make."""
-        with self._lock:
-            self._closed = True
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        """Stops the workers, without waiting for packs that they make, nor for broken workers that do not end."""
+        self._closed = True
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _replace(self, broken: ProcessPoolExecutor) -> None:
         with self._lock:
@@ -101,8 +100,10 @@ class Fillers:
                 raise BusyError("the server is stopping")
             if self._pool is broken:
                 broken.shutdown(wait=True)  # before others write to the same buffers
-                self._pool = self._new_pool()
+                self._pool = self._new_pool()  # has no processes before it gets work
                 self.restarts += 1
+                if self._closed:
+                    raise BusyError("the server is stopping")
 
     def _new_pool(self) -> ProcessPoolExecutor:
         # Not fork: gRPC has threads.

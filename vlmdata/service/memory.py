@@ -62,8 +62,8 @@ class PackMemory:
         """
         if BufferPool.rounded(size) > self.limit:
             raise UsageError(
-                f"a batch of {size} bytes is more than the server's --memory of {self.limit}; use a smaller capacity, "
-                "or give the server more memory"
+                f"a batch of {size} bytes is more than the {self.limit} bytes of the server's --memory that are for "
+                "packs; use a smaller capacity, or give the server more memory"
             )
         while True:
             try:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 disable_created_metrics()  # type: ignore[no-untyped-call] # one more line a counter, which nobody reads
 
+#: Connections at the same time. The port asks for no token, so strangers must not get threads without limit.
+_MAX_CONNECTIONS = 32
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
@@ -110,11 +112,14 @@ class _State:
             ("vlmdata_bytes_read", "Bytes read from shards.", counts.bytes_read),
             ("vlmdata_worker_restarts", "Times that workers were replaced.", self._server.restarts),
             ("vlmdata_answers_given_up", "Answers to stalled clients that lost memory.", self._server.answers.given_up),
+            ("vlmdata_files_given_up", "Files whose clients stalled while others waited.", self._server.files.given_up),
         ):
             yield CounterMetricFamily(name, text, value=value)
         for name, text, size in (
             ("vlmdata_memory_in_use_bytes", "Bytes of packs in use.", memory.bytes_in_use),
             ("vlmdata_memory_limit_bytes", "Limit of these.", memory.limit),
+            ("vlmdata_plans_in_use_bytes", "Bytes of plans.", self._server.plans.bytes_in_use),
+            ("vlmdata_plans_limit_bytes", "Limit of these.", self._server.config.plan_memory),
             ("vlmdata_answers_under_way", "Answers being sent.", len(self._server.answers)),
         ):
             yield GaugeMetricFamily(name, text, value=size)
@@ -122,6 +127,24 @@ class _State:
 
 class _Threads(ThreadingMixIn, WSGIServer):
     daemon_threads = True  # one that waits for a silent connection must not hold up others
+
+    def __init__(self, *arguments: Any, **options: Any):
+        self._free = threading.Semaphore(_MAX_CONNECTIONS)
+        super().__init__(*arguments, **options)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answers in a thread of its own; closes connections beyond the limit."""
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answers, and makes room for another connection."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
 
 
 class _Quiet(WSGIRequestHandler):

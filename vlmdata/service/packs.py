@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import get_args
@@ -13,6 +13,7 @@ from typing import get_args
 import numpy as np
 import numpy.typing as npt
 
+from vlmdata.loader.buffers import BufferName
 from vlmdata.loader.config import PARTS, BatchPart, OnDamage, Pixels
 from vlmdata.loader.damage import Filled
 from vlmdata.loader.request import PackRequest
@@ -49,11 +50,13 @@ class FilledPack:
     Attributes:
         request: Its request, with the buffer's layout.
         buffer: uint8, the buffer.
+        name: Its name.
         filled: What reading it came to.
     """
 
     request: PackRequest
     buffer: npt.NDArray[np.uint8]
+    name: BufferName
     filled: Filled
 
 
@@ -79,11 +82,19 @@ class Packs:
         fillers: Read packs.
         memory: Limit in bytes.
         timeout: Seconds to wait for memory, or for a pack that another query makes.
+        sending: Returns the ids of the buffers that are being sent. Forgetting these packs would free nothing.
         relieve: Takes memory from answers to stalled clients; returns False if there are none.
     """
 
-    def __init__(self, fillers: Fillers, memory: int, timeout: float, relieve: Callable[[], bool]):
-        self._fillers, self._timeout, self._relieve = fillers, timeout, relieve
+    def __init__(
+        self,
+        fillers: Fillers,
+        memory: int,
+        timeout: float,
+        sending: Callable[[], Collection[int]],
+        relieve: Callable[[], bool],
+    ):
+        self._fillers, self._timeout, self._sending, self._relieve = fillers, timeout, sending, relieve
         self.memory = PackMemory(memory, self._make_room)
         self._lock = threading.RLock()
         self._packs: OrderedDict[PackKey, Future[FilledPack]] = OrderedDict()
@@ -146,13 +157,14 @@ class Packs:
         except BaseException:
             self.memory.release(lease)
             raise
-        return FilledPack(request, self.memory.array(lease), filled)
+        return FilledPack(request, self.memory.array(lease), lease.name, filled)
 
     def _make_room(self) -> bool:
-        """Forgets the pack that was used least recently. Its memory returns once it is sent."""
+        """Forgets the pack that was used least recently and is not being sent."""
+        sending = self._sending()
         with self._lock:
             for key, future in self._packs.items():
-                if future.done():
+                if future.done() and id(future.result().buffer) not in sending:
                     del self._packs[key]
                     return True
         return self._relieve()

@@ -33,10 +33,11 @@ from vlmdata.loader.served.protocol import (
     decode_query,
     encode_error,
 )
+from vlmdata.loader.served.shared_memory import this_place
 from vlmdata.media.codecs import require_codecs
 from vlmdata.service.access import RateLimit, TokenCheck, Tokens, machine_of
 from vlmdata.service.activity import Activity
-from vlmdata.service.answer import SCHEMA, Answer, Answers
+from vlmdata.service.answer import SCHEMA, Answer, Answers, FileAnswer, Sent, SharedAnswer
 from vlmdata.service.config import ServerConfig
 from vlmdata.service.filling import Fillers
 from vlmdata.service.memory import BusyError
@@ -48,7 +49,6 @@ _log = logging.getLogger("vlmdata.service")
 
 #: The files of a dataset that clients may have.
 _FILES = (MANIFEST_NAME, INDEX_NAME)
-_FILE_CHUNK = 1 << 20
 _FILES_AT_ONCE = 16
 #: Threads of Flight that stuck clients may keep, as a multiple of ``max_calls``.
 _THREADS_PER_CALL = 4
@@ -83,12 +83,12 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
         certificates = [(_read(config.tls_cert), _read(config.tls_key))] if config.tls else None
         authorities = _read(config.tls_client_ca) if config.tls_client_ca is not None else None
         tokens = {} if config.token_file is None else {"token": TokenCheck(Tokens(config.token_file))}
-        self._book = PlanBook(self._datasets, self._names)
-        self.answers = Answers(config.stall, config.memory)
+        self.plans = PlanBook(self._datasets, self._names, config.plan_memory, config.timeout)
+        self.answers, self.files = (Answers(config.stall, config.pack_memory) for _ in range(2))
         self._fillers = Fillers([shards for _, shards in opened], config.workers, config.verify, config.timeout)
-        self.packs = Packs(self._fillers, config.memory, config.timeout, self.answers.relieve)
+        self.packs = Packs(self._fillers, config.pack_memory, config.timeout, self.answers.packs, self.answers.relieve)
         self.activity, self.metrics = Activity(), Metrics(self)
-        self._rate, self._files = RateLimit(config.rate), threading.BoundedSemaphore(_FILES_AT_ONCE)
+        self._rate = RateLimit(config.rate)
         self._calls_lock, self._preparing = threading.Lock(), 0
         self._begun, self._draining = time.time(), threading.Event()
         scheme = "grpc+tls" if config.tls else "grpc"
@@ -133,6 +133,7 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
             "workers": self.config.workers,
             "worker_restarts": self.restarts,
             "memory": {"limit": memory.limit, "in_use": memory.bytes_in_use},
+            "plans": {"limit": self.config.plan_memory, "in_use": self.plans.bytes_in_use},
             "packs": dataclasses.asdict(counts),
             "answers_under_way": len(self.answers),
             "clients": [dataclasses.asdict(each) for each in self.activity.clients()],
@@ -143,11 +144,15 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
         with self._translated(context) as machine:
             query = decode_query(ticket.ticket)
             if isinstance(query, FileQuery):
-                if query.dataset not in self._datasets or query.name not in _FILES:
-                    raise NotFoundError(f"no file {query.name!r} of a dataset {query.dataset[:16]}")
-                return flight.GeneratorStream(SCHEMA, self._file(query))
-            request, plan = self._book.request(query)
-            answer = Answer(request, self.packs.get(request, plan, query.on_damage), self.answers.crowd)
+                return flight.GeneratorStream(SCHEMA, self._sent_file(self._file(query)))
+            request, plan = self.plans.request(query)
+            pack = self.packs.get(request, plan, query.on_damage)
+            answer: Answer
+            if query.place and query.place == this_place():
+                answer = SharedAnswer(request, pack, context.is_cancelled)
+            else:
+                answer = Answer(request, pack, self.answers.crowd)
+            self.answers.add(answer)
             return flight.GeneratorStream(SCHEMA, self._sent(answer, machine, query))
 
     def do_action(self, context: Any, action: Any) -> list[bytes]:
@@ -169,7 +174,7 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
         """Refuses new queries, waits up to ``drain`` seconds for those under way, and ends."""
         self._draining.set()
         deadline = time.monotonic() + self.config.drain
-        while (self._preparing or len(self.answers)) and time.monotonic() < deadline:
+        while (self._preparing or len(self.answers) or len(self.files)) and time.monotonic() < deadline:
             time.sleep(_SECONDS_BETWEEN_LOOKS)
         self.metrics.close()
         # Flight waits for calls; one whose client does not read would hold it up for as long.
@@ -177,52 +182,63 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
         self._fillers.close()
         self.packs.memory.close()
 
-    def _sent(self, answer: Answer, machine: str, query: BatchQuery) -> Iterator[Any]:
-        self.answers.add(answer)
+    def _sent(self, answer: Answer, machine: str, query: BatchQuery) -> Iterator[Sent]:
         try:
-            yield from answer
+            yield from answer.batches()
             self.metrics.sent(answer.bytes)
             self.activity.note(machine, query, answer.bytes)
+            yield answer.last()
+            answer.wait()
         except BusyError as error:
             self.metrics.refused("stalled")
             raise flight.FlightUnavailableError(str(error)) from error
         finally:
             self.answers.remove(answer)
 
-    def _file(self, query: FileQuery) -> Iterator[Any]:
-        path = self._datasets[query.dataset].directory / query.name
-        if not self._files.acquire(blocking=False):
-            raise flight.FlightUnavailableError("too many files are being sent")
+    def _file(self, query: FileQuery) -> FileAnswer:
+        if query.dataset not in self._datasets or query.name not in _FILES:
+            raise NotFoundError(f"no file {query.name!r} of a dataset {query.dataset[:16]}")
+        answer = FileAnswer(self._datasets[query.dataset].directory / query.name)
+        with self._calls_lock:
+            if len(self.files) >= _FILES_AT_ONCE and not self.files.relieve():
+                raise BusyError("too many files are being sent")
+            self.files.add(answer)
+        return answer
+
+    def _sent_file(self, answer: FileAnswer) -> Iterator[pa.RecordBatch]:
         try:
-            with open(path, "rb") as file:
-                while data := file.read(_FILE_CHUNK):
-                    array = pa.Array.from_buffers(pa.uint8(), len(data), [None, pa.py_buffer(data)])
-                    yield pa.RecordBatch.from_arrays([array], schema=SCHEMA)
+            yield from answer.batches()
+        except BusyError as error:
+            self.metrics.refused("stalled")
+            raise flight.FlightUnavailableError(str(error)) from error
         except OSError as error:
             _log.error("file cannot be sent", extra={"error": str(error)})
-            raise flight.FlightUnavailableError(f"{query.name} cannot be read") from error
+            raise flight.FlightUnavailableError("the file cannot be read") from error
         finally:
-            self._files.release()
+            self.files.remove(answer)
 
-    def _has_room(self) -> bool:
-        """Returns whether another query can be taken. Answers to stalled clients make room."""
-        if self.answers.threads >= _THREADS_PER_CALL * self.config.max_calls:
-            return False
-        return len(self.answers) < self.config.max_calls or self.answers.relieve()
+    def _enters(self, action: bool) -> bool:
+        """Counts a call in, if there is room. Answers to stalled clients make room."""
+        with self._calls_lock:
+            if not action:
+                if self.answers.threads + self.files.threads >= _THREADS_PER_CALL * self.config.max_calls:
+                    return False
+                if self._preparing + len(self.answers) >= self.config.max_calls and not self.answers.relieve():
+                    return False
+            self._preparing += 1
+        return True
 
     @contextmanager
     def _translated(self, context: Any, action: bool = False) -> Iterator[str]:
         """Limits and counts calls, and turns errors into those of Flight."""
         machine = machine_of(context.peer())
-        if not self._rate.allows(machine) or not (action or self._has_room()):
-            self.metrics.refused("overloaded")
-            raise flight.FlightUnavailableError("too many queries")
         if self.is_draining and not action:
             self.metrics.refused("draining")
             raise flight.FlightUnavailableError("the server is stopping")
+        if not self._rate.allows(machine) or not self._enters(action):
+            self.metrics.refused("overloaded")
+            raise flight.FlightUnavailableError("too many queries")
         begun = time.perf_counter()
-        with self._calls_lock:
-            self._preparing += 1
         try:
             yield machine
             self.metrics.answered(time.perf_counter() - begun)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -53,13 +54,23 @@ class ServiceAddress:
         scheme, _, rest = self.text.partition("://")
         return f"{scheme}://{rest.partition('/')[0]}"
 
-    def servers(self) -> tuple[Server, ...]:
-        """Looks names up. A name with several addresses is several servers; a name that is unknown now is kept."""
+    def servers(self, earlier: Sequence[Server] = ()) -> tuple[Server, ...]:
+        """Looks names up. A name with several addresses is several servers.
+
+        Args:
+            earlier: Result of the last look-up. Names that cannot be looked up now keep their servers.
+        """
         found: dict[Server, None] = {}
         for host, port in self.hosts:
-            for server in _resolve(host, port):
+            kept = [each for each in earlier if each.port == port and host in (each.name, each.host)]
+            for server in _resolve(host, port) or kept or [Server(host, port)]:
                 found.setdefault(server)
         return tuple(found)
+
+    @property
+    def has_names(self) -> bool:
+        """Whether another look-up can give other servers."""
+        return not all(_is_address(host) or host == "localhost" for host, _ in self.hosts)
 
     @property
     def is_local(self) -> bool:
@@ -105,13 +116,21 @@ def _host(place: str, text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _resolve(host: str, port: int) -> list[Server]:
+def _is_address(host: str) -> bool:
     with suppress(ValueError):
+        ipaddress.ip_address(host)
+        return True
+    return False
+
+
+def _resolve(host: str, port: int) -> list[Server]:
+    """Returns the servers of a host name; none if it cannot be looked up."""
+    if _is_address(host):
         return [Server(str(ipaddress.ip_address(host)), port)]
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError:
-        return [Server(host, port)]
+    except (OSError, UnicodeError):  # UnicodeError: no name can be like this
+        return []
     addresses = sorted({str(each[4][0]) for each in found})  # all clients have the same order
     if host == "localhost" or len(addresses) == 1:
         return [Server(host, port)]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +29,17 @@ from vlmdata.loader.served.protocol import (
     Trailer,
     decode_error,
 )
+from vlmdata.loader.served.shared_memory import SharedMemoryError, this_place
+
+_log = logging.getLogger("vlmdata.loader.served")
+
+Bytes = npt.NDArray[np.uint8]
 
 #: Of gRPC: a server that answers no ping for this long is gone, even if its machine still acknowledges packets.
 _KEEPALIVE_MS, _KEEPALIVE_TIMEOUT_MS = 10_000, 5_000
 _SECONDS_TO_DESCRIBE = 10.0
+#: Times that a server's memory could not be read, after which this connection asks for bytes only.
+_MOST_SHARED_FAILURES = 3
 
 
 class ServerLostError(Exception):
@@ -75,6 +84,7 @@ class Connection:
 
     def __init__(self, server: Server, address: ServiceAddress, options: Service):
         self.server = server
+        self._place, self._shared_failures = this_place() if options.shared_memory else "", 0
         self._headers = authorization(address, options)
         tls: dict[str, Any] = {}
         if address.tls:
@@ -136,13 +146,11 @@ class Connection:
         """
         try:
             for chunk in self._client.do_get(flight.Ticket(query.encode()), self._options(timeout)):
-                yield memoryview(chunk.data.column(0).to_numpy(zero_copy_only=True))
+                yield memoryview(_bytes(chunk))
         except (pa.ArrowException, OSError) as error:
             raise self._translated(error) from error
 
-    def batch(
-        self, query: BatchQuery, buffer: npt.NDArray[np.uint8], size: int, checked: bool, timeout: float, call: Call
-    ) -> Filled:
+    def batch(self, query: BatchQuery, buffer: Bytes, size: int, checked: bool, timeout: float, call: Call) -> Filled:
         """Fills a buffer with a batch.
 
         Args:
@@ -157,11 +165,23 @@ class Connection:
             ServerLostError: If the server does not answer in time, is overloaded, or bytes were changed on the way.
             VlmdataError: If it refuses.
         """
+        if self._place:
+            try:
+                return self._batch(query.to(self._place), buffer, size, checked, timeout, call)
+            except SharedMemoryError as error:
+                self._note_shared_failure(error)
+        return self._batch(query, buffer, size, checked, timeout, call)
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._client.close()
+
+    def _batch(self, query: BatchQuery, buffer: Bytes, size: int, checked: bool, timeout: float, call: Call) -> Filled:
         reader = None
         try:
             reader = self._client.do_get(flight.Ticket(query.encode()), self._options(timeout))
             call.follow(reader)
-            return self._receive(reader, buffer, size, checked)
+            return self._receive(reader, buffer[:size], checked)
         except (pa.ArrowException, OSError) as error:
             raise self._translated(error) from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -170,34 +190,52 @@ class Connection:
             if reader is not None:
                 reader.cancel()  # otherwise an answer that is not read to its end holds memory at the server
 
-    def close(self) -> None:
-        """Closes the connection."""
-        self._client.close()
+    def _receive(self, reader: Any, buffer: Bytes, checked: bool) -> Filled:
+        chunks = iter(reader)
+        if (first := next(chunks, None)) is None:
+            raise ServerLostError(f"server {self.server}: the answer is empty")
+        header = Header.decode(first.app_metadata.to_pybytes())
+        if header.size != len(buffer):
+            raise ServerLostError(
+                f"server {self.server}: this batch has {header.size} bytes there, {len(buffer)} here. Install the same "
+                "version of vlmdata on both."
+            )
+        if header.shared is not None:
+            header.shared.copy(_bytes(first), buffer)
+            self._check_shared(next(chunks, None), buffer)
+        else:
+            self._receive_bytes(chain([first], chunks), buffer, checked)
+        return Filled(len(buffer), header.damaged)
 
-    def _receive(self, reader: Any, buffer: npt.NDArray[np.uint8], size: int, checked: bool) -> Filled:
-        header, trailer, at, hashed = None, None, 0, xxhash.xxh3_64()
-        for chunk in reader:
-            if header is None:
-                header = Header.decode(chunk.app_metadata.to_pybytes())
-                if header.size != size:
-                    raise ServerLostError(
-                        f"server {self.server}: this batch has {header.size} bytes there, {size} here. Install the "
-                        "same version of vlmdata on both."
-                    )
-            elif chunk.app_metadata is not None:
+    def _receive_bytes(self, chunks: Iterable[Any], buffer: Bytes, checked: bool) -> None:
+        trailer, at, hashed = None, 0, xxhash.xxh3_64()
+        for number, chunk in enumerate(chunks):
+            if number and chunk.app_metadata is not None:
                 trailer = Trailer.decode(chunk.app_metadata.to_pybytes())
-            data = chunk.data.column(0).to_numpy(zero_copy_only=True)
-            if at + len(data) > size:
+            data = _bytes(chunk)
+            if at + len(data) > len(buffer):
                 break
             buffer[at : at + len(data)] = data
             at += len(data)
             if checked:
                 hashed.update(data)
-        if header is None or trailer is None or at != size:
-            raise ServerLostError(f"server {self.server}: the answer ended after {at} of {size} bytes")
+        if trailer is None or at != len(buffer):
+            raise ServerLostError(f"server {self.server}: the answer ended after {at} of {len(buffer)} bytes")
         if checked and hashed.intdigest() != trailer.checksum:
             raise ServerLostError(f"server {self.server}: bytes of the batch were changed on the way")
-        return Filled(size, header.damaged)
+
+    def _check_shared(self, last: Any, buffer: Bytes) -> None:
+        """Checks what was copied from the server's memory. Always: the server may have used it for another batch."""
+        if last is None:
+            raise ServerLostError(f"server {self.server}: the answer has no end")
+        if xxhash.xxh3_64(buffer).intdigest() != Trailer.decode(last.app_metadata.to_pybytes()).checksum:
+            raise SharedMemoryError("it holds another batch by now")
+
+    def _note_shared_failure(self, error: SharedMemoryError) -> None:
+        self._shared_failures += 1
+        if self._shared_failures == _MOST_SHARED_FAILURES:
+            self._place = ""
+            _log.info("server %s: its memory cannot be read (%s); fetches the bytes.", self.server, error)
 
     def _options(self, timeout: float) -> Any:
         return flight.FlightCallOptions(timeout=timeout, headers=self._headers)
@@ -207,10 +245,22 @@ class Connection:
         if isinstance(error, flight.FlightServerError) and error.extra_info:
             return decode_error(error.extra_info, str(self.server))
         if isinstance(error, flight.FlightUnauthenticatedError | flight.FlightUnauthorizedError):
-            return UsageError(
+            return TokenRefusedError(
                 f"server {self.server}: the token was refused. Check service_token, or ask for a valid one."
             )
         return ServerLostError(f"server {self.server}: {_brief(error)}")
+
+
+def _bytes(chunk: Any) -> Bytes:
+    """Returns the bytes of a record batch.
+
+    Raises:
+        ValueError: If it holds anything else.
+    """
+    data: Bytes = chunk.data.column(0).to_numpy(zero_copy_only=True)
+    if data.dtype != np.uint8:
+        raise ValueError(f"a record batch of {data.dtype}, not of bytes")
+    return data
 
 
 def authorization(address: ServiceAddress, options: Service) -> list[tuple[bytes, bytes]]:

@@ -2,8 +2,9 @@
 
 A query is the ticket of an Arrow Flight ``DoGet`` call, as JSON. The answer to a batch query is the batch's buffer (see
 :class:`vlmdata.loader.layout.BufferLayout`) as record batches with one uint8 column, in order. The application metadata
-of the first one is a :class:`Header`, that of the last one a :class:`Trailer`. The answer to a file query is the file's
-bytes in the same form, without metadata.
+of the first one is a :class:`Header`, that of the last one a :class:`Trailer`. If the header says that the batch is in
+shared memory, the first record batch has only the pieces that are not there, and the next one is the last. The answer
+to a file query is the file's bytes in the same form, without metadata.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from vlmdata import errors
 from vlmdata.context_parallel import Slice
 from vlmdata.errors import UsageError, VlmdataError
 from vlmdata.loader.config import PARTS, BatchPart, OnDamage, Pixels
+from vlmdata.loader.served.shared_memory import SharedPack
 from vlmdata.loader.state import Position
 from vlmdata.packing.config import Blend, PlanConfig, config_differences
 from vlmdata.packing.cost import CostModel
@@ -113,6 +115,8 @@ class BatchQuery:
         parts: Parts of the batch.
         pixels: Dtype of its pixels.
         on_damage: What a sample with changed bytes does.
+        place: Where the client runs, if it can read a server's memory there
+            (:func:`vlmdata.loader.served.shared_memory.this_place`); "" if it wants the bytes.
     """
 
     datasets: tuple[str, ...]
@@ -124,6 +128,7 @@ class BatchQuery:
     parts: frozenset[BatchPart]
     pixels: Pixels
     on_damage: OnDamage
+    place: str = ""
 
     def encode(self) -> bytes:
         """Returns the ticket."""
@@ -136,12 +141,17 @@ class BatchQuery:
             "parts": sorted(self.parts),
             "pixels": self.pixels,
             "on_damage": self.on_damage,
+            "place": self.place,
         }
         return json.dumps({"protocol": PROTOCOL, "batch": values}, separators=(",", ":")).encode()
 
     def at(self, position: Position) -> BatchQuery:
         """Returns the query for another position."""
         return dataclasses.replace(self, position=position)
+
+    def to(self, place: str) -> BatchQuery:
+        """Returns the query of a client that runs at a place."""
+        return dataclasses.replace(self, place=place)
 
 
 def decode_query(ticket: bytes) -> BatchQuery | FileQuery:
@@ -189,6 +199,8 @@ def _batch_query(fields: _Fields) -> BatchQuery:
         raise UsageError(f"on_damage: {on_damage!r}")
     if (pixels := fields.get("pixels")) not in get_args(Pixels):
         raise UsageError(f"pixels: {pixels!r}")
+    if not isinstance(place := fields.get("place") or "", str):
+        raise UsageError("place: not a text")
     for fingerprint in fingerprints:
         if not isinstance(fingerprint, str) or not _FINGERPRINT.fullmatch(fingerprint):
             raise UsageError("datasets: not a fingerprint")
@@ -204,6 +216,7 @@ def _batch_query(fields: _Fields) -> BatchQuery:
         parts=frozenset(fields.items("parts", len(PARTS))),
         pixels=pixels,
         on_damage=on_damage,
+        place=place,
     )
 
 
@@ -277,20 +290,28 @@ class Header:
     Attributes:
         size: Bytes of the buffer.
         damaged: What is wrong with the samples that are masked, by their number in the pack.
+        shared: Where the batch is in shared memory; None if the bytes follow.
     """
 
     size: int
     damaged: Mapping[int, str]
+    shared: SharedPack | None = None
 
     def encode(self) -> bytes:
         """Returns the JSON form."""
-        return json.dumps({"bytes": self.size, "damaged": list(self.damaged.items())}).encode()
+        shared = None if self.shared is None else self.shared.to_dict()
+        return json.dumps({"bytes": self.size, "damaged": list(self.damaged.items()), "shared": shared}).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
         """Reads the JSON form."""
         values = json.loads(data)
-        return cls(int(values["bytes"]), {int(number): str(text) for number, text in values["damaged"]})
+        shared = values.get("shared")
+        return cls(
+            int(values["bytes"]),
+            {int(number): str(text) for number, text in values["damaged"]},
+            None if shared is None else SharedPack.from_dict(shared),
+        )
 
 
 @dataclass(frozen=True)

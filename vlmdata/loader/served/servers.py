@@ -30,8 +30,8 @@ _PAUSE_BETWEEN_ROUNDS = 0.25
 #: A slow answer is hedged after this many times the usual time of an answer, if that is more than ``hedge``.
 _USUAL_TIMES = 3.0
 _LATENCIES = 32
-#: Seconds between two look-ups of names.
-_SECONDS_BETWEEN_LOOKUPS = 10.0
+#: Seconds between two look-ups of names, while servers fail and while all are well.
+_SECONDS_BETWEEN_LOOKUPS, _SECONDS_BETWEEN_LOOKUPS_WHEN_WELL = 10.0, 60.0
 #: Servers that are asked for one batch at the same time.
 _MOST_ATTEMPTS = 2
 #: Seconds between two looks whether the batch is still wanted.
@@ -67,7 +67,7 @@ class Servers:
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._servers = address.servers()
-        self._looked_up = time.monotonic()
+        self._looked_up, self._looking = time.monotonic(), False
         self._connections: dict[Server, Connection] = {}
         self._health: dict[Server, _Health] = {}
         self._latencies: deque[float] = deque(maxlen=_LATENCIES)
@@ -146,7 +146,6 @@ class Servers:
                     raise self._nobody(race.problems, timeout)
                 if race.is_lost:
                     stopped.wait(_PAUSE_BETWEEN_ROUNDS)
-                    self._look_up()
                     race.again()
             raise ResourceError("the loader is closed")
         finally:
@@ -182,9 +181,12 @@ class Servers:
     def failed(self, server: Server, error: Exception) -> None:
         """Notes that a server did not answer."""
         with self._lock:
-            health = self._health.setdefault(server, _Health())
+            now = time.monotonic()
+            health = self._health.get(server)
+            if health is None or now > health.until + _LONGEST_PAUSE:  # what was long ago says nothing
+                health = self._health[server] = _Health()
             health.failures += 1
-            health.until = time.monotonic() + min(_FIRST_PAUSE * 2 ** (health.failures - 1), _LONGEST_PAUSE)
+            health.until = now + min(_FIRST_PAUSE * 2 ** (health.failures - 1), _LONGEST_PAUSE)
             first = health.failures == 1
         if first:
             _log.warning("%s. Asking the other servers.", str(error).rstrip("."))
@@ -213,20 +215,30 @@ class Servers:
         )
 
     def _look_up_sometimes(self) -> None:
+        """Looks names up again, without waiting for the answer: a name server may be slow, or gone."""
+        if not self.address.has_names:
+            return
         with self._lock:
-            if not self._health or time.monotonic() - self._looked_up < _SECONDS_BETWEEN_LOOKUPS:
+            now = time.monotonic()
+            fails = any(each.until + _LONGEST_PAUSE > now for each in self._health.values())
+            pause = _SECONDS_BETWEEN_LOOKUPS if fails else _SECONDS_BETWEEN_LOOKUPS_WHEN_WELL
+            if self._looking or now - self._looked_up < pause:
                 return
-        self._look_up()
+            self._looking = True
+        _in_thread(self._look_up)
 
     def _look_up(self) -> None:
-        """Looks names up again: servers may have been added."""
-        with self._lock:
-            if time.monotonic() - self._looked_up < _SECONDS_BETWEEN_LOOKUPS:
-                return
-            self._looked_up = time.monotonic()
-        servers = self.address.servers()
-        with self._lock:
-            self._servers = servers
+        """Looks names up: servers may have been added or removed."""
+        try:
+            servers = self.address.servers(self._servers)
+            with self._lock:
+                self._servers = servers
+                for gone in self._connections.keys() - set(servers):
+                    del self._connections[gone]  # closed after its last call
+                self._health = {server: health for server, health in self._health.items() if server in servers}
+        finally:
+            with self._lock:
+                self._looked_up, self._looking = time.monotonic(), False
 
 
 #: Errors after which another server may answer. Others, such as damaged data, are the same everywhere.
@@ -324,7 +336,11 @@ class _Race:
         return [each for each in self._servers.order(self._query.dp_rank) if each not in asked | self._failed.keys()]
 
     def _begin(self, server: Server) -> None:
-        connection = self._servers.connection(server)
+        try:
+            connection = self._servers.connection(server)
+        except UsageError as error:  # the token cannot be read: is it being replaced?
+            self._failed[server] = self._problems[server] = TokenRefusedError(str(error))
+            return
         lease, call, self._last_begun = self._pool.acquire(self._size), Call(), time.monotonic()
         remaining = max(self._deadline - self._last_begun, _SECONDS_BETWEEN_LOOKS)
         future = _in_thread(
