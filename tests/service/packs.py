@@ -1,0 +1,36 @@
+"""Packs without data, and clients' requests for them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from vlmdata.loader.buffers import BufferPool
+from vlmdata.loader.damage import Filled
+from vlmdata.service.packs import FilledPack
+
+MIB = 1 << 20
+
+
+def pack_request(number: int, size: int = 4 * MIB) -> Any:
+    """A request for a pack of tokens that fills its buffer."""
+    request = SimpleNamespace(
+        layout=SimpleNamespace(bytes=size, fields=()), position=SimpleNamespace(epoch=0), pack=number, pixels="uint8"
+    )
+    request.of = lambda *_: request
+    return request
+
+
+def filled_pack(size: int) -> FilledPack:
+    """A pack whose buffer is shared memory."""
+    lease = BufferPool().acquire(size)
+    buffer = lease.array()
+    buffer[:size] = np.arange(size) % 251
+    return FilledPack(pack_request(0, size), buffer, lease.name, Filled(size))
+
+
+def whole(pack: FilledPack) -> Any:
+    """A client's request for all of a pack."""
+    return SimpleNamespace(layout=pack.request.layout, context_parallel=None)

@@ -1,0 +1,166 @@
+"""Answers under way: what they keep, and when they let go."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import xxhash
+
+from tests.service.packs import MIB, filled_pack, whole
+from vlmdata.loader.served.protocol import FileQuery, Header, Trailer
+from vlmdata.service.answer import Answer, Answers, SharedAnswer
+from vlmdata.service.filling import Fillers
+from vlmdata.service.memory import BusyError
+from vlmdata.service.server import CollationServer
+
+
+    pack = filled_pack(6 * MIB)
+    answer = Answer(whole(pack), pack, lambda: True)
+    first = next(iter(answer.batches()))
+    answer.give_up()
+    del pack
+    gc.collect()
+    assert answer.pack() is None
+    del first
+
+def test_a_dropped_stream_counts_no_longer() -> None:
+    answers = Answers(stall=10.0, memory=8 * MIB)
+    pack = filled_pack(MIB)
+    answer = Answer(whole(pack), pack, lambda: False)
+    answers.add(answer)
+    assert answers.threads == 1
+    del answer
+    gc.collect()
+    assert answers.threads == 0
+
+def test_a_shared_pack_is_kept_until_the_client_ends_its_query() -> None:
+    pack, over = filled_pack(5 * MIB), threading.Event()
+    answer = SharedAnswer(whole(pack), pack, over.is_set)
+    ((batch, header),) = answer.batches()
+    place = Header.decode(header.to_pybytes()).shared
+    assert place is not None
+    assert batch.num_rows == 0
+    copied = np.zeros(5 * MIB, np.uint8)
+    place.copy(np.zeros(0, np.uint8), copied)
+    assert np.array_equal(copied, pack.buffer[: 5 * MIB])
+    _, trailer = answer.last()
+    assert Trailer.decode(trailer.to_pybytes()).checksum == xxhash.xxh3_64_intdigest(copied.tobytes())
+    del pack
+    waiting = threading.Thread(target=answer.wait, daemon=True)
+    waiting.start()
+    assert answer.pack() is not None
+    over.set()
+    waiting.join(60)
+    assert not waiting.is_alive()
+    answer.give_up()
+    gc.collect()
+    assert answer.pack() is None
+
+def test_a_shared_pack_that_others_need_is_waited_for_no_longer() -> None:
+    answers = Answers(stall=0.0, memory=8 * MIB)
+    pack = filled_pack(MIB)
+    answer = SharedAnswer(whole(pack), pack, lambda: False)
+    answers.add(answer)
+    assert answers.packs() == {id(pack.buffer)}
+    assert answers.relieve()
+    answer.wait()
+    assert answers.packs() == frozenset()
+
+def test_a_file_whose_client_stalls_ends_when_others_wait(tmp_path: Path) -> None:
+    path = tmp_path / "index"
+    path.write_bytes(bytes(3 * MIB))
+    files = Answers(stall=0.0, memory=0)
+    server: Any = SimpleNamespace(
+        files=files, _datasets={"a": SimpleNamespace(directory=tmp_path)}, _calls_lock=threading.Lock()
+    )
+    query = FileQuery("a", "manifest.json")
+    path.rename(tmp_path / "manifest.json")
+    running = [CollationServer._file(server, query) for _ in range(16)]
+    streams = [each.batches() for each in running]
+    assert all(next(each).num_rows == MIB for each in streams)
+    another = CollationServer._file(server, query)
+    assert sum(each.num_rows for each in another.batches()) == 3 * MIB
+    with pytest.raises(BusyError, match="read too slowly, and others wait"):
+        next(streams[0])
+    assert next(streams[1]).num_rows == MIB
+    server.files = Answers(stall=1e9, memory=0)
+    running = [CollationServer._file(server, query) for _ in range(16)]
+    with pytest.raises(BusyError, match="too many files are being sent"):
+        CollationServer._file(server, query)
+
+
+def test_calls_that_wait_for_a_pack_count_as_calls() -> None:
+    config = SimpleNamespace(max_calls=3)
+    server: Any = SimpleNamespace(
+        answers=Answers(10.0, 8 * MIB),
+        files=Answers(10.0, 0),
+        config=config,
+        _calls_lock=threading.Lock(),
+        _preparing=0,
+    )
+    assert [CollationServer._enters(server, action=False) for _ in range(4)] == [True, True, True, False]
+    assert CollationServer._enters(server, action=True)
+    server._preparing = 1
+    pack = filled_pack(MIB)
+    sent = [Answer(whole(pack), pack, lambda: False) for _ in range(2)]
+    for each in sent:
+        server.answers.add(each)
+    assert not CollationServer._enters(server, action=False)
+    server.answers.remove(sent[0])
+    assert CollationServer._enters(server, action=False)
+
+
+def test_closing_does_not_wait_for_broken_workers_that_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, shutting = threading.Event(), threading.Event()
+
+    class Pool:
+        def submit(self, *_: object) -> Future[int]:
+            future: Future[int] = Future()
+            future.set_result(1)
+            return future
+
+        def shutdown(self, wait: bool, cancel_futures: bool = False) -> None:
+            if wait:
+                shutting.set()
+                ended.wait(60)
+
+    monkeypatch.setattr(Fillers, "_new_pool", lambda _: Pool())
+    fillers = Fillers([], 1, "off", 1.0)
+
+    def replace() -> None:
+        with suppress(BusyError):
+            fillers._replace(fillers._pool)
+
+    replacing = threading.Thread(target=replace, daemon=True)
+    replacing.start()
+    assert shutting.wait(60)
+    closing = threading.Thread(target=fillers.close, daemon=True)
+    closing.start()
+    closing.join(60)
+    assert not closing.is_alive()
+    assert not ended.is_set()
+    ended.set()
+    replacing.join(60)
+    assert not replacing.is_alive()
+
+
+def test_answers_that_gave_up_still_count_as_crowd_until_they_end() -> None:
+    answers = Answers(stall=0.0, memory=8 * MIB)
+    buffer = np.zeros(6 * MIB, np.uint8)
+    answer = Mock(pack=lambda: buffer, pack_bytes=buffer.nbytes, given_up=False, progress=0.0)
+    answers.add(answer)
+    assert (len(answers), answers.threads, answers.crowd()) == (1, 1, True)
+    assert answers.relieve()
+    assert (len(answers), answers.threads, answers.crowd()) == (0, 1, True)
+    assert not answers.relieve()
+    answers.remove(answer)
+    assert not answers.crowd()
