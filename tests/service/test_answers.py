@@ -23,6 +23,7 @@ from vlmdata.service.memory import BusyError
 from vlmdata.service.server import CollationServer
 
 
+def test_a_copy_on_its_way_does_not_keep_the_pack() -> None:
     pack = filled_pack(6 * MIB)
     answer = Answer(whole(pack), pack, lambda: True)
     first = next(iter(answer.batches()))
@@ -31,6 +32,7 @@ from vlmdata.service.server import CollationServer
     gc.collect()
     assert answer.pack() is None
     del first
+
 
 def test_a_dropped_stream_counts_no_longer() -> None:
     answers = Answers(stall=10.0, memory=8 * MIB)
@@ -41,6 +43,7 @@ def test_a_dropped_stream_counts_no_longer() -> None:
     del answer
     gc.collect()
     assert answers.threads == 0
+
 
 def test_a_shared_pack_is_kept_until_the_client_ends_its_query() -> None:
     pack, over = filled_pack(5 * MIB), threading.Event()
@@ -65,6 +68,7 @@ def test_a_shared_pack_is_kept_until_the_client_ends_its_query() -> None:
     gc.collect()
     assert answer.pack() is None
 
+
 def test_a_shared_pack_that_others_need_is_waited_for_no_longer() -> None:
     answers = Answers(stall=0.0, memory=8 * MIB)
     pack = filled_pack(MIB)
@@ -74,6 +78,7 @@ def test_a_shared_pack_that_others_need_is_waited_for_no_longer() -> None:
     assert answers.relieve()
     answer.wait()
     assert answers.packs() == frozenset()
+
 
 def test_a_file_whose_client_stalls_ends_when_others_wait(tmp_path: Path) -> None:
     path = tmp_path / "index"
