@@ -69,6 +69,9 @@ class TestTokens:
         with serving(chat, token_file=tokens) as port:
             place = f"grpc://127.0.0.1:{port}"
             assert first_batch(place, service_token=mine)
+            kept = StreamingLoader(place, service_token=mine, **OPTIONS | {"timeout": 60.0})
+            batches = iter(kept)
+            next(batches)
             for given in ("wrong", "ol", "# first"):
                 mine.write_text(given)
                 with pytest.raises(UsageError, match="the token was refused"):
@@ -85,6 +88,8 @@ class TestTokens:
                     break
                 except UsageError:
                     assert datetime.datetime.now() < deadline, "the file is not read again"
+            assert next(batches)  # a loader that is open reads its token again, too
+            kept.close()
             mine.write_text("old")
             with pytest.raises(UsageError, match="the token was refused"):
                 first_batch(place, service_token=mine)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import select
+import socket
 import urllib.request
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,29 +17,33 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.service.servers import Server, assert_equal, serving
-from vlmdata import Blend, StreamingLoader
-from vlmdata.errors import ConfigMismatchError, DatasetFormatError, UsageError
+from tests.service.servers import Server, assert_equal, serving, wait_until
+from vlmdata import Blend, PackedBatch, StreamingLoader
+from vlmdata.cli.serve import _show_status
+from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError, UsageError
 from vlmdata.loader.config import Service
 from vlmdata.loader.served.address import parse_address
 from vlmdata.loader.served.connection import Connection
-from vlmdata.loader.served.protocol import STATUS
+from vlmdata.loader.served.protocol import STATUS, BatchQuery, Header
+from vlmdata.loader.served.shared_memory import IN_ANSWER, SharedMemoryError, SharedPack, this_place
+from vlmdata.loader.state import Position
 from vlmdata.packing import config as plan_config
 
 OPTIONS: dict[str, Any] = {"capacity": 1024, "global_batch": 4, "pad_multiple": 4}
 
 RANKS = {
     "whole": {},
+    "bytes": {"shared_memory": False},
     "workers": {"num_workers": 2},
     "slice 0 of 2": {"context_parallel": 2, "context_parallel_rank": 0},
-    "slice 3 of 4": {"context_parallel": 4, "context_parallel_rank": 3, "num_workers": 1},
+    "slice 3 of 4": {"context_parallel": 4, "context_parallel_rank": 3, "num_workers": 1, "shared_memory": False},
     "rank 1 of 2": {"dp_rank": 1, "dp_size": 2},
     "tokens": {"parts": ("tokens",)},
     "labels of a slice": {"parts": ("labels",), "context_parallel": 2, "context_parallel_rank": 1},
     "pixels": {"parts": ("pixels",)},
     "nothing": {"parts": ()},
     "fixed length, last step padded": {"pad_to_capacity": True, "global_batch": 7},
-    "unchecked": {"verify": "off"},
+    "unchecked": {"verify": "off", "shared_memory": False},
     "float pixels of a slice": {"pixels": "bfloat16", "context_parallel": 2, "context_parallel_rank": 0},
 }
 
@@ -51,6 +58,110 @@ def test_equal_those_of_a_local_loader(server: Server, chat: Path, receipts: Pat
         assert len(local) == len(served) > 4
         for one, two in zip(local, served, strict=True):
             assert_equal(one, two)
+
+
+class TestSharedMemory:
+    """Batches of a server on this machine are copied from its memory; if that fails, the bytes are fetched."""
+
+    @pytest.fixture
+    def copied(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """Bytes of the pieces that were to be copied from memory, per batch."""
+        sizes: list[int] = []
+        copy = SharedPack.copy
+
+        def counted(place: SharedPack, in_answer: Any, buffer: Any) -> None:
+            sizes.append(sum(size for offset, size in place.pieces if offset != IN_ANSWER))
+            copy(place, in_answer, buffer)
+
+        monkeypatch.setattr(SharedPack, "copy", counted)
+        return sizes
+
+    def first(self, server: Server, expected: PackedBatch, **options: Any) -> StreamingLoader:
+        loader = StreamingLoader(server.url, **OPTIONS | options)
+        assert_equal(expected, next(iter(loader)))
+        return loader
+
+    @pytest.fixture(scope="class")
+    def expected(self, chat: Path, receipts: Path) -> PackedBatch:
+        with StreamingLoader([chat, receipts], **OPTIONS) as local:
+            return next(iter(local))
+
+    def test_is_used(self, server: Server, expected: PackedBatch, copied: list[int]) -> None:
+        self.first(server, expected).close()
+        assert len(copied) == 1
+        assert copied[0] >= expected.patches.nbytes > 0
+        self.first(server, expected, shared_memory=False).close()
+        assert len(copied) == 1
+
+    def test_is_used_for_the_pixels_of_a_slice(self, server: Server, copied: list[int]) -> None:
+        with StreamingLoader(server.url, context_parallel=2, context_parallel_rank=0, **OPTIONS) as loader:
+            batches = list(loader)
+        assert len(copied) == len(batches)
+        for size, batch in zip(copied, batches, strict=True):
+            assert size >= batch.patches.nbytes
+
+    def test_of_another_place_is_not_offered(
+        self, server: Server, expected: PackedBatch, copied: list[int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("vlmdata.loader.served.connection.this_place", lambda: "f" * 64)
+        self.first(server, expected).close()
+        assert copied == []
+
+    def test_that_cannot_be_opened_is_not_asked_for_again(
+        self,
+        server: Server,
+        copied: list[int],
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+        chat: Path,
+        receipts: Path,
+    ) -> None:
+        def refused(place: SharedPack) -> int:
+            raise SharedMemoryError("/proc/1/fd/1 cannot be opened: Permission denied")
+
+        monkeypatch.setattr(SharedPack, "_open", refused)
+        caplog.set_level("INFO")
+        with StreamingLoader([chat, receipts], **OPTIONS) as local, StreamingLoader(server.url, **OPTIONS) as served:
+            for one, two in zip(local, served, strict=True):
+                assert_equal(one, two)
+        assert len(copied) == 3
+        assert "its memory cannot be read (/proc/1/fd/1 cannot be opened: Permission denied); fetches" in caplog.text
+
+    def test_that_holds_another_batch_by_now_is_noticed(
+        self, server: Server, expected: PackedBatch, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        copy, torn = SharedPack.copy, []
+
+        def later(place: SharedPack, in_answer: Any, buffer: Any) -> None:
+            copy(place, in_answer, buffer)
+            buffer[len(buffer) // 2] ^= 1
+            torn.append(len(buffer))
+
+        monkeypatch.setattr(SharedPack, "copy", later)
+        self.first(server, expected, verify="off").close()
+        assert torn
+
+    def test_is_kept_only_while_the_client_reads(self, server: Server) -> None:
+        with StreamingLoader(server.url, **OPTIONS) as loader:
+            query = BatchQuery(
+                tuple(each for _, each in loader.fingerprints),
+                loader.plan_config,
+                Position(),
+                0,
+                1,
+                None,
+                frozenset({"tokens", "labels", "pixels"}),
+                "uint8",
+                "raise",
+                this_place(),
+            )
+        reader = flight.FlightClient(server.url).do_get(flight.Ticket(query.encode()))
+        header = Header.decode(reader.read_chunk().app_metadata.to_pybytes())
+        assert header.shared is not None
+        under_way = lambda: json.loads(connection(server).action(STATUS))["answers_under_way"]  # noqa: E731
+        assert under_way() == 1
+        reader.cancel()
+        wait_until(lambda: under_way() == 0, "the pack is still kept")
 
 
 def test_one_dataset_of_the_service(server: Server, chat: Path, receipts: Path) -> None:
@@ -175,6 +286,31 @@ class TestSharing:
         assert (last["dp_rank"], last["dp_size"]) == (3, 4)
         assert last["position"] == [batch.epoch, batch.step, batch.micro_batch]
 
+    def test_the_status_shows_all_servers_and_fails_if_one_does_not_answer(
+        self, server: Server, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with socket.socket() as nobody:
+            nobody.bind(("127.0.0.1", 0))  # taken, and refuses connections
+            port = nobody.getsockname()[1]
+            place = f"127.0.0.1:{port},127.0.0.1:{server.port}"
+            for as_json in (False, True):
+                with pytest.raises(ResourceError, match=f"server 127.0.0.1:{port}: "):
+                    _show_status(place, None, None, as_json)
+                shown = capsys.readouterr().out
+                assert "receipts" in shown
+                assert f"127.0.0.1:{server.port}" in shown
+        assert [sorted(each) for each in json.loads(shown)][1] == ["error", "server"]
+        _show_status(f"127.0.0.1:{server.port}", None, None, True)
+        assert json.loads(capsys.readouterr().out)["server"] == f"127.0.0.1:{server.port}"
+
+    def test_silent_connections_to_the_metrics_are_bounded(self, server: Server) -> None:
+        address = ("127.0.0.1", server.metrics_port)
+        with ExitStack() as stack:
+            silent = [stack.enter_context(socket.create_connection(address)) for _ in range(60)]
+            closed, _, _ = select.select(silent, [], [], 60)  # those beyond the limit; others are asked for nothing
+            assert closed
+            assert closed[0].recv(1) == b""
+
 
 def connection(server: Server) -> Connection:
     return Connection(parse_address(server.url).servers()[0], parse_address(server.url), Service())
@@ -186,9 +322,6 @@ class TestHostileTickets:
     @pytest.fixture(scope="class")
     def known(self, server: Server) -> dict[str, Any]:
         """A valid query."""
-        from vlmdata.loader.served.protocol import BatchQuery
-        from vlmdata.loader.state import Position
-
         with StreamingLoader(server.url, **OPTIONS) as loader:
             fingerprints = tuple(each for _, each in loader.fingerprints)
             query = BatchQuery(

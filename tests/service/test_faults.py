@@ -22,6 +22,7 @@ from vlmdata import PackedBatch, StreamingLoader
 from vlmdata.errors import ConfigMismatchError, ResourceError, UsageError
 from vlmdata.loader.served.protocol import BatchQuery
 from vlmdata.loader.served.servers import Servers
+from vlmdata.loader.served.shared_memory import this_place
 from vlmdata.loader.state import Position
 
 pytestmark = pytest.mark.slow
@@ -38,14 +39,27 @@ def batches(chat: Path) -> list[PackedBatch]:
         return [*loader, *loader]
 
 
-@pytest.fixture
-def two(chat: Path) -> Iterator[list[Server]]:
-    """Two servers, which a test may harm. Their ports are none that others get while a server is down."""
-    servers = [start(chat, "-j", 1, "--port", free_port()) for _ in range(2)]
+@pytest.fixture(scope="module")
+def pair() -> Iterator[list[Server]]:
+    """The servers of the test before, which the next one uses again."""
+    servers: list[Server] = []
     yield servers
     for server in servers:
         if server.process.poll() is None:
             server.stop()
+
+
+@pytest.fixture
+def two(chat: Path, pair: list[Server]) -> list[Server]:
+    """Two servers, which a test may harm. Their ports are none that others get while a server is down."""
+    arguments = (str(chat), "-j", "1")
+    for server in pair:
+        if server.process.poll() is None and server.arguments != arguments:
+            server.stop()
+    pair[:] = [each for each in pair if each.process.poll() is None]
+    while len(pair) < 2:
+        pair.append(start(*arguments, "--port", free_port()))
+    return pair
 
 
 def both(servers: list[Server]) -> str:
@@ -161,7 +175,7 @@ class TestNetwork:
         proxy = Proxy(two[0].port)
         largest = max(sum(tensor.nbytes for tensor in batch.tensors().values()) for batch in batches)
         proxy.cut_after = 2 * largest
-        client = Client(f"grpc://127.0.0.1:{proxy.port}", batches)
+        client = Client(f"grpc://127.0.0.1:{proxy.port}", batches, shared_memory=False)
         client.advance(len(batches))
         proxy.close()
         assert proxy.cuts > 1
@@ -170,7 +184,7 @@ class TestNetwork:
         self, two: list[Server], batches: list[PackedBatch], caplog: pytest.LogCaptureFixture
     ) -> None:
         proxy = Proxy(two[0].port)
-        client = Client(f"grpc://127.0.0.1:{proxy.port}", batches)
+        client = Client(f"grpc://127.0.0.1:{proxy.port}", batches, shared_memory=False)
         client.advance(1)
         with_images = max(batches, key=lambda batch: sum(tensor.nbytes for tensor in batch.tensors().values()))
         client.advance(next(n for n, batch in enumerate(batches) if batch is with_images))
@@ -183,7 +197,8 @@ class TestNetwork:
 
     def test_a_slow_connection_is_hedged(self, two: list[Server], batches: list[PackedBatch]) -> None:
         proxy = Proxy(two[0].port)
-        client = Client(f"grpc://127.0.0.1:{proxy.port},127.0.0.1:{two[1].port}", batches[:6], hedge=0.3)
+        place = f"grpc://127.0.0.1:{proxy.port},127.0.0.1:{two[1].port}"
+        client = Client(place, batches[:6], hedge=0.3, shared_memory=False)
         client.advance(1)
         proxy.delay = 1.0
         client.advance(6)
@@ -221,7 +236,8 @@ def test_a_silent_connection_to_the_metrics_does_not_hold_up_the_end(chat: Path)
     assert code == 0, log
 
 
-def test_a_client_that_does_not_read_gives_up_its_memory(chat: Path) -> None:
+@pytest.mark.parametrize("place", ["", this_place()], ids=["bytes", "shared memory"])
+def test_a_client_that_does_not_read_gives_up_its_memory(chat: Path, place: str) -> None:
     """Clients that stop reading hold all memory; another one is served nevertheless."""
     options = {"capacity": 400_000, "global_batch": 1, "pad_to_capacity": True}
     with serving(chat, "-j", 1, "--memory", "64M", "--drain", 1) as server:
@@ -240,6 +256,7 @@ def test_a_client_that_does_not_read_gives_up_its_memory(chat: Path) -> None:
                 frozenset({"tokens", "labels", "pixels"}),
                 "uint8",
                 "raise",
+                place,
             )
             reader = flight.FlightClient(server.url).do_get(flight.Ticket(query.encode()))
             reader.read_chunk()

@@ -107,7 +107,7 @@ def serve(
         host=host,
         port=port,
         workers=workers,
-        memory=_bytes(memory),
+        memory=parse_bytes(memory),
         verify=verify,  # type: ignore[arg-type]
         rate=rate,
         token_file=token_file,
@@ -144,7 +144,12 @@ def _announce(server: CollationServer) -> None:
         print(f"metrics at http://{config.host}:{server.metrics.port}/metrics", flush=True)
 
 
-def _bytes(text: str) -> int:
+def parse_bytes(text: str) -> int:
+    """Returns the bytes of ``500M`` or ``4G``.
+
+    Raises:
+        UsageError: If it is no number of bytes.
+    """
     number, unit = (text[:-1], text[-1].upper()) if text[-1:].upper() in _UNITS else (text, "")
     try:
         return int(float(number) * _UNITS.get(unit, 1))

@@ -30,6 +30,7 @@ from vlmdata.loader.served.protocol import (
     decode_query,
     encode_error,
 )
+from vlmdata.loader.served.shared_memory import IN_ANSWER, SharedPack
 from vlmdata.loader.state import Position
 from vlmdata.packing.config import Blend, PlanConfig
 
@@ -51,6 +52,7 @@ def queries(draw: st.DrawFn) -> BatchQuery:
         parts=frozenset(draw(st.sets(st.sampled_from(PARTS)))),
         pixels=draw(st.sampled_from(["uint8", "bfloat16", "float32"])),
         on_damage=draw(st.sampled_from(["raise", "mask"])),
+        place=draw(st.sampled_from(["", "f" * 64])),
     )
 
 
@@ -93,6 +95,7 @@ GOOD: dict[str, Any] = json.loads(
         ("parts", ["audio"], "parts: 'audio'"),
         ("pixels", "float64", "pixels: 'float64'"),
         ("on_damage", "ignore", "on_damage: 'ignore'"),
+        ("place", 7, "place: not a text"),
         ("plan", None, "plan: not an object"),
         ("plan", {}, r"plan\.balance: not true or false"),
     ],
@@ -141,6 +144,8 @@ def test_an_unknown_error_is_still_one_of_ours(data: bytes) -> None:
 
 def test_metadata_arrives_as_it_was_sent() -> None:
     header = Header(12, {3: "row 3 é"})
+    assert Header.decode(header.encode()) == header
+    header = Header(12, {}, SharedPack(7, 3, 99, ((0, 8), (IN_ANSWER, 4))))
     assert Header.decode(header.encode()) == header
     assert Trailer.decode(Trailer((1 << 64) - 1).encode()).checksum == (1 << 64) - 1
     description = Description(1, "0.1", (ServedDataset("cord", "ab"),))

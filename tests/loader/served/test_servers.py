@@ -1,0 +1,157 @@
+"""The client's view of its servers: names, failures and recovery."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.service.servers import wait_until
+from vlmdata.errors import UsageError
+from vlmdata.loader.buffers import BufferPool
+from vlmdata.loader.config import Service
+from vlmdata.loader.damage import Filled
+from vlmdata.loader.served import servers as module
+from vlmdata.loader.served.address import Server, parse_address
+from vlmdata.loader.served.connection import ServerLostError
+from vlmdata.loader.served.servers import Servers
+
+
+class Names:
+    """A name server that answers what it is told, when it is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.addresses: list[str] = ["10.0.0.1", "10.0.0.2"]
+        self.go = threading.Event()
+        self.go.set()
+        self.asked = 0
+        monkeypatch.setattr(socket, "getaddrinfo", self._look_up)
+
+    def _look_up(self, host: str, port: int, **_: Any) -> list[Any]:
+        self.asked += 1
+        assert self.go.wait(60)
+        if not self.addresses:
+            raise socket.gaierror
+        return [(0, 0, 0, "", (address, port)) for address in self.addresses]
+
+
+class Clock:
+    """The time that the client sees."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.now = 1000.0
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=lambda _: None))
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> Names:
+    return Names(monkeypatch)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def servers_of(text: str) -> Servers:
+    return Servers(parse_address(text), Service())
+
+
+def hosts(servers: Servers) -> list[str]:
+    return [each.host for each in servers.order(0)]
+
+
+def test_names_are_looked_up_again_while_all_is_well(names: Names, clock: Clock) -> None:
+    servers = servers_of("grpc://data.internal")
+    assert hosts(servers) == ["10.0.0.1", "10.0.0.2"]
+    names.addresses.append("10.0.0.3")
+    clock.now += 59
+    assert hosts(servers) == ["10.0.0.1", "10.0.0.2"]
+    assert names.asked == 1
+    clock.now += 2
+    wait_until(lambda: len(hosts(servers)) == 3, "the new server is not found")
+
+
+def test_a_slow_name_server_holds_nothing_up(names: Names, clock: Clock) -> None:
+    servers = servers_of("grpc://data.internal")
+    names.go.clear()
+    clock.now += 100
+    for _ in range(3):
+        assert hosts(servers) == ["10.0.0.1", "10.0.0.2"]
+    names.addresses = ["10.0.0.4", "10.0.0.5"]
+    names.go.set()
+    wait_until(lambda: hosts(servers) == ["10.0.0.4", "10.0.0.5"], "the names are not looked up")
+    assert names.asked == 2
+
+
+def test_servers_that_are_gone_are_forgotten(names: Names, clock: Clock) -> None:
+    servers = servers_of("grpc://data.internal")
+    gone, stays = servers.order(0)
+    for each in (gone, stays):
+        servers.connection(each)
+        servers.failed(each, ServerLostError("refused"))
+    names.addresses = ["10.0.0.2", "10.0.0.3"]
+    clock.now += 20
+    wait_until(lambda: "10.0.0.3" in hosts(servers), "the names are not looked up")
+    assert set(servers._connections) == set(servers._health) == {stays}
+    servers.close()
+
+
+def test_a_name_that_is_unknown_for_a_moment_keeps_its_servers(names: Names, clock: Clock) -> None:
+    servers = servers_of("grpc://data.internal:7")
+    names.addresses = []
+    clock.now += 100
+    servers.order(0)
+    wait_until(lambda: not servers._looking, "the look-up does not end")
+    assert names.asked == 2
+    assert servers.order(0) == [Server("10.0.0.1", 7, "data.internal"), Server("10.0.0.2", 7, "data.internal")]
+
+
+def test_addresses_are_not_looked_up(names: Names, clock: Clock) -> None:
+    servers = servers_of("grpc://10.0.0.1,10.0.0.2,[::1],localhost")
+    asked = names.asked
+    clock.now += 1000
+    servers.order(0)
+    assert not servers._looking
+    assert names.asked == asked
+
+
+def test_failures_of_long_ago_do_not_count(clock: Clock) -> None:
+    servers = servers_of("grpc://10.0.0.1,10.0.0.2")
+    first, second = servers.order(0)
+    for _ in range(10):
+        servers.failed(first, ServerLostError("refused"))
+    assert servers.order(0) == [second, first]
+    clock.now += 29
+    assert servers.order(0) == [second, first]
+    clock.now += 2
+    assert servers.order(0) == [first, second]
+    clock.now += 60
+    servers.failed(first, ServerLostError("refused"))
+    clock.now += 1
+    assert servers.order(0) == [first, second]  # a first failure again: half a second
+
+
+def test_a_token_file_that_is_absent_for_a_moment_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers = servers_of("grpc://10.0.0.1")
+    answers: list[Any] = [UsageError("service_token token: cannot be read: No such file or directory")] * 2
+
+    def connection(server: Server) -> Any:
+        if answers:
+            raise answers.pop()
+        return SimpleNamespace(batch=lambda *_: Filled(5))
+
+    monkeypatch.setattr(servers, "connection", connection)
+    query: Any = SimpleNamespace(dp_rank=0)
+    pool = BufferPool()
+    with pytest.raises(UsageError, match="cannot be read"):  # twice
+        servers.fetch(query, 5, pool, True, 60.0, threading.Event())
+    answers.append(UsageError("service_token token: cannot be read: No such file or directory"))
+    lease, filled = servers.fetch(query, 5, pool, True, 60.0, threading.Event())
+    assert filled == Filled(5)
+    assert np.asarray(lease.memory()).size
+    lease.release()
