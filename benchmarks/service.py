@@ -1,9 +1,10 @@
 """The collation service against the local loader, over loopback.
 
-    python benchmarks/service.py [--rows 240]
+    python benchmarks/service.py [--rows 120]
 
 Drawn receipts, raw pixels, packs of 8,192 tokens. Servers run in processes of their own on the same cores as the
-client. Rounds of all ways take turns; figures are medians. All files are in the page cache.
+client. All ways take turns; figures are medians. All files are in the page cache. "Same machine" copies from the
+server's memory; "connection" is gRPC over loopback, as a client on another machine would have it.
 Writes benchmarks/results/service-<date>.md.
 """
 
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -30,16 +31,20 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)  # benchmarks/preprocess.py has the name of a package
 
 from tests.service.servers import Server, serving, start
-from vlmdata import StreamingLoader
+from vlmdata import PackedBatch, StreamingLoader
 
-ROUNDS = 5
+ROUNDS = 7
+#: Batches of a turn that count, and those before them that do not.
+BATCHES, AHEAD = 40, 5
+#: Of the server: less than the data, so that packs are made anew, into buffers that are used again.
+MEMORY = "160M"
 OPTIONS = {"capacity": 8192, "global_batch": 1}
 HEDGE = 1.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=240)
+    parser.add_argument("--rows", type=int, default=120)
     rows = parser.parse_args().rows
     with tempfile.TemporaryDirectory(prefix="vlmdata-bench-") as folder:
         data = Path(folder) / "receipts"
@@ -60,32 +65,90 @@ def describe() -> str:
 
 
 def throughput(data: Path) -> list[tuple[str, str]]:
-    """Bytes a second of an epoch, and CPU seconds a GB on either side."""
-    with serving(data, "-j", 1) as server, serving(data, "-j", 1, "--verify", "off") as unchecked:
-        ways: dict[str, Callable[[], float]] = {
-            "memcpy": memcpy,
-            "local": lambda: epoch(str(data), num_workers=1),
-            "served": lambda: epoch(server.url, num_workers=1),
-            "served, 2 queries": lambda: epoch(server.url, num_workers=2),
-            "served, unchecked": lambda: epoch(unchecked.url, num_workers=1, verify="off"),
-            "two clients": lambda: two_clients(server.url),
+    """Bytes a second and CPU seconds a GB. All loaders are open and take turns; no pack is asked for twice in a row."""
+    with (
+        serving(data, "-j", 1, "--memory", MEMORY) as server,
+        serving(data, "-j", 1, "--memory", MEMORY, "--verify", "off") as unchecked,
+    ):
+        ways: dict[str, dict[str, object]] = {
+            "local": {"data": str(data)},
+            "same machine": {"data": server.url},
+            "same machine, 2 queries": {"data": server.url, "num_workers": 2},
+            "connection": {"data": server.url, "shared_memory": False},
+            "connection, 2 queries": {"data": server.url, "num_workers": 2, "shared_memory": False},
+            "connection, unchecked": {"data": unchecked.url, "verify": "off", "shared_memory": False},
         }
-        found: dict[str, list[float]] = {name: [] for name in ways}
-        for each in ways.values():
-            each()  # fills caches
-        for _ in range(ROUNDS):
-            for name, way in ways.items():
-                found[name].append(way())
-        rates = {name: median(values) for name, values in found.items()}
-        client, at_server = cpu_seconds_per_gb(server)
-    lines = [("GB/s of a memcpy here", f"{rates['memcpy'] / 1e9:.2f}")]
-    served = [name for name in rates if name.startswith("served")]
-    lines += [(f"{name}: of memcpy", f"{rates[name] / rates['memcpy']:.2f}") for name in ("local", *served)]
-    lines += [
-        (f"{name}: of local", f"{rates[name] / rates['local']:.2f}") for name in rates if name.startswith("served")
-    ]
-    lines.append(("two clients over one, both together", f"{rates['two clients'] / rates['served']:.2f}"))
-    return [*lines, ("CPU s a GB, client", f"{client:.2f}"), ("CPU s a GB, server with its worker", f"{at_server:.2f}")]
+        servers = [psutil.Process(each.process.pid) for each in (server, unchecked)]
+        turns = {
+            name: Turns(servers, {"num_workers": 1, "seed": seed, **way})
+            for seed, (name, way) in enumerate(ways.items())
+        }
+        copies = []
+        for _ in range(ROUNDS + 1):  # the first one fills caches and buffers
+            copies.append(memcpy())
+            for each in turns.values():
+                each.take()
+        together = median(two_clients(server.url) for _ in range(3))
+    rates = {name: each.rate for name, each in turns.items()}
+    lines = [("GB/s of a memcpy here", f"{median(copies) / 1e9:.2f}")]
+    lines += [(f"{name}: of memcpy", f"{rate / median(copies):.2f}") for name, rate in rates.items()]
+    lines += [(f"{name}: of local", f"{rate / rates['local']:.2f}") for name, rate in rates.items() if name != "local"]
+    lines.append(("two clients over one, both together", f"{together / rates['same machine']:.2f}"))
+    for name, each in turns.items():
+        client, at_servers = each.cpu_seconds_per_gb
+        lines.append((f"{name}: CPU s a GB, client + server with its worker", f"{client:.2f} + {at_servers:.2f}"))
+    return lines
+
+
+class Turns:
+    """A loader that takes some batches at a time.
+
+    Args:
+        servers: All servers.
+        options: The loader's options.
+    """
+
+    def __init__(self, servers: list[psutil.Process], options: dict[str, object]):
+        self._servers, self._batches = servers, endless(options)
+        self._rates: list[float] = []
+        self._cpu, self._bytes = [0.0, 0.0], 0
+
+    def take(self) -> None:
+        """Takes a turn. The batches that were made ahead do not count."""
+        for _ in range(AHEAD):
+            next(self._batches)
+        before, begun, total = self._cpu_seconds(), time.perf_counter(), 0
+        for _ in range(BATCHES):
+            total += sum(tensor.nbytes for tensor in next(self._batches).tensors().values())
+        self._rates.append(total / (time.perf_counter() - begun))
+        if len(self._rates) > 1:
+            self._bytes += total
+            self._cpu = [sum(each) for each in zip(self._cpu, self._cpu_seconds(), strict=True)]
+            self._cpu = [now - then for now, then in zip(self._cpu, before, strict=True)]
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second."""
+        return median(self._rates[1:])
+
+    @property
+    def cpu_seconds_per_gb(self) -> tuple[float, float]:
+        """Of this process with its workers, and of the servers with theirs."""
+        client, servers = (each / self._bytes * 1e9 for each in self._cpu)
+        return client, servers
+
+    def _cpu_seconds(self) -> tuple[float, float]:
+        theirs = {each.pid: each for server in self._servers for each in (server, *server.children(recursive=True))}
+        me = psutil.Process()
+        mine = {each.pid: each for each in (me, *me.children(recursive=True)) if each.pid not in theirs}
+        times = [sum(sum(each.cpu_times()[:2]) for each in family.values()) for family in (mine, theirs)]
+        return times[0], times[1]
+
+
+def endless(options: dict[str, object]) -> Iterator[PackedBatch]:
+    with StreamingLoader(**OPTIONS, **options) as loader:  # type: ignore[arg-type]
+        while True:
+            yield from loader
 
 
 def memcpy(size: int = 32 << 20) -> float:
@@ -95,17 +158,6 @@ def memcpy(size: int = 32 << 20) -> float:
     for _ in range(20):
         target[:] = source
     return 20 * size / (time.perf_counter() - begun)
-
-
-def epoch(place: str, **options: object) -> float:
-    """Bytes a second over one epoch after its first batch."""
-    with StreamingLoader(place, **OPTIONS, **options) as loader:
-        batches, total = iter(loader), 0
-        next(batches)
-        begun = time.perf_counter()
-        for batch in batches:
-            total += sum(tensor.nbytes for tensor in batch.tensors().values())
-        return total / (time.perf_counter() - begun)
 
 
 def two_clients(place: str) -> float:
@@ -137,19 +189,6 @@ def two_clients(place: str) -> float:
         out, _ = each.communicate()
         results.append(tuple(map(float, out.split())))
     return sum(size for size, _ in results) / max(seconds for _, seconds in results)
-
-
-def cpu_seconds_per_gb(server: Server) -> tuple[float, float]:
-    process = psutil.Process(server.process.pid)
-
-    def at_server() -> float:
-        family = [process, *process.children(recursive=True)]
-        return sum(each.cpu_times().user + each.cpu_times().system for each in family)
-
-    before, client = at_server(), time.process_time()
-    with StreamingLoader(server.url, num_workers=1, seed=7, **OPTIONS) as loader:
-        total = sum(sum(tensor.nbytes for tensor in batch.tensors().values()) for batch in loader)
-    return (time.process_time() - client) / total * 1e9, (at_server() - before) / total * 1e9
 
 
 def first_batch(data: Path) -> list[tuple[str, str]]:

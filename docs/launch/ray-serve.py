@@ -42,6 +42,7 @@ class CollationActor:
 
 
 def main() -> None:
+    """Starts the servers and waits."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", nargs="+")
     parser.add_argument("--servers", type=int, default=1)

@@ -127,6 +127,7 @@ class _State:
 
 class _Threads(ThreadingMixIn, WSGIServer):
     daemon_threads = True  # one that waits for a silent connection must not hold up others
+    request_queue_size = _MAX_CONNECTIONS
 
     def __init__(self, *arguments: Any, **options: Any):
         self._free = threading.Semaphore(_MAX_CONNECTIONS)
