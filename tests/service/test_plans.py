@@ -172,3 +172,19 @@ class TestMemory:
         for epoch in range(6):
             plans.request(query(dataset, epoch=epoch))
         assert len(plans._plans) <= 3
+
+    def test_queries_that_wait_do_not_drive_out_what_is_kept(
+        self, dataset: VlmDataset, book: Callable[..., PlanBook], slow: Slow, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("vlmdata.service.plans._KEPT", 3)
+        plans = book()
+        slow.go.set()
+        kept = plans.request(query(dataset, step=1))
+        slow.go.clear()
+        with ThreadPoolExecutor(4) as threads:
+            asked = [threads.submit(plans.request, query(dataset, epoch)) for epoch in (1, 2, 3, 4)]
+            wait_until(lambda: len(plans._plans) == 5 and len(slow.begun) == 3, "nobody plans")
+            assert plans.request(query(dataset, step=1))[0].pack == kept[0].pack
+            slow.go.set()
+            assert all(each.result() for each in asked)
+        assert sorted(slow.begun) == [0, 1, 2, 3, 4]

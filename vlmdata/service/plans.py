@@ -216,7 +216,7 @@ class PlanBook:
                 "that are for plans; give the server more memory"
             )
         with self._changed:
-            while self._in_use() + size > self._memory or len(self._plans) > _KEPT:
+            while self._in_use() + size > self._memory or self._kept() >= _KEPT:
                 if not self._forget() and not self._changed.wait(max(deadline - time.monotonic(), 0.0)):
                     raise BusyError(f"other plans use {self._in_use()} of {self._memory} bytes")
             self._reserved += size
@@ -227,6 +227,9 @@ class PlanBook:
         if oldest is not None:
             del self._plans[oldest]
         return oldest is not None
+
+    def _kept(self) -> int:
+        return sum(each.done() for each in self._plans.values())
 
     def _in_use(self) -> int:
         return self._reserved + sum(each.result().bytes for each in self._plans.values() if each.done())

@@ -136,7 +136,8 @@ def test_an_error_keeps_its_kind_and_names_the_server(kind: type[VlmdataError]) 
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"{}", b'{"type": "SystemExit", "message": "x"}', b'{"type": "annotations", "message": ""}']
+    "data",
+    [b"", b"{}", b"[" * 100_000, b'{"type": "SystemExit", "message": "x"}', b'{"type": "annotations", "message": ""}'],
 )
 def test_an_unknown_error_is_still_one_of_ours(data: bytes) -> None:
     assert type(decode_error(data, "a")) is ResourceError
@@ -150,5 +151,6 @@ def test_metadata_arrives_as_it_was_sent() -> None:
     assert Trailer.decode(Trailer((1 << 64) - 1).encode()).checksum == (1 << 64) - 1
     description = Description(1, "0.1", (ServedDataset("cord", "ab"),))
     assert Description.decode(description.encode()) == description
-    with pytest.raises(UsageError, match="not a vlmdata service"):
-        Description.decode(b"[]")
+    for other in (b"[]", b'{"protocol": Infinity, "vlmdata": "", "datasets": []}', b"[" * 100_000):
+        with pytest.raises(UsageError, match="not a vlmdata service"):
+            Description.decode(other)

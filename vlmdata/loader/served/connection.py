@@ -184,7 +184,7 @@ class Connection:
             return self._receive(reader, buffer[:size], checked)
         except (pa.ArrowException, OSError) as error:
             raise self._translated(error) from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ServerLostError(f"server {self.server}: the answer is not a batch ({error!r})") from error
         finally:
             if reader is not None:

@@ -80,7 +80,7 @@ class Description:
             values = json.loads(data)
             datasets = tuple(ServedDataset(str(each["name"]), str(each["fingerprint"])) for each in values["datasets"])
             return cls(int(values["protocol"]), str(values["vlmdata"]), datasets)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise UsageError(f"this is not a vlmdata service ({error!r})") from error
 
 
@@ -349,7 +349,7 @@ def decode_error(data: bytes, server: str) -> VlmdataError:
     try:
         values = json.loads(data)
         kind, message = getattr(errors, str(values["type"]), None), str(values["message"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         kind, message = None, repr(data[:200])
     if not (isinstance(kind, type) and issubclass(kind, VlmdataError)):
         kind = errors.ResourceError
