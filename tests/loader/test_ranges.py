@@ -46,6 +46,7 @@ def proxy(object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterato
     """What this process and its workers take for the server."""
     with proxying(object_store.endpoint) as running:
         monkeypatch.setenv("AWS_ENDPOINT_URL", running.endpoint)
+        monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # botocore waits for seconds between its own
         forget_file_systems()
         yield running
 

@@ -39,23 +39,28 @@ def locks(store: Store) -> list[str]:
     return sorted(store.listing(LOCK))
 
 
-def test_a_run_that_was_killed_on_this_machine_is_in_nobodys_way(store: Store) -> None:
+def test_a_run_that_was_killed_on_this_machine_is_in_nobodys_way(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
     program = (
         "import os, signal, sys; from vlmdata.store import open_store\n"
         f"with open_store(sys.argv[1]).lock({LOCK!r}): os.kill(os.getpid(), signal.SIGKILL)"
     )
-    assert subprocess.run([sys.executable, "-c", program, store.place], timeout=60).returncode == -9
+    assert subprocess.run([sys.executable, "-c", program, store.place], timeout=240).returncode == -9
     assert locks(store) == ["1"]
-    began = time.monotonic()
     with store.lock(LOCK):
-        assert time.monotonic() - began < 30
+        assert "waiting" not in caplog.text
         assert locks(store) == ["2"]
     assert locks(store) == []
 
 
 def test_one_of_another_machine_is_waited_for_and_refused_while_it_lives(
-    store: Store, other_machine: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    store: Store,
+    other_machine: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(lease, "PATIENCE", 60.0)  # the first renewal that is seen ends the waiting
     with store.lock(LOCK):
         other_machine.undo()
         with pytest.raises(LockedError, match="on elsewhere"), store.lock(LOCK):
@@ -75,7 +80,7 @@ def test_a_run_that_was_taken_over_gives_up(store: Store) -> None:
     with store.lock(LOCK) as lock:
         store.put(f"{LOCK}/2", b"{}")
         with pytest.raises(LockedError, match="took over"):
-            _check_until(lock.check, 10)
+            _check_until(lock.check, 60)
 
 
 def _check_until(check, seconds):
@@ -89,7 +94,7 @@ def _check_until(check, seconds):
 def test_of_runs_that_begin_at_once_no_two_go_on(
     object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch, without: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(lease, "_SETTLING", 1.0)
+    monkeypatch.setattr(lease, "_SETTLING", 5.0)
     holders: list[int] = []
     starting, ending = threading.Barrier(4), threading.Barrier(4)
 

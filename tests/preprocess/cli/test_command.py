@@ -209,7 +209,7 @@ class TestTerminal:
                 break
             shown += chunk
         os.close(leader)
-        stdout, _ = process.communicate(timeout=60)
+        stdout, _ = process.communicate(timeout=240)
         text = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", shown.decode())
         assert process.returncode == 0, text
         assert "━" in text
@@ -368,4 +368,4 @@ class TestExitCodes:
         assert piped.stderr is not None
         piped.stdout.close()
         assert b"Traceback" not in piped.stderr.read()
-        piped.wait(timeout=60)
+        piped.wait(timeout=240)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ SMALL_STORE = 80 * 2**20
 #: For things that take seconds on an idle machine.
 PATIENCE = 240
 
+#: The rows of the last shards wait for a file, so that a run cannot end before a test wants it to.
 _RECIPE = """
 import os, time
 from preprocess.recipes.cord_v2 import CordV2
@@ -49,6 +50,8 @@ from preprocess.recipes.cord_v2 import CordV2
 class Slow(CordV2):
     def __call__(self, row):
         time.sleep(0.15)
+        while row.number >= 44 and not os.path.exists(RELEASED):
+            time.sleep(0.02)
         return super().__call__(row)
 """
 
@@ -70,7 +73,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [cord_row(n, width=64, height=64) for n in range(ROWS)]
     rows[7]["ground_truth"] = "{"
     folder = tmp_path_factory.mktemp("ray")
-    (folder / "slow_receipts.py").write_text(_RECIPE)
+    (folder / "slow_receipts.py").write_text(f"RELEASED = {str(folder / 'released')!r}\n{_RECIPE}")
     return write_cord_parquet(folder / "source" / "train.parquet", rows)
 
 
@@ -97,6 +100,15 @@ def tasks_of(out: Path) -> list[psutil.Process]:
         if line.startswith("ray::shard-") and f" of {out.name}" in line:
             found.append(process)
     return found
+
+
+def kill_a_task(out: Path) -> bool:
+    """Whether there was one."""
+    for process in tasks_of(out):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+            return True
+    return False
 
 
 def until_made(process: subprocess.Popen[str], out: Path, shards: int) -> None:
@@ -132,11 +144,11 @@ def test_workers_a_raylet_and_drivers_may_die(
 
     process = begin(source, out, cluster)
     until_made(process, out, finished_shards(out) + 1)
-    assert wait_until(lambda: tasks_of(out), PATIENCE)
-    tasks_of(out)[0].kill()
+    assert wait_until(lambda: kill_a_task(out), PATIENCE)
     until_made(process, out, finished_shards(out) + 1)
     cluster.remove_node(cluster.worker_nodes.copy().pop(), allow_graceful=False)
     cluster.add_node(num_cpus=1, object_store_memory=SMALL_STORE)
+    (source.parents[1] / "released").touch()
     _, stderr = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, stderr
     assert "already made" in stderr
@@ -184,7 +196,7 @@ def test_a_run_that_is_left_ends_its_tasks_and_keeps_the_connection(
     monkeypatch.chdir(tmp_path)
     out = Path("left-early")
     (out / ".progress").mkdir(parents=True)
-    (tmp_path / "slower.py").write_text(_RECIPE.replace("0.15", "1"))
+    (tmp_path / "slower.py").write_text(f"RELEASED = {str(tmp_path / 'never')!r}\n{_RECIPE.replace('0.15', '1')}")
     config = dataclasses.replace(CONFIG, recipe=f"{tmp_path}/slower.py:Slow")
     work = dataclasses.replace(work_of(source, out), config=config)
     jobs = [ShardJob(0, 0, 2), *(ShardJob(n, 2 * n, 2 * n + 40) for n in range(1, 4))]  # 40 s each, but for the first

@@ -117,7 +117,7 @@ def test_a_dataset_at_a_url_is_recoded(datasets: dict[str, Path], tmp_path: Path
 def test_dying_at_any_step_on_disk_leaves_no_trace_in_the_result(in_memory: Path) -> None:
     driver = [sys.executable, "-W", "ignore", "-m", "tests.preprocess.recode.crash_driver", str(in_memory)]
     root = Path(__file__).resolve().parents[3]
-    done = subprocess.run(driver, cwd=root, env=environment(), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(driver, cwd=root, env=environment(), capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 25
 

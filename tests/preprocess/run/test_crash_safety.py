@@ -165,14 +165,17 @@ class Mayhem:
         return kills.total() >= KILLS and kills["worker"] >= WORKER_KILLS and kills["server"] >= SERVER_KILLS
 
     def kill_parent(self, *, while_starting: bool = False, after: float = 0.0) -> None:
-        """Kills the parent while it starts, or when a share of the shards (and a little more) is made."""
-        process = self._job.start()
+        """Kills the parent while it starts, or when a share of the shards (and a little more) is made.
+
+        The last shards are held back, so that it cannot end before.
+        """
+        process = self._job.start(shards=SHARDS - 2)
         if while_starting:
             time.sleep(self._chance.uniform(0.2, 4.0))
         else:
             until = (after + self._chance.uniform(0, 0.05)) * SHARDS
             while not self._kill_workers(process, until):
-                process = self._job.start()
+                process = self._job.start(shards=SHARDS - 2)
         workers = workers_of(process)
         self.servers += server_of(process)
         self._kill("parent", psutil.Process(process.pid))
@@ -312,7 +315,7 @@ def test_dying_at_any_step_on_disk_leaves_no_trace_in_the_result(tmp_path: Path,
     source = write_cord_parquet(tmp_path / "source" / "train.parquet", rows)
     driver = [sys.executable, "-W", "ignore", "-m", "tests.preprocess.crash_driver", str(place / "steps"), str(source)]
     root = Path(__file__).resolve().parents[3]
-    done = subprocess.run(driver, cwd=root, env=environment(), capture_output=True, text=True, timeout=400)
+    done = subprocess.run(driver, cwd=root, env=environment(), capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stderr
     steps, deaths = map(int, done.stdout.split())
     assert steps > 40
