@@ -46,7 +46,6 @@ def proxy(object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterato
     """What this process and its workers take for the server."""
     with proxying(object_store.endpoint) as running:
         monkeypatch.setenv("AWS_ENDPOINT_URL", running.endpoint)
-        monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # botocore waits for seconds between its own
         forget_file_systems()
         yield running
 
@@ -98,7 +97,11 @@ def test_requests_that_fail_are_repeated(chat: Path, object_store: ObjectStore, 
     assert len(shard_reads(proxy)) > 8
 
 
-def test_a_server_that_stays_away_is_named(chat: Path, object_store: ObjectStore, proxy: FaultyProxy) -> None:
+def test_a_server_that_stays_away_is_named(
+    chat: Path, object_store: ObjectStore, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # botocore waits for seconds between its own
+    forget_file_systems()
     place = object_store.put(chat)
     with stream(place, fetch="ranges") as loader:
         proxy.fault = lambda number, method, path: "error 503"
