@@ -16,9 +16,11 @@ from tests.model.helpers import small_architecture, transformers_model, weights_
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def one_process() -> Iterator[None]:
-    """megatron-core's groups for this process alone, in the CPU mode."""
+    """Megatron-core's groups for this process alone, in the CPU mode. Both end with the tests of models: threads of
+    groups wake up all the time, and the mode looks at every call of torch.
+    """
     pytest.importorskip("megatron.core")
     from model.parallel import cpu_mode, groups
 
@@ -48,7 +50,7 @@ class Pair:
     maps: Any
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def make_pair(one_process: None) -> Callable[..., Pair]:
     """Makes pairs; settings are those of :class:`ModelSettings`."""
     from model.families import spec_of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -102,6 +103,13 @@ def tasks_of(out: Path) -> list[psutil.Process]:
     return found
 
 
+def is_pending(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has not taken a signal yet."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (mask,) = re.findall(r"^ShdPnd:\s*(\w+)$", status, re.MULTILINE)
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
 def kill_a_task(out: Path) -> bool:
     """Whether there was one."""
     for process in tasks_of(out):
@@ -125,9 +133,9 @@ def test_workers_a_raylet_and_drivers_may_die(
     process = begin(source, out, cluster)
     until_made(process, out, 2)
     assert wait_until(lambda: tasks_of(out), PATIENCE)  # named after their shards
-    os.killpg(process.pid, signal.SIGINT)
-    time.sleep(0.3)
-    os.killpg(process.pid, signal.SIGINT)
+    for _ in range(2):  # the second one comes while the tasks are still at work, and not when Ray ends at the exit
+        os.killpg(process.pid, signal.SIGINT)
+        assert wait_until(lambda: not is_pending(process.pid, signal.SIGINT), PATIENCE, 0.001)
     stdout, stderr = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130, stderr
     assert stdout == ""
