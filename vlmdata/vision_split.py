@@ -1,6 +1,8 @@
-"""Assigns the images of a pack to the context-parallel ranks that encode them."""
+"""Assigns images to the ranks that encode them: those of a pack, or those of a step."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -23,12 +25,40 @@ def image_owners(image_grid_thw: npt.ArrayLike, size: int) -> npt.NDArray[np.int
     Returns:
         int64 (N,): the rank that encodes each image.
     """
+    return _assigned(image_grid_thw, [0] * size)
+
+
+def step_owners(
+    micro_batches: Sequence[Sequence[npt.ArrayLike]], size: int
+) -> tuple[tuple[npt.NDArray[np.int64], ...], ...]:
+    """Assigns the images of a step to the data-parallel ranks of a vision tower.
+
+    As :func:`image_owners`, over all packs of a micro-batch together. A micro-batch continues with the loads of those
+    before, so ranks are even over the step if a micro-batch has too few images to be even by itself.
+
+    Args:
+        micro_batches: For each micro-batch the grids of its packs, (N, 3) integers each.
+        size: Number of ranks, at least 1.
+
+    Returns:
+        For each micro-batch and pack int64 (N,): the rank that encodes each image.
+    """
+    loads = [0] * size
+    found = []
+    for packs in micro_batches:
+        grids = [np.asarray(pack, dtype=np.int64).reshape(-1, 3) for pack in packs]
+        owners = _assigned(np.concatenate([np.zeros((0, 3), np.int64), *grids]), loads)
+        found.append(tuple(np.split(owners, np.cumsum([len(pack) for pack in grids])[:-1])))
+    return tuple(found)
+
+
+def _assigned(image_grid_thw: npt.ArrayLike, loads: list[int]) -> npt.NDArray[np.int64]:
+    """Assigns images to ranks with these loads, which grow by their costs."""
     grids = np.asarray(image_grid_thw, dtype=np.int64).reshape(-1, 3)
     span = grids[:, 1] * grids[:, 2]
     cost = grids[:, 0] * span * (BREAK_EVEN_PATCHES + span)
     owners = np.zeros(len(grids), dtype=np.int64)
-    loads = [0] * size
     for image in np.argsort(-cost, kind="stable").tolist():
-        owners[image] = min(range(size), key=lambda rank: (loads[rank], rank))
+        owners[image] = min(range(len(loads)), key=lambda rank: (loads[rank], rank))
         loads[owners[image]] += int(cost[image])
     return owners

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 _FLAGS = {"dp_size": "dp", "context_parallel": "cp", "tensor_parallel": "tp", "sequence_parallel": "sp"}
 _TYPES = {"int": int, "bool": bool, "str": str}
 _PANELS = {"packing": "Packs and steps", "parallelism": "Parallel layout"}
+#: Options that have another form here, or are of one rank.
+_NOT_OFFERED = ("blend", "context_parallel_rank", "vision_ranks", "vision_rank")
 #: Defaults, in words, of options that the loader requires but a command does not.
 _FALLBACKS = {
     "capacity": "8192, or room for the longest sample",
@@ -70,7 +72,7 @@ def _parameters() -> list[inspect.Parameter]:
     made = [_parameter("run", str, run)]
     for option in loader_options().values():
         kind = _TYPES.get(option.annotation.removesuffix(" | None"), str)
-        if option.group not in _PANELS or option.name in ("blend", "context_parallel_rank"):
+        if option.group not in _PANELS or option.name in _NOT_OFFERED:
             continue
         flag = f"--{_FLAGS.get(option.name, option.name).replace('_', '-')}"
         switch = f"{flag}/--no-{flag[2:]}" if kind is bool else flag

@@ -81,6 +81,10 @@ class Parallelism:
         tensor_parallel: Tensor-parallel size; samples are padded for it under sequence parallelism.
         sequence_parallel: Whether tensor-parallel ranks share the tokens between layers (sequence parallelism). None is
             off, as in Megatron-LM.
+        vision_ranks: Data-parallel ranks of a vision tower on processes of its own. 0 if the ranks that compute packs
+            encode their images.
+        vision_rank: Be that rank of the tower: yield the packs of all ``dp_size`` ranks, micro-batch by micro-batch,
+            with the images that it encodes. None yields the packs of ``dp_rank``.
     """
 
     dp_rank: int | None = None
@@ -89,11 +93,21 @@ class Parallelism:
     context_parallel_rank: int | None = None
     tensor_parallel: int = 1
     sequence_parallel: bool | None = None
+    vision_ranks: int = 0
+    vision_rank: int | None = None
 
     def __post_init__(self) -> None:
         rank, size = self.context_parallel_rank, self.context_parallel
         if rank is not None and not 0 <= rank < size:
             raise UsageError(f"context_parallel_rank {rank} of context_parallel {size}: ranks count from 0")
+        if self.vision_rank is not None:
+            if not 0 <= self.vision_rank < self.vision_ranks:
+                raise UsageError(f"vision_rank {self.vision_rank} of vision_ranks {self.vision_ranks}: count from 0")
+            if self.dp_size is None or rank is not None:
+                raise UsageError(
+                    "vision_rank reads the packs of all data-parallel ranks whole: give dp_size, and no "
+                    "context_parallel_rank"
+                )
         if self.tensor_parallel > 1 and self.sequence_parallel is None and not self.dp_rank:
             _warn_that_sequence_parallel_is_off()
 

@@ -22,10 +22,10 @@ from vlmdata.loader.config import LoaderConfig, takes_loader_options
 from vlmdata.loader.damage import DamagedSample, SampleId, look_up, require_few
 from vlmdata.loader.open import fetched_as_chosen, open_data, require_one_tokenizer, sample_table
 from vlmdata.loader.plans import EpochPlans
-from vlmdata.loader.ranks import DataParallel, data_parallel
+from vlmdata.loader.ranks import DataParallel, data_parallel, given_data_parallel
 from vlmdata.loader.session import BatchSource, CurrentSession, LoadedBatch, Session
 from vlmdata.loader.state import LoaderState, Position, damaged_in, restore
-from vlmdata.loader.stream import RankStream
+from vlmdata.loader.stream import PackImages, RankStream
 from vlmdata.loader.view import LoaderDataset
 from vlmdata.loader.workers import ShardBatches
 from vlmdata.media.codecs import require_codecs
@@ -97,8 +97,15 @@ class StreamingLoader:
         cache = Path(reading.cache_dir) if reading.cache_dir is not None else None
         opened = open_data(locations, cache, reading.cache_bytes, self.config.service)
         self.datasets: tuple[VlmDataset, ...] = opened.datasets
-        self._shards = fetched_as_chosen(opened.shards, reading, slices=layout.context_parallel_rank is not None)
+        self._shards = fetched_as_chosen(
+            opened.shards, reading, slices=layout.context_parallel_rank is not None or layout.vision_rank is not None
+        )
         self._servers = opened.servers
+        if self._servers is not None and layout.vision_rank is not None:
+            raise UsageError(
+                "a collation service makes the packs of one data-parallel rank, but vision_rank needs those of all: "
+                "read the datasets themselves"
+            )
         require_one_tokenizer(self.datasets)
         self._parts = reading.wanted_parts
         if "pixels" in self._parts and self._servers is None:
@@ -129,9 +136,28 @@ class StreamingLoader:
         """Returns the optimizer steps in an epoch. They differ slightly between epochs."""
         return self.plan(epoch).num_steps
 
+    def images(self, epoch: int, step: int) -> tuple[tuple[PackImages, ...], ...]:
+        """Returns boundaries and images of the packs of all data-parallel ranks in a step, from the index alone.
+
+        With ``vision_ranks``, they include the rank of the vision tower that encodes each image. All ranks, those of
+        the tower included, get the same.
+
+        Args:
+            epoch: The epoch.
+            step: The step in it.
+
+        Returns:
+            The packs: [micro-batch][data-parallel rank].
+
+        Raises:
+            IndexError: If the epoch has no such step.
+        """
+        return self._stream().images(epoch, step)
+
     def __len__(self) -> int:
         """Returns this rank's number of batches in the current epoch, including those already returned."""
-        return self.plan().micro_batches(self.dp_size)
+        whole = self.config.parallelism.vision_rank is not None
+        return self.plan().micro_batches(self.dp_size) * (self.dp_size if whole else 1)
 
     @property
     def dp_rank(self) -> int:
@@ -275,8 +301,12 @@ class StreamingLoader:
         return _make_again, (self._data, self.config, self._position, [each.id for each in self._damaged])
 
     def _begin_session(self) -> Session:
+        return Session(self._stream(), self._batch_source(), self._device, self._position)
+
+    def _stream(self) -> RankStream:
         # The workers' thread must not reference this loader, so that garbage collection of the loader stops them.
-        stream = RankStream(
+        layout = self.config.parallelism
+        return RankStream(
             self._plans,
             self.datasets,
             self.plan_config,
@@ -285,8 +315,9 @@ class StreamingLoader:
             self._context_parallel,
             self._parts,
             self.config.reading.pixels,
+            layout.vision_ranks,
+            layout.vision_rank,
         )
-        return Session(stream, self._batch_source(), self._device, self._position)
 
     def _batch_source(self) -> BatchSource:
         reading = self.config.reading
@@ -310,7 +341,11 @@ class StreamingLoader:
 
     def _settle_ranks(self) -> DataParallel:
         layout, global_batch = self.config.parallelism, self.config.packing.global_batch
-        ranks = data_parallel(layout.dp_rank, layout.dp_size, layout.context_parallel, layout.tensor_parallel)
+        if layout.vision_ranks and layout.dp_size is not None:
+            # The process group has ranks of the tower too, so its size says nothing of these.
+            ranks = given_data_parallel(layout.dp_rank or 0, layout.dp_size)
+        else:
+            ranks = data_parallel(layout.dp_rank, layout.dp_size, layout.context_parallel, layout.tensor_parallel)
         if global_batch % ranks.size:
             source = f" (from {ranks.source})" if ranks.source else ""
             raise UsageError(

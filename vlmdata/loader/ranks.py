@@ -83,8 +83,7 @@ def _given(dp_rank: int | None, dp_size: int, model_parallel: int, world: _World
             dp_rank = world.rank
         else:
             raise UsageError(f"dp_size {dp_size} without dp_rank: give both, or neither")
-    if dp_size < 1 or not 0 <= dp_rank < dp_size:
-        raise UsageError(f"dp_rank {dp_rank} of dp_size {dp_size}: ranks count from 0 to dp_size - 1")
+    found = given_data_parallel(dp_rank, dp_size)
     if world is not None and world.size > 1 and world.source == _GROUP:
         # Pipeline stages multiply these, so they need not be the whole world, but must divide it.
         if world.size % (dp_size * model_parallel):
@@ -98,6 +97,17 @@ def _given(dp_rank: int | None, dp_size: int, model_parallel: int, world: _World
                 f"dp_rank is {dp_rank}, but this is rank {world.rank} of {world.size} in the process group and dp_size "
                 f"is {dp_size} too; leave both out, or give dp_rank={world.rank}"
             )
+    return found
+
+
+def given_data_parallel(dp_rank: int, dp_size: int) -> DataParallel:
+    """Returns the rank and size that the caller gave.
+
+    Raises:
+        UsageError: If the rank is out of range.
+    """
+    if dp_size < 1 or not 0 <= dp_rank < dp_size:
+        raise UsageError(f"dp_rank {dp_rank} of dp_size {dp_size}: ranks count from 0 to dp_size - 1")
     return DataParallel(dp_rank, dp_size)
 
 

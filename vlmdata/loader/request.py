@@ -128,12 +128,15 @@ class PackRequest:
         """Tokens of the whole pack."""
         return int(self.cu_seqlens_padded[-1])
 
-    def of(self, parts: Collection[BatchPart], context_parallel: Slice | None) -> PackRequest:
+    def of(
+        self, parts: Collection[BatchPart], context_parallel: Slice | None, images: IntArray | None = None
+    ) -> PackRequest:
         """Returns the request for other parts or another slice of the same pack.
 
         Args:
             parts: Parts to read.
             context_parallel: The slice; None for the whole pack.
+            images: Images to read, ascending; None means those that the slice encodes.
         """
         bounds, grids = self.cu_seqlens_padded, self.images.grids
         if context_parallel is None:
@@ -142,6 +145,7 @@ class PackRequest:
             rank, size = context_parallel.rank, context_parallel.size
             ranges = chunk_ranges(bounds, size, rank).reshape(-1, 2)
             held = np.flatnonzero(image_owners(grids, size) == rank)
+        held = held if images is None else images
         layout = BufferLayout.of(
             parts,
             total_tokens=self.total_tokens,

@@ -47,7 +47,12 @@ class RunRecord:
         """Creates the record of a loader for a run's folder. It is the same on all ranks."""
         places = [name if is_url(name) else str(Path(name).resolve()) for name, _ in loader.fingerprints]
         layout = dataclasses.replace(
-            loader.config.parallelism, dp_rank=None, dp_size=loader.dp_size, context_parallel_rank=None
+            loader.config.parallelism,
+            dp_rank=None,
+            dp_size=loader.dp_size,
+            context_parallel_rank=None,
+            vision_ranks=0,
+            vision_rank=None,
         )
         return cls(
             path=folder / RECORD_NAME,

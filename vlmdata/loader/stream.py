@@ -5,14 +5,36 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from vlmdata.context_parallel import Slice
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.loader.config import BatchPart, Pixels
 from vlmdata.loader.plans import EpochPlans
-from vlmdata.loader.request import PackRequest, build_request
+from vlmdata.loader.request import IntArray, PackRequest, build_request
 from vlmdata.loader.state import Position
 from vlmdata.packing.config import PlanConfig
 from vlmdata.packing.plan import EMPTY_PACK, EpochPlan
+from vlmdata.vision_split import step_owners
+
+
+@dataclass(frozen=True, eq=False)
+class PackImages:
+    """Boundaries and images of a pack, and who encodes the images.
+
+    Attributes:
+        cu_seqlens: int64 (segments + 1,), running sum of true lengths.
+        cu_seqlens_padded: int64 (segments + 1,), start of each segment.
+        image_grid_thw: int64 (N, 3), patches per image along t, h, w.
+        image_starts: int64 (N,), first token of each image in the pack.
+        owners: int64 (N,), data-parallel rank of the vision tower that encodes each image.
+    """
+
+    cu_seqlens: IntArray
+    cu_seqlens_padded: IntArray
+    image_grid_thw: IntArray
+    image_starts: IntArray
+    owners: IntArray
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +50,9 @@ class RankStream:
         context_parallel: Slice of every pack; None for whole packs.
         parts: Parts to read.
         pixels: Dtype of the patches in a batch.
+        vision_ranks: Data-parallel ranks of a vision tower on processes of its own; 0 for none.
+        vision_rank: Rank of that tower: the stream has the packs of all data-parallel ranks, each as a micro-batch of
+            its own, with the images of this rank. None for the packs of ``dp_rank``.
     """
 
     plans: EpochPlans | Mapping[int, EpochPlan]
@@ -38,6 +63,8 @@ class RankStream:
     context_parallel: Slice | None
     parts: frozenset[BatchPart]
     pixels: Pixels
+    vision_ranks: int = 0
+    vision_rank: int | None = None
 
     def requests(self, start: Position) -> Iterator[PackRequest]:
         """Yields this rank's requests from a position on, epoch after epoch, endlessly."""
@@ -45,9 +72,12 @@ class RankStream:
         while True:
             plan = self.plans[epoch]
             while step < plan.num_steps:
-                packs = plan.assignment(step, self.dp_size)[:, self.dp_rank].tolist()
-                for number in range(micro_batch, len(packs)):
-                    yield self._request(plan, packs, Position(epoch, step, number))
+                if self.vision_rank is None:
+                    packs = plan.assignment(step, self.dp_size)[:, self.dp_rank].tolist()
+                    for number in range(micro_batch, len(packs)):
+                        yield self._request(plan, packs, Position(epoch, step, number))
+                else:
+                    yield from self._of_tower(plan, epoch, step, self.vision_rank)[micro_batch:]
                 step, micro_batch = step + 1, 0
             epoch, step = epoch + 1, 0
 
@@ -59,6 +89,42 @@ class RankStream:
             packs: The packs of this rank in that step, one per micro-batch.
         """
         return self._request(self.plans[position.epoch], packs, position)
+
+    def images(self, epoch: int, step: int) -> tuple[tuple[PackImages, ...], ...]:
+        """Returns the boundaries and images of all packs of a step: [micro-batch][data-parallel rank].
+
+        Reads the index only.
+
+        Raises:
+            IndexError: If the epoch has no such step.
+        """
+        requests = self._all_of(self.plans[epoch], epoch, step)
+        return tuple(
+            tuple(
+                PackImages(r.cu_seqlens, r.cu_seqlens_padded, r.images.grids, r.images.starts, owners)
+                for r, owners in zip(packs, of_packs, strict=True)
+            )
+            for packs, of_packs in zip(requests, self._owners(requests), strict=True)
+        )
+
+    def _of_tower(self, plan: EpochPlan, epoch: int, step: int, rank: int) -> list[PackRequest]:
+        """Returns a step's requests of a rank of the tower."""
+        requests = self._all_of(plan, epoch, step)
+        return [
+            request.of(self.parts, None, np.flatnonzero(owners == rank))
+            for packs, of_packs in zip(requests, self._owners(requests), strict=True)
+            for request, owners in zip(packs, of_packs, strict=True)
+        ]
+
+    def _all_of(self, plan: EpochPlan, epoch: int, step: int) -> list[list[PackRequest]]:
+        """Returns the requests of all data-parallel ranks in a step, by micro-batch; positions count packs."""
+        assigned = plan.assignment(step, self.dp_size)
+        packs = assigned.ravel().tolist()
+        made = [self._request(plan, packs, Position(epoch, step, number)) for number in range(len(packs))]
+        return [made[start : start + self.dp_size] for start in range(0, len(made), self.dp_size)]
+
+    def _owners(self, requests: list[list[PackRequest]]) -> tuple[tuple[IntArray, ...], ...]:
+        return step_owners([[each.images.grids for each in packs] for packs in requests], max(self.vision_ranks, 1))
 
     def _request(self, plan: EpochPlan, packs: Sequence[int], position: Position) -> PackRequest:
         epoch, step, number = position.epoch, position.step, position.micro_batch
