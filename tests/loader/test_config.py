@@ -111,6 +111,19 @@ def test_every_option_of_packs_is_offered(run: Callable[..., tuple[int, str, str
     assert loader_options()["pad_multiple"].summary.split(",")[0] in " ".join(re.sub("[│]", " ", said).split())
 
 
+def test_plan_estimates_every_split_of_vision_and_language(
+    chat: Path, run: Callable[..., tuple[int, str, str]]
+) -> None:
+    arguments = ("plan", chat, "--capacity", 896, "--global-batch", 12, "--vision-gpus")
+    _, said, _ = run(*arguments, 2, "--gpus", 4, "--json")
+    assert [each["vision_gpus"] for each in json.loads(said)["splits"]] == [1, 2, 3]
+    _, said, _ = run(*arguments, 2, "--gpus", 4)
+    assert "vision on some of 4 GPUs" in said
+    assert said.count("chosen") == said.count("best") == 1
+    code, _, error = run(*arguments, 3)
+    assert (code, "choose 2, 4, 5, 6, 7" in error) == (2, True)
+
+
 def test_sequence_parallelism_is_off_unless_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     sizes = {"capacity": 64, "global_batch": 1, "dp_rank": 0, "dp_size": 1}
     declared._warn_that_sequence_parallel_is_off.cache_clear()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
     from vlmdata.loader.choice import LoaderChoice
     from vlmdata.packing.report import PlanReport
+    from vlmdata.packing.split import Split
 
 
 @with_loader_options("dp_rank", "balance")
@@ -26,6 +29,10 @@ def plan(
         typer.Argument(metavar="DIR", help="Dataset directories or fsspec URLs. Default: those of --run."),
     ] = None,
     epoch: Annotated[int, typer.Option(help="Epoch to plan.")] = 0,
+    vision_gpus: Annotated[
+        int | None, typer.Option(help="Estimate a vision tower on so many GPUs of its own (parallel.vision_gpus).")
+    ] = None,
+    gpus: Annotated[int, typer.Option(help="GPUs of both sides, with --vision-gpus.")] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Plan an epoch and report packs, fill, waste, balance and steps. Reads the index only, no media.
@@ -36,14 +43,18 @@ def plan(
 
     - `vlmdata plan data/cord data/chat --capacity 16384 --global-batch 64 --dp 8 --cp 2 --tp 2 --weights 0.7,0.3`
 
+    - `vlmdata plan data/cord --global-batch 24 --tp 2 --cost 27b --vision-gpus 2 --gpus 8`
+
     - `vlmdata plan --run runs/cord --capacity 16384` (a run with another capacity)
 
     **Exit codes**: 0 done; 2 invalid option, no dataset, or a sample that fits no pack.
     """
+    from vlmdata.errors import UsageError
     from vlmdata.loader.config import Service
     from vlmdata.loader.open import DEFAULT_CACHE_BYTES, open_data, require_one_tokenizer, sample_table
     from vlmdata.packing.plan import plan_epoch
     from vlmdata.packing.report import report_plan
+    from vlmdata.packing.split import estimate_splits
 
     places = choice.data(data or [])
     datasets = open_data(places, None, DEFAULT_CACHE_BYTES, Service()).datasets
@@ -61,11 +72,22 @@ def plan(
         dataset = int(table.dataset[sample])
         return f"{Path(datasets[dataset].name).name}:{datasets[dataset].index.key(sample - int(offsets[dataset]))}"
 
-    report = report_plan(plan_epoch(table, config, epoch, key_of), loader_config.parallelism.dp_size or 1)
+    planned = plan_epoch(table, config, epoch, key_of)
+    report = report_plan(planned, loader_config.parallelism.dp_size or 1)
+    splits: tuple[Split, ...] = ()
+    if vision_gpus is not None:
+        layout = loader_config.parallelism
+        splits = estimate_splits(planned, gpus, layout.tensor_parallel * layout.context_parallel)
+        if vision_gpus not in [each.vision_gpus for each in splits]:
+            fitting = ", ".join(str(each.vision_gpus) for each in splits)
+            raise UsageError(f"--vision-gpus {vision_gpus} of --gpus {gpus} leaves no whole layout; choose {fitting}")
     if as_json:
-        print(json.dumps({"data": places, "config": config.to_dict(), **report.to_dict()}, indent=2))
+        split = {"splits": [dataclasses.asdict(each) for each in splits]} if splits else {}
+        print(json.dumps({"data": places, "config": config.to_dict(), **report.to_dict(), **split}, indent=2))
     else:
         _print(places, report)
+        if vision_gpus is not None:
+            _print_splits(splits, vision_gpus, gpus)
 
 
 def _print(data: list[str], report: PlanReport) -> None:
@@ -75,6 +97,26 @@ def _print(data: list[str], report: PlanReport) -> None:
     console.print(_table(report))
     if len(data) > 1:
         console.print(_shares(data, report))
+
+
+def _print_splits(splits: Sequence[Split], chosen: int, gpus: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from vlmdata.packing.split import best_split
+
+    best = best_split(splits).vision_gpus
+    table = Table(
+        *("GPUs for vision", "for language", "vision waits", "language waits", "speed of one layout", ""),
+        title=f"vision on some of {gpus} GPUs, by arithmetic alone",
+        title_justify="left",
+    )
+    for each in splits:
+        notes = ["chosen"] * (each.vision_gpus == chosen) + ["best"] * (each.vision_gpus == best)
+        gain = "" if each.gain is None else f"{each.gain:.2f}"
+        idle = (f"{each.vision_idle:.0%}", f"{each.language_idle:.0%}")
+        table.add_row(f"{each.vision_gpus}", f"{gpus - each.vision_gpus}", *idle, gain, ", ".join(notes))
+    Console(highlight=False).print(table)
 
 
 def _table(report: PlanReport) -> Table:
