@@ -128,6 +128,8 @@ def _run(file: Path | None, overrides: list[str | tuple[str, Any]], resume: bool
                 context=parallel.cp,
                 pipeline=parallel.pp,
                 expert=parallel.ep,
+                vision=parallel.vision_gpus,
+                vision_tensor=parallel.vision_tp or 1,
                 seed=config.run.seed,
                 timeout_minutes=config.run.timeout_minutes,
             )

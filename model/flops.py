@@ -15,7 +15,7 @@ by the time and by the peak of all devices. The peaks are the dense bf16 figures
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -54,6 +54,14 @@ class StepFlops:
         tokens, spans = lengths.astype(np.float64), patches.astype(np.float64)
         text = self.per_token * tokens.sum() + self.per_token_squared * (tokens**2).sum()
         return float(text + self.per_patch * spans.sum() + self.per_patch_squared * (spans**2).sum())
+
+    def of_images(self, patches: npt.NDArray[np.int64]) -> float:
+        """FLOP of the vision tower on images with patch counts (N,)."""
+        return self.of(np.zeros(0, np.int64), patches)
+
+    def without_vision(self) -> StepFlops:
+        """Returns the formula of the language model alone."""
+        return replace(self, per_patch=0, per_patch_squared=0)
 
     def cost_model(self) -> CostModel:
         """Returns the formula as the loader's cost model, which balances packs over ranks."""

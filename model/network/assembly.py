@@ -16,9 +16,9 @@ from model.metrics import MetricSums
 from model.network.megatron_config import vision_config
 from model.network.provider import Provider, TorchProvider, transformer_engine_provider
 from model.network.router import BalancedRouter, RouterState
+from model.network.saved_model import SavedModel
 from model.network.settings import Field, ModelSettings, SettingError
 from model.network.vision import VisionTower
-from model.network.vision_language import VisionLanguageModel
 
 
 def process_groups(settings: ModelSettings) -> ProcessGroupCollection:
@@ -74,15 +74,33 @@ def block_of(config: TransformerConfig, provider: Provider, layers: list[ModuleS
 def build_tower(
     architecture: Architecture, settings: ModelSettings, provider: Provider, groups: ProcessGroupCollection
 ) -> VisionTower | None:
-    """Builds the vision tower of the first pipeline stage; None for the language model alone."""
-    if settings.language_only:
+    """Builds the vision tower of the first pipeline stage; None if there is none, or other ranks hold it."""
+    if settings.language_only or settings.separate_vision:
         return None
-    tower_groups, sharing_group = _vision_groups(settings, groups)
+    return tower_of(architecture, settings, provider, *_vision_groups(settings, groups))
+
+
+def tower_of(
+    architecture: Architecture,
+    settings: ModelSettings,
+    provider: Provider,
+    groups: ProcessGroupCollection,
+    sharing_group: Any,
+) -> VisionTower:
+    """Builds a vision tower.
+
+    Args:
+        architecture: Architecture of the whole model.
+        settings: Its settings.
+        provider: The back end.
+        groups: Process groups of the tower.
+        sharing_group: Ranks that hold the same weights and encode different images of a common set.
+    """
     return VisionTower(
         vision_config(architecture, settings),
         architecture.vision,
         provider,
-        tower_groups,
+        groups,
         sharing_group,
         recompute=settings.vision_recompute,
         attention=settings.vision_attention,
@@ -100,7 +118,7 @@ def connected_routers(language: Any, metrics: MetricSums) -> RouterState | None:
     return state
 
 
-def finished[M: VisionLanguageModel](model: M, settings: ModelSettings) -> M:
+def finished[M: SavedModel](model: M, settings: ModelSettings) -> M:
     """Returns a built model with fused weight gradients, if set, on its device."""
     if settings.gradient_accumulation_fusion:
         _fuse_weight_gradients(model)
@@ -118,7 +136,7 @@ def _vision_groups(settings: ModelSettings, groups: ProcessGroupCollection) -> t
     return of_tower, groups.tp
 
 
-def _fuse_weight_gradients(model: VisionLanguageModel) -> None:
+def _fuse_weight_gradients(model: SavedModel) -> None:
     """Makes Transformer Engine's linear layers accumulate weight gradients in the float32 ``main_grad``."""
     for module in model.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):

@@ -77,6 +77,8 @@ def vision_config(architecture: Architecture, settings: ModelSettings) -> Transf
         kv_channels=vision.head_dim,
         ffn_hidden_size=vision.intermediate_size,
         add_bias_linear=True,
+        # As for the language model: gradients are sums, which the step divides by its targets.
+        calculate_per_token_loss=True,
         init_method_std=vision.initializer_range,
         gradient_accumulation_fusion=False,
     )

@@ -67,7 +67,9 @@ class ModelSettings:
         tensor_parallel: Ranks that share every layer.
         vision_tensor_parallel: Tensor-parallel size of the vision tower: ``tensor_parallel`` (the same as None) or 1.
             With 1, each of those ranks encodes some of the images. Training must then use
-            :func:`model.training.optimizer.build_learner`, which sums their gradients.
+            :func:`model.training.optimizer.build_learner`, which sums their gradients. If other ranks hold the tower:
+            any size, and None is the same as 1.
+        separate_vision: Whether other ranks hold the vision tower (:mod:`model.parallel.separation`).
         sequence_parallel: Whether these ranks also share the tokens between layers.
         context_parallel: Ranks that share the tokens of a pack.
         pipeline_parallel: Number of pipeline stages.
@@ -95,6 +97,7 @@ class ModelSettings:
 
     tensor_parallel: int = 1
     vision_tensor_parallel: int | None = None
+    separate_vision: bool = False
     sequence_parallel: bool = False
     context_parallel: int = 1
     pipeline_parallel: int = 1
@@ -117,7 +120,9 @@ class ModelSettings:
     @property
     def vision_parallel(self) -> int:
         """Tensor-parallel size of the vision tower."""
-        return self.tensor_parallel if self.vision_tensor_parallel is None else self.vision_tensor_parallel
+        if self.vision_tensor_parallel is None:
+            return 1 if self.separate_vision else self.tensor_parallel
+        return self.vision_tensor_parallel
 
     @property
     def params_dtype(self) -> torch.dtype:
@@ -162,10 +167,13 @@ def require_divides(settings: ModelSettings, sizes: Mapping[str, int]) -> None:
     Raises:
         SettingError: If a size is not a multiple of it.
     """
-    tensor = settings.tensor_parallel
+    _require_divides(TENSOR, settings.tensor_parallel, sizes)
+
+
+def _require_divides(setting: Field, tensor: int, sizes: Mapping[str, int]) -> None:
     for name, size in sizes.items():
         if size % tensor:
-            raise SettingError(TENSOR, f" {tensor} does not divide {name} {size}; choose a divisor of it")
+            raise SettingError(setting, f" {tensor} does not divide {name} {size}; choose a divisor of it")
 
 
 def check_attention_heads(settings: ModelSettings, architecture: Architecture) -> None:
@@ -197,7 +205,13 @@ def _check_values(settings: ModelSettings, architecture: Architecture) -> None:
         if getattr(settings, name) not in values:
             wanted = ", ".join(map(str, values))
             raise SettingError(Field(name), f" must be one of {wanted}, got {getattr(settings, name)!r}")
-    if settings.vision_tensor_parallel not in (None, 1, settings.tensor_parallel):
+    if settings.separate_vision and settings.language_only:
+        raise SettingError(
+            Field("language_only"), " has no vision tower for ranks of its own: leave out ", Field("separate_vision")
+        )
+    if settings.vision_parallel < 1:
+        raise SettingError(Field("vision_tensor_parallel"), f" must be at least 1, got {settings.vision_parallel}")
+    if not settings.separate_vision and settings.vision_tensor_parallel not in (None, 1, settings.tensor_parallel):
         raise SettingError(
             Field("vision_tensor_parallel"),
             " must be 1 or ",
@@ -217,9 +231,13 @@ def _check_sizes(settings: ModelSettings, architecture: Architecture) -> None:
         "language.hidden_size": language.hidden_size,
         "language.intermediate_size": language.intermediate_size,
     }
-    if settings.vision_parallel > 1:
-        sizes |= {"vision.num_heads": vision.num_heads, "vision.intermediate_size": vision.intermediate_size}
     require_divides(settings, sizes)
+    own = settings.separate_vision or settings.vision_parallel == 1
+    _require_divides(
+        Field("vision_tensor_parallel") if own else TENSOR,
+        settings.vision_parallel,
+        {"vision.num_heads": vision.num_heads, "vision.intermediate_size": vision.intermediate_size},
+    )
     if language.num_layers % settings.pipeline_parallel:
         raise SettingError(
             Field("pipeline_parallel"),

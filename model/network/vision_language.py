@@ -11,6 +11,9 @@ A rank receives a :class:`PackedBatch` from the loader. On the first pipeline st
 3. Each rank replaces the placeholder embeddings of its own tokens by image embeddings.
 4. Under sequence parallelism, tensor-parallel ranks keep their part of the tokens.
 
+If the tower is on ranks of its own, the first stage receives the embeddings from there instead of steps 1 and 2
+(:mod:`model.parallel.row_exchange`).
+
 All ranks derive all sizes from the grids of the whole pack. No rank decides from its own data whether to join a
 collective. A rank without images encodes a dummy image so that all parameters take part.
 
@@ -19,7 +22,7 @@ Shapes: tokens of the pack T, tokens on this rank t, hidden H, image embeddings 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +31,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.enums import ModelType
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -36,11 +38,13 @@ from model.architecture import Architecture
 from model.metrics import MetricSums
 from model.network.decoder import Decoder
 from model.network.router import RouterState
+from model.network.saved_model import SavedModel
 from model.network.targets import TargetRows, Targets
 from model.network.vision import VisionTower
 from model.parallel.exchange import all_gather_rows, exchange_rows
-from model.parallel.image_rows import ImageRows, RowRoutes
+from model.parallel.image_rows import ImageRows, places
 from model.parallel.packed import IntArray, PackIndex, PackParams, to_device
+from model.parallel.row_exchange import RowReceiver
 from vlmdata.batch import PackedBatch
 
 
@@ -50,29 +54,32 @@ class ImageEmbeddings:
 
     Attributes:
         rows: (m, (1 + D) * H), as the tower returns them.
-        images: Where the rows of the pack's images belong.
-        routes: Which of them arrived here.
+        wanted: int64 (m,), their ascending numbers among the rows of all ranks.
+        row_of_token: int64 (T,), the number of each token's row; -1 for text.
     """
 
     rows: Tensor
-    images: ImageRows
-    routes: RowRoutes
+    wanted: IntArray
+    row_of_token: IntArray
 
     def places(self, tokens: IntArray) -> tuple[Tensor, Tensor]:
-        """Returns which of some pack tokens are image tokens, and their rows; see :meth:`ImageRows.places`."""
-        return self.images.places(tokens, self.routes, self.rows.device)
+        """Returns which of some pack tokens are image tokens, and their rows; see :func:`places`."""
+        return places(self.row_of_token, self.wanted, tokens, self.rows.device)
 
 
-class VisionLanguageModel(MegatronModule):
+class VisionLanguageModel(SavedModel):
     """A vision-language model, or one pipeline stage of it. A family adds ``forward``.
 
     Args:
         config: Configuration of the decoder.
         architecture: Architecture of the model.
-        vision: The tower; None after the first stage, and for the language model alone.
+        vision: The tower; None after the first stage, for the language model alone, and if other ranks hold it.
         language: This stage's part of the decoder.
         metrics: Collects additional losses.
         router_state: Shared by all routers; None without experts.
+
+    Attributes:
+        receiver: Source of the embeddings of images on the first stage if other ranks hold the tower.
     """
 
     def __init__(
@@ -94,6 +101,7 @@ class VisionLanguageModel(MegatronModule):
         self.share_embeddings_and_output_weights = language.share_embeddings_and_output_weights
         self.pg_collection = language.pg_collection
         self._received: Tensor | None = None
+        self.receiver: RowReceiver | None = None
 
     @property
     def metric_names(self) -> tuple[str, ...]:
@@ -109,33 +117,6 @@ class VisionLanguageModel(MegatronModule):
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
         """Receives the output of the previous stage. megatron-core's schedules call it."""
         self._received = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Returns megatron-core's sharded state without Transformer Engine's extra states.
-
-        Extra states are scaling histories of one FP8 recipe, which a run rebuilds within a few steps. Without them both
-        back ends write the same keys, and each reads the other's checkpoints.
-        """
-        state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        return {name: entry for name, entry in state.items() if not _is_extra_state(name)}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads a state dict as torch does, but allows missing extra states.
-
-        Raises:
-            RuntimeError: If parameters are missing or unexpected, and ``strict``.
-        """
-        result = super().load_state_dict(state_dict, strict=False, assign=assign)
-        missing = [name for name in result.missing_keys if not _is_extra_state(name)]
-        unexpected = [name for name in result.unexpected_keys if not _is_extra_state(name)]
-        if strict and (missing or unexpected):
-            raise RuntimeError(
-                f"the state does not fit the model: missing {missing[:8]} ({len(missing)}), "
-                f"unexpected {unexpected[:8]} ({len(unexpected)})"
-            )
-        return result
 
     def forward(self, batch: PackedBatch) -> Tensor:
         """Computes a pack or this rank's slice of it.
@@ -175,6 +156,10 @@ class VisionLanguageModel(MegatronModule):
         Raises:
             ValueError: If the pack has images, but there is no vision tower.
         """
+        if self.receiver is not None:
+            rows, wanted, row_of_token = self.receiver.receive()
+            _check_placeholders(batch, row_of_token, index, self.architecture.image_token_id)
+            return ImageEmbeddings(rows, wanted, row_of_token)
         if self.vision is None:
             if len(batch.host.image_grid_thw):
                 raise ValueError(
@@ -193,13 +178,13 @@ class VisionLanguageModel(MegatronModule):
             dist.get_rank(sharing),
         )
         assert batch.patches is not None
-        _check_placeholders(batch, images, index, self.architecture.image_token_id)
+        _check_placeholders(batch, images.row_of_token, index, self.architecture.image_token_id)
         routes = images.routes([tokens_of(each) for each in index.of_all_ranks(size)])
         rows = self.vision(images.patches_of(batch.patches), images.grids)
         rows = all_gather_rows(rows, images.part_counts, sharing, sum_gradients=False)
         if size > 1:
             rows = exchange_rows(rows, to_device(routes.outgoing, rows.device), routes.sent, routes.received, cp)
-        return ImageEmbeddings(rows, images, routes)
+        return ImageEmbeddings(rows, routes.wanted, images.row_of_token)
 
     def _tokens_of(self, batch: PackedBatch) -> Tensor:
         """Returns the token ids of a batch.
@@ -293,12 +278,7 @@ class _RestoreRouterWeight(torch.autograd.Function):
         return gradients[0], None, None
 
 
-def _is_extra_state(name: str) -> bool:
-    """True for Transformer Engine's FP8 statistics: one per layer or one per expert (``_extra_state3``)."""
-    return name.rpartition(".")[2].startswith("_extra_state")
-
-
-def _check_placeholders(batch: PackedBatch, images: ImageRows, index: PackIndex, image_token_id: int) -> None:
+def _check_placeholders(batch: PackedBatch, row_of_token: IntArray, index: PackIndex, image_token_id: int) -> None:
     """Checks on the CPU, where it costs nothing, that the image positions match the ids.
 
     Raises:
@@ -307,7 +287,7 @@ def _check_placeholders(batch: PackedBatch, images: ImageRows, index: PackIndex,
     assert batch.input_ids is not None
     if batch.input_ids.device.type != "cpu":
         return
-    ids, where = batch.input_ids[0], torch.from_numpy(np.flatnonzero(images.row_of_token[index.local] >= 0))
+    ids, where = batch.input_ids[0], torch.from_numpy(np.flatnonzero(row_of_token[index.local] >= 0))
     found = int((ids == image_token_id).sum())
     if found != where.numel() or not bool((ids[where] == image_token_id).all()):
         raise ValueError(

@@ -19,6 +19,8 @@ def initialize(
     context: int = 1,
     pipeline: int = 1,
     expert: int = 1,
+    vision: int = 0,
+    vision_tensor: int = 1,
     backend: str | None = None,
     seed: int = 1234,
     timeout_minutes: float = 10.0,
@@ -30,6 +32,9 @@ def initialize(
         context: Context-parallel size.
         pipeline: Number of pipeline stages.
         expert: Expert-parallel size; must divide data x context x tensor.
+        vision: Ranks that hold the vision tower and nothing else (:mod:`model.parallel.separation`); the sizes above
+            are those of the others. 0 if all ranks share one layout.
+        vision_tensor: Tensor-parallel size of the tower on ranks of its own.
         backend: ``"gloo"`` or ``"nccl"``; None means nccl with CUDA, else gloo.
         seed: Seed of the initial weights; see :func:`seed_all`.
         timeout_minutes: How long a collective waits for a missing rank before the job fails.
@@ -43,21 +48,36 @@ def initialize(
     if parallel_state.model_parallel_is_initialized():
         raise RuntimeError("the parallel groups already exist: call model.parallel.groups.destroy first")
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    require_layout(world, tensor=tensor, context=context, pipeline=pipeline, expert=expert)
+    require_layout(
+        world,
+        tensor=tensor,
+        context=context,
+        pipeline=pipeline,
+        expert=expert,
+        vision=vision,
+        vision_tensor=vision_tensor,
+    )
     if torch.cuda.is_available():
         from model.parallel.environment import require_one_cudnn
 
         require_one_cudnn()
     if not dist.is_initialized():
         _join(backend or ("nccl" if torch.cuda.is_available() else "gloo"), world, timeout_minutes)
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor,
-        pipeline_model_parallel_size=pipeline,
-        context_parallel_size=context,
-        expert_model_parallel_size=expert,
-        expert_tensor_parallel_size=1,
-        distributed_timeout_minutes=max(1, round(timeout_minutes)),
-    )
+    sizes = {
+        "tensor_model_parallel_size": tensor,
+        "pipeline_model_parallel_size": pipeline,
+        "context_parallel_size": context,
+        "expert_model_parallel_size": expert,
+    }
+    minutes = max(1, round(timeout_minutes))
+    if vision:
+        from model.parallel.separation import initialize_sides
+
+        initialize_sides(vision, vision_tensor, sizes, minutes)
+    else:
+        parallel_state.initialize_model_parallel(
+            **sizes, expert_tensor_parallel_size=1, distributed_timeout_minutes=minutes
+        )
     seed_all(seed)
 
 
@@ -65,6 +85,7 @@ def seed_all(seed: int) -> None:
     """Seeds torch and megatron-core's random state tracker.
 
     Replicas (data- and context-parallel ranks) get equal streams, and pipeline stages get different ones.
+    The ranks of a separate vision tower have streams of their own, like a further stage.
     Tensor-parallel ranks share torch's default stream, which initialises replicated parameters, and differ in the
     tracker's stream, which initialises sharded ones.
 
@@ -76,7 +97,12 @@ def seed_all(seed: int) -> None:
     import numpy as np
     from megatron.core import parallel_state, tensor_parallel
 
-    stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    from model.parallel.separation import separation
+
+    sides = separation()
+    of_tower = sides is not None and sides.holds_tower
+    stage = sides.pipeline if sides is not None and of_tower else parallel_state.get_pipeline_model_parallel_rank()
+    stage_seed = seed + 100 * stage
     random.seed(stage_seed)
     np.random.seed(stage_seed % 2**32)  # noqa: NPY002  (libraries draw from the global state)
     torch.manual_seed(stage_seed)
@@ -88,6 +114,9 @@ def destroy() -> None:
     """Leaves all groups; safe to call twice."""
     from megatron.core import parallel_state
 
+    from model.parallel.separation import forget_separation
+
+    forget_separation()
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -104,7 +104,7 @@ class ImageRows:
         wanted = []
         for each in tokens:
             needed = np.zeros(ends[-1] + 1, np.bool_)
-            needed[self._rows_of(each)] = True  # -1 marks the entry beyond the rows
+            needed[_rows_of(self.row_of_token, each)] = True  # -1 marks the entry beyond the rows
             wanted.append(np.flatnonzero(needed[:-1]))
         # Rows are ordered by the rank that computes them, so what one rank gets from another is a slice.
         cuts = [np.searchsorted(rows, ends) for rows in wanted]
@@ -127,13 +127,7 @@ class ImageRows:
         Returns:
             Indices into ``tokens`` and rows; int64, of equal length.
         """
-        rows = self._rows_of(tokens)
-        where = np.flatnonzero(rows >= 0)
-        return to_device(where, device), to_device(np.searchsorted(routes.wanted, rows[where]), device)
-
-    def _rows_of(self, tokens: IntArray) -> IntArray:
-        """Returns the embedding row of each pack token, -1 for text and for token -1."""
-        return np.where(tokens >= 0, self.row_of_token[tokens], -1)
+        return places(self.row_of_token, routes.wanted, tokens, device)
 
 
 @dataclass(frozen=True)
@@ -151,6 +145,30 @@ class RowRoutes:
     sent: tuple[int, ...]
     received: tuple[int, ...]
     wanted: IntArray
+
+
+def places(
+    row_of_token: IntArray, wanted: IntArray, tokens: IntArray, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns which of the given tokens are image tokens, and their rows among those that a rank has.
+
+    Args:
+        row_of_token: int64 (T,), the row of each pack token; -1 for text.
+        wanted: int64 (m,), ascending rows that the rank has.
+        tokens: (t,) indices in the pack; -1 for no token.
+        device: Device of the results.
+
+    Returns:
+        Indices into ``tokens`` and rows; int64, of equal length.
+    """
+    rows = _rows_of(row_of_token, tokens)
+    where = np.flatnonzero(rows >= 0)
+    return to_device(where, device), to_device(np.searchsorted(wanted, rows[where]), device)
+
+
+def _rows_of(row_of_token: IntArray, tokens: IntArray) -> IntArray:
+    """Returns the embedding row of each pack token, -1 for text and for token -1."""
+    return np.where(tokens >= 0, row_of_token[tokens], -1)
 
 
 def image_tokens(batch: PackedBatch, merge_unit: int, tokens: IntArray) -> IntArray:

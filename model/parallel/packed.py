@@ -85,8 +85,15 @@ class PackIndex:
                 f"{have[1]}: load with context_parallel={context_size} and context_parallel_rank={context_rank}, "
                 "or slice with batch.context_parallel_shard"
             )
-        bounds, true_lengths = batch.host.cu_seqlens_padded, np.diff(batch.host.cu_seqlens)
-        return cls._of_rank(bounds, bounds[:-1] + true_lengths, context_size, context_rank)
+        return cls.of_boundaries(batch.host.cu_seqlens, batch.host.cu_seqlens_padded, context_size, context_rank)
+
+    @classmethod
+    def of_boundaries(
+        cls, cu_seqlens: IntArray, cu_seqlens_padded: IntArray, context_size: int, context_rank: int
+    ) -> PackIndex:
+        """Builds the index of any context-parallel rank from the boundaries of a pack, int64 (segments + 1,) each."""
+        true_ends = cu_seqlens_padded[:-1] + np.diff(cu_seqlens)
+        return cls._of_rank(cu_seqlens_padded, true_ends, context_size, context_rank)
 
     @classmethod
     def _of_rank(cls, bounds: IntArray, true_ends: IntArray, context_size: int, context_rank: int) -> PackIndex:

@@ -103,12 +103,16 @@ def build(config: TrainConfig, architecture: Architecture, place: RankPlace, dev
         ConfigError: If settings and architecture are incompatible.
     """
     try:
-        model = spec_of(architecture).build(
-            architecture,
-            settings_of(config, architecture, device.type == "cuda"),
-            pre_process=place.first_stage,
-            post_process=place.last_stage,
-        )
+        settings = settings_of(config, architecture, device.type == "cuda")
+        if place.vision_rank is not None:
+            from model.network.vision_model import build_vision_model
+
+            spec_of(architecture).check(settings, architecture)
+            model: MegatronModule = build_vision_model(architecture, settings)
+        else:
+            model = spec_of(architecture).build(
+                architecture, settings, pre_process=place.first_stage, post_process=place.last_stage
+            )
     except SettingError as error:
         raise in_the_runs_words(error) from error
     except (ValueError, ImportError) as error:

@@ -30,8 +30,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from model.architecture import Architecture
 from model.families import architecture_to_hf
+from model.parallel.separation import separation
 from model.training.agreement import decided, on_all_ranks, require_shared
 from model.training.best import BestCheckpoint
+from model.training.common_state import with_common_state_of
 from model.training.config import ConfigError, TrainConfig
 from model.training.data import RankPlace
 from model.training.interruption import shielding_children
@@ -124,6 +126,8 @@ class Checkpoints:
             optimizer_form(learner.optimizer),
         )
         sharded = self._sharded(learner, loading=False)
+        if (sides := separation()) is not None:
+            sharded = with_common_state_of(sharded, sides.vision)
         self._size = _bytes_of(sharded)
         on_all_ranks(partial(self._prepare, temporary))
         if self._queue is not None:
@@ -209,7 +213,8 @@ class Checkpoints:
 
     def _layout(self) -> dict[str, int]:
         parallel = self._config.parallel
-        return {"world": self._place.world, **{name: getattr(parallel, name) for name in ("tp", "cp", "pp", "ep")}}
+        sizes = {"world": self._place.world, **{name: getattr(parallel, name) for name in ("tp", "cp", "pp", "ep")}}
+        return sizes | ({"vision_gpus": parallel.vision_gpus} if parallel.vision_gpus else {})
 
     def _load_random_state(self, path: Path) -> None:
         with self._reading(path):

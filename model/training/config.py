@@ -140,8 +140,12 @@ class ParallelConfig:
 
     Attributes:
         tp: Tensor parallel size.
+        vision_gpus: Processes that hold the vision tower and nothing else: the first ones. The others hold the language
+            model, in the layout of the other settings. 0: all processes share one layout.
+        vision_ahead: With ``vision_gpus``, micro-batches that the tower encodes ahead of those in the language model's
+            pipeline stages. More hide uneven images, and take memory.
         vision_tp: Tensor parallel size of the vision tower: unset means ``tp``; with 1, each of these ranks encodes
-            some of the images.
+            some of the images. With ``vision_gpus``: any divisor of it; unset means 1.
         sp: Sequence parallelism, off by default as in the loader; experts with tensor parallelism need it.
         cp: Context parallel size.
         pp: Pipeline stages.
@@ -150,6 +154,8 @@ class ParallelConfig:
     """
 
     tp: int = Parallelism.tensor_parallel
+    vision_gpus: int = 0
+    vision_ahead: int = 1
     vision_tp: int | None = None
     sp: bool = False
     cp: int = Parallelism.context_parallel
@@ -258,6 +264,7 @@ WITHOUT_EFFECT_ON_RESULTS = frozenset(
         "data.tls_cert",
         "data.tls_key",
         "model.ignore_config_fields",
+        "parallel.vision_ahead",
         "run.out",
         "run.save_every",
         "run.keep",

@@ -27,13 +27,17 @@ class RankPlace:
     Attributes:
         rank: Global rank.
         world: Number of processes.
-        dp_rank: Data-parallel rank (without context parallelism).
+        dp_rank: Data-parallel rank (without context parallelism); -1 on ranks of a separate vision tower, which have
+            images of the packs of all.
         dp_size: Data-parallel size.
         cp_rank: Context-parallel rank.
         cp_size: Context-parallel size.
         tp_rank: Tensor-parallel rank.
         first_stage: Whether the process holds the embeddings.
         last_stage: Whether the process computes the loss.
+        vision_rank: Data-parallel rank of a vision tower on processes of its own; None if this is not one of them. The
+            sizes above are those of the language model.
+        vision_size: Its data-parallel size; 0 if the tower is not separate.
     """
 
     rank: int
@@ -45,12 +49,31 @@ class RankPlace:
     tp_rank: int
     first_stage: bool
     last_stage: bool
+    vision_rank: int | None = None
+    vision_size: int = 0
 
     @classmethod
     def here(cls) -> RankPlace:
         """Returns the place of this process. The process groups must exist."""
         from megatron.core import parallel_state as groups
 
+        from model.parallel.separation import separation
+
+        sides = separation()
+        if sides is not None and sides.holds_tower:
+            return cls(
+                rank=torch.distributed.get_rank(),
+                world=torch.distributed.get_world_size(),
+                dp_rank=-1,
+                dp_size=sides.data,
+                cp_rank=0,
+                cp_size=sides.context,
+                tp_rank=groups.get_tensor_model_parallel_rank(),
+                first_stage=False,
+                last_stage=False,
+                vision_rank=groups.get_data_parallel_rank(),
+                vision_size=sides.replicas,
+            )
         return cls(
             rank=torch.distributed.get_rank(),
             world=torch.distributed.get_world_size(),
@@ -61,6 +84,7 @@ class RankPlace:
             tp_rank=groups.get_tensor_model_parallel_rank(),
             first_stage=groups.is_pipeline_first_stage(),
             last_stage=groups.is_pipeline_last_stage(),
+            vision_size=0 if sides is None else sides.replicas,
         )
 
     @property
@@ -69,18 +93,16 @@ class RankPlace:
         return self.last_stage and self.tp_rank == 0
 
 
-def parts_needed(
-    first_stage: bool, last_stage: bool, every_stage_weighs: bool, language_only: bool = False
-) -> tuple[str, ...]:
+def parts_needed(first_stage: bool, last_stage: bool, every_stage_weighs: bool, pixels: bool = True) -> tuple[str, ...]:
     """Returns the parts that a pipeline stage reads.
 
     Args:
         first_stage: The stage embeds tokens and images.
         last_stage: The stage computes the loss.
         every_stage_weighs: A load-balancing loss is trained, which routers on all stages weight by the targets.
-        language_only: The model has no vision tower.
+        pixels: The first stage encodes images.
     """
-    parts = ["tokens", *([] if language_only else ["pixels"])] if first_stage else []
+    parts = ["tokens", *(["pixels"] if pixels else [])] if first_stage else []
     return (*parts, "labels") if last_stage or every_stage_weighs else tuple(parts)
 
 
@@ -95,6 +117,8 @@ def open_loader(
     data, parallel, model = config.data, config.parallel, config.model
     require_data_named(data)
     weighs = architecture.language.moe is not None and model.moe_aux_loss != 0
+    of_tower, shared = place.vision_rank is not None, place.vision_size == 0
+    flops = spec_of(architecture).step_flops(architecture, model.mtp is not False, model.freeze)
     try:
         options = LoaderConfig(
             Packing(
@@ -107,18 +131,22 @@ def open_loader(
                 seed=data.seed,
                 blend=Blend(data.blend_by, data.blend) if data.blend else None,
                 balance=data.balance,
-                cost=spec_of(architecture).step_flops(architecture, model.mtp is not False, model.freeze).cost_model(),
+                cost=(flops if shared else flops.without_vision()).cost_model(),
             ),
             Parallelism(
-                dp_rank=place.dp_rank,
+                dp_rank=max(place.dp_rank, 0),
                 dp_size=place.dp_size,
                 context_parallel=parallel.cp,
-                context_parallel_rank=place.cp_rank if parallel.cp > 1 else None,
+                context_parallel_rank=place.cp_rank if parallel.cp > 1 and not of_tower else None,
                 tensor_parallel=parallel.tp,
                 sequence_parallel=parallel.sp,
+                vision_ranks=place.vision_size,
+                vision_rank=place.vision_rank,
             ),
             Reading(
-                parts=parts_needed(place.first_stage, place.last_stage, weighs, model.language_only),
+                parts=("pixels",)
+                if of_tower
+                else parts_needed(place.first_stage, place.last_stage, weighs, shared and not model.language_only),
                 num_workers=data.workers,
                 timeout=data.timeout,
                 verify=data.verify,

@@ -92,10 +92,18 @@ def _require_layout(config: TrainConfig) -> None:
     """Raises an error if the layout or the global batch does not fit the number of processes."""
     parallel, world = config.parallel, int(os.environ.get("WORLD_SIZE", "1"))
     try:
-        require_layout(world, tensor=parallel.tp, context=parallel.cp, pipeline=parallel.pp, expert=parallel.ep)
+        require_layout(
+            world,
+            tensor=parallel.tp,
+            context=parallel.cp,
+            pipeline=parallel.pp,
+            expert=parallel.ep,
+            vision=parallel.vision_gpus,
+            vision_tensor=parallel.vision_tp or 1,
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    replicas = world // (parallel.tp * parallel.cp * parallel.pp)
+    replicas = (world - parallel.vision_gpus) // (parallel.tp * parallel.cp * parallel.pp)
     if config.data.global_batch % replicas:
         raise ConfigError(
             f"data.global_batch {config.data.global_batch} is not a multiple of the {replicas} data-parallel ranks: "

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -22,6 +23,7 @@ from model.training.config import ConfigError, TrainConfig
 from model.training.data import RankPlace, open_loader
 from model.training.optimizer import Learner, unwrapped
 from model.training.step import forward_step
+from model.training.vision_side import VisionSide
 from vlmdata import PackedBatch, StreamingLoader
 from vlmdata.loader.open import require_one_tokenizer
 
@@ -148,6 +150,7 @@ class Evaluator:
         config: The run.
         device: Device for sums over ranks.
         stop_requested: Whether this process was asked to stop; checked after as many packs as a training step has.
+        vision: This rank's part of the work with a separate vision tower; None without.
     """
 
     def __init__(
@@ -158,7 +161,9 @@ class Evaluator:
         config: TrainConfig,
         device: torch.device,
         stop_requested: Callable[[], bool] = lambda: False,
+        vision: VisionSide | None = None,
     ):
+        self._vision = vision
         self._sets, self._learner, self._place = sets, learner, place
         self._device, self._stop_requested = device, stop_requested
         self._capacity = config.data.capacity
@@ -214,11 +219,11 @@ class Evaluator:
     def _pass_over(self, loader: StreamingLoader) -> torch.Tensor | None:
         """Sums losses, weights and targets over all ranks, float64 (3,); None if a rank was asked to stop."""
         total = torch.zeros(3, dtype=torch.float64, device=self._device)
-        left, batches = loader.steps(0), iter(loader)
-        while left:
-            count = min(left, self._most)
-            total += self._forward(batches, count)
-            left -= count
+        steps, done, batches = loader.steps(0), 0, iter(loader)
+        while done < steps:
+            count = min(steps - done, self._most)
+            total += self._forward(loader, batches, done, count)
+            done += count
             stop = torch.tensor([float(self._stop_requested())], device=self._device)
             torch.distributed.all_reduce(stop, op=torch.distributed.ReduceOp.MAX)
             if stop.item():
@@ -226,8 +231,10 @@ class Evaluator:
         torch.distributed.all_reduce(total)
         return total
 
-    def _forward(self, batches: Iterator[PackedBatch], count: int) -> torch.Tensor:
-        found = self._forward_backward(
+    def _forward(self, loader: StreamingLoader, batches: Iterator[PackedBatch], done: int, count: int) -> torch.Tensor:
+        """Passes over some micro-batches, each a step of the loader."""
+        compute = partial(
+            self._forward_backward,
             forward_step_func=forward_step,
             data_iterator=batches,
             model=self._learner.model,
@@ -236,6 +243,11 @@ class Evaluator:
             micro_batch_size=1,
             forward_only=True,
         )
+        if self._vision is None:
+            found = compute()
+        else:
+            images = [packs for step in range(done, done + count) for packs in loader.images(0, step)]
+            found = self._vision.run(images, batches, compute, True)
         if not self._place.speaks:
             return torch.zeros(3, dtype=torch.float64, device=self._device)
         return torch.stack([each["loss"] for each in found]).sum(0, dtype=torch.float64)

@@ -33,7 +33,8 @@ class StepReport:
         epoch: Epoch of the data.
         result: Result of the step.
         lr: Learning rate of the step.
-        mfu: Model FLOP/s over the devices' peak; None if the peak is unknown.
+        mfu: Model FLOP/s over the devices' peak by name: ``mfu`` over all devices, and ``vision_mfu`` and
+            ``language_mfu`` with separate ranks; empty if the peak is unknown.
         samples: Digest of this rank's samples, for comparing runs.
     """
 
@@ -41,7 +42,7 @@ class StepReport:
     epoch: int
     result: StepResult
     lr: float
-    mfu: float | None
+    mfu: Mapping[str, float]
     samples: str
 
     @property
@@ -60,11 +61,12 @@ class StepReport:
             "images": result.images,
             "patches": result.patches,
             "tflops": result.flops / result.seconds / 1e12,
-            "mfu": self.mfu,
+            **self.mfu,
             "data_wait": result.data_wait,
             "data_wait_share": result.data_wait / result.seconds,
             "seconds": result.seconds,
             "memory_gib": result.memory / 2**30 if result.memory else None,
+            "vision_memory_gib": result.vision_memory / 2**30 if result.vision_memory else None,
         }
         return {name: float(value) for name, value in values.items() if value is not None}
 
@@ -81,10 +83,12 @@ class StepReport:
             f"fill {m['fill']:.1%}",
             f"wait {m['data_wait_share']:.1%}",
         ]
-        if self.mfu is not None:
-            parts.append(f"mfu {self.mfu:.1%}")
+        if "mfu" in m:
+            sides = f" (vision {m['vision_mfu']:.1%}, language {m['language_mfu']:.1%})" if "vision_mfu" in m else ""
+            parts.append(f"mfu {m['mfu']:.1%}{sides}")
         if self.result.memory:
-            parts.append(f"mem {m['memory_gib']:.1f} GiB")
+            vision = f" (vision {m['vision_memory_gib']:.1f})" if self.result.vision_memory else ""
+            parts.append(f"mem {m['memory_gib']:.1f} GiB{vision}")
         parts.append(f"{self.result.seconds:.2f} s")
         return "  ".join(parts)
 

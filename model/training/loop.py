@@ -17,7 +17,7 @@ import torch
 from model.architecture import Architecture
 from model.families import spec_of
 from model.flops import peak_flops
-from model.training.agreement import raise_together, together
+from model.training.agreement import gathered, raise_together, together
 from model.training.best import Best
 from model.training.build import architecture_of, build, computed_by, parameter_dtype
 from model.training.checkpoint import Checkpoints, megabytes
@@ -35,6 +35,7 @@ from model.training.optimizer import Learner, build_learner, freeze
 from model.training.profiling import Profiler
 from model.training.starting_point import find_start, load_start
 from model.training.step import Stepper, StepResult, digest
+from model.training.vision_side import VisionSide, vision_side
 from vlmdata import StreamingLoader
 from vlmdata.loader.run_record import RunRecord
 from vlmdata.wording import counted, duration
@@ -85,33 +86,39 @@ def train(config: TrainConfig, device: torch.device, resume: bool) -> Outcome:
             model = build(config, architecture, place, device)
             trained = freeze(model, config.model.freeze)
         learner = build_learner(model, config, device, parameter_dtype(config, device))
+        vision = vision_side(learner, config, architecture, device, parameter_dtype(config, device), loader)
         done, notes = load_start(config, architecture, place, checkpoints, start, learner, loader)
         with together():
             log = stack.enter_context(RunLog(config, place.rank == 0, done if resume else None))
+            everywhere = gathered(trained)
             if place.rank == 0:
                 RunRecord.of(loader, Path(config.run.out)).write()
-        log.say(_describe(config, architecture, place, trained, loader))
+        log.say(_describe(config, architecture, place, everywhere, loader))
         log.say(computed_by(model, settings_of(config, architecture, device.type == "cuda"), device))
         name_damage_once(place)
         for note in [*_empty_packs(loader), *also_trained_on(sets, loader), *notes]:
             log.say(note)
-        steps = _Loop(config, architecture, place, learner, checkpoints, loader, sets, log, device)
+        steps = _Loop(config, architecture, place, learner, vision, checkpoints, loader, sets, log, device)
         stack.callback(steps.profiler.close)
         stack.enter_context(ending())
         return steps.until_end(done)
 
 
 def _describe(
-    config: TrainConfig, architecture: Architecture, place: RankPlace, trained: int, loader: StreamingLoader
+    config: TrainConfig, architecture: Architecture, place: RankPlace, trained: Sequence[int], loader: StreamingLoader
 ) -> str:
     p = config.parallel
     name = config.model.hf or config.model.preset
     frozen = f", frozen: {', '.join(config.model.freeze)}" if config.model.freeze else ""
     processes = "1 process" if place.world == 1 else f"{place.world} processes"
     samples, steps = sum(len(each) for each in loader.datasets), loader.steps(loader.position.epoch)
+    where, tower = f"{trained[0]:,} parameters trained on rank 0", ""
+    if p.vision_gpus:
+        where = f"{where} (vision), {trained[p.vision_gpus]:,} on rank {p.vision_gpus} (language)"
+        tower = f"{p.vision_gpus} for vision (dp {place.vision_size} x tp {p.vision_tp or 1}), others "
     return (
-        f"{name}: {architecture.language.num_layers} layers, {trained:,} parameters trained on rank 0{frozen}; "
-        f"{processes}: dp {place.dp_size} x tp {p.tp} x cp {p.cp} x pp {p.pp}, ep {p.ep}; "
+        f"{name}: {architecture.language.num_layers} layers, {where}{frozen}; "
+        f"{processes}: {tower}dp {place.dp_size} x tp {p.tp} x cp {p.cp} x pp {p.pp}, ep {p.ep}; "
         f"{counted(samples, 'sample')}, {counted(steps, 'step')} per epoch; config {config.hash()}"
     )
 
@@ -138,6 +145,7 @@ class _Loop:
         architecture: Architecture,
         place: RankPlace,
         learner: Learner,
+        vision: VisionSide | None,
         checkpoints: Checkpoints,
         loader: StreamingLoader,
         sets: Sequence[EvaluationSet],
@@ -156,12 +164,14 @@ class _Loop:
             flops=spec_of(architecture).step_flops(architecture, mtp, config.model.freeze),
             device=device,
             stop_requested=self._interruption.requested,
+            vision=vision,
+            images=lambda: loader.images(loader.position.epoch, loader.position.step),
         )
         stop = self._interruption.requested
-        self._evaluator = Evaluator(sets, learner, place, config, device, stop) if sets else None
+        self._evaluator = Evaluator(sets, learner, place, config, device, stop, vision) if sets else None
         self._data = tuple(each.loader.datasets[0].manifest.fingerprint for each in sets)
         peak = peak_flops(device)
-        self._peak = None if peak is None else peak * place.world
+        self._peak = peak
         trace = Path(config.run.out) / "profile" / f"rank-{place.rank:05d}.json"
         self.profiler = Profiler(config.run.profile, trace, device)
         self._data_wait = DataWait(config.data.workers, decoded_codecs(loader.datasets))
@@ -264,7 +274,13 @@ class _Loop:
             self._log.say(f"done: step {done} is saved in {run.out}")
 
     def _report(self, step: int, result: StepResult, lr: float) -> StepReport:
-        mfu = None if self._peak is None else result.flops / result.seconds / self._peak
+        world, vision = self._place.world, self._config.parallel.vision_gpus
+        shares = {"mfu": (result.flops, world)}
+        if vision:
+            shares["vision_mfu"] = (result.vision_flops, vision)
+            shares["language_mfu"] = (result.flops - result.vision_flops, world - vision)
+        peak = self._peak
+        mfu = {} if peak is None else {name: f / result.seconds / (peak * n) for name, (f, n) in shares.items()}
         return StepReport(step, result.batches[0].epoch, result, lr, mfu, digest(result.batches))
 
     def _resume_command(self, step: int) -> str:

@@ -12,6 +12,8 @@ from model.training.config import ConfigError, TrainConfig
 _OF_THE_RUN = {
     "tensor_parallel": "parallel.tp",
     "vision_tensor_parallel": "parallel.vision_tp",
+    "separate_vision": "parallel.vision_gpus",
+    "language_only": "model.language_only",
     "sequence_parallel": "parallel.sp",
     "context_parallel": "parallel.cp",
     "pipeline_parallel": "parallel.pp",
@@ -43,6 +45,7 @@ def settings_of(config: TrainConfig, architecture: Architecture, on_gpu: bool) -
     return ModelSettings(
         tensor_parallel=parallel.tp,
         vision_tensor_parallel=parallel.vision_tp,
+        separate_vision=parallel.vision_gpus > 0,
         sequence_parallel=parallel.sp,
         context_parallel=parallel.cp,
         pipeline_parallel=parallel.pp,

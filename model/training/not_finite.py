@@ -75,6 +75,8 @@ def _packs(everyone: list[tuple[int, tuple[MicroBatch, ...]]]) -> list[dict[str,
     """Merges the ranks' reports: for each pack of the step, whether its loss is finite on all ranks."""
     packs: dict[tuple[int, int], dict[str, Any]] = {}
     for dp_rank, batches in everyone:
+        if dp_rank < 0:  # a rank of a separate tower: it has no losses
+            continue
         for number, batch in enumerate(batches):
             name = {"data_parallel_rank": dp_rank, "micro_batch": number}
             pack = packs.setdefault((dp_rank, number), name | vars(batch) | {"finite": True})

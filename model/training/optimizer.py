@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from model.parallel.separation import Separation, separation
 from model.training.config import ConfigError, TrainConfig
 from vlmdata import PackedBatch
 
@@ -42,13 +43,13 @@ def freeze(model: torch.nn.Module, parts: tuple[str, ...]) -> int:
         Number of trained parameters (elements) on this rank.
 
     Raises:
-        ConfigError: If no trained parameters remain.
+        ConfigError: If no trained parameters remain. With the tower on ranks of its own, one side may be frozen.
     """
     for name, parameter in model.named_parameters():
         if part_of(name) in parts:
             parameter.requires_grad_(False)
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
-    if not trained:
+    if not trained and (separation() is None or {"vision", "merger", "language"} <= set(parts)):
         stage, stages = (
             parallel_state.get_pipeline_model_parallel_rank() + 1,
             parallel_state.get_pipeline_model_parallel_world_size(),
@@ -76,10 +77,12 @@ def build_learner(model: torch.nn.Module, config: TrainConfig, device: torch.dev
         device: Device of the model.
         dtype: Dtype of the parameters. Gradients and optimizer state are always fp32.
     """
-    settings = config.optimizer
+    settings, sides = config.optimizer, separation()
     on_gpu = device.type == "cuda"
     distributed = on_gpu if settings.distributed is None else settings.distributed
     overlap = on_gpu if settings.overlap is None else settings.overlap
+    if sides is not None and sides.holds_tower:
+        overlap = False  # a rank of the tower may have no image in a micro-batch, or in a step, and then no pass
     if distributed and not on_gpu:
         raise ConfigError(
             "optimizer.distributed needs CUDA: megatron-core restores its state only with fused Adam. Omit it."
@@ -100,9 +103,37 @@ def build_learner(model: torch.nn.Module, config: TrainConfig, device: torch.dev
     optimizer = get_megatron_optimizer(
         _optimizer_config(config, distributed, overlap and distributed, dtype), [wrapped]
     )
+    if sides is not None:
+        optimizer = JointOptimizer(optimizer, sides)
     schedule = build_schedule(optimizer, config)
     _connect(model.config, wrapped, optimizer, overlap, overlap and distributed)
     return Learner([wrapped], optimizer, schedule)
+
+
+class JointOptimizer(ChainedOptimizer):
+    """The optimizer of one side, which clips gradients by the norm over both sides.
+
+    Args:
+        optimizer: The optimizer of this side.
+        sides: Both sides.
+    """
+
+    def __init__(self, optimizer: MegatronOptimizer, sides: Separation) -> None:
+        assert isinstance(optimizer, ChainedOptimizer)
+        super().__init__(optimizer.chained_optimizers)
+        self._sides = sides
+
+    @torch.no_grad()
+    def get_grad_norm(self) -> float:
+        """Returns the norm of the gradient over both sides. A collective of all ranks."""
+        own = super().get_grad_norm() or 0.0
+        # All ranks of a side have its norm, and one of them counts. A sum, unlike a maximum, is not finite if one is.
+        speaks = torch.distributed.get_rank() in (0, self._sides.vision)
+        square = torch.tensor(
+            [float(own) ** 2 if speaks else 0.0], dtype=torch.float64, device=torch.cuda.current_device()
+        )
+        torch.distributed.all_reduce(square)
+        return float(square.sqrt().item())
 
 
 def build_schedule(optimizer: MegatronOptimizer, config: TrainConfig) -> OptimizerParamScheduler:
@@ -167,13 +198,21 @@ class TargetWeights:
     def over_all_ranks(self, device: torch.device) -> torch.Tensor:
         """Returns the sum over the packs of all data-parallel and context-parallel ranks, float64 (). A collective.
 
-        The last pipeline stage, which has all labels, sends the sum to the others.
+        The last pipeline stage, which has all labels, sends the sum to the others, and the language model sends it to a
+        tower on ranks of its own.
         """
         total = torch.zeros((), dtype=torch.float64, device=device) if self._sum is None else self._sum.clone()
+        sides = separation()
+        if sides is None or not sides.holds_tower:
+            self._sum_over_the_language_model(total)
+        if sides is not None:
+            torch.distributed.broadcast(total, src=sides.vision)
+        return total
+
+    def _sum_over_the_language_model(self, total: torch.Tensor) -> None:
         stages = parallel_state.get_pipeline_model_parallel_group()
         torch.distributed.broadcast(total, src=torch.distributed.get_process_group_ranks(stages)[-1], group=stages)
         torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-        return total
 
 
 def finalize_gradients(

@@ -22,6 +22,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from model.flops import StepFlops
 from model.training.data import RankPlace
 from model.training.optimizer import Learner, TargetWeights, finalize_gradients, unwrapped
+from model.training.vision_side import StepImages, VisionSide
 from vlmdata import PackedBatch
 
 
@@ -46,7 +47,9 @@ class StepResult:
         any_masked: Whether any rank masked damaged samples.
         masked: (dataset number, position in it) of the samples that this rank masked.
         not_finite: Which of the losses and the gradient norm are infinite or NaN; the same on all ranks.
-        batches: Micro-batches of this rank.
+        batches: Micro-batches of this rank; on a rank of a separate tower those of the first data-parallel rank.
+        vision_flops: Model FLOP of the vision tower.
+        vision_memory: ``memory`` over the ranks of a separate vision tower; 0 without.
     """
 
     loss: float
@@ -66,6 +69,8 @@ class StepResult:
     batches: tuple[MicroBatch, ...]
     any_masked: bool = False
     masked: frozenset[tuple[int, int]] = frozenset()
+    vision_flops: float = 0.0
+    vision_memory: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,15 +97,15 @@ def digest(batches: Sequence[MicroBatch]) -> str:
 
 
 class _Counted:
-    """Iterates over the batches of one step and counts them."""
+    """Iterates over the batches of one step and counts them; of each ``every`` batches, it keeps the first's origin."""
 
-    def __init__(self, batches: Iterator[PackedBatch], flops: StepFlops):
-        self._batches, self._flops = batches, flops
+    def __init__(self, batches: Iterator[PackedBatch], flops: StepFlops, every: int):
+        self._batches, self._flops, self._every = batches, flops, every
         self._origins: list[tuple[int, int, tuple[str, ...]]] = []
         self.weights = TargetWeights()
         self.masked: set[tuple[int, int]] = set()
         self.tokens = self.images = self.patches = 0
-        self.flops = self.wait = 0.0
+        self.flops = self.vision_flops = self.wait = 0.0
 
     def __iter__(self) -> Iterator[PackedBatch]:
         return self
@@ -116,8 +121,10 @@ class _Counted:
         self.images += len(patches)
         self.patches += int(patches.sum())
         self.flops += self._flops.of(lengths, patches)
+        self.vision_flops += self._flops.of_images(patches)
         self.masked.update((batch.origins[i].dataset, batch.origins[i].index) for i in batch.masked)
-        self._origins.append((batch.epoch, batch.step, batch.sample_keys))
+        if batch.micro_batch % self._every == 0:
+            self._origins.append((batch.epoch, batch.step, batch.sample_keys))
         return batch
 
     def made(self, losses: list[float] | None) -> tuple[MicroBatch, ...]:
@@ -137,6 +144,8 @@ class Stepper:
         flops: The FLOP formula of the model.
         device: Device for sums over ranks.
         stop_requested: Whether this process was asked to stop; checked in each step and shared with all ranks.
+        vision: This rank's part of the work with a separate vision tower; None without.
+        images: Returns the packs of the next step, for ``vision``.
     """
 
     def __init__(
@@ -148,7 +157,10 @@ class Stepper:
         flops: StepFlops,
         device: torch.device,
         stop_requested: Callable[[], bool] = lambda: False,
+        vision: VisionSide | None = None,
+        images: Callable[[], StepImages] = tuple,
     ):
+        self._vision, self._images = vision, images
         self._learner, self._place, self._flops, self._device = learner, place, flops, device
         self._stop_requested = stop_requested
         self._micro_batches, self._capacity = micro_batches, capacity
@@ -161,13 +173,15 @@ class Stepper:
             batches: At least as many as this rank needs in a step.
         """
         begun = time.perf_counter()
-        learner, counted = self._learner, _Counted(batches, self._flops)
+        learner, every = self._learner, 1 if self._place.vision_rank is None else self._place.dp_size
+        counted = _Counted(batches, self._flops, every)
         for chunk in learner.model:
             chunk.zero_grad_buffer()
         learner.optimizer.zero_grad()
         config = unwrapped(learner.model[0]).config
         config.finalize_model_grads_func = partial(finalize_gradients, counted.weights)
-        found = self._forward_backward(
+        compute = partial(
+            self._forward_backward,
             forward_step_func=forward_step,
             data_iterator=counted,
             model=learner.model,
@@ -176,6 +190,7 @@ class Stepper:
             micro_batch_size=1,
             forward_only=False,
         )
+        found = compute() if self._vision is None else self._vision.run(self._images(), counted, compute, False)
         _, grad_norm, _ = learner.optimizer.step()
         learner.schedule.step(increment=1)
         return self._result(found, counted, float(grad_norm), begun)
@@ -187,11 +202,13 @@ class Stepper:
         losses = torch.stack([each["loss"] for each in found]) if speaks else None
         sums = [0.0, 0.0, 0.0] if losses is None else losses.sum(0).tolist()
         slots = self._micro_batches * self._capacity
-        counts = (counted.tokens, slots, counted.images, counted.patches, counted.flops)
-        total = torch.tensor([*sums, *(counts if whole else [0.0] * 5)], dtype=torch.float64, device=self._device)
+        counts = (counted.tokens, slots, counted.images, counted.patches, counted.flops, counted.vision_flops)
+        total = torch.tensor([*sums, *(counts if whole else [0.0] * 6)], dtype=torch.float64, device=self._device)
+        memory = peak_memory(self._device)
         own = [
             counted.wait,
-            peak_memory(self._device),
+            memory,
+            0 if self._place.vision_rank is None else memory,
             not math.isfinite(grad_norm),
             self._stop_requested(),
             bool(counted.masked),
@@ -199,8 +216,8 @@ class Stepper:
         most = torch.tensor(own, dtype=torch.float64, device=self._device)
         torch.distributed.all_reduce(total)
         torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
-        loss, weight, targets, tokens, slots, images, patches, flops = total.tolist()
-        wait, memory, overflow, stop, any_masked = most.tolist()
+        loss, weight, targets, tokens, slots, images, patches, flops, vision_flops = total.tolist()
+        wait, memory, vision_memory, overflow, stop, any_masked = most.tolist()
         model = unwrapped(self._learner.model[0])
         extra_losses = model.metrics.pop(model.metric_names, device=self._device)
         odd = [name for name, value in {"loss": loss, **extra_losses}.items() if not math.isfinite(value)]
@@ -214,9 +231,11 @@ class Stepper:
             images=int(images),
             patches=int(patches),
             flops=flops + self._flops.per_target * targets,
+            vision_flops=vision_flops,
             seconds=time.perf_counter() - begun,
             data_wait=wait,
             memory=int(memory),
+            vision_memory=int(vision_memory),
             interrupted=bool(stop),
             any_masked=bool(any_masked),
             masked=frozenset(counted.masked),

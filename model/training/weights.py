@@ -138,6 +138,8 @@ def _load_hf(
             notes = [_without_prediction(path, fresh=config.model.mtp is True)] if lacking else []
             parallel = config.parallel
             part = ModelPart(place.tp_rank, parallel.tp, parallel.vision_tp, predicting and not lacking)
+            if place.vision_rank is not None:
+                part = ModelPart(place.tp_rank, parallel.vision_tp or 1, None, False)
             read = fill_from_folder(unwrapped(learner.model[0]), path, architecture, part)
         except (WeightsError, OSError) as error:
             if other := _difference(path, architecture, config.model.ignore_config_fields):

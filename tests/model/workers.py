@@ -1,4 +1,4 @@
-"""Runs a function in four gloo processes at once."""
+"""Runs a function in several gloo processes at once."""
 
 from __future__ import annotations
 
@@ -23,11 +23,16 @@ PATIENCE = 500.0
 _meetings, _numbers = "", itertools.count()
 
 
-def run_in_all(task: Callable[..., Any], *args: Any) -> list[Any]:
+def run_in_all(task: Callable[..., Any], *args: Any, world: int = WORLD) -> list[Any]:
     """Calls a module-level function in every process.
 
     They are forked from one that has megatron-core, and end with the call: process groups that something still holds
     would keep their threads, which wake up all the time.
+
+    Args:
+        task: The function.
+        args: Its arguments.
+        world: Processes.
 
     Returns:
         What each returned, by rank.
@@ -41,12 +46,12 @@ def run_in_all(task: Callable[..., Any], *args: Any) -> list[Any]:
     answers: dict[int, bytes] = {}
     failures = []
     with tempfile.TemporaryDirectory() as folder:
-        given = (str(Path(folder) / "store"), task, args, results)
-        processes = [context.Process(target=_call, args=(rank, *given), daemon=True) for rank in range(WORLD)]
+        given = (world, str(Path(folder) / "store"), task, args, results)
+        processes = [context.Process(target=_call, args=(rank, *given), daemon=True) for rank in range(world)]
         for process in processes:
             process.start()
         try:
-            for _ in range(WORLD):
+            for _ in range(world):
                 rank, failure, answer = results.get(timeout=PATIENCE if not failures else 5.0)
                 answers[rank] = answer
                 if failure:
@@ -59,7 +64,7 @@ def run_in_all(task: Callable[..., Any], *args: Any) -> list[Any]:
                 process.join()
     if failures:
         raise AssertionError("\n".join(failures))
-    return [pickle.loads(answers[rank]) for rank in range(WORLD)]
+    return [pickle.loads(answers[rank]) for rank in range(world)]
 
 
 def meet_again() -> None:
@@ -67,22 +72,25 @@ def meet_again() -> None:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
+    from model.parallel.separation import forget_separation
+
+    forget_separation()
     parallel_state.destroy_model_parallel()
-    rank = dist.get_rank()
+    rank, world = dist.get_rank(), dist.get_world_size()
     dist.barrier()
     dist.destroy_process_group()
     gc.collect()  # of models, which hold groups
-    _meet(rank)
+    _meet(rank, world)
 
 
-def _meet(rank: int) -> None:
+def _meet(rank: int, world: int) -> None:
     import torch.distributed as dist
 
-    store = dist.FileStore(f"{_meetings}-{next(_numbers)}", WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+    store = dist.FileStore(f"{_meetings}-{next(_numbers)}", world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
 
 
-def _call(rank: int, meetings: str, task: Callable[..., Any], args: tuple[Any, ...], results: Any) -> None:
+def _call(rank: int, world: int, meetings: str, task: Callable[..., Any], args: tuple[Any, ...], results: Any) -> None:
     global _meetings
     faulthandler.enable()
     from model.parallel import cpu_mode
@@ -90,7 +98,7 @@ def _call(rank: int, meetings: str, task: Callable[..., Any], args: tuple[Any, .
     _meetings = meetings
     try:
         with cpu_mode.cpu_as_cuda():
-            _meet(rank)
+            _meet(rank, world)
             # As bytes: tensors in shared memory would need this process to live until they are read.
             results.put((rank, None, pickle.dumps(task(*args))))
     except BaseException:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -38,11 +38,12 @@ SETTINGS: dict[str, Any] = {
 
 def short_rows(count: int) -> list[dict[str, Any]]:
     """Those of so many chats that fit a pack."""
-    return [
-        row
-        for row in chat_rows(count)
-        if sum(len(message["content"][-1]["text"].split()) for message in row["messages"]) < 200
-    ]
+    return short(chat_rows(count))
+
+
+def short(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those chats that fit a pack."""
+    return [row for row in rows if sum(len(each["content"][-1]["text"].split()) for each in row["messages"]) < 200]
 
 
 @pytest.fixture(scope="session")

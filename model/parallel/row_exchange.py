@@ -1,0 +1,166 @@
+"""Sends image rows from the ranks of the tower to the language model, and their gradients back.
+
+Each direction has a group of its own. In a step every rank takes part in the exchange of every micro-batch, in order,
+with sizes from the plan. So ranks cannot wait for each other in a circle, whatever the order of forward and backward
+passes between them.
+
+Shapes: rows on a rank m, width of a row W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from model.parallel.exchange import all_gather_rows
+from model.parallel.packed import IntArray, to_device
+from model.parallel.separation import Separation
+from model.parallel.vision_rows import MicroBatchRows, Transfer, even_parts
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """What rows look like.
+
+    Attributes:
+        width: Values per row.
+        dtype: Their type.
+        device: Where they are.
+    """
+
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self, rows: int) -> Tensor:
+        """Returns memory for rows."""
+        return torch.empty(rows, self.width, dtype=self.dtype, device=self.device)
+
+
+class RowSender:
+    """A rank of the tower: sends rows and receives their gradients.
+
+    Args:
+        ranks: Both sides.
+        rows: Format of the rows.
+        tensor_group: Tensor-parallel ranks of the tower.
+    """
+
+    def __init__(self, ranks: Separation, rows: RowFormat, tensor_group: Any):
+        self._ranks, self._format, self._tensor_group = ranks, rows, tensor_group
+        self._sent: dict[int, tuple[Any, Transfer, Tensor]] = {}
+
+    def send(self, number: int, micro_batch: MicroBatchRows, rows: Tensor) -> None:
+        """Starts to send the rows of a micro-batch.
+
+        Args:
+            number: The micro-batch in its step.
+            micro_batch: Its rows.
+            rows: (m, W), those that this rank computed.
+        """
+        transfer = micro_batch.to_send(dist.get_rank())
+        chosen = rows.detach().index_select(0, to_device(transfer.outgoing, rows.device))
+        work = _start(self._format.empty(0), chosen, transfer.received, transfer.sent, self._ranks.rows_group)
+        self._sent[number] = (work, transfer, chosen)
+
+    def wait(self, number: int) -> Transfer:
+        """Waits until the rows of a micro-batch are sent."""
+        work, transfer, _ = self._sent.pop(number)
+        work.wait()
+        return transfer
+
+    def gradient(self, number: int, count: int) -> Tensor:
+        """Receives the gradient of the rows that this rank computed, (m, W) for ``count`` rows m."""
+        transfer = self.wait(number)
+        arrived = self._format.empty(sum(transfer.sent))
+        nothing = self._format.empty(0)
+        _start(arrived, nothing, transfer.sent, transfer.received, self._ranks.gradients_group).wait()
+        gradient = self._format.empty(count).zero_()
+        gradient.index_add_(0, to_device(transfer.outgoing, gradient.device), arrived)
+        if self._ranks.vision_tensor > 1:  # each of these ranks sent a part of the same rows
+            dist.all_reduce(gradient, group=self._tensor_group)
+        return gradient
+
+
+class RowReceiver:
+    """A rank of the language model's first stage: receives rows and sends their gradients.
+
+    Args:
+        ranks: Both sides.
+        rows: Format of the rows.
+        tensor_group: Tensor-parallel ranks of the language model.
+    """
+
+    def __init__(self, ranks: Separation, rows: RowFormat, tensor_group: Any):
+        self._ranks, self._format, self._tensor_group = ranks, rows, tensor_group
+        self._micro_batches: Sequence[MicroBatchRows] = ()
+        self._trained = False
+        self._next = 0
+        self._coming: tuple[Any, Transfer, Tensor] | None = None
+        self._returning: list[tuple[Any, Tensor]] = []
+
+    def begin(self, micro_batches: Sequence[MicroBatchRows], trained: bool) -> None:
+        """Begins a step.
+
+        Args:
+            micro_batches: Its micro-batches, in the order in which the model computes them.
+            trained: Whether the tower wants gradients.
+        """
+        self._micro_batches, self._trained, self._next = micro_batches, trained, 0
+        self._coming = self._request(0)
+
+    def receive(self) -> tuple[Tensor, IntArray, IntArray]:
+        """Returns the rows of the next micro-batch.
+
+        Returns:
+            (m, W), the rows that this context-parallel rank places; int64 (m,), their ascending numbers; and int64
+            (T,), the number of each token's row, -1 for text.
+        """
+        number, coming = self._next, self._coming
+        assert coming is not None, "the step has no further micro-batch"
+        self._next, self._coming = number + 1, self._request(number + 1)
+        work, transfer, part = coming
+        work.wait()
+        if self._trained and torch.is_grad_enabled():
+            part.requires_grad_().register_hook(partial(self._return, transfer))
+        micro_batch = self._micro_batches[number]
+        data, context, _ = self._ranks.place(dist.get_rank())
+        wanted = micro_batch.wanted(data, context)
+        # All of these ranks have the same gradient of all rows, and each returns that of its part.
+        counts = even_parts(len(wanted), self._ranks.tensor)
+        rows = all_gather_rows(part, counts, self._tensor_group, sum_gradients=False)
+        return rows, wanted, micro_batch.row_of_token[data]
+
+    def finish(self) -> None:
+        """Ends a step: waits until all gradients are sent."""
+        for work, _ in self._returning:
+            work.wait()
+        self._returning.clear()
+        assert self._next == len(self._micro_batches), "rows of some micro-batches were not used"
+
+    def _request(self, number: int) -> tuple[Any, Transfer, Tensor] | None:
+        """Starts to receive the rows of a micro-batch; None after the last."""
+        if number == len(self._micro_batches):
+            return None
+        transfer = self._micro_batches[number].to_receive(dist.get_rank())
+        part = self._format.empty(sum(transfer.received))
+        nothing = self._format.empty(0)
+        return _start(part, nothing, transfer.received, transfer.sent, self._ranks.rows_group), transfer, part
+
+    def _return(self, transfer: Transfer, gradient: Tensor) -> None:
+        """Starts to send the gradient of a part of the rows."""
+        gradient, nothing = gradient.contiguous(), self._format.empty(0)
+        work = _start(nothing, gradient, transfer.sent, transfer.received, self._ranks.gradients_group)
+        self._returning = [each for each in self._returning if not each[0].is_completed()]
+        self._returning.append((work, gradient))  # which must live until it is sent
+
+
+def _start(into: Tensor, values: Tensor, received: Sequence[int], sent: Sequence[int], group: Any) -> Any:
+    """Starts an exchange of rows; ranks that have none for each other exchange nothing."""
+    return dist.all_to_all_single(into, values, list(received), list(sent), group=group, async_op=True)

@@ -1,0 +1,124 @@
+"""Process groups for a vision tower on processes of its own.
+
+Ranks [0, N) hold the tower, the others the language model. Each side has a grid of megatron-core's groups, with its own
+sizes. A process sees the grid of its side in ``megatron.core.parallel_state``, as if the other side did not exist. The
+sides meet in the default group and in two groups of the ranks that exchange image rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+
+@dataclass(frozen=True)
+class Separation:
+    """Sizes of both sides, and the groups in which they exchange image rows.
+
+    Attributes:
+        vision: Ranks that hold the tower: the first ones.
+        vision_tensor: Tensor-parallel size of the tower.
+        data: Data-parallel size of the language model.
+        context: Its context-parallel size.
+        tensor: Its tensor-parallel size.
+        pipeline: Its number of pipeline stages.
+        rows_group: Ranks of the tower and of the first pipeline stage; rows of images travel here.
+        gradients_group: The same ranks; gradients travel here, so that neither direction waits for the other.
+    """
+
+    vision: int
+    vision_tensor: int
+    data: int
+    context: int
+    tensor: int
+    pipeline: int
+    rows_group: Any = None
+    gradients_group: Any = None
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel size of the tower."""
+        return self.vision // self.vision_tensor
+
+    @property
+    def first_stage(self) -> range:
+        """Global ranks of the language model's first pipeline stage, in the order of megatron-core's grid."""
+        return range(self.vision, self.vision + self.data * self.context * self.tensor)
+
+    @property
+    def exchanging(self) -> range:
+        """Global ranks that exchange rows. Their ranks in both groups are the same numbers."""
+        return range(self.first_stage.stop)
+
+    @property
+    def holds_tower(self) -> bool:
+        """Whether this process is one of the tower's."""
+        return bool(dist.get_rank() < self.vision)
+
+    @property
+    def receives_rows(self) -> bool:
+        """Whether this process is on the language model's first pipeline stage."""
+        return dist.get_rank() in self.first_stage
+
+    def place(self, rank: int) -> tuple[int, int, int]:
+        """Returns data-, context- and tensor-parallel rank of a rank of the first stage."""
+        outer, tensor = divmod(rank - self.vision, self.tensor)
+        data, context = divmod(outer, self.context)
+        return data, context, tensor
+
+
+_current: Separation | None = None
+
+
+def separation() -> Separation | None:
+    """Returns the sides; None if the ranks that hold the language model also hold the tower."""
+    return _current
+
+
+def forget_separation() -> None:
+    """Forgets the sides."""
+    global _current
+    _current = None
+
+
+def initialize_sides(vision: int, vision_tensor: int, language: dict[str, int], timeout_minutes: int) -> None:
+    """Creates the groups of both sides. All processes must call it.
+
+    Args:
+        vision: Ranks that hold the tower.
+        vision_tensor: Tensor-parallel size of the tower.
+        language: Sizes of the language model's layout, as arguments of megatron-core's ``initialize_model_parallel``.
+        timeout_minutes: How long a collective waits for a missing rank.
+    """
+    global _current
+    make = partial(
+        parallel_state.initialize_model_parallel,
+        expert_tensor_parallel_size=1,
+        distributed_timeout_minutes=timeout_minutes,
+    )
+    others = dist.get_world_size() - vision
+    none_yet = _state()
+    # Creating a group is a collective of all processes, so each of them creates those of both sides, in one order.
+    make(vision_tensor, rank_offset=0, local_world_size=vision)
+    of_tower = _state()
+    vars(parallel_state).update(none_yet)
+    make(**language, rank_offset=vision, local_world_size=others)
+    if dist.get_rank() < vision:
+        vars(parallel_state).update(of_tower)
+    tensor, context, pipeline = (
+        language[f"{name}_parallel_size"] for name in ("tensor_model", "context", "pipeline_model")
+    )
+    sizes = Separation(vision, vision_tensor, others // (tensor * context * pipeline), context, tensor, pipeline)
+    ranks, timeout = list(sizes.exchanging), timedelta(minutes=timeout_minutes)
+    rows, gradients = (dist.new_group(ranks, timeout) for _ in range(2))
+    _current = replace(sizes, rows_group=rows, gradients_group=gradients)
+
+
+def _state() -> dict[str, Any]:
+    """Returns megatron-core's groups and sizes, which it keeps in variables of a module."""
+    return {name: value for name, value in vars(parallel_state).items() if name.startswith("_") and name.isupper()}

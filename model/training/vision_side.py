@@ -1,0 +1,165 @@
+"""Steps with the vision tower on ranks of its own: both sides' parts of forward and backward passes.
+
+The tower encodes up to ``pipeline stages + parallel.vision_ahead`` micro-batches before it waits for the gradient of
+the first one. Then it computes a backward pass and a forward pass in turn. The language model runs megatron-core's
+schedule; its first stage receives rows where its forward pass needs them, and returns gradients where its backward
+pass makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.architecture import Architecture
+from model.parallel.row_exchange import RowFormat, RowReceiver, RowSender
+from model.parallel.separation import Separation, separation
+from model.parallel.vision_rows import MicroBatchRows
+from model.training.agreement import gathered, together
+from model.training.config import ConfigError, TrainConfig
+from model.training.optimizer import Learner, unwrapped
+from model.training.run_state import predicts
+from vlmdata import PackedBatch, StreamingLoader
+from vlmdata.loader.stream import PackImages
+
+type StepImages = Sequence[Sequence[PackImages]]
+
+
+class VisionSide:
+    """This rank's part of what both sides do together.
+
+    Args:
+        ranks: Both sides.
+        learner: Model of this rank.
+        config: The run.
+        architecture: Architecture of the whole model.
+        device: Device of the model.
+        dtype: Type of its parameters.
+    """
+
+    def __init__(
+        self,
+        ranks: Separation,
+        learner: Learner,
+        config: TrainConfig,
+        architecture: Architecture,
+        device: torch.device,
+        dtype: torch.dtype,
+    ):
+        vision = architecture.vision
+        self._ranks, self._learner, self._merge_unit = ranks, learner, vision.merge_unit
+        self._following = predicts(config.model.mtp, architecture)
+        self._trained = not {"vision", "merger"} <= set(config.model.freeze)
+        self._ahead = ranks.pipeline + config.parallel.vision_ahead
+        model = unwrapped(learner.model[0])
+        rows = RowFormat((1 + len(vision.deepstack_layers)) * vision.out_hidden_size, dtype, device)
+        self._sender = RowSender(ranks, rows, model.vision.tp_group) if ranks.holds_tower else None
+        if ranks.receives_rows:
+            model.receiver = RowReceiver(ranks, rows, model.pg_collection.tp)
+        self._receiver: RowReceiver | None = getattr(model, "receiver", None)
+        self._rows = rows
+
+    def run(
+        self, images: StepImages, batches: Iterator[PackedBatch], language: Callable[[], Any], forward_only: bool
+    ) -> Any:
+        """Computes the forward passes of some micro-batches, and the backward passes unless ``forward_only``.
+
+        Args:
+            images: Packs of the micro-batches: [micro-batch][data-parallel rank].
+            batches: On a rank of the tower their packs, in this order, with the pixels of this rank's images.
+            language: Runs the language model's schedule.
+            forward_only: Whether to omit backward passes.
+
+        Returns:
+            What ``language`` returns; an empty list on ranks of the tower.
+        """
+        trained = self._trained and not forward_only
+        micro_batches = [
+            MicroBatchRows.of(packs, self._ranks, self._merge_unit, self._following)
+            for packs in (images if self._sender or self._receiver else ())
+        ]
+        if self._sender is not None:
+            self._encode_all(self._sender, micro_batches, batches, trained)
+            if not forward_only:
+                model = self._learner.model
+                unwrapped(model[0]).config.finalize_model_grads_func(model, torch.zeros((), device=self._rows.device))
+            return []
+        if self._receiver is None:
+            return language()
+        self._receiver.begin(micro_batches, trained)
+        found = language()
+        self._receiver.finish()
+        return found
+
+    def _encode_all(
+        self,
+        sender: RowSender,
+        micro_batches: Sequence[MicroBatchRows],
+        batches: Iterator[PackedBatch],
+        trained: bool,
+    ) -> None:
+        """Runs the schedule of the tower."""
+        made: dict[int, Tensor] = {}
+
+        def forward(number: int) -> None:
+            if number < len(micro_batches):
+                made[number] = self._encode([next(batches) for _ in range(self._ranks.data)])
+                sender.send(number, micro_batches[number], made[number])
+
+        for number in range(self._ahead):
+            forward(number)
+        for number in range(len(micro_batches)):
+            rows = made.pop(number)
+            if trained:
+                gradient = sender.gradient(number, len(rows))
+                if rows.requires_grad:  # not without images
+                    torch.autograd.backward(rows, gradient)
+            else:
+                sender.wait(number)
+            forward(number + self._ahead)
+
+    def _encode(self, packs: Sequence[PackedBatch]) -> Tensor:
+        """Returns the rows of this rank's images in the packs of a micro-batch, (m, W)."""
+        grids = [
+            (int(t), int(h), int(w))
+            for pack in packs
+            for t, h, w in pack.host.image_grid_thw[pack.host.image_indices].tolist()
+        ]
+        if not grids:
+            return self._rows.empty(0)
+        patches = [pack.patches for pack in packs if pack.patches is not None and len(pack.patches)]
+        rows: Tensor = self._learner.model[0](patches[0] if len(patches) == 1 else torch.cat(patches), grids)
+        return rows
+
+
+def vision_side(
+    learner: Learner,
+    config: TrainConfig,
+    architecture: Architecture,
+    device: torch.device,
+    dtype: torch.dtype,
+    loader: StreamingLoader,
+) -> VisionSide | None:
+    """Returns this rank's part of the work of both sides; None if the same ranks hold both. A collective.
+
+    Raises:
+        ConfigError: If ranks plan different packs, so that one would wait for rows that another does not send.
+    """
+    ranks = separation()
+    if ranks is None:
+        return None
+    with together():
+        plans = gathered((tuple(each for _, each in loader.fingerprints), loader.plan_config.fingerprint()))
+        different = [rank for rank, plan in enumerate(plans) if plan != plans[0]]
+        if different:
+            raise ConfigError(
+                f"ranks {different[:8]} have other data than rank 0, or plan other packs of it: with "
+                "parallel.vision_gpus all ranks must see the same datasets"
+            )
+    names = gathered(unwrapped(learner.model[0]).metric_names)
+    if ranks.holds_tower:
+        unwrapped(learner.model[0]).metric_names = names[-1]
+    return VisionSide(ranks, learner, config, architecture, device, dtype)

@@ -1,0 +1,93 @@
+"""The vision tower on processes of its own gives the loss and the gradients of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from preprocess.config import ImageConfig
+from tests.chat_rows import write_jsonl
+from tests.conftest import build_dataset
+from tests.loader.rows import chat_rows
+from tests.model.helpers import relative
+from tests.model.layouts import Case, train_step, whole_gradients
+from tests.model.sides import SideCase, gradients_of_sides, run_sides
+from tests.model.training.conftest import short
+from tests.model.workers import run_in_all
+
+pytest.importorskip("megatron.core")
+
+pytestmark = pytest.mark.slow
+
+TOLERANCE = 1e-5
+SEQUENCE = {"sequence_parallel": True}
+DENSE, TIED, MOE = {"mtp": 1}, {"mtp": 1, "tied": True}, {"moe": True, "mtp": 1}
+VL: dict[str, Any] = {"family": "qwen3_vl"}
+
+#: By the number of processes, which each list shares.
+CASES = {
+    2: [SideCase(1, 1, {}, {}, DENSE), SideCase(1, 1, {}, {}, MOE, ahead=0)],
+    3: [
+        SideCase(2, 1, {}, {}, DENSE, ahead=3),
+        SideCase(2, 1, {"vision_tensor": 2}, {}, {**VL, "moe": True}),
+        SideCase(1, 2, {"tensor": 2}, SEQUENCE, DENSE),
+        SideCase(1, 2, {"context": 2}, {}, DENSE),
+        SideCase(1, 2, {"pipeline": 2}, {}, TIED),
+        SideCase(1, 2, {"pipeline": 2}, {}, MOE),
+        SideCase(1, 2, {"pipeline": 2}, {"recompute": "full"}, VL),
+        SideCase(1, 2, {"expert": 2}, {}, MOE),
+    ],
+    4: [
+        SideCase(2, 2, {"vision_tensor": 2, "tensor": 2}, SEQUENCE, DENSE),
+        SideCase(2, 2, {"tensor": 2}, SEQUENCE, VL),
+        SideCase(2, 2, {}, {}, DENSE),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Chats with no, one or two images; most have none, so that some packs do."""
+    folder = tmp_path_factory.mktemp("sides")
+    few = [row for number, row in enumerate(chat_rows(160)) if number < 20 or number % 4 == 2]
+    source = write_jsonl(folder / "chat.jsonl", short(few))
+    return build_dataset(
+        source, folder / "chat", recipe="chat", image=ImageConfig(1024, 16384), rows_per_shard=12, pad_multiple=16
+    )
+
+
+@pytest.fixture(scope="module")
+def references(one_process: None, data: Path) -> dict[str, Any]:
+    """One process, by model."""
+    made: dict[str, Any] = {}
+    for case in [case for cases in CASES.values() for case in cases]:
+        if repr(case.model) not in made:
+            alone = Case("one process", {}, {}, case.model)
+            outcome = train_step(alone, data)
+            made[repr(case.model)] = (outcome, whole_gradients(alone, data, [outcome]))
+    return made
+
+
+@pytest.mark.parametrize("world", CASES)
+def test_sides_equal_one_process(world: int, data: Path, references: dict[str, Any]) -> None:
+    by_rank = run_in_all(run_sides, CASES[world], data, world=world)
+    for number, case in enumerate(CASES[world]):
+        outcomes = [each[number] for each in by_rank]
+        reference, wanted = references[repr(case.model)]
+        assert 0 in reference.images_held  # a micro-batch without images, and one with several
+        assert max(reference.images_held) > 1
+        encoded = [sum(each.images_held) for each in outcomes if each.place["tower"]]
+        replicas = encoded[:: case.groups.get("vision_tensor", 1)]
+        assert sum(replicas) == sum(reference.images_held), "each image is encoded once"
+        assert not sum(sum(each.images_held) for each in outcomes if not each.place["tower"])
+        for outcome in outcomes:
+            assert outcome.loss == pytest.approx(reference.loss, rel=TOLERANCE), case.name
+            assert outcome.metrics == pytest.approx(reference.metrics, rel=TOLERANCE), case.name
+        found = gradients_of_sides(case, data, outcomes)
+        assert found.keys() == wanted.keys()
+        for name, gradient in wanted.items():
+            rows = gradient.shape[0]
+            assert not found[name][rows:].any(), name
+            assert relative(found[name][:rows], gradient) < 2 * TOLERANCE, (case.name, name)

@@ -1,0 +1,104 @@
+"""Rows of images reach the ranks that place them, whoever encodes them and however the language model is cut."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.model.helpers import make_sample, pack
+
+pytest.importorskip("megatron.core")
+
+from model.parallel.layout import require_layout
+from model.parallel.packed import PackIndex
+from model.parallel.separation import Separation
+from model.parallel.vision_rows import MicroBatchRows, even_parts
+from vlmdata.loader.stream import PackImages
+from vlmdata.vision_split import step_owners
+
+MERGE = 4
+images = st.lists(st.tuples(st.sampled_from([2, 4, 8]), st.sampled_from([2, 4, 6])), max_size=4)
+SIZES = st.builds(
+    Separation,
+    vision=st.sampled_from([2, 4, 6]),
+    vision_tensor=st.sampled_from([1, 2]),
+    data=st.just(2),
+    context=st.sampled_from([1, 2]),
+    tensor=st.sampled_from([1, 2, 3]),
+    pipeline=st.just(1),
+)
+
+
+@given(
+    packs=st.lists(st.lists(images, min_size=1, max_size=3), min_size=2, max_size=2), ranks=SIZES, ahead=st.booleans()
+)
+@settings(deadline=None, max_examples=60)
+def test_each_token_gets_its_row(packs: list[list[list[tuple[int, int]]]], ranks: Separation, ahead: bool) -> None:
+    batches = [pack([make_sample(n, each, 10 + n) for n, each in enumerate(samples)], 16) for samples in packs]
+    hosts = [batch.host for batch in batches]
+    (owners,) = step_owners([[each.image_grid_thw for each in hosts]], ranks.replicas)
+    known = [
+        PackImages(h.cu_seqlens, h.cu_seqlens_padded, h.image_grid_thw, h.image_starts, o)
+        for h, o in zip(hosts, owners, strict=True)
+    ]
+    rows = MicroBatchRows.of(known, ranks, MERGE, following=ahead)
+    # What the tower's data-parallel ranks compute, one after another: which pack, image and row of it.
+    made: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks.replicas)]
+    for number, each in enumerate(known):
+        for image, (grid, owner) in enumerate(zip(each.image_grid_thw, each.owners.tolist(), strict=True)):
+            made[owner] += [(number, image, row) for row in range(int(grid.prod()) // MERGE)]
+    sent: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    for rank in range(ranks.vision):
+        transfer = rows.to_send(rank)
+        assert not any(transfer.received)
+        chosen = [made[rank // ranks.vision_tensor][row] for row in transfer.outgoing.tolist()]
+        ends = np.cumsum([0, *transfer.sent])
+        sent |= {(rank, other): chosen[ends[other] : ends[other + 1]] for other in ranks.exchanging}
+    for data, each in enumerate(known):
+        for context in range(ranks.context):
+            wanted, arrived = rows.wanted(data, context), []
+            for tensor in range(ranks.tensor):
+                rank = ranks.vision + tensor + ranks.tensor * (context + ranks.context * data)
+                assert ranks.place(rank) == (data, context, tensor)
+                transfer = rows.to_receive(rank)
+                assert [len(sent[other, rank]) for other in range(ranks.vision)] == list(
+                    transfer.received[: ranks.vision]
+                )
+                part = [row for other in range(ranks.vision) for row in sent[other, rank]]
+                assert len(part) == even_parts(len(wanted), ranks.tensor)[tensor]
+                arrived += part
+            index = PackIndex.of_boundaries(each.cu_seqlens, each.cu_seqlens_padded, ranks.context, context)
+            tokens = np.concatenate([index.local, index.following]) if ahead else index.local
+            needed = set()
+            for token in tokens[tokens >= 0].tolist():
+                number = int(rows.row_of_token[data][token])
+                if number < 0:
+                    continue
+                pack_number, image, row = arrived[int(np.searchsorted(wanted, number))]
+                assert pack_number == data
+                assert int(each.image_starts[image]) + row == token
+                needed.add(number)
+            assert wanted.tolist() == sorted(needed), "each row once, and none that no token needs"
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes", "words"),
+    [
+        (
+            4,
+            {"vision": 1, "tensor": 2},
+            "vision_gpus 1 does not fit world size 4.* a multiple of .* = 2; choose 2$",
+        ),
+        (8, {"vision": 3, "vision_tensor": 2}, "a multiple of parallel.vision_tp 2 and .* choose 2, 4, 6$"),
+        (2, {"vision": 2}, "does not fit world size 2.* choose 1$"),
+        (2, {"vision": 1, "tensor": 2}, "= 2; start at least 3 processes"),
+        (5, {"vision": 1, "expert": 3}, "expert-parallel size 3 does not divide the 4 processes"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_with_those_that_do(world: int, sizes: dict[str, int], words: str) -> None:
+    one = {"tensor": 1, "context": 1, "pipeline": 1, "expert": 1}
+    with pytest.raises(ValueError, match=words):
+        require_layout(world, **(one | sizes))
+    require_layout(7, **one, vision=3)

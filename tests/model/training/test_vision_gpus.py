@@ -1,0 +1,244 @@
+"""Runs with the vision tower on processes of its own: as one process, across layouts, with faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+from model.training.config import ConfigError
+from model.training.failure import NotFiniteError
+from tests.chat_rows import write_jsonl
+from tests.conftest import build_dataset
+from tests.model.training.conftest import SETTINGS, evaluations_of, short_rows, steps_of, train_here
+from tests.model.training.plain import write_checkpoint
+from tests.model.training.ranks import Ranks, arguments_of, until_logged
+from tests.model.workers import meet_again, run_in_all
+
+pytestmark = pytest.mark.slow
+
+#: A run: its folder, its settings, and whether it is resumed.
+type Run = tuple[Path, dict[str, Any], bool]
+
+STEPS = {"run.steps": 3, "run.save_every": 2, "run.keep": 0}
+
+
+def train_all(data: Path, runs: list[Run]) -> list[str]:
+    """Trains one run after another in the same processes; what this one said of a loss that is not finite."""
+    from model.parallel import groups
+    from model.training.config_loading import load_config
+    from model.training.loop import train
+
+    said = []
+    for out, settings, resume in runs:
+        given = SETTINGS | {"data.paths": [str(data)], "run.out": str(out)} | settings
+        if "model.hf" in settings:
+            del given["model.preset"]
+        config = load_config(None, list(given.items()))
+        parallel = config.parallel
+        groups.initialize(
+            backend="gloo",
+            tensor=parallel.tp,
+            context=parallel.cp,
+            pipeline=parallel.pp,
+            expert=parallel.ep,
+            vision=parallel.vision_gpus,
+            vision_tensor=parallel.vision_tp or 1,
+        )
+        try:
+            train(config, torch.device("cpu"), resume)
+            said.append("")
+        except NotFiniteError as error:
+            said.append(str(error))
+        meet_again()
+    return said
+
+
+def alone(data: Path, out: Path, settings: dict[str, Any], resume: bool = False) -> Path:
+    """The same run in this process."""
+    train_here(out, data, resume, **{name.replace(".", "__"): value for name, value in settings.items()})
+    return out
+
+
+def resumed_from(source: Path, out: Path, step: int = 2) -> Path:
+    """A copy of a run as it was after a step."""
+    shutil.copytree(source, out)
+    for folder in (out / "checkpoints").glob("step-*"):
+        if int(folder.name[-8:]) > step:
+            shutil.rmtree(folder)
+    return out
+
+
+def assert_same(found: Path, wanted: Path) -> None:
+    """Asserts that the steps of two runs are the same up to rounding."""
+    ours, theirs = steps_of(found), steps_of(wanted)
+    assert [each["step"] for each in ours] == [each["step"] for each in theirs]
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.keys() == other.keys()
+        for name in {"loss", "mtp_loss", "moe_aux_loss", "grad_norm"} & mine.keys():
+            assert mine[name] == pytest.approx(other[name], rel=2e-4), (found.name, mine["step"], name)
+        for name in ("targets", "tokens", "images", "patches", "lr", "epoch"):
+            assert mine[name] == other[name], (found.name, mine["step"], name)
+        assert mine["tflops"] * mine["seconds"] == pytest.approx(other["tflops"] * other["seconds"])
+
+
+def test_runs_equal_one_process_and_go_on_in_other_layouts(
+    one_process: None, chats: Path, validation: Path, tmp_path: Path
+) -> None:
+    """Losses, gradient norms and evaluations of three steps, the last one made by another layout."""
+    write_checkpoint(tmp_path / "hf", chats)
+    whole = {**STEPS, "model.hf": str(tmp_path / "hf"), "run.eval_every": 3, "data.eval_paths": [str(validation)]}
+    reference = alone(chats, tmp_path / "reference", whole)
+    stages = whole | {"parallel.vision_gpus": 1, "parallel.pp": 2}
+    tensor = whole | {"parallel.vision_gpus": 1, "parallel.tp": 2, "parallel.sp": True}
+    replicas = whole | {"parallel.vision_gpus": 2, "parallel.vision_tp": 2}
+    runs: list[Run] = [
+        (tmp_path / "stages", stages, False),
+        (resumed_from(reference, tmp_path / "tensor, from one process"), tensor, True),
+    ]
+    assert run_in_all(train_all, chats, runs, world=3) == [["", ""]] * 3
+    runs = [(resumed_from(tmp_path / "stages", tmp_path / "replicas, from stages"), replicas, True)]
+    assert run_in_all(train_all, chats, runs, world=3) == [[""]] * 3
+    alone(chats, resumed_from(tmp_path / "stages", tmp_path / "one process, from stages"), whole, resume=True)
+    for name in ("stages", "tensor, from one process", "replicas, from stages", "one process, from stages"):
+        assert_same(tmp_path / name, reference)
+        # Of an evaluation that both the run and the copied one made, the later line counts.
+        found, wanted = (
+            {each["step"]: each["loss"] for each in evaluations_of(out)} for out in (tmp_path / name, reference)
+        )
+        assert found.keys() == {0, 3}
+        assert found == pytest.approx(wanted, rel=2e-4)
+
+
+def test_experts_and_frozen_parts(one_process: None, chats: Path, tmp_path: Path) -> None:
+    """Rank 0 trains no experts, or nothing at all, and its checkpoints have the optimizer's steps all the same."""
+    write_checkpoint(tmp_path / "experts", chats, "tiny-moe")
+    experts = {**STEPS, "model.hf": str(tmp_path / "experts")}
+    write_checkpoint(tmp_path / "hf", chats)
+    frozen: dict[str, dict[str, Any]] = {
+        name: {"model.freeze": parts, "model.hf": str(tmp_path / "hf"), "run.steps": 2}
+        for name, parts in {"tower": ["vision", "merger"], "language": ["language"]}.items()
+    }
+    spread = experts | {"parallel.vision_gpus": 1, "parallel.ep": 2}
+    runs: list[Run] = [(tmp_path / "spread", spread, False)]
+    runs += [(tmp_path / name, {**each, "parallel.vision_gpus": 2}, False) for name, each in frozen.items()]
+    assert run_in_all(train_all, chats, runs, world=3) == [["", "", ""]] * 3
+    later: list[Run] = [(resumed_from(tmp_path / "spread", tmp_path / "spread, resumed"), spread, True)]
+    later.append((tmp_path / "tower", {**frozen["tower"], "run.steps": 3, "parallel.vision_gpus": 2}, True))
+    assert run_in_all(train_all, chats, later, world=3) == [["", ""]] * 3
+    reference = alone(chats, tmp_path / "reference", experts)
+    assert_same(tmp_path / "spread", reference)
+    assert_same(tmp_path / "spread, resumed", reference)
+    frozen["tower"]["run.steps"] = 3
+    for name, each in frozen.items():
+        assert_same(tmp_path / name, alone(chats, tmp_path / f"reference, {name}", each))
+
+
+def test_data_without_images_and_steps_that_are_not_finite(one_process: None, chats: Path, tmp_path: Path) -> None:
+    texts = [row for row in short_rows(80) if not any(_images(message) for message in row["messages"])]
+    source = write_jsonl(tmp_path / "texts.jsonl", texts)
+    data = build_dataset(source, tmp_path / "texts", recipe="chat", rows_per_shard=12, pad_multiple=16)
+    write_checkpoint(tmp_path / "hf", chats)
+    settings = {"model.hf": str(tmp_path / "hf"), "run.steps": 2}
+    reference = alone(data, tmp_path / "reference", settings)
+    apart = settings | {"parallel.vision_gpus": 1}
+    wild = apart | {
+        "optimizer.lr": 1e30,
+        "optimizer.min_lr": 0.0,
+        "optimizer.warmup_steps": 0,
+        "data.paths": [str(chats)],
+    }
+    runs: list[Run] = [(tmp_path / "texts only", apart, False), (tmp_path / "wild", wild, False)]
+    said = run_in_all(train_all, data, runs, world=2)
+    assert_same(tmp_path / "texts only", reference)
+    assert said[0] == said[1], "all ranks end with the same error"
+    assert said[0][1].startswith(("step 2 gave loss nan", "step 2 gave loss inf"))
+    packs = json.loads((tmp_path / "wild" / "not-finite-step-00000002.json").read_text())["packs"]
+    assert [(pack["data_parallel_rank"], pack["micro_batch"]) for pack in packs] == [(0, 0), (0, 1)]
+    assert not all(pack["finite"] for pack in packs)
+
+
+def _images(message: dict[str, Any]) -> bool:
+    return any(item["type"] == "image" for item in message["content"])
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
+def test_all_end_when_a_rank_of_the_tower_dies_or_is_asked_to_stop(
+    chats: Path, tmp_path: Path, sent: signal.Signals
+) -> None:
+    out = tmp_path / "run"
+    options = ("--set", "parallel.vision_gpus=2", "--set", "run.steps=1000")
+    ranks = Ranks(arguments_of(chats, out, *options), tmp_path / "said", world=3)
+    until_logged(out)
+    process = ranks.processes[1].pid
+    assert process is not None
+    os.kill(process, sent)
+    codes = ranks.wait()
+    said = [ranks.said(rank) for rank in range(3)]
+    if sent == signal.SIGKILL:
+        assert codes == [1, -signal.SIGKILL, 1], said
+        assert any("another rank has exited or hangs" in text for text in said), said
+    else:
+        assert codes == [128 + signal.SIGTERM] * 3, said
+        assert "interrupted: step" in said[0]
+        assert len(list((out / "checkpoints").glob("step-*"))) == 1
+
+
+def other_data(datasets: list[Path], out: Path) -> str:
+    """What this rank says if rank 0 has one dataset and the others another."""
+    import torch.distributed as dist
+
+    try:
+        train_all(datasets[min(dist.get_rank(), 1)], [(out, {"parallel.vision_gpus": 1}, False)])
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_would_wait_for_rows_that_are_not_sent_are_refused(
+    chats: Path, validation: Path, tmp_path: Path
+) -> None:
+    said = run_in_all(other_data, [chats, validation], tmp_path / "run", world=2)
+    assert said[0] == said[1]
+    assert "ranks [1] have other data than rank 0" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("world", "settings", "words"),
+    [
+        (
+            2,
+            ["parallel.vision_gpus=1", "model.language_only=true"],
+            "model.language_only has no vision tower for ranks",
+        ),
+        (
+            4,
+            ["parallel.vision_gpus=3", "parallel.vision_tp=3"],
+            "parallel.vision_tp 3 does not divide vision.num_heads",
+        ),
+        (2, ["parallel.vision_gpus=2"], "parallel.vision_gpus 2 does not fit world size 2: .* choose 1$"),
+        (
+            4,
+            ["parallel.vision_gpus=1", "data.global_batch=2"],
+            "global_batch 2 is not a multiple of the 3 data-parallel",
+        ),
+        (1, ["parallel.vision_tp=2"], "parallel.vision_tp must be 1 or parallel.tp"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_before_anything_is_imported(
+    monkeypatch: pytest.MonkeyPatch, world: int, settings: list[str], words: str
+) -> None:
+    from model.training.config_loading import load_config
+    from model.training.early_checks import check_early
+
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    with pytest.raises(ConfigError, match=words):
+        check_early(load_config(None, ["data.paths=nowhere", *settings]))
