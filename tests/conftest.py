@@ -35,6 +35,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# By default Ray's workers give way to all other processes: those of other tests.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 

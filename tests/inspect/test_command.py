@@ -151,10 +151,10 @@ def test_the_server_starts_says_where_and_ends_on_ctrl_c(mixed: Path) -> None:
         lines = [process.stdout.readline() for _ in range(3)]
         url = json.loads("".join(lines))["url"]
         assert url.startswith("http://127.0.0.1:")
-        with urllib.request.urlopen(url + "api/samples", timeout=30) as answer:
+        with urllib.request.urlopen(url + "api/samples", timeout=120) as answer:
             assert len(json.load(answer)["rows"]) == 6
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
     finally:
         process.kill()
         process.communicate()
