@@ -15,7 +15,7 @@ from tests.packing.helpers import fewest_bins
 from tests.packing.test_patterns import Histogram, histograms, program_value
 from vlmdata.packing import column_generation
 from vlmdata.packing.column_generation import bound_of_prices, solve_patterns
-from vlmdata.packing.histogram import STRATEGIES, pack_histogram
+from vlmdata.packing.histogram import STRATEGIES, HistogramPacking, pack_histogram
 from vlmdata.packing.lower_bound import bin_lower_bound
 from vlmdata.packing.patterns import MAX_SIZES, Patterns, pack_by_patterns, patterns_of, split_small
 from vlmdata.packing.program_bound import program_bound
@@ -123,6 +123,12 @@ def test_starting_patterns_are_the_distinct_bins(case: Histogram) -> None:
         trimmed = [tuple(index for index in row if index < len(sizes)) for row in found]
         assert len(trimmed) == len(set(trimmed))
         assert set(trimmed) == {tuple(sorted(each)) for each in bins}
+
+
+def test_bins_between_two_runs_are_a_pattern() -> None:
+    # Size 0 is in all ten bins; size 1 not in the fourth to sixth.
+    packing = HistogramPacking(10, np.array([[0, 0, 10, 1], [1, 0, 3, 1], [1, 6, 4, 2]]))
+    assert patterns_of(packing, 2, 3).tolist() == [[0, 1, 1], [0, 1, 2], [0, 2, 2]]
 
 
 @given(st.lists(st.tuples(st.integers(1, 12), st.integers(0, 9)), min_size=1, max_size=6))
