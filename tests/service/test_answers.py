@@ -46,8 +46,8 @@ def test_a_dropped_stream_counts_no_longer() -> None:
 
 
 def test_a_shared_pack_is_kept_until_the_client_ends_its_query() -> None:
-    pack, over = filled_pack(5 * MIB), threading.Event()
-    answer = SharedAnswer(whole(pack), pack, over.is_set)
+    pack, looks = filled_pack(5 * MIB), iter([False, False, True])
+    answer = SharedAnswer(whole(pack), pack, lambda: next(looks))
     ((batch, header),) = answer.batches()
     place = Header.decode(header.to_pybytes()).shared
     assert place is not None
@@ -58,12 +58,9 @@ def test_a_shared_pack_is_kept_until_the_client_ends_its_query() -> None:
     _, trailer = answer.last()
     assert Trailer.decode(trailer.to_pybytes()).checksum == xxhash.xxh3_64_intdigest(copied.tobytes())
     del pack
-    waiting = threading.Thread(target=answer.wait, daemon=True)
-    waiting.start()
+    answer.wait()
+    assert next(looks, None) is None
     assert answer.pack() is not None
-    over.set()
-    waiting.join(60)
-    assert not waiting.is_alive()
     answer.give_up()
     gc.collect()
     assert answer.pack() is None
