@@ -68,7 +68,7 @@ class VisionSide:
         """Computes the forward passes of some micro-batches, and the backward passes unless ``forward_only``.
 
         Args:
-            images: Packs of the micro-batches: [micro-batch][data-parallel rank].
+            images: Packs, first by micro-batch, then by data-parallel rank.
             batches: On a rank of the tower their packs, in this order, with the pixels of this rank's images.
             language: Runs the language model's schedule.
             forward_only: Whether to omit backward passes.

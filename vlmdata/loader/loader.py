@@ -147,7 +147,7 @@ class StreamingLoader:
             step: The step in it.
 
         Returns:
-            The packs: [micro-batch][data-parallel rank].
+            The packs, first by micro-batch, then by data-parallel rank.
 
         Raises:
             IndexError: If the epoch has no such step.

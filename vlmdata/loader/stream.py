@@ -91,7 +91,7 @@ class RankStream:
         return self._request(self.plans[position.epoch], packs, position)
 
     def images(self, epoch: int, step: int) -> tuple[tuple[PackImages, ...], ...]:
-        """Returns the boundaries and images of all packs of a step: [micro-batch][data-parallel rank].
+        """Returns the boundaries and images of all packs of a step, first by micro-batch, then by data-parallel rank.
 
         Reads the index only.
 
