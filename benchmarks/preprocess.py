@@ -186,8 +186,8 @@ def worker_of(source: Source, directory: Path) -> Callable[[], None]:
     expected = load_tokenizer(config.tokenizer, config.tokenizer_revision).info
     context = ShardContext.build(source, config, Folder(directory), expected)
     # A new file every time: to give up the bytes of an old one is not part of the job. The old ones are deleted between
-    # rounds, outside the clock, to use memory again: a virtual machine gets memory from its host, which takes longer than
-    # the write. Where the guest returns freed memory to the host, deleting does not help.
+    # rounds, outside the clock, so that their memory can be used again: a virtual machine gets new memory from its
+    # host, which can take longer than the write.
     numbers = itertools.count()
     return lambda: void(run_shard(ShardJob(next(numbers), 0, source.num_rows), context))
 
