@@ -48,6 +48,19 @@ def test_vlmdata_imports_without_preprocess() -> None:
     assert int(count) > 15
 
 
+def test_the_collation_service_starts_without_what_only_preprocessing_and_options_need() -> None:
+    """A GPU machine that runs a server or a loader of one may have little more than torch and pyarrow."""
+    code = """
+import sys
+optional = ('datasets', 'transformers', 'tokenizers', 'PIL', 'torchvision', 'imagecodecs', 'webdataset', 'requests',
+            'platformdirs', 'prometheus_client', 'starlette', 'qwen_vl_utils', 'indexed_gzip')
+sys.modules.update(dict.fromkeys(optional))  # None: importing it is an ImportError
+import vlmdata.cli.serve, vlmdata.service.server, vlmdata.loader.served.open, vlmdata.loader.served.pipeline
+from vlmdata import StreamingLoader
+"""
+    run_python(code)
+
+
 def test_help_loads_nothing_heavy() -> None:
     code = """
 import sys

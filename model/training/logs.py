@@ -165,7 +165,13 @@ class TensorBoard:
     """TensorBoard event files under ``OUT/tensorboard``."""
 
     def __init__(self, folder: Path, resumed_at: int | None):
-        from torch.utils.tensorboard import SummaryWriter
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(
+                "run.tensorboard is set, but tensorboard is not installed: pip install 'vlmdata[train]', or "
+                "--set run.tensorboard=false"
+            ) from error
 
         self._folder = folder.parent
         with _writing(self._folder):
@@ -237,7 +243,7 @@ class RunLog:
         resumed_at: Step from which the run was resumed; None for a new run.
 
     Raises:
-        ConfigError: If wandb is configured but not installed.
+        ConfigError: If TensorBoard or wandb is configured but not installed.
         ResourceError: If files cannot be written, now or later.
     """
 

@@ -306,6 +306,14 @@ class TestWithoutThePackage:
             PreprocessConfig(pixels="jxl")
         assert codec("source").libraries() == {}
 
+    @pytest.mark.parametrize(("module", "package"), [("PIL", "pillow"), ("torchvision", "torchvision")])
+    def test_the_loader_of_image_files_names_its_own(
+        self, datasets: dict[str, Path], monkeypatch: pytest.MonkeyPatch, module: str, package: str
+    ) -> None:
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(UsageError, match=f"codec source needs the package {package}: pip install {package}$"):
+            stream(datasets["source"])
+
 
 def test_the_help_describes_every_codec() -> None:
     from preprocess.cli.preprocess import preprocess

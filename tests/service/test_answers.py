@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from concurrent.futures import Future
 from contextlib import suppress
@@ -12,6 +13,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
+import psutil
 import pytest
 import xxhash
 
@@ -121,7 +123,16 @@ def test_calls_that_wait_for_a_pack_count_as_calls() -> None:
     assert CollationServer._enters(server, action=False)
 
 
-def test_closing_does_not_wait_for_broken_workers_that_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_waits_for_workers_that_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vlmdata.service.filling._GRACE_SECONDS", 240.0)
+    fillers = Fillers([], 1, "off", 240.0)
+    worker = psutil.Process(fillers._pool.submit(os.getpid).result())
+    fillers.close()
+    assert not worker.is_running()
+
+
+def test_closing_does_not_wait_long_for_broken_workers_that_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vlmdata.service.filling._GRACE_SECONDS", 0.0)
     ended, shutting = threading.Event(), threading.Event()
 
     class Pool:

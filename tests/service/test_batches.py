@@ -249,9 +249,13 @@ class TestRefusals:
             file.seek(-1, 1)
             file.write(bytes([byte ^ 1]))
         with serving(copy, "-j", 1) as server:
-            with StreamingLoader(server.url, **OPTIONS) as loader, pytest.raises(DatasetFormatError) as caught:
-                list(loader)
-            assert f"server 127.0.0.1:{server.port}: {copy}/shard-000000.tar: row 5 key " in str(caught.value)
+            for workers in (0, 2):
+                with (
+                    StreamingLoader(server.url, num_workers=workers, **OPTIONS) as loader,
+                    pytest.raises(DatasetFormatError) as caught,
+                ):
+                    list(loader)
+                assert f"server 127.0.0.1:{server.port}: {copy}/shard-000000.tar: row 5 key " in str(caught.value)
             options = OPTIONS | {"on_damage": "mask"}
             with StreamingLoader(copy, **options) as local, StreamingLoader(server.url, **options) as served:
                 for one, two in zip(local, served, strict=True):

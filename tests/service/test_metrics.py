@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import sys
 from socketserver import ThreadingMixIn
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from vlmdata.errors import UsageError
 from vlmdata.service import metrics
+from vlmdata.service.counting import counting
+
+
+def test_their_package_is_needed_only_with_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vlmdata.service.metrics", None)
+    server: Any = SimpleNamespace(config=SimpleNamespace(metrics_port=None))
+    without = counting(server)
+    without.sent(1)
+    without.serve()
+    assert without.port is None
+    server.config.metrics_port = 0
+    with pytest.raises(UsageError, match=r"--metrics-port needs a package .*: pip install 'vlmdata\[service\]'"):
+        counting(server)
 
 
 def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,8 +99,8 @@ def serve(
         raise UsageError("DATA: give at least one dataset to serve")
     try:
         from vlmdata.service.server import CollationServer
-    except ImportError as error:
-        raise UsageError(f"vlmdata serve needs a package ({error}): pip install 'vlmdata[service]'") from error
+    except ImportError as error:  # of pyarrow.flight, which some builds of pyarrow lack
+        raise UsageError(f"vlmdata serve needs a package ({error}): pip install --upgrade vlmdata pyarrow") from error
     from vlmdata.service.config import ServerConfig
 
     config = ServerConfig(

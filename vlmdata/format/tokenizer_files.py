@@ -6,11 +6,13 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-
-from tokenizers import Tokenizer
+from typing import TYPE_CHECKING
 
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import TOKENIZER_DIR
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 VOCABULARY_FILE = "tokenizer.json"
 _CONFIG_FILE = "tokenizer_config.json"
@@ -72,6 +74,8 @@ def _problem(folder: Path, name: str, manifest: Manifest) -> str:
             return ""  # the hash covers all templates together
         found = _sha256(folder / name)
         return "" if found == info.chat_template else f"sha256 {found}, but the manifest says {info.chat_template}"
+    from tokenizers import Tokenizer  # loaders and servers need none
+
     try:
         tokenizer = Tokenizer.from_file(str(folder / VOCABULARY_FILE))
         if name == VOCABULARY_FILE:

@@ -39,9 +39,11 @@ DEFAULT_CACHE_BYTES = Reading.cache_bytes
 
 def default_cache_dir() -> Path:
     """Returns the default cache of remote shards: ``$VLMDATA_CACHE``, else the user's cache folder."""
-    from platformdirs import user_cache_path
+    if not (folder := os.environ.get("VLMDATA_CACHE")):
+        from platformdirs import user_cache_path
 
-    return Path(os.environ.get("VLMDATA_CACHE") or user_cache_path("vlmdata")) / "shards"
+        folder = str(user_cache_path("vlmdata"))
+    return Path(folder) / "shards"
 
 
 def open_for_loading(

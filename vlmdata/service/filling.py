@@ -20,6 +20,8 @@ from vlmdata.service.memory import BusyError
 
 #: Times that a pack is tried again after a worker was killed.
 _MAX_RESTARTS = 3
+#: Seconds for workers to end when the server does.
+_GRACE_SECONDS = 5.0
 
 
 class LateFillError(BusyError):
@@ -90,9 +92,12 @@ class Fillers:
         raise ResourceError(f"{_MAX_RESTARTS + 1} workers died over pack {request.pack}. Out of memory?")
 
     def close(self) -> None:
-        """Stops the workers, without waiting for packs that they make, nor for broken workers that do not end."""
+        """Stops the workers, without waiting long for packs that they make, or for broken workers that do not end."""
         self._closed = True
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        options = {"wait": True, "cancel_futures": True}
+        ending = threading.Thread(target=self._pool.shutdown, kwargs=options, daemon=True)
+        ending.start()
+        ending.join(_GRACE_SECONDS)  # else Python warns at the end of semaphores that are left
 
     def _replace(self, broken: ProcessPoolExecutor) -> None:
         with self._lock:

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, disable_cre
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from vlmdata.errors import UsageError
+from vlmdata.service.counting import Counting
 
 if TYPE_CHECKING:
     from vlmdata.service.server import CollationServer
@@ -23,14 +24,11 @@ _MAX_CONNECTIONS = 32
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
-class Metrics:
-    """The counters of a server.
+class Metrics(Counting):
+    """The counters of a server, and the HTTP server that shows them.
 
     Args:
         server: The server, for what it counts itself.
-
-    Attributes:
-        port: Port of the HTTP server; None without one.
     """
 
     def __init__(self, server: CollationServer):
@@ -43,7 +41,6 @@ class Metrics:
             "vlmdata_answer_seconds", "Time until an answer begins.", buckets=_SECONDS, registry=self.registry
         )
         self.registry.register(_State(server))
-        self.port: int | None = None
         self._http: WSGIServer | None = None
 
     def sent(self, size: int) -> None:
@@ -60,14 +57,13 @@ class Metrics:
         self._refused.labels(reason).inc()
 
     def serve(self) -> None:
-        """Starts ``/metrics`` and ``/healthz``, if there is a port for them.
+        """Starts ``/metrics`` and ``/healthz``.
 
         Raises:
             UsageError: If the port is taken.
         """
         config = self._server.config
-        if config.metrics_port is None:
-            return
+        assert config.metrics_port is not None
         try:
             self._http = make_server(config.host, config.metrics_port, self._application(), _Threads, _Quiet)
         except OSError as error:

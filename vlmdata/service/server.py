@@ -39,9 +39,9 @@ from vlmdata.service.access import RateLimit, TokenCheck, Tokens, machine_of
 from vlmdata.service.activity import Activity
 from vlmdata.service.answer import SCHEMA, Answer, Answers, FileAnswer, Sent, SharedAnswer
 from vlmdata.service.config import ServerConfig
+from vlmdata.service.counting import counting
 from vlmdata.service.filling import Fillers
 from vlmdata.service.memory import BusyError
-from vlmdata.service.metrics import Metrics
 from vlmdata.service.packs import Packs
 from vlmdata.service.plans import PlanBook
 
@@ -79,7 +79,8 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
         if len(self._datasets) < len(datasets):
             raise UsageError("one of the datasets is given twice")
         self.config = config
-        # Read first: an error must not leave workers behind.
+        # First: an error must not leave workers behind.
+        self.metrics = counting(self)
         certificates = [(_read(config.tls_cert), _read(config.tls_key))] if config.tls else None
         authorities = _read(config.tls_client_ca) if config.tls_client_ca is not None else None
         tokens = {} if config.token_file is None else {"token": TokenCheck(Tokens(config.token_file))}
@@ -87,7 +88,7 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
         self.answers, self.files = (Answers(config.stall, config.pack_memory) for _ in range(2))
         self._fillers = Fillers([shards for _, shards in opened], config.workers, config.verify, config.timeout)
         self.packs = Packs(self._fillers, config.pack_memory, config.timeout, self.answers.packs, self.answers.relieve)
-        self.activity, self.metrics = Activity(), Metrics(self)
+        self.activity = Activity()
         self._rate = RateLimit(config.rate)
         self._calls_lock, self._preparing = threading.Lock(), 0
         self._begun, self._draining = time.time(), threading.Event()

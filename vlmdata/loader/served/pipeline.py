@@ -86,7 +86,11 @@ class ServedPipeline[Item](Pipeline[Item]):
             failure = self._fill(under_way)
             while under_way and not self.stopped.is_set():
                 request, future = under_way.popleft()
-                lease, filled = future.result()
+                try:
+                    lease, filled = future.result()
+                except Exception as error:
+                    self.put(error)  # while it can: nothing is put once this is stopped
+                    return
                 failure = failure or self._fill(under_way)
                 if self.stopped.is_set():
                     lease.release()

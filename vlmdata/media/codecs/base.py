@@ -69,12 +69,13 @@ class ItemCodec(Protocol):
         """
 
 
-def missing_package(codec: str, package: str, extra: str) -> UsageError:
+def missing_package(codec: str, package: str, extra: str = "") -> UsageError:
     """Returns the error for a codec whose package is not installed.
 
     Args:
         codec: Name of the codec.
         package: The package.
-        extra: The extra of vlmdata with the package.
+        extra: The extra of vlmdata with the package; "" if vlmdata itself requires it.
     """
-    return UsageError(f"codec {codec} needs the package {package}: pip install 'vlmdata[{extra}]'")
+    install = f"'vlmdata[{extra}]'" if extra else package
+    return UsageError(f"codec {codec} needs the package {package}: pip install {install}")

@@ -6,12 +6,13 @@ The decoded pixels depend on the libraries' versions. The pixel checksum in the 
 from __future__ import annotations
 
 from collections.abc import Buffer, Mapping
+from importlib.util import find_spec
 
 import numpy as np
 import numpy.typing as npt
 
 from vlmdata.families import Family
-from vlmdata.media.codecs.base import MOST_FILE_PIXELS, Grid, Item
+from vlmdata.media.codecs.base import MOST_FILE_PIXELS, Grid, Item, missing_package
 
 
 class SourceFile:
@@ -21,7 +22,14 @@ class SourceFile:
     needs_file = True
 
     def libraries(self) -> Mapping[str, str]:
-        """Returns no libraries: none changes the stored bytes."""
+        """Returns no libraries: none changes the stored bytes.
+
+        Raises:
+            UsageError: If a package that decodes or resizes is not installed.
+        """
+        for module, package in (("PIL", "pillow"), ("torchvision", "torchvision")):
+            if find_spec(module) is None:
+                raise missing_package("source", package)
         return {}
 
     def encode(self, item: Item) -> Buffer:
