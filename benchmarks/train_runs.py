@@ -3,6 +3,7 @@
     python benchmarks/train_runs.py --data RECEIPTS --cases wait                       # one GPU
     python benchmarks/train_runs.py --data RECEIPTS --cases 4b 9b 9b-dp 27b            # up to four
     python benchmarks/train_runs.py --data RECEIPTS TEXTS --cases balanced unbalanced  # four; data of mixed kinds
+    python benchmarks/train_runs.py --data RECEIPTS-JXL --cases 2b-wait --label jxl    # one; likewise grpc://HOST:PORT
 
 Each case is one command line (it stands in the result). Steps after the warm-up are read from ``metrics.jsonl``; when
 they are made the job is killed, so that no checkpoint of 100 GB is written. A case with a profile makes another step
@@ -59,6 +60,8 @@ class Case:
 _FULL = "--set model.recompute=full --set model.vision_recompute=true"
 CASES = {
     "wait": Case("share of waiting for data", 1, "--preset 0.8b --capacity 16384 --global-batch 4 --workers 4", 16),
+    # With every codec of pixels, and from a service: --label says which.
+    "2b-wait": Case("share of waiting for data", 1, "--preset 2b --capacity 16384 --global-batch 1 --workers 1", 20, 6),
     "fp8": Case(
         "2b in FP8", 1, "--preset 2b --capacity 16384 --global-batch 4 --set run.fp8=true --set model.mtp=false"
     ),
@@ -248,6 +251,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("/tmp/train-runs"))
     parser.add_argument("--port", type=int, default=29551)
     parser.add_argument("--limit", type=float, default=600.0, help="seconds after which a case is given up")
+    parser.add_argument("--label", default="", help="after the name of the case, such as the codec of the data")
     parser.add_argument("--note", default="", help="a sentence for the result, such as what else the machine did")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
     options = parser.parse_args()
@@ -255,6 +259,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     for name in options.cases:
         found = run(name, options)
+        name = "-".join(filter(None, [name, options.label]))
         add(name, found, options.out)
         print(name, json.dumps(found), flush=True)
 
