@@ -16,7 +16,7 @@ one process, one after the other:
 Pixels and ids are ready on the device before the clock starts, so neither side waits for data. Tokens are true tokens.
 Times are over all steps after the warm-up. MFU is the model FLOP of true tokens (`model/flops.py`) over time and the
 data sheet's dense bf16 peak. Without CUDA it runs the tiny presets in fp32, as a check of the script.
-Writes train-peer-<label>-<date>.json and .md under --out.
+Writes train-peer-<label>-<date>.json and .md under --out, anew after each preset.
 """
 
 from __future__ import annotations
@@ -337,14 +337,16 @@ def main() -> None:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "note": options.note,
+        "presets": {},
     }
-    with cpu_mode_if_needed():
-        about["presets"] = {name: measure(name, datasets, options) for name in options.presets}
-    groups.destroy()
     options.out.mkdir(parents=True, exist_ok=True)
     stem = options.out / "-".join(filter(None, ["train-peer", options.label, about["date"]]))
-    stem.with_suffix(".json").write_text(json.dumps(about, indent=2) + "\n")
-    stem.with_suffix(".md").write_text(report(about))
+    with cpu_mode_if_needed():
+        for name in options.presets:
+            about["presets"][name] = measure(name, datasets, options)
+            stem.with_suffix(".json").write_text(json.dumps(about, indent=2) + "\n")
+            stem.with_suffix(".md").write_text(report(about))
+    groups.destroy()
     print(stem.with_suffix(".md").read_text())
 
 
