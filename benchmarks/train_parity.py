@@ -42,6 +42,7 @@ from model.families.qwen3_5.architecture import Qwen35Architecture
 from model.families.qwen3_5.names import parameter_maps
 from model.families.qwen3_5.presets import PRESETS
 from model.parallel import groups
+from model.parallel.separation import forget_separation
 from model.training.build import device_of_this_process
 from model.training.config_loading import load_config
 from model.training.loop import train
@@ -57,6 +58,7 @@ CONTROLS = {
 }
 #: Settings beyond those of every case; the case's processes are all there are, the rest is data parallel.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "data 2": ("dense", {}),
     "data 4": ("dense", {}),
     "context 2": ("dense", {"cp": 2}),
     "context 2, all-to-all": ("dense", {"cp": 2, "cp_comm": "a2a"}),
@@ -65,6 +67,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "tensor 2": ("dense", {"tp": 2}),
     "tensor 2 + sequence, images spread": ("dense", {"tp": 2, "sp": True, "vision_tp": 1}),
     "pipeline 2": ("dense", {"pp": 2}),
+    "vision 1, language 1": ("dense", {"vision_gpus": 1}),
+    "vision 1, language 1, experts": ("experts", {"vision_gpus": 1}),
+    "vision 2, language 2 (tensor)": ("dense", {"vision_gpus": 2, "tp": 2, "sp": True}),
     "context 2 x tensor 2": ("dense", {"cp": 2, "tp": 2, "sp": True}),
     "data 4, experts": ("experts", {}),
     "experts 2": ("experts", {"ep": 2}),
@@ -78,18 +83,19 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help="where --prepare made them")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--cases", nargs="*", choices=list(CASES), help="default: all that this many processes can run")
+    parser.add_argument("--kinds", nargs="*", choices=["dense", "experts"], default=["dense", "experts"])
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
     options = parser.parse_args()
     if options.prepare is not None:
-        prepare(options.prepare, options.data)
+        prepare(options.prepare, options.data, options.kinds)
         return
     compare(options)
 
 
-def prepare(work: Path, data: Path) -> None:
-    """Random weights of both models as distributed checkpoints, and one GPU's steps."""
+def prepare(work: Path, data: Path, kinds: list[str]) -> None:
+    """Random weights of the models as distributed checkpoints, and one GPU's steps."""
     groups.initialize()
-    for kind in ("dense", "experts"):
+    for kind in kinds:
         architecture = model_of(kind, data)
         for weights, last_bit in (("weights", 0), ("nudged", 1)):
             write_weights(work / kind / "hf", architecture, last_bit)
@@ -174,16 +180,20 @@ def steps_of(
 def fitting(world: int) -> list[str]:
     """Cases for this many processes; those of data parallelism say their number."""
     named = {name: int(name.split(",")[0].split()[-1]) for name in CASES if name.startswith("data")}
-    sizes = {
-        name: math.prod(layout.get(axis, 1) for axis in ("tp", "cp", "pp", "ep")) for name, (_, layout) in CASES.items()
-    }
-    return [name for name in CASES if named.get(name, world) == world and world % sizes[name] == 0]
+    fitting = []
+    for name, (_, layout) in CASES.items():
+        vision, size = layout.get("vision_gpus", 0), math.prod(layout.get(axis, 1) for axis in ("tp", "cp", "pp", "ep"))
+        if vision:
+            named[name] = vision + size
+        if named.get(name, world) == world and (world - vision) % size == 0:
+            fitting.append(name)
+    return fitting
 
 
 def compare(options: argparse.Namespace) -> None:
     groups.initialize()
     rows = earlier(options.out)
-    for kind in ("dense", "experts"):
+    for kind in options.kinds:
         reference = json.loads((options.work / kind / "reference.json").read_text())
         for control, (name, _) in CONTROLS.items():
             found = json.loads((options.work / kind / f"{control}.json").read_text())
@@ -191,9 +201,14 @@ def compare(options: argparse.Namespace) -> None:
     for name in options.cases or fitting(torch.distributed.get_world_size()):
         faulthandler.dump_traceback_later(900, exit=True)  # a first step may tune kernels for minutes
         kind, layout = CASES[name]
+        if kind not in options.kinds:
+            continue
+        forget_separation()
         parallel_state.destroy_model_parallel()
         sizes = {"tensor": "tp", "context": "cp", "pipeline": "pp", "expert": "ep"}
-        groups.initialize(**{size: layout.get(short, 1) for size, short in sizes.items()})
+        groups.initialize(
+            **{size: layout.get(short, 1) for size, short in sizes.items()}, vision=layout.get("vision_gpus", 0)
+        )
         begun = time.perf_counter()
         try:
             found = steps_of(options.work, options.data, kind, layout)

@@ -4,11 +4,16 @@ Each direction has a group of its own. In a step every rank takes part in the ex
 with sizes from the plan. So ranks cannot wait for each other in a circle, whatever the order of forward and backward
 passes between them.
 
+The language model asks for rows as many micro-batches ahead as the tower may be (``parallel.vision_ahead``). All rows
+that a rank of the tower has begun to send can then arrive, even while a rank of the language model waits for all work
+on its GPU, as it does when memory runs short.
+
 Shapes: rows on a rank m, width of a row W.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -95,14 +100,15 @@ class RowReceiver:
         ranks: Both sides.
         rows: Format of the rows.
         tensor_group: Tensor-parallel ranks of the language model.
+        ahead: Micro-batches whose rows it asks for before it needs them.
     """
 
-    def __init__(self, ranks: Separation, rows: RowFormat, tensor_group: Any):
-        self._ranks, self._format, self._tensor_group = ranks, rows, tensor_group
+    def __init__(self, ranks: Separation, rows: RowFormat, tensor_group: Any, ahead: int):
+        self._ranks, self._format, self._tensor_group, self._ahead = ranks, rows, tensor_group, ahead
         self._micro_batches: Sequence[MicroBatchRows] = ()
         self._trained = False
         self._next = 0
-        self._coming: tuple[Any, Transfer, Tensor] | None = None
+        self._coming: deque[tuple[Any, Transfer, Tensor]] = deque()
         self._returning: list[tuple[Any, Tensor]] = []
 
     def begin(self, micro_batches: Sequence[MicroBatchRows], trained: bool) -> None:
@@ -113,7 +119,8 @@ class RowReceiver:
             trained: Whether the tower wants gradients.
         """
         self._micro_batches, self._trained, self._next = micro_batches, trained, 0
-        self._coming = self._request(0)
+        for number in range(self._ahead):
+            self._request(number)
 
     def receive(self) -> tuple[Tensor, IntArray, IntArray]:
         """Returns the rows of the next micro-batch.
@@ -122,10 +129,11 @@ class RowReceiver:
             (m, W), the rows that this context-parallel rank places; int64 (m,), their ascending numbers; and int64
             (T,), the number of each token's row, -1 for text.
         """
-        number, coming = self._next, self._coming
-        assert coming is not None, "the step has no further micro-batch"
-        self._next, self._coming = number + 1, self._request(number + 1)
-        work, transfer, part = coming
+        number = self._next
+        self._next = number + 1
+        self._request(number + self._ahead)
+        assert self._coming, "the step has no further micro-batch"
+        work, transfer, part = self._coming.popleft()
         work.wait()
         if self._trained and torch.is_grad_enabled():
             part.requires_grad_().register_hook(partial(self._return, transfer))
@@ -144,14 +152,14 @@ class RowReceiver:
         self._returning.clear()
         assert self._next == len(self._micro_batches), "rows of some micro-batches were not used"
 
-    def _request(self, number: int) -> tuple[Any, Transfer, Tensor] | None:
-        """Starts to receive the rows of a micro-batch; None after the last."""
-        if number == len(self._micro_batches):
-            return None
+    def _request(self, number: int) -> None:
+        """Starts to receive the rows of a micro-batch, if there is one."""
+        if number >= len(self._micro_batches):
+            return
         transfer = self._micro_batches[number].to_receive(dist.get_rank())
-        part = self._format.empty(sum(transfer.received))
-        nothing = self._format.empty(0)
-        return _start(part, nothing, transfer.received, transfer.sent, self._ranks.rows_group), transfer, part
+        part, nothing = self._format.empty(sum(transfer.received)), self._format.empty(0)
+        work = _start(part, nothing, transfer.received, transfer.sent, self._ranks.rows_group)
+        self._coming.append((work, transfer, part))
 
     def _return(self, transfer: Transfer, gradient: Tensor) -> None:
         """Starts to send the gradient of a part of the rows."""

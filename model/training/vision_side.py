@@ -53,12 +53,13 @@ class VisionSide:
         self._ranks, self._learner, self._merge_unit = ranks, learner, vision.merge_unit
         self._following = predicts(config.model.mtp, architecture)
         self._trained = not {"vision", "merger"} <= set(config.model.freeze)
-        self._ahead = ranks.pipeline + config.parallel.vision_ahead
+        ahead = config.parallel.vision_ahead
+        self._ahead = ranks.pipeline + ahead
         model = unwrapped(learner.model[0])
         rows = RowFormat((1 + len(vision.deepstack_layers)) * vision.out_hidden_size, dtype, device)
         self._sender = RowSender(ranks, rows, model.vision.tp_group) if ranks.holds_tower else None
         if ranks.receives_rows:
-            model.receiver = RowReceiver(ranks, rows, model.pg_collection.tp)
+            model.receiver = RowReceiver(ranks, rows, model.pg_collection.tp, ahead)
         self._receiver: RowReceiver | None = getattr(model, "receiver", None)
         self._rows = rows
 

@@ -3,7 +3,9 @@
 On a CUDA machine with megatron-core, Transformer Engine and flash-linear-attention, from the repository root::
 
     python -m tests.model.gpu_checks                       # one GPU
-    torchrun --nproc-per-node 2 -m tests.model.gpu_checks  # and layouts of two
+    torchrun --nproc-per-node 2 -m tests.model.gpu_checks  # layouts of two
+
+A word after the command selects the checks whose names contain it.
 
 The measure is the error against torch in float32: that of Transformer Engine in bfloat16 must be no more than
 ``FACTOR`` times that of torch in bfloat16, tensor by tensor, since both round alike and only orders of summation
@@ -101,18 +103,7 @@ def run(
     from megatron.core import parallel_state as state
 
     tensor, context = state.get_tensor_model_parallel_world_size(), state.get_context_parallel_world_size()
-    spec = spec_of(wanted)
-    maps = spec.parameter_maps(wanted, vocab_rows=vocabulary_rows(wanted.language.vocab_size, tensor))
-    weights = weights_of(wanted)
-    model: Any = spec.build(wanted, settings)
-    load_from_hf(
-        model,
-        maps,
-        lambda source: source.take(weights[source.name]),
-        tensor_rank=state.get_tensor_model_parallel_rank(),
-        tensor_parallel=tensor,
-    )
-    model.train()
+    model = with_weights(spec_of(wanted).build(wanted, settings), wanted)
     mine = packed.context_parallel_shard(state.get_context_parallel_rank(), context) if context > 1 else packed
     losses = model(mine.to(CUDA))
     losses.sum().backward()
@@ -130,6 +121,22 @@ def run(
             dist.all_reduce(gradient, group=model.pg_collection.tp)
         gradients[names[name]] = gradient
     return float(total), gradients, model.metrics.pop(model.metric_names, device="cuda")
+
+
+def with_weights(model: Any, wanted: Any) -> Any:
+    """The model, or the part of it that this rank has, with weights that do not depend on the layout."""
+    from megatron.core import parallel_state as state
+
+    tensor = state.get_tensor_model_parallel_world_size()
+    weights = weights_of(wanted)
+    load_from_hf(
+        model,
+        spec_of(wanted).parameter_maps(wanted, vocab_rows=vocabulary_rows(wanted.language.vocab_size, tensor)),
+        lambda source: source.take(weights[source.name]),
+        tensor_rank=state.get_tensor_model_parallel_rank(),
+        tensor_parallel=tensor,
+    )
+    return model.train()
 
 
 def of_all_experts(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -196,6 +203,79 @@ def layout_against_one_gpu(
     finally:
         parallel_state.destroy_model_parallel()
         groups.initialize()
+
+
+def sides_against_one_gpu(family: str = "qwen3_5", ahead: int = 1, backend: str = "transformer_engine") -> None:
+    """Vision on one GPU, language on the other, four micro-batches: loss within 1e-4, gradients in bfloat16's reach."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from model.parallel.separation import forget_separation
+
+    wanted = architecture(family=family)
+    texts = pack([make_sample(5, [], 600)], alignment=16, tail=64)
+    packs = [batch(), texts, pack([make_sample(6, [(32, 24)], 200)], alignment=16, tail=64), batch(weighted=True)]
+    settings = ModelSettings(backend=backend, precision="fp32" if CUDA.type == "cpu" else "bf16")
+    alone = with_weights(spec_of(wanted).build(wanted, settings), wanted)
+    alone_loss = losses_of(alone, packs)
+    expected = {canonical_names(alone)[name]: each.grad.float() for name, each in alone.named_parameters()}
+    parallel_state.destroy_model_parallel()
+    groups.initialize(vision=1)
+    try:
+        model, loss = side_of(wanted, dataclasses.replace(settings, separate_vision=True), packs, ahead)
+        total = torch.tensor(loss, device=CUDA)
+        dist.all_reduce(total)
+        print(f"  loss {alone_loss:.4f} one GPU, {float(total):.4f} on two")
+        assert abs(float(total) / alone_loss - 1) < 1e-4
+        found = {canonical_names(model)[name]: each.grad.float() for name, each in model.named_parameters()}
+        errors = sorted(((relative(found[name], expected[name]), name) for name in found), reverse=True)
+        print(f"  rank {dist.get_rank()}, {len(found)} of {len(expected)} parameters, worst:", errors[:3], flush=True)
+        assert errors[0][0] < 0.02, errors[:5]
+        mine = torch.tensor(len(found), device=CUDA)
+        dist.all_reduce(mine)
+        assert int(mine) == len(expected)
+    finally:
+        forget_separation()
+        parallel_state.destroy_model_parallel()
+        groups.initialize()
+
+
+def side_of(wanted: Any, settings: ModelSettings, packs: list[PackedBatch], ahead: int) -> tuple[Any, float]:
+    """This side's model with its gradients, and the sum of its losses."""
+    from types import SimpleNamespace
+
+    from model.network.vision_model import build_vision_model
+    from model.parallel.separation import separation
+    from model.training.config_loading import load_config
+    from model.training.vision_side import VisionSide
+    from vlmdata.loader.stream import PackImages
+
+    sides = separation()
+    assert sides is not None
+    build = build_vision_model if sides.holds_tower else spec_of(wanted).build
+    model = with_weights(build(wanted, settings), wanted)
+    model.config.finalize_model_grads_func = lambda *_: None
+    learner: Any = SimpleNamespace(model=[model])
+    config = load_config(None, [("parallel.vision_ahead", ahead)])
+    dtype = next(model.parameters()).dtype
+    side = VisionSide(sides, learner, config, wanted, CUDA, dtype)
+    images = [
+        [PackImages(h.cu_seqlens, h.cu_seqlens_padded, h.image_grid_thw, h.image_starts, h.image_starts * 0)]
+        for h in (each.host for each in packs)
+    ]
+    moved = (each.to(CUDA) for each in packs)
+    found = side.run(images, moved, lambda: losses_of(model, packs), forward_only=False)
+    return model, 0.0 if sides.holds_tower else found
+
+
+def losses_of(model: Any, packs: list[PackedBatch]) -> float:
+    """The sum of the losses of micro-batches, whose gradients add up."""
+    total = torch.zeros((), device=CUDA)
+    for each in packs:
+        losses = model(each.to(CUDA))
+        losses.sum().backward()
+        total += losses.detach().sum()
+    return float(total)
 
 
 def float_patches_and_recompute(family: str = "qwen3_5") -> None:
@@ -276,7 +356,11 @@ def main() -> int:
             "Qwen3-VL, tensor 2 + sequence": lambda: layout_against_one_gpu(
                 {"tensor": 2}, family="qwen3_vl", sequence_parallel=True
             ),
+            "vision GPUs 1 + 1": sides_against_one_gpu,
+            "vision GPUs 1 + 1, none ahead": lambda: sides_against_one_gpu(ahead=0),
+            "Qwen3-VL, vision GPUs 1 + 1": lambda: sides_against_one_gpu("qwen3_vl", ahead=3),
         }
+    checks = {name: check for name, check in checks.items() if all(word in name for word in sys.argv[1:])}
     failures = 0
     for name, check in checks.items():
         print(f"== {name}", flush=True)
