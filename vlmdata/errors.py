@@ -35,3 +35,7 @@ class SourceError(VlmdataError):
 
 class ResourceError(VlmdataError):
     """The machine lacks space, permissions or live worker processes. Finished work is kept."""
+
+
+class UnreadableDataError(ResourceError):
+    """Stored bytes of a sample cannot be read: a bad sector, or a network file system that fails."""

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.service.servers import Server, assert_equal, serving, wait_until
 from vlmdata import Blend, PackedBatch, StreamingLoader
 from vlmdata.cli.serve import _show_status
-from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError, UsageError
+from vlmdata.errors import ConfigMismatchError, ResourceError, UsageError
 from vlmdata.loader.config import Service
 from vlmdata.loader.served.address import parse_address
 from vlmdata.loader.served.connection import Connection
@@ -235,33 +235,6 @@ class TestRefusals:
             pytest.raises(UsageError, match="over 16 times"),
         ):
             next(iter(loader))
-
-    def test_of_damage_names_shard_row_and_key(self, chat: Path, tmp_path: Path) -> None:
-        import shutil
-
-        from vlmdata.format.dataset import VlmDataset
-
-        copy = Path(shutil.copytree(chat, tmp_path / "chat"))
-        dataset = VlmDataset(copy)
-        with open(dataset.shard_path(int(dataset.index.shard[5])), "r+b") as file:
-            file.seek(int(dataset.index.data_offsets["input_ids"][5]))
-            byte = file.read(1)[0]
-            file.seek(-1, 1)
-            file.write(bytes([byte ^ 1]))
-        with serving(copy, "-j", 1) as server:
-            for workers in (0, 2):
-                with (
-                    StreamingLoader(server.url, num_workers=workers, **OPTIONS) as loader,
-                    pytest.raises(DatasetFormatError) as caught,
-                ):
-                    list(loader)
-                assert f"server 127.0.0.1:{server.port}: {copy}/shard-000000.tar: row 5 key " in str(caught.value)
-            options = OPTIONS | {"on_damage": "mask"}
-            with StreamingLoader(copy, **options) as local, StreamingLoader(server.url, **options) as served:
-                for one, two in zip(local, served, strict=True):
-                    assert_equal(one, two)
-                assert [each.row for each in served.stats.damaged] == [each.row for each in local.stats.damaged] == [5]
-                assert local.state_dict()["damaged"] == served.state_dict()["damaged"]
 
 
 class TestSharing:

@@ -230,6 +230,8 @@ def _print_status(name: str, values: dict[str, Any]) -> None:
         f"packs: {packs['made']:,} made, {packs['shared']:,} queries shared one; memory {memory['in_use'] / 1e6:,.0f} "
         f"of {memory['limit'] / 1e6:,.0f} MB; {values['workers']} workers, {values['worker_restarts']} restarts"
     )
+    for message in values.get("damaged", {}).values():
+        console.print(f"damaged: {message}", markup=False, style="red")
     table = Table("client", "plan", "rank", "slice", "parts", "last position", "batches", "MB", "seconds ago")
     for each in values["clients"]:
         epoch, step, micro_batch = each["position"]

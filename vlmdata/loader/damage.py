@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from vlmdata.errors import ChangedDataError, DatasetFormatError
+from vlmdata.errors import ChangedDataError, DatasetFormatError, UnreadableDataError
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.loader.assemble import assemble, extents, read_members, stored_members
 from vlmdata.loader.config import OnDamage
@@ -22,6 +22,9 @@ from vlmdata.wording import counted
 
 #: A sample: the number of its dataset, and its position in it.
 type SampleId = tuple[int, int]
+
+#: Errors of a copy of the data that is damaged. Another copy may be sound.
+DAMAGE = (DatasetFormatError, UnreadableDataError)
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ def fill(request: PackRequest, store: ShardStore, buffer: npt.NDArray[np.uint8],
     Raises:
         ChangedDataError: If a sample has changed bytes and is not masked.
         DatasetFormatError: If a shard is missing, has another size, or does not decode.
+        UnreadableDataError: If a shard cannot be read.
     """
     if store.fetches_ranges:
         with store.fetched(extents(request, whole=on_damage == "mask")):
@@ -107,6 +111,11 @@ def _check_images(request: PackRequest, store: ShardStore, images: Collection[in
             int(reads.checksums[image]),
             what,
         )
+
+
+def damaged_file(message: str) -> str:
+    """Returns the file that an error of damaged data names: all of them begin with it."""
+    return message.partition(": ")[0]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from vlmdata.errors import ChangedDataError, DatasetFormatError, ResourceError
+from vlmdata.errors import ChangedDataError, DatasetFormatError, ResourceError, UnreadableDataError
 from vlmdata.loader.config import Verify
 from vlmdata.loader.ranges import Extents, FetchedRanges, RemoteRanges
 from vlmdata.media.pixel_check import require_pixels
@@ -141,7 +141,7 @@ class ShardStore:
 
         Raises:
             DatasetFormatError: If the file is missing or short, or the bytes have changed.
-            ResourceError: If reading from disk fails.
+            UnreadableDataError: If reading from disk fails.
         """
         if isinstance(self._datasets[dataset].source, RemoteRanges):
             self._ranges.copy(dataset, shard, offset, into)
@@ -158,8 +158,10 @@ class ShardStore:
             try:
                 got = os.preadv(file, [into[done:]], offset + done)
             except OSError as error:
-                path = self.path(dataset, shard)
-                raise ResourceError(f"{path}: {what}: cannot be read at byte {offset + done}: {error}") from error
+                raise UnreadableDataError(
+                    f"{self.path(dataset, shard)}: {what}: cannot be read at byte {offset + done}: "
+                    f"{error.strerror or error}. Check the disk; `vlmdata verify` shows what else is damaged."
+                ) from error
             if got == 0:
                 raise DatasetFormatError(
                     f"{self.path(dataset, shard)}: {what}: the file ends at byte {offset + done}, "

@@ -117,6 +117,7 @@ class _State:
             ("vlmdata_plans_in_use_bytes", "Bytes of plans.", self._server.plans.bytes_in_use),
             ("vlmdata_plans_limit_bytes", "Limit of these.", self._server.config.plan_memory),
             ("vlmdata_answers_under_way", "Answers being sent.", len(self._server.answers)),
+            ("vlmdata_damaged_files", "Files in which damage was met.", self._server.damaged_files),
         ):
             yield GaugeMetricFamily(name, text, value=size)
 

@@ -20,7 +20,9 @@ import pyarrow.flight as flight
 import vlmdata
 from vlmdata.errors import NotFoundError, UsageError, VlmdataError
 from vlmdata.format.schema import INDEX_NAME, MANIFEST_NAME
+from vlmdata.loader.damage import DAMAGE, damaged_file
 from vlmdata.loader.open import open_for_loading, require_one_tokenizer
+from vlmdata.loader.request import PackRequest
 from vlmdata.loader.served.protocol import (
     DESCRIBE,
     HEALTH,
@@ -42,7 +44,7 @@ from vlmdata.service.config import ServerConfig
 from vlmdata.service.counting import counting
 from vlmdata.service.filling import Fillers
 from vlmdata.service.memory import BusyError
-from vlmdata.service.packs import Packs
+from vlmdata.service.packs import FilledPack, Packs
 from vlmdata.service.plans import PlanBook
 
 _log = logging.getLogger("vlmdata.service")
@@ -89,6 +91,7 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
         self._fillers = Fillers([shards for _, shards in opened], config.workers, config.verify, config.timeout)
         self.packs = Packs(self._fillers, config.pack_memory, config.timeout, self.answers.packs, self.answers.relieve)
         self.activity = Activity()
+        self._damaged: dict[str, str] = {}  # what was wrong first, by file
         self._rate = RateLimit(config.rate)
         self._calls_lock, self._preparing = threading.Lock(), 0
         self._begun, self._draining = time.time(), threading.Event()
@@ -110,6 +113,11 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
     def restarts(self) -> int:
         """Times that workers were replaced."""
         return self._fillers.restarts
+
+    @property
+    def damaged_files(self) -> int:
+        """Number of files in which damage was met."""
+        return len(self._damaged)
 
     @property
     def is_draining(self) -> bool:
@@ -136,6 +144,7 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
             "memory": {"limit": memory.limit, "in_use": memory.bytes_in_use},
             "plans": {"limit": self.config.plan_memory, "in_use": self.plans.bytes_in_use},
             "packs": dataclasses.asdict(counts),
+            "damaged": dict(self._damaged),
             "answers_under_way": len(self.answers),
             "clients": [dataclasses.asdict(each) for each in self.activity.clients()],
         }
@@ -147,7 +156,7 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
             if isinstance(query, FileQuery):
                 return flight.GeneratorStream(SCHEMA, self._sent_file(self._file(query)))
             request, plan = self.plans.request(query)
-            pack = self.packs.get(request, plan, query.on_damage)
+            pack = self._pack(request, plan, query)
             answer: Answer
             if query.place and query.place == this_place():
                 answer = SharedAnswer(request, pack, context.is_cancelled)
@@ -182,6 +191,23 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
         threading.Thread(target=self.shutdown, daemon=True).start()
         self._fillers.close()
         self.packs.memory.close()
+
+    def _pack(self, request: PackRequest, plan: str, query: BatchQuery) -> FilledPack:
+        try:
+            pack = self.packs.get(request, plan, query.on_damage)
+        except DAMAGE as error:
+            self._note_damage(str(error))
+            raise
+        for message in pack.filled.damaged.values():
+            self._note_damage(message)
+        return pack
+
+    def _note_damage(self, message: str) -> None:
+        """Logs damaged data, once for each file."""
+        file = damaged_file(message)
+        if file not in self._damaged:
+            self._damaged[file] = message
+            _log.error("damaged data", extra={"file": file, "error": message})
 
     def _sent(self, answer: Answer, machine: str, query: BatchQuery) -> Iterator[Sent]:
         try:
@@ -245,7 +271,8 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
             self.metrics.answered(time.perf_counter() - begun)
         except VlmdataError as error:
             self.metrics.refused(type(error).__name__)
-            _log.warning("query refused", extra={"client": context.peer(), "error": _printable(error)})
+            if not isinstance(error, DAMAGE):  # which is logged once a file
+                _log.warning("query refused", extra={"client": context.peer(), "error": _printable(error)})
             raise flight.FlightServerError(str(error), encode_error(error)) from error
         except BusyError as error:
             self.metrics.refused("busy")

@@ -205,7 +205,7 @@ class Connection:
             self._check_shared(next(chunks, None), buffer)
         else:
             self._receive_bytes(chain([first], chunks), buffer, checked)
-        return Filled(len(buffer), header.damaged)
+        return Filled(len(buffer), {n: f"server {self.server}: {text}" for n, text in header.damaged.items()})
 
     def _receive_bytes(self, chunks: Iterable[Any], buffer: Bytes, checked: bool) -> None:
         trailer, at, hashed = None, 0, xxhash.xxh3_64()

@@ -120,19 +120,19 @@ def _chosen(address: ServiceAddress, datasets: Sequence[ServedDataset]) -> list[
 def _fetch(servers: Servers, served: ServedDataset, name: str, to: Path, sha256: str | None) -> None:
     query = FileQuery(served.fingerprint, name)
 
-    def copy(connection: Connection) -> str:
+    def copy(connection: Connection) -> None:
         digest = hashlib.sha256()
         with open(to, "wb") as target:
             for chunk in connection.file(query, _SECONDS_FOR_A_FILE):
                 digest.update(chunk)
                 target.write(chunk)
-        return digest.hexdigest()
+        if sha256 not in (None, digest.hexdigest()):
+            raise DatasetFormatError(
+                f"server {connection.server}: {name} of {served.name} has sha256 {digest.hexdigest()}, but the "
+                f"manifest says {sha256}"
+            )
 
-    found = servers.ask(copy, _SECONDS_TO_OPEN)
-    if sha256 not in (None, found):
-        raise DatasetFormatError(
-            f"{servers.address.text}: {name} of {served.name} has sha256 {found}, but the manifest says {sha256}"
-        )
+    servers.ask(copy, _SECONDS_TO_OPEN)
 
 
 def _no_shard(info: object) -> int:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -16,10 +16,11 @@ from statistics import median
 from vlmdata.errors import ConfigMismatchError, ResourceError, UsageError
 from vlmdata.loader.buffers import BufferPool, Lease
 from vlmdata.loader.config import Service
-from vlmdata.loader.damage import Filled
+from vlmdata.loader.damage import DAMAGE, Filled, damaged_file
 from vlmdata.loader.served.address import Server, ServiceAddress
-from vlmdata.loader.served.connection import Call, Connection, ServerLostError, TokenRefusedError
+from vlmdata.loader.served.connection import Connection
 from vlmdata.loader.served.protocol import BatchQuery, Description
+from vlmdata.loader.served.race import OF_ONE_SERVER, Race, in_thread
 
 _log = logging.getLogger("vlmdata.loader.served")
 
@@ -32,8 +33,6 @@ _USUAL_TIMES = 3.0
 _LATENCIES = 32
 #: Seconds between two look-ups of names, while servers fail and while all are well.
 _SECONDS_BETWEEN_LOOKUPS, _SECONDS_BETWEEN_LOOKUPS_WHEN_WELL = 10.0, 60.0
-#: Servers that are asked for one batch at the same time.
-_MOST_ATTEMPTS = 2
 #: Seconds between two looks whether the batch is still wanted.
 _SECONDS_BETWEEN_LOOKS = 0.2
 
@@ -44,14 +43,6 @@ class _Health:
 
     failures: int = 0
     until: float = 0.0  # asked last until then
-
-
-@dataclass(frozen=True, eq=False)
-class _Attempt:
-    server: Server
-    call: Call
-    lease: Lease
-    begun: float
 
 
 class Servers:
@@ -70,6 +61,7 @@ class Servers:
         self._looked_up, self._looking = time.monotonic(), False
         self._connections: dict[Server, Connection] = {}
         self._health: dict[Server, _Health] = {}
+        self._damaged: set[tuple[Server, str]] = set()  # servers and files, each logged once
         self._latencies: deque[float] = deque(maxlen=_LATENCIES)
 
     def ask[Answer](self, question: Callable[[Connection], Answer], timeout: float) -> Answer:
@@ -88,13 +80,13 @@ class Servers:
             for server in self.order(0):
                 try:
                     answer = question(self.connection(server))
-                except _OF_ONE_SERVER as error:
+                except OF_ONE_SERVER as error:
                     problems[server] = error
                     self.failed(server, error)
                     continue
                 self.succeeded(server)
                 return answer
-            if all(isinstance(error, ConfigMismatchError | UsageError) for error in problems.values()):
+            if all(isinstance(error, (ConfigMismatchError, UsageError, *DAMAGE)) for error in problems.values()):
                 raise next(iter(problems.values()))
             if time.monotonic() + _PAUSE_BETWEEN_ROUNDS > deadline:
                 raise self._nobody(problems, timeout)
@@ -108,7 +100,7 @@ class Servers:
             VlmdataError: If all that answer refuse.
         """
         self.ask(Connection.describe, timeout)
-        asked = {server: _in_thread(partial(Connection.describe, self.connection(server))) for server in self.order(0)}
+        asked = {server: in_thread(partial(Connection.describe, self.connection(server))) for server in self.order(0)}
         wait(asked.values(), timeout)
         return {server: each.result() for server, each in asked.items() if each.done() and each.exception() is None}
 
@@ -130,17 +122,18 @@ class Servers:
 
         Raises:
             ResourceError: If no server answers; names all.
-            VlmdataError: If a server refuses: the data is damaged, or all servers have other data or versions.
+            VlmdataError: If all servers refuse: their copies of the data are damaged, or they have other data or
+                versions.
         """
         if self._process != os.getpid():
             raise UsageError(
                 f"{self.address.text}: a loader of a collation service cannot be used in a forked process, since gRPC "
                 "has no threads there. Create the loader in that process, or start it with spawn."
             )
-        race = _Race(self, query, size, pool, checked, time.monotonic() + timeout)
+        race = Race(self, query, size, pool, checked, timeout)
         try:
             while not stopped.is_set():
-                if (won := race.run(_SECONDS_BETWEEN_LOOKS)) is not None:
+                if (won := race.run(_SECONDS_BETWEEN_LOOKS) or race.masked()) is not None:
                     return won
                 if race.is_late:
                     raise self._nobody(race.problems, timeout)
@@ -191,6 +184,15 @@ class Servers:
         if first:
             _log.warning("%s. Asking the other servers.", str(error).rstrip("."))
 
+    def damaged(self, server: Server, message: str) -> None:
+        """Notes that a server's copy of the data is damaged. It is asked as before: its other shards may be sound."""
+        place = (server, damaged_file(message.removeprefix(f"server {server}: ")))
+        with self._lock:
+            is_news, others = place not in self._damaged, len(self._servers) > 1
+            self._damaged.add(place)
+        if is_news and others:
+            _log.warning("%s This server's copy is damaged. Asking the other servers.", message)
+
     def succeeded(self, server: Server, seconds: float | None = None) -> None:
         """Notes that a server has answered, and after how many seconds."""
         with self._lock:
@@ -225,7 +227,7 @@ class Servers:
             if self._looking or now - self._looked_up < pause:
                 return
             self._looking = True
-        _in_thread(self._look_up)
+        in_thread(self._look_up)
 
     def _look_up(self) -> None:
         """Looks names up: servers may have been added or removed."""
@@ -239,129 +241,3 @@ class Servers:
         finally:
             with self._lock:
                 self._looked_up, self._looking = time.monotonic(), False
-
-
-#: Errors after which another server may answer. Others, such as damaged data, are the same everywhere.
-_OF_ONE_SERVER = (ServerLostError, ConfigMismatchError, UsageError, ResourceError)
-
-
-class _Race:
-    """The servers that were asked for one batch, until one has answered."""
-
-    def __init__(
-        self, servers: Servers, query: BatchQuery, size: int, pool: BufferPool, checked: bool, deadline: float
-    ) -> None:
-        self._servers, self._query, self._size, self._pool, self._checked = servers, query, size, pool, checked
-        self._deadline = deadline
-        self._running: dict[Future[Filled], _Attempt] = {}
-        self._last_begun = 0.0
-        self._failed: dict[Server, Exception] = {}  # in this round
-        self._problems: dict[Server, Exception] = {}
-        self._token_read_again: set[Server] = set()
-
-    @property
-    def is_late(self) -> bool:
-        """Whether the time is over."""
-        return time.monotonic() >= self._deadline
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether all servers have failed."""
-        return not self._running and not self._spare()
-
-    @property
-    def problems(self) -> dict[Server, Exception]:
-        """What was wrong with each server that was asked."""
-        silent = {each.server: ServerLostError(f"server {each.server}: no answer") for each in self._running.values()}
-        return {**silent, **self._problems}
-
-    def run(self, seconds: float) -> tuple[Lease, Filled] | None:
-        """Asks one more server if it is time for that, and waits for an answer.
-
-        Raises:
-            VlmdataError: If a server refuses for the data's sake.
-        """
-        spare, hedge = self._spare(), self._servers.hedge_seconds()
-        late = time.monotonic() - self._last_begun >= hedge
-        if spare and (not self._running or (late and len(self._running) < _MOST_ATTEMPTS)):
-            self._begin(spare.pop(0))
-        until_hedge = self._last_begun + hedge - time.monotonic()
-        if not spare or len(self._running) >= _MOST_ATTEMPTS:
-            until_hedge = seconds
-        done, _ = wait(self._running, max(min(seconds, until_hedge), 0.0), FIRST_COMPLETED)
-        for future in done:
-            attempt = self._running[future]
-            try:
-                filled = future.result()
-            except _OF_ONE_SERVER as error:
-                self._failed[attempt.server] = self._problems[attempt.server] = error
-                self._servers.failed(attempt.server, error)
-                self._running.pop(future).lease.release()
-                continue
-            self._running.pop(future)
-            self._servers.succeeded(attempt.server, time.monotonic() - attempt.begun)
-            for slow in self._running.values():
-                if slow.begun < attempt.begun:  # the hedge was faster
-                    self._servers.failed(slow.server, ServerLostError(f"server {slow.server}: slow"))
-            return attempt.lease, filled
-        return None
-
-    def again(self) -> None:
-        """Lets all servers be asked again, except those that refused.
-
-        Raises:
-            VlmdataError: If that is all of them.
-        """
-        refusals = {server: error for server, error in self._failed.items() if self._is_final(server, error)}
-        if refusals and len(refusals) == len(self._failed):
-            raise next(iter(refusals.values()))
-        self._failed = refusals
-
-    def _is_final(self, server: Server, error: Exception) -> bool:
-        """Returns whether asking this server again cannot help."""
-        if isinstance(error, TokenRefusedError) and server not in self._token_read_again:
-            self._token_read_again.add(server)
-            self._servers.forget(server)  # the next connection reads the token again
-            return False
-        return isinstance(error, ConfigMismatchError | UsageError)
-
-    def end(self) -> None:
-        """Cancels the calls under way. Their buffers return when they have ended."""
-        for future, attempt in self._running.items():
-            attempt.call.cancel()
-            future.add_done_callback(partial(_release, attempt.lease))
-
-    def _spare(self) -> list[Server]:
-        asked = {attempt.server for attempt in self._running.values()}
-        return [each for each in self._servers.order(self._query.dp_rank) if each not in asked | self._failed.keys()]
-
-    def _begin(self, server: Server) -> None:
-        try:
-            connection = self._servers.connection(server)
-        except UsageError as error:  # the token cannot be read: is it being replaced?
-            self._failed[server] = self._problems[server] = TokenRefusedError(str(error))
-            return
-        lease, call, self._last_begun = self._pool.acquire(self._size), Call(), time.monotonic()
-        remaining = max(self._deadline - self._last_begun, _SECONDS_BETWEEN_LOOKS)
-        future = _in_thread(
-            lambda: connection.batch(self._query, lease.memory(), self._size, self._checked, remaining, call)
-        )
-        self._running[future] = _Attempt(server, call, lease, self._last_begun)
-
-
-def _in_thread[Result](function: Callable[[], Result]) -> Future[Result]:
-    """Runs a function in a thread that does not keep the program alive: gRPC may wait for a dead server."""
-    future: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="vlmdata-call", daemon=True).start()
-    return future
-
-
-def _release(lease: Lease, _: object) -> None:
-    lease.release()
