@@ -27,6 +27,7 @@ from model.parallel.exchange import all_gather_rows
 from model.parallel.packed import IntArray, to_device
 from model.parallel.separation import Separation
 from model.parallel.vision_rows import MicroBatchRows, Transfer, even_parts
+from model.parallel.waiting import Waiting
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,14 @@ class RowSender:
         ranks: Both sides.
         rows: Format of the rows.
         tensor_group: Tensor-parallel ranks of the tower.
+
+    Attributes:
+        waiting: Time that this rank waits for gradients.
     """
 
     def __init__(self, ranks: Separation, rows: RowFormat, tensor_group: Any):
         self._ranks, self._format, self._tensor_group = ranks, rows, tensor_group
+        self.waiting = Waiting(rows.device)
         self._sent: dict[int, tuple[Any, Transfer, Tensor]] = {}
 
     def send(self, number: int, micro_batch: MicroBatchRows, rows: Tensor) -> None:
@@ -77,7 +82,8 @@ class RowSender:
     def wait(self, number: int) -> Transfer:
         """Waits until the rows of a micro-batch are sent."""
         work, transfer, _ = self._sent.pop(number)
-        work.wait()
+        with self.waiting.measured():
+            work.wait()
         return transfer
 
     def gradient(self, number: int, count: int) -> Tensor:
@@ -85,7 +91,9 @@ class RowSender:
         transfer = self.wait(number)
         arrived = self._format.empty(sum(transfer.sent))
         nothing = self._format.empty(0)
-        _start(arrived, nothing, transfer.sent, transfer.received, self._ranks.gradients_group).wait()
+        work = _start(arrived, nothing, transfer.sent, transfer.received, self._ranks.gradients_group)
+        with self.waiting.measured():
+            work.wait()
         gradient = self._format.empty(count).zero_()
         gradient.index_add_(0, to_device(transfer.outgoing, gradient.device), arrived)
         if self._ranks.vision_tensor > 1:  # each of these ranks sent a part of the same rows
@@ -101,10 +109,14 @@ class RowReceiver:
         rows: Format of the rows.
         tensor_group: Tensor-parallel ranks of the language model.
         ahead: Micro-batches whose rows it asks for before it needs them.
+
+    Attributes:
+        waiting: Time that this rank waits for rows.
     """
 
     def __init__(self, ranks: Separation, rows: RowFormat, tensor_group: Any, ahead: int):
         self._ranks, self._format, self._tensor_group, self._ahead = ranks, rows, tensor_group, ahead
+        self.waiting = Waiting(rows.device)
         self._micro_batches: Sequence[MicroBatchRows] = ()
         self._trained = False
         self._next = 0
@@ -134,7 +146,8 @@ class RowReceiver:
         self._request(number + self._ahead)
         assert self._coming, "the step has no further micro-batch"
         work, transfer, part = self._coming.popleft()
-        work.wait()
+        with self.waiting.measured():
+            work.wait()
         if self._trained and torch.is_grad_enabled():
             part.requires_grad_().register_hook(partial(self._return, transfer))
         micro_batch = self._micro_batches[number]

@@ -64,6 +64,8 @@ class StepReport:
             **self.mfu,
             "data_wait": result.data_wait,
             "data_wait_share": result.data_wait / result.seconds,
+            "vision_wait": result.vision_wait,
+            "language_wait": result.language_wait,
             "seconds": result.seconds,
             "memory_gib": result.memory / 2**30 if result.memory else None,
             "vision_memory_gib": result.vision_memory / 2**30 if result.vision_memory else None,
@@ -74,6 +76,10 @@ class StepReport:
         """Formats one console line."""
         m = self.metrics
         parts = [f"step {self.step:>{len(str(steps))}}/{steps}", f"loss {m['loss']:.4f}"]
+        sides = ""
+        if "vision_wait" in m:
+            shares = (m[f"{side}_wait"] / m["seconds"] for side in ("vision", "language"))
+            sides = " (vision {:.1%}, language {:.1%})".format(*shares)
         if "mtp_loss" in m:
             parts.append(f"mtp {m['mtp_loss']:.4f}")
         parts += [
@@ -81,11 +87,11 @@ class StepReport:
             f"lr {self.lr:.2e}",
             f"{m['tokens_per_second']:,.0f} tok/s",
             f"fill {m['fill']:.1%}",
-            f"wait {m['data_wait_share']:.1%}",
+            f"wait {m['data_wait_share']:.1%}{sides}",
         ]
         if "mfu" in m:
-            sides = f" (vision {m['vision_mfu']:.1%}, language {m['language_mfu']:.1%})" if "vision_mfu" in m else ""
-            parts.append(f"mfu {m['mfu']:.1%}{sides}")
+            split = f" (vision {m['vision_mfu']:.1%}, language {m['language_mfu']:.1%})" if "vision_mfu" in m else ""
+            parts.append(f"mfu {m['mfu']:.1%}{split}")
         if self.result.memory:
             vision = f" (vision {m['vision_memory_gib']:.1f})" if self.result.vision_memory else ""
             parts.append(f"mem {m['memory_gib']:.1f} GiB{vision}")

@@ -50,6 +50,8 @@ class StepResult:
         batches: Micro-batches of this rank; on a rank of a separate tower those of the first data-parallel rank.
         vision_flops: Model FLOP of the vision tower.
         vision_memory: ``memory`` over the ranks of a separate vision tower; 0 without.
+        vision_wait: Longest wait of a rank of a separate vision tower for gradients, in seconds; None without.
+        language_wait: Longest wait of a rank of the language model for the rows of that tower, in seconds.
     """
 
     loss: float
@@ -71,6 +73,8 @@ class StepResult:
     masked: frozenset[tuple[int, int]] = frozenset()
     vision_flops: float = 0.0
     vision_memory: int = 0
+    vision_wait: float | None = None
+    language_wait: float | None = None
 
 
 @dataclass(frozen=True)
@@ -190,7 +194,11 @@ class Stepper:
             micro_batch_size=1,
             forward_only=False,
         )
-        found = compute() if self._vision is None else self._vision.run(self._images(), counted, compute, False)
+        if self._vision is None:
+            found = compute()
+        else:
+            self._vision.waited()  # forgets the waits of an evaluation
+            found = self._vision.run(self._images(), counted, compute, False)
         _, grad_norm, _ = learner.optimizer.step()
         learner.schedule.step(increment=1)
         return self._result(found, counted, float(grad_norm), begun)
@@ -212,12 +220,13 @@ class Stepper:
             not math.isfinite(grad_norm),
             self._stop_requested(),
             bool(counted.masked),
+            *((0.0, 0.0) if self._vision is None else self._vision.waited()),
         ]
         most = torch.tensor(own, dtype=torch.float64, device=self._device)
         torch.distributed.all_reduce(total)
         torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
         loss, weight, targets, tokens, slots, images, patches, flops, vision_flops = total.tolist()
-        wait, memory, vision_memory, overflow, stop, any_masked = most.tolist()
+        wait, memory, vision_memory, overflow, stop, any_masked, vision_wait, language_wait = most.tolist()
         model = unwrapped(self._learner.model[0])
         extra_losses = model.metrics.pop(model.metric_names, device=self._device)
         odd = [name for name, value in {"loss": loss, **extra_losses}.items() if not math.isfinite(value)]
@@ -236,6 +245,8 @@ class Stepper:
             data_wait=wait,
             memory=int(memory),
             vision_memory=int(vision_memory),
+            vision_wait=None if self._vision is None else vision_wait,
+            language_wait=None if self._vision is None else language_wait,
             interrupted=bool(stop),
             any_masked=bool(any_masked),
             masked=frozenset(counted.masked),

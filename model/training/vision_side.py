@@ -63,6 +63,15 @@ class VisionSide:
         self._receiver: RowReceiver | None = getattr(model, "receiver", None)
         self._rows = rows
 
+    def waited(self) -> tuple[float, float]:
+        """Returns the seconds since the last call that a rank of the tower and one of the language model waited.
+
+        A rank of the tower waits for gradients, or with a frozen tower until its rows are received; a rank of the
+        language model waits for rows. The other value is 0.
+        """
+        vision = 0.0 if self._sender is None else self._sender.waiting.take()
+        return vision, 0.0 if self._receiver is None else self._receiver.waiting.take()
+
     def run(
         self, images: StepImages, batches: Iterator[PackedBatch], language: Callable[[], Any], forward_only: bool
     ) -> Any:
