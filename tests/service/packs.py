@@ -9,6 +9,7 @@ import numpy as np
 
 from vlmdata.loader.buffers import BufferPool
 from vlmdata.loader.damage import Filled
+from vlmdata.service.clients import Clients, Share
 from vlmdata.service.packs import FilledPack
 
 MIB = 1 << 20
@@ -34,3 +35,8 @@ def filled_pack(size: int) -> FilledPack:
 def whole(pack: FilledPack) -> Any:
     """A client's request for all of a pack."""
     return SimpleNamespace(layout=pack.request.layout, context_parallel=None)
+
+
+def share() -> Share:
+    """A call's part of what its machine may use."""
+    return Clients(64, 1 << 30, 60.0, lambda _: False).enter("ipv4:127.0.0.1", lambda: False)

@@ -104,10 +104,15 @@ def assert_equal(a: PackedBatch, b: PackedBatch) -> None:
 
 
 class Proxy:
-    """Passes TCP connections on to a server, slowly or not to the end."""
+    """Passes TCP connections on to a server, slowly or not to the end.
 
-    def __init__(self, port: int):
-        self._target = port
+    Args:
+        port: The server's port.
+        source: Address from which the server sees connections come.
+    """
+
+    def __init__(self, port: int, source: str = "127.0.0.1"):
+        self._target, self._source = port, source
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         #: Bytes of answers after which connections are cut; None is never.
@@ -133,7 +138,7 @@ class Proxy:
                 client, _ = self._listener.accept()
             except OSError:
                 return
-            server = socket.create_connection(("127.0.0.1", self._target))
+            server = socket.create_connection(("127.0.0.1", self._target), source_address=(self._source, 0))
             self._sockets += [client, server]
             threading.Thread(target=self._pass, args=(client, server, False), daemon=True).start()
             threading.Thread(target=self._pass, args=(server, client, True), daemon=True).start()

@@ -6,7 +6,7 @@ import gc
 import os
 import threading
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ import psutil
 import pytest
 import xxhash
 
-from tests.service.packs import MIB, filled_pack, whole
+from tests.service.packs import MIB, filled_pack, share, whole
 from vlmdata.loader.served.protocol import FileQuery, Header, Trailer
 from vlmdata.service.answer import Answer, Answers, SharedAnswer
 from vlmdata.service.filling import Fillers
@@ -27,7 +27,7 @@ from vlmdata.service.server import CollationServer
 
 def test_a_copy_on_its_way_does_not_keep_the_pack() -> None:
     pack = filled_pack(6 * MIB)
-    answer = Answer(whole(pack), pack, lambda: True)
+    answer = Answer(whole(pack), pack, share(), lambda: True)
     first = next(iter(answer.batches()))
     answer.give_up()
     del pack
@@ -39,7 +39,7 @@ def test_a_copy_on_its_way_does_not_keep_the_pack() -> None:
 def test_a_dropped_stream_counts_no_longer() -> None:
     answers = Answers(stall=10.0, memory=8 * MIB)
     pack = filled_pack(MIB)
-    answer = Answer(whole(pack), pack, lambda: False)
+    answer = Answer(whole(pack), pack, share(), lambda: False)
     answers.add(answer)
     assert answers.threads == 1
     del answer
@@ -49,7 +49,7 @@ def test_a_dropped_stream_counts_no_longer() -> None:
 
 def test_a_shared_pack_is_kept_until_the_client_ends_its_query() -> None:
     pack, looks = filled_pack(5 * MIB), iter([False, False, True])
-    answer = SharedAnswer(whole(pack), pack, lambda: next(looks))
+    answer = SharedAnswer(whole(pack), pack, share(), lambda: next(looks))
     ((batch, header),) = answer.batches()
     place = Header.decode(header.to_pybytes()).shared
     assert place is not None
@@ -71,7 +71,7 @@ def test_a_shared_pack_is_kept_until_the_client_ends_its_query() -> None:
 def test_a_shared_pack_that_others_need_is_waited_for_no_longer() -> None:
     answers = Answers(stall=0.0, memory=8 * MIB)
     pack = filled_pack(MIB)
-    answer = SharedAnswer(whole(pack), pack, lambda: False)
+    answer = SharedAnswer(whole(pack), pack, share(), lambda: False)
     answers.add(answer)
     assert answers.packs() == {id(pack.buffer)}
     assert answers.relieve()
@@ -88,18 +88,18 @@ def test_a_file_whose_client_stalls_ends_when_others_wait(tmp_path: Path) -> Non
     )
     query = FileQuery("a", "manifest.json")
     path.rename(tmp_path / "manifest.json")
-    running = [CollationServer._file(server, query) for _ in range(16)]
+    running = [CollationServer._file(server, query, share()) for _ in range(16)]
     streams = [each.batches() for each in running]
     assert all(next(each).num_rows == MIB for each in streams)
-    another = CollationServer._file(server, query)
+    another = CollationServer._file(server, query, share())
     assert sum(each.num_rows for each in another.batches()) == 3 * MIB
     with pytest.raises(BusyError, match="read too slowly, and others wait"):
         next(streams[0])
     assert next(streams[1]).num_rows == MIB
     server.files = Answers(stall=1e9, memory=0)
-    running = [CollationServer._file(server, query) for _ in range(16)]
+    running = [CollationServer._file(server, query, share()) for _ in range(16)]
     with pytest.raises(BusyError, match="too many files are being sent"):
-        CollationServer._file(server, query)
+        CollationServer._file(server, query, share())
 
 
 def test_calls_that_wait_for_a_pack_count_as_calls() -> None:
@@ -111,16 +111,25 @@ def test_calls_that_wait_for_a_pack_count_as_calls() -> None:
         _calls_lock=threading.Lock(),
         _preparing=0,
     )
-    assert [CollationServer._enters(server, action=False) for _ in range(4)] == [True, True, True, False]
-    assert CollationServer._enters(server, action=True)
+
+    def enters() -> bool:
+        with suppress(BusyError), CollationServer._entered(server):
+            return True
+        return False
+
+    with ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(CollationServer._entered(server))
+        assert not enters()
+    assert enters()
     server._preparing = 1
     pack = filled_pack(MIB)
-    sent = [Answer(whole(pack), pack, lambda: False) for _ in range(2)]
+    sent = [Answer(whole(pack), pack, share(), lambda: False) for _ in range(2)]
     for each in sent:
         server.answers.add(each)
-    assert not CollationServer._enters(server, action=False)
+    assert not enters()
     server.answers.remove(sent[0])
-    assert CollationServer._enters(server, action=False)
+    assert enters()
 
 
 def test_closing_waits_for_workers_that_end(monkeypatch: pytest.MonkeyPatch) -> None:

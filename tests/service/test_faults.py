@@ -240,7 +240,7 @@ def test_a_silent_connection_to_the_metrics_does_not_hold_up_the_end(chat: Path)
 def test_a_client_that_does_not_read_gives_up_its_memory(chat: Path, place: str) -> None:
     """Clients that stop reading hold all memory; another one is served nevertheless."""
     options = {"capacity": 400_000, "global_batch": 1, "pad_to_capacity": True}
-    with serving(chat, "-j", 1, "--memory", "64M", "--drain", 1) as server:
+    with serving(chat, "-j", 1, "--memory", "64M", "--drain", 1, "--stall", 1) as server:
         with StreamingLoader(server.url, **options) as loader:
             fingerprints = tuple(each for _, each in loader.fingerprints)
             plan = loader.plan_config

@@ -54,6 +54,10 @@ def test_more_than_the_limit_is_refused_at_once() -> None:
     memory.close()
 
 
+def _no_limit(*_: object) -> None:
+    pass
+
+
 class _LateFillers:
     """Workers that are not done in time."""
 
@@ -69,7 +73,7 @@ def test_a_buffer_that_a_late_worker_may_write_to_is_not_used_again() -> None:
     fillers = _LateFillers()
     packs = Packs(fillers, 8 * MIB, 0.1, frozenset, lambda: False)  # type: ignore[arg-type]
     with pytest.raises(LateFillError, match="not read within 0 s"):
-        packs.get(pack_request(3, MIB), "plan", "raise")
+        packs.get(pack_request(3, MIB), "plan", "raise", _no_limit)
     assert packs.memory.bytes_in_use > 0
     fillers.future.set_result(None)
     assert packs.memory.bytes_in_use == 0
@@ -87,12 +91,12 @@ def test_packs_that_are_being_sent_stay() -> None:
     """Forgetting one would free nothing, and the next rank that asks for it would have it made again."""
     sending: set[int] = set()
     packs = Packs(_Fillers(), 8 * MIB, 0.1, lambda: sending, lambda: False)  # type: ignore[arg-type]
-    sending.add(id(packs.get(pack_request(0), "plan", "raise").buffer))
+    sending.add(id(packs.get(pack_request(0), "plan", "raise", _no_limit).buffer))
     for number in (1, 2, 3):
-        packs.get(pack_request(number), "plan", "raise")
+        packs.get(pack_request(number), "plan", "raise", _no_limit)
     assert packs.counts.made == 4
-    packs.get(pack_request(0), "plan", "raise")
+    packs.get(pack_request(0), "plan", "raise", _no_limit)
     assert (packs.counts.made, packs.counts.shared) == (4, 1)
-    sending.add(id(packs.get(pack_request(3), "plan", "raise").buffer))
+    sending.add(id(packs.get(pack_request(3), "plan", "raise", _no_limit).buffer))
     with pytest.raises(BusyError, match="bytes of memory are in use"):
-        packs.get(pack_request(4), "plan", "raise")
+        packs.get(pack_request(4), "plan", "raise", _no_limit)

@@ -42,7 +42,17 @@ def serve(
         str, typer.Option(help="Memory of all packs and plans, such as 500M or 4G.", rich_help_panel=_LIMITS)
     ] = "4G",
     rate: Annotated[float, typer.Option(help="Queries a second per client machine.", rich_help_panel=_LIMITS)] = 2000.0,
+    client_calls: Annotated[
+        int, typer.Option(help="Queries at the same time per client machine; more wait.", rich_help_panel=_LIMITS)
+    ] = 64,
     verify: Annotated[str, typer.Option(help="Checks: pixels, stored or off.", rich_help_panel=_LIMITS)] = "pixels",
+    stall: Annotated[
+        float,
+        typer.Option(
+            help="Seconds after which a client that does not read loses its place if others wait.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = 10.0,
     drain: Annotated[
         float, typer.Option(help="Seconds for answers under way when the server is stopped.", rich_help_panel=_LIMITS)
     ] = 30.0,
@@ -110,12 +120,14 @@ def serve(
         memory=parse_bytes(memory),
         verify=verify,  # type: ignore[arg-type]
         rate=rate,
+        client_calls=client_calls,
         token_file=token_file,
         tls_cert=tls_cert,
         tls_key=tls_key,
         tls_client_ca=tls_client_ca,
         insecure=insecure,
         metrics_port=metrics_port,
+        stall=stall,
         drain=drain,
         cache_dir=cache_dir,
     )
@@ -228,7 +240,8 @@ def _print_status(name: str, values: dict[str, Any]) -> None:
     console.print("datasets: " + ", ".join(f"{each['name']} {each['fingerprint'][:8]}" for each in values["datasets"]))
     console.print(
         f"packs: {packs['made']:,} made, {packs['shared']:,} queries shared one; memory {memory['in_use'] / 1e6:,.0f} "
-        f"of {memory['limit'] / 1e6:,.0f} MB; {values['workers']} workers, {values['worker_restarts']} restarts"
+        f"of {memory['limit'] / 1e6:,.0f} MB; {values['workers']} workers, {values['worker_restarts']} restarts; "
+        f"{values['answers_under_way']} answers under way, {values.get('waiting', 0)} wait"
     )
     for message in values.get("damaged", {}).values():
         console.print(f"damaged: {message}", markup=False, style="red")

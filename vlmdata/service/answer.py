@@ -17,6 +17,7 @@ import xxhash
 from vlmdata.loader.request import PackRequest
 from vlmdata.loader.served.protocol import Header, Trailer
 from vlmdata.loader.served.shared_memory import IN_ANSWER, SharedPack
+from vlmdata.service.clients import Share
 from vlmdata.service.memory import BusyError
 from vlmdata.service.packs import FilledPack
 
@@ -82,11 +83,13 @@ class Answer:
     Args:
         request: The client's request.
         pack: The pack.
+        share: The call's part of what its client machine may use.
         copies: Says whether chunks are copied before they are sent. A chunk that is not copied keeps the memory of the
             whole pack until the client has read it.
     """
 
-    def __init__(self, request: PackRequest, pack: FilledPack, copies: Callable[[], bool]):
+    def __init__(self, request: PackRequest, pack: FilledPack, share: Share, copies: Callable[[], bool]):
+        self.share = share
         self.bytes = request.layout.bytes
         self.pack = weakref.ref(pack.buffer)
         self.pack_bytes = pack.buffer.nbytes
@@ -125,6 +128,7 @@ class Answer:
         """Gives up the memory of what is not sent yet."""
         with self._lock:
             self._pieces = None
+        self.share.release()
 
     def _chunk(self, at: int, copy: bool) -> Bytes:
         """Returns the next bytes, and counts them into the checksum. A copy does not keep the pack."""
@@ -149,11 +153,12 @@ class SharedAnswer(Answer):
     Args:
         request: The client's request.
         pack: The pack.
+        share: The call's part of what its client machine may use.
         is_over: Whether the client has ended its query.
     """
 
-    def __init__(self, request: PackRequest, pack: FilledPack, is_over: Callable[[], bool]):
-        super().__init__(request, pack, lambda: False)
+    def __init__(self, request: PackRequest, pack: FilledPack, share: Share, is_over: Callable[[], bool]):
+        super().__init__(request, pack, share, lambda: False)
         self._is_over = is_over
         begin, end = pack.buffer.ctypes.data, pack.buffer.ctypes.data + pack.buffer.nbytes
         places, outside = [], [np.zeros(0, np.uint8)]
@@ -186,11 +191,13 @@ class FileAnswer:
 
     Args:
         path: The file.
+        share: The call's part of what its client machine may use.
     """
 
     pack_bytes = 0
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, share: Share):
+        self.share = share
         self._path = path
         self.given_up = False
         self.progress = time.monotonic()
@@ -213,7 +220,8 @@ class FileAnswer:
         """Returns None: there is no pack."""
 
     def give_up(self) -> None:
-        """Does nothing: the next chunk is not sent."""
+        """Gives the call up: the next chunk is not sent."""
+        self.share.release()
 
 
 def record_batch(data: Bytes) -> pa.RecordBatch:
@@ -248,6 +256,7 @@ class Answers:
         answer.give_up()
         with self._lock:
             self._answers.discard(answer)
+        answer.share.end()
 
     def __len__(self) -> int:
         """Returns the number of answers under way that were not given up."""
@@ -269,10 +278,15 @@ class Answers:
         """Returns the ids of the buffers that answers need."""
         return frozenset(id(each.pack()) for each in self._running())
 
-    def relieve(self) -> bool:
-        """Takes the memory of the answer that stalls longest; returns False if none does."""
+    def relieve(self, machine: str | None = None) -> bool:
+        """Takes the memory of the answer that stalls longest; returns False if none does.
+
+        Args:
+            machine: The client machine whose answers may be taken; None means all.
+        """
         with self._lock:
-            slowest = min(self._running(), key=lambda each: each.progress, default=None)
+            running = [each for each in self._running() if machine in (None, each.share.machine)]
+            slowest = min(running, key=lambda each: each.progress, default=None)
             if slowest is None or time.monotonic() - slowest.progress < self._stall:
                 return False
             slowest.given_up = True

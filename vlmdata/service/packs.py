@@ -13,7 +13,7 @@ from typing import get_args
 import numpy as np
 import numpy.typing as npt
 
-from vlmdata.loader.buffers import BufferName
+from vlmdata.loader.buffers import BufferName, BufferPool
 from vlmdata.loader.config import PARTS, BatchPart, OnDamage, Pixels
 from vlmdata.loader.damage import Filled
 from vlmdata.loader.request import PackRequest
@@ -100,13 +100,16 @@ class Packs:
         self._packs: OrderedDict[PackKey, Future[FilledPack]] = OrderedDict()
         self.counts = PackCounts()
 
-    def get(self, request: PackRequest, plan: str, on_damage: OnDamage) -> FilledPack:
+    def get(
+        self, request: PackRequest, plan: str, on_damage: OnDamage, hold: Callable[[PackKey, int], None]
+    ) -> FilledPack:
         """Returns a whole pack, made now or shared with other queries.
 
         Args:
             request: The request of a client. Its parts decide whether the pack needs pixels.
             plan: Fingerprint of data and plan.
             on_damage: What a sample with changed bytes does.
+            hold: Called with the pack and its bytes before it is made. It may wait, or refuse.
 
         Raises:
             VlmdataError: If the data is damaged.
@@ -114,6 +117,8 @@ class Packs:
         """
         pixels = request.pixels if any(each.name == "patches" for each in request.layout.fields) else None
         key = PackKey(plan, request.position.epoch, request.pack, on_damage, pixels)
+        whole = request.of(_TOKENS if pixels is None else _ALL, None)
+        hold(key, BufferPool.rounded(whole.layout.bytes))
         with self._lock:
             # One with pixels also serves those who need none, but its failure must not be theirs.
             others = [replace(key, pixels=dtype) for dtype in get_args(Pixels)] if pixels is None else []
@@ -125,7 +130,7 @@ class Packs:
             else:
                 made = self._packs[key] = Future[FilledPack]()
         if future is None:
-            return self._make(key, request, made)
+            return self._make(key, whole, made)
         try:
             return future.result(self._timeout)
         except TimeoutError:
@@ -133,7 +138,7 @@ class Packs:
 
     def _make(self, key: PackKey, request: PackRequest, future: Future[FilledPack]) -> FilledPack:
         try:
-            pack = self._fill(request.of(_TOKENS if key.pixels is None else _ALL, None), key.on_damage)
+            pack = self._fill(request, key.on_damage)
         except BaseException as error:
             with self._lock:
                 del self._packs[key]

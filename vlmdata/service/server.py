@@ -9,8 +9,10 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,7 @@ from vlmdata.media.codecs import require_codecs
 from vlmdata.service.access import RateLimit, TokenCheck, Tokens, machine_of
 from vlmdata.service.activity import Activity
 from vlmdata.service.answer import SCHEMA, Answer, Answers, FileAnswer, Sent, SharedAnswer
+from vlmdata.service.clients import THREADS_PER_CALL, Clients, Share
 from vlmdata.service.config import ServerConfig
 from vlmdata.service.counting import counting
 from vlmdata.service.filling import Fillers
@@ -52,8 +55,6 @@ _log = logging.getLogger("vlmdata.service")
 #: The files of a dataset that clients may have.
 _FILES = (MANIFEST_NAME, INDEX_NAME)
 _FILES_AT_ONCE = 16
-#: Threads of Flight that stuck clients may keep, as a multiple of ``max_calls``.
-_THREADS_PER_CALL = 4
 _LONGEST_LOGGED = 500
 _SECONDS_BETWEEN_LOOKS = 0.05
 
@@ -93,6 +94,8 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
         self.activity = Activity()
         self._damaged: dict[str, str] = {}  # what was wrong first, by file
         self._rate = RateLimit(config.rate)
+        self.clients = Clients(config.client_calls, config.pack_memory // 2, config.timeout, self.answers.relieve)
+        self.file_clients = Clients(_FILES_AT_ONCE // 4, 0, config.timeout, self.files.relieve)
         self._calls_lock, self._preparing = threading.Lock(), 0
         self._begun, self._draining = time.time(), threading.Event()
         scheme = "grpc+tls" if config.tls else "grpc"
@@ -146,6 +149,7 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
             "packs": dataclasses.asdict(counts),
             "damaged": dict(self._damaged),
             "answers_under_way": len(self.answers),
+            "waiting": self.clients.waiting + self.file_clients.waiting,
             "clients": [dataclasses.asdict(each) for each in self.activity.clients()],
         }
 
@@ -154,15 +158,9 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
         with self._translated(context) as machine:
             query = decode_query(ticket.ticket)
             if isinstance(query, FileQuery):
-                return flight.GeneratorStream(SCHEMA, self._sent_file(self._file(query)))
-            request, plan = self.plans.request(query)
-            pack = self._pack(request, plan, query)
-            answer: Answer
-            if query.place and query.place == this_place():
-                answer = SharedAnswer(request, pack, context.is_cancelled)
-            else:
-                answer = Answer(request, pack, self.answers.crowd)
-            self.answers.add(answer)
+                file = self._begin(machine, context, self.file_clients, partial(self._file, query))
+                return flight.GeneratorStream(SCHEMA, self._sent_file(file))
+            answer = self._begin(machine, context, self.clients, partial(self._answer, query, context))
             return flight.GeneratorStream(SCHEMA, self._sent(answer, machine, query))
 
     def do_action(self, context: Any, action: Any) -> list[bytes]:
@@ -192,9 +190,35 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
         self._fillers.close()
         self.packs.memory.close()
 
-    def _pack(self, request: PackRequest, plan: str, query: BatchQuery) -> FilledPack:
+    def _begin[Begun: Answer | FileAnswer](
+        self, machine: str, context: Any, clients: Clients, begin: Callable[[Share], Begun]
+    ) -> Begun:
+        """Begins an answer when its client machine has room for it, and lets the room go with the answer."""
+        share = clients.enter(machine, lambda: context.is_cancelled() or self.is_draining)
         try:
-            pack = self.packs.get(request, plan, query.on_damage)
+            with self._entered():
+                answer = begin(share)
+        except BaseException:
+            share.end()
+            raise
+        # Flight may drop a stream before it begins, which then does not say that it ends.
+        weakref.finalize(answer, share.end).atexit = False
+        return answer
+
+    def _answer(self, query: BatchQuery, context: Any, share: Share) -> Answer:
+        request, plan = self.plans.request(query)
+        pack = self._pack(request, plan, query, share)
+        answer: Answer
+        if query.place and query.place == this_place():
+            answer = SharedAnswer(request, pack, share, context.is_cancelled)
+        else:
+            answer = Answer(request, pack, share, self.answers.crowd)
+        self.answers.add(answer)
+        return answer
+
+    def _pack(self, request: PackRequest, plan: str, query: BatchQuery, share: Share) -> FilledPack:
+        try:
+            pack = self.packs.get(request, plan, query.on_damage, share.hold)
         except DAMAGE as error:
             self._note_damage(str(error))
             raise
@@ -222,10 +246,10 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
         finally:
             self.answers.remove(answer)
 
-    def _file(self, query: FileQuery) -> FileAnswer:
+    def _file(self, query: FileQuery, share: Share) -> FileAnswer:
         if query.dataset not in self._datasets or query.name not in _FILES:
             raise NotFoundError(f"no file {query.name!r} of a dataset {query.dataset[:16]}")
-        answer = FileAnswer(self._datasets[query.dataset].directory / query.name)
+        answer = FileAnswer(self._datasets[query.dataset].directory / query.name, share)
         with self._calls_lock:
             if len(self.files) >= _FILES_AT_ONCE and not self.files.relieve():
                 raise BusyError("too many files are being sent")
@@ -244,16 +268,20 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
         finally:
             self.files.remove(answer)
 
-    def _enters(self, action: bool) -> bool:
-        """Counts a call in, if there is room. Answers to stalled clients make room."""
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        """Counts a query in, if there is room. Answers to stalled clients make room."""
         with self._calls_lock:
-            if not action:
-                if self.answers.threads + self.files.threads >= _THREADS_PER_CALL * self.config.max_calls:
-                    return False
-                if self._preparing + len(self.answers) >= self.config.max_calls and not self.answers.relieve():
-                    return False
+            full = self.answers.threads + self.files.threads >= THREADS_PER_CALL * self.config.max_calls
+            busy = self._preparing + len(self.answers) >= self.config.max_calls
+            if full or (busy and not self.answers.relieve()):
+                raise BusyError("too many queries")
             self._preparing += 1
-        return True
+        try:
+            yield
+        finally:
+            with self._calls_lock:
+                self._preparing -= 1
 
     @contextmanager
     def _translated(self, context: Any, action: bool = False) -> Iterator[str]:
@@ -262,9 +290,9 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
         if self.is_draining and not action:
             self.metrics.refused("draining")
             raise flight.FlightUnavailableError("the server is stopping")
-        if not self._rate.allows(machine) or not self._enters(action):
+        if not self._rate.allows(machine):
             self.metrics.refused("overloaded")
-            raise flight.FlightUnavailableError("too many queries")
+            raise flight.FlightUnavailableError("too many queries a second")
         begun = time.perf_counter()
         try:
             yield machine
@@ -281,9 +309,6 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
             self.metrics.refused("internal")
             _log.exception("internal error", extra={"client": context.peer()})
             raise flight.FlightInternalError("internal error; the server's log has the details") from error
-        finally:
-            with self._calls_lock:
-                self._preparing -= 1
 
 
 def _printable(error: Exception) -> str:
