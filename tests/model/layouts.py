@@ -44,6 +44,7 @@ class Case:
         settings: Further arguments of :class:`ModelSettings`.
         model: Arguments of :func:`small_architecture`.
         vocab_size: Rows of the embedding table; the tokenizer's if None.
+        sharded: Whether parameters are fully sharded.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     vocab_size: int | None = None
+    sharded: bool = False
 
 
 @dataclass(frozen=True)
@@ -157,13 +159,19 @@ def train_step(case: Case, data: Path, weight: float = 1.0, by_count: bool = Fal
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from model.training.optimizer import TargetWeights, finalize_gradients
+    from model.training.sharded_model import ShardedModel
     from model.weights.mapping import canonical_names
 
     model = build(case, data)
     weights = TargetWeights()
     model.config.finalize_model_grads_func = finalize_model_grads if by_count else partial(finalize_gradients, weights)
-    wrapped = DistributedDataParallel(
-        model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False), model
+    names = canonical_names(model)
+    wrapped: Any = (
+        ShardedModel(model, torch.float32, torch.device("cpu"))
+        if case.sharded
+        else DistributedDataParallel(
+            model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False), model
+        )
     )
     mine = [_times(batch, weight) for batch in batches(case, data)]
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -192,7 +200,6 @@ def train_step(case: Case, data: Path, weight: float = 1.0, by_count: bool = Fal
     sums = torch.stack([sum((s for s, _ in seen), torch.tensor(0.0)), sum((w for _, w in seen), torch.tensor(0.0))])
     sums = sums.double() / state.get_tensor_model_parallel_world_size()
     dist.all_reduce(sums)
-    names = canonical_names(model)
     return StepOutcome(
         place={
             "tensor": state.get_tensor_model_parallel_rank(),
@@ -202,10 +209,23 @@ def train_step(case: Case, data: Path, weight: float = 1.0, by_count: bool = Fal
             "data": state.get_data_parallel_rank(),
         },
         loss=float(sums[0] / sums[1]),
-        gradients={names[name]: p.main_grad.clone() for name, p in model.named_parameters()},
+        gradients={names[name]: gradient for name, gradient in whole_gradients_of(wrapped).items()},
         metrics=model.metrics.pop(model.metric_names),
         images_held=tuple(len(batch.image_indices) for batch in mine),
     )
+
+
+def whole_gradients_of(wrapped: Any) -> dict[str, torch.Tensor]:
+    """The gradient of each parameter, of sharded ones from all ranks that hold rows of it."""
+    if not hasattr(wrapped, "shards"):
+        return {name: parameter.main_grad.clone() for name, parameter in wrapped.module.named_parameters()}
+    found = {}
+    for shard in wrapped.shards:
+        parts: list[Any] = [None] * shard.group.size()
+        dist.all_gather_object(parts, shard.rows.main_grad, group=shard.group)
+        found[shard.name] = torch.cat(parts)
+        assert found[shard.name].shape == shard.parameter.shape
+    return found
 
 
 def _times(batch: PackedBatch, factor: float) -> PackedBatch:

@@ -1,0 +1,154 @@
+"""Fully sharded parameters: each data-parallel rank holds some rows of every parameter, with torch's FSDP2.
+
+A *unit* is a module whose parameters are gathered together right before its forward or backward pass and released after
+it. All modules of a unit then see whole parameters, whether or not they are called: the delta net reads its
+convolution's weight, and multi-token prediction the output layer.
+
+Ranks that hold the same parameters share the rows: those of the data- and context-parallel group, and for spread experts
+those of the experts' own group. Tensor-parallel ranks each shard their own part.
+
+Decision: docs/decisions/0064.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A parameter of which this rank holds some rows.
+
+    Attributes:
+        name: Name in the model.
+        parameter: The model's parameter, a ``DTensor``.
+        rows: The rows of this rank as a parameter of their own, in the same memory, for the optimizer.
+        start: The first of these rows; of the parameter that the tensor-parallel rank holds.
+        group: The ranks that hold the other rows.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    rows: nn.Parameter
+    start: int
+    group: dist.ProcessGroup
+
+    @property
+    def stop(self) -> int:
+        """The row after the last one of this rank."""
+        return self.start + self.rows.shape[0]
+
+
+def shard_parameters(model: Any, compute: torch.dtype, device: torch.device) -> list[Shard]:
+    """Shards a model's parameters in place, one unit after another.
+
+    Trained parameters become float32 and are computed with in ``compute``. Gradients are summed in float32.
+
+    Args:
+        model: A :class:`model.network.vision_language.VisionLanguageModel` on its device, equal on all replicas.
+        compute: Dtype of gathered parameters.
+        device: Its device.
+
+    Returns:
+        All parameters in the order of ``named_parameters``.
+    """
+    marks = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
+    dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    spread = parallel_state.get_expert_data_parallel_group()
+    meshes = {group: DeviceMesh.from_group(group, device.type) for group in (dense, spread)}
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute, reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False
+    )
+    for module in _units(model):
+        own = [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
+        for parameter in own:
+            if parameter.requires_grad:  # frozen ones need no more digits than they are computed with
+                parameter.data = parameter.data.float()
+        # Gathered parameters of the whole model stay until its backward pass, which begins with them.
+        unit: FSDPModule = fully_shard(
+            module,
+            mesh=meshes[spread if own and all(_is_spread(each) for each in own) else dense],
+            reshard_after_forward=module is not model,
+            mp_policy=policy,
+        )
+        # Sums: the step divides by the weights of all its targets.
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+    return [
+        _shard_of(name, parameter, marks[name], spread if _marks_spread(marks[name]) else dense)
+        for name, parameter in model.named_parameters()
+    ]
+
+
+def assign(parameter: Tensor, value: Tensor) -> None:
+    """Copies a whole value to a parameter; to a sharded one, its rows on this rank.
+
+    Args:
+        parameter: The parameter.
+        value: Of the parameter's shape.
+    """
+    if isinstance(parameter, DTensor):
+        rows, start = parameter.to_local(), parameter.first_row  # type: ignore[attr-defined]
+        rows.copy_(value[start : start + rows.shape[0]])
+    else:
+        parameter.copy_(value)
+
+
+def release_parameters(model: nn.Module) -> None:
+    """Releases gathered parameters of all units, such as those that an evaluation leaves without a backward pass."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _units(model: Any) -> Iterator[nn.Module]:
+    """Yields the modules that become units, inner ones first."""
+    language = model.language
+    if model.vision is not None:
+        yield from model.vision.blocks
+        yield model.vision
+    layers = list(language.decoder.layers)
+    predictor = getattr(language, "predictor", None)
+    for layer in layers if predictor is None else [*layers, predictor.layer]:
+        experts = getattr(layer.mlp, "experts", None)
+        if experts is not None and any(_is_spread(parameter) for parameter in experts.parameters()):
+            yield experts
+        if predictor is None or layer is not predictor.layer:
+            yield layer
+    if predictor is not None:
+        yield predictor
+    if not language.share_embeddings_and_output_weights:  # a shared table is used at both ends: it is the model's
+        yield language.embedding
+        yield language.output_layer
+    yield model
+
+
+def _is_spread(parameter: nn.Parameter) -> bool:
+    """True for a parameter of an expert that only some ranks hold: megatron-core's mark."""
+    return _marks_spread(vars(parameter))
+
+
+def _marks_spread(marks: dict[str, Any]) -> bool:
+    return not marks.get("allreduce", True)
+
+
+def _shard_of(name: str, parameter: nn.Parameter, marks: dict[str, Any], group: dist.ProcessGroup) -> Shard:
+    """Keeps what megatron-core has noted on the parameter, such as whether tensor parallelism has cut it."""
+    assert isinstance(parameter, DTensor)
+    rows = nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
+    total: int = parameter.shape[0]
+    start = min(dist.get_rank(group) * -(-total // group.size()), total)
+    for mark, value in (marks | {"first_row": start}).items():
+        setattr(parameter, mark, value)
+        setattr(rows, mark, value)
+    return Shard(name, parameter, rows, start, group)
