@@ -114,7 +114,7 @@ def _run(file: Path | None, overrides: list[str | tuple[str, Any]], resume: bool
     adopt_slurm_ranks()  # first: only one of several processes must report an error
     config = load_config(file, overrides)
     check_early(config)
-    before_megatron()
+    before_megatron(launch_order=not config.parallel.fsdp or config.parallel.tp > 1)
     from model.parallel import groups
     from model.parallel.cpu_mode import cpu_mode_if_needed
     from model.training.build import device_of_this_process

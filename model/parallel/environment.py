@@ -18,8 +18,13 @@ from model.kernels.flash_cache import flash_attention_4_is_installed, keep_compi
 from vlmdata.errors import ResourceError, VlmdataError
 
 
-def before_megatron() -> None:
+def before_megatron(launch_order: bool = True) -> None:
     """Sets up cuDNN, the order of CUDA work and the kernel cache, and silences megatron-core's warnings.
+
+    Args:
+        launch_order: Run CUDA work in the order in which it is launched. The overlap of tensor-parallel messages with
+            matrix products relies on it. It holds up messages of other streams, such as those that gather sharded
+            weights.
 
     Raises:
         VlmdataError: If megatron-core is not installed.
@@ -29,8 +34,8 @@ def before_megatron() -> None:
             "this needs megatron-core, which is not installed: pip install 'vlmdata[train]', or -e '.[train]' in a "
             "checkout"
         )
-    # The overlap of tensor-parallel messages with matrix products relies on their launch order.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if launch_order:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if flash_attention_4_is_installed():
         keep_compiled()  # Transformer Engine imports the package too, which reads the environment only once
     _load_bundled_cudnn()

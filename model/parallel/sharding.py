@@ -90,20 +90,6 @@ def shard_parameters(model: Any, compute: torch.dtype, device: torch.device) -> 
     ]
 
 
-def assign(parameter: Tensor, value: Tensor) -> None:
-    """Copies a whole value to a parameter; to a sharded one, its rows on this rank.
-
-    Args:
-        parameter: The parameter.
-        value: Of the parameter's shape.
-    """
-    if isinstance(parameter, DTensor):
-        rows, start = parameter.to_local(), parameter.first_row  # type: ignore[attr-defined]
-        rows.copy_(value[start : start + rows.shape[0]])
-    else:
-        parameter.copy_(value)
-
-
 def release_parameters(model: nn.Module) -> None:
     """Releases gathered parameters of all units, such as those that an evaluation leaves without a backward pass."""
     for module in model.modules():

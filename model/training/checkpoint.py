@@ -21,7 +21,7 @@ from threading import Thread
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
@@ -39,15 +39,15 @@ from model.training.data import RankPlace
 from model.training.interruption import shielding_children
 from model.training.optimizer import Learner, unwrapped
 from model.training.random_state import restore_random_state, write_random_state
+from model.training.model_state import content, sharded_model
 from model.training.run_lock import claim
-from model.training.run_state import RunState, keep_settings, optimizer_form, read_state, require_resumable
+from model.training.run_state import RunState, form_of, keep_settings, optimizer_form, read_state, require_resumable
+from model.training.sharded_state import loading_state, restore_steps, saved_state
 from model.weights.checksums import damaged_files, unchecked_files, without_checksum, write_checksums
 from model.weights.store import save_strategy
 from vlmdata.errors import ResourceError, VlmdataError
 
 _NAME = re.compile(r"step-(\d{8})")
-#: Sharding of the distributed optimizer's state; any layout can load it.
-_OPTIMIZER_FORMAT = "fully_reshardable"
 
 
 class Checkpoints:
@@ -123,9 +123,9 @@ class Checkpoints:
             self._layout(),
             self._config.to_dict(),
             architecture_to_hf(self._architecture),
-            optimizer_form(learner.optimizer),
+            optimizer_form(learner),
         )
-        sharded = self._sharded(learner, loading=False)
+        sharded = _state_to_save(learner)
         if (sides := separation()) is not None:
             sharded = with_common_state_of(sharded, sides.vision)
         self._size = _bytes_of(sharded)
@@ -140,7 +140,7 @@ class Checkpoints:
                 sharded_strategy=save_strategy(),
                 async_sharded_save=self._queue is not None,
                 async_strategy="mcore",
-                content_metadata=_content(),
+                content_metadata=content(),
             )
         on_all_ranks(partial(self._write_beside, temporary, state))
         finish = partial(self._finish, temporary, final)
@@ -186,13 +186,9 @@ class Checkpoints:
         """
         state = read_state(path)
         with self._reading(path):
-            require_resumable(path, state, self._config.to_dict(), self._architecture, learner.optimizer)
+            require_resumable(path, state, self._config.to_dict(), self._architecture, learner)
             notes = on_all_ranks(partial(self._check_files, path)) if self._config.run.verify else []
-            loaded = dist_checkpointing.load(self._sharded(learner, loading=True), str(path), strict="raise_unexpected")
-            unwrapped(learner.model[0]).load_state_dict(loaded["model"], strict=False)
-            keep_settings(loaded["optimizer"], learner.optimizer)
-            learner.optimizer.load_state_dict(loaded["optimizer"])
-            learner.schedule.load_state_dict(loaded["schedule"])
+            _load_state(path, state, learner)
         if state.layout == self._layout():
             on_all_ranks(partial(self._load_random_state, path))
         return state, notes
@@ -205,11 +201,6 @@ class Checkpoints:
                 raise self._unreadable(path, "; ".join(damaged))
             unchecked = unchecked_files(path)
         return [without_checksum(path, unchecked)] if unchecked else []
-
-    def _sharded(self, learner: Learner, loading: bool) -> dict[str, Any]:
-        model = sharded_model(unwrapped(learner.model[0]))
-        optimizer = learner.optimizer.sharded_state_dict(model, is_loading=loading, metadata=_content())
-        return {"model": model, "optimizer": optimizer, "schedule": learner.schedule.state_dict()}
 
     def _layout(self) -> dict[str, int]:
         parallel = self._config.parallel
@@ -331,21 +322,31 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: path.name)
 
 
-def _content() -> dict[str, Any]:
-    """Metadata that megatron-core needs to write and read the optimizer's state."""
-    return {
-        "distrib_optim_sharding_type": _OPTIMIZER_FORMAT,
-        "distrib_optim_fully_reshardable_mem_efficient": False,
-        "singleton_local_shards": False,
-        "chained_optim_avoid_prefix": True,
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-    }
+def _state_to_save(learner: Learner) -> dict[str, Any]:
+    if learner.sharded is not None:
+        return {**saved_state(learner.sharded, learner.optimizer), "schedule": learner.schedule.state_dict()}
+    return _state_of_whole(learner, loading=False)
 
 
-def sharded_model(model: Any) -> dict[str, Any]:
-    """Returns the parameters as in megatron-core's checkpoints, by name."""
-    state: dict[str, Any] = model.sharded_state_dict(metadata=_content())
-    return state
+def _state_of_whole(learner: Learner, loading: bool) -> dict[str, Any]:
+    model = sharded_model(unwrapped(learner.model[0]))
+    optimizer = learner.optimizer.sharded_state_dict(model, is_loading=loading, metadata=content())
+    return {"model": model, "optimizer": optimizer, "schedule": learner.schedule.state_dict()}
+
+
+def _load_state(path: Path, state: RunState, learner: Learner) -> None:
+    """Loads model, optimizer and schedule. With fully sharded parameters, tensors are read in place."""
+    load = partial(dist_checkpointing.load, checkpoint_dir=str(path), strict="raise_unexpected")
+    if learner.sharded is not None:
+        wanted = loading_state(learner.sharded, learner.optimizer, form_of(path, state))
+        loaded = load({**wanted, "schedule": learner.schedule.state_dict()})
+        restore_steps(loaded["optimizer"], learner.optimizer)
+    else:
+        loaded = load(_state_of_whole(learner, loading=True))
+        unwrapped(learner.model[0]).load_state_dict(loaded["model"], strict=False)
+        keep_settings(loaded["optimizer"], learner.optimizer)
+        learner.optimizer.load_state_dict(loaded["optimizer"])
+    learner.schedule.load_state_dict(loaded["schedule"])
 
 
 def gather_weights(learner: Learner) -> None:

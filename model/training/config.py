@@ -150,6 +150,8 @@ class ParallelConfig:
         cp: Context parallel size.
         pp: Pipeline stages.
         ep: Expert parallel size.
+        fsdp: Shard weights, gradients and optimizer state fully over the ranks of data and context parallelism, and
+            gather the weights of a layer right before it is computed.
         cp_comm: Communication of context-parallel attention (Transformer Engine).
     """
 
@@ -161,6 +163,7 @@ class ParallelConfig:
     cp: int = Parallelism.context_parallel
     pp: int = 1
     ep: int = 1
+    fsdp: bool = False
     cp_comm: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] = "p2p"
 
 

@@ -103,12 +103,50 @@ def _require_layout(config: TrainConfig) -> None:
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    if parallel.fsdp:
+        _require_shardable(config)
     replicas = (world - parallel.vision_gpus) // (parallel.tp * parallel.cp * parallel.pp)
     if config.data.global_batch % replicas:
         raise ConfigError(
             f"data.global_batch {config.data.global_batch} is not a multiple of the {replicas} data-parallel ranks: "
             f"choose a multiple of {replicas}"
         )
+
+
+def _require_shardable(config: TrainConfig) -> None:
+    """Raises an error for settings that do not go together with fully sharded parameters."""
+    parallel = config.parallel
+    reasons = {
+        "parallel.pp": (
+            parallel.pp > 1,
+            "each micro-batch of a pipeline would gather a stage's weights again. Use --tp, --cp or --ep with it, or "
+            "--pp without it",
+        ),
+        "parallel.vision_gpus": (
+            parallel.vision_gpus > 0,
+            "a rank of the tower alone may have no image to gather weights for. Leave it out: the tower is sharded "
+            "over all ranks",
+        ),
+        "parallel.tp": (
+            parallel.tp > 1 and not parallel.sp,
+            "the delta net's output norm needs sequence parallelism then. Add --sp",
+        ),
+        "run.fp8": (
+            config.run.fp8,
+            "Transformer Engine would keep an FP8 copy of all weights on each rank. Train in bf16, or without "
+            "parallel.fsdp",
+        ),
+        "optimizer.distributed": (
+            config.optimizer.distributed is not None,
+            "it shards the optimizer state with the weights. Leave this setting out",
+        ),
+    }
+    for name, (refused, reason) in reasons.items():
+        if refused:
+            group, _, key = name.partition(".")
+            raise ConfigError(
+                f"parallel.fsdp does not go together with {name} {str(getattr(getattr(config, group), key)).lower()}: {reason}"
+            )
 
 
 def _require_settings(config: TrainConfig, architecture: Architecture) -> None:

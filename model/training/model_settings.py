@@ -61,7 +61,8 @@ def settings_of(config: TrainConfig, architecture: Architecture, on_gpu: bool) -
         vision_attention=model.vision_attention,
         cp_comm_type=parallel.cp_comm,
         fused_cross_entropy=backend == "transformer_engine",
-        gradient_accumulation_fusion=backend == "transformer_engine",
+        # Fully sharded weights have no gradient buffers to add to.
+        gradient_accumulation_fusion=backend == "transformer_engine" and not parallel.fsdp,
         fp8="hybrid" if config.run.fp8 else None,
         fp8_recipe=config.run.fp8_recipe,
     )

@@ -14,6 +14,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from model.parallel.separation import Separation, separation
 from model.training.config import ConfigError, TrainConfig
+from model.training.sharded_model import ShardedModel
 from vlmdata import PackedBatch
 
 
@@ -22,14 +23,21 @@ class Learner:
     """Model, optimizer and schedule.
 
     Attributes:
-        model: The wrapped model with gradient buffers; a list of one chunk, as megatron-core's schedules expect.
+        model: The wrapped model with gradient buffers or shards; a list of one chunk, as megatron-core's schedules
+            expect.
         optimizer: AdamW; on each rank's share of the state if distributed.
         schedule: Learning rate by step.
     """
 
-    model: list[DistributedDataParallel]
+    model: list[DistributedDataParallel] | list[ShardedModel]
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler
+
+    @property
+    def sharded(self) -> ShardedModel | None:
+        """The wrapped model if its parameters are fully sharded."""
+        (chunk,) = self.model
+        return chunk if isinstance(chunk, ShardedModel) else None
 
 
 def freeze(model: torch.nn.Module, parts: tuple[str, ...]) -> int:
@@ -77,6 +85,8 @@ def build_learner(model: torch.nn.Module, config: TrainConfig, device: torch.dev
         device: Device of the model.
         dtype: Dtype of the parameters. Gradients and optimizer state are always fp32.
     """
+    if config.parallel.fsdp:
+        return _build_sharded(model, config, device, dtype)
     settings, sides = config.optimizer, separation()
     on_gpu = device.type == "cuda"
     distributed = on_gpu if settings.distributed is None else settings.distributed
@@ -108,6 +118,18 @@ def build_learner(model: torch.nn.Module, config: TrainConfig, device: torch.dev
     schedule = build_schedule(optimizer, config)
     _connect(model.config, wrapped, optimizer, overlap, overlap and distributed)
     return Learner([wrapped], optimizer, schedule)
+
+
+def _build_sharded(model: torch.nn.Module, config: TrainConfig, device: torch.device, dtype: torch.dtype) -> Learner:
+    """Wraps a model for training with fully sharded parameters. Each rank's optimizer has its rows, in float32."""
+    wrapped = ShardedModel(model, dtype, device)
+    optimizer = get_megatron_optimizer(_optimizer_config(config, False, False, torch.float32), [wrapped])
+    assert isinstance(optimizer, ChainedOptimizer)
+    for part in optimizer.chained_optimizers:
+        # All ranks together hold each row once, or mark it as a copy.
+        part.grad_stats_parallel_group = torch.distributed.group.WORLD
+    model.config.grad_scale_func = optimizer.scale_loss  # type: ignore[union-attr]
+    return Learner([wrapped], optimizer, build_schedule(optimizer, config))
 
 
 class JointOptimizer(ChainedOptimizer):

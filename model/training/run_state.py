@@ -14,6 +14,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from model.architecture import Architecture
 from model.families import architecture_to_hf
 from model.training.config import ConfigError, config_differences
+from model.training.optimizer import Learner
 
 #: Fields that identify a parameter group of an optimizer, independent of the run's settings.
 _GROUP = ("is_expert_parallel", "is_decoupled_lr", "wd_mult", "lr_mult")
@@ -54,7 +55,7 @@ def read_state(path: Path) -> RunState:
         raise ConfigError(f"{path} is not a checkpoint of a run: {error}") from error
 
 
-def optimizer_form(optimizer: MegatronOptimizer) -> dict[str, str]:
+def optimizer_form(learner: Learner) -> dict[str, str]:
     """Returns what decides whether an optimizer can load the state of another.
 
     megatron-core's plain and distributed optimizers store their state under different names. With bf16 there are fp32
@@ -63,8 +64,10 @@ def optimizer_form(optimizer: MegatronOptimizer) -> dict[str, str]:
     Returns:
         ``state`` ("plain" or "distributed"), ``weights`` ("bf16" or "fp32"), ``adam`` (the library of the optimizer).
     """
-    parts = _parts(optimizer)
+    parts = _parts(learner.optimizer)
     adam = next((type(each.optimizer).__module__ for each in parts if each.optimizer is not None), "none")
+    if learner.sharded is not None:
+        return {**learner.sharded.form, "adam": adam.split(".")[0]}
     return {
         "state": "distributed" if any(isinstance(each, DistributedOptimizer) for each in parts) else "plain",
         "weights": "bf16" if parts[0].config.bf16 else "fp32",
@@ -73,7 +76,7 @@ def optimizer_form(optimizer: MegatronOptimizer) -> dict[str, str]:
 
 
 def require_resumable(
-    path: Path, state: RunState, config: dict[str, Any], architecture: Architecture, optimizer: MegatronOptimizer
+    path: Path, state: RunState, config: dict[str, Any], architecture: Architecture, learner: Learner
 ) -> None:
     """Checks that a run can resume from a checkpoint, before anything is loaded.
 
@@ -82,7 +85,7 @@ def require_resumable(
         state: Its state.
         config: The run to resume, as :meth:`TrainConfig.to_dict`.
         architecture: Its model.
-        optimizer: Its optimizer.
+        learner: Its model and optimizer. Fully sharded, it loads any form of state with weights of the same precision.
 
     Raises:
         ConfigError: Naming all incompatible differences and the remedy.
@@ -105,9 +108,12 @@ def require_resumable(
     if architecture.language.moe is not None and (spread[0] > 1) != (spread[1] > 1):
         # Expert-parallel experts have their own optimizer.
         differences.append(f"parallel.ep: {spread[0]} -> {spread[1]}")
-    before, after = state.optimizer or _form_of_old(path), optimizer_form(optimizer)
+    before, after = form_of(path, state), optimizer_form(learner)
+    decisive = ("weights",) if learner.sharded is not None else tuple(before)
     differences += [
-        f"optimizer {name}: {before[name]} -> {after[name]}" for name in before if before[name] != after[name]
+        f"optimizer {name}: {before[name]} -> {after[name]}"
+        for name in decisive
+        if name in before and before[name] != after[name]
     ]
     if differences:
         raise ConfigError(
@@ -115,6 +121,11 @@ def require_resumable(
             f"with the old settings, or start a new run from its weights: without --resume, with --weights {path} and "
             "another --out"
         )
+
+
+def form_of(path: Path, state: RunState) -> dict[str, str]:
+    """Returns the form of a checkpoint's optimizer state."""
+    return state.optimizer or _form_of_old(path)
 
 
 def keep_settings(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> None:

@@ -29,6 +29,9 @@ class ShardedModel(MegatronModule):
 
     Attributes:
         module: The model.
+        compute: Dtype of the computation.
+        form: Form of the optimizer's state in checkpoints: that of data parallelism on such a device
+            (:func:`model.training.run_state.optimizer_form`).
         shards: All its parameters.
         ddp_config: Attributes that megatron-core reads.
     """
@@ -40,7 +43,9 @@ class ShardedModel(MegatronModule):
             model.vision.take_first_weights()
         _take_first_replica(model)
         self.shards: list[Shard] = shard_parameters(model, compute, device)
-        self.module = model
+        self.module, self.compute = model, compute
+        wide, on_gpu = compute == torch.float32, device.type == "cuda"
+        self.form = {"state": "plain" if wide and not on_gpu else "distributed", "weights": "fp32" if wide else "bf16"}
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """See the model's own."""

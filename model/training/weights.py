@@ -16,11 +16,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from model.architecture import Architecture
 from model.families import architecture_to_hf
 from model.training.agreement import by_leaders, decided, on_all_ranks
-from model.training.checkpoint import checkpoints_in, reason, sharded_model
+from model.training.checkpoint import checkpoints_in, reason
 from model.training.config import NO_WEIGHTS, ConfigError, TrainConfig, config_differences
 from model.training.data import RankPlace
+from model.training.model_state import sharded_model
 from model.training.optimizer import Learner, unwrapped
 from model.training.run_state import predicts
+from model.training.sharded_state import pieces_of, sharded_weights
 from model.weights.checksums import damaged_files, unchecked_files, without_checksum
 from model.weights.convert import read_architecture
 from model.weights.hf_files import HfTensors, WeightsError
@@ -155,7 +157,8 @@ def _load_distributed(path: Path, learner: Learner, config: TrainConfig, archite
     notes = [f"weights: checkpoint {path}"]
     notes += on_all_ranks(partial(_check_files, path)) if config.run.verify else []
     model = unwrapped(learner.model[0])
-    wanted = sharded_model(model)
+    sharded = learner.sharded
+    wanted = sharded_model(model) if sharded is None else sharded_weights(sharded, pieces_of(sharded), saved=False)
     try:
         stored = dist_checkpointing.load_tensors_metadata(str(path))
         _require_same_sizes(path, stored, wanted, architecture)
@@ -167,7 +170,8 @@ def _load_distributed(path: Path, learner: Learner, config: TrainConfig, archite
         raise
     except (Exception, CheckpointException) as error:
         raise ConfigError(f"model.weights {path}: {_difference(path, architecture)}{reason(error)}") from error
-    model.load_state_dict(loaded["model"], strict=False)
+    if sharded is None:  # otherwise they are read in place
+        model.load_state_dict(loaded["model"], strict=False)
     return notes
 
 

@@ -17,6 +17,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from model.parallel.rows import assign
+
 Shape = tuple[int, ...]
 
 
@@ -143,7 +145,7 @@ def load_from_hf(
                 f"{name} has shape {tuple(parameter.shape)}, but {', '.join(s.name for s in entry.sources)} have "
                 f"{tuple(value.shape)}: the checkpoint has another architecture"
             )
-        parameter.copy_(value)
+        assign(parameter, value)
 
 
 def _entry(maps: Mapping[str, ParameterMap], name: str) -> ParameterMap:

@@ -35,7 +35,8 @@ from megatron.core import dist_checkpointing, parallel_state
 from model.families.qwen3_5.build import build_model
 from model.network.settings import ModelSettings
 from model.parallel import cpu_mode, groups
-from model.training.checkpoint import Checkpoints, sharded_model
+from model.training.checkpoint import Checkpoints
+from model.training.model_state import sharded_model
 from model.training.config import TrainConfig
 from model.training.config_loading import load_config
 from model.training.data import RankPlace

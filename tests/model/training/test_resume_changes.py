@@ -106,7 +106,7 @@ class TestSettingsOfTheOptimizer:
             return made
 
         old, new = learner("optimizer.lr=1e-2"), learner("optimizer.lr=1e-3", "optimizer.eps=1e-5")
-        assert optimizer_form(old.optimizer) == {
+        assert optimizer_form(old) == {
             "state": "distributed" if distributed else "plain",
             "weights": "bf16" if dtype == torch.bfloat16 else "fp32",
             "adam": "torch",

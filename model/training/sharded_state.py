@@ -1,0 +1,240 @@
+"""Checkpoints of fully sharded runs: each rank writes and reads its own rows, under the keys of the other layouts.
+
+megatron-core's model says where each parameter lies in a checkpoint, and cuts some into parts (the two halves of a gated
+layer, the sections of the delta net). It is asked about whole parameters without memory; the parts are then cut again to
+the rows of this rank. The optimizer's state has the same places. So any number of ranks, and any other layout, can load
+what a sharded run saves, and the reverse.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from model.parallel.sharding import Shard, release_parameters
+from model.training.model_state import OPTIMIZER_FORMAT, sharded_model
+from model.training.sharded_model import ShardedModel
+
+#: State of AdamW in addition to the weights.
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+#: Prefixes of the keys of float32 weights that a run in bfloat16 has in addition, by the form of the optimizer's state.
+_FULL_WEIGHTS = {"distributed": "param", "plain": "fp32_param"}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some rows of a shard, which are contiguous in a tensor of the checkpoint.
+
+    Attributes:
+        shard: The shard.
+        first: First of these rows, counted in the shard.
+        count: Number of rows.
+        place: Their place in the checkpoint, without data.
+    """
+
+    shard: Shard
+    first: int
+    count: int
+    place: ShardedTensor
+
+    def entry(self, rows: Tensor, prefix: str = "") -> ShardedTensor:
+        """Returns these rows of a tensor, which has those of the shard, as an entry of a state."""
+        data = rows.detach().narrow(0, self.first, self.count)
+        data = data.view(self.place.local_shape)
+        return replace(self.place, key=f"{prefix}{self.place.key}", data=data, dtype=data.dtype)
+
+
+def pieces_of(model: ShardedModel) -> dict[str, Piece]:
+    """Returns the places of this rank's rows in a checkpoint, by name of the parameter and a number."""
+    by_storage = {}
+    with _whole_without_memory(model.module) as stand_ins:
+        state = sharded_model(model.module)
+        apply_factories(state)
+        for shard in model.shards:
+            by_storage[stand_ins[shard.name].untyped_storage()._cdata] = shard
+        found: dict[str, Piece] = {}
+        for place in nested_values(state):
+            shard = by_storage[place.data.untyped_storage()._cdata]
+            piece = _piece(shard, place)
+            if piece is not None:
+                found[f"{shard.name}/{len(found)}"] = piece
+    return found
+
+
+def sharded_weights(model: ShardedModel, pieces: Mapping[str, Piece], saved: bool) -> dict[str, ShardedTensor]:
+    """Returns the weights as a state: to save them, in the dtype of the computation; to load them, the rows themselves."""
+
+    def rows(shard: Shard) -> Tensor:
+        return shard.rows.to(model.compute) if saved else shard.rows
+
+    return _entries(pieces, rows)
+
+
+def saved_state(model: ShardedModel, optimizer: MegatronOptimizer) -> dict[str, Any]:
+    """Returns model and optimizer as a state to be saved.
+
+    Args:
+        model: The model.
+        optimizer: Its optimizer, as :func:`model.training.optimizer.build_learner` makes it.
+    """
+    pieces, parts = pieces_of(model), _parts(optimizer)
+    common = [_common(part, model.form["state"]) for part in parts]
+    return {
+        "model": sharded_weights(model, pieces, saved=True),
+        "optimizer": common[0] if len(common) == 1 else dict(enumerate(common)),
+        "rows": _rows_of_optimizer(model, pieces, _states(parts), model.form),
+    }
+
+
+def loading_state(model: ShardedModel, optimizer: MegatronOptimizer, form: Mapping[str, str]) -> dict[str, Any]:
+    """Returns what a sharded run loads from a checkpoint of any layout; tensors are loaded in place.
+
+    Args:
+        model: The model.
+        optimizer: Its optimizer.
+        form: Form of the checkpoint's optimizer state, see :func:`model.training.run_state.optimizer_form`.
+    """
+    pieces, parts = pieces_of(model), _parts(optimizer)
+    for part in parts:
+        if part.optimizer is not None:
+            part.init_state_fn(part.optimizer, part.config)
+    # Rows that are trained in bfloat16 come from the optimizer's weights, which have all digits.
+    twice = {name for name, piece in pieces.items() if form["weights"] == "bf16" and piece.shard.rows.requires_grad}
+    kept = {name: piece for name, piece in pieces.items() if name not in twice}
+    return {
+        "model": sharded_weights(model, kept, saved=False),
+        "rows": _rows_of_optimizer(model, pieces, _states(parts), form),
+    }
+
+
+def restore_steps(loaded: Mapping[Any, Any], optimizer: MegatronOptimizer) -> None:
+    """Sets the number of steps that Adam has done. Settings stay those of the run.
+
+    Args:
+        loaded: The part of the optimizer's state that is no tensor, from a checkpoint of any layout.
+        optimizer: The optimizer.
+    """
+    steps = _steps_in(loaded)
+    for part in _parts(optimizer):
+        if part.optimizer is None:
+            continue
+        for group in part.optimizer.param_groups:
+            if "step" in group or part.optimizer.__module__.startswith("transformer_engine"):
+                group["step"] = steps
+            else:
+                for rows in group["params"]:
+                    part.optimizer.state[rows]["step"] = torch.tensor(float(steps))
+
+
+def _rows_of_optimizer(
+    model: ShardedModel, pieces: Mapping[str, Piece], states: Mapping[Tensor, Any], form: Mapping[str, str]
+) -> dict[str, ShardedTensor]:
+    trained = {name: piece for name, piece in pieces.items() if piece.shard.rows.requires_grad}
+    found = {}
+    for moment in _MOMENTS:
+        rows = _entries(trained, lambda shard, moment=moment: states[shard.rows][moment], f"optimizer.state.{moment}.")
+        found |= {f"{moment}/{name}": entry for name, entry in rows.items()}
+    if form["state"] == "distributed" or form["weights"] == "bf16":
+        prefix = f"optimizer.state.{_FULL_WEIGHTS[form['state']]}."
+        found |= {f"weights/{name}": each for name, each in _entries(trained, lambda shard: shard.rows, prefix).items()}
+    return found
+
+
+def _entries(
+    pieces: Mapping[str, Piece], rows: Callable[[Shard], Tensor], prefix: str = ""
+) -> dict[str, ShardedTensor]:
+    return {name: piece.entry(rows(piece.shard), prefix) for name, piece in pieces.items()}
+
+
+def _common(part: Any, state: str) -> dict[str, Any]:
+    """Returns an optimizer's settings and number of steps in megatron-core's form."""
+    groups = [] if part.optimizer is None else part.optimizer.state_dict()["param_groups"]
+    groups = [{name: deepcopy(value) for name, value in group.items() if name != "params"} for group in groups]
+    steps = _steps_of(part)
+    if state == "plain":
+        return {"state": {"common_step": torch.tensor(float(steps))}, "param_groups": groups}
+    for group in groups:
+        group["step"] = steps
+    return {"optimizer": {"param_groups": groups}, "param_state_sharding_type": OPTIMIZER_FORMAT}
+
+
+def _steps_of(part: Any) -> int:
+    """Returns the number of steps of an optimizer, which may have no rows on this rank."""
+    if part.optimizer is None:
+        return 0
+    in_groups = [int(group["step"]) for group in part.optimizer.param_groups if "step" in group]
+    return max([*in_groups, *(int(each["step"]) for each in part.optimizer.state.values() if "step" in each)], default=0)
+
+
+def _steps_in(loaded: Mapping[Any, Any]) -> int:
+    found = loaded.get(0, loaded)  # with several optimizers in a chain, the first
+    inner = found.get("optimizer", found)
+    common = inner.get("state", {}).get("common_step")
+    return int(common) if common is not None else max(int(group.get("step", 0)) for group in inner["param_groups"])
+
+
+def _parts(optimizer: MegatronOptimizer) -> list[Any]:
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def _states(parts: list[Any]) -> dict[Tensor, Any]:
+    return {rows: state for part in parts if part.optimizer is not None for rows, state in part.optimizer.state.items()}
+
+
+@contextlib.contextmanager
+def _whole_without_memory(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
+    """Replaces sharded parameters by whole ones on the meta device. Yields these by name."""
+    release_parameters(model)
+    stand_ins = {}
+    replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
+    try:
+        for prefix, module in model.named_modules():
+            for name, parameter in module._parameters.items():
+                if isinstance(parameter, DTensor):
+                    whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                    stand_in = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+                    marks = {mark: value for mark, value in vars(parameter).items() if not mark.startswith("_")}
+                    vars(stand_in).update(marks)
+                    replaced.append((module, name, parameter))
+                    stand_ins[f"{prefix}.{name}" if prefix else name] = stand_in
+                    module._parameters[name] = stand_in
+        yield stand_ins
+    finally:
+        for module, name, parameter in replaced:
+            module._parameters[name] = parameter
+
+
+def _piece(shard: Shard, place: ShardedTensor) -> Piece | None:
+    """Cuts a part of a whole parameter to the rows of this rank; None if it has none of them."""
+    data = place.data
+    assert data is not None
+    width = data.stride(0) if data.shape[0] > 1 else max(1, shard.parameter[:1].numel())
+    start, odd = divmod(int(data.storage_offset()), width)
+    assert odd == 0, f"{place.key} is no range of rows of {shard.name}"
+    first, stop = max(start, shard.start), min(start + data.shape[0], shard.stop)
+    if first >= stop:
+        return None
+    pipeline, tensor, _ = place.replica_id  # type: ignore[misc]
+    axis, ahead = place.prepend_axis_num, (1,) * place.prepend_axis_num
+    offset = list(place.global_offset)
+    offset[axis] += first - start
+    cut = replace(
+        place,
+        data=None,
+        local_shape=(*ahead, stop - first, *data.shape[1:]),
+        global_offset=tuple(offset),
+        axis_fragmentations=None,
+        replica_id=(pipeline, tensor, 0),
+        prepend_axis_num=0,
+    )
+    return Piece(shard, first - shard.start, stop - first, cut)
