@@ -105,9 +105,7 @@ def loading_state(model: ShardedModel, optimizer: MegatronOptimizer, form: Mappi
         form: Form of the checkpoint's optimizer state, see :func:`model.training.run_state.optimizer_form`.
     """
     pieces, parts = pieces_of(model), _parts(optimizer)
-    for part in parts:
-        if part.optimizer is not None:
-            part.init_state_fn(part.optimizer, part.config)
+    _begin_states(parts)
     # Rows that are trained in bfloat16 come from the optimizer's weights, which have all digits.
     twice = {name for name, piece in pieces.items() if form["weights"] == "bf16" and piece.shard.rows.requires_grad}
     kept = {name: piece for name, piece in pieces.items() if name not in twice}
@@ -158,7 +156,7 @@ def _entries(
 
 def _common(part: Any, state: str) -> dict[str, Any]:
     """Returns an optimizer's settings and number of steps in megatron-core's form."""
-    groups = [] if part.optimizer is None else part.optimizer.state_dict()["param_groups"]
+    groups = [] if part.optimizer is None else part.optimizer.param_groups
     groups = [{name: deepcopy(value) for name, value in group.items() if name != "params"} for group in groups]
     steps = _steps_of(part)
     if state == "plain":
@@ -173,7 +171,9 @@ def _steps_of(part: Any) -> int:
     if part.optimizer is None:
         return 0
     in_groups = [int(group["step"]) for group in part.optimizer.param_groups if "step" in group]
-    return max([*in_groups, *(int(each["step"]) for each in part.optimizer.state.values() if "step" in each)], default=0)
+    return max(
+        [*in_groups, *(int(each["step"]) for each in part.optimizer.state.values() if "step" in each)], default=0
+    )
 
 
 def _steps_in(loaded: Mapping[Any, Any]) -> int:
@@ -181,6 +181,18 @@ def _steps_in(loaded: Mapping[Any, Any]) -> int:
     inner = found.get("optimizer", found)
     common = inner.get("state", {}).get("common_step")
     return int(common) if common is not None else max(int(group.get("step", 0)) for group in inner["param_groups"])
+
+
+def _begin_states(parts: list[Any]) -> None:
+    """Creates the moments of an optimizer that has done no step."""
+    for optimizer in (part.optimizer for part in parts if part.optimizer is not None):
+        for rows in (rows for group in optimizer.param_groups for rows in group["params"]):
+            if optimizer.state[rows]:
+                continue
+            if hasattr(optimizer, "initialize_state"):  # Transformer Engine's, which chooses their type
+                optimizer.initialize_state(rows, False)
+            else:
+                optimizer.state[rows] |= {moment: torch.zeros_like(rows) for moment in _MOMENTS}
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[Any]:

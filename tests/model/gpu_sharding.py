@@ -1,0 +1,268 @@
+"""Fully sharded parameters against data parallelism, on two GPUs or CPUs: losses, gradient norms, checkpoints, memory.
+
+From the repository root, with any of the names below::
+
+    torchrun --nproc-per-node 2 --master-addr 127.0.0.1 -m tests.model.gpu_sharding layouts checkpoints
+    torchrun --nproc-per-node 2 --master-addr 127.0.0.1 -m tests.model.gpu_sharding speed:2b:dp speed:2b:fsdp speed:9b:fsdp
+
+``layouts`` trains four steps in every layout. The first step must agree with the same layout without sharding: the loss
+within 1e-4 and the gradient norm within 1e-3. ``checkpoints`` continues a run from what the other kind saved.
+``speed:PRESET:KIND`` trains random weights on packs of 8,192 tokens with full recomputation, and prints tokens per second
+and the peak of memory.
+
+The exit code is the number of failures.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from model.parallel.environment import before_megatron
+
+before_megatron(launch_order=False)
+
+from megatron.core import parallel_state
+
+from model.families import preset, spec_of
+from model.network.settings import vocabulary_rows
+from model.parallel import cpu_mode, groups
+from model.training.checkpoint import Checkpoints
+from model.training.config import TrainConfig
+from model.training.config_loading import load_config
+from model.training.data import RankPlace
+from model.training.model_settings import settings_of
+from model.training.optimizer import build_learner, freeze
+from model.training.build import parameter_dtype
+from model.training.step import Stepper, StepResult
+from model.weights.mapping import load_from_hf
+from tests.model.helpers import make_sample, pack, small_architecture, weights_of
+from vlmdata.batch import PackedBatch
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if CUDA else torch.device("cpu")
+#: Settings of the compared layouts, by name.
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "data": {},
+    "data, frozen tower, recomputed": {
+        "model.freeze": ["vision"],
+        "model.recompute": "full",
+        "model.vision_recompute": True,
+    },
+    "context 2": {"parallel.cp": 2},
+    "tensor 2": {"parallel.tp": 2, "parallel.sp": True},
+    "experts 2": {"parallel.ep": 2},
+}
+STEPS = 4
+
+
+def small(moe: bool) -> Any:
+    """A small model; with CUDA with the head widths that its kernels are made for."""
+    if not CUDA:
+        return small_architecture(moe=moe)
+    from tests.model.gpu_checks import architecture
+
+    return architecture(moe)
+
+
+class Run:
+    """A model in training on packs of its own; every data-parallel rank others.
+
+    Args:
+        architecture: The model.
+        out: The run's folder.
+        fsdp: Whether its parameters are sharded.
+        settings: Of the run.
+        packs: Makes the pack of a seed.
+        micro_batches: Packs of a step on a rank.
+        weights: Whether to load weights that are equal in all layouts.
+    """
+
+    def __init__(
+        self,
+        architecture: Any,
+        out: Path,
+        fsdp: bool,
+        settings: dict[str, Any],
+        packs: Callable[[int], PackedBatch],
+        micro_batches: int = 2,
+        weights: bool = True,
+    ):
+        common = {"optimizer.lr": 1e-3, "optimizer.warmup_steps": 0, "run.out": str(out), "parallel.fsdp": fsdp}
+        self.config: TrainConfig = load_config(None, list((common | settings).items()))
+        parallel = self.config.parallel
+        parallel_state.destroy_model_parallel()
+        groups.initialize(tensor=parallel.tp, context=parallel.cp, expert=parallel.ep)
+        self.architecture, self.place, self._packs = architecture, RankPlace.here(), packs
+        model: Any = spec_of(architecture).build(architecture, settings_of(self.config, architecture, CUDA))
+        if weights:
+            _load(model, architecture, self.place, parallel.tp)
+        freeze(model, self.config.model.freeze)
+        self.learner = build_learner(model.to(DEVICE), self.config, DEVICE, parameter_dtype(self.config, DEVICE))
+        flops = spec_of(architecture).step_flops(architecture, True, self.config.model.freeze)
+        self._step = Stepper(self.learner, self.place, micro_batches, 8192, flops, DEVICE)
+        self._micro_batches = micro_batches
+        self.checkpoints = Checkpoints(self.config, architecture, self.place, async_save=False)
+
+    def steps(self, first: int, last: int) -> list[StepResult]:
+        """Trains with the packs of these steps."""
+        return [self._step(self._batches(number)) for number in range(first, last)]
+
+    def _batches(self, step: int) -> Iterator[PackedBatch]:
+        place = self.place
+        for number in range(self._micro_batches):
+            batch = self._packs(1000 * step + 100 * place.dp_rank + 10 * number)
+            if place.cp_size > 1:
+                batch = batch.context_parallel_shard(place.cp_rank, place.cp_size)
+            yield batch.to(DEVICE) if CUDA else batch
+
+
+def _load(model: Any, architecture: Any, place: RankPlace, tensor: int) -> None:
+    weights = weights_of(architecture)
+    maps = spec_of(architecture).parameter_maps(
+        architecture, vocab_rows=vocabulary_rows(architecture.language.vocab_size, tensor)
+    )
+    load_from_hf(
+        model, maps, lambda source: source.take(weights[source.name]), tensor_rank=place.tp_rank, tensor_parallel=tensor
+    )
+
+
+def small_pack(seed: int) -> PackedBatch:
+    samples = [make_sample(seed, [(4, 6)], 60), make_sample(seed + 1, [], 40), make_sample(seed + 2, [(2, 2)], 20)]
+    return pack(samples, alignment=16)
+
+
+def full_pack(seed: int) -> PackedBatch:
+    """8,192 tokens: seven pages of 704 image tokens each, with text."""
+    samples = [make_sample(seed + number, [(44, 64)], 460) for number in range(7)]
+    lengths = sum(-(-len(sample.ids) // 16) * 16 for sample in samples)
+    return pack(samples, alignment=16, tail=8192 - lengths)
+
+
+def layouts(folder: Path) -> None:
+    """Four steps in each layout, sharded and not."""
+    for name, settings in LAYOUTS.items():
+        moe = "parallel.ep" in settings
+        begun = time.monotonic()
+        plain, sharded = (
+            Run(small(moe), folder / "none", fsdp, settings, small_pack).steps(0, STEPS) for fsdp in (False, True)
+        )
+        pairs = [
+            (a.loss, b.loss, b.loss / a.loss - 1, a.grad_norm, b.grad_norm, b.grad_norm / a.grad_norm - 1)
+            for a, b in zip(plain, sharded, strict=True)
+        ]
+        say(f"{name}, {time.monotonic() - begun:.0f} s: loss and gradient norm, plain, sharded, relative difference")
+        for pair in pairs:
+            say("    {:.6f} {:.6f} {:+.1e}   {:.6f} {:.6f} {:+.1e}".format(*pair))
+        assert abs(pairs[0][2]) < 1e-4
+        assert abs(pairs[0][5]) < 1e-3
+
+
+def checkpoints(folder: Path) -> None:
+    """A run of each kind saves after two steps; runs of both kinds continue from it as the undisturbed one does."""
+    for moe in (False, True):
+        settings: dict[str, Any] = {"parallel.ep": 2} if moe else {}
+        ends: dict[bool, list[float]] = {}
+        for fsdp in (False, True):
+            run = Run(small(moe), folder / f"saved-{moe}-{fsdp}", fsdp, settings, small_pack)
+            run.steps(0, 2)
+            run.checkpoints.agree_on_latest()
+            run.checkpoints.save(2, run.learner, {})
+            run.checkpoints.wait()
+            ends[fsdp] = [found for each in run.steps(2, STEPS) for found in (each.loss, each.grad_norm)]
+            saved = run.checkpoints.path_of(2)
+            for other in (False, True):
+                loaded = Run(small(moe), folder / f"saved-{moe}-{fsdp}", other, settings, small_pack, weights=False)
+                loaded.checkpoints.load(saved, loaded.learner)
+                found = [found for each in loaded.steps(2, STEPS) for found in (each.loss, each.grad_norm)]
+                worst = max(abs(a / b - 1) for a, b in zip(found, ends[fsdp], strict=True))
+                say(f"experts {moe}: saved {kind(fsdp)}, continued {kind(other)}: {worst:.1e} off the undisturbed run")
+                assert worst < (2e-3 if CUDA else 1e-5), (found, ends[fsdp])
+
+
+def kind(fsdp: bool) -> str:
+    return "sharded" if fsdp else "plain"
+
+
+def speed(name: str, sort: str) -> None:
+    """Tokens per second and memory of a preset with full recomputation."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    begun = time.monotonic()
+    settings: dict[str, Any] = {"model.recompute": "full", "model.vision_recompute": True}
+    for option in sort.split("+")[1:]:
+        setting, _, value = option.partition("=")
+        settings[setting] = value
+    run = Run(preset(name), Path("/none"), sort.startswith("fsdp"), settings, full_pack, 1, weights=False)
+    torch.cuda.synchronize()
+    gib = 2.0**30
+    say(
+        f"{name} {sort}: built in {time.monotonic() - begun:.0f} s, {torch.cuda.memory_allocated() / gib:.1f} GiB, peak "
+        f"{torch.cuda.max_memory_allocated() / gib:.1f} GiB"
+    )
+    if run.learner.sharded is not None:
+        rows = sum(shard.rows.nbytes for shard in run.learner.sharded.shards)
+        whole = sum(shard.parameter.numel() * shard.rows.itemsize for shard in run.learner.sharded.shards)
+        say(f"    weights on this rank {rows / gib:.2f} GiB of {whole / gib:.2f} GiB, {rows / whole:.4f}")
+    for step in range(5):
+        (found,) = run.steps(step % 2, step % 2 + 1)
+        say(
+            f"    step {step + 1}: {found.seconds:.2f} s, {found.tokens / found.seconds:,.0f} tokens/s, loss "
+            f"{found.loss:.4f}, gradient norm {found.grad_norm:.3f}, peak {found.memory / gib:.1f} GiB, reserved "
+            f"{torch.cuda.max_memory_reserved() / gib:.1f} GiB"
+        )
+
+
+def say(line: str) -> None:
+    if dist.get_rank() == 0:
+        print(f"[{time.monotonic() - BEGUN:5.0f} s] {line}", flush=True)
+
+
+BEGUN = time.monotonic()
+
+
+def main(names: list[str]) -> int:
+    """Runs the named checks; the number of failures."""
+    faulthandler.dump_traceback_later(280, exit=True)
+    if not CUDA:
+        torch.set_num_threads(1)
+    failures = 0
+    with cpu_mode.cpu_mode_if_needed():
+        groups.initialize()
+        box: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(box, src=0)
+        folder = Path(str(box[0]))
+        checks: dict[str, Callable[[Path], None]] = {"layouts": layouts, "checkpoints": checkpoints}
+        for name in names or list(checks):
+            say(f"== {name}")
+            try:
+                if name in checks:
+                    checks[name](folder)
+                else:
+                    speed(*name.split(":")[1:])
+                say("holds")
+            except Exception as error:
+                failures += 1
+                traceback.print_exc()
+                sys.stderr.flush()
+                if not isinstance(error, torch.OutOfMemoryError):
+                    os._exit(failures)  # the other rank may be in a collective
+            gc.collect()
+        dist.barrier()
+        groups.destroy()
+    return failures
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
