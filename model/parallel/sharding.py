@@ -4,8 +4,8 @@ A *unit* is a module whose parameters are gathered together right before its for
 it. All modules of a unit then see whole parameters, whether or not they are called: the delta net reads its
 convolution's weight, and multi-token prediction the output layer.
 
-Ranks that hold the same parameters share the rows: those of the data- and context-parallel group, and for spread experts
-those of the experts' own group. Tensor-parallel ranks each shard their own part.
+Ranks that hold the same parameters share the rows: those of the data- and context-parallel group, and for spread
+experts those of the experts' own group. Tensor-parallel ranks each shard their own part.
 
 Decision: docs/decisions/0064.
 """
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor

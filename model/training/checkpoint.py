@@ -37,9 +37,9 @@ from model.training.common_state import with_common_state_of
 from model.training.config import ConfigError, TrainConfig
 from model.training.data import RankPlace
 from model.training.interruption import shielding_children
+from model.training.model_state import content, sharded_model
 from model.training.optimizer import Learner, unwrapped
 from model.training.random_state import restore_random_state, write_random_state
-from model.training.model_state import content, sharded_model
 from model.training.run_lock import claim
 from model.training.run_state import RunState, form_of, keep_settings, optimizer_form, read_state, require_resumable
 from model.training.sharded_state import loading_state, restore_steps, saved_state

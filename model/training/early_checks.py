@@ -144,9 +144,8 @@ def _require_shardable(config: TrainConfig) -> None:
     for name, (refused, reason) in reasons.items():
         if refused:
             group, _, key = name.partition(".")
-            raise ConfigError(
-                f"parallel.fsdp does not go together with {name} {str(getattr(getattr(config, group), key)).lower()}: {reason}"
-            )
+            value = str(getattr(getattr(config, group), key)).lower()
+            raise ConfigError(f"parallel.fsdp does not go together with {name} {value}: {reason}")
 
 
 def _require_settings(config: TrainConfig, architecture: Architecture) -> None:

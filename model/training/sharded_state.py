@@ -1,9 +1,9 @@
 """Checkpoints of fully sharded runs: each rank writes and reads its own rows, under the keys of the other layouts.
 
-megatron-core's model says where each parameter lies in a checkpoint, and cuts some into parts (the two halves of a gated
-layer, the sections of the delta net). It is asked about whole parameters without memory; the parts are then cut again to
-the rows of this rank. The optimizer's state has the same places. So any number of ranks, and any other layout, can load
-what a sharded run saves, and the reverse.
+megatron-core's model says where each parameter lies in a checkpoint, and cuts some into parts (the two halves of a
+gated layer, the sections of the delta net). It is asked about whole parameters without memory; the parts are then cut
+again to the rows of this rank. The optimizer's state has the same places. So any number of ranks, and any other layout,
+can load what a sharded run saves, and the reverse.
 """
 
 from __future__ import annotations
@@ -72,7 +72,13 @@ def pieces_of(model: ShardedModel) -> dict[str, Piece]:
 
 
 def sharded_weights(model: ShardedModel, pieces: Mapping[str, Piece], saved: bool) -> dict[str, ShardedTensor]:
-    """Returns the weights as a state: to save them, in the dtype of the computation; to load them, the rows themselves."""
+    """Returns the weights as a state.
+
+    Args:
+        model: The model.
+        pieces: Their places.
+        saved: Whether they are saved, in the dtype of the computation, or loaded into the rows.
+    """
 
     def rows(shard: Shard) -> Tensor:
         return shard.rows.to(model.compute) if saved else shard.rows

@@ -36,11 +36,11 @@ from model.families.qwen3_5.build import build_model
 from model.network.settings import ModelSettings
 from model.parallel import cpu_mode, groups
 from model.training.checkpoint import Checkpoints
-from model.training.model_state import sharded_model
 from model.training.config import TrainConfig
 from model.training.config_loading import load_config
 from model.training.data import RankPlace
 from model.training.evaluation import EvaluationSet, Evaluator
+from model.training.model_state import sharded_model
 from model.training.optimizer import Learner, build_learner, unwrapped
 from model.training.step import Stepper
 from tests.model.helpers import make_sample, pack, small_architecture

@@ -2,13 +2,13 @@
 
 From the repository root, with any of the names below::
 
-    torchrun --nproc-per-node 2 --master-addr 127.0.0.1 -m tests.model.gpu_sharding layouts checkpoints
-    torchrun --nproc-per-node 2 --master-addr 127.0.0.1 -m tests.model.gpu_sharding speed:2b:dp speed:2b:fsdp speed:9b:fsdp
+    torchrun --nproc-per-node 2 --master-addr 127.0.0.1 -m tests.model.gpu_sharding layout:data checkpoints:dense
+    torchrun --nproc-per-node 2 --master-addr 127.0.0.1 -m tests.model.gpu_sharding speed:2b:dp speed:9b:fsdp
 
-``layouts`` trains four steps in every layout. The first step must agree with the same layout without sharding: the loss
-within 1e-4 and the gradient norm within 1e-3. ``checkpoints`` continues a run from what the other kind saved.
-``speed:PRESET:KIND`` trains random weights on packs of 8,192 tokens with full recomputation, and prints tokens per second
-and the peak of memory.
+``layout:NAME`` trains four steps. The first one must agree with the same layout without sharding: the loss within 1e-4
+and the gradient norm within 1e-3. ``checkpoints:KIND`` continues runs from what the other kind of run saved.
+``speed:PRESET:KIND`` trains random weights on packs of 8,192 tokens with full recomputation, and prints tokens per
+second and the peak of memory; ``speed:9b:fsdp+model.recompute=none`` with other settings.
 
 The exit code is the number of failures.
 """
@@ -38,13 +38,13 @@ from megatron.core import parallel_state
 from model.families import preset, spec_of
 from model.network.settings import vocabulary_rows
 from model.parallel import cpu_mode, groups
+from model.training.build import parameter_dtype
 from model.training.checkpoint import Checkpoints
 from model.training.config import TrainConfig
 from model.training.config_loading import load_config
 from model.training.data import RankPlace
 from model.training.model_settings import settings_of
 from model.training.optimizer import build_learner, freeze
-from model.training.build import parameter_dtype
 from model.training.step import Stepper, StepResult
 from model.weights.mapping import load_from_hf
 from tests.model.helpers import make_sample, pack, small_architecture, weights_of
@@ -55,14 +55,14 @@ DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if CUDA el
 #: Settings of the compared layouts, by name.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "data": {},
-    "data, frozen tower, recomputed": {
+    "frozen": {
         "model.freeze": ["vision"],
         "model.recompute": "full",
         "model.vision_recompute": True,
     },
-    "context 2": {"parallel.cp": 2},
-    "tensor 2": {"parallel.tp": 2, "parallel.sp": True},
-    "experts 2": {"parallel.ep": 2},
+    "context": {"parallel.cp": 2},
+    "tensor": {"parallel.tp": 2, "parallel.sp": True},
+    "experts": {"parallel.ep": 2},
 }
 STEPS = 4
 
@@ -150,52 +150,47 @@ def full_pack(seed: int) -> PackedBatch:
     return pack(samples, alignment=16, tail=8192 - lengths)
 
 
-def layouts(folder: Path) -> None:
-    """Four steps in each layout, sharded and not."""
-    for name, settings in LAYOUTS.items():
-        moe = "parallel.ep" in settings
-        begun = time.monotonic()
-        plain, sharded = (
-            Run(small(moe), folder / "none", fsdp, settings, small_pack).steps(0, STEPS) for fsdp in (False, True)
-        )
-        pairs = [
-            (a.loss, b.loss, b.loss / a.loss - 1, a.grad_norm, b.grad_norm, b.grad_norm / a.grad_norm - 1)
-            for a, b in zip(plain, sharded, strict=True)
-        ]
-        say(f"{name}, {time.monotonic() - begun:.0f} s: loss and gradient norm, plain, sharded, relative difference")
-        for pair in pairs:
-            say("    {:.6f} {:.6f} {:+.1e}   {:.6f} {:.6f} {:+.1e}".format(*pair))
-        assert abs(pairs[0][2]) < 1e-4
-        assert abs(pairs[0][5]) < 1e-3
+def layout(folder: Path, name: str) -> None:
+    """Four steps in a layout, sharded and not."""
+    settings = LAYOUTS[name]
+    moe = "parallel.ep" in settings
+    plain, sharded = (
+        Run(small(moe), folder / "none", fsdp, settings, small_pack).steps(0, STEPS) for fsdp in (False, True)
+    )
+    pairs = [
+        (a.loss, b.loss, b.loss / a.loss - 1, a.grad_norm, b.grad_norm, b.grad_norm / a.grad_norm - 1)
+        for a, b in zip(plain, sharded, strict=True)
+    ]
+    say("    loss and gradient norm: plain, sharded, relative difference")
+    for pair in pairs:
+        say("    {:.6f} {:.6f} {:+.1e}   {:.6f} {:.6f} {:+.1e}".format(*pair))
+    assert abs(pairs[0][2]) < 1e-4
+    assert abs(pairs[0][5]) < 1e-3
 
 
-def checkpoints(folder: Path) -> None:
+def checkpoints(folder: Path, kind: str) -> None:
     """A run of each kind saves after two steps; runs of both kinds continue from it as the undisturbed one does."""
-    for moe in (False, True):
-        settings: dict[str, Any] = {"parallel.ep": 2} if moe else {}
-        ends: dict[bool, list[float]] = {}
-        for fsdp in (False, True):
-            run = Run(small(moe), folder / f"saved-{moe}-{fsdp}", fsdp, settings, small_pack)
-            run.steps(0, 2)
-            run.checkpoints.agree_on_latest()
-            run.checkpoints.save(2, run.learner, {})
-            run.checkpoints.wait()
-            ends[fsdp] = [found for each in run.steps(2, STEPS) for found in (each.loss, each.grad_norm)]
-            saved = run.checkpoints.path_of(2)
-            for other in (False, True):
-                loaded = Run(small(moe), folder / f"saved-{moe}-{fsdp}", other, settings, small_pack, weights=False)
-                loaded.checkpoints.load(saved, loaded.learner)
-                found = [found for each in loaded.steps(2, STEPS) for found in (each.loss, each.grad_norm)]
-                worst = max(abs(a / b - 1) for a, b in zip(found, ends[fsdp], strict=True))
-                say(f"experts {moe}: saved {kind(fsdp)}, continued {kind(other)}: {worst:.1e} off the undisturbed run")
-                assert worst < (2e-3 if CUDA else 1e-5), (found, ends[fsdp])
+    moe = kind == "experts"
+    settings: dict[str, Any] = {"parallel.ep": 2} if moe else {}
+    names = {False: "plain", True: "sharded"}
+    for fsdp in (False, True):
+        out = folder / f"saved-{moe}-{fsdp}"
+        run = Run(small(moe), out, fsdp, settings, small_pack)
+        run.steps(0, 2)
+        run.checkpoints.agree_on_latest()
+        run.checkpoints.save(2, run.learner, {})
+        run.checkpoints.wait()
+        wanted = [found for each in run.steps(2, STEPS) for found in (each.loss, each.grad_norm)]
+        for other in (False, True):
+            loaded = Run(small(moe), out, other, settings, small_pack, weights=False)
+            loaded.checkpoints.load(run.checkpoints.path_of(2), loaded.learner)
+            found = [found for each in loaded.steps(2, STEPS) for found in (each.loss, each.grad_norm)]
+            worst = max(abs(a / b - 1) for a, b in zip(found, wanted, strict=True))
+            say(f"    saved {names[fsdp]}, continued {names[other]}: {worst:.1e} off the undisturbed run")
+            assert worst < (2e-3 if CUDA else 1e-5), (found, wanted)
 
 
-def kind(fsdp: bool) -> str:
-    return "sharded" if fsdp else "plain"
-
-
-def speed(name: str, sort: str) -> None:
+def speed(_: Path, name: str, sort: str) -> None:
     """Tokens per second and memory of a preset with full recomputation."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -208,8 +203,8 @@ def speed(name: str, sort: str) -> None:
     torch.cuda.synchronize()
     gib = 2.0**30
     say(
-        f"{name} {sort}: built in {time.monotonic() - begun:.0f} s, {torch.cuda.memory_allocated() / gib:.1f} GiB, peak "
-        f"{torch.cuda.max_memory_allocated() / gib:.1f} GiB"
+        f"    built in {time.monotonic() - begun:.0f} s, {torch.cuda.memory_allocated() / gib:.1f} GiB, "
+        f"peak {torch.cuda.max_memory_allocated() / gib:.1f} GiB"
     )
     if run.learner.sharded is not None:
         rows = sum(shard.rows.nbytes for shard in run.learner.sharded.shards)
@@ -243,14 +238,12 @@ def main(names: list[str]) -> int:
         box: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(box, src=0)
         folder = Path(str(box[0]))
-        checks: dict[str, Callable[[Path], None]] = {"layouts": layouts, "checkpoints": checkpoints}
-        for name in names or list(checks):
+        checks: dict[str, Callable[..., None]] = {"layout": layout, "checkpoints": checkpoints, "speed": speed}
+        for name in names or [*(f"layout:{each}" for each in LAYOUTS), "checkpoints:dense", "checkpoints:experts"]:
             say(f"== {name}")
+            check, *options = name.split(":")
             try:
-                if name in checks:
-                    checks[name](folder)
-                else:
-                    speed(*name.split(":")[1:])
+                checks[check](folder, *options)
                 say("holds")
             except Exception as error:
                 failures += 1
