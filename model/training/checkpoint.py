@@ -37,12 +37,12 @@ from model.training.common_state import with_common_state_of
 from model.training.config import ConfigError, TrainConfig
 from model.training.data import RankPlace
 from model.training.interruption import shielding_children
-from model.training.model_state import content, sharded_model
-from model.training.optimizer import Learner, unwrapped
+from model.training.learner_state import gather_weights, load_state, state_to_save
+from model.training.model_state import content
+from model.training.optimizer import Learner
 from model.training.random_state import restore_random_state, write_random_state
 from model.training.run_lock import claim
-from model.training.run_state import RunState, form_of, keep_settings, optimizer_form, read_state, require_resumable
-from model.training.sharded_state import loading_state, restore_steps, saved_state
+from model.training.run_state import RunState, optimizer_form, read_state, require_resumable
 from model.weights.checksums import damaged_files, unchecked_files, without_checksum, write_checksums
 from model.weights.store import save_strategy
 from vlmdata.errors import ResourceError, VlmdataError
@@ -125,7 +125,7 @@ class Checkpoints:
             architecture_to_hf(self._architecture),
             optimizer_form(learner),
         )
-        sharded = _state_to_save(learner)
+        sharded = state_to_save(learner)
         if (sides := separation()) is not None:
             sharded = with_common_state_of(sharded, sides.vision)
         self._size = _bytes_of(sharded)
@@ -188,7 +188,7 @@ class Checkpoints:
         with self._reading(path):
             require_resumable(path, state, self._config.to_dict(), self._architecture, learner)
             notes = on_all_ranks(partial(self._check_files, path)) if self._config.run.verify else []
-            _load_state(path, state, learner)
+            load_state(path, state, learner)
         if state.layout == self._layout():
             on_all_ranks(partial(self._load_random_state, path))
         return state, notes
@@ -320,47 +320,6 @@ def checkpoints_in(folder: Path) -> list[Path]:
     """Lists complete checkpoints, oldest first."""
     found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)]
     return sorted(found, key=lambda path: path.name)
-
-
-def _state_to_save(learner: Learner) -> dict[str, Any]:
-    if learner.sharded is not None:
-        return {**saved_state(learner.sharded, learner.optimizer), "schedule": learner.schedule.state_dict()}
-    return _state_of_whole(learner, loading=False)
-
-
-def _state_of_whole(learner: Learner, loading: bool) -> dict[str, Any]:
-    model = sharded_model(unwrapped(learner.model[0]))
-    optimizer = learner.optimizer.sharded_state_dict(model, is_loading=loading, metadata=content())
-    return {"model": model, "optimizer": optimizer, "schedule": learner.schedule.state_dict()}
-
-
-def _load_state(path: Path, state: RunState, learner: Learner) -> None:
-    """Loads model, optimizer and schedule. With fully sharded parameters, tensors are read in place."""
-    load = partial(dist_checkpointing.load, checkpoint_dir=str(path), strict="raise_unexpected")
-    if learner.sharded is not None:
-        wanted = loading_state(learner.sharded, learner.optimizer, form_of(path, state))
-        loaded = load({**wanted, "schedule": learner.schedule.state_dict()})
-        restore_steps(loaded["optimizer"], learner.optimizer)
-    else:
-        loaded = load(_state_of_whole(learner, loading=True))
-        unwrapped(learner.model[0]).load_state_dict(loaded["model"], strict=False)
-        keep_settings(loaded["optimizer"], learner.optimizer)
-        learner.optimizer.load_state_dict(loaded["optimizer"])
-    learner.schedule.load_state_dict(loaded["schedule"])
-
-
-def gather_weights(learner: Learner) -> None:
-    """Completes the weights on every rank if the distributed optimizer leaves that to the next forward pass.
-
-    After a step, a rank has new weights only for its share of the optimizer's state. With ``overlap_param_gather``, the
-    others arrive during the next forward pass. This function gathers them now, like megatron-core's
-    ``force_param_sync``; the next forward pass then sends nothing.
-    """
-    learner.optimizer.prepare_model_params_for_param_sync()
-    for chunk in learner.model:
-        if chunk.ddp_config.overlap_param_gather:
-            with torch.no_grad():
-                chunk.start_param_sync(force_sync=True)
 
 
 def _bytes_of(sharded: dict[str, Any]) -> int:

@@ -18,9 +18,9 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from model.architecture import Architecture
-from model.training.checkpoint import gather_weights
 from model.training.config import ConfigError, TrainConfig
 from model.training.data import RankPlace, open_loader
+from model.training.learner_state import gather_weights
 from model.training.optimizer import Learner, unwrapped
 from model.training.step import forward_step
 from model.training.vision_side import VisionSide

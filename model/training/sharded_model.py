@@ -78,7 +78,7 @@ class ShardedModel(MegatronModule):
         """Multiplies all gradients."""
         for shard in self.shards:
             if shard.rows.requires_grad:
-                shard.rows.main_grad.mul_(factor)  # type: ignore[union-attr, operator]
+                shard.rows.main_grad.mul_(factor)  # type: ignore[attr-defined]
 
 
 def _local(gradient: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ can load what a sharded run saves, and the reverse.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +19,6 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from model.parallel.sharding import Shard, release_parameters
 from model.training.model_state import OPTIMIZER_FORMAT, sharded_model
@@ -47,10 +46,15 @@ class Piece:
     count: int
     place: ShardedTensor
 
-    def entry(self, rows: Tensor, prefix: str = "") -> ShardedTensor:
-        """Returns these rows of a tensor, which has those of the shard, as an entry of a state."""
-        data = rows.detach().narrow(0, self.first, self.count)
-        data = data.view(self.place.local_shape)
+    def entry(self, rows: Tensor, prefix: str = "", dtype: torch.dtype | None = None) -> ShardedTensor:
+        """Returns these rows of a tensor as an entry of a state.
+
+        Args:
+            rows: A tensor like the shard's rows.
+            prefix: Of the entry's key.
+            dtype: Its type, if another.
+        """
+        data = rows.detach().narrow(0, self.first, self.count).view(self.place.local_shape).to(dtype or rows.dtype)
         return replace(self.place, key=f"{prefix}{self.place.key}", data=data, dtype=data.dtype)
 
 
@@ -79,11 +83,9 @@ def sharded_weights(model: ShardedModel, pieces: Mapping[str, Piece], saved: boo
         pieces: Their places.
         saved: Whether they are saved, in the dtype of the computation, or loaded into the rows.
     """
-
-    def rows(shard: Shard) -> Tensor:
-        return shard.rows.to(model.compute) if saved else shard.rows
-
-    return _entries(pieces, rows)
+    return {
+        name: piece.entry(piece.shard.rows, dtype=model.compute if saved else None) for name, piece in pieces.items()
+    }
 
 
 def saved_state(model: ShardedModel, optimizer: MegatronOptimizer) -> dict[str, Any]:
@@ -144,20 +146,14 @@ def _rows_of_optimizer(
     model: ShardedModel, pieces: Mapping[str, Piece], states: Mapping[Tensor, Any], form: Mapping[str, str]
 ) -> dict[str, ShardedTensor]:
     trained = {name: piece for name, piece in pieces.items() if piece.shard.rows.requires_grad}
-    found = {}
-    for moment in _MOMENTS:
-        rows = _entries(trained, lambda shard, moment=moment: states[shard.rows][moment], f"optimizer.state.{moment}.")
-        found |= {f"{moment}/{name}": entry for name, entry in rows.items()}
-    if form["state"] == "distributed" or form["weights"] == "bf16":
-        prefix = f"optimizer.state.{_FULL_WEIGHTS[form['state']]}."
-        found |= {f"weights/{name}": each for name, each in _entries(trained, lambda shard: shard.rows, prefix).items()}
+    found: dict[str, ShardedTensor] = {}
+    for name, piece in trained.items():
+        for moment in _MOMENTS:
+            found[f"{moment}/{name}"] = piece.entry(states[piece.shard.rows][moment], f"optimizer.state.{moment}.")
+        if form["state"] == "distributed" or form["weights"] == "bf16":
+            prefix = f"optimizer.state.{_FULL_WEIGHTS[form['state']]}."
+            found[f"weights/{name}"] = piece.entry(piece.shard.rows, prefix)
     return found
-
-
-def _entries(
-    pieces: Mapping[str, Piece], rows: Callable[[Shard], Tensor], prefix: str = ""
-) -> dict[str, ShardedTensor]:
-    return {name: piece.entry(rows(piece.shard), prefix) for name, piece in pieces.items()}
 
 
 def _common(part: Any, state: str) -> dict[str, Any]:
@@ -218,7 +214,7 @@ def _whole_without_memory(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]
     try:
         for prefix, module in model.named_modules():
             for name, parameter in module._parameters.items():
-                if isinstance(parameter, DTensor):
+                if parameter is not None and hasattr(parameter, "first_row"):
                     whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
                     stand_in = nn.Parameter(whole, requires_grad=parameter.requires_grad)
                     marks = {mark: value for mark, value in vars(parameter).items() if not mark.startswith("_")}
@@ -242,7 +238,7 @@ def _piece(shard: Shard, place: ShardedTensor) -> Piece | None:
     first, stop = max(start, shard.start), min(start + data.shape[0], shard.stop)
     if first >= stop:
         return None
-    pipeline, tensor, _ = place.replica_id  # type: ignore[misc]
+    pipeline, tensor, _ = place.replica_id
     axis, ahead = place.prepend_axis_num, (1,) * place.prepend_axis_num
     offset = list(place.global_offset)
     offset[axis] += first - start

@@ -121,11 +121,20 @@ VL_CASES = [
 ]
 
 
+#: Parameters fully sharded: over four ranks, the pairs of context parallelism, and experts over ranks of their own.
+SHARDED_CASES = [
+    Case("sharded, tied, all recomputed", {}, {"recompute": "full", "vision_recompute": True}, VL_TIED, sharded=True),
+    Case("sharded, tensor 2 x context 2, images spread", {"tensor": 2, "context": 2}, SPREAD, {"mtp": 1}, sharded=True),
+    Case("sharded, experts 2 x context 2", {"expert": 2, "context": 2}, {}, MOE, sharded=True),
+]
+ALL_CASES = [*CASES, *VL_CASES, *SHARDED_CASES]
+
+
 @pytest.fixture(scope="module")
 def references(one_process: None, data: Path) -> dict[str, tuple[StepOutcome, dict[str, torch.Tensor]]]:
     """One process, by model."""
     made: dict[str, Any] = {}
-    for case in [*CASES, *VL_CASES]:
+    for case in ALL_CASES:
         alone = Case("one process", {}, {}, case.model, case.vocab_size)
         key = repr((case.model, case.vocab_size))
         if key not in made:
@@ -145,7 +154,7 @@ def outcomes(data: Path) -> Callable[[Case], list[StepOutcome]]:
 
     def of(case: Case) -> list[StepOutcome]:
         if case.name not in made:
-            together = next(group for group in batched([*CASES, *VL_CASES], 9) if case in group)
+            together = next(group for group in batched(ALL_CASES, 9) if case in group)
             for one, ranks in zip(together, zip(*run_in_all(run_cases, together, data), strict=True), strict=True):
                 made[one.name] = list(ranks)
         return made.pop(case.name)
@@ -153,7 +162,7 @@ def outcomes(data: Path) -> Callable[[Case], list[StepOutcome]]:
     return of
 
 
-@pytest.mark.parametrize("case", [*CASES, *VL_CASES], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", ALL_CASES, ids=lambda case: case.name)
 def test_layout_equals_one_process(
     case: Case, data: Path, references: Any, outcomes: Callable[[Case], list[StepOutcome]]
 ) -> None:

@@ -1,0 +1,89 @@
+"""Fully sharded training: the same steps as one process, and checkpoints that change hands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model.parallel.rows import assign
+from model.training.config import ConfigError
+from model.training.config_loading import load_config
+from model.training.early_checks import check_early
+from tests.model.training.conftest import evaluations_of, steps_of, train_here
+from tests.model.training.ranks import Ranks, arguments_of
+
+pytest.importorskip("megatron.core")
+
+FSDP = ("--set", "parallel.fsdp=true")
+
+
+@pytest.mark.slow
+def test_a_run_moves_between_layouts(whole: Path, chats: Path, validation: Path, tmp_path: Path) -> None:
+    """One process, itself sharded, one process, two that share the rows: steps and weights of the undisturbed run."""
+    from model.weights.convert import to_hf
+    from model.weights.hf_files import HfTensors
+
+    out = tmp_path / "run"
+    train_here(out, chats, run__steps=1)
+    train_here(out, chats, resume=True, run__steps=2, parallel__fsdp=True)
+    train_here(out, chats, resume=True, run__steps=3)
+    evaluated = ("--eval-data", str(validation), "--set", "run.eval_every=2", "--keep-best")
+    ranks = Ranks(arguments_of(chats, out, *FSDP, *evaluated, "--resume"), tmp_path / "said", 2)
+    assert ranks.wait() == [0, 0], ranks.said(0) + ranks.said(1)
+    for found, wanted in zip(steps_of(out), steps_of(whole), strict=True):
+        for name in ("loss", "grad_norm", "mtp_loss", "lr"):
+            assert found[name] == pytest.approx(wanted[name], rel=1e-5), (found["step"], name)
+    assert [each["step"] for each in evaluations_of(out)] == [4, 6]  # between steps, gathered weights are let go
+    folders = []
+    for run in (out, whole):
+        folders.append(run.parent / f"hf-{run.name}")
+        to_hf(run / "checkpoints" / "step-00000006", folders[-1])
+    ours, theirs = (HfTensors(folder) for folder in folders)
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    for name in ours.tensors:
+        torch.testing.assert_close(ours.read(name, None), theirs.read(name, None), rtol=1e-4, atol=1e-6)
+    starts = [
+        train_here(tmp_path / f"from-hf-{sharded}", chats, run__steps=1, model__weights=str(folders[0]), **settings)
+        for sharded, settings in ((False, {}), (True, {"parallel__fsdp": True}))
+    ]
+    assert starts[1].loss == pytest.approx(starts[0].loss, rel=1e-6)
+
+
+def test_rows_of_a_whole_value_are_assigned() -> None:
+    class Sharded:
+        first_row, rows = 2, torch.zeros(3, 4)
+
+        def to_local(self) -> torch.Tensor:
+            return self.rows
+
+    value = torch.arange(24.0).view(6, 4)
+    parameter = Sharded()
+    assign(parameter, value)
+    assert torch.equal(parameter.rows, value[2:5])
+    plain = torch.zeros(6, 4)
+    assign(plain, value)
+    assert torch.equal(plain, value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"parallel.pp": 2}, "parallel.pp 2: each micro-batch of a pipeline would gather a stage's weights again. Use"),
+        ({"parallel.vision_gpus": 1}, "parallel.vision_gpus 1: a rank of the tower alone may have no image"),
+        ({"parallel.tp": 2}, "parallel.tp 2: the delta net's output norm needs sequence parallelism then. Add --sp"),
+        ({"run.fp8": True}, "run.fp8 true: Transformer Engine would keep an FP8 copy"),
+        ({"optimizer.distributed": True}, "optimizer.distributed true: it shards the optimizer state with"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    settings: dict[str, Any], said: str, chats: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    given = {"data.paths": [str(chats)], "parallel.fsdp": True}
+    with pytest.raises(ConfigError, match="parallel.fsdp does not go together with") as caught:
+        check_early(load_config(None, list((given | settings).items())))
+    assert said in str(caught.value)
+    check_early(load_config(None, list(given.items())))
