@@ -5,7 +5,7 @@ it. All modules of a unit then see whole parameters, whether or not they are cal
 convolution's weight, and multi-token prediction the output layer.
 
 Ranks that hold the same parameters share the rows: those of the data- and context-parallel group, and for spread
-experts those of the experts' own group. Tensor-parallel ranks each shard their own part.
+experts those of the experts' own group. Each tensor-parallel rank shards its own part.
 
 Decision: docs/decisions/0064.
 """
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
-class Shard:
+class ParameterRows:
     """A parameter of which this rank holds some rows.
 
     Attributes:
@@ -49,7 +49,7 @@ class Shard:
         return self.start + self.rows.shape[0]
 
 
-def shard_parameters(model: Any, compute: torch.dtype, device: torch.device) -> list[Shard]:
+def shard_parameters(model: Any, compute: torch.dtype, device: torch.device) -> list[ParameterRows]:
     """Shards a model's parameters in place, one unit after another.
 
     Trained parameters become float32 and are computed with in ``compute``. Gradients are summed in float32.
@@ -85,7 +85,7 @@ def shard_parameters(model: Any, compute: torch.dtype, device: torch.device) -> 
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
     return [
-        _shard_of(name, parameter, marks[name], spread if _marks_spread(marks[name]) else dense)
+        _rows_of(name, parameter, marks[name], spread if _marks_spread(marks[name]) else dense)
         for name, parameter in model.named_parameters()
     ]
 
@@ -128,7 +128,7 @@ def _marks_spread(marks: dict[str, Any]) -> bool:
     return not marks.get("allreduce", True)
 
 
-def _shard_of(name: str, parameter: nn.Parameter, marks: dict[str, Any], group: dist.ProcessGroup) -> Shard:
+def _rows_of(name: str, parameter: nn.Parameter, marks: dict[str, Any], group: dist.ProcessGroup) -> ParameterRows:
     """Keeps what megatron-core has noted on the parameter, such as whether tensor parallelism has cut it."""
     assert isinstance(parameter, DTensor)
     rows = nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
@@ -137,4 +137,4 @@ def _shard_of(name: str, parameter: nn.Parameter, marks: dict[str, Any], group: 
     for mark, value in (marks | {"first_row": start}).items():
         setattr(parameter, mark, value)
         setattr(rows, mark, value)
-    return Shard(name, parameter, rows, start, group)
+    return ParameterRows(name, parameter, rows, start, group)

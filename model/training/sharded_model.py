@@ -16,7 +16,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from model.parallel.sharding import Shard, shard_parameters
+from model.parallel.sharding import ParameterRows, shard_parameters
 
 
 class ShardedModel(MegatronModule):
@@ -32,7 +32,7 @@ class ShardedModel(MegatronModule):
         compute: Dtype of the computation.
         form: Form of the optimizer's state in checkpoints: that of data parallelism on such a device
             (:func:`model.training.run_state.optimizer_form`).
-        shards: All its parameters.
+        held: All its parameters, with the rows of this rank.
         ddp_config: Attributes that megatron-core reads.
     """
 
@@ -42,7 +42,7 @@ class ShardedModel(MegatronModule):
         if model.vision is not None:
             model.vision.take_first_weights()
         _take_first_replica(model)
-        self.shards: list[Shard] = shard_parameters(model, compute, device)
+        self.held: list[ParameterRows] = shard_parameters(model, compute, device)
         self.module, self.compute = model, compute
         wide, on_gpu = compute == torch.float32, device.type == "cuda"
         self.form = {"state": "plain" if wide and not on_gpu else "distributed", "weights": "fp32" if wide else "bf16"}
@@ -53,32 +53,32 @@ class ShardedModel(MegatronModule):
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields this rank's rows of each parameter, if it holds any."""
-        for shard in self.shards:
-            if shard.rows.numel():
-                yield shard.name, shard.rows
+        for own in self.held:
+            if own.rows.numel():
+                yield own.name, own.rows
 
     def zero_grad_buffer(self) -> None:
         """Forgets the gradients of the last step."""
-        for shard in self.shards:
-            shard.parameter.grad = None
-            for each in (shard.rows, shard.parameter):
+        for own in self.held:
+            own.parameter.grad = None
+            for each in (own.rows, own.parameter):
                 if hasattr(each, "main_grad"):
                     del each.main_grad
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Takes the gradients, which are already sums over all replicas and micro-batches, as ``main_grad``."""
         del force_all_reduce
-        for shard in self.shards:
-            if shard.rows.requires_grad:
-                found = shard.parameter.grad
-                local = torch.zeros_like(shard.rows) if found is None else _local(found)
-                shard.rows.main_grad = shard.parameter.main_grad = local  # type: ignore[attr-defined]
+        for own in self.held:
+            if own.rows.requires_grad:
+                found = own.parameter.grad
+                local = torch.zeros_like(own.rows) if found is None else _local(found)
+                own.rows.main_grad = own.parameter.main_grad = local  # type: ignore[attr-defined]
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiplies all gradients."""
-        for shard in self.shards:
-            if shard.rows.requires_grad:
-                shard.rows.main_grad.mul_(factor)  # type: ignore[attr-defined]
+        for own in self.held:
+            if own.rows.requires_grad:
+                own.rows.main_grad.mul_(factor)  # type: ignore[attr-defined]
 
 
 def _local(gradient: Tensor) -> Tensor:

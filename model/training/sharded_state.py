@@ -9,6 +9,7 @@ can load what a sharded run saves, and the reverse.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 
-from model.parallel.sharding import Shard, release_parameters
+from model.parallel.sharding import ParameterRows, release_parameters
 from model.training.model_state import OPTIMIZER_FORMAT, sharded_model
 from model.training.sharded_model import ShardedModel
 
@@ -32,16 +33,16 @@ _FULL_WEIGHTS = {"distributed": "param", "plain": "fp32_param"}
 
 @dataclass(frozen=True)
 class Piece:
-    """Some rows of a shard, which are contiguous in a tensor of the checkpoint.
+    """Some of the rows of a parameter that this rank holds, which are contiguous in a tensor of the checkpoint.
 
     Attributes:
-        shard: The shard.
-        first: First of these rows, counted in the shard.
+        own: The parameter and its rows on this rank.
+        first: First row of the piece, counted from the first row of this rank.
         count: Number of rows.
         place: Their place in the checkpoint, without data.
     """
 
-    shard: Shard
+    own: ParameterRows
     first: int
     count: int
     place: ShardedTensor
@@ -50,7 +51,7 @@ class Piece:
         """Returns these rows of a tensor as an entry of a state.
 
         Args:
-            rows: A tensor like the shard's rows.
+            rows: A tensor like this rank's rows.
             prefix: Of the entry's key.
             dtype: Its type, if another.
         """
@@ -64,14 +65,14 @@ def pieces_of(model: ShardedModel) -> dict[str, Piece]:
     with _whole_without_memory(model.module) as stand_ins:
         state = sharded_model(model.module)
         apply_factories(state)
-        for shard in model.shards:
-            by_storage[stand_ins[shard.name].untyped_storage()._cdata] = shard
+        for own in model.held:
+            by_storage[stand_ins[own.name].untyped_storage()._cdata] = own
         found: dict[str, Piece] = {}
         for place in nested_values(state):
-            shard = by_storage[place.data.untyped_storage()._cdata]
-            piece = _piece(shard, place)
+            own = by_storage[place.data.untyped_storage()._cdata]
+            piece = _piece(own, place)
             if piece is not None:
-                found[f"{shard.name}/{len(found)}"] = piece
+                found[f"{own.name}/{len(found)}"] = piece
     return found
 
 
@@ -83,9 +84,7 @@ def sharded_weights(model: ShardedModel, pieces: Mapping[str, Piece], saved: boo
         pieces: Their places.
         saved: Whether they are saved, in the dtype of the computation, or loaded into the rows.
     """
-    return {
-        name: piece.entry(piece.shard.rows, dtype=model.compute if saved else None) for name, piece in pieces.items()
-    }
+    return {name: piece.entry(piece.own.rows, dtype=model.compute if saved else None) for name, piece in pieces.items()}
 
 
 def saved_state(model: ShardedModel, optimizer: MegatronOptimizer) -> dict[str, Any]:
@@ -115,7 +114,7 @@ def loading_state(model: ShardedModel, optimizer: MegatronOptimizer, form: Mappi
     pieces, parts = pieces_of(model), _parts(optimizer)
     _begin_states(parts)
     # Rows that are trained in bfloat16 come from the optimizer's weights, which have all digits.
-    twice = {name for name, piece in pieces.items() if form["weights"] == "bf16" and piece.shard.rows.requires_grad}
+    twice = {name for name, piece in pieces.items() if form["weights"] == "bf16" and piece.own.rows.requires_grad}
     kept = {name: piece for name, piece in pieces.items() if name not in twice}
     return {
         "model": sharded_weights(model, kept, saved=False),
@@ -145,14 +144,14 @@ def restore_steps(loaded: Mapping[Any, Any], optimizer: MegatronOptimizer) -> No
 def _rows_of_optimizer(
     model: ShardedModel, pieces: Mapping[str, Piece], states: Mapping[Tensor, Any], form: Mapping[str, str]
 ) -> dict[str, ShardedTensor]:
-    trained = {name: piece for name, piece in pieces.items() if piece.shard.rows.requires_grad}
+    trained = {name: piece for name, piece in pieces.items() if piece.own.rows.requires_grad}
     found: dict[str, ShardedTensor] = {}
     for name, piece in trained.items():
         for moment in _MOMENTS:
-            found[f"{moment}/{name}"] = piece.entry(states[piece.shard.rows][moment], f"optimizer.state.{moment}.")
+            found[f"{moment}/{name}"] = piece.entry(states[piece.own.rows][moment], f"optimizer.state.{moment}.")
         if form["state"] == "distributed" or form["weights"] == "bf16":
             prefix = f"optimizer.state.{_FULL_WEIGHTS[form['state']]}."
-            found[f"weights/{name}"] = piece.entry(piece.shard.rows, prefix)
+            found[f"weights/{name}"] = piece.entry(piece.own.rows, prefix)
     return found
 
 
@@ -228,14 +227,14 @@ def _whole_without_memory(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]
             module._parameters[name] = parameter
 
 
-def _piece(shard: Shard, place: ShardedTensor) -> Piece | None:
+def _piece(own: ParameterRows, place: ShardedTensor) -> Piece | None:
     """Cuts a part of a whole parameter to the rows of this rank; None if it has none of them."""
     data = place.data
     assert data is not None
-    width = data.stride(0) if data.shape[0] > 1 else max(1, shard.parameter[:1].numel())
-    start, odd = divmod(int(data.storage_offset()), width)
-    assert odd == 0, f"{place.key} is no range of rows of {shard.name}"
-    first, stop = max(start, shard.start), min(start + data.shape[0], shard.stop)
+    start, odd = divmod(int(data.storage_offset()), math.prod(own.parameter.shape[1:]))
+    assert data.is_contiguous()
+    assert odd == 0, f"{place.key} is no range of rows of {own.name}"
+    first, stop = max(start, own.start), min(start + data.shape[0], own.stop)
     if first >= stop:
         return None
     pipeline, tensor, _ = place.replica_id
@@ -251,4 +250,4 @@ def _piece(shard: Shard, place: ShardedTensor) -> Piece | None:
         replica_id=(pipeline, tensor, 0),
         prepend_axis_num=0,
     )
-    return Piece(shard, first - shard.start, stop - first, cut)
+    return Piece(own, first - own.start, stop - first, cut)

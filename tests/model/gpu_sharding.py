@@ -207,8 +207,8 @@ def speed(_: Path, name: str, sort: str) -> None:
         f"peak {torch.cuda.max_memory_allocated() / gib:.1f} GiB"
     )
     if run.learner.sharded is not None:
-        rows = sum(shard.rows.nbytes for shard in run.learner.sharded.shards)
-        whole = sum(shard.parameter.numel() * shard.rows.itemsize for shard in run.learner.sharded.shards)
+        rows = sum(own.rows.nbytes for own in run.learner.sharded.held)
+        whole = sum(own.parameter.numel() * own.rows.itemsize for own in run.learner.sharded.held)
         say(f"    weights on this rank {rows / gib:.2f} GiB of {whole / gib:.2f} GiB, {rows / whole:.4f}")
     for step in range(5):
         (found,) = run.steps(step % 2, step % 2 + 1)

@@ -217,14 +217,14 @@ def train_step(case: Case, data: Path, weight: float = 1.0, by_count: bool = Fal
 
 def whole_gradients_of(wrapped: Any) -> dict[str, torch.Tensor]:
     """The gradient of each parameter, of sharded ones from all ranks that hold rows of it."""
-    if not hasattr(wrapped, "shards"):
+    if not hasattr(wrapped, "held"):
         return {name: parameter.main_grad.clone() for name, parameter in wrapped.module.named_parameters()}
     found = {}
-    for shard in wrapped.shards:
-        parts: list[Any] = [None] * shard.group.size()
-        dist.all_gather_object(parts, shard.rows.main_grad, group=shard.group)
-        found[shard.name] = torch.cat(parts)
-        assert found[shard.name].shape == shard.parameter.shape
+    for own in wrapped.held:
+        parts: list[Any] = [None] * own.group.size()
+        dist.all_gather_object(parts, own.rows.main_grad, group=own.group)
+        found[own.name] = torch.cat(parts)
+        assert found[own.name].shape == own.parameter.shape
     return found
 
 

@@ -83,7 +83,7 @@ def test_what_does_not_go_together_is_refused(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     given = {"data.paths": [str(chats)], "parallel.fsdp": True}
-    with pytest.raises(ConfigError, match="parallel.fsdp does not go together with") as caught:
+    with pytest.raises(ConfigError, match=r"parallel\.fsdp does not go together with") as caught:
         check_early(load_config(None, list((given | settings).items())))
     assert said in str(caught.value)
     check_early(load_config(None, list(given.items())))
