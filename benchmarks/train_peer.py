@@ -10,8 +10,8 @@ one process, one after the other:
   torch's; flash-linear-attention where the model uses it). Batches are drawn at random, as large as fit: the size at
   which the longest samples of the dataset still train, found by trying;
 - transformers, checkpointing: the same with activations computed again, and larger batches;
-- ours: the bundled trainer's step on packs of the same samples, without multi-token prediction, which transformers
-  does not train either. Its gradients and optimizer state are fp32, those of transformers are bf16.
+- ours: the bundled trainer's step on full packs of the same samples, without multi-token prediction, which
+  transformers does not train either. Its gradients and optimizer state are fp32, those of transformers are bf16.
 
 Pixels and ids are ready on the device before the clock starts, so neither side waits for data. Tokens are true tokens.
 Times are over all steps after the warm-up. MFU is the model FLOP of true tokens (`model/flops.py`) over time and the
@@ -197,7 +197,11 @@ def time_ours(architecture: Architecture, config: Any, dataset: VlmDataset, opti
     stepper = Stepper(build_learner(model, config, DEVICE, DTYPE), place, 1, options.capacity, flops, DEVICE)
     loading = {"capacity": options.capacity, "global_batch": 1, "num_workers": 0}
     with StreamingLoader(dataset.directory, **loading, pad_to_capacity=True) as loader:
-        batches = [batch.clone().to(DEVICE) for batch in itertools.islice(loader, options.steps)]
+        # The epoch's last pack may be nearly empty, which says nothing where the dataset is small.
+        full = (batch for batch in loader if batch.true_tokens > 0.9 * options.capacity)
+        batches = [batch.clone().to(DEVICE) for batch in itertools.islice(full, options.steps)]
+    if not batches:
+        raise SystemExit(f"no pack of {options.capacity} tokens is full: add rows, or set a smaller --capacity")
     counts = [of_samples(dataset, [origin.index for origin in batch.origins], flops) for batch in batches]
 
     def step(batch: Any) -> float:
