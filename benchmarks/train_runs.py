@@ -58,6 +58,7 @@ class Case:
 
 
 _FULL = "--set model.recompute=full --set model.vision_recompute=true"
+_FSDP = "--set parallel.fsdp=true"
 CASES = {
     "wait": Case("share of waiting for data", 1, "--preset 0.8b --capacity 16384 --global-batch 4 --workers 4", 16),
     # With every codec of pixels, and from a service: --label says which.
@@ -75,6 +76,11 @@ CASES = {
     ),
     "4b": Case("memory", 1, f"--preset 4b --capacity 8192 --global-batch 1 {_FULL}", 6, 3),
     "9b-dp": Case("memory", 2, f"--preset 9b --capacity 8192 --global-batch 2 {_FULL}", 6, 3),
+    "2b-dp": Case("speed, memory", 2, f"--preset 2b --capacity 8192 --global-batch 2 {_FULL}", 6, 3),
+    "2b-fsdp": Case("speed, memory", 2, f"--preset 2b --capacity 8192 --global-batch 2 {_FULL} {_FSDP}", 6, 3),
+    "9b-fsdp": Case("speed, memory", 2, f"--preset 9b --capacity 8192 --global-batch 2 {_FULL} {_FSDP}", 6, 3),
+    "9b-fsdp-16k": Case("speed, memory", 2, f"--preset 9b --capacity 16384 --global-batch 2 {_FULL} {_FSDP}", 6, 3),
+    "27b-fsdp": Case("memory", 4, f"--preset 27b --capacity 8192 --global-batch 4 {_FULL} {_FSDP}", 6, 3),
     "9b-tp": Case(
         "speed, profile",
         2,

@@ -8,13 +8,15 @@ From the repository root, with any of the names below::
 ``layout:NAME`` trains four steps. The first one must agree with the same layout without sharding: the loss within 1e-4
 and the gradient norm within 1e-3. ``checkpoints:KIND`` continues runs from what the other kind of run saved.
 ``speed:PRESET:KIND`` trains random weights on packs of 8,192 tokens with full recomputation, and prints tokens per
-second and the peak of memory; ``speed:9b:fsdp+model.recompute=none`` with other settings.
+second and the peak of memory; ``speed:9b:fsdp+model.recompute=none`` with other settings. All names are read before the
+first is run. On CPUs, ``speed:tiny:fsdp`` tries the check itself.
 
 The exit code is the number of failures.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
 import gc
 import os
@@ -33,9 +35,9 @@ from model.parallel.environment import before_megatron
 
 before_megatron(launch_order=False)
 
-from megatron.core import parallel_state
+from megatron.core import dist_checkpointing, parallel_state
 
-from model.families import preset, spec_of
+from model.families import preset, presets, spec_of
 from model.network.settings import vocabulary_rows
 from model.parallel import cpu_mode, groups
 from model.training.build import parameter_dtype
@@ -47,7 +49,7 @@ from model.training.model_settings import settings_of
 from model.training.optimizer import build_learner, freeze
 from model.training.step import Stepper, StepResult
 from model.weights.mapping import load_from_hf
-from tests.model.helpers import make_sample, pack, small_architecture, weights_of
+from tests.model.helpers import IMAGE, make_sample, pack, small_architecture, weights_of
 from vlmdata.batch import PackedBatch
 
 CUDA = torch.cuda.is_available()
@@ -109,7 +111,10 @@ class Run:
         if weights:
             _load(model, architecture, self.place, parallel.tp)
         freeze(model, self.config.model.freeze)
-        self.learner = build_learner(model.to(DEVICE), self.config, DEVICE, parameter_dtype(self.config, DEVICE))
+        dtype = parameter_dtype(self.config, DEVICE)
+        # On a CPU a distributed optimizer is refused: megatron-core saves its state there, and does not restore it.
+        told = torch.device("cuda") if self.config.optimizer.distributed else DEVICE
+        self.learner = build_learner(model.to(DEVICE), self.config, told, dtype)
         flops = spec_of(architecture).step_flops(architecture, True, self.config.model.freeze)
         self._step = Stepper(self.learner, self.place, micro_batches, 8192, flops, DEVICE)
         self._micro_batches = micro_batches
@@ -170,6 +175,9 @@ def layout(folder: Path, name: str) -> None:
 
 def checkpoints(folder: Path, kind: str) -> None:
     """A run of each kind saves after two steps; runs of both kinds continue from it as the undisturbed one does."""
+    if kind == "distributed":
+        distributed(folder)
+        return
     moe = kind == "experts"
     settings: dict[str, Any] = {"parallel.ep": 2} if moe else {}
     names = {False: "plain", True: "sharded"}
@@ -190,22 +198,55 @@ def checkpoints(folder: Path, kind: str) -> None:
             assert worst < (2e-3 if CUDA else 1e-5), (found, wanted)
 
 
+def distributed(folder: Path) -> None:
+    """A sharded run continues from what the distributed optimizer saved in bfloat16, and saves the same entries."""
+    common: dict[str, Any] = {"run.precision": "bf16"}
+    saved, states = [], []
+    for fsdp in (False, True):
+        own = {} if fsdp else {"optimizer.distributed": True, "optimizer.overlap": False}
+        run = Run(small(False), folder / f"distributed-{fsdp}", fsdp, common | own, small_pack)
+        run.steps(0, 2)
+        run.checkpoints.agree_on_latest()
+        run.checkpoints.save(2, run.learner, {})
+        run.checkpoints.wait()
+        path = run.checkpoints.path_of(2)
+        if not fsdp:
+            wanted = [each.loss for each in run.steps(2, STEPS)]
+            loaded = Run(small(False), folder / "distributed-False", True, common, small_pack, weights=False)
+            loaded.checkpoints.load(path, loaded.learner)
+            found = [each.loss for each in loaded.steps(2, STEPS)]
+            say(f"    saved by the distributed optimizer, continued sharded: losses {wanted} and {found}")
+            assert all(abs(a / b - 1) < 1e-3 for a, b in zip(found, wanted, strict=True))
+        entries = dist_checkpointing.load_tensors_metadata(str(path))
+        saved.append({name: (each.global_shape, each.dtype) for name, each in entries.items()})
+        states.append(dist_checkpointing.load_common_state_dict(str(path))["optimizer"])
+    different = [name for name in saved[0].keys() | saved[1].keys() if saved[0].get(name) != saved[1].get(name)]
+    say(f"    {len(saved[0])} entries, {len(different)} of them differ")
+    assert not different, different[:5]
+    plain, sharded = states
+    assert plain.keys() - sharded.keys() <= {"param_state"}, (plain.keys(), sharded.keys())
+    assert sharded.keys() <= plain.keys()
+    for one, other in zip(plain["optimizer"]["param_groups"], sharded["optimizer"]["param_groups"], strict=True):
+        assert one == other, (one, other)
+
+
 def speed(_: Path, name: str, sort: str) -> None:
     """Tokens per second and memory of a preset with full recomputation."""
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+    if CUDA:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     begun = time.monotonic()
     settings: dict[str, Any] = {"model.recompute": "full", "model.vision_recompute": True}
     for option in sort.split("+")[1:]:
         setting, _, value = option.partition("=")
-        settings[setting] = value
-    run = Run(preset(name), Path("/none"), sort.startswith("fsdp"), settings, full_pack, 1, weights=False)
-    torch.cuda.synchronize()
-    gib = 2.0**30
-    say(
-        f"    built in {time.monotonic() - begun:.0f} s, {torch.cuda.memory_allocated() / gib:.1f} GiB, "
-        f"peak {torch.cuda.max_memory_allocated() / gib:.1f} GiB"
+        settings[setting] = {"true": True, "false": False}.get(value, value)
+    architecture = preset(name) if CUDA else dataclasses.replace(preset(name), image_token_id=IMAGE)
+    run = Run(
+        architecture, Path("/none"), sort.startswith("fsdp"), settings, full_pack if CUDA else small_pack, 1, False
     )
+    gib, memory = 2.0**30, torch.cuda.memory_stats() if CUDA else {}
+    now, peak = (memory.get(f"allocated_bytes.all.{each}", 0) / gib for each in ("current", "peak"))
+    say(f"    built in {time.monotonic() - begun:.0f} s, {now:.1f} GiB, peak {peak:.1f} GiB")
     if run.learner.sharded is not None:
         rows = sum(own.rows.nbytes for own in run.learner.sharded.held)
         whole = sum(own.parameter.numel() * own.rows.itemsize for own in run.learner.sharded.held)
@@ -214,9 +255,22 @@ def speed(_: Path, name: str, sort: str) -> None:
         (found,) = run.steps(step % 2, step % 2 + 1)
         say(
             f"    step {step + 1}: {found.seconds:.2f} s, {found.tokens / found.seconds:,.0f} tokens/s, loss "
-            f"{found.loss:.4f}, gradient norm {found.grad_norm:.3f}, peak {found.memory / gib:.1f} GiB, reserved "
-            f"{torch.cuda.max_memory_reserved() / gib:.1f} GiB"
+            f"{found.loss:.4f}, gradient norm {found.grad_norm:.3f}, peak {found.memory / gib:.1f} GiB"
         )
+
+
+def read(name: str) -> Callable[[Path], None]:
+    """The check of a name, read before any is run."""
+    kind, *options = name.split(":")
+    known: dict[str, list[tuple[str, ...]]] = {
+        "layout": [(each,) for each in LAYOUTS],
+        "checkpoints": [("dense",), ("experts",), ("distributed",)],
+        "speed": [(options[0], options[1])] if len(options) == 2 and options[0] in presets() else [],
+    }
+    if tuple(options) not in known.get(kind, []):
+        raise SystemExit(f"{name!r} is no check; {kind}: {known.get(kind, list(known))}")
+    checks: dict[str, Callable[..., None]] = {"layout": layout, "checkpoints": checkpoints, "speed": speed}
+    return lambda folder: checks[kind](folder, *options)
 
 
 def say(line: str) -> None:
@@ -238,12 +292,17 @@ def main(names: list[str]) -> int:
         box: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(box, src=0)
         folder = Path(str(box[0]))
-        checks: dict[str, Callable[..., None]] = {"layout": layout, "checkpoints": checkpoints, "speed": speed}
-        for name in names or [*(f"layout:{each}" for each in LAYOUTS), "checkpoints:dense", "checkpoints:experts"]:
+        every = [
+            *(f"layout:{each}" for each in LAYOUTS),
+            "checkpoints:dense",
+            "checkpoints:experts",
+            "checkpoints:distributed",
+        ]
+        wanted = [(name, read(name)) for name in names or every]
+        for name, check in wanted:
             say(f"== {name}")
-            check, *options = name.split(":")
             try:
-                checks[check](folder, *options)
+                check(folder)
                 say("holds")
             except Exception as error:
                 failures += 1
