@@ -80,6 +80,17 @@ CASES = {
     "2b-fsdp": Case("speed, memory", 2, f"--preset 2b --capacity 8192 --global-batch 2 {_FULL} {_FSDP}", 6, 3),
     "9b-fsdp": Case("speed, memory", 2, f"--preset 9b --capacity 8192 --global-batch 2 {_FULL} {_FSDP}", 6, 3),
     "9b-fsdp-16k": Case("speed, memory", 2, f"--preset 9b --capacity 16384 --global-batch 2 {_FULL} {_FSDP}", 6, 3),
+    "9b-fsdp-1": Case(
+        "memory", 1, f"--preset 9b --capacity 8192 --global-batch 1 {_FULL} {_FSDP} --set optimizer.moments=bf16", 6, 3
+    ),
+    "27b-fsdp-2": Case(
+        "memory",
+        2,
+        f"--preset 27b --capacity 8192 --global-batch 2 {_FULL} {_FSDP} --set optimizer.moments=bf16 "
+        "--set optimizer.offload=true",
+        6,
+        3,
+    ),
     "27b-fsdp": Case("memory", 4, f"--preset 27b --capacity 8192 --global-batch 4 {_FULL} {_FSDP}", 6, 3),
     "9b-tp": Case(
         "speed, profile",

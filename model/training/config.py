@@ -185,6 +185,8 @@ class OptimizerConfig:
         clip_grad: Largest gradient norm; 0 disables clipping.
         distributed: Split the optimizer state over data-parallel ranks; unset means only with CUDA.
         overlap: Reduce gradients during the backward pass; unset means only with CUDA.
+        moments: Type of Adam's moments, "fp32" or "bf16"; the latter needs ``parallel.fsdp``.
+        offload: Keep Adam's moments in host memory, with ``parallel.fsdp``.
     """
 
     lr: float = 1e-4
@@ -199,6 +201,8 @@ class OptimizerConfig:
     clip_grad: float = 1.0
     distributed: bool | None = None
     overlap: bool | None = None
+    moments: Literal["fp32", "bf16"] = "fp32"
+    offload: bool = False
 
     @property
     def last_lr(self) -> float:

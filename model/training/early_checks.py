@@ -105,6 +105,13 @@ def _require_layout(config: TrainConfig) -> None:
         raise ConfigError(str(error)) from error
     if parallel.fsdp:
         _require_shardable(config)
+    elif config.optimizer.moments != "fp32" or config.optimizer.offload:
+        settings = config.optimizer
+        name = f"moments={settings.moments}" if settings.moments != "fp32" else "offload=true"
+        raise ConfigError(
+            f"optimizer.{name} needs fully sharded parameters: add --set parallel.fsdp=true, which also works with one "
+            "process"
+        )
     replicas = (world - parallel.vision_gpus) // (parallel.tp * parallel.cp * parallel.pp)
     if config.data.global_batch % replicas:
         raise ConfigError(

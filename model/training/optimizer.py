@@ -13,6 +13,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from model.parallel.separation import Separation, separation
+from model.training.compact_adam import CompactAdamW
 from model.training.config import ConfigError, TrainConfig
 from model.training.sharded_model import ShardedModel
 from vlmdata import PackedBatch
@@ -128,6 +129,9 @@ def _build_sharded(model: torch.nn.Module, config: TrainConfig, device: torch.de
     for part in optimizer.chained_optimizers:
         # All ranks together hold each row once, or mark it as a copy.
         part.grad_stats_parallel_group = torch.distributed.group.WORLD
+        if part.optimizer is not None and (config.optimizer.moments != "fp32" or config.optimizer.offload):
+            moments = torch.bfloat16 if config.optimizer.moments == "bf16" else torch.float32
+            part.optimizer = CompactAdamW(part.optimizer.param_groups, moments, config.optimizer.offload)
     model.config.grad_scale_func = optimizer.scale_loss  # type: ignore[union-attr]
     return Learner([wrapped], optimizer, build_schedule(optimizer, config))
 

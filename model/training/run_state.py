@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
-from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer import Adam, ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from model.architecture import Architecture
@@ -67,7 +67,8 @@ def optimizer_form(learner: Learner) -> dict[str, str]:
     parts = _parts(learner.optimizer)
     adam = next((type(each.optimizer).__module__ for each in parts if each.optimizer is not None), "none")
     if learner.sharded is not None:
-        return {**learner.sharded.form, "adam": adam.split(".")[0]}
+        # The form of the other layouts, which take their Adam from megatron-core's choice.
+        return {**learner.sharded.form, "adam": Adam.__module__.split(".")[0]}
     return {
         "state": "distributed" if any(isinstance(each, DistributedOptimizer) for each in parts) else "plain",
         "weights": "bf16" if parts[0].config.bf16 else "fp32",

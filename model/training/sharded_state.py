@@ -22,11 +22,10 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 
 from model.parallel.sharding import ParameterRows, release_parameters
+from model.training.compact_adam import MOMENTS
 from model.training.model_state import OPTIMIZER_FORMAT, sharded_model
 from model.training.sharded_model import ShardedModel
 
-#: State of AdamW in addition to the weights.
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 #: Prefixes of the keys of float32 weights that a run in bfloat16 has in addition, by the form of the optimizer's state.
 _FULL_WEIGHTS = {"distributed": "param", "plain": "fp32_param"}
 
@@ -147,7 +146,7 @@ def _rows_of_optimizer(
     trained = {name: piece for name, piece in pieces.items() if piece.own.rows.requires_grad}
     found: dict[str, ShardedTensor] = {}
     for name, piece in trained.items():
-        for moment in _MOMENTS:
+        for moment in MOMENTS:
             found[f"{moment}/{name}"] = piece.entry(states[piece.own.rows][moment], f"optimizer.state.{moment}.")
         if form["state"] == "distributed" or form["weights"] == "bf16":
             prefix = f"optimizer.state.{_FULL_WEIGHTS[form['state']]}."
@@ -190,10 +189,10 @@ def _begin_states(parts: list[Any]) -> None:
         for rows in (rows for group in optimizer.param_groups for rows in group["params"]):
             if optimizer.state[rows]:
                 continue
-            if hasattr(optimizer, "initialize_state"):  # Transformer Engine's, which chooses their type
+            if hasattr(optimizer, "initialize_state"):  # it chooses their type and place
                 optimizer.initialize_state(rows, False)
             else:
-                optimizer.state[rows] |= {moment: torch.zeros_like(rows) for moment in _MOMENTS}
+                optimizer.state[rows] |= {moment: torch.zeros_like(rows) for moment in MOMENTS}
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[Any]:

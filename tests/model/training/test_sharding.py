@@ -87,3 +87,11 @@ def test_what_does_not_go_together_is_refused(
         check_early(load_config(None, list((given | settings).items())))
     assert said in str(caught.value)
     check_early(load_config(None, list(given.items())))
+
+
+@pytest.mark.parametrize(("setting", "value"), [("moments", "bf16"), ("offload", True)])
+def test_compact_moments_need_it(setting: str, value: Any, chats: Path) -> None:
+    given = [("data.paths", [str(chats)]), (f"optimizer.{setting}", value)]
+    with pytest.raises(ConfigError, match=rf"optimizer\.{setting}=.* needs fully sharded parameters: add --set paral"):
+        check_early(load_config(None, given))
+    check_early(load_config(None, [*given, ("parallel.fsdp", True)]))

@@ -1,0 +1,98 @@
+"""AdamW whose moments may have half the bytes, or lie in host memory.
+
+torch's AdamW wants moments of the parameter's type on its device. This one keeps them as it is told, and brings them to
+the device in float32 a piece at a time, where torch's function computes the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+#: State of AdamW in addition to the weights.
+MOMENTS = ("exp_avg", "exp_avg_sq")
+#: Elements that are brought to the device at a time: 256 MB of float32 for each moment.
+PIECE = 2**26
+
+
+class CompactAdamW(torch.optim.Optimizer):
+    """AdamW; ``step`` counts in its parameter groups, as in Transformer Engine's.
+
+    Args:
+        groups: Parameter groups with ``lr``, ``betas``, ``eps`` and ``weight_decay``. Parameters are float32.
+        dtype: Dtype in which moments are kept.
+        on_host: Keep moments in host memory. With CUDA it is page-locked, so that it is copied at full speed.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], dtype: torch.dtype, on_host: bool) -> None:
+        super().__init__([{**group, "step": 0} for group in groups], {})
+        self._dtype, self._on_host = dtype, on_host
+
+    def initialize_state(self, *_: Any) -> None:
+        """Creates the moments of all parameters, if there are none."""
+        missing = [each for group in self.param_groups for each in group["params"] if not self.state[each]]
+        if not missing:
+            return
+        if not self._on_host:
+            for each in missing:
+                self.state[each] |= {name: torch.zeros_like(each, dtype=self._dtype) for name in MOMENTS}
+            return
+        # One allocation: page-locking goes by pages, and torch's own allocator would round each up to a power of two.
+        total = sum(each.numel() for each in missing)
+        for name in MOMENTS:
+            memory = torch.zeros(total, dtype=self._dtype)
+            if missing[0].is_cuda:
+                cudart: Any = torch.cuda.cudart()
+                torch.cuda.check_error(int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
+            parts = memory.split([each.numel() for each in missing])
+            for each, part in zip(missing, parts, strict=True):
+                self.state[each][name] = part.view(each.shape)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Updates all parameters that have gradients."""
+        assert closure is None
+        self.initialize_state()
+        for group in self.param_groups:
+            group["step"] += 1
+            for rows in group["params"]:
+                if rows.grad is not None:
+                    for piece in _pieces(rows, rows.grad, *(self.state[rows][name] for name in MOMENTS)):
+                        _update(group, *piece)
+        if self._on_host and torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()  # a checkpoint reads host memory without asking the device
+
+
+def _pieces(*tensors: Tensor) -> Iterator[list[Tensor]]:
+    """Yields pieces of equally shaped tensors, flat, in the same memory."""
+    return map(list, zip(*(tensor.detach().view(-1).split(PIECE) for tensor in tensors), strict=True))
+
+
+def _update(group: dict[str, Any], weights: Tensor, gradient: Tensor, first: Tensor, second: Tensor) -> None:
+    """Computes a step of a piece; moments return to where they are kept."""
+    beta1, beta2 = group["betas"]
+    wide = [each.to(weights.device, non_blocking=True).float() for each in (first, second)]
+    adamw(
+        [weights],
+        [gradient],
+        [wide[0]],
+        [wide[1]],
+        [],
+        [torch.tensor(float(group["step"] - 1), device=weights.device)],
+        foreach=False,
+        fused=weights.is_cuda,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+    for kept, found in zip((first, second), wide, strict=True):
+        if kept.data_ptr() != found.data_ptr():
+            kept.copy_(found, non_blocking=True)
