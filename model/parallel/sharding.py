@@ -84,6 +84,8 @@ def shard_parameters(model: Any, compute: torch.dtype, device: torch.device) -> 
         # Sums: the step divides by the weights of all its targets.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
+        # The gradient of a table of embeddings does not depend on it.
+        unit.set_unshard_in_backward(module is not model.language.embedding)
     return [
         _rows_of(name, parameter, marks[name], spread if _marks_spread(marks[name]) else dense)
         for name, parameter in model.named_parameters()

@@ -118,7 +118,8 @@ def _describe(
         tower = f"{p.vision_gpus} for vision (dp {place.vision_size} x tp {p.vision_tp or 1}), others "
     return (
         f"{name}: {architecture.language.num_layers} layers, {where}{frozen}; "
-        f"{processes}: {tower}dp {place.dp_size} x tp {p.tp} x cp {p.cp} x pp {p.pp}, ep {p.ep}; "
+        f"{processes}: {tower}dp {place.dp_size} x tp {p.tp} x cp {p.cp} x pp {p.pp}, ep {p.ep}"
+        f"{', fully sharded' if p.fsdp else ''}; "
         f"{counted(samples, 'sample')}, {counted(steps, 'step')} per epoch; config {config.hash()}"
     )
 

@@ -33,6 +33,7 @@ def test_a_run_moves_between_layouts(whole: Path, chats: Path, validation: Path,
     evaluated = ("--eval-data", str(validation), "--set", "run.eval_every=2", "--keep-best")
     ranks = Ranks(arguments_of(chats, out, *FSDP, *evaluated, "--resume"), tmp_path / "said", 2)
     assert ranks.wait() == [0, 0], ranks.said(0) + ranks.said(1)
+    assert "2 processes: dp 2 x tp 1 x cp 1 x pp 1, ep 1, fully sharded; " in ranks.said(0)
     for found, wanted in zip(steps_of(out), steps_of(whole), strict=True):
         for name in ("loss", "grad_norm", "mtp_loss", "lr"):
             assert found[name] == pytest.approx(wanted[name], rel=1e-5), (found["step"], name)
