@@ -69,16 +69,19 @@ def throughput(data: Path) -> list[tuple[str, str]]:
     with (
         serving(data, "-j", 1, "--memory", MEMORY) as server,
         serving(data, "-j", 1, "--memory", MEMORY, "--verify", "off") as unchecked,
+        serving(data, "-j", 1, "--memory", MEMORY, "--ahead", 0) as asked,
     ):
         ways: dict[str, dict[str, object]] = {
             "local": {"data": str(data)},
             "same machine": {"data": server.url},
             "same machine, 2 queries": {"data": server.url, "num_workers": 2},
+            "same machine, nothing ahead": {"data": asked.url},
+            "same machine, 2 queries, nothing ahead": {"data": asked.url, "num_workers": 2},
             "connection": {"data": server.url, "shared_memory": False},
             "connection, 2 queries": {"data": server.url, "num_workers": 2, "shared_memory": False},
             "connection, unchecked": {"data": unchecked.url, "verify": "off", "shared_memory": False},
         }
-        servers = [psutil.Process(each.process.pid) for each in (server, unchecked)]
+        servers = [psutil.Process(each.process.pid) for each in (server, unchecked, asked)]
         turns = {
             name: Turns(servers, {"num_workers": 1, "seed": seed, **way})
             for seed, (name, way) in enumerate(ways.items())

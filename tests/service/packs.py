@@ -27,9 +27,10 @@ def pack_request(number: int, size: int = 4 * MIB) -> Any:
 def filled_pack(size: int) -> FilledPack:
     """A pack whose buffer is shared memory."""
     lease = BufferPool().acquire(size)
+    generation = lease.renew()
     buffer = lease.array()
     buffer[:size] = np.arange(size) % 251
-    return FilledPack(pack_request(0, size), buffer, lease.name, Filled(size))
+    return FilledPack(pack_request(0, size), buffer, lease.name, generation, Filled(size))
 
 
 def whole(pack: FilledPack) -> Any:

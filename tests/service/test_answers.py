@@ -15,10 +15,10 @@ from unittest.mock import Mock
 import numpy as np
 import psutil
 import pytest
-import xxhash
 
 from tests.service.packs import MIB, filled_pack, share, whole
-from vlmdata.loader.served.protocol import FileQuery, Header, Trailer
+from vlmdata.loader.served.protocol import FileQuery, Header
+from vlmdata.loader.served.shared_memory import Maps
 from vlmdata.service.answer import Answer, Answers, SharedAnswer
 from vlmdata.service.filling import Fillers
 from vlmdata.service.memory import BusyError
@@ -55,10 +55,9 @@ def test_a_shared_pack_is_kept_until_the_client_ends_its_query() -> None:
     assert place is not None
     assert batch.num_rows == 0
     copied = np.zeros(5 * MIB, np.uint8)
-    place.copy(np.zeros(0, np.uint8), copied)
+    place.copy(np.zeros(0, np.uint8), copied, Maps())
     assert np.array_equal(copied, pack.buffer[: 5 * MIB])
-    _, trailer = answer.last()
-    assert Trailer.decode(trailer.to_pybytes()).checksum == xxhash.xxh3_64_intdigest(copied.tobytes())
+    assert list(answer.last()) == []
     del pack
     answer.wait()
     assert next(looks, None) is None

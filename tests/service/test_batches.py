@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import urllib.request
 from itertools import islice
@@ -23,7 +24,7 @@ from vlmdata.loader.config import Service
 from vlmdata.loader.served.address import parse_address
 from vlmdata.loader.served.connection import Connection
 from vlmdata.loader.served.protocol import STATUS, BatchQuery, Header
-from vlmdata.loader.served.shared_memory import IN_ANSWER, SharedMemoryError, SharedPack, this_place
+from vlmdata.loader.served.shared_memory import IN_ANSWER, Maps, SharedMemoryError, SharedPack, this_place
 from vlmdata.loader.state import Position
 from vlmdata.packing import config as plan_config
 
@@ -67,9 +68,9 @@ class TestSharedMemory:
         sizes: list[int] = []
         copy = SharedPack.copy
 
-        def counted(place: SharedPack, in_answer: Any, buffer: Any) -> None:
+        def counted(place: SharedPack, *given: Any) -> None:
             sizes.append(sum(size for offset, size in place.pieces if offset != IN_ANSWER))
-            copy(place, in_answer, buffer)
+            copy(place, *given)
 
         monkeypatch.setattr(SharedPack, "copy", counted)
         return sizes
@@ -114,10 +115,10 @@ class TestSharedMemory:
         chat: Path,
         receipts: Path,
     ) -> None:
-        def refused(place: SharedPack) -> int:
+        def refused(*_: Any) -> None:
             raise SharedMemoryError("/proc/1/fd/1 cannot be opened: Permission denied")
 
-        monkeypatch.setattr(SharedPack, "_open", refused)
+        monkeypatch.setattr(Maps, "memory", refused)
         caplog.set_level("INFO")
         with StreamingLoader([chat, receipts], **OPTIONS) as local, StreamingLoader(server.url, **OPTIONS) as served:
             for one, two in zip(local, served, strict=True):
@@ -128,16 +129,23 @@ class TestSharedMemory:
     def test_that_holds_another_batch_by_now_is_noticed(
         self, server: Server, expected: PackedBatch, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        copy, torn = SharedPack.copy, []
+        memory, changes = Maps.memory, [0, 1]
 
-        def later(place: SharedPack, in_answer: Any, buffer: Any) -> None:
-            copy(place, in_answer, buffer)
-            buffer[len(buffer) // 2] ^= 1
-            torn.append(len(buffer))
+        def later(maps: Maps, place: SharedPack) -> Any:
+            change = changes.pop(0)
+            with open(f"/proc/{place.process}/fd/{place.file}", "r+b", buffering=0) as file:  # as the server does
+                os.pwrite(file.fileno(), (place.generation ^ change).to_bytes(8, "little"), place.bytes)
+                byte = os.pread(file.fileno(), 1, 100)[0]
+                os.pwrite(file.fileno(), bytes([byte ^ change]), 100)
+                found = memory(maps, place).copy()
+                os.pwrite(file.fileno(), bytes([byte]), 100)
+                os.pwrite(file.fileno(), place.generation.to_bytes(8, "little"), place.bytes)
+            return found
 
-        monkeypatch.setattr(SharedPack, "copy", later)
-        self.first(server, expected, verify="off").close()
-        assert torn
+        monkeypatch.setattr(Maps, "memory", later)
+        for left in (1, 0):
+            self.first(server, expected, verify="off").close()
+            assert len(changes) == left
 
     def test_is_kept_only_while_the_client_reads(self, server: Server) -> None:
         with StreamingLoader(server.url, **OPTIONS) as loader:

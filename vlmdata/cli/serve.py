@@ -41,6 +41,10 @@ def serve(
     memory: Annotated[
         str, typer.Option(help="Memory of all packs and plans, such as 500M or 4G.", rich_help_panel=_LIMITS)
     ] = "4G",
+    ahead: Annotated[
+        int,
+        typer.Option(help="Batches to make for each rank before it asks; 0 for none.", rich_help_panel=_LIMITS),
+    ] = 2,
     rate: Annotated[float, typer.Option(help="Queries a second per client machine.", rich_help_panel=_LIMITS)] = 2000.0,
     client_calls: Annotated[
         int, typer.Option(help="Queries at the same time per client machine; more wait.", rich_help_panel=_LIMITS)
@@ -118,6 +122,7 @@ def serve(
         port=port,
         workers=workers,
         memory=parse_bytes(memory),
+        ahead=ahead,
         verify=verify,  # type: ignore[arg-type]
         rate=rate,
         client_calls=client_calls,
@@ -239,7 +244,8 @@ def _print_status(name: str, values: dict[str, Any]) -> None:
     )
     console.print("datasets: " + ", ".join(f"{each['name']} {each['fingerprint'][:8]}" for each in values["datasets"]))
     console.print(
-        f"packs: {packs['made']:,} made, {packs['shared']:,} queries shared one; memory {memory['in_use'] / 1e6:,.0f} "
+        f"packs: {packs['made']:,} made ({packs['ahead']:,} ahead, {packs['dropped']:,} of these for nothing), "
+        f"{packs['shared']:,} queries shared one; memory {memory['in_use'] / 1e6:,.0f} "
         f"of {memory['limit'] / 1e6:,.0f} MB; {values['workers']} workers, {values['worker_restarts']} restarts; "
         f"{values['answers_under_way']} answers under way, {values.get('waiting', 0)} wait"
     )

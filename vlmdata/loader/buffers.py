@@ -6,12 +6,15 @@ views it is gone, so a consumer that keeps batches is safe and only makes the po
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
+import secrets
 import tempfile
 import threading
 import weakref
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +24,9 @@ from vlmdata.errors import ResourceError
 
 #: Buffer sizes are rounded up to this, so that packs of slightly different size share buffers.
 _GRAIN = 4 * 1024 * 1024
+#: Bytes after each buffer for its generation: a number that changes before the buffer is used for something new. A
+#: reader in another process that finds the same one before and after a copy has a copy of one state.
+GENERATION_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -42,16 +48,28 @@ class _Buffer:
     """Anonymous shared memory with a name that other processes of this user can open while this process lives."""
 
     def __init__(self, size: int):
-        self.name, self._file = _shared_file(size)
+        self.name, self._file, self._sealed = _shared_file(size)
+        self._generation = secrets.randbits(62)  # other than that of an earlier buffer in the same place
         try:
             self.memory = mmap.mmap(self._file, size)
         except OSError:
             self.close()
             raise
 
-    def truncate(self) -> None:
+    def renew(self) -> int:
+        """Tells readers in other processes that the buffer will hold something new. Returns the new generation."""
+        self._generation += 1
+        os.pwrite(self._file, self._generation.to_bytes(GENERATION_BYTES, "little"), self.name.bytes)
+        return self._generation
+
+    def free(self) -> None:
         """Frees the memory, also where another process still maps it. Nobody may use the buffer any more."""
-        os.ftruncate(self._file, 0)
+        self.renew()
+        if self._sealed:
+            with suppress(OSError):  # freed with the last process that maps it
+                self.memory.madvise(mmap.MADV_REMOVE)
+        else:
+            os.ftruncate(self._file, 0)
 
     def close(self) -> None:
         """Gives up the name. The memory stays while it is in use."""
@@ -60,15 +78,22 @@ class _Buffer:
             os.unlink(self.name.path)
 
 
-def _shared_file(size: int) -> tuple[BufferName, int]:
+def _shared_file(size: int) -> tuple[BufferName, int, bool]:
+    """Returns name and descriptor of new shared memory, and whether it is sealed: its size can never change."""
+    sealed = False
     if hasattr(os, "memfd_create"):
         # A crash leaves nothing to clean up: the memory is freed with the last process that maps it.
-        file = os.memfd_create("vlmdata-batch", os.MFD_CLOEXEC)
+        file = os.memfd_create("vlmdata-batch", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         path = f"/proc/{os.getpid()}/fd/{file}"
+        os.ftruncate(file, size + GENERATION_BYTES)
+        with suppress(OSError):
+            # Shrinking would kill readers that map it.
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            sealed = True
     else:
         file, path = tempfile.mkstemp(prefix="vlmdata-batch-")
-    os.ftruncate(file, size)
-    return BufferName(path, size, os.fstat(file).st_ino), file
+        os.ftruncate(file, size + GENERATION_BYTES)
+    return BufferName(path, size, os.fstat(file).st_ino), file, sealed
 
 
 class BufferPool:
@@ -112,7 +137,7 @@ class BufferPool:
             while self._free and self.total_bytes + size > self._limit:
                 unused = self._free.pop()  # too small
                 self._all.remove(unused)
-                unused.truncate()
+                unused.free()
                 unused.close()
             if self.total_bytes + size > self._limit:
                 raise ResourceError(f"{self.total_bytes} of {self._limit} bytes for batches are in use")
@@ -142,11 +167,18 @@ class BufferPool:
             if not self._closed:
                 self._free.append(buffer)
 
-    def close(self) -> None:
-        """Releases all buffers. Memory that tensors still use stays until they are gone."""
+    def close(self, free: bool = False) -> None:
+        """Releases all buffers.
+
+        Args:
+            free: Whether to free memory that is still used, also by other processes. Otherwise it stays until all
+                arrays of it are gone.
+        """
         with self._lock:
             self._closed = True
             for buffer in self._all:
+                if free:
+                    buffer.free()
                 buffer.close()
             self._all.clear()
             self._free.clear()
@@ -164,6 +196,10 @@ class Lease:
         self._pool, self._buffer = pool, buffer
         self._over = False
         self.name = buffer.name
+
+    def renew(self) -> int:
+        """Tells readers in other processes that the buffer will hold something new. Returns the new generation."""
+        return self._buffer.renew()
 
     def memory(self) -> npt.NDArray[np.uint8]:
         """Returns the buffer as uint8 for filling. Does not extend the lease."""

@@ -117,9 +117,9 @@ class Answer:
             self.progress = time.monotonic()
         self.give_up()
 
-    def last(self) -> Sent:
-        """Returns the last record batch."""
-        return record_batch(np.zeros(0, np.uint8)), pa.py_buffer(Trailer(self._checksum.intdigest()).encode())
+    def last(self) -> Iterator[Sent]:
+        """Yields the last record batch."""
+        yield record_batch(np.zeros(0, np.uint8)), pa.py_buffer(Trailer(self._checksum.intdigest()).encode())
 
     def wait(self) -> None:
         """Waits until the client needs the pack no longer."""
@@ -167,16 +167,17 @@ class SharedAnswer(Answer):
             places.append((piece.ctypes.data - begin if shared else IN_ANSWER, len(piece)))
             if not shared:
                 outside.append(piece)
-        self._shared = SharedPack.of(pack.name, tuple(places))
+        self._shared = SharedPack.of(pack.name, pack.generation, tuple(places))
         self._outside = np.concatenate(outside)
 
     def batches(self) -> Iterator[Sent]:
-        """Yields the header, with the pieces that are not in shared memory, and computes the checksum meanwhile."""
+        """Yields the header, with the pieces that are not in shared memory."""
         header = Header(self.bytes, self._damaged, self._shared)
         yield record_batch(self._outside), pa.py_buffer(header.encode())
-        at = 0
-        while at < self.bytes:
-            at += len(self._chunk(at, copy=False))
+
+    def last(self) -> Iterator[Sent]:
+        """Yields nothing."""
+        yield from ()
 
     def wait(self) -> None:
         """Waits until the client has ended its query, or others have taken the memory."""

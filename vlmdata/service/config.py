@@ -25,6 +25,7 @@ class ServerConfig:
         port: Port; 0 means a free one.
         workers: Processes that read and decode.
         memory: Bytes of all packs (being made, cached, or being sent) and plans. A quarter is for plans.
+        ahead: Batches that are made for each rank before it asks; at most a third of the memory for packs. 0 for none.
         verify: Checks of stored bytes and pixels, as in :class:`vlmdata.loader.config.Reading`.
         timeout: Seconds for a pack to be made before the query fails.
         stall: Seconds without progress after which the answer to a slow client gives up its memory if others need it.
@@ -51,6 +52,7 @@ class ServerConfig:
     port: int = DEFAULT_PORT
     workers: int = 0
     memory: int = 4 * GIB
+    ahead: int = 2
     verify: Verify = DEFAULT_VERIFY
     timeout: float = 120.0
     stall: float = 10.0
@@ -73,6 +75,8 @@ class ServerConfig:
         for name in ("workers", "memory", "timeout", "stall", "max_calls", "client_calls", "rate"):
             if not getattr(self, name) > 0:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be more than 0")
+        if self.ahead < 0:
+            raise UsageError(f"--ahead {self.ahead}: must be 0 or more")
         for name in ("port", "metrics_port"):
             if (port := getattr(self, name)) is not None and not 0 <= port < 65_536:
                 raise UsageError(f"{name} is {port}; ports go from 0 to 65535")

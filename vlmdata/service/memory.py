@@ -49,12 +49,13 @@ class PackMemory:
         """Returns the buffers that exist."""
         return self._pool.names()
 
-    def acquire(self, size: int, deadline: float) -> Lease:
+    def acquire(self, size: int, deadline: float, make_room: Callable[[], bool] | None = None) -> Lease:
         """Returns a buffer. Waits for memory if necessary.
 
         Args:
             size: Bytes.
             deadline: When to give up, in seconds of ``time.monotonic``.
+            make_room: Used instead of the general one.
 
         Raises:
             UsageError: If the buffer alone exceeds the limit.
@@ -69,7 +70,7 @@ class PackMemory:
             try:
                 lease = self._pool.acquire(size)
             except ResourceError:
-                if self._make_room():
+                if (make_room or self._make_room)():
                     continue
                 if time.monotonic() >= deadline:
                     raise BusyError(f"{self._in_use} of {self.limit} bytes of memory are in use") from None
@@ -91,8 +92,8 @@ class PackMemory:
         self._returned(lease.name.bytes)
 
     def close(self) -> None:
-        """Releases all buffers."""
-        self._pool.close()
+        """Releases all buffers, also for clients that still map them."""
+        self._pool.close(free=True)
 
     def _returned(self, size: int) -> None:
         with self._lock:

@@ -104,6 +104,8 @@ class _State:
         counts, memory = self._server.packs.counts, self._server.packs.memory
         for name, text, value in (
             ("vlmdata_packs_made", "Packs read and decoded.", counts.made),
+            ("vlmdata_packs_made_ahead", "Of these, packs made before a query asked.", counts.ahead),
+            ("vlmdata_packs_dropped", "Of the latter, packs forgotten before a query asked.", counts.dropped),
             ("vlmdata_packs_shared", "Queries answered from a pack made for another one.", counts.shared),
             ("vlmdata_bytes_read", "Bytes read from shards.", counts.bytes_read),
             ("vlmdata_worker_restarts", "Times that workers were replaced.", self._server.restarts),

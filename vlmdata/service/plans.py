@@ -31,6 +31,8 @@ _KEPT = 64
 _AT_ONCE = 2
 #: Steps of a plan whose assignment to ranks is kept. All ranks ask for about the same step.
 _STEPS_KEPT = 8
+#: Requests kept that were made ahead, of some kilobytes each.
+_REQUESTS_KEPT = 256
 #: Bytes that planning takes at its peak, for each use of a sample in the epoch (docs/scaling.md).
 _PEAK_BYTES = 80
 #: Limits of what a query may ask for. A plan's size grows with them.
@@ -108,6 +110,7 @@ class PlanBook:
         self._planning = threading.Semaphore(_AT_ONCE)
         self._changed = threading.Condition()
         self._plans: OrderedDict[PlanKey, Future[KeptPlan]] = OrderedDict()
+        self._requests: OrderedDict[BatchQuery, tuple[PackRequest, str]] = OrderedDict()
         self._reserved = 0  # bytes, for plans being computed
 
     @property
@@ -124,6 +127,23 @@ class PlanBook:
             UsageError: If the query asks for something impossible, or too large.
             BusyError: If the plan is not ready in time.
         """
+        query = query.to("")
+        with self._changed:
+            if (known := self._requests.pop(query, None)) is not None:
+                return known  # made ahead; asked for once
+        return self._request(query)
+
+    def prepare(self, query: BatchQuery) -> tuple[PackRequest, str]:
+        """Returns the same as :meth:`request`, and keeps it for that."""
+        query = query.to("")
+        found = self._request(query)
+        with self._changed:
+            self._requests[query] = found
+            if len(self._requests) > _REQUESTS_KEPT:
+                self._requests.popitem(last=False)
+        return found
+
+    def _request(self, query: BatchQuery) -> tuple[PackRequest, str]:
         datasets = self._chosen(query)
         key = PlanKey(query.datasets, query.plan.fingerprint(), query.position.epoch)
         try:

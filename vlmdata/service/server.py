@@ -41,6 +41,7 @@ from vlmdata.loader.served.shared_memory import this_place
 from vlmdata.media.codecs import require_codecs
 from vlmdata.service.access import RateLimit, TokenCheck, Tokens, machine_of
 from vlmdata.service.activity import Activity
+from vlmdata.service.ahead import ReadAhead
 from vlmdata.service.answer import SCHEMA, Answer, Answers, FileAnswer, Sent, SharedAnswer
 from vlmdata.service.clients import THREADS_PER_CALL, Clients, Share
 from vlmdata.service.config import ServerConfig
@@ -91,6 +92,7 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
         self.answers, self.files = (Answers(config.stall, config.pack_memory) for _ in range(2))
         self._fillers = Fillers([shards for _, shards in opened], config.workers, config.verify, config.timeout)
         self.packs = Packs(self._fillers, config.pack_memory, config.timeout, self.answers.packs, self.answers.relieve)
+        self.ahead = ReadAhead(self.plans, self.packs, config.ahead, 2 * config.workers)
         self.activity = Activity()
         self._damaged: dict[str, str] = {}  # what was wrong first, by file
         self._rate = RateLimit(config.rate)
@@ -185,6 +187,7 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
         while (self._preparing or len(self.answers) or len(self.files)) and time.monotonic() < deadline:
             time.sleep(_SECONDS_BETWEEN_LOOKS)
         self.metrics.close()
+        self.ahead.close()
         # Flight waits for calls; one whose client does not read would hold it up for as long.
         threading.Thread(target=self.shutdown, daemon=True).start()
         self._fillers.close()
@@ -206,8 +209,10 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
         return answer
 
     def _answer(self, query: BatchQuery, context: Any, share: Share) -> Answer:
+        self.ahead.asked(query)
         request, plan = self.plans.request(query)
         pack = self._pack(request, plan, query, share)
+        self.ahead.note(query, request)
         answer: Answer
         if query.place and query.place == this_place():
             answer = SharedAnswer(request, pack, share, context.is_cancelled)
@@ -238,7 +243,7 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
             yield from answer.batches()
             self.metrics.sent(answer.bytes)
             self.activity.note(machine, query, answer.bytes)
-            yield answer.last()
+            yield from answer.last()
             answer.wait()
         except BusyError as error:
             self.metrics.refused("stalled")

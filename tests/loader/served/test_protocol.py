@@ -119,7 +119,7 @@ def test_other_versions_are_named() -> None:
     query["batch"]["plan"]["algorithm"] = 999
     with pytest.raises(ConfigMismatchError, match=r"client and server make different plans .*algorithm: 999 -> \d+"):
         decode_query(json.dumps(query).encode())
-    with pytest.raises(ConfigMismatchError, match="the client speaks protocol 7, the server 1"):
+    with pytest.raises(ConfigMismatchError, match="the client speaks protocol 7, the server 2"):
         decode_query(json.dumps({**GOOD, "protocol": 7}).encode())
 
 
@@ -146,7 +146,7 @@ def test_an_unknown_error_is_still_one_of_ours(data: bytes) -> None:
 def test_metadata_arrives_as_it_was_sent() -> None:
     header = Header(12, {3: "row 3 é"})
     assert Header.decode(header.encode()) == header
-    header = Header(12, {}, SharedPack(7, 3, 99, ((0, 8), (IN_ANSWER, 4))))
+    header = Header(12, {}, SharedPack(7, 3, 99, 4096, 1 << 61, ((0, 8), (IN_ANSWER, 4))))
     assert Header.decode(header.encode()) == header
     assert Trailer.decode(Trailer((1 << 64) - 1).encode()).checksum == (1 << 64) - 1
     description = Description(1, "0.1", (ServedDataset("cord", "ab"),))

@@ -6,17 +6,24 @@ import dataclasses
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmdata.loader.buffers import BufferName, BufferPool
+from vlmdata.loader.buffers import BufferName, BufferPool, Lease
 from vlmdata.loader.served import shared_memory
-from vlmdata.loader.served.shared_memory import IN_ANSWER, SharedMemoryError, SharedPack, this_place
+from vlmdata.loader.served.shared_memory import IN_ANSWER, Maps, SharedMemoryError, SharedPack, this_place
 
 NOTHING = np.zeros(0, np.uint8)
+
+
+def place_of(lease: Lease, size: int) -> SharedPack:
+    found = SharedPack.of(lease.name, lease.renew(), ((0, size),))
+    assert found is not None
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +31,7 @@ def pack() -> SharedPack:
     """A buffer of this process with the numbers 0, 1, 2, … 255, 0, …"""
     lease = BufferPool().acquire(1000)
     lease.memory()[:1000] = np.arange(1000) % 256
-    found = SharedPack.of(lease.name, ((0, 1000),))
-    assert found is not None
-    return found
+    return place_of(lease, 1000)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 900), st.integers(0, 100)), max_size=8))
@@ -35,7 +40,7 @@ def test_pieces_come_in_order_from_memory_and_answer(pack: SharedPack, chosen: l
     pieces = tuple((offset if shared else IN_ANSWER, size) for shared, offset, size in chosen)
     in_answer = np.concatenate([NOTHING, *[numbers[at : at + size] for shared, at, size in chosen if not shared]])
     buffer = np.zeros(sum(size for _, size in pieces), np.uint8)
-    dataclasses.replace(pack, pieces=pieces).copy(in_answer, buffer)
+    dataclasses.replace(pack, pieces=pieces).copy(in_answer, buffer, Maps())
     assert np.array_equal(buffer, np.concatenate([NOTHING, *[numbers[at : at + size] for _, at, size in chosen]]))
 
 
@@ -50,45 +55,97 @@ def test_pieces_come_in_order_from_memory_and_answer(pack: SharedPack, chosen: l
         ({"pieces": ((0, -1), (0, 101))}, "longer than the batch"),
         ({"pieces": ((0, 99),)}, "shorter than the batch"),
         ({"pieces": ((IN_ANSWER, 100),)}, "lacks a piece"),
-        ({"pieces": ((-2, 100),)}, "cannot be read"),
-        ({"pieces": ((1 << 62, 100),)}, "given the memory up"),
-        ({"pieces": ((1 << 90, 100),)}, "cannot be read"),
+        ({"pieces": ((-2, 100),)}, "outside of the memory"),
+        ({"pieces": (((4 << 20) - 99, 100),)}, "outside of the memory"),
+        ({"pieces": ((1 << 90, 100),)}, "outside of the memory"),
+        ({"bytes": 1 << 90}, "is not the server's memory"),
+        ({"bytes": -8}, "is not the server's memory"),
+        ({"bytes": 100}, "another batch by now"),
+        ({"generation": 0}, "another batch by now"),
     ],
 )
 def test_a_wrong_place_is_refused(pack: SharedPack, changes: dict[str, object], message: str) -> None:
     with pytest.raises(SharedMemoryError, match=message):
-        dataclasses.replace(pack, **changes).copy(NOTHING, np.zeros(100, np.uint8))  # type: ignore[arg-type]
+        dataclasses.replace(pack, **changes).copy(NOTHING, np.zeros(100, np.uint8), Maps())  # type: ignore[arg-type]
 
 
 def test_a_pipe_is_refused_and_not_waited_for() -> None:
     read, write = os.pipe()
-    place = SharedPack(os.getpid(), read, os.fstat(read).st_ino, ((0, 1),))
+    place = SharedPack(os.getpid(), read, os.fstat(read).st_ino, 1, 1, ((0, 1),))
     with pytest.raises(SharedMemoryError, match="is not the server's memory"):
-        place.copy(NOTHING, np.zeros(1, np.uint8))
+        place.copy(NOTHING, np.zeros(1, np.uint8), Maps())
     os.close(read)
     os.close(write)
 
 
+def test_memory_that_could_be_cut_is_not_mapped(tmp_path: Path) -> None:
+    path = tmp_path / "buffer"
+    path.write_bytes(bytes(100))
+    with open(path, "rb") as file:
+        place = SharedPack(os.getpid(), file.fileno(), os.fstat(file.fileno()).st_ino, 92, 0, ((0, 92),))
+        with pytest.raises(SharedMemoryError, match=r"cannot be mapped|could be cut while it is read"):
+            place.copy(NOTHING, np.zeros(92, np.uint8), Maps())
+    lease = BufferPool().acquire(100)
+    with pytest.raises(OSError, match="not permitted"):
+        os.truncate(lease.name.path, 0)
+
+
 def test_no_file_stays_open(pack: SharedPack) -> None:
-    before = os.listdir("/proc/self/fd")
-    for changes in ({}, {"inode": 1}, {"pieces": ((0, 2),)}):
+    before, maps = os.listdir("/proc/self/fd"), Maps()
+    for changes in ({}, {}, {"inode": 1}, {"pieces": ((0, 2),)}):
         with suppress(SharedMemoryError):
-            dataclasses.replace(pack, **changes).copy(NOTHING, np.zeros(1000, np.uint8))  # type: ignore[arg-type]
+            dataclasses.replace(pack, **changes).copy(NOTHING, np.zeros(1000, np.uint8), maps)  # type: ignore[arg-type]
+    assert len(os.listdir("/proc/self/fd")) == len(before) + 1
+    maps.clear()
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_memory_that_is_given_up_is_noticed() -> None:
-    pool = BufferPool(4 << 20)
+def test_maps_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "_MOST_MAPS", 2)
+    pool, maps = BufferPool(), Maps()
+    before = len(os.listdir("/proc/self/fd"))
+    leases = [pool.acquire(100) for _ in range(3)]
+    for lease in leases:
+        place_of(lease, 100).copy(NOTHING, np.zeros(100, np.uint8), maps)
+    assert len(os.listdir("/proc/self/fd")) == before + 2 * len(leases) + 2
+
+
+def test_memory_that_is_used_again_or_given_up_is_noticed() -> None:
+    pool, maps, copied = BufferPool(4 << 20), Maps(), np.zeros(100, np.uint8)
     lease = pool.acquire(100)
-    place = SharedPack.of(lease.name, ((0, 100),))
-    assert place is not None
-    os.truncate(lease.name.path, 0)
-    with pytest.raises(SharedMemoryError, match="given the memory up"):
-        place.copy(NOTHING, np.zeros(100, np.uint8))
+    place = place_of(lease, 100)
+    place.copy(NOTHING, copied, maps)
+    after = place_of(lease, 100)
+    with pytest.raises(SharedMemoryError, match="another batch by now"):
+        place.copy(NOTHING, copied, maps)
+    after.copy(NOTHING, copied, maps)
+    lease.memory()[:] = 1
+    pool.close(free=True)
+    with pytest.raises(SharedMemoryError, match="another batch by now"):
+        after.copy(NOTHING, copied, maps)
+    assert not lease.memory().any()  # the system has the memory back
+
+
+def test_memory_that_is_used_again_during_a_copy_is_noticed() -> None:
+    lease = BufferPool().acquire(100)
+    place = place_of(lease, 100)
+
+    class Meanwhile(Maps):
+        def memory(self, pack: SharedPack) -> Any:
+            class View(np.ndarray):  # type: ignore[type-arg]
+                def __getitem__(self, key: Any) -> Any:
+                    if key == slice(0, 100):
+                        lease.renew()
+                    return super().__getitem__(key)
+
+            return super().memory(pack).view(View)
+
+    with pytest.raises(SharedMemoryError, match="another batch by now"):
+        place.copy(NOTHING, np.zeros(100, np.uint8), Meanwhile())
 
 
 def test_buffers_with_a_name_are_not_shared() -> None:
-    assert SharedPack.of(BufferName("/tmp/vlmdata-batch-x", 8, 1), ((0, 8),)) is None
+    assert SharedPack.of(BufferName("/tmp/vlmdata-batch-x", 8, 1), 1, ((0, 8),)) is None
 
 
 def test_the_place_is_that_of_the_user_and_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from vlmdata.loader.served.protocol import (
     Trailer,
     decode_error,
 )
-from vlmdata.loader.served.shared_memory import SharedMemoryError, this_place
+from vlmdata.loader.served.shared_memory import Maps, SharedMemoryError, this_place
 
 _log = logging.getLogger("vlmdata.loader.served")
 
@@ -85,6 +85,7 @@ class Connection:
     def __init__(self, server: Server, address: ServiceAddress, options: Service):
         self.server = server
         self._place, self._shared_failures = this_place() if options.shared_memory else "", 0
+        self._maps = Maps()
         self._headers = authorization(address, options)
         tls: dict[str, Any] = {}
         if address.tls:
@@ -157,7 +158,7 @@ class Connection:
             query: The batch.
             buffer: uint8, at least ``size`` long.
             size: Bytes of the batch.
-            checked: Whether to check the bytes against the server's checksum.
+            checked: Whether to check received bytes against the server's checksum.
             timeout: Seconds for the whole answer.
             call: Allows other threads to cancel the query.
 
@@ -167,13 +168,17 @@ class Connection:
         """
         if self._place:
             try:
-                return self._batch(query.to(self._place), buffer, size, checked, timeout, call)
+                filled = self._batch(query.to(self._place), buffer, size, checked, timeout, call)
             except SharedMemoryError as error:
                 self._note_shared_failure(error)
+            else:
+                self._shared_failures = 0
+                return filled
         return self._batch(query, buffer, size, checked, timeout, call)
 
     def close(self) -> None:
         """Closes the connection."""
+        self._maps.clear()
         self._client.close()
 
     def _batch(self, query: BatchQuery, buffer: Bytes, size: int, checked: bool, timeout: float, call: Call) -> Filled:
@@ -201,8 +206,7 @@ class Connection:
                 "version of vlmdata on both."
             )
         if header.shared is not None:
-            header.shared.copy(_bytes(first), buffer)
-            self._check_shared(next(chunks, None), buffer)
+            header.shared.copy(_bytes(first), buffer, self._maps)
         else:
             self._receive_bytes(chain([first], chunks), buffer, checked)
         return Filled(len(buffer), {n: f"server {self.server}: {text}" for n, text in header.damaged.items()})
@@ -224,13 +228,6 @@ class Connection:
         if checked and hashed.intdigest() != trailer.checksum:
             raise ServerLostError(f"server {self.server}: bytes of the batch were changed on the way")
 
-    def _check_shared(self, last: Any, buffer: Bytes) -> None:
-        """Checks what was copied from the server's memory. Always: the server may have used it for another batch."""
-        if last is None:
-            raise ServerLostError(f"server {self.server}: the answer has no end")
-        if xxhash.xxh3_64(buffer).intdigest() != Trailer.decode(last.app_metadata.to_pybytes()).checksum:
-            raise SharedMemoryError("it holds another batch by now")
-
     def _note_shared_failure(self, error: SharedMemoryError) -> None:
         self._shared_failures += 1
         if self._shared_failures == _MOST_SHARED_FAILURES:
@@ -248,6 +245,7 @@ class Connection:
             return TokenRefusedError(
                 f"server {self.server}: the token was refused. Check service_token, or ask for a valid one."
             )
+        self._maps.clear()  # it may be gone, and its memory with it
         return ServerLostError(f"server {self.server}: {_brief(error)}")
 
 

@@ -3,8 +3,8 @@
 A query is the ticket of an Arrow Flight ``DoGet`` call, as JSON. The answer to a batch query is the batch's buffer (see
 :class:`vlmdata.loader.layout.BufferLayout`) as record batches with one uint8 column, in order. The application metadata
 of the first one is a :class:`Header`, that of the last one a :class:`Trailer`. If the header says that the batch is in
-shared memory, the first record batch has only the pieces that are not there, and the next one is the last. The answer
-to a file query is the file's bytes in the same form, without metadata.
+shared memory, there is only one record batch, with the pieces that are not there; the client then cancels the call. The
+answer to a file query is the file's bytes in the same form, without metadata.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vlmdata.packing.config import Blend, PlanConfig, config_differences
 from vlmdata.packing.cost import CostModel
 
 #: Version of the protocol. Client and server must have the same.
-PROTOCOL = 1
+PROTOCOL = 2
 #: Longest query, in bytes.
 MAX_QUERY_BYTES = 16_384
 #: Flight actions.
