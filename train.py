@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from vlmdata.loader.config import loader_options
+
+if TYPE_CHECKING:
+    from model.kernels.ahead import KernelsAhead
+    from model.training.config import TrainConfig
 
 app = typer.Typer(
     add_completion=False,
@@ -108,14 +113,22 @@ def main(
 
 def _run(file: Path | None, overrides: list[str | tuple[str, Any]], resume: bool) -> int:
     """Joins the process group, trains and leaves the group. Returns the exit code."""
-    from model.parallel.environment import adopt_slurm_ranks, before_megatron
-    from model.training.config import ConfigError
+    from model.parallel.environment import adopt_slurm_ranks
     from model.training.config_loading import load_config
     from model.training.early_checks import check_early
+    from model.training.kernels import compile_ahead
 
     adopt_slurm_ranks()  # first: only one of several processes must report an error
     config = load_config(file, overrides)
     check_early(config)
+    with compile_ahead(config) or contextlib.nullcontext() as kernels:
+        return _train(config, resume, kernels)
+
+
+def _train(config: TrainConfig, resume: bool, kernels: KernelsAhead | None) -> int:
+    from model.parallel.environment import before_megatron
+    from model.training.config import ConfigError
+
     before_megatron(launch_order=not config.parallel.fsdp or config.parallel.tp > 1)
     from model.parallel import groups
     from model.parallel.cpu_mode import cpu_mode_if_needed
@@ -137,7 +150,7 @@ def _run(file: Path | None, overrides: list[str | tuple[str, Any]], resume: bool
             )
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        outcome = train(config, device, resume)
+        outcome = train(config, device, resume, kernels)
         groups.destroy()  # all ranks together; a failed rank must not wait for the others
     return 0 if outcome.interrupted_by is None else 128 + outcome.interrupted_by
 

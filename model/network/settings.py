@@ -93,6 +93,8 @@ class ModelSettings:
         fp8: FP8 format of linear layers (``hybrid``, ``e4m3``) with Transformer Engine; None disables FP8.
         fp8_recipe: FP8 scaling: of whole tensors by their current range (``tensorwise``) or by that of earlier steps
             (``delayed``), or of blocks (``blockwise``).
+        tune_kernels: Whether Triton's autotuner chooses the configurations of the delta net's kernels at each first
+            use, instead of :mod:`model.kernels.configurations`.
     """
 
     tensor_parallel: int = 1
@@ -116,6 +118,7 @@ class ModelSettings:
     gradient_accumulation_fusion: bool = False
     fp8: Literal["hybrid", "e4m3"] | None = None
     fp8_recipe: Literal["tensorwise", "delayed", "blockwise"] = "tensorwise"
+    tune_kernels: bool = False
 
     @property
     def vision_parallel(self) -> int:

@@ -17,7 +17,8 @@ import torch
 from model.architecture import Architecture
 from model.families import spec_of
 from model.flops import peak_flops
-from model.training.agreement import gathered, raise_together, together
+from model.kernels.ahead import KernelsAhead
+from model.training.agreement import by_leaders, gathered, raise_together, together
 from model.training.best import Best
 from model.training.build import architecture_of, build, computed_by, parameter_dtype
 from model.training.checkpoint import Checkpoints, megabytes
@@ -56,13 +57,14 @@ class Outcome:
     interrupted_by: int | None
 
 
-def train(config: TrainConfig, device: torch.device, resume: bool) -> Outcome:
+def train(config: TrainConfig, device: torch.device, resume: bool, kernels: KernelsAhead | None = None) -> Outcome:
     """Trains until the configured step or an interruption. The process groups must exist.
 
     Args:
         config: The run.
         device: This process's device.
         resume: Continue from the newest checkpoint in ``run.out``; otherwise the folder must contain none.
+        kernels: Compilation of this node's kernels, if this process started it.
 
     Raises:
         ConfigError: If settings, data or checkpoint are incompatible.
@@ -101,6 +103,8 @@ def train(config: TrainConfig, device: torch.device, resume: bool) -> Outcome:
         steps = _Loop(config, architecture, place, learner, vision, checkpoints, loader, sets, log, device)
         stack.callback(steps.profiler.close)
         stack.enter_context(ending())
+        if device.type == "cuda":  # other processes of the node would compile what is being compiled
+            by_leaders(lambda: None if kernels is None else kernels.wait(log.say))
         return steps.until_end(done)
 
 

@@ -65,6 +65,7 @@ def settings_of(config: TrainConfig, architecture: Architecture, on_gpu: bool) -
         gradient_accumulation_fusion=backend == "transformer_engine" and not parallel.fsdp,
         fp8="hybrid" if config.run.fp8 else None,
         fp8_recipe=config.run.fp8_recipe,
+        tune_kernels=model.tune_kernels,
     )
 
 

@@ -6,6 +6,7 @@ attention. The process groups are those of :mod:`model.parallel.groups`.
 
 from __future__ import annotations
 
+import torch
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -44,6 +45,8 @@ def build_model(
     check(settings, architecture)
     groups = assembly.process_groups(settings)
     provider = assembly.provider_of(settings, "flash-linear-attention")
+    if settings.backend == "transformer_engine" and not settings.tune_kernels:
+        _choose_configurations(architecture)
     config = language_config(architecture, settings)
     kinds = {
         LINEAR_ATTENTION: layer_spec(config, provider, _delta_net(provider)),
@@ -85,6 +88,15 @@ def language_config(architecture: Qwen35Architecture, settings: ModelSettings) -
         linear_value_head_dim=language.linear_value_head_dim,
         linear_num_key_heads=language.linear_num_key_heads,
         linear_num_value_heads=language.linear_num_value_heads,
+    )
+
+
+def _choose_configurations(architecture: Qwen35Architecture) -> None:
+    from model.kernels.configurations import choose_configurations
+
+    language = architecture.language
+    choose_configurations(
+        language.linear_key_head_dim, language.linear_value_head_dim, torch.cuda.get_device_capability()
     )
 
 

@@ -1,0 +1,154 @@
+"""Times all configurations of the delta net's kernels, for the table in model/kernels/configurations.py.
+
+    python benchmarks/kernel_choice.py
+
+For several numbers of heads (those of the presets, and of one under tensor parallelism), all configurations are
+compiled in parallel, then Triton's autotuner times each. For each kernel, the configuration is chosen whose worst ratio
+to the fastest, over the numbers of heads, is lowest. Prints the table, and the ratio of all kernels' time with the
+choice to that with the fastest of each. Writes kernel-choice-<date>.json and .md under --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[0] = str(ROOT)
+
+from model.kernels.configurations import CHOSEN
+from model.kernels.delta_net import DeltaNetShape, autotuners
+
+Timings = dict[str, dict[str, float]]  # milliseconds by kernel and configuration
+
+
+def shape(key_heads: int, value_heads: int, tokens: int) -> DeltaNetShape:
+    return DeltaNetShape(tokens, key_heads, value_heads, key_width=128, value_width=128, taps=4)
+
+
+def compile_all(shapes: list[DeltaNetShape]) -> None:
+    """Compiles all configurations for all shapes at once."""
+    command = [sys.executable, "-W", "ignore", "-m", "model.kernels.compile_ahead"]
+    running = [
+        subprocess.Popen([*command, each.to_json(), "--all"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for each in shapes
+    ]
+    for each, process in zip(shapes, running, strict=True):
+        lines = [json.loads(line) for line in process.communicate()[0].splitlines()]
+        kernels = [line["seconds"] for line in lines if "kernel" in line]
+        print(f"{each}: {len(kernels)} compiled, {sum(kernels):.0f} s of CPU, exit {process.returncode}", flush=True)
+
+
+def named(config: Any) -> str:
+    return json.dumps({"warps": config.num_warps, "stages": config.num_stages, "blocks": config.kwargs})
+
+
+def timings_of(each: DeltaNetShape, segments: int, rep: int) -> Timings:
+    """Times all configurations."""
+    from triton.testing import do_bench
+
+    tuners = autotuners()
+    for tuner in tuners.values():
+        tuner.cache.clear()
+        tuner.cache_results = False
+        tuner._do_bench = lambda call, quantiles: do_bench(call, warmup=5, rep=rep, quantiles=quantiles)
+        tuner.__dict__.pop("do_bench", None)
+        tuner.configs_timings = {}
+    each.run("cuda", segments)
+    return {
+        name: {named(config): timing[0] for config, timing in tuner.configs_timings.items()}
+        for name, tuner in tuners.items()
+        if tuner.configs_timings
+    }
+
+
+def choose(found: list[Timings]) -> dict[str, str]:
+    """The configuration of each kernel with the lowest worst ratio to the fastest."""
+    chosen = {}
+    for kernel in found[0]:
+        ratios = {
+            config: max(each[kernel][config] / min(each[kernel].values()) for each in found)
+            for config in found[0][kernel]
+        }
+        chosen[kernel] = min(ratios, key=ratios.__getitem__)
+    return chosen
+
+
+def report(results: dict[str, Any]) -> str:
+    shapes, chosen = results["shapes"], results["chosen"]
+    table = {
+        name: json.dumps({"warps": c.warps, "stages": c.stages, "blocks": dict(c.blocks)}) for name, c in CHOSEN.items()
+    }
+    lines = [
+        f"# Kernel configurations, {results['date']}",
+        "",
+        f"On one {results['gpu']}; milliseconds of a kernel, {results['segments']} samples a pack. *Fastest*: of all "
+        "configurations; *chosen*: one for all head counts; *table*: what model/kernels/configurations.py had.",
+        "",
+        "| kernel | chosen | " + " | ".join(f"{name}: fastest, chosen, table, slowest" for name in shapes) + " |",
+        "|---" * (len(shapes) + 2) + "|",
+    ]
+    for kernel, config in chosen.items():
+        cells = []
+        for each in shapes.values():
+            times = each[kernel]
+            cells.append(
+                f"{min(times.values()):.3f}, {times[config]:.3f}, {times.get(table.get(kernel), float('nan')):.3f}, "
+                f"{max(t for t in times.values() if t < float('inf')):.3f}"
+            )
+        lines.append(f"| {kernel} | `{config}` | " + " | ".join(cells) + " |")
+    lines.append("")
+    for name, each in shapes.items():
+        best = sum(min(times.values()) for times in each.values())
+        ours = sum(times[chosen[kernel]] for kernel, times in each.items())
+        lines.append(
+            f"- {name}: all kernels once {best:.3f} ms at their fastest, {ours:.3f} ms chosen ({ours / best:.3f})"
+        )
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--heads", nargs="+", default=["16:16", "16:32", "16:48", "8:8"], help="key:value heads")
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--segments", type=int, default=16)
+    parser.add_argument("--rep", type=int, default=20, help="milliseconds for which each configuration is timed")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    options = parser.parse_args()
+    begun = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder
+        shapes = {name: shape(*map(int, name.split(":")), options.tokens) for name in options.heads}
+        compile_all(list(shapes.values()))
+        print(f"compiled after {time.perf_counter() - begun:.0f} s", flush=True)
+        import torch
+
+        found: dict[str, Timings] = {}
+        for name, each in shapes.items():
+            found[name] = timings_of(each, options.segments, options.rep)
+            print(f"{name} timed after {time.perf_counter() - begun:.0f} s", flush=True)
+        results = {
+            "date": datetime.date.today().isoformat(),
+            "gpu": torch.cuda.get_device_name(),
+            "tokens": options.tokens,
+            "segments": options.segments,
+            "chosen": choose(list(found.values())),
+            "shapes": found,
+        }
+    options.out.mkdir(parents=True, exist_ok=True)
+    stem = options.out / f"kernel-choice-{results['date']}"
+    stem.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+    stem.with_suffix(".md").write_text(report(results))
+    print(stem.with_suffix(".md").read_text())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Starts compilation of a run's kernels next to the imports and the building of the model. Needs no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+from model.kernels.delta_net import DeltaNetShape
+from vlmdata.wording import counted, duration
+
+
+class KernelsAhead:
+    """A process that compiles kernels into Triton's cache (:mod:`model.kernels.compile_ahead`).
+
+    Args:
+        shape: What the kernels are compiled for.
+        every: Compile all configurations among which Triton's autotuner chooses.
+    """
+
+    def __init__(self, shape: DeltaNetShape, every: bool):
+        self._begun = time.perf_counter()
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed in close()
+        command = [sys.executable, "-W", "ignore", "-m", "model.kernels.compile_ahead", shape.to_json()]
+        paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        # In a session of its own: ctrl-C is the trainer's, which ends this process.
+        self._process = subprocess.Popen(
+            [*command, *(["--all"] if every else [])],
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+            start_new_session=True,
+            text=True,
+        )
+
+    def wait(self, say: Callable[[str], None]) -> None:
+        """Waits until the kernels are compiled, and says how many there are and what is left."""
+        assert self._process.stdout is not None
+        compiled, waited = 0, self._process.poll() is None
+        for line in self._process.stdout:
+            found = json.loads(line)
+            if "kernels" in found:
+                if waited:
+                    say(f"compiling {counted(found['kernels'], 'kernel')} of the delta net …")
+            else:
+                compiled += not found["cached"]
+        if self._process.wait():
+            say(f"warning: kernels could not be compiled ahead, steps compile them: {self._last_error()}")
+        elif compiled:
+            took = duration(time.perf_counter() - self._begun)
+            say(f"compiled {counted(compiled, 'kernel')} of the delta net in {took}, during the start")
+
+    def _last_error(self) -> str:
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else f"exit code {self._process.returncode}"
+
+    def close(self) -> None:
+        """Ends the process and its forks."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._errors.close()
+
+    def __enter__(self) -> KernelsAhead:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def can_compile_ahead() -> bool:
+    """True if flash-linear-attention, whose kernels are compiled, is installed."""
+    return importlib.util.find_spec("fla") is not None

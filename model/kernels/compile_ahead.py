@@ -1,0 +1,217 @@
+"""Compiles the kernels of a run into Triton's cache: ``python -m model.kernels.compile_ahead SHAPE``.
+
+Triton compiles kernels one after the other, in the process that launches them. Here a process without a GPU context
+calls the same functions with tensors without content, which gives the same kernels, and one fork of it compiles each.
+The trainer then finds them in the cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from typing import Any
+
+from model.kernels.configurations import HOPPER, choose_configurations
+from model.kernels.delta_net import DeltaNetShape, autotuners
+
+
+class Collector(Executor):
+    """Keeps the calls that Triton submits for compilation, instead of making them."""
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], Any]] = []
+
+    def submit(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Keeps a call. Its future has no kernel, because nobody launches it here."""
+        assert not args
+        assert not kwargs
+        self.calls.append(call)
+        done: Future[Any] = Future()
+        done.set_result(None)
+        return done
+
+
+class HopperWithoutContext:
+    """Answers what Triton and flash-linear-attention ask of a driver, for an H100 or H200, without using one."""
+
+    class Utils:
+        """Properties of the device."""
+
+        @staticmethod
+        def get_device_properties(number: int) -> dict[str, int]:
+            """The properties that choose among configurations."""
+            return {"max_shared_mem": 232_448, "multiprocessor_count": 132}
+
+    utils = Utils()
+
+    def get_current_target(self) -> Any:
+        """The target of compilation."""
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 10 * HOPPER[0] + HOPPER[1], 32)
+
+    def get_current_device(self) -> int:
+        """The number of the device."""
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        """The default stream."""
+        return 0
+
+    def get_active_torch_device(self) -> Any:
+        """The device on which functions allocate."""
+        import torch
+
+        return torch.device("meta")
+
+
+def pretend_hopper() -> None:
+    """Makes this process take its tensors for those of a Hopper GPU, before flash-linear-attention is imported."""
+    import torch
+    from triton.runtime.driver import driver
+
+    driver.set_active(HopperWithoutContext())
+    answers: dict[str, Any] = {
+        "device_count": lambda: 1,
+        "get_device_name": lambda *_: "NVIDIA H200",
+        "get_device_capability": lambda *_: HOPPER,
+        "device": lambda *_: contextlib.nullcontext(),
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, answer)
+
+
+def collect(run: Callable[[], None]) -> list[Callable[[], Any]]:
+    """Returns calls that compile what a function launches. Nothing is compiled or launched yet."""
+    import triton
+    from triton.runtime.jit import KernelInterface
+
+    launch = KernelInterface.__getitem__
+
+    def without_launch(kernel: Any, grid: Any) -> Callable[..., Any]:
+        return lambda *args, **kwargs: kernel.run(grid=grid, warmup=True, *args, **kwargs)  # noqa: B026
+
+    collector = Collector()
+    KernelInterface.__getitem__ = without_launch
+    try:
+        with triton.AsyncCompileMode(collector):
+            run()
+    finally:
+        KernelInterface.__getitem__ = launch
+    return collector.calls
+
+
+def run_all_configurations(run: Callable[[], None]) -> None:
+    """Runs a function once for each configuration of its autotuners, so that none of them measures."""
+    tuners = list(autotuners().values())
+    every = [list(tuner.configs) for tuner in tuners]
+    for number in range(max(map(len, every))):
+        for tuner, configs in zip(tuners, every, strict=True):
+            tuner.configs = [configs[number % len(configs)]]
+        run()
+
+
+def compile_in_forks(calls: Sequence[Callable[[], Any]], processes: int) -> int:
+    """Makes each call in a fork of this process, some at a time, and prints a line of JSON for each.
+
+    Returns:
+        The number of calls that failed.
+    """
+    failed, running, waiting = 0, 0, list(calls)
+    launchers = _launchers_can_be_built()
+    while waiting or running:
+        if waiting and running < processes:
+            call = waiting.pop(0)
+            if os.fork() == 0:
+                os._exit(_compile(call, launchers))
+            running += 1
+        else:
+            _, status = os.wait()
+            running -= 1
+            failed += status != 0
+    return failed
+
+
+def _compile(call: Callable[[], Any], launchers: bool) -> int:
+    """Compiles a kernel and the C code that launches it. Returns the exit code."""
+    from triton import knobs
+
+    found: dict[str, Any] = {}
+    knobs.compilation.listener = lambda *, src, cache_hit, **_: found.update(kernel=src.name, cached=cache_hit)
+    begun = time.perf_counter()
+    try:
+        kernel = call()
+        if launchers:
+            from triton.backends.nvidia.driver import CudaLauncher
+
+            CudaLauncher(kernel.src, kernel.metadata)
+    except Exception as error:  # the trainer meets it again, in the launch itself
+        print(f"{found.get('kernel', 'a kernel')}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return 1
+    found["seconds"] = round(time.perf_counter() - begun, 2)
+    os.write(1, (json.dumps(found) + "\n").encode())  # one write, so that lines of several processes do not mix
+    return 0
+
+
+def _launchers_can_be_built() -> bool:
+    """Whether this machine has CUDA's driver library, which launchers are linked to. Builds Triton's own part of it."""
+    from triton.backends.nvidia.driver import CudaUtils, library_dirs
+
+    try:
+        library_dirs()
+    except (AssertionError, OSError, subprocess.CalledProcessError):
+        return False
+    CudaUtils()
+    return True
+
+
+def machine_has_hopper() -> bool:
+    """Asks CUDA's driver for the compute capability of the first GPU, in a fork: this process never uses CUDA."""
+    asking = os.fork()
+    if asking == 0:
+        os._exit(0 if _capability() == HOPPER else 1)
+    return os.waitpid(asking, 0)[1] == 0
+
+
+def _capability() -> tuple[int, int] | None:
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    device, values = ctypes.c_int(), [ctypes.c_int(), ctypes.c_int()]
+    if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0):
+        return None
+    for attribute, value in zip((75, 76), values, strict=True):  # COMPUTE_CAPABILITY_MAJOR, _MINOR
+        cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+    return values[0].value, values[1].value
+
+
+def main() -> None:
+    """Compiles for the shape given as JSON; all configurations with ``--all``."""
+    shape, every = DeltaNetShape(**json.loads(sys.argv[1])), "--all" in sys.argv[2:]
+    if not machine_has_hopper():
+        return
+    pretend_hopper()
+
+    def run() -> None:
+        shape.run("meta")
+
+    if every:
+        calls = collect(lambda: run_all_configurations(run))
+    else:
+        choose_configurations(shape.key_width, shape.value_width, HOPPER)
+        calls = collect(run)
+    print(json.dumps({"kernels": len(calls)}), flush=True)
+    failed = compile_in_forks(calls, len(os.sched_getaffinity(0)))
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

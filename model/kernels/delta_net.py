@@ -1,0 +1,115 @@
+"""Runs the kernels of the gated delta net on tensors without content, so that they can be compiled without a GPU.
+
+Shapes: batch 1, tokens T, channels c, value heads h, key width k, value width v.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+#: Modules of flash-linear-attention with the kernels of a gated delta net.
+_MODULES = (
+    "fla.modules.conv.triton.kernels",
+    "fla.modules.l2norm",
+    "fla.ops.common.chunk_delta_h",
+    "fla.ops.common.chunk_o",
+    "fla.ops.common.chunk_scaled_dot_kkt",
+    "fla.ops.gated_delta_rule.wy_fast",
+    "fla.ops.utils.cumsum",
+    "fla.ops.utils.solve_tril",
+)
+
+
+@dataclass(frozen=True)
+class DeltaNetShape:
+    """What the kernels of a gated delta net are compiled for.
+
+    Attributes:
+        tokens: Tokens of a pack.
+        key_heads: Query and key heads on a rank.
+        value_heads: Value heads on a rank.
+        key_width: Width of a query or key head.
+        value_width: Width of a value head.
+        taps: Taps of the convolution.
+    """
+
+    tokens: int
+    key_heads: int
+    value_heads: int
+    key_width: int
+    value_width: int
+    taps: int
+
+    def to_json(self) -> str:
+        """Returns the fields as JSON."""
+        return json.dumps(dataclasses.asdict(self))
+
+    def run(self, device: str, segments: int = 1) -> None:
+        """Runs convolution, norm and delta rule, forward and backward, as megatron-core's ``GatedDeltaNet`` does.
+
+        Args:
+            device: ``meta`` for tensors without content.
+            segments: Samples of the pack, of equal length.
+        """
+        import torch
+        from fla.modules.convolution import causal_conv1d
+        from fla.modules.l2norm import l2norm
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+        keys, values = self.key_heads * self.key_width, self.value_heads * self.value_width
+        mixed = 2 * keys + values
+
+        def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Any:
+            return torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
+
+        bounds = torch.linspace(0, self.tokens, segments + 1).to("cpu" if device == "meta" else device, torch.int32)
+        # A part of the input projection's output, so that the kernels see its strides.
+        projected = empty(self.tokens, 1, mixed + values + 2 * self.value_heads)
+        out, _ = causal_conv1d(
+            x=projected.transpose(0, 1)[..., :mixed],
+            weight=empty(mixed, 1, self.taps).squeeze(1),
+            bias=None,
+            activation="silu",
+            initial_state=None,
+            output_final_state=False,
+            cu_seqlens=bounds,
+        )
+        out.sum().backward()
+        l2norm(empty(1, self.tokens, 2 * self.key_heads, self.key_width)).sum().backward()
+        heads = (1, self.tokens, self.value_heads)
+        out, _ = chunk_gated_delta_rule(
+            empty(*heads, self.key_width),
+            empty(*heads, self.key_width),
+            empty(*heads, self.value_width),
+            g=empty(*heads, dtype=torch.float32),
+            beta=empty(*heads),
+            initial_state=None,
+            output_final_state=False,
+            use_qk_l2norm_in_kernel=False,
+            cu_seqlens=bounds,
+        )
+        out.sum().backward()
+
+
+def autotuners() -> dict[str, Any]:
+    """Returns Triton's autotuners of these kernels, by the name of the kernel."""
+    from importlib import import_module
+
+    from triton.runtime.autotuner import Autotuner
+
+    found: dict[str, Any] = {}
+    for each in _objects(import_module(name) for name in _MODULES):
+        while each is not None and not isinstance(each, Autotuner):
+            each = getattr(each, "fn", None)
+        if each is not None:
+            found[each.base_fn.__name__] = each
+    return found
+
+
+def _objects(modules: Iterable[Any]) -> list[Any]:
+    """What the modules define: kernels, wrapped in heuristics and autotuners."""
+    return [each for module in modules for each in vars(module).values() if hasattr(each, "fn")]

@@ -1,0 +1,38 @@
+"""Compiles a run's kernels while it starts. Needs no torch, because it comes before the imports that take longest."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from model.architecture import Architecture
+from model.families import architecture_from_hf, preset, spec_of
+from model.kernels.ahead import KernelsAhead, can_compile_ahead
+from model.training.config import TrainConfig
+from model.training.model_settings import settings_of
+
+
+def compile_ahead(config: TrainConfig) -> KernelsAhead | None:
+    """Starts to compile on the first process of a node.
+
+    Returns:
+        None on other processes, for models without such kernels, and for a hub id, whose architecture is not known yet.
+    """
+    architecture = _architecture_without_torch(config)
+    if architecture is None or os.environ.get("LOCAL_RANK", "0") != "0" or not can_compile_ahead():
+        return None
+    settings = settings_of(config, architecture, on_gpu=True)
+    shape = spec_of(architecture).kernels(architecture, settings, config.data.capacity)
+    return None if shape is None else KernelsAhead(shape, every=settings.tune_kernels)
+
+
+def _architecture_without_torch(config: TrainConfig) -> Architecture | None:
+    if config.model.hf is None:
+        return preset(config.model.preset)
+    path = Path(config.model.hf)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        return architecture_from_hf(json.loads(path.read_text()), ignore=config.model.ignore_config_fields)
+    except (OSError, ValueError, TypeError):  # reported when the model is built
+        return None
