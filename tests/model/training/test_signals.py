@@ -21,6 +21,7 @@ pytest.importorskip("megatron.core")
 import model.training.loop
 import model.training.step
 from model.training.interruption import Interruption
+from model.weights.store import WRITERS
 from tests.model.training.conftest import ROOT, command, environment, steps_of
 from tests.model.training.ranks import PATIENCE, Ranks, arguments_of, until_logged
 
@@ -138,7 +139,7 @@ def writers_that_wait(event: Path, rank: int) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_process_group_spares_what_writes_a_checkpoint(
-    chats: Path, tmp_path: Path, number: signal.Signals
+    run: Callable[..., Any], chats: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     out = tmp_path / "run"
     options = ("--set", "run.async_save=true", "--set", "run.save_every=1")
@@ -157,8 +158,12 @@ def test_a_signal_to_the_process_group_spares_what_writes_a_checkpoint(
     saved = steps_of(out)[-1]["step"]
     assert f"interrupted: step {saved} is saved" in said
     assert "writing the last checkpoint" in said
-    assert (out / "checkpoints" / f"step-{saved:08d}" / "run.json").is_file()
+    assert "/s\n" in said.partition("written in ")[2]  # the throughput
     assert not psutil.wait_procs(children, timeout=60)[1]
+    checkpoint = out / "checkpoints" / f"step-{saved:08d}"
+    assert len(list(checkpoint.glob("*.distcp"))) == WRITERS
+    run(resume=True, run__steps=saved + 1)
+    assert steps_of(out)[-1]["step"] == saved + 1
 
 
 def rank_1_has_most_memory(rank: int) -> None:
