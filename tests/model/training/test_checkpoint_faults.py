@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("megatron.core")
 
+import model.training.checkpoint
 from tests.conftest import tree_bytes
 from vlmdata.errors import ResourceError
 
@@ -89,3 +90,21 @@ def test_a_folder_that_can_no_longer_be_written_ends_the_run(run: Any, tmp_path:
         ResourceError, match=r"checkpoints: a checkpoint of .* could not be saved: Not a directory.*there is none yet"
     ):
         run(run__steps=1)
+
+
+def test_a_save_that_fails_while_there_is_room_does_not_ask_for_room(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As megatron-core's queue of results fails when the process behind it was killed."""
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+
+    monkeypatch.setattr(model.training.checkpoint.dist_checkpointing, "save", refused)
+    with pytest.raises(ResourceError, match="could not be saved: ConnectionRefusedError") as caught:
+        run(run__steps=1)
+    message = str(caught.value)
+    assert message.endswith(
+        "The folder accepts files. Continue with --resume; if it happens again, set run.async_save=false"
+    )
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
