@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -23,24 +23,33 @@ class KernelsAhead:
     """A process that compiles kernels into Triton's cache (:mod:`model.kernels.compile_ahead`).
 
     Args:
-        shape: What the kernels are compiled for.
-        every: Compile all configurations among which Triton's autotuner chooses.
+        command: The command line of the process.
     """
 
-    def __init__(self, shape: DeltaNetShape, every: bool):
+    def __init__(self, command: Sequence[str]):
         self._begun = time.perf_counter()
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed in close()
-        command = [sys.executable, "-W", "ignore", "-m", "model.kernels.compile_ahead", shape.to_json()]
         paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         # In a session of its own: ctrl-C is the trainer's, which ends this process.
         self._process = subprocess.Popen(
-            [*command, *(["--all"] if every else [])],
+            command,
             stdout=subprocess.PIPE,
             stderr=self._errors,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
             start_new_session=True,
             text=True,
         )
+
+    @classmethod
+    def of(cls, shape: DeltaNetShape, every: bool) -> KernelsAhead:
+        """Starts to compile.
+
+        Args:
+            shape: What the kernels are compiled for.
+            every: Compile all configurations among which Triton's autotuner chooses.
+        """
+        command = [sys.executable, "-W", "ignore", "-m", "model.kernels.compile_ahead", shape.to_json()]
+        return cls([*command, "--all"] if every else command)
 
     def wait(self, say: Callable[[str], None]) -> None:
         """Waits until the kernels are compiled, and says how many there are and what is left."""

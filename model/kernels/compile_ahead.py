@@ -116,6 +116,8 @@ def run_all_configurations(run: Callable[[], None]) -> None:
         for tuner, configs in zip(tuners, every, strict=True):
             tuner.configs = [configs[number % len(configs)]]
         run()
+    for tuner, configs in zip(tuners, every, strict=True):
+        tuner.configs = configs
 
 
 def compile_in_forks(calls: Sequence[Callable[[], Any]], processes: int) -> int:

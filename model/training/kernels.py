@@ -24,7 +24,7 @@ def compile_ahead(config: TrainConfig) -> KernelsAhead | None:
         return None
     settings = settings_of(config, architecture, on_gpu=True)
     shape = spec_of(architecture).kernels(architecture, settings, config.data.capacity)
-    return None if shape is None else KernelsAhead(shape, every=settings.tune_kernels)
+    return None if shape is None else KernelsAhead.of(shape, every=settings.tune_kernels)
 
 
 def _architecture_without_torch(config: TrainConfig) -> Architecture | None:

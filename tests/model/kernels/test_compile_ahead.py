@@ -1,0 +1,224 @@
+"""Kernels are compiled into Triton's cache without a GPU, in forks, with the configurations of the table."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import model.training.kernels
+from model.kernels import configurations
+from model.kernels.ahead import KernelsAhead
+from model.kernels.configurations import CHOSEN, HOPPER, Configuration, choose_configurations
+from model.kernels.delta_net import DeltaNetShape
+from model.training.config_loading import load_config
+from model.training.kernels import compile_ahead
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
+needs_fla = pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="no flash-linear-attention here")
+
+SHAPE = DeltaNetShape(tokens=16384, key_heads=16, value_heads=32, key_width=128, value_width=128, taps=4)
+
+
+def in_a_process(call: str, cache: Path) -> dict[str, Any]:
+    """In a process of its own: which driver Triton has is settled once."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", f"import {__name__} as here; here.{call}()"],
+        env=environment | {"TRITON_CACHE_DIR": str(cache)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found["lines"] = [json.loads(line) for line in done.stdout.splitlines()[:-1]]
+    return found | {"errors": done.stderr}
+
+
+def compiled() -> None:
+    """Compiles the kernels of ``triton_kernels.py`` in forks, and once more in this process."""
+    import torch
+    import triton
+
+    from model.kernels.compile_ahead import collect, compile_in_forks, pretend_hopper
+
+    pretend_hopper()
+    from tests.model.kernels.triton_kernels import add, broken
+
+    x = torch.empty(64, device="meta")
+
+    def run() -> None:
+        add[(1,)](x, x, 64)
+        add[(1,)](x, x, 64)
+        broken[(1,)](x)
+
+    calls = collect(run)
+    failed = compile_in_forks(calls, 2)
+    hits: list[bool] = []
+    triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
+    calls[0]()
+    print(json.dumps({"calls": len(calls), "failed": failed, "hits": hits}))
+
+
+@needs_triton
+def test_forks_compile_what_a_function_launches(tmp_path: Path) -> None:
+    found = in_a_process("compiled", tmp_path)
+    assert found["calls"] == 2, "the second launch of the same kernel needs nothing"
+    assert [(line["kernel"], line["cached"]) for line in found["lines"]] == [("add", False)]
+    assert found["hits"] == [True], "the fork left the kernel in the cache"
+    assert found["failed"] == 1
+    assert "no_such_function" in found["errors"]
+
+
+def of_the_delta_net() -> None:
+    """Which kernels are tuned with the table, and which a step of the table and of all configurations has."""
+    from model.kernels.compile_ahead import collect, pretend_hopper, run_all_configurations
+
+    pretend_hopper()
+
+    def run() -> None:
+        SHAPE.run("meta")
+
+    every = len(collect(lambda: run_all_configurations(run)))
+    tuned = choose_configurations(128, 128, HOPPER)
+    calls = collect(run)
+    print(json.dumps({"tuned": tuned, "chosen": len(calls), "every": every}))
+
+
+@needs_fla
+def test_the_table_names_configurations_that_exist(tmp_path: Path) -> None:
+    found = in_a_process("of_the_delta_net", tmp_path)
+    assert not set(found["tuned"]) & set(CHOSEN)
+    assert len(CHOSEN) <= found["chosen"] <= len(CHOSEN) + 3, "some are compiled twice, with and without an argument"
+    assert found["every"] > 8 * found["chosen"]
+
+
+def tuner(*configs: Configuration) -> Any:
+    return SimpleNamespace(
+        configs=[
+            SimpleNamespace(num_warps=each.warps, num_stages=each.stages, kwargs=dict(each.blocks)) for each in configs
+        ]
+    )
+
+
+class TestTheChoice:
+    @pytest.fixture
+    def tuners(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+        name, chosen = next(iter(CHOSEN.items()))
+        other = Configuration(chosen.warps * 2, chosen.stages, chosen.blocks)
+        found = {name: tuner(other, chosen), "new_kernel": tuner(other, chosen), list(CHOSEN)[1]: tuner(other)}
+        monkeypatch.setattr(configurations, "autotuners", lambda: found)
+        return found
+
+    def test_leaves_one_configuration_of_a_known_kernel(self, tuners: dict[str, Any]) -> None:
+        first, second = list(CHOSEN)[:2]
+        assert choose_configurations(128, 128, HOPPER) == sorted(["new_kernel", second])
+        assert [CHOSEN[first].is_that_of(each) for each in tuners[first].configs] == [True]
+        assert len(tuners["new_kernel"].configs) == 2
+        assert len(tuners[second].configs) == 1, "a configuration that the kernel does not have is not invented"
+
+    @pytest.mark.parametrize(("width", "capability"), [(256, HOPPER), (128, (10, 0)), (128, (8, 0))])
+    def test_is_the_autotuners_where_nothing_was_measured(
+        self, tuners: dict[str, Any], width: int, capability: tuple[int, int]
+    ) -> None:
+        assert choose_configurations(128, width, capability) == sorted(tuners)
+        assert len(tuners[next(iter(CHOSEN))].configs) == 2
+
+
+class TestTheStart:
+    """When the trainer compiles ahead, and for what."""
+
+    @pytest.fixture(autouse=True)
+    def started(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[DeltaNetShape, bool]]:
+        found: list[tuple[DeltaNetShape, bool]] = []
+        monkeypatch.setattr(model.training.kernels, "can_compile_ahead", lambda: True)
+        monkeypatch.setattr(KernelsAhead, "of", lambda shape, every: found.append((shape, every)))
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+        return found
+
+    def start(self, **settings: Any) -> None:
+        compile_ahead(load_config(None, [(name.replace("__", "."), value) for name, value in settings.items()]))
+
+    def test_with_the_heads_of_a_rank(self, started: list[tuple[DeltaNetShape, bool]]) -> None:
+        self.start(model__preset="4b", parallel__tp=2, parallel__cp=2, data__capacity=8192)
+        assert started == [(DeltaNetShape(8192, 4, 8, 128, 128, 4), False)]
+
+    def test_with_all_configurations_if_they_are_tuned(self, started: list[tuple[DeltaNetShape, bool]]) -> None:
+        self.start(model__preset="2b", model__tune_kernels=True)
+        assert [every for _, every in started] == [True]
+
+    def test_for_a_checkpoint(self, started: list[tuple[DeltaNetShape, bool]], tmp_path: Path) -> None:
+        from model.families import architecture_to_hf, preset
+
+        (tmp_path / "config.json").write_text(json.dumps(architecture_to_hf(preset("2b"))))
+        self.start(model__hf=str(tmp_path))
+        assert [shape.value_heads for shape, _ in started] == [16]
+
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {"model__preset": "qwen3-vl-2b"},
+            {"model__preset": "2b", "model__backend": "torch"},
+            {"model__preset": "2b", "run__precision": "fp32"},
+            {"model__hf": "somebody/of-the-hub"},
+        ],
+    )
+    def test_not_without_such_kernels(
+        self, started: list[tuple[DeltaNetShape, bool]], settings: dict[str, Any]
+    ) -> None:
+        self.start(**settings)
+        assert not started
+
+    def test_once_on_a_node(self, started: list[tuple[DeltaNetShape, bool]], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        self.start(model__preset="2b")
+        assert not started
+
+
+class TestTheWait:
+    """What the trainer says of the process."""
+
+    def said(self, code: str) -> list[str]:
+        lines: list[str] = []
+        with KernelsAhead([sys.executable, "-c", f"import json, sys, os\n{code}"]) as ahead:
+            ahead.wait(lines.append)
+        return lines
+
+    def test_names_what_is_compiled_and_how_long_it_took(self) -> None:
+        lines = self.said(
+            "print(json.dumps({'kernels': 2}), flush=True)\n"
+            "for cached in (False, True): print(json.dumps({'kernel': 'a', 'cached': cached}))"
+        )
+        assert lines[0] == "compiling 2 kernels of the delta net …"
+        assert lines[1].startswith("compiled 1 kernel of the delta net in ")
+
+    def test_says_nothing_if_all_were_cached_and_on_other_gpus(self) -> None:
+        assert self.said("print(json.dumps({'kernel': 'a', 'cached': True}))") == []
+        assert self.said("") == []
+
+    def test_a_failure_is_a_warning(self) -> None:
+        (line,) = self.said("print('add: CompilationError: oh', file=sys.stderr); sys.exit(1)")
+        assert line == ("warning: kernels could not be compiled ahead, steps compile them: add: CompilationError: oh")
+
+    def test_the_process_does_not_outlive_the_run(self, tmp_path: Path) -> None:
+        file = tmp_path / "began"
+        code = f"import os, signal\nopen({str(file)!r}, 'w').close()\nos.fork()\nsignal.pause()"
+        ahead = KernelsAhead([sys.executable, "-c", code])
+        while not file.exists():
+            pass
+        ahead.close()
+        with pytest.raises(ProcessLookupError):
+            os.killpg(ahead._process.pid, 0)
+
+    def test_the_module_ends_quietly_without_a_gpu(self) -> None:
+        lines: list[str] = []
+        with KernelsAhead.of(SHAPE, every=False) as ahead:
+            ahead.wait(lines.append)
+        assert lines == []
