@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import os
@@ -12,11 +13,27 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from model.kernels.delta_net import DeltaNetShape
 from vlmdata.wording import counted, duration
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Kernels of a run to compile ahead.
+
+    Attributes:
+        delta_net: What those of the gated delta net are compiled for.
+        rotation: Heads on a rank and their width in the vision tower; None without a tower.
+        every: Whether Triton's autotuner chooses among all configurations, instead of those of the table.
+    """
+
+    delta_net: DeltaNetShape
+    rotation: tuple[int, int] | None
+    every: bool
 
 
 class KernelsAhead:
@@ -41,15 +58,10 @@ class KernelsAhead:
         )
 
     @classmethod
-    def of(cls, shape: DeltaNetShape, every: bool) -> KernelsAhead:
-        """Starts to compile.
-
-        Args:
-            shape: What the kernels are compiled for.
-            every: Compile all configurations among which Triton's autotuner chooses.
-        """
-        command = [sys.executable, "-W", "ignore", "-m", "model.kernels.compile_ahead", shape.to_json()]
-        return cls([*command, "--all"] if every else command)
+    def of(cls, kernels: Kernels) -> KernelsAhead:
+        """Starts to compile."""
+        request = json.dumps(dataclasses.asdict(kernels))
+        return cls([sys.executable, "-W", "ignore", "-m", "model.kernels.compile_ahead", request])
 
     def wait(self, say: Callable[[str], None]) -> None:
         """Waits until the kernels are compiled, and says how many there are and what is left."""
@@ -59,14 +71,14 @@ class KernelsAhead:
             found = json.loads(line)
             if "kernels" in found:
                 if waited:
-                    say(f"compiling {counted(found['kernels'], 'kernel')} of the delta net …")
+                    say(f"compiling {counted(found['kernels'], 'kernel')} …")
             else:
                 compiled += not found["cached"]
         if self._process.wait():
             say(f"warning: kernels could not be compiled ahead, steps compile them: {self._last_error()}")
         elif compiled:
             took = duration(time.perf_counter() - self._begun)
-            say(f"compiled {counted(compiled, 'kernel')} of the delta net in {took}, during the start")
+            say(f"compiled {counted(compiled, 'kernel')} in {took}, during the start")
 
     def _last_error(self) -> str:
         self._errors.seek(0)

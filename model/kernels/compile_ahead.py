@@ -1,4 +1,4 @@
-"""Compiles the kernels of a run into Triton's cache: ``python -m model.kernels.compile_ahead SHAPE``.
+"""Compiles the kernels of a run into Triton's cache: ``python -m model.kernels.compile_ahead KERNELS``.
 
 Triton compiles kernels one after the other, in the process that launches them. Here a process without a GPU context
 calls the same functions with tensors without content, which gives the same kernels, and one fork of it compiles each.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import json
 import os
 import subprocess
@@ -44,10 +45,13 @@ class HopperWithoutContext:
     class Utils:
         """Properties of the device."""
 
-        @staticmethod
-        def get_device_properties(number: int) -> dict[str, int]:
+        #: Bytes of shared memory that a program may have.
+        SHARED_MEMORY = 232_448
+
+        @classmethod
+        def get_device_properties(cls, number: int) -> dict[str, int]:
             """The properties that choose among configurations."""
-            return {"max_shared_mem": 232_448, "multiprocessor_count": 132}
+            return {"max_shared_mem": cls.SHARED_MEMORY, "multiprocessor_count": 132}
 
     utils = Utils()
 
@@ -86,6 +90,11 @@ def pretend_hopper() -> None:
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
+    if importlib.util.find_spec("fla") is not None:
+        import fla.utils
+
+        # It asks for the shared memory of a tensor's device, by number: a tensor without content has None.
+        fla.utils.get_all_max_shared_mem = lambda: dict.fromkeys((0, None), HopperWithoutContext.Utils.SHARED_MEMORY)
 
 
 def collect(run: Callable[[], None]) -> list[Callable[[], Any]]:
@@ -109,7 +118,7 @@ def collect(run: Callable[[], None]) -> list[Callable[[], Any]]:
 
 
 def run_all_configurations(run: Callable[[], None]) -> None:
-    """Runs a function once for each configuration of its autotuners, so that none of them measures."""
+    """Runs a function with every configuration of its autotuners, so that none of them measures."""
     tuners = list(autotuners().values())
     every = [list(tuner.configs) for tuner in tuners]
     for number in range(max(map(len, every))):
@@ -196,20 +205,24 @@ def _capability() -> tuple[int, int] | None:
 
 
 def main() -> None:
-    """Compiles for the shape given as JSON; all configurations with ``--all``."""
-    shape, every = DeltaNetShape(**json.loads(sys.argv[1])), "--all" in sys.argv[2:]
+    """Compiles the :class:`model.kernels.ahead.Kernels` given as JSON."""
+    request = json.loads(sys.argv[1])
     if not machine_has_hopper():
         return
     pretend_hopper()
+    shape = DeltaNetShape(**request["delta_net"])
+    if not request["every"]:
+        choose_configurations(shape.key_width, shape.value_width, HOPPER)
 
     def run() -> None:
+        if request["rotation"] is not None:
+            from model.kernels.rotation import run_rotation
+
+            heads, width = request["rotation"]
+            run_rotation(heads, width, "meta")
         shape.run("meta")
 
-    if every:
-        calls = collect(lambda: run_all_configurations(run))
-    else:
-        choose_configurations(shape.key_width, shape.value_width, HOPPER)
-        calls = collect(run)
+    calls = collect(lambda: run_all_configurations(run))
     print(json.dumps({"kernels": len(calls)}), flush=True)
     failed = compile_in_forks(calls, len(os.sched_getaffinity(0)))
     sys.exit(1 if failed else 0)

@@ -1,21 +1,25 @@
-"""Kernel configurations of the gated delta net, measured on Hopper GPUs, in place of Triton's search at each start.
+"""Few configurations of the gated delta net's kernels for Triton to choose from at a run's first start.
 
-flash-linear-attention has Triton's autotuner compile and time about 150 configurations of 14 kernels, which takes more
-than two minutes. The table below names one configuration of each. ``benchmarks/kernel_choice.py`` makes it.
+flash-linear-attention has Triton's autotuner compile and time 199 configurations of 14 kernels, one after the other,
+for minutes. The table below leaves the likely ones. They are compiled ahead (:mod:`model.kernels.compile_ahead`) and
+timed for milliseconds each, and Triton keeps the result on disk. ``benchmarks/kernel_choice.py`` times all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from model.kernels.delta_net import autotuners
 
-#: The compute capability that the table was measured on: H100, H200.
+#: The compute capability that the table is made for: H100, H200.
 HOPPER = (9, 0)
 #: Head widths up to which every configuration of the table fits into shared memory.
 _WIDEST = 128
+#: Milliseconds for which a configuration is run, first to warm up and then to be timed.
+_WARM_UP, _TIMED = 5, 20
 
 
 @dataclass(frozen=True)
@@ -37,30 +41,45 @@ class Configuration:
         return (config.num_warps, config.num_stages, config.kwargs) == (self.warps, self.stages, dict(self.blocks))
 
 
-#: The configuration of each kernel.
-CHOSEN: Mapping[str, Configuration] = {
-    "causal_conv1d_fwd_kernel": Configuration(4, blocks={"BD": 32}),
-    "causal_conv1d_bwd_kernel": Configuration(4, blocks={"BD": 32}),
-    "l2norm_fwd_kernel": Configuration(8, blocks={"BT": 32}),
-    "l2norm_bwd_kernel": Configuration(8, blocks={"BT": 32}),
-    "chunk_local_cumsum_scalar_kernel": Configuration(2),
-    "chunk_scaled_dot_kkt_fwd_kernel": Configuration(4, 3, {"BK": 64}),
-    "merge_16x16_to_64x64_inverse_kernel": Configuration(4, 3, {"DOT_PRECISION": "ieee"}),
-    "recompute_w_u_fwd_kernel": Configuration(4, 3),
-    "chunk_gated_delta_rule_fwd_kernel_h_blockdim64": Configuration(4, 3, {"BV": 64}),
-    "chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64": Configuration(4, 3, {"BV": 64}),
-    "chunk_fwd_kernel_o": Configuration(8, 3, {"BK": 128, "BV": 128}),
-    "chunk_bwd_kernel_dv_local": Configuration(4, 3),
-    "chunk_bwd_kernel_dqkwg": Configuration(4, 3),
-    "prepare_wy_repr_bwd_kernel": Configuration(4, 3),
+#: The configurations of each kernel, the likeliest first. Memory decides the speed of those with only one.
+CANDIDATES: Mapping[str, tuple[Configuration, ...]] = {
+    "causal_conv1d_fwd_kernel": tuple(
+        Configuration(warps, blocks={"BD": block}) for block, warps in ((32, 4), (64, 4), (128, 4), (128, 8))
+    ),
+    "causal_conv1d_bwd_kernel": tuple(
+        Configuration(warps, blocks={"BD": block}) for block, warps in ((32, 4), (16, 4), (64, 4), (64, 8))
+    ),
+    "l2norm_fwd_kernel": (Configuration(8, blocks={"BT": 32}),),
+    "l2norm_bwd_kernel": (Configuration(8, blocks={"BT": 32}),),
+    "chunk_local_cumsum_scalar_kernel": (Configuration(2),),
+    "chunk_scaled_dot_kkt_fwd_kernel": tuple(
+        Configuration(warps, stages, {"BK": block}) for block, warps, stages in ((64, 4, 3), (128, 4, 2), (64, 2, 3))
+    ),
+    "merge_16x16_to_64x64_inverse_kernel": tuple(
+        Configuration(warps, stages, {"DOT_PRECISION": "ieee"}) for warps, stages in ((4, 3), (2, 3), (4, 2), (8, 3))
+    ),
+    "recompute_w_u_fwd_kernel": tuple(Configuration(warps, stages) for warps, stages in ((4, 3), (4, 2), (2, 3))),
+    "chunk_gated_delta_rule_fwd_kernel_h_blockdim64": tuple(
+        Configuration(4, stages, {"BV": block}) for block in (64, 32) for stages in (3, 2)
+    ),
+    "chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64": tuple(
+        Configuration(4, stages, {"BV": block}) for block in (64, 32) for stages in (3, 2)
+    ),
+    "chunk_fwd_kernel_o": tuple(
+        Configuration(warps, 3, {"BK": block, "BV": block}) for block, warps in ((128, 8), (64, 4), (32, 2))
+    ),
+    "chunk_bwd_kernel_dv_local": tuple(Configuration(warps, stages) for warps, stages in ((4, 3), (4, 2), (2, 3))),
+    "chunk_bwd_kernel_dqkwg": tuple(Configuration(4, stages) for stages in (3, 2, 4)),
+    # With four warps, Triton miscompiles this kernel's sibling on Hopper (flash-linear-attention's pull request 988).
+    "prepare_wy_repr_bwd_kernel": tuple(Configuration(2, stages) for stages in (3, 2, 4)),
 }
 
 
 def choose_configurations(key_width: int, value_width: int, capability: tuple[int, int]) -> list[str]:
     """Restricts Triton's autotuners to the configurations of the table, for this process.
 
-    Where a configuration may not fit (other GPUs, wider heads, another version of flash-linear-attention), the
-    autotuner keeps its own.
+    Where they may not fit (other GPUs, wider heads, another version of flash-linear-attention), an autotuner keeps its
+    own.
 
     Args:
         key_width: Width of a query or key head.
@@ -68,17 +87,20 @@ def choose_configurations(key_width: int, value_width: int, capability: tuple[in
         capability: Compute capability of the GPU.
 
     Returns:
-        Names of the kernels that are still tuned.
+        Names of the kernels whose autotuners keep their own configurations.
     """
     tuners = autotuners()
     if capability != HOPPER or max(key_width, value_width) > _WIDEST:
         return sorted(tuners)
-    tuned = []
+    from triton.testing import do_bench
+
+    kept = []
     for name, tuner in tuners.items():
-        chosen = CHOSEN.get(name)
-        configs = [each for each in tuner.configs if chosen is not None and chosen.is_that_of(each)]
+        candidates = CANDIDATES.get(name, ())
+        configs = [each for each in tuner.configs if any(candidate.is_that_of(each) for candidate in candidates)]
         if configs:
             tuner.configs = configs
+            tuner.do_bench = partial(do_bench, warmup=_WARM_UP, rep=_TIMED)
         else:
-            tuned.append(name)
-    return sorted(tuned)
+            kept.append(name)
+    return sorted(kept)

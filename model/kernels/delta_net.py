@@ -5,8 +5,6 @@ Shapes: batch 1, tokens T, channels c, value heads h, key width k, value width v
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -44,10 +42,6 @@ class DeltaNetShape:
     value_width: int
     taps: int
 
-    def to_json(self) -> str:
-        """Returns the fields as JSON."""
-        return json.dumps(dataclasses.asdict(self))
-
     def run(self, device: str, segments: int = 1) -> None:
         """Runs convolution, norm and delta rule, forward and backward, as megatron-core's ``GatedDeltaNet`` does.
 
@@ -78,7 +72,8 @@ class DeltaNetShape:
             output_final_state=False,
             cu_seqlens=bounds,
         )
-        out.sum().backward()
+        # A gradient with a value for each output: that of a sum is one value, which the kernel would read beyond.
+        out.backward(torch.ones_like(out))
         l2norm(empty(1, self.tokens, 2 * self.key_heads, self.key_width)).sum().backward()
         heads = (1, self.tokens, self.value_heads)
         out, _ = chunk_gated_delta_rule(

@@ -42,6 +42,19 @@ class SplitAndRotate(torch.autograd.Function):
         return mixed, None
 
 
+def run_rotation(heads: int, width: int, device: str) -> None:
+    """Runs the kernels forward and backward on one row, such as to compile them for a number of heads and their width.
+
+    Args:
+        heads: Heads on a rank.
+        width: Width of a head.
+        device: ``meta`` for tensors without content.
+    """
+    mixed = torch.empty(1, heads, 3, width, dtype=torch.bfloat16, device=device, requires_grad=True)
+    parts = SplitAndRotate.apply(mixed, torch.empty(1, width, device=device))
+    torch.autograd.backward(parts, [torch.ones_like(each) for each in parts])
+
+
 def _launch(mixed: Tensor, parts: tuple[Tensor, ...], angles_pd: Tensor, *, backward: bool) -> None:
     rows, heads, _, width = mixed.shape
     _split_and_rotate[(rows,)](

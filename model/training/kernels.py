@@ -8,7 +8,7 @@ from pathlib import Path
 
 from model.architecture import Architecture
 from model.families import architecture_from_hf, preset, spec_of
-from model.kernels.ahead import KernelsAhead, can_compile_ahead
+from model.kernels.ahead import Kernels, KernelsAhead, can_compile_ahead
 from model.training.config import TrainConfig
 from model.training.model_settings import settings_of
 
@@ -24,7 +24,11 @@ def compile_ahead(config: TrainConfig) -> KernelsAhead | None:
         return None
     settings = settings_of(config, architecture, on_gpu=True)
     shape = spec_of(architecture).kernels(architecture, settings, config.data.capacity)
-    return None if shape is None else KernelsAhead.of(shape, every=settings.tune_kernels)
+    if shape is None:
+        return None
+    vision = architecture.vision
+    rotation = None if settings.language_only else (vision.num_heads // settings.vision_parallel, vision.head_dim)
+    return KernelsAhead.of(Kernels(shape, rotation, every=settings.tune_kernels))
 
 
 def _architecture_without_torch(config: TrainConfig) -> Architecture | None:

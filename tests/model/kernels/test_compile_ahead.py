@@ -15,8 +15,8 @@ import pytest
 
 import model.training.kernels
 from model.kernels import configurations
-from model.kernels.ahead import KernelsAhead
-from model.kernels.configurations import CHOSEN, HOPPER, Configuration, choose_configurations
+from model.kernels.ahead import Kernels, KernelsAhead
+from model.kernels.configurations import CANDIDATES, HOPPER, Configuration, choose_configurations
 from model.kernels.delta_net import DeltaNetShape
 from model.training.config_loading import load_config
 from model.training.kernels import compile_ahead
@@ -78,26 +78,34 @@ def test_forks_compile_what_a_function_launches(tmp_path: Path) -> None:
 
 
 def of_the_delta_net() -> None:
-    """Which kernels are tuned with the table, and which a step of the table and of all configurations has."""
+    """Which kernels are compiled with the table and with all configurations, and for which tiles."""
+    from collections import Counter
+
     from model.kernels.compile_ahead import collect, pretend_hopper, run_all_configurations
 
     pretend_hopper()
 
-    def run() -> None:
-        SHAPE.run("meta")
+    def sources() -> list[Any]:
+        calls = collect(lambda: run_all_configurations(lambda: SHAPE.run("meta")))
+        cells = [cell.cell_contents for call in calls for cell in call.__closure__ or ()]
+        return [each for each in cells if hasattr(each, "constants")]
 
-    every = len(collect(lambda: run_all_configurations(run)))
-    tuned = choose_configurations(128, 128, HOPPER)
-    calls = collect(run)
-    print(json.dumps({"tuned": tuned, "chosen": len(calls), "every": every}))
+    every = len(sources())
+    own = choose_configurations(128, 128, HOPPER)
+    found = sources()
+    tiles = [value for each in found if each.name == "chunk_bwd_kernel_dqkwg" for value in each.constants.values()]
+    counts = Counter(each.name for each in found)
+    print(json.dumps({"own": own, "every": every, "counts": counts, "tiles": tiles}, default=str))
 
 
 @needs_fla
 def test_the_table_names_configurations_that_exist(tmp_path: Path) -> None:
     found = in_a_process("of_the_delta_net", tmp_path)
-    assert not set(found["tuned"]) & set(CHOSEN)
-    assert len(CHOSEN) <= found["chosen"] <= len(CHOSEN) + 3, "some are compiled twice, with and without an argument"
-    assert found["every"] > 8 * found["chosen"]
+    assert not set(found["own"]) & set(CANDIDATES)
+    variants = {"causal_conv1d_fwd_kernel": 2, "chunk_local_cumsum_scalar_kernel": 2}  # two activations, two directions
+    assert found["counts"] == {name: len(each) * variants.get(name, 1) for name, each in CANDIDATES.items()}
+    assert found["every"] > 4 * sum(found["counts"].values())
+    assert found["tiles"].count(128) > found["tiles"].count(64), "a Hopper GPU has room for tiles of 128"
 
 
 def tuner(*configs: Configuration) -> Any:
@@ -111,55 +119,60 @@ def tuner(*configs: Configuration) -> Any:
 class TestTheChoice:
     @pytest.fixture
     def tuners(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-        name, chosen = next(iter(CHOSEN.items()))
-        other = Configuration(chosen.warps * 2, chosen.stages, chosen.blocks)
-        found = {name: tuner(other, chosen), "new_kernel": tuner(other, chosen), list(CHOSEN)[1]: tuner(other)}
+        """Autotuners of a kernel with all candidates and another, of an unknown one, and of one with others only."""
+        (first, candidates), (second, _) = list(CANDIDATES.items())[:2]
+        other = Configuration(64)
+        found = {first: tuner(other, *candidates), "new_kernel": tuner(other, *candidates), second: tuner(other)}
         monkeypatch.setattr(configurations, "autotuners", lambda: found)
         return found
 
-    def test_leaves_one_configuration_of_a_known_kernel(self, tuners: dict[str, Any]) -> None:
-        first, second = list(CHOSEN)[:2]
+    @needs_triton
+    def test_leaves_the_candidates_of_a_known_kernel(self, tuners: dict[str, Any]) -> None:
+        first, second = list(CANDIDATES)[:2]
         assert choose_configurations(128, 128, HOPPER) == sorted(["new_kernel", second])
-        assert [CHOSEN[first].is_that_of(each) for each in tuners[first].configs] == [True]
-        assert len(tuners["new_kernel"].configs) == 2
+        left = tuners[first].configs
+        assert len(left) == len(CANDIDATES[first])
+        assert all(any(each.is_that_of(config) for each in CANDIDATES[first]) for config in left)
+        assert len(tuners["new_kernel"].configs) == 1 + len(left)
         assert len(tuners[second].configs) == 1, "a configuration that the kernel does not have is not invented"
 
     @pytest.mark.parametrize(("width", "capability"), [(256, HOPPER), (128, (10, 0)), (128, (8, 0))])
-    def test_is_the_autotuners_where_nothing_was_measured(
+    def test_is_the_autotuners_where_the_table_may_not_fit(
         self, tuners: dict[str, Any], width: int, capability: tuple[int, int]
     ) -> None:
+        before = {name: list(each.configs) for name, each in tuners.items()}
         assert choose_configurations(128, width, capability) == sorted(tuners)
-        assert len(tuners[next(iter(CHOSEN))].configs) == 2
+        assert {name: each.configs for name, each in tuners.items()} == before
 
 
 class TestTheStart:
     """When the trainer compiles ahead, and for what."""
 
     @pytest.fixture(autouse=True)
-    def started(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[DeltaNetShape, bool]]:
-        found: list[tuple[DeltaNetShape, bool]] = []
+    def started(self, monkeypatch: pytest.MonkeyPatch) -> list[Kernels]:
+        found: list[Kernels] = []
         monkeypatch.setattr(model.training.kernels, "can_compile_ahead", lambda: True)
-        monkeypatch.setattr(KernelsAhead, "of", lambda shape, every: found.append((shape, every)))
+        monkeypatch.setattr(KernelsAhead, "of", found.append)
         monkeypatch.delenv("LOCAL_RANK", raising=False)
         return found
 
     def start(self, **settings: Any) -> None:
         compile_ahead(load_config(None, [(name.replace("__", "."), value) for name, value in settings.items()]))
 
-    def test_with_the_heads_of_a_rank(self, started: list[tuple[DeltaNetShape, bool]]) -> None:
+    def test_with_the_heads_of_a_rank(self, started: list[Kernels]) -> None:
         self.start(model__preset="4b", parallel__tp=2, parallel__cp=2, data__capacity=8192)
-        assert started == [(DeltaNetShape(8192, 4, 8, 128, 128, 4), False)]
+        assert started == [Kernels(DeltaNetShape(8192, 4, 8, 128, 128, 4), rotation=(8, 64), every=False)]
 
-    def test_with_all_configurations_if_they_are_tuned(self, started: list[tuple[DeltaNetShape, bool]]) -> None:
-        self.start(model__preset="2b", model__tune_kernels=True)
-        assert [every for _, every in started] == [True]
+    def test_with_all_configurations_if_they_are_tuned(self, started: list[Kernels]) -> None:
+        self.start(model__preset="2b", model__tune_kernels=True, model__language_only=True)
+        assert [(each.every, each.rotation) for each in started] == [(True, None)]
 
-    def test_for_a_checkpoint(self, started: list[tuple[DeltaNetShape, bool]], tmp_path: Path) -> None:
+    def test_for_a_checkpoint(self, started: list[Kernels], tmp_path: Path) -> None:
         from model.families import architecture_to_hf, preset
 
         (tmp_path / "config.json").write_text(json.dumps(architecture_to_hf(preset("2b"))))
         self.start(model__hf=str(tmp_path))
-        assert [shape.value_heads for shape, _ in started] == [16]
+        assert [each.delta_net.value_heads for each in started] == [16]
 
     @pytest.mark.parametrize(
         "settings",
@@ -170,13 +183,11 @@ class TestTheStart:
             {"model__hf": "somebody/of-the-hub"},
         ],
     )
-    def test_not_without_such_kernels(
-        self, started: list[tuple[DeltaNetShape, bool]], settings: dict[str, Any]
-    ) -> None:
+    def test_not_without_such_kernels(self, started: list[Kernels], settings: dict[str, Any]) -> None:
         self.start(**settings)
         assert not started
 
-    def test_once_on_a_node(self, started: list[tuple[DeltaNetShape, bool]], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_once_on_a_node(self, started: list[Kernels], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("LOCAL_RANK", "1")
         self.start(model__preset="2b")
         assert not started
@@ -196,8 +207,8 @@ class TestTheWait:
             "print(json.dumps({'kernels': 2}), flush=True)\n"
             "for cached in (False, True): print(json.dumps({'kernel': 'a', 'cached': cached}))"
         )
-        assert lines[0] == "compiling 2 kernels of the delta net …"
-        assert lines[1].startswith("compiled 1 kernel of the delta net in ")
+        assert lines[0] == "compiling 2 kernels …"
+        assert lines[1].startswith("compiled 1 kernel in ")
 
     def test_says_nothing_if_all_were_cached_and_on_other_gpus(self) -> None:
         assert self.said("print(json.dumps({'kernel': 'a', 'cached': True}))") == []
@@ -219,6 +230,6 @@ class TestTheWait:
 
     def test_the_module_ends_quietly_without_a_gpu(self) -> None:
         lines: list[str] = []
-        with KernelsAhead.of(SHAPE, every=False) as ahead:
+        with KernelsAhead.of(Kernels(SHAPE, None, every=False)) as ahead:
             ahead.wait(lines.append)
         assert lines == []
