@@ -93,8 +93,8 @@ class ModelSettings:
         fp8: FP8 format of linear layers (``hybrid``, ``e4m3``) with Transformer Engine; None disables FP8.
         fp8_recipe: FP8 scaling: of whole tensors by their current range (``tensorwise``) or by that of earlier steps
             (``delayed``), or of blocks (``blockwise``).
-        tune_kernels: Whether Triton's autotuner chooses the configurations of the delta net's kernels at each first
-            use, instead of :mod:`model.kernels.configurations`.
+        tune_kernels: Whether Triton's autotuner times all configurations of the delta net's kernels, instead of those
+            in :mod:`model.kernels.configurations`.
     """
 
     tensor_parallel: int = 1

@@ -118,7 +118,7 @@ class ModelConfig:
         vision_attention: Attention of the vision tower with Transformer Engine: "transformer_engine",
             "flash_attention_4" (package flash-attn-4), or "auto": FlashAttention 4 if installed.
         tune_kernels: Have Triton's autotuner time all configurations of the delta net's kernels at the first start,
-            instead of taking those measured on an H200.
+            instead of a few likely ones.
     """
 
     preset: str = "tiny"
