@@ -18,6 +18,9 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
+import torch
+from megatron.core import dist_checkpointing
+
 import model.training.loop
 import model.training.step
 from model.training.interruption import Interruption
@@ -139,7 +142,7 @@ def writers_that_wait(event: Path, rank: int) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_process_group_spares_what_writes_a_checkpoint(
-    run: Callable[..., Any], chats: Path, tmp_path: Path, number: signal.Signals
+    one_process: None, chats: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     out = tmp_path / "run"
     options = ("--set", "run.async_save=true", "--set", "run.save_every=1")
@@ -162,8 +165,9 @@ def test_a_signal_to_the_process_group_spares_what_writes_a_checkpoint(
     assert not psutil.wait_procs(children, timeout=60)[1]
     checkpoint = out / "checkpoints" / f"step-{saved:08d}"
     assert len(list(checkpoint.glob("*.distcp"))) == WRITERS
-    run(resume=True, run__steps=saved + 1)
-    assert steps_of(out)[-1]["step"] == saved + 1
+    tensors = dist_checkpointing.load_plain_tensors(str(checkpoint)).values()
+    assert all(each.isfinite().all() for each in tensors if isinstance(each, torch.Tensor) and each.is_floating_point())
+    assert sum(isinstance(each, torch.Tensor) for each in tensors) > 300, "weights and two moments of each"
 
 
 def rank_1_has_most_memory(rank: int) -> None:
