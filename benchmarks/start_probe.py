@@ -199,9 +199,9 @@ def main() -> None:
 
     prepare = environment.before_megatron
 
-    def prepared() -> None:
+    def prepared(**options: Any) -> None:
         probe.mark("configuration checked")
-        prepare()
+        prepare(**options)
         probe.mark("torch imported")
         import importlib.util
 
