@@ -218,15 +218,15 @@ class TestTheWait:
         (line,) = self.said("print('add: CompilationError: oh', file=sys.stderr); sys.exit(1)")
         assert line == ("warning: kernels could not be compiled ahead, steps compile them: add: CompilationError: oh")
 
-    def test_the_process_does_not_outlive_the_run(self, tmp_path: Path) -> None:
-        file = tmp_path / "began"
-        code = f"import os, signal\nopen({str(file)!r}, 'w').close()\nos.fork()\nsignal.pause()"
+    def test_neither_the_process_nor_its_forks_outlive_the_run(self, tmp_path: Path) -> None:
+        pipe = tmp_path / "pipe"
+        os.mkfifo(pipe)
+        code = f"import os, signal\nfile = open({str(pipe)!r}, 'wb', 0)\nos.fork()\nfile.write(b'x')\nsignal.pause()"
         ahead = KernelsAhead([sys.executable, "-c", code])
-        while not file.exists():
-            pass
-        ahead.close()
-        with pytest.raises(ProcessLookupError):
-            os.killpg(ahead._process.pid, 0)
+        with pipe.open("rb") as file:
+            assert file.read(2) == b"xx"
+            ahead.close()
+            assert file.read() == b"", "the pipe ends when all who may write have ended"
 
     def test_the_module_ends_quietly_without_a_gpu(self) -> None:
         lines: list[str] = []
