@@ -96,3 +96,43 @@ def test_compact_moments_need_it(setting: str, value: Any, chats: Path) -> None:
     with pytest.raises(ConfigError, match=rf"optimizer\.{setting}=.* needs fully sharded parameters: add --set paral"):
         check_early(load_config(None, given))
     check_early(load_config(None, [*given, ("parallel.fsdp", True)]))
+
+
+def test_only_one_layer_is_gathered_at_a_time(one_process: None) -> None:
+    """Of the decoder and of the tower, in both passes and with full recomputation; afterwards none."""
+    from torch import nn
+    from torch.distributed.tensor import DTensor
+
+    from model.families import spec_of
+    from model.network.settings import ModelSettings
+    from model.training.sharded_model import ShardedModel
+    from tests.model.helpers import mixed_samples, pack, small_architecture
+
+    architecture = small_architecture(mtp=1)
+    model: Any = spec_of(architecture).build(architecture, ModelSettings(recompute="full"))
+    names = [name for name, _ in model.named_parameters()]
+    wrapped = ShardedModel(model.train(), torch.float32, torch.device("cpu"))
+    assert [name for name, _ in wrapped.named_parameters()] == names
+    layers = [*model.vision.blocks, *model.language.decoder.layers, model.language.predictor]
+
+    def gathered() -> int:
+        return sum(not all(isinstance(each, DTensor) for each in layer.parameters()) for layer in layers)
+
+    seen: list[int] = []
+
+    def note(*_: Any) -> None:
+        seen.append(gathered())
+
+    for layer in layers:
+        inner = next(each for each in layer.modules() if each is not layer and isinstance(each, nn.Module))
+        inner.register_forward_pre_hook(note)
+    output = wrapped(pack(mixed_samples()))
+    forward = len(seen)
+    assert forward == len(layers)
+    output.sum().backward()
+    assert len(seen) == forward + len(layers) - len(model.vision.blocks)  # once more, to recompute
+    assert set(seen[:forward]) == {1}
+    assert max(seen) <= 2  # a layer's weights may stay until the one before it has computed again
+    assert gathered() == 0
+    wrapped.finish_grad_sync()
+    assert all(own.rows.main_grad.shape == own.rows.shape for own in wrapped.held)
