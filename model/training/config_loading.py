@@ -126,6 +126,8 @@ def _as_type(kind: Any, value: Any, what: str) -> Any:
         (kind,) = (each for each in arguments if each is not type(None))
         return _as_type(kind, value, what)
     if origin is Literal:
+        if value is None and "none" in arguments:  # "--set model.recompute=none" is a choice, not an unset setting
+            return "none"
         if value not in arguments:
             raise ConfigError(f"{what} is {value!r}; it must be one of {', '.join(map(str, arguments))}")
         return value

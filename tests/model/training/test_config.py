@@ -54,6 +54,10 @@ def test_none_takes_a_setting_back(tmp_path: Path) -> None:
     assert load_config(file, ["data.max_patches=none"]).data.max_patches is None
 
 
+def test_none_is_a_choice_where_it_is_one() -> None:
+    assert load_config(None, ["model.recompute=full", "model.recompute=none"]).model.recompute == "none"
+
+
 def test_options_of_the_loader_have_its_defaults_but_for_the_trainers_own() -> None:
     options = loader_options()
     shared = [each for each in dataclasses.fields(DataConfig) if each.name in options]
