@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 import numpy as np
@@ -56,9 +57,24 @@ def _assigned(image_grid_thw: npt.ArrayLike, loads: list[int]) -> npt.NDArray[np
     """Assigns images to ranks with these loads, which grow by their costs."""
     grids = np.asarray(image_grid_thw, dtype=np.int64).reshape(-1, 3)
     span = grids[:, 1] * grids[:, 2]
-    cost = grids[:, 0] * span * (BREAK_EVEN_PATCHES + span)
-    owners = np.zeros(len(grids), dtype=np.int64)
-    for image in np.argsort(-cost, kind="stable").tolist():
-        owners[image] = min(range(len(loads)), key=lambda rank: (loads[rank], rank))
-        loads[owners[image]] += int(cost[image])
+    return assigned(grids[:, 0] * span * (BREAK_EVEN_PATCHES + span), loads)
+
+
+def assigned(costs: npt.NDArray[np.int64], loads: list[int]) -> npt.NDArray[np.int64]:
+    """Assigns work to ranks with these loads, which grow by the costs: the most expensive first, to the least loaded.
+
+    Args:
+        costs: int64 (N,).
+        loads: One per rank.
+
+    Returns:
+        int64 (N,): ranks.
+    """
+    owners = np.zeros(len(costs), dtype=np.int64)
+    least = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(least)
+    for item in np.argsort(-costs, kind="stable").tolist():
+        load, rank = least[0]
+        owners[item], loads[rank] = rank, load + int(costs[item])
+        heapq.heapreplace(least, (loads[rank], rank))
     return owners

@@ -33,6 +33,10 @@ def plan(
         int | None, typer.Option(help="Estimate a vision tower on so many GPUs of its own (parallel.vision_gpus).")
     ] = None,
     gpus: Annotated[int, typer.Option(help="GPUs of both sides, with --vision-gpus.")] = 8,
+    vision_ahead: Annotated[
+        int, typer.Option(help="Micro-batches that such a tower encodes ahead (parallel.vision_ahead).")
+    ] = 1,
+    stages: Annotated[int, typer.Option("--pp", help="Pipeline stages of the language model, with --vision-gpus.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Plan an epoch and report packs, fill, waste, balance and steps. Reads the index only, no media.
@@ -77,7 +81,7 @@ def plan(
     splits: tuple[Split, ...] = ()
     if vision_gpus is not None:
         layout = loader_config.parallelism
-        splits = estimate_splits(planned, gpus, layout.tensor_parallel * layout.context_parallel)
+        splits = estimate_splits(planned, gpus, layout.tensor_parallel * layout.context_parallel, stages, vision_ahead)
         if vision_gpus not in [each.vision_gpus for each in splits]:
             fitting = ", ".join(str(each.vision_gpus) for each in splits)
             raise UsageError(f"--vision-gpus {vision_gpus} of --gpus {gpus} leaves no whole layout; choose {fitting}")

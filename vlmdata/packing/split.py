@@ -1,7 +1,8 @@
 """Estimates what GPUs of its own for the vision tower change: work, idle time and speed, from the cost model.
 
-The estimate counts arithmetic and nothing else: a GPU does its share of it at the same speed whatever the layout, a
-backward pass takes twice as long as a forward pass, and messages take no time. Memory is not considered.
+Steps of the plan are simulated pass by pass (:mod:`vlmdata.packing.schedule`). The estimate counts arithmetic and
+nothing else: messages take no time, pipeline stages share the layers evenly, and memory is not considered. Images of
+one sample are encoded by one rank, where the trainer may spread them.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from vlmdata.errors import UsageError
 from vlmdata.packing.cost import CostModel
 from vlmdata.packing.plan import EpochPlan
+from vlmdata.packing.schedule import FloatArray, step_time
+from vlmdata.vision_split import assigned
 
 #: Steps that are simulated, spread over the epoch.
-_STEPS = 100
-_FORWARD = 1 / 3
+_STEPS = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +32,9 @@ class Split:
         vision_gpus: GPUs that hold the tower.
         vision_idle: Share of the time that they wait.
         language_idle: Share of the time that the others wait.
-        speed: Steps per second, relative to the same GPUs without waiting: the share of the time in which they work.
+        speed: Share of the time in which the GPUs work.
         gain: Steps per second relative to one layout for both on all GPUs; None if that layout does not exist.
+        time: Mean time of a step: work of the cost model's units over FLOP/s.
     """
 
     vision_gpus: int
@@ -38,16 +42,36 @@ class Split:
     language_idle: float
     speed: float
     gain: float | None
+    time: float
 
 
-def estimate_splits(plan: EpochPlan, gpus: int, model_parallel: int, ahead: int = 1) -> tuple[Split, ...]:
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """FLOP/s of a GPU, in any unit.
+
+    Attributes:
+        vision: In a tower of its own.
+        language: In the language model.
+        vision_together: In a tower in the language model's layout.
+    """
+
+    vision: float = 1.0
+    language: float = 1.0
+    vision_together: float = 1.0
+
+
+def estimate_splits(
+    plan: EpochPlan, gpus: int, model_parallel: int, stages: int = 1, ahead: int = 1, speeds: Speeds | None = None
+) -> tuple[Split, ...]:
     """Estimates each split of some GPUs that the global batch allows.
 
     Args:
         plan: The plan; its cost model is that of the whole model.
         gpus: GPUs for both sides.
-        model_parallel: GPUs that share one pack in the language model (tensor x context parallel).
-        ahead: Micro-batches that the tower encodes ahead.
+        model_parallel: GPUs that share each layer of the language model for a pack (tensor x context parallel).
+        stages: Its pipeline stages.
+        ahead: Micro-batches that the tower encodes ahead (``parallel.vision_ahead``).
+        speeds: FLOP/s; None if all are equal.
 
     Returns:
         The estimates, by ascending ``vision_gpus``.
@@ -55,76 +79,111 @@ def estimate_splits(plan: EpochPlan, gpus: int, model_parallel: int, ahead: int 
     Raises:
         UsageError: If no split is possible.
     """
-    cost, batch = plan.config.cost, plan.config.global_batch
-    language = _with_cost(plan, dataclasses.replace(cost, per_patch=0, per_patch_squared=0))
-    vision = _with_cost(plan, CostModel(0, 0, 0, cost.per_patch, cost.per_patch_squared))
-    steps = sorted({number * plan.num_steps // _STEPS for number in range(_STEPS)})
-    together = _time_of_one_layout(plan, steps, gpus, model_parallel)
+    batch, replica = plan.config.global_batch, model_parallel * stages
+    simulation = _Simulation(plan, model_parallel, stages, speeds or Speeds())
+    together = simulation.time_together(gpus)
     found = []
     for apart in range(1, gpus):
-        ranks, rest = divmod(gpus - apart, model_parallel)
-        if rest or not ranks or batch % ranks:
-            continue
-        time = vision_work = language_work = 0.0
-        for step in steps:
-            packs = language.assignment(step, ranks)
-            tower = vision.pack_costs(packs.ravel()).reshape(packs.shape).sum(1) / apart
-            others = language.pack_costs(packs.ravel()).reshape(packs.shape) / model_parallel
-            time += _step_time(tower.tolist(), others.max(1).tolist(), ahead + 1)
-            vision_work += tower.sum()
-            language_work += others.sum() / ranks
-        vision_idle, language_idle = (float(1 - work / time) if time else 0.0 for work in (vision_work, language_work))
-        speed = (apart * vision_work + (gpus - apart) * language_work) / (gpus * time) if time else 1.0
-        gain = None if together is None or not time else together / time
-        found.append(Split(apart, vision_idle, language_idle, float(speed), gain))
+        ranks, rest = divmod(gpus - apart, replica)
+        if not rest and ranks and batch % ranks == 0:
+            found.append(simulation.split(gpus, apart, ahead, together))
     if not found:
         raise UsageError(
-            f"{gpus} GPUs cannot be split: a language model on {model_parallel} GPUs (tensor x context parallel) and a "
-            f"tower need more, or data-parallel sizes that divide global_batch {batch}"
+            f"{gpus} GPUs cannot be split: a language model on {replica} GPUs (tensor x context parallel x stages) and "
+            f"a tower need more, or data-parallel sizes that divide global_batch {batch}"
         )
     return tuple(found)
 
 
+def split_of(
+    plan: EpochPlan, gpus: int, vision_gpus: int, model_parallel: int, stages: int, ahead: int, speeds: Speeds
+) -> Split:
+    """Estimates one split, whose sizes must fit, without comparison; see :func:`estimate_splits`."""
+    return _Simulation(plan, model_parallel, stages, speeds).split(gpus, vision_gpus, ahead, None)
+
+
+def time_together(
+    plan: EpochPlan, gpus: int, model_parallel: int, stages: int = 1, speeds: Speeds | None = None
+) -> float | None:
+    """Returns the mean time of a step if one layout holds both, as :func:`estimate_splits`; None if sizes do not fit."""
+    return _Simulation(plan, model_parallel, stages, speeds or Speeds()).time_together(gpus)
+
+
 def best_split(splits: Sequence[Split]) -> Split:
     """Returns the fastest split."""
-    return max(splits, key=lambda each: each.speed)
+    return max(splits, key=lambda each: each.gain if each.gain is not None else each.speed)
 
 
-def _step_time(vision: Sequence[float], language: Sequence[float], in_flight: int) -> float:
-    """Returns when both sides are done with the micro-batches of a step.
+class _Simulation:
+    """Steps of a plan, and the work of each side in them."""
 
-    Args:
-        vision: Work of the tower in each micro-batch.
-        language: Work of the language model in each.
-        in_flight: Micro-batches that the tower encodes before it waits for a gradient.
-    """
-    tower = others = 0.0
-    encoded = []
+    def __init__(self, plan: EpochPlan, model_parallel: int, stages: int, speeds: Speeds):
+        cost = plan.config.cost
+        self._plan = plan
+        self._model_parallel, self._stages, self._speeds = model_parallel, stages, speeds
+        self._language = _with_cost(plan, dataclasses.replace(cost, per_patch=0, per_patch_squared=0))
+        self._vision = CostModel(0, 0, 0, cost.per_patch, cost.per_patch_squared)
+        self._known: dict[int, npt.NDArray[np.int64]] = {}
+        self.steps = sorted({number * plan.num_steps // _STEPS for number in range(_STEPS)})
 
-    def encode(number: int) -> None:
-        nonlocal tower
-        if number < len(vision):
-            tower += _FORWARD * vision[number]
-            encoded.append(tower)
+    def split(self, gpus: int, apart: int, ahead: int, together: float | None) -> Split:
+        """Estimates one split; ``together`` is the time of a step in one layout."""
+        ranks = (gpus - apart) // (self._model_parallel * self._stages)
+        time = vision = language = 0.0
+        for step in self.steps:
+            tower, others = self.work(step, apart, ranks)
+            time += step_time(others, tower, ahead)
+            vision += tower.sum()
+            language += others.sum() * self._model_parallel
+        vision_idle, language_idle = (
+            1 - work / (count * time) if time else 0.0 for work, count in ((vision, apart), (language, gpus - apart))
+        )
+        speed = (vision + language) / (gpus * time) if time else 1.0
+        time /= max(len(self.steps), 1)
+        gain = None if together is None or not time else together / time
+        return Split(apart, float(vision_idle), float(language_idle), float(speed), gain, time)
 
-    for number in range(in_flight):
-        encode(number)
-    for number, work in enumerate(language):
-        others = max(others, encoded[number]) + work
-        tower = max(tower, others) + (1 - _FORWARD) * vision[number]
-        encode(number + in_flight)
-    return max(tower, others)
+    def work(self, step: int, vision_gpus: int, ranks: int) -> tuple[FloatArray, FloatArray]:
+        """Returns the time of each pass in a step: tower (n, V), and language (n, D, S)."""
+        packs = self._language.assignment(step, ranks)
+        loads = [0] * vision_gpus
+        tower = np.zeros((len(packs), vision_gpus))
+        for number, of_micro_batch in enumerate(packs):
+            costs = np.concatenate([self._image_costs(pack) for pack in of_micro_batch.tolist()])
+            tower[number] = np.bincount(assigned(costs, loads), weights=costs, minlength=vision_gpus)
+        return tower / self._speeds.vision, self._of_stages(self._language.pack_costs(packs.ravel()), packs.shape)
 
+    def time_together(self, gpus: int) -> float | None:
+        """Returns the mean time of a step if the first stage's ranks also hold the tower; None if sizes do not fit."""
+        ranks, rest = divmod(gpus, self._model_parallel * self._stages)
+        if rest or not ranks or self._plan.config.global_batch % ranks:
+            return None
+        time = 0.0
+        for step in self.steps:
+            packs = self._plan.assignment(step, ranks)
+            language = self._of_stages(self._language.pack_costs(packs.ravel()), packs.shape)
+            tower = np.array([self._image_costs(pack).sum() for pack in packs.ravel().tolist()]).reshape(packs.shape)
+            language[:, :, 0] += tower / self._model_parallel / self._speeds.vision_together
+            time += step_time(language)
+        return time / max(len(self.steps), 1)
 
-def _time_of_one_layout(plan: EpochPlan, steps: Sequence[int], gpus: int, model_parallel: int) -> float | None:
-    ranks, rest = divmod(gpus, model_parallel)
-    if rest or plan.config.global_batch % ranks:
-        return None
-    times = []
-    for step in steps:
-        packs = plan.assignment(step, ranks)
-        times.append(plan.pack_costs(packs.ravel()).reshape(packs.shape).sum(0).max() / model_parallel)
-    return float(np.sum(times))
+    def _of_stages(self, costs: npt.NDArray[np.int64], shape: tuple[int, ...]) -> FloatArray:
+        of_pack = costs.reshape(shape) / (self._model_parallel * self._stages * self._speeds.language)
+        return np.repeat(of_pack[:, :, None], self._stages, axis=2)
+
+    def _image_costs(self, pack: int) -> npt.NDArray[np.int64]:
+        """Returns the cost of the images of each sample of a pack that has images."""
+        if pack < 0:
+            return np.zeros(0, np.int64)
+        if pack not in self._known:
+            self._known[pack] = self._computed(pack)
+        return self._known[pack]
+
+    def _computed(self, pack: int) -> npt.NDArray[np.int64]:
+        table, samples = self._plan.table, self._plan.pack(pack).samples
+        none = np.zeros(len(samples), np.int64)
+        costs = self._vision.sample_costs(none, none, table.num_patches[samples], table.sum_patches_squared[samples])
+        return costs[costs > 0]
 
 
 def _with_cost(plan: EpochPlan, cost: CostModel) -> EpochPlan:

@@ -1,0 +1,178 @@
+"""The best number of GPUs for a vision tower of its own on 8 to 64 GPUs, simulated, for large models.
+
+    python benchmarks/vision_splits.py        # some minutes, one core, no GPU
+
+Simulates the passes of steps (`vlmdata.packing.split`) with the FLOP of each model and with FLOP/s per GPU that were
+measured (`SPEEDS`), for every layout in `LAYOUTS` whose sizes fit, and compares the fastest split with the fastest
+layout that all GPUs share. Packs of 8,192 tokens, four for each GPU and step. Memory, messages and what they hide are
+not simulated. Writes vision-splits-<date>.json and .md under --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+from packing import draw
+
+from vlmdata.packing import PlanConfig, cost_model, plan_epoch
+from vlmdata.packing.plan import EpochPlan
+from vlmdata.packing.split import Speeds, split_of, time_together
+
+GPUS = (8, 16, 32, 64)
+AHEAD = (1, 4)
+PACKS_PER_GPU = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A layout of a language model.
+
+    Attributes:
+        tensor: Tensor-parallel size.
+        stages: Pipeline stages.
+        expert: Expert-parallel size.
+    """
+
+    tensor: int = 1
+    stages: int = 1
+    expert: int = 1
+
+    def fits(self, gpus: int) -> bool:
+        """Whether so many GPUs can hold this layout."""
+        return gpus > 0 and gpus % (self.tensor * self.stages) == 0 and gpus // self.stages % self.expert == 0
+
+    def __str__(self) -> str:
+        sizes = {"TP": self.tensor, "PP": self.stages, "EP": self.expert}
+        return " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "DP"
+
+
+#: Layouts to try. For 27b and 397b-a17b those that 141 GB per GPU may hold with the distributed optimizer.
+LAYOUTS = {
+    "9b": [Layout(), Layout(tensor=2)],
+    "27b": [Layout(tensor=4), Layout(tensor=2, stages=2), Layout(stages=4)],
+    "397b-a17b": [Layout(stages=s, expert=e) for s in (2, 3, 4, 5, 6, 10, 12, 15) for e in (2, 4, 8, 16, 32)],
+}
+#: GPUs that a 397b-a17b needs at least for weights, gradients and optimizer: stages x experts.
+MINIMUM = {"397b-a17b": 48}
+#: MFU that was measured, by model: of the tower alone, of the language model, and of a tower in its layout. Tower: the
+#: difference of trained and frozen steps of 2b on one GPU (train-speed-frozen-2026-11-21: 45 %). 9b: four GPUs with DP 2
+#: x TP 2 (train-runs-2026-11-21: 36.6 %). 27b: TP 4 with full recomputation, a third more work than counts (21.8 %).
+#: 397b-a17b: nothing is measured; equal speeds.
+SPEEDS = {
+    "9b": Speeds(vision=0.45, language=0.36, vision_together=0.36),
+    "27b": Speeds(vision=0.45, language=0.22, vision_together=0.22),
+    "397b-a17b": Speeds(),
+}
+
+
+def plan_of(model: str, data: str, batch: int) -> EpochPlan:
+    """Some steps of drawn samples."""
+    table = draw(data, 36 * batch)
+    return plan_epoch(table, PlanConfig(8192, batch, cost=cost_model(model), pad_to_capacity=True, last="drop"), 0)
+
+
+def batch_of(gpus: int, ranks: int) -> int:
+    """The global batch of about four packs per GPU that data-parallel ranks can share."""
+    return max(1, round(PACKS_PER_GPU * gpus / ranks)) * ranks
+
+
+def best_of(model: str, data: str, gpus: int, plans: dict[int, EpochPlan]) -> dict[str, Any]:
+    """The fastest layout for both, and the fastest split for each lead of the tower: packs per unit of time."""
+    speeds, found = SPEEDS[model], []
+    together: list[tuple[float, str]] = []
+
+    def plan(batch: int) -> EpochPlan:
+        if batch not in plans:
+            plans[batch] = plan_of(model, data, batch)
+        return plans[batch]
+
+    for layout in LAYOUTS[model]:
+        replica = layout.tensor * layout.stages
+        if layout.fits(gpus):
+            batch = batch_of(gpus, gpus // replica)
+            time = time_together(plan(batch), gpus, layout.tensor, layout.stages, speeds)
+            assert time is not None
+            together.append((batch / time, str(layout)))
+        for vision in range(1, gpus // 2 + 1):
+            if not layout.fits(gpus - vision):
+                continue
+            batch = batch_of(gpus, (gpus - vision) // replica)
+            for ahead in AHEAD:
+                split = split_of(plan(batch), gpus, vision, layout.tensor, layout.stages, ahead, speeds)
+                found.append((batch / split.time, vision, str(layout), ahead, split))
+    row: dict[str, Any] = {"model": model, "data": data, "gpus": gpus}
+    if together:
+        speed, name = max(together)
+        row |= {"together": name, "together_speed": speed}
+    for ahead in AHEAD:
+        of_lead = [each for each in found if each[3] == ahead]
+        if of_lead:
+            speed, vision, name, _, split = max(of_lead, key=lambda each: each[0])
+            row[f"ahead {ahead}"] = {
+                "vision_gpus": vision,
+                "layout": name,
+                "vision_idle": split.vision_idle,
+                "language_idle": split.language_idle,
+                "gain": speed / row["together_speed"] if together else None,
+            }
+    return row
+
+
+def report(rows: list[dict[str, Any]]) -> str:
+    """The results as Markdown."""
+    lines = [
+        f"# Splits of GPUs between vision and language, simulated, {datetime.date.today().isoformat()}",
+        "",
+        "`python benchmarks/vision_splits.py`. Nothing here ran on GPUs: passes are simulated from FLOP and from "
+        "measured FLOP/s per GPU (named in the script; equal for 397b-a17b, of which nothing is measured). About four "
+        "packs of 8,192 tokens per GPU and step. *Together*: the fastest layout that all GPUs share, with the tower in "
+        "its first stage. *Gain*: packs per second relative to it. Memory and messages are not simulated.",
+        "",
+        "| model | data | GPUs | together | ahead | vision GPUs | layout of the others | vision waits | language waits "
+        "| gain |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        for ahead in AHEAD:
+            best = row.get(f"ahead {ahead}")
+            start = f"| {row['model']} | {row['data']} | {row['gpus']} | {row.get('together', 'none fits')} | {ahead} |"
+            if best is None:
+                lines.append(f"{start} none fits | | | | |")
+                continue
+            gain = "" if best["gain"] is None else f"{best['gain']:.2f}"
+            lines.append(
+                f"{start} {best['vision_gpus']} | {best['layout']} | {best['vision_idle']:.0%} | "
+                f"{best['language_idle']:.0%} | {gain} |"
+            )
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
+    parser.add_argument(
+        "--data", nargs="+", choices=["receipts", "mixed", "long-tailed"], default=["receipts", "mixed"]
+    )
+    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
+    options = parser.parse_args()
+    rows = []
+    for model in options.models:
+        for data in options.data:
+            plans: dict[int, EpochPlan] = {}
+            for gpus in GPUS:
+                if gpus >= MINIMUM.get(model, 0):
+                    rows.append(best_of(model, data, gpus, plans))
+                    print(json.dumps(rows[-1]), flush=True)
+    options.out.mkdir(parents=True, exist_ok=True)
+    stem = options.out / f"vision-splits-{datetime.date.today().isoformat()}"
+    stem.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
+    stem.with_suffix(".md").write_text(report(rows))
+
+
+if __name__ == "__main__":
+    main()
