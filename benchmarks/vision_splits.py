@@ -4,8 +4,8 @@
 
 Simulates the passes of steps (`vlmdata.packing.split`) with the FLOP of each model and with FLOP/s per GPU that were
 measured (`SPEEDS`), for every layout in `LAYOUTS` whose sizes fit, and compares the fastest split with the fastest
-layout that all GPUs share. Packs of 8,192 tokens, four for each GPU and step. Memory, messages and what they hide are
-not simulated. Writes vision-splits-<date>.json and .md under --out.
+layout that all GPUs share. Packs of 8,192 tokens. Tensor parallelism costs nothing here, memory and messages are not
+simulated. Writes vision-splits-<date>.json and .md under --out.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ from vlmdata.packing.split import Speeds, split_of, time_together
 
 GPUS = (8, 16, 32, 64)
 AHEAD = (1, 4)
-PACKS_PER_GPU = 4
+#: Packs of a step, per GPU.
+PACKS = (4, 16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,13 +57,16 @@ class Layout:
 LAYOUTS = {
     "9b": [Layout(), Layout(tensor=2)],
     "27b": [Layout(tensor=4), Layout(tensor=2, stages=2), Layout(stages=4)],
-    "397b-a17b": [Layout(stages=s, expert=e) for s in (2, 3, 4, 5, 6, 10, 12, 15) for e in (2, 4, 8, 16, 32)],
+    "397b-a17b": [
+        Layout(stages=stages, expert=expert)
+        for stages in (2, 3, 4, 5, 6, 10, 12, 15)
+        for expert in (4, 8, 16, 32)
+        if stages * expert >= 48
+    ],
 }
-#: GPUs that a 397b-a17b needs at least for weights, gradients and optimizer: stages x experts.
-MINIMUM = {"397b-a17b": 48}
-#: MFU that was measured, by model: of the tower alone, of the language model, and of a tower in its layout. Tower: the
-#: difference of trained and frozen steps of 2b on one GPU (train-speed-frozen-2026-11-21: 45 %). 9b: four GPUs with DP 2
-#: x TP 2 (train-runs-2026-11-21: 36.6 %). 27b: TP 4 with full recomputation, a third more work than counts (21.8 %).
+#: MFU that was measured, by model: of the tower alone, of the language model, and of a tower in its layout. Tower:
+#: trained against frozen steps of 2b on one GPU (train-speed-frozen-2026-11-21: 45 %). 9b: four GPUs with DP 2 x TP 2
+#: (train-runs-2026-11-21: 36.6 %). 27b: TP 4 with full recomputation, a third more work than counts (21.8 %).
 #: 397b-a17b: nothing is measured; equal speeds.
 SPEEDS = {
     "9b": Speeds(vision=0.45, language=0.36, vision_together=0.36),
@@ -72,19 +77,18 @@ SPEEDS = {
 
 def plan_of(model: str, data: str, batch: int) -> EpochPlan:
     """Some steps of drawn samples."""
-    table = draw(data, 36 * batch)
+    table = draw(data, max(12 * batch, 10_000))
     return plan_epoch(table, PlanConfig(8192, batch, cost=cost_model(model), pad_to_capacity=True, last="drop"), 0)
 
 
-def batch_of(gpus: int, ranks: int) -> int:
-    """The global batch of about four packs per GPU that data-parallel ranks can share."""
-    return max(1, round(PACKS_PER_GPU * gpus / ranks)) * ranks
-
-
-def best_of(model: str, data: str, gpus: int, plans: dict[int, EpochPlan]) -> dict[str, Any]:
+def best_of(model: str, data: str, gpus: int, packs: int, plans: dict[int, EpochPlan]) -> dict[str, Any]:
     """The fastest layout for both, and the fastest split for each lead of the tower: packs per unit of time."""
     speeds, found = SPEEDS[model], []
     together: list[tuple[float, str]] = []
+
+    def batch_of(ranks: int) -> int:
+        """The global batch nearest to so many packs per GPU that data-parallel ranks can share."""
+        return max(1, round(packs * gpus / ranks)) * ranks
 
     def plan(batch: int) -> EpochPlan:
         if batch not in plans:
@@ -94,18 +98,18 @@ def best_of(model: str, data: str, gpus: int, plans: dict[int, EpochPlan]) -> di
     for layout in LAYOUTS[model]:
         replica = layout.tensor * layout.stages
         if layout.fits(gpus):
-            batch = batch_of(gpus, gpus // replica)
+            batch = batch_of(gpus // replica)
             time = time_together(plan(batch), gpus, layout.tensor, layout.stages, speeds)
             assert time is not None
             together.append((batch / time, str(layout)))
-        for vision in range(1, gpus // 2 + 1):
+        for vision in range(1, max(gpus // 3, 4) + 1):
             if not layout.fits(gpus - vision):
                 continue
-            batch = batch_of(gpus, (gpus - vision) // replica)
+            batch = batch_of((gpus - vision) // replica)
             for ahead in AHEAD:
                 split = split_of(plan(batch), gpus, vision, layout.tensor, layout.stages, ahead, speeds)
                 found.append((batch / split.time, vision, str(layout), ahead, split))
-    row: dict[str, Any] = {"model": model, "data": data, "gpus": gpus}
+    row: dict[str, Any] = {"model": model, "data": data, "gpus": gpus, "packs": packs}
     if together:
         speed, name = max(together)
         row |= {"together": name, "together_speed": speed}
@@ -129,18 +133,20 @@ def report(rows: list[dict[str, Any]]) -> str:
         f"# Splits of GPUs between vision and language, simulated, {datetime.date.today().isoformat()}",
         "",
         "`python benchmarks/vision_splits.py`. Nothing here ran on GPUs: passes are simulated from FLOP and from "
-        "measured FLOP/s per GPU (named in the script; equal for 397b-a17b, of which nothing is measured). About four "
-        "packs of 8,192 tokens per GPU and step. *Together*: the fastest layout that all GPUs share, with the tower in "
-        "its first stage. *Gain*: packs per second relative to it. Memory and messages are not simulated.",
+        "measured FLOP/s per GPU (named in the script; equal for 397b-a17b, of which nothing is measured). *Packs*: of "
+        "8,192 tokens, per GPU and step. *Together*: the fastest layout that all GPUs share, with the tower in its "
+        "first stage. *Gain*: packs per second relative to it. Tensor parallelism costs nothing here; memory and "
+        "messages are not simulated.",
         "",
-        "| model | data | GPUs | together | ahead | vision GPUs | layout of the others | vision waits | language waits "
-        "| gain |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| model | data | GPUs | packs | together | ahead | vision GPUs | layout of the others | vision waits | "
+        "language waits | gain |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         for ahead in AHEAD:
             best = row.get(f"ahead {ahead}")
-            start = f"| {row['model']} | {row['data']} | {row['gpus']} | {row.get('together', 'none fits')} | {ahead} |"
+            together = row.get("together", "none fits")
+            start = f"| {row['model']} | {row['data']} | {row['gpus']} | {row['packs']} | {together} | {ahead} |"
             if best is None:
                 lines.append(f"{start} none fits | | | | |")
                 continue
@@ -164,10 +170,9 @@ def main() -> None:
     for model in options.models:
         for data in options.data:
             plans: dict[int, EpochPlan] = {}
-            for gpus in GPUS:
-                if gpus >= MINIMUM.get(model, 0):
-                    rows.append(best_of(model, data, gpus, plans))
-                    print(json.dumps(rows[-1]), flush=True)
+            for gpus, packs in itertools.product(GPUS, PACKS):
+                rows.append(best_of(model, data, gpus, packs, plans))
+                print(json.dumps(rows[-1]), flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
     stem = options.out / f"vision-splits-{datetime.date.today().isoformat()}"
     stem.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")

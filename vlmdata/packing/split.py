@@ -105,7 +105,10 @@ def split_of(
 def time_together(
     plan: EpochPlan, gpus: int, model_parallel: int, stages: int = 1, speeds: Speeds | None = None
 ) -> float | None:
-    """Returns the mean time of a step if one layout holds both, as :func:`estimate_splits`; None if sizes do not fit."""
+    """Returns the mean time of a step if one layout holds both; None if sizes do not fit.
+
+    The arguments are those of :func:`estimate_splits`.
+    """
     return _Simulation(plan, model_parallel, stages, speeds or Speeds()).time_together(gpus)
 
 
