@@ -41,6 +41,7 @@ def test_each_image_is_read_once_in_the_order_of_the_packs(
             pieces = [whole.patches[ends[i] - whole.host.image_grid_thw[i].prod() : ends[i]] for i in mine]  # type: ignore[index]
             assert torch.equal(share[number].patches, torch.cat([whole.patches[:0], *pieces]))  # type: ignore[arg-type, index]
             assert share[number].input_ids is share[number].labels is None
+            assert share[number].position_ids.shape == (3, 1, 0)
             loads[rank] += sum(map(len, pieces))
         assert sorted(found) == list(range(len(ends)))
     assert loads.max() <= loads.min() + 2 * 160  # of the whole epoch: no rank has more than a few images more
@@ -73,6 +74,11 @@ def test_both_sides_know_who_encodes_what_and_are_at_the_same_place(chat: Path) 
 def test_resume_goes_on_where_the_tower_was(chat: Path) -> None:
     options = {"global_batch": 4, "dp_size": 2, "vision_ranks": 1, "vision_rank": 0, "parts": ("pixels",)}
     whole = epoch_of(chat, **options)
+    with stream(chat, **options) as tower:
+        assert tower.stats.bytes_read == 0
+        for batch in tower:
+            assert batch.patches is not None
+        assert tower.stats.bytes_read == sum(batch.patches.numel() for batch in whole)  # type: ignore[union-attr]
     with stream(chat, **options) as first, stream(chat, **options) as second:
         for _ in range(3):
             next(iter(first))

@@ -48,8 +48,8 @@ def assemble(
 
 def stored_members(request: PackRequest) -> list[str]:
     """Returns the members with an entry per token that :func:`assemble` reads, in storage order."""
-    filled = {each.name for each in request.layout.fields}
-    wanted = {"position_ids", *filled & {"input_ids", "loss_weights"}}
+    filled = {each.name for each in request.layout.fields if each.bytes}
+    wanted = filled & {"position_ids", "input_ids", "loss_weights"}
     if "labels" in filled:  # labels are shifted tokens
         wanted |= {"input_ids", "loss_mask"}
     return [name for name in TOKEN_MEMBERS if name in wanted]
@@ -66,7 +66,8 @@ def extents(request: PackRequest, *, whole: bool) -> Extents:
     members = TOKEN_MEMBERS if whole else stored_members(request)
     which = [TOKEN_MEMBERS.index(member) for member in members]
     starts = samples.offsets[which].ravel()
-    sizes = np.outer([_BYTES_PER_TOKEN[member] for member in members], samples.padded).ravel()
+    each = np.array([_BYTES_PER_TOKEN[member] for member in members], np.int64)
+    sizes = np.outer(each, samples.padded).ravel()
     there = starts >= 0
     pixels = any(each.name == "patches" for each in request.layout.fields)
     read = np.arange(len(images.grids)) if whole else request.held if pixels else request.held[:0]
@@ -85,7 +86,7 @@ def _fill_tokens(
 ) -> None:
     total = request.total_tokens
     sliced = views["padding_mask"].size != total
-    positions = views["position_ids"].reshape(3, total)
+    positions = views["position_ids"].reshape(3, -1)
     positions.fill(0)
     fills: dict[str, tuple[object, str]] = {"padding_mask": (True, "|b1")}
     if views.keys() & {"input_ids", "labels"}:  # labels are shifted tokens
@@ -112,20 +113,21 @@ def _fill_samples(
     whole: dict[str, npt.NDArray[Any]],
     masked: Collection[int],
 ) -> None:
-    """Fills the columns (T,) of a whole pack, and the positions (3, T), at the samples' places."""
+    """Fills the columns (T,) of a whole pack, and the positions (3, T) or (3, 0), at the samples' places."""
     wanted, samples = stored_members(request), request.samples
     if masked:
         samples = samples.take([number for number in range(len(samples.keys)) if number not in masked])
         for number in masked:
             _fill_masked(request, number, positions, whole)
-    stored = read_members(samples, wanted, store)
+    stored = read_members(samples, wanted, store) if wanted else {}
     targets = np.zeros(request.total_tokens, np.uint8) if "loss_mask" in wanted else None
     weights = np.zeros(request.total_tokens, np.float32) if "loss_weights" in wanted else None
     spans = zip(samples.begins.tolist(), samples.lengths.tolist(), samples.padded.tolist(), strict=True)
     for i, (begin, length, padded) in enumerate(spans):
         span = slice(begin, begin + length)
         whole["padding_mask"][span] = False
-        positions[:, span] = stored["position_ids"][i].view("<i4").reshape(3, padded)[:, :length]
+        if positions.size:
+            positions[:, span] = stored["position_ids"][i].view("<i4").reshape(3, padded)[:, :length]
         if "input_ids" in wanted:
             whole["input_ids"][span] = stored["input_ids"][i].view("<i4")[:length]
         if targets is not None:
@@ -152,7 +154,8 @@ def _fill_masked(
     own = images.sample == number
     starts, grids = images.starts[own], images.grids[own]
     whole["padding_mask"][begin : begin + length] = False
-    positions[:, begin : begin + length] = request.family.position_ids(length, starts - begin, grids)
+    if positions.size:
+        positions[:, begin : begin + length] = request.family.position_ids(length, starts - begin, grids)
     if "input_ids" in whole:  # models look for an image's placeholders
         for start, count in zip(starts.tolist(), request.family.token_counts(grids).tolist(), strict=True):
             whole["input_ids"][start : start + count] = request.image_id

@@ -62,6 +62,7 @@ class BufferLayout:
         family: Family,
         pixels: Pixels,
         weighted: bool,
+        positions: bool = True,
     ) -> BufferLayout:
         """Lays out the arrays of the parts that a rank loads.
 
@@ -73,9 +74,10 @@ class BufferLayout:
             family: The family, which has the size of a patch.
             pixels: Dtype of the patches.
             weighted: Whether the batch has loss weights that differ from its loss mask.
+            positions: Whether the batch has the positions of its tokens.
         """
         wanted: list[tuple[str, str, tuple[int, ...]]] = [
-            ("position_ids", "<i8", (3, 1, total_tokens)),
+            ("position_ids", "<i8", (3, 1, total_tokens if positions else 0)),
             ("padding_mask", "|b1", (1, local_tokens)),
         ]
         if "tokens" in parts:

@@ -136,7 +136,8 @@ class PackRequest:
         Args:
             parts: Parts to read.
             context_parallel: The slice; None for the whole pack.
-            images: Images to read, ascending; None means those that the slice encodes.
+            images: Images to read, ascending, and no positions, as for a tower of its own; None means the images that
+                the slice encodes.
         """
         bounds, grids = self.cu_seqlens_padded, self.images.grids
         if context_parallel is None:
@@ -154,6 +155,7 @@ class PackRequest:
             family=self.family,
             pixels=self.pixels,
             weighted=bool((self.samples.offsets[TOKEN_MEMBERS.index("loss_weights")] >= 0).any()),
+            positions=images is None,
         )
         return replace(self, held=held, context_parallel=context_parallel, ranges=ranges, layout=layout)
 

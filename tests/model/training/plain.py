@@ -17,6 +17,13 @@ from vlmdata.format.schema import Sample
 
 
 def write_checkpoint(folder: Path, data: Path, preset: str = "tiny", weights: bool = True, mtp: bool = True) -> Any:
+    """As :func:`write_hf_folder`, and returns transformers' model of it."""
+    return transformers_model(*write_hf_folder(folder, data, preset, weights, mtp))
+
+
+def write_hf_folder(
+    folder: Path, data: Path, preset: str = "tiny", weights: bool = True, mtp: bool = True
+) -> tuple[Any, dict[str, torch.Tensor]]:
     """Writes a checkpoint whose vocabulary is the dataset's.
 
     Args:
@@ -27,7 +34,7 @@ def write_checkpoint(folder: Path, data: Path, preset: str = "tiny", weights: bo
         mtp: Whether multi-token prediction is among them.
 
     Returns:
-        transformers' model.
+        Its architecture and weights.
     """
     from safetensors.torch import save_file
 
@@ -40,7 +47,7 @@ def write_checkpoint(folder: Path, data: Path, preset: str = "tiny", weights: bo
     (folder / "config.json").write_text(json.dumps(architecture_to_hf(architecture)))
     if weights:
         save_file(made, folder / "model.safetensors")
-    return transformers_model(architecture, made)
+    return architecture, made
 
 
 @torch.no_grad()

@@ -43,32 +43,40 @@ def damaged(chats: Path, tmp_path: Path) -> tuple[Path, int]:
     raise AssertionError("the first samples have no images")
 
 
+@pytest.mark.parametrize("options", [("--cp", "2"), ("--set", "parallel.vision_gpus=1")], ids=["context", "vision"])
 def test_ranks_of_a_pack_mask_what_one_rank_masks(
-    one_process: None, damaged: tuple[Path, int], chats: Path, tmp_path: Path
+    one_process: None, damaged: tuple[Path, int], chats: Path, tmp_path: Path, options: tuple[str, str]
 ) -> None:
     data, sample = damaged
-    # Only one of the context-parallel ranks reads the image.
-    ranks = Ranks(arguments_of(data, tmp_path / "cp", "--cp", "2", *MASK, steps=2), tmp_path / "said", 2)
+    # Only one of the ranks reads the image.
+    ranks = Ranks(arguments_of(data, tmp_path / "two", *options, *MASK, steps=2), tmp_path / "said", 2)
     assert ranks.wait() == [0, 0]
     train_here(tmp_path / "one", data, run__steps=2, data__on_damage="mask")
-    train_here(tmp_path / "sound", chats, run__steps=1)
-    one, two = steps_of(tmp_path / "one"), steps_of(tmp_path / "cp")
+    one, two = steps_of(tmp_path / "one"), steps_of(tmp_path / "two")
     assert [step["targets"] for step in two] == [step["targets"] for step in one]
-    assert [step["loss"] for step in two] == pytest.approx([step["loss"] for step in one], rel=1e-4)
+    # A tower of its own begins with other weights.
+    error = 1e-4 if options[0] == "--cp" else 1e-2
+    assert [step["loss"] for step in two] == pytest.approx([step["loss"] for step in one], rel=error)
     index = VlmDataset(data).index
-    assert steps_of(tmp_path / "sound")[0]["targets"] - one[0]["targets"] == index.num_targets[sample]
-    for run in ("one", "cp"):
+    if options[0] == "--cp":
+        train_here(tmp_path / "sound", chats, run__steps=1)
+        assert steps_of(tmp_path / "sound")[0]["targets"] - one[0]["targets"] == index.num_targets[sample]
+    for run in ("one", "two"):
         state = json.loads((tmp_path / run / "checkpoints" / "step-00000002" / "run.json").read_text())["loader"]
         assert state["damaged"] == [[0, sample]]
     name = f"row {index.source_row[sample]} key {index.key(sample)} patches of image 0"
-    assert [ranks.said(rank).count(name) for rank in range(2)] == [1, 0]
+    speaker = 0 if options[0] == "--cp" else 1  # the language model's
+    assert [ranks.said(rank).count(name) for rank in range(2)] == [1 - speaker, speaker]
 
 
-def test_ranks_with_different_copies_end_together(damaged: tuple[Path, int], chats: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [("--cp", "2"), ("--set", "parallel.vision_gpus=1")], ids=["context", "vision"])
+def test_ranks_with_different_copies_end_together(
+    damaged: tuple[Path, int], chats: Path, tmp_path: Path, options: tuple[str, str]
+) -> None:
     data, sample = damaged
     sound = Path(shutil.copytree(chats, tmp_path / "sound" / "data"))
     ranks = Ranks(
-        arguments_of("data", tmp_path / "run", "--cp", "2", *MASK, steps=2),
+        arguments_of("data", tmp_path / "run", *options, *MASK, steps=2),
         tmp_path / "said",
         2,
         folders=[sound.parent, data.parent],
