@@ -64,6 +64,12 @@ LAYOUTS = {
         if stages * expert >= 48
     ],
 }
+#: Layouts with pipeline stages, each compared with itself.
+PIPELINES = {
+    "9b": [Layout(stages=2), Layout(stages=4)],
+    "27b": [Layout(stages=4), Layout(tensor=2, stages=4)],
+    "397b-a17b": [Layout(stages=4, expert=4), Layout(stages=4, expert=8)],
+}
 #: MFU that was measured, by model: of the tower alone, of the language model, and of a tower in its layout. Tower:
 #: trained against frozen steps of 2b on one GPU (train-speed-frozen-2026-11-21: 45 %). 9b: four GPUs with DP 2 x TP 2
 #: (train-runs-2026-11-21: 36.6 %). 27b: TP 4 with full recomputation, a third more work than counts (21.8 %).
@@ -127,7 +133,34 @@ def best_of(model: str, data: str, gpus: int, packs: int, plans: dict[int, Epoch
     return row
 
 
-def report(rows: list[dict[str, Any]]) -> str:
+def same_pipeline(model: str, layout: Layout, gpus: int, packs: int) -> dict[str, Any]:
+    """The fastest split for a layout of the language model, relative to the same layout of both, at equal FLOP/s."""
+    replica, speeds = layout.tensor * layout.stages, Speeds()
+    plans: dict[int, EpochPlan] = {}
+
+    def plan(ranks: int) -> EpochPlan:
+        batch = max(1, round(packs * gpus / ranks)) * ranks
+        if batch not in plans:
+            plans[batch] = plan_of(model, "receipts", batch)
+        return plans[batch]
+
+    whole = plan(gpus // replica)
+    time = time_together(whole, gpus, layout.tensor, layout.stages, speeds)
+    assert time is not None
+    found = []
+    for vision in range(1, gpus // 3):
+        if layout.fits(gpus - vision):
+            part = plan((gpus - vision) // replica)
+            split = split_of(part, gpus, vision, layout.tensor, layout.stages, 1, speeds)
+            found.append((part.config.global_batch / split.time / (whole.config.global_batch / time), vision))
+    about = {"model": model, "layout": str(layout), "gpus": gpus, "packs": packs}
+    if not found:
+        return about
+    gain, vision = max(found)
+    return about | {"vision_gpus": vision, "gain": gain}
+
+
+def report(rows: list[dict[str, Any]], pipelines: list[dict[str, Any]]) -> str:
     """The results as Markdown."""
     lines = [
         f"# Splits of GPUs between vision and language, simulated, {datetime.date.today().isoformat()}",
@@ -135,26 +168,33 @@ def report(rows: list[dict[str, Any]]) -> str:
         "`python benchmarks/vision_splits.py`. Nothing here ran on GPUs: passes are simulated from FLOP and from "
         "measured FLOP/s per GPU (named in the script; equal for 397b-a17b, of which nothing is measured). *Packs*: of "
         "8,192 tokens, per GPU and step. *Together*: the fastest layout that all GPUs share, with the tower in its "
-        "first stage. *Gain*: packs per second relative to it. Tensor parallelism costs nothing here; memory and "
-        "messages are not simulated.",
+        "first stage. *Gain*: packs per second relative to it, with `vision_ahead` 1; *4 ahead* is that of the best "
+        "split with 4. Tensor parallelism costs nothing here; memory and messages are not simulated.",
         "",
-        "| model | data | GPUs | packs | together | ahead | vision GPUs | layout of the others | vision waits | "
-        "language waits | gain |",
+        "| model | data | GPUs | packs | together | vision GPUs | layout of the others | vision waits | "
+        "language waits | gain | 4 ahead |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        for ahead in AHEAD:
-            best = row.get(f"ahead {ahead}")
-            together = row.get("together", "none fits")
-            start = f"| {row['model']} | {row['data']} | {row['gpus']} | {row['packs']} | {together} | {ahead} |"
-            if best is None:
-                lines.append(f"{start} none fits | | | | |")
-                continue
-            gain = "" if best["gain"] is None else f"{best['gain']:.2f}"
-            lines.append(
-                f"{start} {best['vision_gpus']} | {best['layout']} | {best['vision_idle']:.0%} | "
-                f"{best['language_idle']:.0%} | {gain} |"
-            )
+        if "together" not in row or "ahead 1" not in row:
+            continue
+        best, far = row["ahead 1"], row["ahead 4"]
+        lines.append(
+            f"| {row['model']} | {row['data']} | {row['gpus']} | {row['packs']} | {row['together']} | "
+            f"{best['vision_gpus']} | {best['layout']} | {best['vision_idle']:.0%} | {best['language_idle']:.0%} | "
+            f"{best['gain']:.2f} | {far['gain']:.2f} |"
+        )
+    lines += [
+        "",
+        "If the language model needs pipeline stages, the tower in the first stage makes it the slowest. The same "
+        "layout for the language model in both ways, receipts, equal FLOP/s:",
+        "",
+        "| model | layout | GPUs | packs | vision GPUs | gain |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in pipelines:
+        found = f"{row['vision_gpus']} | {row['gain']:.2f}" if "gain" in row else "none up to a third fits |"
+        lines.append(f"| {row['model']} | {row['layout']} | {row['gpus']} | {row['packs']} | {found} |")
     return "\n".join([*lines, ""])
 
 
@@ -173,10 +213,17 @@ def main() -> None:
             for gpus, packs in itertools.product(GPUS, PACKS):
                 rows.append(best_of(model, data, gpus, packs, plans))
                 print(json.dumps(rows[-1]), flush=True)
+    pipelines = [
+        same_pipeline(model, layout, gpus, packs)
+        for model in options.models
+        for layout in PIPELINES[model]
+        for gpus, packs in itertools.product(GPUS[2:], PACKS)
+        if layout.fits(gpus)
+    ]
     options.out.mkdir(parents=True, exist_ok=True)
     stem = options.out / f"vision-splits-{datetime.date.today().isoformat()}"
-    stem.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
-    stem.with_suffix(".md").write_text(report(rows))
+    stem.with_suffix(".json").write_text(json.dumps({"splits": rows, "pipelines": pipelines}, indent=1) + "\n")
+    stem.with_suffix(".md").write_text(report(rows, pipelines))
 
 
 if __name__ == "__main__":

@@ -59,6 +59,11 @@ def test_equal_those_of_a_local_loader(server: Server, chat: Path, receipts: Pat
             assert_equal(one, two)
 
 
+def test_a_tower_of_its_own_is_refused(server: Server) -> None:
+    with pytest.raises(UsageError, match="the packs of one data-parallel rank, but vision_rank needs those of all"):
+        StreamingLoader(server.url, **OPTIONS, dp_size=1, vision_ranks=1, vision_rank=0, parts=("pixels",))
+
+
 class TestSharedMemory:
     """Batches of a server on this machine are copied from its memory; if that fails, the bytes are fetched."""
 

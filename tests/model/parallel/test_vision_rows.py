@@ -34,7 +34,7 @@ SIZES = st.builds(
 @given(
     packs=st.lists(st.lists(images, min_size=1, max_size=3), min_size=2, max_size=2), ranks=SIZES, ahead=st.booleans()
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 def test_each_token_gets_its_row(packs: list[list[list[tuple[int, int]]]], ranks: Separation, ahead: bool) -> None:
     batches = [pack([make_sample(n, each, 10 + n) for n, each in enumerate(samples)], 16) for samples in packs]
     hosts = [batch.host for batch in batches]

@@ -139,6 +139,7 @@ def test_experts_and_frozen_parts(one_process: None, chats: Path, hf: Path, tmp_
         name: {**STEPS, "model.freeze": parts, "model.hf": str(hf)}
         for name, parts in {"tower": ["vision", "merger"], "language": ["language"]}.items()
     }
+    frozen["language"]["run.steps"] = 1
     spread = experts | {"parallel.vision_gpus": 1, "parallel.ep": 2}
     runs: list[Run] = [(tmp_path / "spread", spread, None)]
     runs += [(tmp_path / name, {**each, "parallel.vision_gpus": 2}, None) for name, each in frozen.items()]
