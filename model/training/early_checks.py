@@ -147,6 +147,10 @@ def _require_shardable(config: TrainConfig) -> None:
             config.optimizer.distributed is not None,
             "it shards the optimizer state with the weights. Leave this setting out",
         ),
+        "optimizer.overlap": (
+            config.optimizer.overlap is not None,
+            "gradients are always reduced during the backward pass then. Leave this setting out",
+        ),
     }
     for name, (refused, reason) in reasons.items():
         if refused:

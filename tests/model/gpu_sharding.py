@@ -16,6 +16,7 @@ The exit code is the number of failures.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import faulthandler
 import gc
@@ -204,17 +205,17 @@ def distributed(folder: Path) -> None:
     saved, states = [], []
     for fsdp in (False, True):
         own = {} if fsdp else {"optimizer.distributed": True, "optimizer.overlap": False}
-        run = Run(small(False), folder / f"distributed-{fsdp}", fsdp, common | own, small_pack)
-        run.steps(0, 2)
+        run = Run(small(False), folder / f"distributed-{fsdp}", fsdp, common | own, small_pack, 1)
+        run.steps(0, 1)
         run.checkpoints.agree_on_latest()
-        run.checkpoints.save(2, run.learner, {})
+        run.checkpoints.save(1, run.learner, {})
         run.checkpoints.wait()
-        path = run.checkpoints.path_of(2)
+        path = run.checkpoints.path_of(1)
         if not fsdp:
-            wanted = [each.loss for each in run.steps(2, STEPS)]
-            loaded = Run(small(False), folder / "distributed-False", True, common, small_pack, weights=False)
+            wanted = [each.loss for each in run.steps(1, 2)]
+            loaded = Run(small(False), folder / "distributed-False", True, common, small_pack, 1, weights=False)
             loaded.checkpoints.load(path, loaded.learner)
-            found = [each.loss for each in loaded.steps(2, STEPS)]
+            found = [each.loss for each in loaded.steps(1, 2)]
             say(f"    saved by the distributed optimizer, continued sharded: losses {wanted} and {found}")
             assert all(abs(a / b - 1) < 1e-3 for a, b in zip(found, wanted, strict=True))
         entries = dist_checkpointing.load_tensors_metadata(str(path))
@@ -287,9 +288,9 @@ def main(names: list[str]) -> int:
     if not CUDA:
         torch.set_num_threads(1)
     failures = 0
-    with cpu_mode.cpu_mode_if_needed():
+    with cpu_mode.cpu_mode_if_needed(), contextlib.ExitStack() as stack:
         groups.initialize()
-        box: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+        box = [stack.enter_context(tempfile.TemporaryDirectory()) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(box, src=0)
         folder = Path(str(box[0]))
         every = [

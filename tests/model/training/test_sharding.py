@@ -53,6 +53,14 @@ def test_a_run_moves_between_layouts(whole: Path, chats: Path, validation: Path,
     assert starts[1].loss == pytest.approx(starts[0].loss, rel=1e-6)
 
 
+@pytest.mark.slow
+def test_checkpoints_are_those_of_the_distributed_optimizer(tmp_path: Path) -> None:
+    """In bfloat16, entry by entry: the form of checkpoints on GPUs, which a CPU can save but not restore."""
+    ranks = Ranks(["checkpoints:distributed"], tmp_path / "said", 2, script="tests/model/gpu_sharding.py")
+    assert ranks.wait() == [0, 0], ranks.said(0) + ranks.said(1)
+    assert " entries, 0 of them differ" in ranks.said(0)
+
+
 def test_rows_of_a_whole_value_are_assigned() -> None:
     class Sharded:
         first_row, rows = 2, torch.zeros(3, 4)
@@ -76,6 +84,10 @@ def test_rows_of_a_whole_value_are_assigned() -> None:
         ({"parallel.vision_gpus": 1}, "parallel.vision_gpus 1: a rank of the tower alone may have no image"),
         ({"parallel.tp": 2}, "parallel.tp 2: the delta net's output norm needs sequence parallelism then. Add --sp"),
         ({"run.fp8": True}, "run.fp8 true: Transformer Engine would keep an FP8 copy"),
+        (
+            {"optimizer.overlap": False},
+            "optimizer.overlap false: gradients are always reduced during the backward pass",
+        ),
         ({"optimizer.distributed": True}, "optimizer.distributed true: it shards the optimizer state with"),
     ],
 )
