@@ -15,6 +15,8 @@ import trustme
 
 from vlmdata import StreamingLoader
 from vlmdata.errors import ResourceError, UsageError
+from vlmdata.loader.served.connection import ServerLostError, _brief
+from vlmdata.loader.served.race import more_telling
 from vlmdata.service.access import RateLimit, Tokens, machine_of
 from vlmdata.service.config import ServerConfig
 from vlmdata.service.server import CollationServer
@@ -76,7 +78,7 @@ class TestTokens:
                 mine.write_text(given)
                 with pytest.raises(UsageError, match="the token was refused"):
                     first_batch(place, service_token=mine)
-            with pytest.raises(UsageError, match="the token was refused"):
+            with pytest.raises(UsageError, match=r"wants a token\. Give a file with one: service_token"):
                 first_batch(place)
             tokens.write_text("new\n")
             os.utime(tokens, ns=(1, 1))
@@ -147,6 +149,36 @@ class TestTls:
 def test_an_exposed_server_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         ServerConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("cause", "remedy"),
+    [
+        (
+            "failed to connect to all addresses; SSL routines::wrong version number",
+            "use grpc:// instead of grpc+tls://",
+        ),
+        ("failed to connect to all addresses; SSL routines::certificate verify failed", "(tls_ca)"),
+        ("failed to connect to all addresses; Peer name b is not in peer certificate", "as its certificate does"),
+        ("failed to connect to all addresses; Expected SETTINGS frame as the first", "that of --metrics-port"),
+        ("failed to connect to all addresses; Socket closed", "Then use grpc+tls://"),
+        ("Socket closed", ""),
+        ("failed to connect to all addresses; Connection refused", ""),
+    ],
+)
+def test_what_grpc_says_has_a_remedy(cause: str, remedy: str) -> None:
+    said = (
+        f"Flight returned unavailable error, with message: {cause}. gRPC client debug context: x. Detail: Unavailable"
+    )
+    error = ServerLostError(_brief(RuntimeError(said)))
+    assert str(error).startswith(cause)
+    assert "Detail" not in str(error)
+    assert remedy in str(error)
+    assert error.has_remedy == bool(remedy)
+    later = ServerLostError("Connection refused")
+    assert more_telling(error, later) is (error if remedy else later)
+    assert more_telling(error, UsageError("no")) is not error
+    assert more_telling(later, error) is error
 
 
 def test_an_exposed_server_can_be_insisted_on() -> None:

@@ -229,6 +229,10 @@ class TestRefusals:
         with pytest.raises(UsageError, match=r"no dataset 'other'; the service has: chat \([0-9a-f]{8}\), receipts"):
             StreamingLoader(f"{server.url}/other", **OPTIONS)
 
+    def test_of_an_address_without_a_scheme(self) -> None:
+        with pytest.raises(UsageError, match=r"no such directory\. A collation service is grpc://trainer-7:8815"):
+            StreamingLoader("trainer-7:8815", **OPTIONS)
+
     def test_of_a_mix_with_other_data(self, server: Server, chat: Path) -> None:
         with pytest.raises(UsageError, match="cannot be mixed with a collation service; serve it, too"):
             StreamingLoader([server.url, str(chat)], **OPTIONS)

@@ -217,7 +217,7 @@ def _show_status(place: str, token: Path | None, ca: Path | None, as_json: bool)
         try:
             found[str(server)] = json.loads(Connection(server, address, options).action(STATUS))
         except ServerLostError as error:
-            problems[str(server)] = ResourceError(str(error))
+            problems[str(server)] = ResourceError(f"{error}. Does `vlmdata serve` run there?")
         except VlmdataError as error:
             problems[str(server)] = error
     if as_json:

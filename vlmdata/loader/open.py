@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from vlmdata.loader.served.servers import Servers
 
 DEFAULT_CACHE_BYTES = Reading.cache_bytes
+#: A host and a port, without a scheme.
+_PORT = re.compile(r"^[\w.-]+:\d+$")
 
 
 def default_cache_dir() -> Path:
@@ -110,6 +113,8 @@ def open_data(
 
         servers, opened = open_service(places, cache_dir, service)
     else:
+        if unnamed := next((place for place in places if _PORT.search(place) and not Path(place).exists()), None):
+            raise UsageError(f"{unnamed}: no such directory. A collation service is grpc://{unnamed}")
         servers, opened = None, [open_for_loading(location, cache_dir, cache_bytes) for location in locations]
     return OpenedData(tuple(dataset for dataset, _ in opened), tuple(shards for _, shards in opened), servers)
 

@@ -42,8 +42,23 @@ _SECONDS_TO_DESCRIBE = 10.0
 _MOST_SHARED_FAILURES = 3
 
 
+#: Why connecting failed, in gRPC's words, if the cause is in the caller's settings, and the remedy.
+_REMEDIES = {
+    "wrong version number": "this server speaks clear text: use grpc:// instead of grpc+tls://",
+    "certificate verify failed": "give the authority of its certificate (tls_ca), or that of this client (tls_cert)",
+    "is not in peer certificate": "name the server as its certificate does",
+    "Expected SETTINGS frame": "this port speaks no gRPC: is it that of --metrics-port, or of another program?",
+    "Socket closed": "does the server have a certificate? Then use grpc+tls://, and tls_cert if it wants yours",
+}
+
+
 class ServerLostError(Exception):
     """A server is gone, overloaded, draining or too slow. Another one, or the same one later, can answer."""
+
+    @property
+    def has_remedy(self) -> bool:
+        """Whether the message says what the caller can do."""
+        return any(remedy in str(self) for remedy in _REMEDIES.values())
 
 
 class TokenRefusedError(UsageError):
@@ -242,6 +257,8 @@ class Connection:
         if isinstance(error, flight.FlightServerError) and error.extra_info:
             return decode_error(error.extra_info, str(self.server))
         if isinstance(error, flight.FlightUnauthenticatedError | flight.FlightUnauthorizedError):
+            if not self._headers:
+                return TokenRefusedError(f"server {self.server}: wants a token. Give a file with one: service_token")
             return TokenRefusedError(
                 f"server {self.server}: the token was refused. Check service_token, or ask for a valid one."
             )
@@ -290,6 +307,9 @@ def _read(path: Any, option: str) -> bytes | None:
 
 
 def _brief(error: Exception) -> str:
-    """Returns the message without gRPC's debug context."""
+    """Returns the message without gRPC's debug context, and with a remedy if there is one."""
     text = str(error).partition(". gRPC client debug context")[0].strip()
-    return text.partition("with message: ")[2] or text or type(error).__name__
+    text = (text.partition("with message: ")[2] or text).partition(". Detail: ")[0] or type(error).__name__
+    remedies = _REMEDIES if "failed to connect" in text else {}
+    remedy = next((remedy for part, remedy in remedies.items() if part in text), None)
+    return text if remedy is None else f"{text} ({remedy})"

@@ -148,7 +148,8 @@ class Race:
             future.add_done_callback(partial(_release, attempt.lease))
 
     def _note_failure(self, server: Server, error: Exception) -> None:
-        self._failed[server] = self._problems[server] = error
+        self._failed[server] = error
+        self._problems[server] = more_telling(self._problems.get(server), error)
         if isinstance(error, DAMAGE):
             self._servers.damaged(server, str(error))
         else:
@@ -205,6 +206,13 @@ class Race:
             lambda: connection.batch(self._query, lease.memory(), self._size, self._checked, remaining, call)
         )
         self._running[future] = _Attempt(server, call, lease, self._last_begun)
+
+
+def more_telling(earlier: Exception | None, error: Exception) -> Exception:
+    """Returns the error of a server to show: the latest one, unless only an earlier one says what to do."""
+    if isinstance(earlier, ServerLostError) and earlier.has_remedy and type(error) is ServerLostError:
+        return error if error.has_remedy else earlier
+    return error
 
 
 def _rank(filled: Filled) -> tuple[int, list[int]]:

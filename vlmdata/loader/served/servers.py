@@ -20,7 +20,7 @@ from vlmdata.loader.damage import DAMAGE, Filled, damaged_file
 from vlmdata.loader.served.address import Server, ServiceAddress
 from vlmdata.loader.served.connection import Connection
 from vlmdata.loader.served.protocol import BatchQuery, Description
-from vlmdata.loader.served.race import OF_ONE_SERVER, Race, in_thread
+from vlmdata.loader.served.race import OF_ONE_SERVER, Race, in_thread, more_telling
 
 _log = logging.getLogger("vlmdata.loader.served")
 
@@ -81,7 +81,7 @@ class Servers:
                 try:
                     answer = question(self.connection(server))
                 except OF_ONE_SERVER as error:
-                    problems[server] = error
+                    problems[server] = more_telling(problems.get(server), error)
                     self.failed(server, error)
                     continue
                 self.succeeded(server)
@@ -180,9 +180,9 @@ class Servers:
                 health = self._health[server] = _Health()
             health.failures += 1
             health.until = now + min(_FIRST_PAUSE * 2 ** (health.failures - 1), _LONGEST_PAUSE)
-            first = health.failures == 1
-        if first:
-            _log.warning("%s. Asking the other servers.", str(error).rstrip("."))
+            first, others = health.failures == 1, len(self._servers) > 1
+        if first and (others or not isinstance(error, UsageError | ConfigMismatchError)):  # which is raised
+            _log.warning("%s. Asking %s.", str(error).rstrip("."), "the other servers" if others else "it again")
 
     def damaged(self, server: Server, message: str) -> None:
         """Notes that a server's copy of the data is damaged. It is asked as before: its other shards may be sound."""
