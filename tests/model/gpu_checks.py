@@ -218,6 +218,7 @@ def sides_against_one_gpu(family: str = "qwen3_5", ahead: int = 1, backend: str 
     settings = ModelSettings(backend=backend, precision="fp32" if CUDA.type == "cpu" else "bf16")
     alone = with_weights(spec_of(wanted).build(wanted, settings), wanted)
     alone_loss = losses_of(alone, packs)
+    print("  one GPU is done", flush=True)  # which takes minutes if kernels are tuned
     expected = {canonical_names(alone)[name]: each.grad.float() for name, each in alone.named_parameters()}
     parallel_state.destroy_model_parallel()
     groups.initialize(vision=1)
