@@ -1,4 +1,4 @@
-"""vlmdata: packed vision-language training data, prepared once and streamed at memory speed."""
+"""vlmdata: packed vision-language training data, prepared once and streamed to GPUs."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="markdown",
     context_settings=_HELP,
-    help="Packed vision-language training data: prepare once, verify, and stream at memory speed.",
+    help="Packed vision-language training data: prepare once, verify, and stream to GPUs.",
 )
 
 
