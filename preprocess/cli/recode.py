@@ -25,9 +25,9 @@ def recode(
 ) -> None:
     """Copy a dataset with its images in another codec, without the original source.
 
-    With equal library versions, the copy is byte-identical to the result of `vlmdata preprocess --pixels`. Every sample is checked. Repeat
-    the command to continue an interrupted run. A dataset with codec `source` can be read but not made, because the
-    original files are not in the dataset.
+    With equal library versions, the copy is byte-identical to the result of `vlmdata preprocess --pixels`. Every sample
+    is checked. Repeat the command to continue an interrupted run. A dataset with codec `source` can be read but not
+    made, because the original files are not in the dataset.
 
     **Examples**
 
