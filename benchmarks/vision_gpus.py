@@ -42,6 +42,7 @@ from model.training import loop
 from model.training.build import device_of_this_process
 from model.training.checkpoint import Checkpoints
 from model.training.config_loading import load_config
+from model.training.kernels import compile_ahead
 
 #: Settings of each layout; all other processes are data parallel.
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -130,7 +131,9 @@ def measure(preset: str, data: list[str], layout: dict[str, Any], options: argpa
         **RECOMPUTED.get(preset, {}),
         **{f"parallel.{name}": value for name, value in layout.items()},
     }
-    loop.train(load_config(None, list(settings.items())), device_of_this_process(), resume=False)
+    config = load_config(None, list(settings.items()))
+    with compile_ahead(config) or contextlib.nullcontext() as kernels:
+        loop.train(config, device_of_this_process(), False, kernels)
     own = {**Busy.last, "memory_gib": torch.cuda.max_memory_allocated() / 2**30}
     each: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(each, own)
