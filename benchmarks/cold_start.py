@@ -7,7 +7,9 @@ Ways, each a fresh process (`start_probe.py` runs train.py in it):
 - bounded: empty caches of Triton and Inductor; the configurations of model/kernels/configurations.py;
 - cached: the same, with the caches that it left;
 - all configurations: empty caches; Triton's autotuner tries all (`model.tune_kernels=true`), compiled in parallel;
-- all, cached: the same, with the caches that it left.
+- all, cached: the same, with the caches that it left;
+- uncompiled: empty caches; Triton kernels in place of functions that torch compiles (`model.compile=false`);
+- uncompiled, cached: the same, with the caches that it left.
 
 Steady seconds are the median of the last half of the steps, whose packs are the same in each way: what a bounded choice
 costs afterwards. Writes cold-start-<label>-<date>.json and .md under --out.
@@ -31,20 +33,28 @@ from statistics import median
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-WAYS = ("bounded", "cached", "all configurations", "all, cached")
+#: The settings of each way, and the name of its caches.
+WAYS = {
+    "bounded": ({}, "bounded"),
+    "cached": ({}, "bounded"),
+    "all configurations": ({"model.tune_kernels": "true"}, "all"),
+    "all, cached": ({"model.tune_kernels": "true"}, "all"),
+    "uncompiled": ({"model.compile": "false"}, "uncompiled"),
+    "uncompiled, cached": ({"model.compile": "false"}, "uncompiled"),
+}
 
 
 def run(way: str, options: argparse.Namespace, caches: Path) -> dict[str, Any]:
     """Starts the trainer, and returns its report."""
-    every = way.startswith("all")
-    folder = caches / ("all" if every else "bounded")
+    own, name = WAYS[way]
+    folder = caches / name
     if "cached" not in way:
         shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     report, out = folder / "report.json", folder / "run"
     report.unlink(missing_ok=True)
     shutil.rmtree(out, ignore_errors=True)
-    settings = {"run.tensorboard": "false", "optimizer.warmup_steps": "1", "model.tune_kernels": str(every).lower()}
+    settings = {"run.tensorboard": "false", "optimizer.warmup_steps": "1"} | own
     command = [sys.executable, "-W", "ignore", str(HERE / "start_probe.py"), str(report), str(options.steps), "--"]
     command += ["--data", str(options.data), "--preset", options.preset, "--capacity", str(options.capacity)]
     command += ["--global-batch", "1", "--steps", "1000", "--out", str(out)]
@@ -131,7 +141,7 @@ def main() -> None:
     parser.add_argument("--preset", default="2b")
     parser.add_argument("--capacity", type=int, default=16384)
     parser.add_argument("--steps", type=int, default=14)
-    parser.add_argument("--ways", nargs="*", default=["bounded", "cached", "all configurations"], choices=WAYS)
+    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=WAYS)
     parser.add_argument("--limit", type=float, default=150, help="seconds after which a way is given up")
     parser.add_argument("--functions", type=int, default=45, help="of the stacks to print")
     parser.add_argument("--caches", type=Path, help="folder of the caches; default: a temporary one")

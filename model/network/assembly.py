@@ -59,7 +59,9 @@ def provider_of(settings: ModelSettings, *packages: str) -> Provider:
     Raises:
         ImportError: If the back end is not installed.
     """
-    return TorchProvider() if settings.backend == "torch" else transformer_engine_provider(*packages)
+    if settings.backend == "torch":
+        return TorchProvider()
+    return transformer_engine_provider(*packages, compiled=settings.compile)
 
 
 def block_of(config: TransformerConfig, provider: Provider, layers: list[ModuleSpec]) -> TransformerBlockSubmodules:

@@ -108,6 +108,16 @@ class RotatedSelfAttention(SelfAttention):
         return query, key, *rest
 
 
+class KernelGatedSelfAttention(RotatedSelfAttention):
+    """The same with a Triton kernel for its gate, which megatron-core has torch compile."""
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """``attn_output * torch.sigmoid(gate)``, in float32."""
+        from model.kernels.gating import gated  # Triton is only available with CUDA
+
+        return gated(x, gate.reshape(x.shape), silu=False)
+
+
 class SegmentAttention(MegatronModule):
     """Causal attention within the segments of a pack, with torch's scaled dot product, for the torch back end.
 

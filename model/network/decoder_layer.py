@@ -7,6 +7,7 @@ selects their linear layers, norms and attention.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,8 +22,9 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor, nn
 
-from model.network.attention import RotatedSelfAttention
+from model.network.attention import KernelGatedSelfAttention, RotatedSelfAttention
 from model.network.provider import Provider
 from model.network.router import BalancedRouter
 
@@ -44,7 +46,7 @@ def full_attention(provider: Provider) -> Mixer:
     """Returns causal attention with norms of queries and keys."""
     qk_norm = provider.layer_norm(rms_norm=True, for_qk=True)
     spec = ModuleSpec(
-        module=RotatedSelfAttention,
+        module=RotatedSelfAttention if provider.compiled else KernelGatedSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=first_linear(provider),
@@ -76,6 +78,7 @@ def layer_spec(
     """
     fused, moe = provider.fuse_layernorm_and_linear(), config.num_moe_experts is not None
     norm = provider.layer_norm(rms_norm=True)
+    add = get_bias_dropout_add if provider.compiled else _residual_sum
     # Transformer Engine keeps a norm's weight in the linear layer that follows. Both back ends use its checkpoint keys.
     keys = {}
     if not fused:
@@ -87,20 +90,40 @@ def layer_spec(
         submodules=TransformerLayerSubmodules(
             input_layernorm=IdentityOp if fused else norm,
             self_attention=mixer.spec,
-            self_attn_bda=get_bias_dropout_add,
+            self_attn_bda=add,
             pre_mlp_layernorm=IdentityOp if fused and not moe else norm,
             mlp=_experts(config, provider) if moe else _dense(provider),
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=add,
             sharded_state_dict_keys_map=keys,
         ),
     )
 
 
+def _residual_sum(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
+    """Takes the place of megatron-core's ``get_bias_dropout_add``, which torch compiles: there is no dropout here."""
+
+    def add(output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+        x, bias = output
+        assert dropout == 0
+        return residual + (x if bias is None else x + bias)
+
+    return add
+
+
 def _dense(provider: Provider) -> Any:
     return partial(
         MLP.as_mlp_submodule,
-        submodules=MLPSubmodules(linear_fc1=first_linear(provider), linear_fc2=provider.row_parallel_linear()),
+        submodules=MLPSubmodules(
+            linear_fc1=first_linear(provider), linear_fc2=provider.row_parallel_linear(), activation_func=_swiglu
+        ),
     )
+
+
+def _swiglu(config: TransformerConfig) -> nn.Module:
+    """The activation if ``use_te_activation_func`` is set: a Triton kernel, where megatron-core has torch compile."""
+    from model.kernels.gating import SwiGLUActivation  # Triton is only available with CUDA
+
+    return SwiGLUActivation(config)
 
 
 def _experts(config: TransformerConfig, provider: Provider) -> Any:

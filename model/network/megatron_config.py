@@ -62,6 +62,8 @@ def language_config(
     }
     if settings.fp8 is not None:
         options |= {"fp8": settings.fp8, "fp8_recipe": settings.fp8_recipe}
+    if settings.backend == "transformer_engine" and not settings.compile and architecture.language.moe is None:
+        options |= {"bias_activation_fusion": False, "use_te_activation_func": True}  # see decoder_layer._swiglu
     options |= _moe_options(architecture, settings) | _recompute_options(architecture, settings, recomputed)
     return TransformerConfig(**(options | own))
 

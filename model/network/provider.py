@@ -66,7 +66,13 @@ class LayerNorm(nn.LayerNorm):
 
 
 class Provider(Protocol):
-    """Building blocks of a back end: megatron-core's ``BackendSpecProvider`` with additions."""
+    """Building blocks of a back end: megatron-core's ``BackendSpecProvider`` with additions.
+
+    Attributes:
+        compiled: Whether gates, activation and residual sums are megatron-core's, which torch compiles on GPUs.
+    """
+
+    compiled: bool
 
     def column_parallel_linear(self) -> type: ...  # noqa: D102
 
@@ -90,6 +96,8 @@ class Provider(Protocol):
 class TorchProvider(LocalSpecProvider):
     """The torch back end; runs on CPU and GPU."""
 
+    compiled = True
+
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> Any:
         """Returns an RMS norm or a layer norm."""
         return RMSNorm if rms_norm else LayerNorm
@@ -103,10 +111,11 @@ class TorchProvider(LocalSpecProvider):
         return SegmentAttention
 
 
-def transformer_engine_provider(*packages: str) -> Provider:
+def transformer_engine_provider(*packages: str, compiled: bool = True) -> Provider:
     """Returns the Transformer Engine back end; CUDA only.
 
     Args:
+        compiled: See :class:`Provider`.
         packages: Further packages that a family's layers need, such as "flash-linear-attention".
 
     Raises:
@@ -138,7 +147,11 @@ def transformer_engine_provider(*packages: str) -> Provider:
     class TransformerEngineProvider(TESpecProvider):
         """Transformer Engine's linear layers, norms and attention."""
 
+        compiled: bool
+
         def plain_rms_norm(self) -> Any:
             return PlainNorm
 
-    return TransformerEngineProvider()
+    provider = TransformerEngineProvider()
+    provider.compiled = compiled
+    return provider

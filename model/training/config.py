@@ -117,6 +117,8 @@ class ModelConfig:
         vision_recompute: Compute the activations of all vision blocks again in the backward pass.
         vision_attention: Attention of the vision tower with Transformer Engine: "transformer_engine",
             "flash_attention_4" (package flash-attn-4), or "auto": FlashAttention 4 if installed.
+        compile: Have torch compile some small functions of megatron-core, which takes seconds at each start. If not,
+            Triton kernels take their place, which have not run on a GPU yet.
         tune_kernels: Have Triton's autotuner time all configurations of the delta net's kernels at the first start,
             instead of a few likely ones.
     """
@@ -134,6 +136,7 @@ class ModelConfig:
     recompute: Literal["none", "selective", "full"] = "none"
     vision_recompute: bool = False
     vision_attention: Literal["auto", "transformer_engine", "flash_attention_4"] = "auto"
+    compile: bool = True
     tune_kernels: bool = False
 
 

@@ -22,6 +22,7 @@ _OF_THE_RUN = {
     "precision": "run.precision",
     "mtp_layers": "model.mtp",
     "vision_attention": "model.vision_attention",
+    "compile": "model.compile",
     "fp8": "run.fp8",
     "fp8_recipe": "run.fp8_recipe",
 }
@@ -65,6 +66,7 @@ def settings_of(config: TrainConfig, architecture: Architecture, on_gpu: bool) -
         gradient_accumulation_fusion=backend == "transformer_engine" and not parallel.fsdp,
         fp8="hybrid" if config.run.fp8 else None,
         fp8_recipe=config.run.fp8_recipe,
+        compile=model.compile,
         tune_kernels=model.tune_kernels,
     )
 

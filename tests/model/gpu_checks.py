@@ -148,7 +148,11 @@ def of_all_experts(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
 
 
 def engine_against_torch(
-    moe: bool, vision_attention: str = "transformer_engine", weighted: bool = False, family: str = "qwen3_5"
+    moe: bool,
+    vision_attention: str = "transformer_engine",
+    weighted: bool = False,
+    family: str = "qwen3_5",
+    compiled: bool = True,
 ) -> None:
     """One GPU, in bfloat16, judged by torch in float32; weighted losses with the fused cross-entropy of training."""
     wanted, packed = architecture(moe, family), batch(weighted)
@@ -159,6 +163,7 @@ def engine_against_torch(
         precision="bf16",
         vision_attention=vision_attention,
         fused_cross_entropy=weighted,
+        compile=compiled,
     )
     loss, found, metrics = run(wanted, packed, settings)
     print(f"  loss {exact_loss:.3f} exact, {plain_loss:.3f} torch, {loss:.3f} engine; {exact_metrics} {metrics}")
@@ -336,6 +341,8 @@ def main() -> int:
         "fused rotations": fused_rotations,
         "engine against torch, dense": lambda: engine_against_torch(moe=False),
         "engine against torch, experts": lambda: engine_against_torch(moe=True),
+        "without torch's compiler, dense": lambda: engine_against_torch(moe=False, compiled=False),
+        "without torch's compiler, experts": lambda: engine_against_torch(moe=True, compiled=False),
         "weighted losses, dense": lambda: engine_against_torch(moe=False, weighted=True),
         "weighted losses, experts": lambda: engine_against_torch(moe=True, weighted=True),
         "recompute": float_patches_and_recompute,

@@ -12,7 +12,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from model.families.qwen3_5.architecture import FULL_ATTENTION, LINEAR_ATTENTION, Qwen35Architecture
-from model.families.qwen3_5.gated_delta_net import Qwen35GatedDeltaNet, TorchGatedDeltaNet
+from model.families.qwen3_5.gated_delta_net import KernelGatedDeltaNet, Qwen35GatedDeltaNet, TorchGatedDeltaNet
 from model.families.qwen3_5.language import Qwen35Language
 from model.families.qwen3_5.model import Qwen35VL
 from model.families.qwen3_5.sizes import check
@@ -101,8 +101,9 @@ def _choose_configurations(architecture: Qwen35Architecture) -> None:
 
 
 def _delta_net(provider: Provider) -> Mixer:
+    engine = Qwen35GatedDeltaNet if provider.compiled else KernelGatedDeltaNet
     spec = ModuleSpec(
-        module=TorchGatedDeltaNet if isinstance(provider, TorchProvider) else Qwen35GatedDeltaNet,
+        module=TorchGatedDeltaNet if isinstance(provider, TorchProvider) else engine,
         submodules=GatedDeltaNetSubmodules(
             in_proj=first_linear(provider), out_norm=provider.plain_rms_norm(), out_proj=provider.row_parallel_linear()
         ),

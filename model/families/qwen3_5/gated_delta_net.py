@@ -21,6 +21,7 @@ from megatron.core.ssm.gated_delta_net.common import (
     _build_head_perm_for_split_sections,
     _build_thd_cp_a2a_perm,
     get_parameter_local_cp,
+    l2norm,
     tensor_a2a_cp2hp,
 )
 from megatron.core.ssm.gated_delta_net.gdn import GatedDeltaNet
@@ -83,6 +84,31 @@ class Qwen35GatedDeltaNet(GatedDeltaNet):
         self, cu_seqlens_padded: Tensor, cu_seqlens_actual: Tensor, total_seq_len: int, name: str, cp_size: int = 1
     ) -> Tensor:
         return cu_seqlens_padded
+
+
+class KernelGatedDeltaNet(Qwen35GatedDeltaNet):
+    """The same with plain torch and a Triton kernel around its norms, which megatron-core has torch compile."""
+
+    def _prepare_input_for_gated_delta_rule(
+        self, qkv: Tensor, gate: Tensor, batch: int, seq_len: int, *gate_feats: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Returns normalised queries and keys, values, the gate as it is, and beta and alpha in one piece each."""
+        widths = [width // self.cp_size for width in (self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp)]
+        query, key, value = qkv.split(widths, -1)
+        repeats = self.num_value_heads // self.num_key_heads
+        query, key = (l2norm(x.reshape(batch, seq_len, -1, self.key_head_dim)) for x in (query, key))
+        if repeats > 1:
+            query, key = query.repeat_interleave(repeats, 2), key.repeat_interleave(repeats, 2)
+        value = value.reshape(batch, seq_len, -1, self.value_head_dim).contiguous()
+        return query, key, value, gate, *(each.contiguous() for each in gate_feats)
+
+    def _apply_gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
+        """``Qwen3_5RMSNormGated``: norm first, then the gate, in float32. Rows of the gate may be apart."""
+        from model.kernels.gating import gated  # Triton is only available with CUDA
+
+        gate = gate.flatten(2)
+        normed: Tensor = self.out_norm(x.reshape(-1, x.shape[-1]))
+        return gated(normed.view(-1, gate.shape[-1]), gate, silu=True)
 
 
 class TorchGatedDeltaNet(Qwen35GatedDeltaNet):

@@ -1,0 +1,144 @@
+"""The Triton kernels of gates equal the plain code, in Triton's interpreter on the CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.model.helpers import relative, small_architecture
+
+pytest.importorskip("megatron.core")
+
+
+def interpreted() -> None:
+    """In a process of its own: whether Triton interprets is settled when the kernels are defined."""
+    from model.kernels.gating import SwiGLUActivation, gated
+
+    generator = torch.Generator().manual_seed(1)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    # Widths with a power of two as a factor and without, of less than a tile and of more; rows that are apart.
+    for rows, width in ((37, 128), (5, 96), (3, 7), (2, 2560), (70, 64)):
+        for silu in (True, False):
+            x = drawn(rows, 1, width).requires_grad_()
+            apart = drawn(rows, 1, width + 16).requires_grad_()
+            gate = apart[..., :width]
+            plain = x * (F.silu(gate) if silu else gate.sigmoid())
+            ours = gated(x, gate.view(rows, width), silu=silu)
+            grad = drawn(width, 1, rows).permute(2, 1, 0)
+            wanted = torch.autograd.grad(plain, (x, apart), grad)
+            given = torch.autograd.grad(ours, (x, apart), grad)
+            for a, b in zip((ours, *given), (plain, *wanted), strict=True):
+                assert a.shape == b.shape
+                assert relative(a.detach(), b.detach()) < 1e-6
+        both = drawn(rows, 1, 2 * width).requires_grad_()
+        first, second = both.chunk(2, -1)
+        plain, ours = F.silu(first) * second, SwiGLUActivation(None)(both)
+        grad = drawn(rows, 1, width)
+        for a, b in zip(
+            (ours, *torch.autograd.grad(ours, both, grad)),
+            (plain, *torch.autograd.grad(plain, both, grad)),
+            strict=True,
+        ):
+            assert a.shape == b.shape
+            assert relative(a.detach(), b.detach()) < 1e-6
+
+
+def in_the_layers() -> None:
+    """The delta net's and attention's functions against megatron-core's own, which torch would compile."""
+    torch.compiler.set_stance("force_eager")
+    import megatron.core.ssm.gated_delta_net.common as theirs
+    from megatron.core.transformer.attention import SelfAttention
+
+    import model.families.qwen3_5.gated_delta_net as ours
+    from model.network.attention import KernelGatedSelfAttention
+
+    theirs.l2norm = ours.l2norm = ours.l2_normalised  # flash-linear-attention's, which needs CUDA
+    generator = torch.Generator().manual_seed(2)
+    for repeats in (1, 2):
+        net = bare(ours.KernelGatedDeltaNet)
+        sizes = {
+            "cp_size": 1,
+            "num_key_heads": 3,
+            "num_value_heads": 3 * repeats,
+            "key_head_dim": 8,
+            "value_head_dim": 16,
+        }
+        keys, values = 24, 48 * repeats
+        sizes |= {"qk_dim_local_tp": keys, "v_dim_local_tp": values, "use_qk_l2norm": True, "act_fn": F.silu}
+        for name, value in sizes.items():
+            setattr(net, name, value)
+        net.out_norm = torch.nn.RMSNorm(16)
+        projected = torch.randn(1, 21, 2 * keys + 2 * values + 6 * repeats, generator=generator).requires_grad_()
+        mixed, gate, *rest = projected.split([2 * keys + values, values, 3 * repeats, 3 * repeats], -1)
+        gate = gate.reshape(1, 21, -1, 16)
+        wanted = theirs._GDNBase._prepare_input_for_gated_delta_rule(net, mixed, gate, 1, 21, *rest)
+        given = net._prepare_input_for_gated_delta_rule(mixed, gate, 1, 21, *rest)
+        assert all(each.is_contiguous() for number, each in enumerate(given) if number != 3)
+        assert not given[3].is_contiguous(), "the gate needs no copy"
+        wanted = (*wanted[:3], theirs._GDNBase._apply_gated_norm(net, wanted[2], wanted[3]), *wanted[4:])
+        given = (*given[:3], net._apply_gated_norm(given[2], given[3]), *given[4:])
+        pull = [torch.randn(each.shape, generator=generator) for each in wanted]
+        gradients = [
+            torch.autograd.grad([x.reshape(y.shape) for x, y in zip(each, wanted, strict=True)], projected, pull)[0]
+            for each in (wanted, given)
+        ]
+        for a, b in zip((*given, gradients[1]), (*wanted, gradients[0]), strict=True):
+            assert relative(a.detach().reshape(b.shape), b.detach()) < 1e-6
+    x, gate = torch.randn(2, 9, 1, 64, generator=generator)
+    attention = bare(KernelGatedSelfAttention)
+    wanted = SelfAttention._apply_output_gate(attention, x, gate.view(9, 1, 4, 16))
+    assert relative(attention._apply_output_gate(x, gate.view(9, 1, 4, 16)), wanted) < 1e-6
+
+
+def bare(kind: Any) -> Any:
+    """A module without its constructor, which needs CUDA."""
+    made = kind.__new__(kind)
+    torch.nn.Module.__init__(made)
+    return made
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
+@pytest.mark.parametrize("check", ["interpreted", "in_the_layers"])
+def test_the_kernels_equal_the_plain_code(check: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", f"from {__name__} import {check}; {check}()"],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_a_decoder_layer_takes_them_if_torch_shall_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.transformer.mlp import MLP
+
+    from model.families.qwen3_5.build import language_config
+    from model.network.decoder_layer import _residual_sum, full_attention, layer_spec
+    from model.network.provider import TorchProvider
+    from model.network.settings import ModelSettings
+
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", object())  # Transformer Engine's, which needs CUDA
+    settings = ModelSettings(backend="transformer_engine", precision="bf16", compile=False)
+    config = language_config(small_architecture(), settings)
+    assert (config.use_te_activation_func, config.bias_activation_fusion) == (True, False)
+    provider = TorchProvider()
+    provider.compiled = False
+    layer = layer_spec(config, provider, full_attention(provider)).submodules
+    assert layer.self_attention.module.__name__ == "KernelGatedSelfAttention"
+    x, residual = torch.randn(2, 3, 4)
+    for each in (layer.self_attn_bda, layer.mlp_bda):
+        assert each is _residual_sum
+        assert torch.equal(each(True, True)((x, None), residual, 0.0), residual + x)
+    assert layer.mlp.keywords["submodules"].activation_func(config).__class__.__name__ == "SwiGLUActivation"
+    assert layer.mlp.func.__self__ is MLP
