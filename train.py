@@ -97,6 +97,8 @@ def main(
 
         torchrun --nproc-per-node 8 --master-addr 127.0.0.1 train.py --data D --preset 9b --set parallel.fsdp=true
 
+        torchrun --nproc-per-node 8 --master-addr 127.0.0.1 train.py --data D --preset 9b --set parallel.vision_gpus=2
+
         python train.py --config runs/cord/checkpoints/step-00000500/config.toml --resume
 
     Exit codes: 0 done; 1 another rank or the program failed; 2 invalid option, data or configuration; 3 out of space or
