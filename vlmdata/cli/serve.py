@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -14,11 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vlmdata.errors import ResourceError, UsageError, VlmdataError
+from vlmdata.wording import counted
 
 if TYPE_CHECKING:
     from vlmdata.service.server import CollationServer
 
 _NETWORK, _LIMITS, _SECURITY, _CLIENT = "Network", "Limits", "Security", "Look at a running server"
+_LEAST_WIDTH = 110
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -156,9 +159,11 @@ def _announce(server: CollationServer) -> None:
     config = server.config
     scheme = "grpc+tls" if config.tls else "grpc"
     names = ", ".join(each.name for each in server.describe().datasets)
-    print(f"serving {names} at {scheme}://{config.host}:{server.port}", flush=True)
+    host = socket.gethostname() if config.host in ("0.0.0.0", "::") else config.host
+    host = f"[{host}]" if ":" in host else host
+    print(f"serving {names} at {scheme}://{host}:{server.port}", flush=True)
     if server.metrics.port is not None:
-        print(f"metrics at http://{config.host}:{server.metrics.port}/metrics", flush=True)
+        print(f"metrics at http://{host}:{server.metrics.port}/metrics", flush=True)
 
 
 def parse_bytes(text: str) -> int:
@@ -233,10 +238,12 @@ def _show_status(place: str, token: Path | None, ca: Path | None, as_json: bool)
 
 
 def _print_status(name: str, values: dict[str, Any]) -> None:
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
+    console.width = max(console.width, _LEAST_WIDTH)  # a narrow table that hides its values is of no use
     memory, packs = values["memory"], values["packs"]
     state = "stopping" if values["draining"] else "up"
     console.print(
@@ -245,24 +252,28 @@ def _print_status(name: str, values: dict[str, Any]) -> None:
     console.print("datasets: " + ", ".join(f"{each['name']} {each['fingerprint'][:8]}" for each in values["datasets"]))
     console.print(
         f"packs: {packs['made']:,} made ({packs['ahead']:,} ahead, {packs['dropped']:,} of these for nothing), "
-        f"{packs['shared']:,} queries shared one; memory {memory['in_use'] / 1e6:,.0f} "
-        f"of {memory['limit'] / 1e6:,.0f} MB; {values['workers']} workers, {values['worker_restarts']} restarts; "
-        f"{values['answers_under_way']} answers under way, {values.get('waiting', 0)} wait"
+        f"{packs['shared']:,} queries shared one"
     )
-    for message in values.get("damaged", {}).values():
+    console.print(
+        f"memory for packs: {memory['in_use'] / 1e6:,.0f} of {memory['limit'] / 1e6:,.0f} MB; "
+        f"{counted(values['workers'], 'worker')}, {counted(values['worker_restarts'], 'restart')}; "
+        f"{counted(values['answers_under_way'], 'answer')} under way, {values['waiting']} waiting"
+    )
+    for message in values["damaged"].values():
         console.print(f"damaged: {message}", markup=False, style="red")
-    table = Table("client", "plan", "rank", "slice", "parts", "last position", "batches", "MB", "seconds ago")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("client", "plan", "rank", "slice", "parts", "epoch/step/batch", "batches", "MB", "ago"):
+        table.add_column(name, no_wrap=True)
     for each in values["clients"]:
-        epoch, step, micro_batch = each["position"]
         table.add_row(
-            each["machine"],
+            each["machine"].partition(":")[2],
             each["plan"],
             f"{each['dp_rank']}/{each['dp_size']}",
             each["slice"] or "–",
-            each["parts"],
-            f"epoch {epoch} step {step} batch {micro_batch}",
+            "all" if each["parts"] == "labels+pixels+tokens" else each["parts"] or "none",
+            "/".join(map(str, each["position"])),
             f"{each['batches']:,}",
             f"{each['bytes'] / 1e6:,.0f}",
-            f"{each['seconds_ago']:.0f}",
+            f"{each['seconds_ago']:.0f} s",
         )
     console.print(table if values["clients"] else "no client has asked in the last ten minutes")
