@@ -157,10 +157,10 @@ class BufferPool:
         with self._lock:
             return sum(buffer.name.bytes for buffer in self._all)
 
-    def names(self) -> frozenset[BufferName]:
-        """Returns the names of all buffers."""
+    def inodes(self) -> frozenset[int]:
+        """Returns the inodes of all buffers."""
         with self._lock:
-            return frozenset(buffer.name for buffer in self._all)
+            return frozenset(buffer.name.inode for buffer in self._all)
 
     def _release(self, buffer: _Buffer) -> None:
         with self._lock:
@@ -230,9 +230,9 @@ class BufferMaps:
     def __init__(self) -> None:
         self._maps: dict[BufferName, npt.NDArray[np.uint8]] = {}
 
-    def keep_only(self, names: Collection[BufferName]) -> None:
+    def keep_only(self, inodes: Collection[int]) -> None:
         """Unmaps all other buffers, which frees the memory of those that are closed."""
-        for name in self._maps.keys() - names:
+        for name in [each for each in self._maps if each.inode not in inodes]:
             del self._maps[name]
 
     def array(self, name: BufferName) -> npt.NDArray[np.uint8]:

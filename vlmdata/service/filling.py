@@ -55,15 +55,13 @@ class Fillers:
         for each in [self._pool.submit(os.getpid) for _ in range(workers)]:
             each.result()  # started now, not at the first query
 
-    def fill(
-        self, request: PackRequest, name: BufferName, existing: Collection[BufferName], on_damage: OnDamage
-    ) -> Filled:
+    def fill(self, request: PackRequest, name: BufferName, existing: Collection[int], on_damage: OnDamage) -> Filled:
         """Reads a pack into a buffer.
 
         Args:
             request: The pack.
             name: The buffer.
-            existing: All buffers that exist; workers unmap others.
+            existing: Inodes of all buffers that exist; workers unmap others.
             on_damage: What a sample with changed bytes does.
 
         Raises:
@@ -139,7 +137,7 @@ def _end_with_the_server() -> None:
 
 
 def _fill(
-    request: PackRequest, name: BufferName, existing: Collection[BufferName], on_damage: OnDamage
+    request: PackRequest, name: BufferName, existing: Collection[int], on_damage: OnDamage
 ) -> Filled | VlmdataError:
     _buffers.keep_only(existing)
     try:

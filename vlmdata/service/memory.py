@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlmdata.errors import ResourceError, UsageError
-from vlmdata.loader.buffers import BufferName, BufferPool, Lease
+from vlmdata.loader.buffers import BufferPool, Lease
 
 _SECONDS_BETWEEN_LOOKS = 0.02
 
@@ -45,9 +45,9 @@ class PackMemory:
         """Bytes of all buffers, in use and free."""
         return self._pool.total_bytes
 
-    def names(self) -> frozenset[BufferName]:
-        """Returns the buffers that exist."""
-        return self._pool.names()
+    def inodes(self) -> frozenset[int]:
+        """Returns the inodes of the buffers that exist."""
+        return self._pool.inodes()
 
     def acquire(self, size: int, deadline: float, make_room: Callable[[], bool] | None = None) -> Lease:
         """Returns a buffer. Waits for memory if necessary.

@@ -207,7 +207,7 @@ class Packs:
     def _fill(self, request: PackRequest, on_damage: OnDamage, lease: Lease) -> FilledPack:
         try:
             generation = lease.renew()
-            filled = self._fillers.fill(request, lease.name, self.memory.names(), on_damage)
+            filled = self._fillers.fill(request, lease.name, self.memory.inodes(), on_damage)
         except LateFillError as error:
             error.future.cancel()
             error.future.add_done_callback(lambda _: self.memory.release(lease))  # a worker may write to it until then
