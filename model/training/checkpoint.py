@@ -137,7 +137,7 @@ class Checkpoints:
             request = dist_checkpointing.save(
                 sharded,
                 str(temporary),
-                sharded_strategy=save_strategy(),
+                sharded_strategy=save_strategy(self._size // self._place.world),
                 async_sharded_save=self._queue is not None,
                 async_strategy="mcore",
                 content_metadata=content(),

@@ -14,8 +14,10 @@ from megatron.core.dist_checkpointing.strategies import torch as torch_strategie
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-#: Files that a rank writes at once. Four take half the time of one, or less, where the disk is not what limits.
+#: Most files that a rank writes at once. Four take half the time of one, or less, where the disk is not what limits.
 WRITERS = 4
+#: Bytes for which another file pays: each is flushed to the disk.
+BYTES_PER_WRITER = 64 << 20
 
 
 class HostSaveStrategy(torch_strategies.TorchDistSaveShardedStrategy):
@@ -38,7 +40,11 @@ class HostSaveStrategy(torch_strategies.TorchDistSaveShardedStrategy):
         )
 
 
-def save_strategy() -> torch_strategies.TorchDistSaveShardedStrategy:
-    """Returns the save strategy for distributed checkpoints on this machine."""
+def save_strategy(size: int) -> torch_strategies.TorchDistSaveShardedStrategy:
+    """Returns the save strategy for distributed checkpoints on this machine.
+
+    Args:
+        size: Bytes that a rank writes, roughly.
+    """
     kind = torch_strategies.TorchDistSaveShardedStrategy if torch.cuda.is_available() else HostSaveStrategy
-    return kind(thread_count=WRITERS)
+    return kind(thread_count=min(WRITERS, 1 + size // BYTES_PER_WRITER))

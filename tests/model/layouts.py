@@ -348,7 +348,7 @@ def save_checkpoint(case: Case, data: Path, folder: Path) -> dict[str, tuple[int
     if dist.get_rank() == 0:
         folder.mkdir()
     dist.barrier()
-    dist_checkpointing.save(state, folder, sharded_strategy=save_strategy())
+    dist_checkpointing.save(state, folder, sharded_strategy=save_strategy(0))
     apply_factories(state)
     tensors = [entry for entry in nested_values(state) if isinstance(entry, ShardedTensor)]
     return {entry.key: tuple(entry.global_shape) for entry in tensors}

@@ -12,7 +12,6 @@ pytest.importorskip("megatron.core")
 
 from megatron.core import dist_checkpointing
 
-import model.weights.store
 from tests.model.training.conftest import steps_of
 from tests.model.training.ranks import Ranks, arguments_of
 
@@ -96,7 +95,6 @@ def test_a_rank_that_cannot_write_ends_all_of_them(chats: Path, tmp_path: Path) 
 def rank_1_writes_little(rank: int) -> None:
     """EFBIG takes the place of ENOSPC, for one of the ranks; there is room for its batches (4 MiB)."""
     if rank == 1:
-        model.weights.store.WRITERS = 1  # in one file
         resource.setrlimit(resource.RLIMIT_FSIZE, (6_000_000, 6_000_000))
 
 

@@ -23,8 +23,8 @@ from megatron.core import dist_checkpointing
 
 import model.training.loop
 import model.training.step
+import model.weights.store
 from model.training.interruption import Interruption
-from model.weights.store import WRITERS
 from tests.model.training.conftest import ROOT, command, environment, steps_of
 from tests.model.training.ranks import PATIENCE, Ranks, arguments_of, until_logged
 
@@ -127,7 +127,7 @@ def test_ctrl_c_to_the_whole_process_group_saves_and_resuming_is_exact(
 
 
 def writers_that_wait(event: Path, rank: int) -> None:
-    """Has what writes a checkpoint wait until a file exists."""
+    """Has what writes a checkpoint, in several files, wait until a file exists."""
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
     write = FileSystemWriterAsync.write_preloaded_data_multithread
@@ -138,6 +138,7 @@ def writers_that_wait(event: Path, rank: int) -> None:
         write(*arguments)
 
     FileSystemWriterAsync.write_preloaded_data_multithread = staticmethod(afterwards)
+    model.weights.store.BYTES_PER_WRITER = 1_000_000
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -164,7 +165,7 @@ def test_a_signal_to_the_process_group_spares_what_writes_a_checkpoint(
     assert "/s\n" in said.partition("written in ")[2]  # the throughput
     assert not psutil.wait_procs(children, timeout=60)[1]
     checkpoint = out / "checkpoints" / f"step-{saved:08d}"
-    assert len(list(checkpoint.glob("*.distcp"))) == WRITERS
+    assert len(list(checkpoint.glob("*.distcp"))) == model.weights.store.WRITERS
     tensors = dist_checkpointing.load_plain_tensors(str(checkpoint)).values()
     assert all(each.isfinite().all() for each in tensors if isinstance(each, torch.Tensor) and each.is_floating_point())
     assert sum(isinstance(each, torch.Tensor) for each in tensors) > 300, "weights and two moments of each"
