@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from typing import IO
 
 from model.kernels.delta_net import DeltaNetShape
 from vlmdata.wording import counted, duration
+
+#: Seconds after which the trainer goes on and compiles what is missing by itself.
+_PATIENCE = 600.0
 
 
 @dataclass(frozen=True)
@@ -67,14 +71,20 @@ class KernelsAhead:
         """Waits until the kernels are compiled, and says how many there are and what is left."""
         assert self._process.stdout is not None
         compiled, waited = 0, self._process.poll() is None
+        timer = threading.Timer(_PATIENCE, self._kill)
+        timer.start()
         for line in self._process.stdout:
+            if not line.startswith("{"):  # what a library prints
+                continue
             found = json.loads(line)
             if "kernels" in found:
                 if waited:
                     say(f"compiling {counted(found['kernels'], 'kernel')} …")
             else:
                 compiled += not found["cached"]
-        if self._process.wait():
+        failed = self._process.wait()
+        timer.cancel()
+        if failed:
             say(f"warning: kernels could not be compiled ahead, steps compile them: {self._last_error()}")
         elif compiled:
             took = duration(time.perf_counter() - self._begun)
@@ -85,11 +95,14 @@ class KernelsAhead:
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"exit code {self._process.returncode}"
 
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
     def close(self) -> None:
         """Ends the process and its forks."""
         if self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            self._kill()
             self._process.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import model.training.kernels
-from model.kernels import configurations
+from model.kernels import ahead, configurations
 from model.kernels.ahead import Kernels, KernelsAhead
 from model.kernels.configurations import CANDIDATES, HOPPER, Configuration, choose_configurations
 from model.kernels.delta_net import DeltaNetShape
@@ -198,13 +198,13 @@ class TestTheWait:
 
     def said(self, code: str) -> list[str]:
         lines: list[str] = []
-        with KernelsAhead([sys.executable, "-c", f"import json, sys, os\n{code}"]) as ahead:
-            ahead.wait(lines.append)
+        with KernelsAhead([sys.executable, "-c", f"import json, sys, os\n{code}"]) as started:
+            started.wait(lines.append)
         return lines
 
     def test_names_what_is_compiled_and_how_long_it_took(self) -> None:
         lines = self.said(
-            "print(json.dumps({'kernels': 2}), flush=True)\n"
+            "print('of a library')\nprint(json.dumps({'kernels': 2}), flush=True)\n"
             "for cached in (False, True): print(json.dumps({'kernel': 'a', 'cached': cached}))"
         )
         assert lines[0] == "compiling 2 kernels …"
@@ -218,18 +218,23 @@ class TestTheWait:
         (line,) = self.said("print('add: CompilationError: oh', file=sys.stderr); sys.exit(1)")
         assert line == ("warning: kernels could not be compiled ahead, steps compile them: add: CompilationError: oh")
 
+    def test_training_begins_even_if_compilation_hangs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(ahead, "_PATIENCE", 0.1)
+        (line,) = self.said("import signal; signal.pause()")
+        assert line == "warning: kernels could not be compiled ahead, steps compile them: exit code -9"
+
     def test_neither_the_process_nor_its_forks_outlive_the_run(self, tmp_path: Path) -> None:
         pipe = tmp_path / "pipe"
         os.mkfifo(pipe)
         code = f"import os, signal\nfile = open({str(pipe)!r}, 'wb', 0)\nos.fork()\nfile.write(b'x')\nsignal.pause()"
-        ahead = KernelsAhead([sys.executable, "-c", code])
+        started = KernelsAhead([sys.executable, "-c", code])
         with pipe.open("rb") as file:
             assert file.read(2) == b"xx"
-            ahead.close()
+            started.close()
             assert file.read() == b"", "the pipe ends when all who may write have ended"
 
     def test_the_module_ends_quietly_without_a_gpu(self) -> None:
         lines: list[str] = []
-        with KernelsAhead.of(Kernels(SHAPE, None, every=False)) as ahead:
-            ahead.wait(lines.append)
+        with KernelsAhead.of(Kernels(SHAPE, None, every=False)) as started:
+            started.wait(lines.append)
         assert lines == []
