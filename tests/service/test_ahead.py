@@ -76,6 +76,15 @@ class TestWhichBatches:
         assert sorted(made.steps) == [5, 6, 7]
         assert sorted(made.planned) == [5, 6, 7]
 
+    def test_what_is_remembered_of_queries_is_small(self, made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("vlmdata.service.ahead._REMEMBERED", 3)
+        ahead = ReadAhead(made, made, 2, 4)  # type: ignore[arg-type]
+        for step in range(STEPS):
+            ask(ahead, step)
+        for queries in (ahead._asked, ahead._expected, ahead._begun):
+            assert 0 < len(queries) <= 3
+            assert all(type(each) is int for each in queries)
+
     def test_none_of_another_epoch(self, made: Made) -> None:
         ahead = ReadAhead(made, made, 2, 4)  # type: ignore[arg-type]
         for step in range(STEPS - 2, STEPS):

@@ -184,3 +184,19 @@ class TestMemory:
             plans._plans[dataclasses.replace(kept[0], epoch=epoch)] = Future()
         assert plans.request(query(dataset, epoch=1))
         assert kept[0] in plans._plans
+
+
+def test_requests_made_ahead_are_found_once_and_are_few(
+    dataset: VlmDataset, book: Callable[..., PlanBook], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vlmdata.service.plans._REQUESTS_KEPT", 2)
+    plans = book()
+    made = [plans.prepare(query(dataset, rank=rank))[0] for rank in range(3)]
+    assert plans.request(dataclasses.replace(query(dataset, rank=2), place="f" * 64))[0] is made[2]
+    again = plans.request(query(dataset, rank=2))[0]
+    assert again is not made[2]
+    assert again.samples.keys == made[2].samples.keys
+    assert plans.request(query(dataset, rank=0))[0] is not made[0]
+    monkeypatch.setattr("vlmdata.service.plans._MOST_SAMPLES_KEPT", 0)
+    large, _ = plans.prepare(query(dataset, rank=3))
+    assert plans.request(query(dataset, rank=3))[0] is not large

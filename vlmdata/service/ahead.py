@@ -38,16 +38,16 @@ class ReadAhead:
         self._plans, self._packs, self._depth, self._most = plans, packs, depth, threads
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="vlmdata-ahead")
         self._lock = threading.Lock()
-        self._asked: OrderedDict[BatchQuery, None] = OrderedDict()
-        self._expected: OrderedDict[BatchQuery, None] = OrderedDict()  # those that follow an answered one
-        self._begun: OrderedDict[BatchQuery, Position] = OrderedDict()  # asked or made ahead, and what follows them
+        self._asked: OrderedDict[int, None] = OrderedDict()
+        self._expected: OrderedDict[int, None] = OrderedDict()  # those that follow an answered one
+        self._begun: OrderedDict[int, Position] = OrderedDict()  # asked or made ahead, and what follows them
         self._under_way = 0
 
     def asked(self, query: BatchQuery) -> None:
         """Notes a query that arrives: nothing needs to be made ahead for it any more."""
         if self._depth:
             with self._lock:
-                _remember(self._asked, query.to(""), None)
+                _remember(self._asked, _identity(query), None)
 
     def note(self, query: BatchQuery, request: PackRequest) -> None:
         """Notes a query that is answered, and begins with what follows.
@@ -58,12 +58,12 @@ class ReadAhead:
         """
         if not self._depth or request.following.epoch != request.position.epoch:
             return
-        here = query.to("")
-        following = here.at(request.following)
+        following = query.at(request.following)
+        here, there = _identity(query), _identity(following)
         with self._lock:
             goes_on = here in self._expected
             self._expected.pop(here, None)
-            _remember(self._expected, following, None)
+            _remember(self._expected, there, None)
             _remember(self._begun, here, request.following)
         if goes_on:
             self._begin(following, self._depth)
@@ -84,8 +84,9 @@ class ReadAhead:
 
     def _make(self, query: BatchQuery, depth: int) -> None:
         try:
+            here = _identity(query)
             with self._lock:
-                following, asked = self._begun.get(query), query in self._asked
+                following, asked = self._begun.get(here), here in self._asked
             if asked and following is None:
                 return  # goes on from there when it is answered
             request = None
@@ -93,7 +94,7 @@ class ReadAhead:
                 request, plan = self._plans.prepare(query)
                 following = request.following
                 with self._lock:
-                    _remember(self._begun, query, following)
+                    _remember(self._begun, here, following)
             if depth > 1 and following.epoch == query.position.epoch:
                 self._begin(query.at(following), depth - 1)
             if request is not None:
@@ -110,7 +111,12 @@ class ReadAhead:
             self._under_way -= 1
 
 
-def _remember[Value](queries: OrderedDict[BatchQuery, Value], query: BatchQuery, value: Value) -> None:
+def _identity(query: BatchQuery) -> int:
+    """Returns a number for a query, wherever the client runs. A query itself may be large, and comes from outside."""
+    return hash(query.to(""))
+
+
+def _remember[Value](queries: OrderedDict[int, Value], query: int, value: Value) -> None:
     queries[query] = value
     if len(queries) > _REMEMBERED:
         queries.popitem(last=False)

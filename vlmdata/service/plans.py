@@ -31,8 +31,9 @@ _KEPT = 64
 _AT_ONCE = 2
 #: Steps of a plan whose assignment to ranks is kept. All ranks ask for about the same step.
 _STEPS_KEPT = 8
-#: Requests kept that were made ahead, of some kilobytes each.
-_REQUESTS_KEPT = 256
+#: Requests kept that were made ahead, of some kilobytes each; none of more samples or images, whose arrays add up.
+_REQUESTS_KEPT = 64
+_MOST_SAMPLES_KEPT, _MOST_IMAGES_KEPT = 1024, 4096
 #: Bytes that planning takes at its peak, for each use of a sample in the epoch (docs/scaling.md).
 _PEAK_BYTES = 80
 #: Limits of what a query may ask for. A plan's size grows with them.
@@ -137,6 +138,9 @@ class PlanBook:
         """Returns the same as :meth:`request`, and keeps it for that."""
         query = query.to("")
         found = self._request(query)
+        request = found[0]
+        if len(request.samples.keys) > _MOST_SAMPLES_KEPT or len(request.images.grids) > _MOST_IMAGES_KEPT:
+            return found
         with self._changed:
             self._requests[query] = found
             if len(self._requests) > _REQUESTS_KEPT:

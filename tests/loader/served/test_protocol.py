@@ -107,6 +107,16 @@ def test_a_wrong_field_is_named(field: str, value: Any, message: str) -> None:
         decode_query(json.dumps(query).encode())
 
 
+@pytest.mark.parametrize("field", list(GOOD["batch"]["plan"]))
+@pytest.mark.parametrize("value", [[1], {}, [[]]])
+def test_a_plan_of_lists_and_objects_is_refused(field: str, value: Any) -> None:
+    """A server remembers queries by their hash."""
+    query = json.loads(json.dumps(GOOD))
+    query["batch"]["plan"][field] = value
+    with pytest.raises((UsageError, ConfigMismatchError)):
+        decode_query(json.dumps(query).encode())
+
+
 def test_nested_values_are_refused() -> None:
     query = json.loads(json.dumps(GOOD))
     query["batch"]["plan"]["balance"] = "HERE"

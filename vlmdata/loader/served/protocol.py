@@ -231,6 +231,7 @@ def _plan_config(values: Mapping[str, Any]) -> PlanConfig:
             given["blend"] = Blend(blend["by"], tuple(blend["weights"]))
         given["cost"] = CostModel(**given["cost"])
         config = PlanConfig(**given)
+        hash(config)  # lists where numbers belong
         differences = config_differences(dict(values), config)
     except UsageError:
         raise
