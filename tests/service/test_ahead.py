@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow.flight as flight
 import pytest
 
 from tests.service.packs import MIB, pack_request
@@ -144,6 +145,20 @@ class TestMemory:
         packs.prepare(pack_request(3), "plan", "raise")
         assert packs.counts.made == 3
 
+    def test_ranks_that_share_a_pack_make_it_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        packs = Packs(Fillers(), 24 * MIB, 0.1, frozenset, lambda: False)  # type: ignore[arg-type]
+        acquire = packs.memory.acquire
+
+        def meanwhile(*given: Any) -> Any:
+            monkeypatch.undo()
+            packs.prepare(pack_request(0), "plan", "raise")  # the other rank's
+            return acquire(*given)
+
+        monkeypatch.setattr(packs.memory, "acquire", meanwhile)
+        packs.prepare(pack_request(0), "plan", "raise")
+        packs.get(pack_request(0), "plan", "raise", no_limit)
+        assert (packs.counts.made, packs.counts.ahead, packs.counts.shared) == (1, 1, 0)
+
     def test_packs_that_nobody_asks_for_make_room(self) -> None:
         packs = Packs(Fillers(), 12 * MIB, 0.1, frozenset, lambda: False)  # type: ignore[arg-type]
         packs.prepare(pack_request(0), "plan", "raise")
@@ -210,3 +225,7 @@ def test_an_epoch_makes_each_pack_once(chat: Path) -> None:
         assert counts.made == len(local)
         assert counts.ahead == len(local) - 2  # a rank's first query is no sign, and the second is not asked ahead
         assert counts.dropped == counts.shared == 0
+        strange = query(0)  # for a dataset that is not there
+        with flight.connect(f"grpc://127.0.0.1:{server.port}") as client, pytest.raises(flight.FlightServerError):
+            client.do_get(flight.Ticket(strange.encode())).read_all()
+        assert strange not in server.ahead._asked

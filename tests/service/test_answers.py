@@ -16,12 +16,15 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.service.packs import MIB, filled_pack, share, whole
+from tests.service.packs import MIB, filled_pack, pack_request, share, whole
+from vlmdata.loader.buffers import BufferPool
+from vlmdata.loader.damage import Filled
 from vlmdata.loader.served.protocol import FileQuery, Header
-from vlmdata.loader.served.shared_memory import Maps
-from vlmdata.service.answer import Answer, Answers, SharedAnswer
+from vlmdata.loader.served.shared_memory import Maps, SharedPack
+from vlmdata.service.answer import Answer, Answers, SharedAnswer, pieces
 from vlmdata.service.filling import Fillers
 from vlmdata.service.memory import BusyError
+from vlmdata.service.packs import Packs
 from vlmdata.service.server import CollationServer
 
 
@@ -34,6 +37,45 @@ def test_a_copy_on_its_way_does_not_keep_the_pack() -> None:
     gc.collect()
     assert answer.pack() is None
     del first
+
+
+def test_an_answer_under_way_is_sound_after_the_server_has_closed() -> None:
+    fillers: Any = SimpleNamespace(fill=lambda *_: Filled(1))
+    packs = Packs(fillers, 32 * MIB, 0.1, frozenset, lambda: False)
+    pack = packs.get(pack_request(0, 8 * MIB), "plan", "raise", lambda *_: None)
+    pack.buffer[:] = 7
+    view = pieces(whole(pack), pack)[0]
+    stream = Answer(whole(pack), pack, share(), lambda: False).batches()
+    sent = [next(stream)[0]]
+    maps, place = Maps(), SharedPack.of(pack.name, pack.generation, ())
+    assert place is not None
+    mapped = maps.memory(place)
+    packs.close()
+    sent += [batch for batch, _ in stream]
+    assert all((batch.column(0).to_numpy() == 7).all() for batch in sent)
+    assert sum(batch.num_rows for batch in sent) == 8 * MIB
+    with pytest.raises(BusyError, match="stopping"):
+        packs.get(pack_request(1), "plan", "raise", lambda *_: None)
+    assert mapped[: place.bytes].all()
+    sent.clear()
+    del pack, view, stream
+    gc.collect()
+    assert not mapped[: place.bytes].any()  # the system has it back, although a client maps it
+
+
+def test_packs_that_wait_when_the_server_ends_have_no_error_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pool:
+        def submit(self, *given: object) -> Future[Any]:
+            future: Future[Any] = Future()
+            if len(given) == 1:
+                future.set_result(1)
+            else:
+                future.cancel()
+            return future
+
+    monkeypatch.setattr(Fillers, "_new_pool", lambda _: Pool())
+    with pytest.raises(BusyError, match="stopping"):
+        Fillers([], 1, "off", 1.0).fill(pack_request(0), BufferPool().acquire(1).name, (), "raise")
 
 
 def test_a_dropped_stream_counts_no_longer() -> None:

@@ -109,7 +109,7 @@ class BufferPool:
         # Re-entrant, because garbage collection may run a finalizer inside this critical section.
         self._lock = threading.RLock()
         self._all: list[_Buffer] = []
-        self._closed = False
+        self._closed = self._frees = False
 
     def acquire(self, size: int) -> Lease:
         """Returns a buffer of at least ``size`` bytes: the smallest free one, or a new one.
@@ -166,17 +166,20 @@ class BufferPool:
         with self._lock:
             if not self._closed:
                 self._free.append(buffer)
+            elif self._frees:
+                buffer.free()
+                buffer.close()
 
     def close(self, free: bool = False) -> None:
         """Releases all buffers.
 
         Args:
-            free: Whether to free memory that is still used, also by other processes. Otherwise it stays until all
-                arrays of it are gone.
+            free: Whether to free memory that other processes still map, as soon as this one has no array of it.
+                Otherwise it stays until nobody maps it.
         """
         with self._lock:
-            self._closed = True
-            for buffer in self._all:
+            self._closed, self._frees = True, free
+            for buffer in self._free if free else self._all:
                 if free:
                     buffer.free()
                 buffer.close()

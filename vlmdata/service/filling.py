@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Collection, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import CancelledError, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context, parent_process
 from typing import Any
@@ -81,6 +81,8 @@ class Fillers:
                 outcome = future.result(self._timeout)
             except TimeoutError:
                 raise LateFillError(self._timeout, future) from None
+            except CancelledError:
+                raise BusyError("the server is stopping") from None
             except BrokenProcessPool:
                 self._replace(pool)
                 continue

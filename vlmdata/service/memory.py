@@ -34,6 +34,7 @@ class PackMemory:
         self._pool = BufferPool(limit)
         self._lock = threading.RLock()  # garbage collection may run a finalizer inside the critical section
         self._in_use = 0
+        self._closed = False
 
     @property
     def bytes_in_use(self) -> int:
@@ -59,7 +60,7 @@ class PackMemory:
 
         Raises:
             UsageError: If the buffer alone exceeds the limit.
-            BusyError: If no memory becomes free in time.
+            BusyError: If no memory becomes free in time, or the server ends.
         """
         if BufferPool.rounded(size) > self.limit:
             raise UsageError(
@@ -67,6 +68,8 @@ class PackMemory:
                 "packs; use a smaller capacity, or give the server more memory"
             )
         while True:
+            if self._closed:
+                raise BusyError("the server is stopping")
             try:
                 lease = self._pool.acquire(size)
             except ResourceError:
@@ -92,7 +95,8 @@ class PackMemory:
         self._returned(lease.name.bytes)
 
     def close(self) -> None:
-        """Releases all buffers, also for clients that still map them."""
+        """Releases all buffers, also for clients that still map them; those in use when their use ends."""
+        self._closed = True
         self._pool.close(free=True)
 
     def _returned(self, size: int) -> None:

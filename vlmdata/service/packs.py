@@ -158,7 +158,9 @@ class Packs:
         size = BufferPool.rounded(whole.layout.bytes)
         with self._lock:
             unasked = sum(self._unasked.values())
-            if self._known(key) in self._packs or unasked + size > self.memory.limit * _AHEAD:
+            if self._known(key) in self._packs or key in self._unasked:
+                return  # or another rank's query makes it ahead
+            if unasked + size > self.memory.limit * _AHEAD:
                 return
             self._unasked[key] = size
         try:
@@ -176,6 +178,13 @@ class Packs:
             made = self._packs[key] = Future[FilledPack]()
             self.counts = replace(self.counts, ahead=self.counts.ahead + 1)
         self._make(key, whole, made, lambda: lease)
+
+    def close(self) -> None:
+        """Forgets all packs and frees their memory. Those that are being sent keep theirs until then."""
+        with self._lock:
+            for key in [key for key, future in self._packs.items() if future.done()]:
+                del self._packs[key]
+        self.memory.close()
 
     def _known(self, key: PackKey) -> PackKey:
         """Returns the key of a pack that serves as well, if there is one."""

@@ -183,15 +183,15 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
     def close(self) -> None:
         """Refuses new queries, waits up to ``drain`` seconds for those under way, and ends."""
         self._draining.set()
+        self.ahead.close()
         deadline = time.monotonic() + self.config.drain
         while (self._preparing or len(self.answers) or len(self.files)) and time.monotonic() < deadline:
             time.sleep(_SECONDS_BETWEEN_LOOKS)
         self.metrics.close()
-        self.ahead.close()
         # Flight waits for calls; one whose client does not read would hold it up for as long.
         threading.Thread(target=self.shutdown, daemon=True).start()
         self._fillers.close()
-        self.packs.memory.close()
+        self.packs.close()
 
     def _begin[Begun: Answer | FileAnswer](
         self, machine: str, context: Any, clients: Clients, begin: Callable[[Share], Begun]
@@ -209,8 +209,8 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
         return answer
 
     def _answer(self, query: BatchQuery, context: Any, share: Share) -> Answer:
-        self.ahead.asked(query)
         request, plan = self.plans.request(query)
+        self.ahead.asked(query)  # not before: it remembers only what can be asked for
         pack = self._pack(request, plan, query, share)
         self.ahead.note(query, request)
         answer: Answer

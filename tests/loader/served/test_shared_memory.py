@@ -9,13 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.flight as flight
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vlmdata.loader.buffers import BufferName, BufferPool, Lease
+from vlmdata.loader.config import Service
 from vlmdata.loader.served import shared_memory
+from vlmdata.loader.served.address import parse_address
+from vlmdata.loader.served.connection import Call, Connection, ServerLostError
+from vlmdata.loader.served.protocol import BatchQuery, Header
 from vlmdata.loader.served.shared_memory import IN_ANSWER, Maps, SharedMemoryError, SharedPack, this_place
+from vlmdata.loader.state import Position
+from vlmdata.packing.config import PlanConfig
+from vlmdata.service.answer import SCHEMA, record_batch
 
 NOTHING = np.zeros(0, np.uint8)
 
@@ -121,9 +130,32 @@ def test_memory_that_is_used_again_or_given_up_is_noticed() -> None:
     after.copy(NOTHING, copied, maps)
     lease.memory()[:] = 1
     pool.close(free=True)
+    after.copy(NOTHING, copied, maps)
+    assert copied.all()  # it is still in use
+    mapped = maps.memory(after)
+    lease.release()
     with pytest.raises(SharedMemoryError, match="another batch by now"):
         after.copy(NOTHING, copied, maps)
-    assert not lease.memory().any()  # the system has the memory back
+    assert not mapped[: after.bytes].any()  # the system has the memory back
+
+
+@pytest.mark.parametrize("asks_first", [True, False])
+def test_memory_that_was_not_asked_for_is_not_opened(pack: SharedPack, asks_first: bool) -> None:
+    class Hostile(flight.FlightServerBase):  # type: ignore[misc]
+        def do_get(self, *_: object) -> Any:
+            place = dataclasses.replace(pack, generation=0) if asks_first else pack
+            metadata = pa.py_buffer(Header(1000, {}, place).encode())
+            return flight.GeneratorStream(SCHEMA, iter([(record_batch(NOTHING), metadata)]))
+
+    query = BatchQuery(("a" * 64,), PlanConfig(64, 1), Position(), 0, 1, None, frozenset({"tokens"}), "uint8", "raise")
+    buffer = np.zeros(1000, np.uint8)
+    with Hostile("grpc://127.0.0.1:0") as server:
+        address = parse_address(f"grpc://127.0.0.1:{server.port}")
+        connection = Connection(address.servers()[0], address, Service(shared_memory=asks_first))
+        with pytest.raises(ServerLostError, match="names memory instead of sending the bytes"):
+            connection.batch(query, buffer, 1000, True, 60.0, Call())
+        connection.close()
+    assert not buffer.any()
 
 
 def test_memory_that_is_used_again_during_a_copy_is_noticed() -> None:

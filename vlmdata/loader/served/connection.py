@@ -201,7 +201,7 @@ class Connection:
         try:
             reader = self._client.do_get(flight.Ticket(query.encode()), self._options(timeout))
             call.follow(reader)
-            return self._receive(reader, buffer[:size], checked)
+            return self._receive(reader, buffer[:size], checked, bool(query.place))
         except (pa.ArrowException, OSError) as error:
             raise self._translated(error) from error
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
@@ -210,7 +210,7 @@ class Connection:
             if reader is not None:
                 reader.cancel()  # otherwise an answer that is not read to its end holds memory at the server
 
-    def _receive(self, reader: Any, buffer: Bytes, checked: bool) -> Filled:
+    def _receive(self, reader: Any, buffer: Bytes, checked: bool, may_share: bool) -> Filled:
         chunks = iter(reader)
         if (first := next(chunks, None)) is None:
             raise ServerLostError(f"server {self.server}: the answer is empty")
@@ -221,6 +221,8 @@ class Connection:
                 "version of vlmdata on both."
             )
         if header.shared is not None:
+            if not may_share:  # it could name any file of this machine
+                raise ServerLostError(f"server {self.server}: names memory instead of sending the bytes asked for")
             header.shared.copy(_bytes(first), buffer, self._maps)
         else:
             self._receive_bytes(chain([first], chunks), buffer, checked)
