@@ -210,7 +210,7 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
 
     def _answer(self, query: BatchQuery, context: Any, share: Share) -> Answer:
         request, plan = self.plans.request(query)
-        self.ahead.asked(query)  # not before: it remembers only what can be asked for
+        self.ahead.asked(query)  # not before: strangers' queries would push others out
         pack = self._pack(request, plan, query, share)
         self.ahead.note(query, request)
         answer: Answer
