@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import sys
-import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -140,19 +140,41 @@ def serve(
         cache_dir=cache_dir,
     )
     _log_to_stderr(as_json)
-    stopped = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopped.set())
+    stop = Stop()
     server = CollationServer(data, config)
     server.metrics.serve()
     _announce(server)
-    while not stopped.wait(0.5):  # a signal that another thread receives does not wake an endless wait
-        pass
+    stop.wait()
     logging.getLogger("vlmdata.service").info("stopping", extra={"answers_under_way": len(server.answers)})
     server.close()
     logging.shutdown()
     sys.stdout.flush()
     os._exit(0)  # Flight would wait for calls whose clients do not read
+
+
+class Stop:
+    """Waits for SIGTERM or Ctrl-C, which it handles from its creation on. Only in the main thread.
+
+    The handler takes no lock. It runs wherever the main thread is, also inside a wait that holds one: with a
+    ``threading.Event``, a server that was told to stop at such a moment would hang.
+    """
+
+    def __init__(self) -> None:
+        self._asked = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._ask)
+
+    def wait(self, seconds: float = 0.1) -> None:
+        """Returns once a signal has come.
+
+        Args:
+            seconds: Time between two looks. A signal that another thread receives does not end a longer sleep.
+        """
+        while not self._asked:
+            time.sleep(seconds)
+
+    def _ask(self, *_: object) -> None:
+        self._asked = True
 
 
 def _announce(server: CollationServer) -> None:
