@@ -18,7 +18,10 @@ from typing import Any
 
 import torch
 
-from vlmdata import PackedBatch
+from vlmdata import PackedBatch, StreamingLoader
+from vlmdata.loader.served.protocol import BatchQuery
+from vlmdata.loader.served.shared_memory import this_place
+from vlmdata.loader.state import Position
 
 COMMAND = [sys.executable, "-X", "faulthandler", "-c", "from vlmdata.cli.main import main; main()", "serve"]
 
@@ -175,3 +178,19 @@ def wait_until(condition: Callable[[], bool], what: str, seconds: float = 240.0)
 def write(path: Path, text: str | bytes) -> Path:
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return path
+
+
+def first_query(loader: StreamingLoader) -> BatchQuery:
+    """A query for the loader's first batch, from a client that can read the server's memory."""
+    return BatchQuery(
+        tuple(each for _, each in loader.fingerprints),
+        loader.plan_config,
+        Position(),
+        0,
+        1,
+        None,
+        frozenset({"tokens", "labels", "pixels"}),
+        "uint8",
+        "raise",
+        this_place(),
+    )

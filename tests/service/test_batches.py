@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.service.servers import Server, assert_equal, serving, wait_until
+from tests.service.servers import Server, assert_equal, first_query, serving, wait_until
 from vlmdata import Blend, PackedBatch, StreamingLoader
 from vlmdata.cli.serve import _show_status
 from vlmdata.errors import ConfigMismatchError, ResourceError, UsageError
@@ -24,7 +24,7 @@ from vlmdata.loader.config import Service
 from vlmdata.loader.served.address import parse_address
 from vlmdata.loader.served.connection import Connection
 from vlmdata.loader.served.protocol import STATUS, BatchQuery, Header
-from vlmdata.loader.served.shared_memory import IN_ANSWER, Maps, SharedMemoryError, SharedPack, this_place
+from vlmdata.loader.served.shared_memory import IN_ANSWER, Maps, SharedMemoryError, SharedPack
 from vlmdata.loader.state import Position
 from vlmdata.packing import config as plan_config
 
@@ -154,18 +154,7 @@ class TestSharedMemory:
 
     def test_is_kept_only_while_the_client_reads(self, server: Server) -> None:
         with StreamingLoader(server.url, **OPTIONS) as loader:
-            query = BatchQuery(
-                tuple(each for _, each in loader.fingerprints),
-                loader.plan_config,
-                Position(),
-                0,
-                1,
-                None,
-                frozenset({"tokens", "labels", "pixels"}),
-                "uint8",
-                "raise",
-                this_place(),
-            )
+            query = first_query(loader)
         under_way = lambda: json.loads(connection(server).action(STATUS))["answers_under_way"]  # noqa: E731
         wait_until(lambda: under_way() == 0, "packs of earlier tests are still kept")
         reader = flight.FlightClient(server.url).do_get(flight.Ticket(query.encode()))

@@ -10,11 +10,8 @@ from typing import Any
 import pyarrow.flight as flight
 import pytest
 
-from tests.service.servers import Proxy, assert_equal, wait_until
+from tests.service.servers import Proxy, assert_equal, first_query, wait_until
 from vlmdata import PackedBatch, StreamingLoader
-from vlmdata.loader.served.protocol import BatchQuery
-from vlmdata.loader.served.shared_memory import this_place
-from vlmdata.loader.state import Position
 from vlmdata.service.clients import Clients, Share
 from vlmdata.service.config import ServerConfig
 from vlmdata.service.memory import BusyError
@@ -116,18 +113,7 @@ def test_a_machine_that_keeps_its_calls_holds_up_only_itself(chat: Path) -> None
     config = ServerConfig(port=0, workers=1, drain=1.0, client_calls=2, stall=1e9)
     with closing(CollationServer([chat], config)) as server, StreamingLoader(chat, **OPTIONS) as local:
         place, expected = f"grpc://127.0.0.1:{server.port}", list(local)
-        query = BatchQuery(
-            tuple(each for _, each in local.fingerprints),
-            local.plan_config,
-            Position(),
-            0,
-            1,
-            None,
-            frozenset({"tokens", "labels", "pixels"}),
-            "uint8",
-            "raise",
-            this_place(),
-        )
+        query = first_query(local)
         client = flight.FlightClient(place)
         readers = [client.do_get(flight.Ticket(query.encode())) for _ in range(2)]
         for reader in readers:
