@@ -151,7 +151,7 @@ def small_pack(seed: int) -> PackedBatch:
 
 def full_pack(seed: int) -> PackedBatch:
     """8,192 tokens: seven pages of 704 image tokens each, with text."""
-    samples = [make_sample(seed + number, [(44, 64)], 460) for number in range(7)]
+    samples = [make_sample(seed + number, [(44, 64)], 440) for number in range(7)]
     lengths = sum(-(-len(sample.ids) // 16) * 16 for sample in samples)
     return pack(samples, alignment=16, tail=8192 - lengths)
 
