@@ -1,16 +1,17 @@
-"""Loss curves of packed, context-parallel and padded training on the same samples in the same steps.
+"""Loss curves of packed, context-parallel, padded and FP8 training on the same samples in the same steps.
 
     torchrun --nproc-per-node 1 --master-addr 127.0.0.1 benchmarks/train_curves.py --data DIR --way packed --out WORK
     torchrun --nproc-per-node 1 --master-addr 127.0.0.1 benchmarks/train_curves.py --data DIR --way again --out WORK
     torchrun --nproc-per-node 1 --master-addr 127.0.0.1 benchmarks/train_curves.py --data DIR --way padded --out WORK
     torchrun --nproc-per-node 2 --master-addr 127.0.0.1 benchmarks/train_curves.py --data DIR --way context --out WORK
+    torchrun --nproc-per-node 1 --master-addr 127.0.0.1 benchmarks/train_curves.py --data DIR --way fp8 --out WORK
     python benchmarks/train_curves.py --compare --out WORK    (draws with matplotlib, of the extra `dev`)
 
 Each way starts from the same random weights (same seed) and takes the loader's packs; "padded" spreads the samples of
 every pack out to rectangles, each sample padded to the longest of the dataset; "context" splits every sample over the
-ranks. So a step's samples, targets and loss divisor are the same, and only rounding may differ. To tell rounding from
-error, "again" repeats "packed" on another machine run: bf16 kernels that add in another order each time part the curves
-by themselves.
+ranks; "fp8" computes the matrix products of the language model in FP8. So a step's samples, targets and loss divisor
+are the same, and only rounding may differ. To tell rounding from error, "again" repeats "packed" on another machine
+run: bf16 kernels that add in another order each time part the curves by themselves.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from model.training.step import Stepper
 from vlmdata import PackedBatch, StreamingLoader, open_dataset
 from vlmdata.batch import IGNORE_INDEX
 
-WAYS = ("packed", "again", "padded", "context")
+WAYS = ("packed", "again", "padded", "context", "fp8")
 
 
 def padded(batch: PackedBatch, longest: int) -> PackedBatch:
@@ -114,7 +115,17 @@ def train(way: str, config: TrainConfig, steps: int, device: torch.device) -> li
     found, stream = [], batches()
     for step in range(1, steps + 1):
         result = stepper(stream)
-        found.append({"step": step, "loss": result.loss, "grad_norm": result.grad_norm, "targets": result.targets})
+        found.append(
+            {
+                "step": step,
+                "loss": result.loss,
+                "grad_norm": result.grad_norm,
+                "targets": result.targets,
+                "tokens": result.tokens,
+                "seconds": result.seconds,
+                "memory": result.memory,
+            }
+        )
         if place.rank == 0:
             print(f"{way} step {step}: loss {result.loss:.5f} grad {result.grad_norm:.3f}", flush=True)
     return found
@@ -125,11 +136,22 @@ def five_steps(curve: dict[str, Any]) -> np.ndarray:
     return np.convolve([each["loss"] for each in curve["steps"]], np.full(5, 0.2), mode="valid")
 
 
-def report(work: Path, results: Path) -> str:
+def end_of(losses: np.ndarray) -> float:
+    """Mean of the last quarter, where noise of single steps is gone."""
+    return float(losses[-(len(losses) // 4) :].mean())
+
+
+def speed(curve: dict[str, Any]) -> float:
+    """True tokens per second of the second half of the steps."""
+    half = curve["steps"][len(curve["steps"]) // 2 :]
+    return float(np.mean([each["tokens"] for each in half]) / np.median([each["seconds"] for each in half]))
+
+
+def report(work: Path, results: Path, label: str) -> str:
     """Compares the ways that are there."""
     curves = {way: json.loads((work / f"{way}.json").read_text()) for way in WAYS if (work / f"{way}.json").exists()}
     reference = curves["packed"]["steps"]
-    stem = results / f"train-curves-{datetime.date.today().isoformat()}"
+    stem = results / "-".join(filter(None, ["train-curves", label, datetime.date.today().isoformat()]))
     lines = [
         f"# Loss curves, {datetime.date.today().isoformat()}",
         "",
@@ -149,7 +171,8 @@ def report(work: Path, results: Path) -> str:
         five = np.abs(five_steps(curve) / five_steps(curves["packed"]) - 1)
         lines.append(
             f"| {way} | {curve['gpus']} | {losses[0]:.4f} | {losses[-1]:.4f} | {off.max():.1e} | {off.mean():.1e} | "
-            f"{five[0]:.1e} | {five.max():.1e} | {five[-1]:.1e} |"
+            f"{five[0]:.1e} | {five.max():.1e} | {five[-1]:.1e} | {end_of(losses) / end_of(wanted) - 1:+.1e} | "
+            f"{speed(curve):,.0f} | {curve['steps'][-1]['memory'] / 2**30:.1f} |"
         )
     text = "\n".join([*lines, "", f"![Loss of every way, and its difference from packed]({stem.name}.png)", ""])
     results.mkdir(parents=True, exist_ok=True)
@@ -186,7 +209,9 @@ def main() -> None:
     parser.add_argument("--data", type=Path)
     parser.add_argument("--way", choices=WAYS)
     parser.add_argument("--compare", action="store_true", help="compare what the ways wrote")
+    parser.add_argument("--label", default="", help="of the result files")
     parser.add_argument("--preset", default="0.8b")
+    parser.add_argument("--recompute", default="none", help="none, selective, full")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--capacity", type=int, default=8192)
     parser.add_argument("--global-batch", type=int, default=2)
@@ -195,9 +220,9 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path(__file__).resolve().parent / "results")
     options = parser.parse_args()
     if options.compare:
-        print(report(options.out, options.results))
+        print(report(options.out, options.results, options.label))
         return
-    faulthandler.dump_traceback_later(400, exit=True)
+    faulthandler.dump_traceback_later(600, exit=True)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     groups.initialize(context=world)
     config = load_config(
@@ -208,6 +233,9 @@ def main() -> None:
             ("data.global_batch", options.global_batch),
             ("model.preset", options.preset),
             ("model.mtp", False),
+            ("model.recompute", options.recompute),
+            ("model.vision_recompute", options.recompute == "full"),
+            ("run.fp8", options.way == "fp8"),
             ("parallel.cp", world),
             ("optimizer.lr", options.lr),
             ("optimizer.warmup_steps", 5),

@@ -2,6 +2,7 @@
 
     python benchmarks/train_data.py texts --out T    # 700 chats of 20 to 5,000 words, without images
     python benchmarks/train_data.py chats --out C    # 500 chats, two in five with one or three small images
+    python benchmarks/train_data.py documents --out D    # 12 documents of 4 to 60 pages, about 1,000 tokens each
 
 Receipts, which the others need, are yours:
 
@@ -19,7 +20,7 @@ from typing import Any
 
 import numpy as np
 from loader_data import preprocess
-from PIL import Image
+from PIL import Image, ImageDraw
 
 WORDS = """total tax paid cash change item price receipt shop the of and is what how much was bread milk tea coffee two
 three blue red large small card date time street city"""
@@ -59,19 +60,44 @@ def chats(rows: int, images: Path) -> list[dict[str, Any]]:
     return made
 
 
+#: Width and height of a page in pixels: 56 x 72 patches, 1,008 tokens.
+PAGE = (896, 1152)
+
+
+def documents(rows: int, images: Path) -> list[dict[str, Any]]:
+    """Documents of many pages, for packs of 65,536 tokens: one long document, or several short ones."""
+    images.mkdir(parents=True, exist_ok=True)
+    drawn = np.random.default_rng(5)
+    made = []
+    for row in range(rows):
+        pages: list[dict[str, str]] = []
+        for number in range(60 if row % 4 == 0 else int(drawn.integers(4, 40))):
+            page = Image.new("RGB", PAGE, "white")
+            ImageDraw.Draw(page).multiline_text(
+                (40, 40), "\n".join(words(drawn, 2.2, 0.3, 4, 14) for _ in range(70)), 0
+            )
+            file = images / f"{row}-{number}.jpg"
+            page.save(file, quality=85)
+            pages.append({"type": "image", "image": str(file.relative_to(images.parent))})
+        asked = {"role": "user", "content": [*pages, {"type": "text", "text": "What was bought?"}]}
+        made.append({"messages": [asked, {"role": "assistant", "content": words(drawn, 6.0, 0.6, 100, 2000)}]})
+    return made
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("kind", choices=["texts", "chats"])
-    parser.add_argument("--rows", type=int, help="default: 700 texts, 500 chats")
+    parser.add_argument("kind", choices=["texts", "chats", "documents"])
+    parser.add_argument("--rows", type=int, help="default: 700 texts, 500 chats, 12 documents")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    make, rows = {"texts": (texts, 700), "chats": (chats, 500)}[options.kind]
+    make, rows = {"texts": (texts, 700), "chats": (chats, 500), "documents": (documents, 12)}[options.kind]
     folder = options.out.absolute().with_name(f"{options.out.name}-source")
     folder.mkdir(parents=True, exist_ok=True)
     source = folder / f"{options.kind}.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in make(options.rows or rows, folder / "images")))
     # Small images stay small: train_faults.py's packs have 1,024 tokens.
-    pixels = ("--min-pixels", "4096", "--max-pixels", "65536")
+    most = PAGE[0] * PAGE[1] if options.kind == "documents" else 65536
+    pixels = ("--min-pixels", "4096", "--max-pixels", str(most), "--max-length", "65536")
     preprocess(str(source), options.out, "--recipe", "chat", "--pad-multiple", "1", "--rows-per-shard", "100", *pixels)
 
 

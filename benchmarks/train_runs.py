@@ -3,6 +3,7 @@
     python benchmarks/train_runs.py --data RECEIPTS --cases wait                       # one GPU
     python benchmarks/train_runs.py --data RECEIPTS --cases 4b 9b 9b-dp 27b            # up to four
     python benchmarks/train_runs.py --data RECEIPTS TEXTS --cases balanced unbalanced  # four; data of mixed kinds
+    python benchmarks/train_runs.py --data DOCUMENTS --cases 65k 65k-cp                # up to two; train_data.py
     python benchmarks/train_runs.py --data RECEIPTS-JXL --cases 2b-wait --label jxl    # one; likewise grpc://HOST:PORT
 
 Each case is one command line (it stands in the result). Steps after the warm-up are read from ``metrics.jsonl``; when
@@ -73,6 +74,17 @@ CASES = {
     ),
     "2b-profile": Case(
         "profile", 1, "--preset 2b --capacity 16384 --global-batch 1 --set model.mtp=false", 10, 5, profile=2
+    ),
+    # One pack of long documents (train_data.py documents).
+    "65k": Case("long context", 1, f"--preset 2b --capacity 65536 --global-batch 1 {_FULL}", 6, 3, profile=1),
+    "65k-cp": Case("long context", 2, f"--preset 2b --cp 2 --capacity 65536 --global-batch 1 {_FULL}", 6, 3, profile=1),
+    "65k-cp-selective": Case(
+        "long context",
+        2,
+        "--preset 2b --cp 2 --capacity 65536 --global-batch 1 --set model.recompute=selective "
+        "--set model.vision_recompute=true",
+        6,
+        3,
     ),
     "4b": Case("memory", 1, f"--preset 4b --capacity 8192 --global-batch 1 {_FULL}", 6, 3),
     "9b-dp": Case("memory", 2, f"--preset 9b --capacity 8192 --global-batch 2 {_FULL}", 6, 3),
