@@ -43,7 +43,7 @@ class DeltaNetShape:
     taps: int
 
     def run(self, device: str, segments: int = 1) -> None:
-        """Runs convolution, norm and delta rule, forward and backward, as megatron-core's ``GatedDeltaNet`` does.
+        """Runs convolution, norms and delta rule, forward and backward, as megatron-core's ``GatedDeltaNet`` does.
 
         Args:
             device: ``meta`` for tensors without content.
@@ -53,6 +53,8 @@ class DeltaNetShape:
         from fla.modules.convolution import causal_conv1d
         from fla.modules.l2norm import l2norm
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+        from model.kernels.gated_norm import gated_norm
 
         keys, values = self.key_heads * self.key_width, self.value_heads * self.value_width
         mixed = 2 * keys + values
@@ -88,6 +90,8 @@ class DeltaNetShape:
             cu_seqlens=bounds,
         )
         out.sum().backward()
+        gate = projected[:, :, mixed : mixed + values].transpose(0, 1)
+        gated_norm(empty(*heads, self.value_width), gate, empty(self.value_width), 1e-6).sum().backward()
 
 
 def autotuners() -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Triton kernels that multiply by an activated gate, forward and backward, in one pass each.
 
-They take the place of functions that megatron-core has torch compile: SwiGLU, the gate of a delta net's norm and that
-of attention. torch's compiler costs seconds at each start and checks its guards at each call. Values are multiplied in
-float32 and rounded once, as in its kernels.
+They take the place of functions that megatron-core has torch compile: SwiGLU and attention's gate. torch's compiler
+costs seconds at each start and checks its guards at each call. Values are multiplied in float32 and rounded once, as in
+its kernels.
 
 Shapes: rows R, width w.
 """
@@ -21,25 +21,24 @@ _TILE = 2048
 
 
 class Gated(torch.autograd.Function):
-    """Maps x (R, w) and gate (R, w) to ``x * silu(gate)`` or ``x * sigmoid(gate)``, (R, w). Rows may be apart."""
+    """Maps x (R, w) and gate (R, w) to ``x * sigmoid(gate)``, (R, w). Rows may be apart."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, silu: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:
         """Multiplies."""
         x, gate = _with_unit_columns(x), _with_unit_columns(gate)
         out = x.new_empty(x.shape)
-        _launch(x, gate, out, (out, out), silu=silu, backward=False)
+        _launch(x, gate, out, (out, out), silu=False, backward=False)
         ctx.save_for_backward(x, gate)
-        ctx.silu = silu
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the gradients of x and gate."""
         x, gate = ctx.saved_tensors
         dx, dgate = x.new_empty(x.shape), gate.new_empty(gate.shape)
-        _launch(x, gate, _with_unit_columns(grads[0]), (dx, dgate), silu=ctx.silu, backward=True)
-        return dx, dgate, None
+        _launch(x, gate, _with_unit_columns(grads[0]), (dx, dgate), silu=False, backward=True)
+        return dx, dgate
 
 
 class SwiGLU(torch.autograd.Function):
@@ -78,19 +77,18 @@ class SwiGLUActivation(nn.Module):
         return out.view(*both.shape[:-1], -1)
 
 
-def gated(x: Tensor, gate: Tensor, *, silu: bool) -> Tensor:
-    """Multiplies x by an activated gate of as many values.
+def gated(x: Tensor, gate: Tensor) -> Tensor:
+    """Multiplies x by the sigmoid of a gate of as many values.
 
     Args:
         x: (…, w).
         gate: As many values, in the same order.
-        silu: Whether the activation is SiLU, else the sigmoid.
 
     Returns:
         A tensor like x.
     """
     width = x.shape[-1]
-    out: Tensor = Gated.apply(x.reshape(-1, width), gate.reshape(-1, width), silu)
+    out: Tensor = Gated.apply(x.reshape(-1, width), gate.reshape(-1, width))
     shaped: Tensor = out.view(x.shape)
     return shaped
 

@@ -115,7 +115,7 @@ class KernelGatedSelfAttention(RotatedSelfAttention):
         """``attn_output * torch.sigmoid(gate)``, in float32."""
         from model.kernels.gating import gated  # Triton is only available with CUDA
 
-        return gated(x, gate.reshape(x.shape), silu=False)
+        return gated(x, gate.reshape(x.shape))
 
 
 class SegmentAttention(MegatronModule):

@@ -41,7 +41,7 @@ class Qwen35GatedDeltaNet(GatedDeltaNet):
     2. The pack boundaries are checked once per forward pass and not copied to the host in every layer.
     3. Without sequence parallelism, each tensor-parallel rank sees the output norm of its own heads only. The gradient
        of that norm is summed over the ranks (megatron-core leaves it 46 to 92 % wrong).
-    4. The layer waits for the weight of its convolution; see ``_await_convolution``.
+    4. The layer waits for the weight of its convolution; see ``_await_weight``.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -50,17 +50,9 @@ class Qwen35GatedDeltaNet(GatedDeltaNet):
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """See ``GatedDeltaNet.forward``."""
-        self._await_convolution()
+        _await_weight(self.conv1d)
         output: tuple[Tensor, Tensor | None] = super().forward(*args, **kwargs)
         return output
-
-    def _await_convolution(self) -> None:
-        """Waits for the convolution's new weight if the distributed optimizer is still gathering it.
-
-        megatron-core waits when a module that owns a weight is called. The convolution's weight is used without a call.
-        """
-        for hook in self.conv1d._forward_pre_hooks.values():
-            hook(self.conv1d, ())
 
     def _reduce_out_norm_gradient(self) -> None:
         if self.tp_size == 1 or self.config.sequence_parallel:
@@ -87,7 +79,7 @@ class Qwen35GatedDeltaNet(GatedDeltaNet):
 
 
 class KernelGatedDeltaNet(Qwen35GatedDeltaNet):
-    """The same with plain torch and a Triton kernel around its norms, which megatron-core has torch compile."""
+    """The same with plain torch and Triton kernels where megatron-core has torch compile."""
 
     def _prepare_input_for_gated_delta_rule(
         self, qkv: Tensor, gate: Tensor, batch: int, seq_len: int, *gate_feats: Tensor
@@ -103,12 +95,20 @@ class KernelGatedDeltaNet(Qwen35GatedDeltaNet):
         return query, key, value, gate, *(each.contiguous() for each in gate_feats)
 
     def _apply_gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
-        """``Qwen3_5RMSNormGated``: norm first, then the gate, in float32. Rows of the gate may be apart."""
-        from model.kernels.gating import gated  # Triton is only available with CUDA
+        """``Qwen3_5RMSNormGated`` in one pass, computed in float32. Tokens of the gate may be apart."""
+        from model.kernels.gated_norm import gated_norm  # Triton is only available with CUDA
 
-        gate = gate.flatten(2)
-        normed: Tensor = self.out_norm(x.reshape(-1, x.shape[-1]))
-        return gated(normed.view(-1, gate.shape[-1]), gate, silu=True)
+        _await_weight(self.out_norm)
+        return gated_norm(x, gate, self.out_norm.weight, self.config.layernorm_epsilon)
+
+
+def _await_weight(module: nn.Module) -> None:
+    """Waits for a module's new weight if the distributed optimizer is still gathering it.
+
+    megatron-core waits when a module that owns a weight is called. These weights are used without a call.
+    """
+    for hook in module._forward_pre_hooks.values():
+        hook(module, ())
 
 
 class TorchGatedDeltaNet(Qwen35GatedDeltaNet):
@@ -222,7 +222,7 @@ class TorchGatedDeltaNet(Qwen35GatedDeltaNet):
         pack = packed_seq_params
         assert isinstance(pack, PackParams)
         assert inference_context is None
-        self._await_convolution()
+        _await_weight(self.conv1d)
         cp = self.pg_collection.cp
         x_tbc, _ = self.in_proj(hidden_states)
         x_tbc, back = self._tokens_for_heads(x_tbc, pack)
