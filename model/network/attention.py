@@ -18,6 +18,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from model.network.awaited import await_weight
 from model.parallel.exchange import all_gather_rows
 from model.parallel.packed import PackParams
 
@@ -108,8 +109,42 @@ class RotatedSelfAttention(SelfAttention):
         return query, key, *rest
 
 
-class KernelGatedSelfAttention(RotatedSelfAttention):
-    """The same with a Triton kernel for its gate, which megatron-core has torch compile."""
+class KernelSelfAttention(RotatedSelfAttention):
+    """The same with Triton kernels of our own between the first projection and attention, and for the gate."""
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        output_gate: bool = False,
+        split_qkv: bool = True,
+    ) -> Any:
+        """Returns normalised and rotated queries and keys, values, and the gate if the model has one."""
+        from model.kernels.attention_inputs import WIDEST, AttentionInputs, Heads  # Triton is only there with CUDA
+
+        width, groups = self.hidden_size_per_attention_head, self.num_query_groups_per_partition
+        shared_groups = (self.config.num_query_groups or groups) < self.world_size  # by tensor-parallel ranks
+        if self._angles is None or not split_qkv or shared_groups or width > WIDEST:
+            return super().get_query_key_value_tensors(
+                hidden_states, key_value_states, output_gate=output_gate, split_qkv=split_qkv
+            )
+        heads = Heads(
+            groups=groups,
+            queries=self.num_attention_heads_per_partition // groups,
+            width=width,
+            gated=output_gate,
+            zero_centered=self.config.layernorm_zero_centered_gamma,
+            eps=self.config.layernorm_epsilon,
+        )
+        mixed, _ = self.linear_qkv(hidden_states)
+        for norm in (self.q_layernorm, self.k_layernorm):
+            await_weight(norm)
+        weights = self.q_layernorm.weight, self.k_layernorm.weight
+        query, key, value, gate = (
+            each.unsqueeze(1)
+            for each in AttentionInputs.apply(mixed.squeeze(1), self._angles[:, 0, 0], *weights, heads)
+        )
+        return (query, key, value, gate) if output_gate else (query, key, value)
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """``attn_output * torch.sigmoid(gate)``, in float32."""

@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
-from model.network.attention import KernelGatedSelfAttention, RotatedSelfAttention
+from model.network.attention import KernelSelfAttention, RotatedSelfAttention
 from model.network.provider import Provider
 from model.network.router import BalancedRouter
 
@@ -46,7 +46,7 @@ def full_attention(provider: Provider) -> Mixer:
     """Returns causal attention with norms of queries and keys."""
     qk_norm = provider.layer_norm(rms_norm=True, for_qk=True)
     spec = ModuleSpec(
-        module=RotatedSelfAttention if provider.compiled else KernelGatedSelfAttention,
+        module=RotatedSelfAttention if provider.compiled else KernelSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=first_linear(provider),

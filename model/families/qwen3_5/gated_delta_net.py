@@ -29,6 +29,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
+from model.network.awaited import await_weight
 from model.parallel.packed import PackParams
 
 CHUNK = 64
@@ -41,7 +42,7 @@ class Qwen35GatedDeltaNet(GatedDeltaNet):
     2. The pack boundaries are checked once per forward pass and not copied to the host in every layer.
     3. Without sequence parallelism, each tensor-parallel rank sees the output norm of its own heads only. The gradient
        of that norm is summed over the ranks (megatron-core leaves it 46 to 92 % wrong).
-    4. The layer waits for the weight of its convolution; see ``_await_weight``.
+    4. The layer waits for the weight of its convolution; see ``await_weight``.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -50,7 +51,7 @@ class Qwen35GatedDeltaNet(GatedDeltaNet):
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """See ``GatedDeltaNet.forward``."""
-        _await_weight(self.conv1d)
+        await_weight(self.conv1d)
         output: tuple[Tensor, Tensor | None] = super().forward(*args, **kwargs)
         return output
 
@@ -98,17 +99,8 @@ class KernelGatedDeltaNet(Qwen35GatedDeltaNet):
         """``Qwen3_5RMSNormGated`` in one pass, computed in float32. Tokens of the gate may be apart."""
         from model.kernels.gated_norm import gated_norm  # Triton is only available with CUDA
 
-        _await_weight(self.out_norm)
+        await_weight(self.out_norm)
         return gated_norm(x, gate, self.out_norm.weight, self.config.layernorm_epsilon)
-
-
-def _await_weight(module: nn.Module) -> None:
-    """Waits for a module's new weight if the distributed optimizer is still gathering it.
-
-    megatron-core waits when a module that owns a weight is called. These weights are used without a call.
-    """
-    for hook in module._forward_pre_hooks.values():
-        hook(module, ())
 
 
 class TorchGatedDeltaNet(Qwen35GatedDeltaNet):
@@ -222,7 +214,7 @@ class TorchGatedDeltaNet(Qwen35GatedDeltaNet):
         pack = packed_seq_params
         assert isinstance(pack, PackParams)
         assert inference_context is None
-        _await_weight(self.conv1d)
+        await_weight(self.conv1d)
         cp = self.pg_collection.cp
         x_tbc, _ = self.in_proj(hidden_states)
         x_tbc, back = self._tokens_for_heads(x_tbc, pack)

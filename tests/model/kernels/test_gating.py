@@ -60,7 +60,7 @@ def in_the_layers() -> None:
     from megatron.core.transformer.attention import SelfAttention
 
     import model.families.qwen3_5.gated_delta_net as ours
-    from model.network.attention import KernelGatedSelfAttention
+    from model.network.attention import KernelSelfAttention
 
     theirs.l2norm = ours.l2norm = ours.l2_normalised  # flash-linear-attention's, which needs CUDA
     generator = torch.Generator().manual_seed(2)
@@ -96,7 +96,7 @@ def in_the_layers() -> None:
         for a, b in zip((*given, gradients[1]), (*wanted, gradients[0]), strict=True):
             assert relative(a.detach().reshape(b.shape), b.detach()) < 1e-6
     x, gate = torch.randn(2, 9, 1, 64, generator=generator)
-    attention = bare(KernelGatedSelfAttention)
+    attention = bare(KernelSelfAttention)
     wanted = SelfAttention._apply_output_gate(attention, x, gate.view(9, 1, 4, 16))
     assert relative(attention._apply_output_gate(x, gate.view(9, 1, 4, 16)), wanted) < 1e-6
 
@@ -135,7 +135,7 @@ def test_a_decoder_layer_takes_them_if_torch_shall_not_compile(monkeypatch: pyte
     provider = TorchProvider()
     provider.compiled = False
     layer = layer_spec(config, provider, full_attention(provider)).submodules
-    assert layer.self_attention.module.__name__ == "KernelGatedSelfAttention"
+    assert layer.self_attention.module.__name__ == "KernelSelfAttention"
     x, residual = torch.randn(2, 3, 4)
     for each in (layer.self_attn_bda, layer.mlp_bda):
         assert each is _residual_sum

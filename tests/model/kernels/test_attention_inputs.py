@@ -1,0 +1,132 @@
+"""The kernels before attention equal plain code in float64, in Triton's interpreter on the CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.model.helpers import relative
+from tests.model.kernels.test_gating import bare
+
+pytest.importorskip("megatron.core")
+
+#: Tokens, groups, queries of a group, width of a head, rotated width, gated, zero-centered, dtype, allowed error.
+CASES: tuple[tuple[Any, ...], ...] = (
+    (5, 2, 3, 16, 8, True, True, torch.float32, 1e-6),
+    (37, 1, 2, 128, 128, False, False, torch.float32, 1e-6),  # as in Qwen3-VL; the last program in part
+    (10, 2, 4, 256, 64, True, True, torch.float32, 1e-6),  # as in Qwen3.5
+    (3, 2, 1, 24, 12, True, False, torch.float32, 1e-6),  # no powers of two
+    (40, 2, 2, 128, 32, True, True, torch.bfloat16, 6e-3),
+)
+
+
+def plain(mixed: Tensor, angles: Tensor, weights: tuple[Tensor, Tensor], heads: Any) -> list[Tensor]:
+    """Splits, normalises and rotates in float64."""
+    queries = [heads.queries * heads.width] * (1 + heads.gated)
+    parts = mixed.double().view(len(mixed), heads.groups, -1).split([*queries, heads.width, heads.width], -1)
+    query, *gate, key, value = (each.reshape(len(mixed), -1, heads.width) for each in parts)
+    turned = []
+    for x, weight in zip((query, key), weights, strict=True):
+        scale = weight.double() + heads.zero_centered
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + heads.eps) * scale
+        rotated, rest = x[..., : angles.shape[-1]], x[..., angles.shape[-1] :]
+        first, second = rotated.chunk(2, -1)
+        cos, sin = angles.double()[:, None].cos(), angles.double()[:, None].sin()
+        turned.append(torch.cat([rotated * cos + torch.cat([-second, first], -1) * sin, rest], -1))
+    return [*turned, value, *gate]
+
+
+def interpreted() -> None:
+    """In a process of its own: whether Triton interprets is settled when the kernels are defined."""
+    from model.kernels.attention_inputs import AttentionInputs, Heads
+
+    generator = torch.Generator().manual_seed(1)
+    for tokens, groups, queries, width, rotated, gated, zero_centered, dtype, limit in CASES:
+        heads = Heads(groups, queries, width, gated, zero_centered, 1e-3)
+
+        def drawn(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+
+        angles = (torch.rand(tokens, rotated // 2, generator=generator) * 50).repeat(1, 2)
+        inputs = drawn(tokens, heads.columns), drawn(width), drawn(width)
+        ours = AttentionInputs.apply(inputs[0], angles, *inputs[1:], heads)[: 3 + gated]
+        wanted = plain(inputs[0], angles, inputs[1:], heads)
+        pull = [torch.randn(each.shape, generator=generator).to(dtype) for each in wanted]
+        given = torch.autograd.grad(ours, inputs, pull)
+        exact = torch.autograd.grad(wanted, inputs, [each.double() for each in pull])
+        for a, b in zip((*ours, *given), (*wanted, *exact), strict=True):
+            assert a.shape == b.shape
+            assert relative(a.detach().double(), b.detach().double()) < limit, (tokens, heads, dtype)
+
+
+class WithBias(torch.nn.Linear):
+    """Returns a bias apart, as linear layers of megatron-core do."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), None
+
+
+def in_the_layer() -> None:
+    """The layer with kernels gives what the layer without gives, with and without gates."""
+    from model.network.attention import InterleavedMRoPE, KernelSelfAttention, RotatedSelfAttention
+    from model.network.provider import RMSNorm
+
+    generator = torch.Generator().manual_seed(3)
+    angles = InterleavedMRoPE(8, 1e4)(torch.randint(0, 90, (3, 1, 11), generator=generator), [2, 1, 1])
+    for gated, zero_centered in ((True, True), (False, False)):
+        config = SimpleNamespace(
+            num_query_groups=2,
+            layernorm_zero_centered_gamma=zero_centered,
+            layernorm_epsilon=1e-3,
+            apply_rope_fusion=False,
+            test_mode=False,
+            use_cpu_initialization=True,
+            params_dtype=torch.float32,
+            sequence_parallel=False,
+        )
+        norms = [RMSNorm(config, 16, 1e-3) for _ in range(2)]  # type: ignore[arg-type]
+        for norm in norms:
+            torch.nn.init.normal_(norm.weight, generator=generator)
+        project = WithBias(10, 2 * (3 * (1 + gated) + 2) * 16)
+        hidden = torch.randn(11, 1, 10, generator=generator).requires_grad_()
+        results: list[list[Tensor]] = []
+        calls: list[Any] = []
+        norms[0].register_forward_pre_hook(
+            lambda module, *_, calls=calls: calls.append(module)
+        )  # as the distributed optimizer's
+        for kind in (RotatedSelfAttention, KernelSelfAttention):
+            layer = bare(kind)
+            layer.config, layer._angles, layer.world_size = config, angles, 1
+            layer.hidden_size_per_attention_head, layer.num_query_groups_per_partition = 16, 2
+            layer.num_attention_heads_per_partition = 6
+            layer.q_layernorm, layer.k_layernorm = norms
+            layer.linear_qkv = project
+            made = layer.get_query_key_value_tensors(hidden, None, output_gate=gated, split_qkv=True)
+            pull = [torch.sin(torch.arange(each.numel())).view(each.shape) for each in made]
+            wrt = [hidden, project.weight, norms[0].weight, norms[1].weight]
+            results.append([*made, *torch.autograd.grad(made, wrt, pull)])
+        assert len(calls) == 2, "the kernel did not wait for the weight"
+        assert len(results[0]) == (8 if gated else 7)
+        for a, b in zip(*results, strict=True):
+            assert a.shape == b.shape
+            assert relative(b.detach(), a.detach()) < 2e-6
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
+@pytest.mark.parametrize("check", [interpreted, in_the_layer])
+def test_they_equal_the_plain_code(check: Any) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", f"import {__name__} as here; here.{check.__name__}()"],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
