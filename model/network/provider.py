@@ -145,9 +145,13 @@ def transformer_engine_provider(*packages: str, compiled: bool = True) -> Provid
             return TENorm(plain, hidden_size, eps)
 
     class TransformerEngineProvider(TESpecProvider):
-        """Transformer Engine's linear layers, norms and attention."""
+        """Transformer Engine's linear layers, RMS norms and attention."""
 
         compiled: bool
+
+        def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> Any:
+            # Transformer Engine's layer norm costs the host 0.2 ms a call on an H200's machine, torch's a tenth of it.
+            return super().layer_norm(rms_norm, for_qk, has_residual) if rms_norm else LayerNorm
 
         def plain_rms_norm(self) -> Any:
             return PlainNorm
