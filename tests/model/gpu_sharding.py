@@ -68,6 +68,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "experts": {"parallel.ep": 2},
 }
 STEPS = 4
+GIB = 2.0**30
 
 
 def small(moe: bool) -> Any:
@@ -105,8 +106,7 @@ class Run:
         common = {"optimizer.lr": 1e-3, "optimizer.warmup_steps": 0, "run.out": str(out), "parallel.fsdp": fsdp}
         self.config: TrainConfig = load_config(None, list((common | settings).items()))
         parallel = self.config.parallel
-        parallel_state.destroy_model_parallel()
-        groups.initialize(tensor=parallel.tp, context=parallel.cp, expert=parallel.ep)
+        enter_layout(parallel.tp, parallel.cp, parallel.ep)
         self.architecture, self.place, self._packs = architecture, RankPlace.here(), packs
         model: Any = spec_of(architecture).build(architecture, settings_of(self.config, architecture, CUDA))
         if weights:
@@ -120,18 +120,60 @@ class Run:
         self._step = Stepper(self.learner, self.place, micro_batches, 8192, flops, DEVICE)
         self._micro_batches = micro_batches
         self.checkpoints = Checkpoints(self.config, architecture, self.place, async_save=False)
+        _RUNS.append(self)
 
     def steps(self, first: int, last: int) -> list[StepResult]:
         """Trains with the packs of these steps."""
         return [self._step(self._batches(number)) for number in range(first, last)]
 
     def _batches(self, step: int) -> Iterator[PackedBatch]:
-        place = self.place
+        place, found = self.place, []
         for number in range(self._micro_batches):
             batch = self._packs(1000 * step + 100 * place.dp_rank + 10 * number)
             if place.cp_size > 1:
                 batch = batch.context_parallel_shard(place.cp_rank, place.cp_size)
-            yield batch.to(DEVICE) if CUDA else batch
+            found.append(batch.to(DEVICE) if CUDA else batch)
+        return iter(found)  # made before the step, so that its time does not include them
+
+    def release(self) -> None:
+        """Frees the memory of weights, gradients and optimizer state, also if something still refers to them."""
+        (chunk,) = self.learner.model
+        sharded = self.learner.sharded
+        held = [each.rows for each in sharded.held] if sharded is not None else list(chunk.parameters())
+        freed = [tensor for each in held for tensor in (each.data, each.grad, getattr(each, "main_grad", None))]
+        for part in getattr(self.learner.optimizer, "chained_optimizers", [self.learner.optimizer]):
+            if part.optimizer is not None:
+                freed += [each for group in part.optimizer.param_groups for each in group["params"]]
+                freed += [each for state in part.optimizer.state.values() for each in state.values()]
+        for tensor in freed:
+            if isinstance(tensor, torch.Tensor) and tensor.device == DEVICE:
+                tensor.untyped_storage().resize_(0)
+
+
+_RUNS: list[Run] = []
+_LAYOUT: list[tuple[int, int, int]] = []
+
+
+def enter_layout(tensor: int, context: int, expert: int) -> None:
+    """Creates the groups of a layout, or keeps those of the run before: NCCL's memory for old ones is not freed."""
+    if [(tensor, context, expert)] == _LAYOUT:
+        groups.seed_all(1234)
+        return
+    parallel_state.destroy_model_parallel()
+    groups.initialize(tensor=tensor, context=context, expert=expert)
+    _LAYOUT[:] = [(tensor, context, expert)]
+
+
+def release_all() -> None:
+    """Gives the memory of all runs back to the device, where the next check's NCCL needs it too."""
+    while _RUNS:
+        _RUNS.pop().release()
+    gc.collect()
+    if CUDA:
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        held = torch.cuda.memory_allocated()
+        say(f"    left: {held / GIB:.1f} GiB in tensors; {free / GIB:.1f} of {total / GIB:.1f} GiB free")
 
 
 def _load(model: Any, architecture: Any, place: RankPlace, tensor: int) -> None:
@@ -234,7 +276,6 @@ def distributed(folder: Path) -> None:
 def speed(_: Path, name: str, sort: str) -> None:
     """Tokens per second and memory of a preset with full recomputation."""
     if CUDA:
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     begun = time.monotonic()
     settings: dict[str, Any] = {"model.recompute": "full", "model.vision_recompute": True}
@@ -245,19 +286,23 @@ def speed(_: Path, name: str, sort: str) -> None:
     run = Run(
         architecture, Path("/none"), sort.startswith("fsdp"), settings, full_pack if CUDA else small_pack, 1, False
     )
-    gib, memory = 2.0**30, torch.cuda.memory_stats() if CUDA else {}
-    now, peak = (memory.get(f"allocated_bytes.all.{each}", 0) / gib for each in ("current", "peak"))
+    memory = torch.cuda.memory_stats() if CUDA else {}
+    now, peak = (memory.get(f"allocated_bytes.all.{each}", 0) / GIB for each in ("current", "peak"))
     say(f"    built in {time.monotonic() - begun:.0f} s, {now:.1f} GiB, peak {peak:.1f} GiB")
     if run.learner.sharded is not None:
         rows = sum(own.rows.nbytes for own in run.learner.sharded.held)
         whole = sum(own.parameter.numel() * own.rows.itemsize for own in run.learner.sharded.held)
-        say(f"    weights on this rank {rows / gib:.2f} GiB of {whole / gib:.2f} GiB, {rows / whole:.4f}")
+        say(f"    weights on this rank {rows / GIB:.2f} GiB of {whole / GIB:.2f} GiB, {rows / whole:.4f}")
     for step in range(5):
         (found,) = run.steps(step % 2, step % 2 + 1)
         say(
             f"    step {step + 1}: {found.seconds:.2f} s, {found.tokens / found.seconds:,.0f} tokens/s, loss "
-            f"{found.loss:.4f}, gradient norm {found.grad_norm:.3f}, peak {found.memory / gib:.1f} GiB"
+            f"{found.loss:.4f}, gradient norm {found.grad_norm:.3f}, peak {found.memory / GIB:.1f} GiB"
         )
+    if CUDA:
+        reserved = torch.cuda.max_memory_reserved() / GIB
+        free = torch.cuda.mem_get_info()[0] / GIB
+        say(f"    PyTorch's allocator took up to {reserved:.1f} GiB; {free:.1f} GiB of the device are free")
 
 
 def read(name: str) -> Callable[[Path], None]:
@@ -311,7 +356,7 @@ def main(names: list[str]) -> int:
                 sys.stderr.flush()
                 if not isinstance(error, torch.OutOfMemoryError):
                     os._exit(failures)  # the other rank may be in a collective
-            gc.collect()
+            release_all()
         dist.barrier()
         groups.destroy()
     return failures
