@@ -8,9 +8,12 @@
 
 Each case is one command line (it stands in the result). Steps after the warm-up are read from ``metrics.jsonl``; when
 they are made the job is killed, so that no checkpoint of 100 GB is written. A case with a profile makes another step
-or two for it, and the result has its kernels by family. A case that runs out of memory is a result,
-too. With CUDA_VISIBLE_DEVICES several of these may run on one machine side by side. Writes
-train-runs-<date>.json and .md under --out, added to what is there.
+or two for it, and the result has its kernels by family. A case that runs out of memory or time is a result, too.
+
+``memory_gib`` is the peak of PyTorch's tensors on a GPU, ``device_gib`` what nvidia-smi saw in use there (also spare
+blocks of the allocator, and NCCL), ``host_gib`` by how much the machine's memory grew. With CUDA_VISIBLE_DEVICES
+several of these may run on one machine side by side. Writes train-runs-<date>.json and .md under --out, added to what
+is there.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import dataclasses
 import datetime
 import fcntl
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -187,20 +191,30 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
     shutil.rmtree(out, ignore_errors=True)  # lines of an earlier try would count
     out.mkdir(parents=True)
     log = (out / "log").open("w")
+    host = psutil.virtual_memory().used
     job = subprocess.Popen([*launch, *arguments], stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
-    begun = time.monotonic()
+    begun, first = time.monotonic(), None
+    device_peak = host_peak = asked = 0.0
     try:
         while job.poll() is None and not made() and time.monotonic() - begun < options.limit:
             time.sleep(0.2)
+            if time.monotonic() > asked + 2.0:
+                device_peak, asked = max([device_peak, *device_memory()]), time.monotonic()
+            host_peak = max(host_peak, (psutil.virtual_memory().used - host) / 2**30)
+            if first is None and lines_of(out):
+                first = time.monotonic() - begun
+        seconds, code = time.monotonic() - begun, job.poll()
     finally:
         end(job)
     found = {"what": case.what, "gpus": case.gpus, "command": " ".join(["train.py", *case.options.split()])}
-    found["note"] = options.note
+    found |= {"note": options.note, "first_step_after": first, "device_gib": device_peak, "host_gib": host_peak}
     lines = lines_of(out)
+    if lines:
+        found["memory_gib"] = max(line.get("memory_gib") or 0 for line in lines)
     if len(lines) <= case.warmup:
-        text = (out / "log").read_text()
-        memory = next((line for line in text.splitlines() if "out of memory" in line), "")
-        return found | {"failed": memory[:200] or text[-500:], "seconds": time.monotonic() - begun}
+        how = f"stopped after {seconds:.0f} s" if code is None else f"ended with exit code {code} after {seconds:.0f} s"
+        said = reason((out / "log").read_text())
+        return found | {"failed": f"{how}, {len(lines)} steps done: {said}", "seconds": seconds}
     if trace.with_suffix(".txt").exists():
         found["profile"] = kernel_sums(trace, case.profile)
     counted = lines[case.warmup : case.steps]
@@ -209,12 +223,43 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "steps": len(counted),
         "tokens_per_second": sum(line["tokens"] for line in counted) / float(seconds.sum()),
         "mfu": float(np.average([line.get("mfu") or 0 for line in counted], weights=seconds)),
-        "memory_gib": max(line.get("memory_gib") or 0 for line in lines),
         "wait": sum(line["data_wait"] for line in counted) / float(seconds.sum()),
         "seconds": float(seconds.mean()),
         "seconds_p95": float(np.quantile(seconds, 0.95)),
         "fill": float(np.mean([line["fill"] for line in counted])),
     }
+
+
+#: What a log says where memory ran out, on a GPU, in NCCL or on the host.
+_NO_MEMORY = ("out of memory", "CUDA calloc", "CUDA malloc", "Cannot allocate memory", "exitcode: -9")
+
+
+def reason(log: str) -> str:
+    """Returns the line of a log that says why memory ran out, or the end of what the run itself printed."""
+    for line in log.splitlines():
+        if any(each in line for each in _NO_MEMORY):
+            return line.strip()[:300]
+    own, _, _ = log.partition("torch/distributed/elastic")  # torchrun's report names no reason
+    return own.rsplit("\n", 1)[0][-500:] if own != log else log[-500:]
+
+
+def device_memory() -> list[float]:
+    """Returns the GiB in use on each visible GPU, over all processes; nothing without nvidia-smi."""
+    with contextlib.suppress(OSError, ValueError, subprocess.TimeoutExpired):
+        return [float(line) / 1024 for line in nvidia_smi("memory.used")]
+    return []
+
+
+def nvidia_smi(field: str) -> list[str]:
+    """Asks nvidia-smi: a context of this process would take memory of the GPU from the case."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    command = [
+        "nvidia-smi",
+        f"--query-gpu={field}",
+        "--format=csv,noheader,nounits",
+        *([f"--id={shown}"] if shown else []),
+    ]
+    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout.splitlines()
 
 
 def end(job: subprocess.Popen[bytes]) -> None:
@@ -250,8 +295,9 @@ def report(rows: dict[str, Any]) -> str:
     lines = [
         f"# Runs of train.py, {datetime.date.today().isoformat()}",
         "",
-        f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, bf16 where nothing else stands; "
-        "`benchmarks/train_runs.py`. `wait`: the longest wait of any rank for data, as a share of the step.",
+        f"{device_name()}, torch {torch.__version__}, bf16 where nothing else stands; "
+        "`benchmarks/train_runs.py`. `wait`: the longest wait of any rank for data, as a share of the step. Memory: "
+        "the peak of tensors on a GPU; all that is in use there; growth on the host.",
         "",
         "| case | GPUs | command | real tokens/s | MFU | memory | wait | seconds a step (95 %) |",
         "|---|---|---|---|---|---|---|---|",
@@ -259,10 +305,11 @@ def report(rows: dict[str, Any]) -> str:
     for name, row in rows.items():
         start = f"| {name} | {row['gpus']} | `{row['command']}` |"
         if "failed" in row:
-            lines.append(f"{start} failed: {row['failed'].splitlines()[-1][:120]} | | | | |")
+            said = " ".join(row["failed"].split()).replace("|", "/")
+            lines.append(f"{start} failed: {said[:300]} | | {memory_of(row)} | | |")
             continue
         lines.append(
-            f"{start} {row['tokens_per_second']:,.0f} | {row['mfu']:.1%} | {row['memory_gib']:.1f} GiB | "
+            f"{start} {row['tokens_per_second']:,.0f} | {row['mfu']:.1%} | {memory_of(row)} | "
             f"{row['wait']:.2%} | {row['seconds']:.2f} ({row['seconds_p95']:.2f}) |"
         )
     notes = [f"- {name}: {row['note']}" for name, row in rows.items() if row.get("note")]
@@ -271,6 +318,18 @@ def report(rows: dict[str, Any]) -> str:
     if profiles:
         lines += ["", "Kernels by family (`benchmarks/kernel_families.py`), rank 0:", "", *table(profiles)]
     return "\n".join([*lines, ""])
+
+
+def memory_of(row: dict[str, Any]) -> str:
+    """Formats the three figures; older results have the first one only."""
+    figures = [row.get(name) for name in ("memory_gib", "device_gib", "host_gib")]
+    return "; ".join(f"{each:.1f}" for each in figures if each) + " GiB" if any(figures) else ""
+
+
+def device_name() -> str:
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        return next(iter(nvidia_smi("name")), "no GPU")
+    return "no GPU"
 
 
 def main() -> None:
