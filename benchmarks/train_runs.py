@@ -92,9 +92,13 @@ CASES = {
     ),
     "4b": Case("memory", 1, f"--preset 4b --capacity 8192 --global-batch 1 {_FULL}", 6, 3),
     "9b-dp": Case("memory", 2, f"--preset 9b --capacity 8192 --global-batch 2 {_FULL}", 6, 3),
-    "2b-dp": Case("speed, memory", 2, f"--preset 2b --capacity 8192 --global-batch 2 {_FULL}", 6, 3),
-    "2b-fsdp": Case("speed, memory", 2, f"--preset 2b --capacity 8192 --global-batch 2 {_FULL} {_FSDP}", 6, 3),
-    "9b-fsdp": Case("speed, memory", 2, f"--preset 9b --capacity 8192 --global-batch 2 {_FULL} {_FSDP}", 6, 3),
+    "2b-dp": Case("speed, memory", 2, f"--preset 2b --capacity 8192 --global-batch 2 {_FULL}", 10, 4, profile=1),
+    "2b-fsdp": Case(
+        "speed, memory", 2, f"--preset 2b --capacity 8192 --global-batch 2 {_FULL} {_FSDP}", 10, 4, profile=1
+    ),
+    "9b-fsdp": Case(
+        "speed, memory", 2, f"--preset 9b --capacity 8192 --global-batch 2 {_FULL} {_FSDP}", 10, 4, profile=1
+    ),
     "9b-fsdp-16k": Case("speed, memory", 2, f"--preset 9b --capacity 16384 --global-batch 2 {_FULL} {_FSDP}", 6, 3),
     "9b-fsdp-1": Case(
         "memory", 1, f"--preset 9b --capacity 8192 --global-batch 1 {_FULL} {_FSDP} --set optimizer.moments=bf16", 6, 3
@@ -104,8 +108,8 @@ CASES = {
         2,
         f"--preset 27b --capacity 8192 --global-batch 2 {_FULL} {_FSDP} --set optimizer.moments=bf16 "
         "--set optimizer.offload=true",
-        6,
-        3,
+        5,
+        2,
     ),
     "27b-fsdp": Case("memory", 4, f"--preset 27b --capacity 8192 --global-batch 4 {_FULL} {_FSDP}", 6, 3),
     "9b-tp": Case(
@@ -174,6 +178,7 @@ CASES = {
 def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Starts a case and reads its steps."""
     case, out = CASES[name], options.work / name
+    case = dataclasses.replace(case, steps=options.steps or case.steps, warmup=options.warmup or case.warmup)
     settings = ["--set", "run.tensorboard=false", "--set", "optimizer.warmup_steps=2", "--set", "run.async_save=false"]
     given = [f"--data={path}" for path in options.data]
     arguments = [*case.options.split(), "--steps", str(case.steps + 1000), *settings, *given, "--out", str(out)]
@@ -339,6 +344,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("/tmp/train-runs"))
     parser.add_argument("--port", type=int, default=29551)
     parser.add_argument("--limit", type=float, default=600.0, help="seconds after which a case is given up")
+    parser.add_argument("--steps", type=int, help="steps in all; default: the case's")
+    parser.add_argument("--warmup", type=int, help="steps that are not counted; default: the case's")
     parser.add_argument("--label", default="", help="after the name of the case, such as the codec of the data")
     parser.add_argument("--note", default="", help="a sentence for the result, such as what else the machine did")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")

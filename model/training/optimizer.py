@@ -236,9 +236,13 @@ class TargetWeights:
         return total
 
     def _sum_over_the_language_model(self, total: torch.Tensor) -> None:
+        # A group of one rank sends nothing, but NCCL would take memory for it, where a step may have left none.
         stages = parallel_state.get_pipeline_model_parallel_group()
-        torch.distributed.broadcast(total, src=torch.distributed.get_process_group_ranks(stages)[-1], group=stages)
-        torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        if stages.size() > 1:
+            torch.distributed.broadcast(total, src=torch.distributed.get_process_group_ranks(stages)[-1], group=stages)
+        replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        if replicas.size() > 1:
+            torch.distributed.all_reduce(total, group=replicas)
 
 
 def finalize_gradients(
