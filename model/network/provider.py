@@ -150,7 +150,7 @@ def transformer_engine_provider(*packages: str, compiled: bool = True) -> Provid
         compiled: bool
 
         def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> Any:
-            # Transformer Engine's layer norm costs the host 0.2 ms a call on an H200's machine, torch's a tenth of it.
+            # Transformer Engine's layer norm takes the host 0.2 ms per call, with an H200; torch's is one call of C++.
             return super().layer_norm(rms_norm, for_qk, has_residual) if rms_norm else LayerNorm
 
         def plain_rms_norm(self) -> Any:
