@@ -5,23 +5,26 @@
 The datasets hold the same rows, preprocessed for each family; each preset takes the one of its family. All ways run in
 one process, one after the other:
 
+- ours: the bundled trainer's step on full packs of the same samples, without multi-token prediction, which
+  transformers does not train either. Its gradients and optimizer state are fp32, those of transformers are bf16. Of
+  several values of --recompute it takes the first that fits;
 - transformers: ``Qwen3_5ForConditionalGeneration`` or ``Qwen3VLForConditionalGeneration`` in bf16, batches padded to
   their longest sample, fused AdamW, clipped gradients, and the best attention that is installed (FlashAttention 2, else
   torch's; flash-linear-attention where the model uses it). Batches are drawn at random, as large as fit: the size at
   which the longest samples of the dataset still train, found by trying;
-- transformers, checkpointing: the same with activations computed again, and larger batches;
-- ours: the bundled trainer's step on full packs of the same samples, without multi-token prediction, which
-  transformers does not train either. Its gradients and optimizer state are fp32, those of transformers are bf16.
+- checkpointing: the same with activations computed again, and larger batches.
 
+Triton's configurations of the delta net's kernels are those that ours is given, for all ways that run after it.
 Pixels and ids are ready on the device before the clock starts, so neither side waits for data. Tokens are true tokens.
 Times are over all steps after the warm-up. MFU is the model FLOP of true tokens (`model/flops.py`) over time and the
 data sheet's dense bf16 peak. Without CUDA it runs the tiny presets in fp32, as a check of the script.
-Writes train-peer-<label>-<date>.json and .md under --out, anew after each preset.
+Writes train-peer-<label>-<date>.json and .md under --out, anew after each way.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import gc
 import importlib.util
@@ -30,13 +33,14 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+STARTED = time.monotonic()
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from model.architecture import Architecture
@@ -49,6 +53,7 @@ DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device(
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
 #: Of both sides, and of the bundled trainer's defaults.
 LEARNING_RATE, WEIGHT_DECAY, CLIP = 1e-4, 0.1, 1.0
+WAYS = ("ours", "transformers", "checkpointing")
 
 Inputs = dict[str, torch.Tensor]
 
@@ -114,12 +119,12 @@ class PeerStep:
         return float(loss.detach())
 
 
-def largest(fits: Callable[[int], bool], limit: int) -> int:
+def largest(fits: Callable[[int], bool], limit: int, start: int = 1) -> int:
     """The largest number up to a limit that fits, if every smaller one does; 0 if none.
 
-    Doubles until one does not fit, then halves the gap.
+    Begins with ``start``, doubles until one does not fit, then halves the gap.
     """
-    low, high = 0, 1
+    low, high = 0, min(start, limit)
     while high <= limit and fits(high):
         low, high = high, 2 * high
     high = min(high, limit + 1)
@@ -136,22 +141,31 @@ def emptied() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def largest_batch(architecture: Architecture, dataset: VlmDataset, checkpointing: bool, limit: int) -> int:
-    """The largest batch of the dataset's longest samples that trains for two steps without running out of memory."""
+def largest_batch(step: PeerStep, dataset: VlmDataset, options: argparse.Namespace) -> int:
+    """The largest batch of the dataset's longest samples that trains without running out of memory.
+
+    Weights stay as they are.
+    """
     longest = np.argsort(-dataset.index.lengths, kind="stable").tolist()
+    (group,) = step.optimizer.param_groups
+    group["lr"] = 0.0
 
     def fits(count: int) -> bool:
-        emptied()
         try:
-            step = PeerStep(peer_of(architecture, checkpointing))
-            batch = padded(dataset, longest[:count])
-            for _ in range(2):  # the second has the optimizer's state
-                step(batch)
+            step(padded(dataset, longest[:count]))
         except torch.OutOfMemoryError:
-            return False
-        return True
+            fitted = False
+        else:
+            fitted = True
+        step.optimizer.zero_grad(set_to_none=True)
+        emptied()  # after the exception is gone, which holds the activations
+        return fitted
 
-    return largest(fits, min(limit, len(dataset)))
+    # The first step makes the optimizer's state, which must be there when larger batches are tried.
+    count = largest(fits, min(options.largest, len(dataset)), options.start) if fits(1) else 0
+    step.optimizer.state.clear()
+    group["lr"] = LEARNING_RATE
+    return count
 
 
 def of_samples(dataset: VlmDataset, numbers: list[int], flops: StepFlops) -> tuple[int, float]:
@@ -168,14 +182,15 @@ def time_peer(
     architecture: Architecture, dataset: VlmDataset, checkpointing: bool, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Figures of transformers' model at its largest batch."""
-    count = options.batch or largest_batch(architecture, dataset, checkpointing, options.largest)
+    emptied()
+    step = PeerStep(peer_of(architecture, checkpointing))
+    count = options.batch or largest_batch(step, dataset, options)
     if not count:
         return {"batch": 0}
     emptied()
     order = np.random.default_rng(0).permutation(len(dataset)).tolist()
     chosen = [list(itertools.islice(itertools.cycle(order), i * count, (i + 1) * count)) for i in range(options.steps)]
     batches = [padded(dataset, numbers) for numbers in chosen]
-    step = PeerStep(peer_of(architecture, checkpointing))
     flops = spec_of(architecture).step_flops(architecture, False, ())
     counts = [of_samples(dataset, numbers, flops) for numbers in chosen]
     slots = sum(batch["input_ids"].numel() for batch in batches)
@@ -183,8 +198,28 @@ def time_peer(
     return figures(seconds, counts, slots, losses) | {"batch": count, "attention": attention()}
 
 
-def time_ours(architecture: Architecture, config: Any, dataset: VlmDataset, options: argparse.Namespace) -> Any:
-    """Figures of the bundled trainer's step, a pack each; needs process groups."""
+def time_ours(
+    architecture: Architecture, configs: Sequence[Any], dataset: VlmDataset, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Figures of the bundled trainer's step with the first configuration that fits; needs process groups."""
+    from model.training.kernels import compile_ahead
+
+    with compile_ahead(configs[0]) or contextlib.nullcontext() as kernels:
+        if kernels is not None:
+            kernels.wait(print)
+    for config in configs:
+        try:
+            found = time_packs(architecture, config, dataset, options)
+        except torch.OutOfMemoryError:
+            continue
+        return found | {"recompute": config.model.recompute, "vision_recompute": config.model.vision_recompute}
+    return {"batch": 0}
+
+
+def time_packs(
+    architecture: Architecture, config: Any, dataset: VlmDataset, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Figures of the bundled trainer's step, a pack each."""
     from model.training.build import build
     from model.training.data import RankPlace
     from model.training.optimizer import build_learner
@@ -239,8 +274,8 @@ def figures(seconds: float, counts: list[tuple[int, float]], slots: int, losses:
     }
 
 
-def measure(name: str, datasets: list[VlmDataset], options: argparse.Namespace) -> dict[str, Any]:
-    """All ways of a preset."""
+def measure(name: str, datasets: list[VlmDataset], options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The ways of a preset, each with its figures."""
     from model.training.build import architecture_of
     from model.training.config_loading import load_config
 
@@ -255,7 +290,7 @@ def measure(name: str, datasets: list[VlmDataset], options: argparse.Namespace) 
         ("data.global_batch", 1),
         ("model.preset", name),
         ("model.mtp", False),
-        ("model.recompute", options.recompute),
+        ("model.vision_recompute", options.vision_recompute),
         ("optimizer.lr", LEARNING_RATE),
         ("optimizer.weight_decay", WEIGHT_DECAY),
         ("optimizer.clip_grad", CLIP),
@@ -263,32 +298,42 @@ def measure(name: str, datasets: list[VlmDataset], options: argparse.Namespace) 
         ("optimizer.schedule", "constant"),
         ("run.steps", options.warmup + options.steps),
     ]
-    config = load_config(None, settings)
-    architecture = architecture_of(config)
+    configs = [load_config(None, [*settings, ("model.recompute", each)]) for each in options.recompute]
+    architecture = architecture_of(configs[0])
     ways: dict[str, Callable[[], dict[str, Any]]] = {
+        "ours": lambda: time_ours(architecture, configs, dataset, options),
         "transformers": lambda: time_peer(architecture, dataset, False, options),
-        "transformers, checkpointing": lambda: time_peer(architecture, dataset, True, options),
-        "ours": lambda: time_ours(architecture, config, dataset, options),
+        "checkpointing": lambda: time_peer(architecture, dataset, True, options),
     }
-    results = {}
-    for way, run in ways.items():
-        results[way] = run()
-        print(f"  {name} {way}: {json.dumps(results[way])}", flush=True)
-    return results
+    for way in options.ways:
+        if time.monotonic() - STARTED > options.limit:
+            print(f"  {name} {way}: left out, --limit has passed", flush=True)
+            continue
+        emptied()
+        left = torch.cuda.memory_allocated() / 2**30 if DEVICE.type == "cuda" else 0.0  # by the ways before
+        begun = time.monotonic()
+        found = ways[way]() | {"gib_before": left, "way_seconds": time.monotonic() - begun}
+        print(f"  {name} {way}: {json.dumps(found)}", flush=True)
+        yield way, found
 
 
 def rows(results: dict[str, dict[str, dict[str, Any]]]) -> Iterator[str]:
     """Lines of the report's table."""
     for name, ways in results.items():
-        ours = ways["ours"]["tokens_per_second"]
+        ours = ways.get("ours", {}).get("tokens_per_second")
         for way, found in ways.items():
             if not found["batch"]:
                 yield f"| {name} | {way} | does not fit | | | | | |"
                 continue
+            speed = found["tokens_per_second"]
+            relative = f"{speed / ours:.2f}" if ours else ""
+            again = found.get("recompute", "none")
+            label = "transformers, checkpointing" if way == "checkpointing" else way
+            label += f", recompute={again}" * (again != "none")
+            label += ", vision_recompute" * found.get("vision_recompute", False)
             yield (
-                f"| {name} | {way} | {found['batch']} | {found['tokens_per_second']:,.0f} | "
-                f"{found['tokens_per_second'] / ours:.2f} | {found['fill']:.0%} | {found['mfu']:.1%} | "
-                f"{found['peak_gib']:.1f} GiB |"
+                f"| {name} | {label} | {found['batch']} | {speed:,.0f} | {relative} | {found['fill']:.0%} | "
+                f"{found['mfu']:.1%} | {found['peak_gib']:.1f} GiB |"
             )
 
 
@@ -317,9 +362,18 @@ def main() -> None:
     parser.add_argument("--capacity", type=int, default=16384, help="tokens of a pack of ours")
     parser.add_argument("--batch", type=int, help="samples of a batch of transformers; default: as many as fit")
     parser.add_argument("--largest", type=int, default=64, help="the largest batch to try")
+    parser.add_argument("--start", type=int, default=1, help="the batch with which the search for the largest begins")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=8)
-    parser.add_argument("--recompute", default="none", help="what ours computes again: none, selective, full")
+    parser.add_argument(
+        "--recompute",
+        nargs="+",
+        default=["none"],
+        help="what ours computes again, the first that fits: none, selective, full",
+    )
+    parser.add_argument("--vision-recompute", action="store_true", help="ours also computes the tower's blocks again")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which no way begins")
     parser.add_argument("--label", default="", help="of the result files")
     parser.add_argument("--note", default="", help="a sentence for the result")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
@@ -347,9 +401,11 @@ def main() -> None:
     stem = options.out / "-".join(filter(None, ["train-peer", options.label, about["date"]]))
     with cpu_mode_if_needed():
         for name in options.presets:
-            about["presets"][name] = measure(name, datasets, options)
-            stem.with_suffix(".json").write_text(json.dumps(about, indent=2) + "\n")
-            stem.with_suffix(".md").write_text(report(about))
+            ways = about["presets"][name] = {}
+            for way, found in measure(name, datasets, options):
+                ways[way] = found
+                stem.with_suffix(".json").write_text(json.dumps(about, indent=2) + "\n")
+                stem.with_suffix(".md").write_text(report(about))
     groups.destroy()
     print(stem.with_suffix(".md").read_text())
 

@@ -4,9 +4,15 @@
 
 Runs the bundled trainer itself (`model.training.loop.train`), one case after another in the same processes, which
 spares their start; nothing is saved. Each case makes one step to warm up, then counts some, then one with torch's
-profiler, from which `busy` comes: the share of that step's time in which the GPU ran any kernel other than a message.
-(A message that waits for its other end is a running kernel too.) Waits of the two sides are those of the trainer's log,
-as shares of the counted steps. Writes vision-gpus-<date>.json and .md under --out after each case.
+profiler. That step gives `busy`, the share of its time in which the GPU ran any kernel other than a message (a message
+that waits for its other end is a running kernel too), and `queued`, the median time from a kernel's launch to its
+start: microseconds if the GPU waits for the host, more if the host is ahead. Waits of the two sides are those of the
+trainer's log, as shares of the counted steps. `device_allocations` and `retries` are the allocator's in counted steps.
+Writes vision-gpus-<date>.json and .md under --out after each case.
+
+Without CUDA it runs small presets, as a check of the script.
+
+A case is `PRESET:KIND` or `PRESET:KIND:frozen`, the latter without training the tower. KIND is receipts or texts.
 """
 
 from __future__ import annotations
@@ -16,14 +22,15 @@ import contextlib
 import datetime
 import faulthandler
 import gc
+import itertools
 import json
 import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 sys.path.pop(0)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -37,6 +44,7 @@ import torch
 import torch.distributed as dist
 
 from model.parallel import groups
+from model.parallel.cpu_mode import cpu_mode_if_needed
 from model.parallel.separation import forget_separation
 from model.training import loop
 from model.training.build import device_of_this_process
@@ -51,20 +59,46 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "vision + language, 3 ahead": {"vision_gpus": 1, "vision_ahead": 3},
     "tensor + sequence": {"tp": 2, "sp": True},
 }
-#: What a model of this size needs to fit beside its optimizer.
-RECOMPUTED = {"4b": {"model.recompute": "full", "model.vision_recompute": True}}
+#: What a model of this size needs to fit beside its optimizer, in every layout.
+RECOMPUTED = {"4b": {"model.recompute": "selective", "model.vision_recompute": True}}
+KINDS = ("receipts", "texts")
+#: Of torch's allocator: blocks taken from the driver, and times it ran out and gave all of them back.
+ALLOCATOR = {"device_allocations": "num_device_alloc", "retries": "num_alloc_retries"}
+
+
+COMPILED: set[tuple[str, int]] = set()
+
+
+class Case(NamedTuple):
+    """A model, its data, and whether its tower is frozen."""
+
+    preset: str
+    kind: str
+    frozen: bool
+
+    @classmethod
+    def of(cls, text: str) -> Case:
+        """Reads ``PRESET:KIND[:frozen]``."""
+        preset, kind, *rest = text.split(":")
+        if kind not in KINDS or rest not in ([], ["frozen"]):
+            raise ValueError(text)
+        return cls(preset, kind, bool(rest))
+
+    def __str__(self) -> str:
+        return f"{self.preset}, {self.kind}" + ", frozen tower" * self.frozen
 
 
 class Busy:
-    """In place of the run's profiler: in which shares of a step this GPU computes, and sends or waits in a message.
+    """In place of the run's profiler: what this GPU does in a step, and what the allocator does in those before.
 
     Args:
-        steps: The step, twice.
+        steps: The step to profile, twice.
         path: Ignored: no trace is written, which would take longer than the step.
         device: The device.
     """
 
     last: ClassVar[dict[str, float]] = {}
+    allocations: ClassVar[list[dict[str, int]]] = []
 
     def __init__(self, steps: tuple[int, ...], path: Path, device: torch.device):
         self._step, self._device = steps[0], device
@@ -72,8 +106,15 @@ class Busy:
     @contextlib.contextmanager
     def at(self, step: int) -> Iterator[None]:
         """Wraps a step."""
-        if step != self._step or self._device.type != "cuda":
+        if self._device.type != "cuda":
             yield
+            return
+        if step != self._step:
+            before = torch.cuda.memory_stats(self._device)
+            yield
+            after = torch.cuda.memory_stats(self._device)
+            grown = {name: after[key] - before[key] for name, key in ALLOCATOR.items()}
+            Busy.allocations.append(grown)
             return
         torch.cuda.synchronize()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -81,20 +122,34 @@ class Busy:
             yield
             torch.cuda.synchronize()
             seconds = time.perf_counter() - begun
-        Busy.last = shares_of(profile, seconds)
+        events = profile.profiler.kineto_results.events()
+        Busy.last = shares_of(events, seconds) | {"queued_ms": queued(events)}
 
     def close(self) -> None:
         """Nothing is open."""
 
 
-def shares_of(profile: Any, seconds: float) -> dict[str, float]:
+def shares_of(events: Sequence[Any], seconds: float) -> dict[str, float]:
     """The shares of a step's time in which kernels ran: of computation, and of messages while nothing else ran."""
     spans: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
-    for each in profile.profiler.kineto_results.events():
+    for each in events:
         if each.device_type() == torch.autograd.DeviceType.CUDA and not each.is_user_annotation():
             spans["nccl" in each.name().lower()].append((each.start_ns(), each.end_ns()))
     computing, all_kernels = covered(spans[False]), covered(spans[False] + spans[True])
     return {"busy": computing / 1e9 / seconds, "messages": (all_kernels - computing) / 1e9 / seconds}
+
+
+def queued(events: Sequence[Any]) -> float:
+    """The median time in milliseconds from the launch of a kernel to its start, without messages; NaN if unknown."""
+    launched = {each.correlation_id(): each.end_ns() for each in events if "LaunchKernel" in each.name()}
+    times = [
+        each.start_ns() - launched[each.correlation_id()]
+        for each in events
+        if each.device_type() == torch.autograd.DeviceType.CUDA
+        and "nccl" not in each.name().lower()
+        and each.correlation_id() in launched
+    ]
+    return float(np.median(times)) / 1e6 if times else float("nan")
 
 
 def covered(spans: list[tuple[int, int]]) -> float:
@@ -107,14 +162,16 @@ def covered(spans: list[tuple[int, int]]) -> float:
     return float(np.maximum(ends - begins, 0).sum())
 
 
-def measure(preset: str, data: list[str], layout: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+def measure(case: Case, data: list[str], layout: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """Trains in a layout, and what the log says of the counted steps."""
     out = options.work / "run"
     if dist.get_rank() == 0:
         shutil.rmtree(out, ignore_errors=True)
     forget_separation()
     regroup({name: size for name, size in layout.items() if name in ("tp", "vision_gpus")})
-    torch.cuda.reset_peak_memory_stats()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    Busy.last, Busy.allocations = {}, []
     last = 1 + options.steps + 1
     settings = {
         "data.paths": data,
@@ -122,19 +179,24 @@ def measure(preset: str, data: list[str], layout: dict[str, Any], options: argpa
         "data.global_batch": options.global_batch,
         "data.pad_multiple": 16,
         "data.workers": 4,
-        "model.preset": preset,
+        "model.preset": case.preset,
+        "model.freeze": ["vision", "merger"] if case.frozen else [],
         "optimizer.warmup_steps": 1,
         "run.steps": last,
         "run.out": str(out),
         "run.tensorboard": False,
         "run.profile": [last, last],
-        **RECOMPUTED.get(preset, {}),
+        **RECOMPUTED.get(case.preset, {}),
         **{f"parallel.{name}": value for name, value in layout.items()},
     }
     config = load_config(None, list(settings.items()))
-    with compile_ahead(config) or contextlib.nullcontext() as kernels:
+    known = (case.preset, layout.get("tp", 1))  # of which an earlier case has compiled the kernels
+    ahead = None if known in COMPILED else compile_ahead(config)
+    COMPILED.add(known)
+    with ahead or contextlib.nullcontext() as kernels:
         loop.train(config, device_of_this_process(), False, kernels)
-    own = {**Busy.last, "memory_gib": torch.cuda.max_memory_allocated() / 2**30}
+    own: dict[str, Any] = {**Busy.last, "memory_gib": peak_gib()}
+    own |= {name: sum(each[name] for each in Busy.allocations[1:]) for name in ALLOCATOR}
     each: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(each, own)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -169,33 +231,42 @@ def report(rows: dict[str, dict[str, Any]], options: argparse.Namespace) -> str:
         f"# Vision and language on GPUs of their own, {datetime.date.today().isoformat()}",
         "",
         f"`torchrun --nproc-per-node {dist.get_world_size()} benchmarks/vision_gpus.py` on {dist.get_world_size()} x "
-        f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, bf16; {options.global_batch} packs of "
+        f"{device_name()}, torch {torch.__version__}, bf16; {options.global_batch} packs of "
         f"{options.capacity} tokens a step in every layout, {options.steps} steps counted after one; MTP on. Memory "
         "and `busy` by rank: with separate sides rank 0 is the tower. `busy`: share of a profiled step in which a "
-        "kernel other than a message ran. Waits: of the tower for gradients, of the language model for rows, as shares "
+        "kernel other than a message ran; `queued`: the median time from a kernel's launch to its start. Waits: of the "
+        "tower for gradients, of the language model for rows, as shares "
         "of the step.",
         "",
-        "| model | data | layout | real tokens/s per GPU | of data parallel | memory, GiB | busy | waits: vision, "
-        "language | seconds a step | MFU |",
+        "| model, data | layout | real tokens/s per GPU | of data parallel | memory, GiB | busy | queued, ms | waits: "
+        "vision, language | seconds of each step | MFU |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows.values():
-        base = rows.get(f"{row['preset']}, {row['data']}, data", {}).get("tokens_per_second_per_gpu")
-        start = f"| {row['preset']} | {row['data']} | {row['layout']} |"
-        if "failed" in row:
-            lines.append(f"{start} failed: {row['failed']} | | | | | | |")
-            continue
+        base = rows.get(f"{row['case']}, data", {}).get("tokens_per_second_per_gpu")
+        start = f"| {row['case']} | {row['layout']} |"
         speed = row["tokens_per_second_per_gpu"]
         relative = "" if base is None else f"{speed / base:.2f}"
         waits = f"{row['vision_wait']:.0%}, {row['language_wait']:.0%}" if row["vision_wait"] else ""
         memory = ", ".join(f"{each['memory_gib']:.1f}" for each in row["gpus"])
         busy = ", ".join(f"{each.get('busy', 0.0):.0%}" for each in row["gpus"])
-        counted = row["step_seconds"][1:-1]
+        latency = ", ".join(f"{each.get('queued_ms', float('nan')):.2f}" for each in row["gpus"])
+        counted = ", ".join(f"{each:.2f}" for each in row["step_seconds"][1:-1])
         lines.append(
-            f"{start} {speed:,.0f} | {relative} | {memory} | {busy} | {waits} | {np.mean(counted):.2f} | "
+            f"{start} {speed:,.0f} | {relative} | {memory} | {busy} | {latency} | {waits} | {counted} | "
             f"{row['mfu']:.1%} |"
         )
     return "\n".join([*lines, ""])
+
+
+def peak_gib() -> float:
+    """This GPU's peak memory."""
+    return float(torch.cuda.max_memory_allocated() / 2**30) if torch.cuda.is_available() else float("nan")
+
+
+def device_name() -> str:
+    """The kind of device."""
+    return str(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else "CPU"
 
 
 def write(rows: dict[str, dict[str, Any]], options: argparse.Namespace) -> None:
@@ -212,7 +283,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--receipts", help="dataset of receipts; read 16 times")
     parser.add_argument("--texts", help="dataset of texts (train_data.py texts), blended with the receipts four times")
-    parser.add_argument("--presets", nargs="+", default=["2b", "0.8b"])
+    cases = [Case.of(f"{preset}:{kind}") for preset in ("2b", "0.8b") for kind in KINDS]
+    parser.add_argument("--cases", nargs="+", type=Case.of, default=cases, metavar="PRESET:KIND[:frozen]")
     parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
     parser.add_argument("--capacity", type=int, default=8192)
     parser.add_argument("--global-batch", type=int, default=24)
@@ -231,26 +303,32 @@ def main() -> None:
         "receipts": [options.receipts] * 16 if options.receipts else [],
         "texts": [options.texts, *[options.receipts] * 4] if options.texts and options.receipts else [],
     }
-    rows: dict[str, dict[str, Any]] = {}
-    for preset in options.presets:
-        for kind, data in kinds.items():
-            for name in options.layouts if data else ():
-                late = torch.tensor(time.monotonic() - begun > options.limit, device=device).float()
-                dist.all_reduce(late)
-                if late:
-                    break
-                about = {"preset": preset, "data": kind, "layout": name}
-                started = time.monotonic()
-                found = measure(preset, data, LAYOUTS[name], options)
-                rows[f"{preset}, {kind}, {name}"] = about | found | {"case_seconds": time.monotonic() - started}
-                write(rows, options)
-                if dist.get_rank() == 0:
-                    print(json.dumps(rows[f"{preset}, {kind}, {name}"]), flush=True)
-    if dist.get_rank() == 0:
-        print(report(rows, options), flush=True)
+    with cpu_mode_if_needed():
+        measure_all(options, kinds, device, begun)
     # The groups of earlier cases are gone without notice; leaving them in order would wait for nothing.
     sys.stdout.flush()
     os._exit(0)
+
+
+def measure_all(options: argparse.Namespace, kinds: dict[str, list[str]], device: torch.device, begun: float) -> None:
+    """Measures the cases that begin before the limit."""
+    rows: dict[str, dict[str, Any]] = {}
+    for case, name in itertools.product(options.cases, options.layouts):
+        if not (data := kinds[case.kind]):
+            continue
+        late = torch.tensor(time.monotonic() - begun > options.limit, device=device).float()
+        dist.all_reduce(late)
+        if late:
+            break
+        about = {"case": str(case), "preset": case.preset, "data": case.kind, "layout": name}
+        started = time.monotonic()
+        found = measure(case, data, LAYOUTS[name], options)
+        rows[f"{case}, {name}"] = about | found | {"case_seconds": time.monotonic() - started}
+        write(rows, options)
+        if dist.get_rank() == 0:
+            print(json.dumps(rows[f"{case}, {name}"]), flush=True)
+    if dist.get_rank() == 0:
+        print(report(rows, options), flush=True)
 
 
 if __name__ == "__main__":
