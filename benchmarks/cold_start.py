@@ -8,8 +8,8 @@ Ways, each a fresh process (`start_probe.py` runs train.py in it):
 - cached: the same, with the caches that it left;
 - all configurations: empty caches; Triton's autotuner tries all (`model.tune_kernels=true`), compiled in parallel;
 - all, cached: the same, with the caches that it left;
-- uncompiled: empty caches; Triton kernels in place of functions that torch compiles (`model.compile=false`);
-- uncompiled, cached: the same, with the caches that it left.
+- compiled: empty caches; torch compiles functions in place of Triton kernels (`model.compile=true`);
+- compiled, cached: the same, with the caches that it left.
 
 Steady seconds are the median of the last half of the steps, whose packs are the same in each way: what a bounded choice
 costs afterwards. Writes cold-start-<label>-<date>.json and .md under --out.
@@ -39,8 +39,8 @@ WAYS = {
     "cached": ({}, "bounded"),
     "all configurations": ({"model.tune_kernels": "true"}, "all"),
     "all, cached": ({"model.tune_kernels": "true"}, "all"),
-    "uncompiled": ({"model.compile": "false"}, "uncompiled"),
-    "uncompiled, cached": ({"model.compile": "false"}, "uncompiled"),
+    "compiled": ({"model.compile": "true"}, "compiled"),
+    "compiled, cached": ({"model.compile": "true"}, "compiled"),
 }
 
 

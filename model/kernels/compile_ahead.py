@@ -20,7 +20,9 @@ from concurrent.futures import Executor, Future
 from typing import Any
 
 from model.kernels.configurations import HOPPER, choose_configurations
+from model.kernels.cross_entropy import run_cross_entropy
 from model.kernels.delta_net import DeltaNetShape, autotuners
+from model.kernels.widths import GateWidths
 
 
 class Collector(Executor):
@@ -220,6 +222,12 @@ def main() -> None:
 
             heads, width = request["rotation"]
             run_rotation(heads, width, "meta")
+        if request["gates"] is not None:
+            from model.kernels.gating import run_gates
+
+            run_gates(GateWidths(**request["gates"]), "meta")
+        if request["vocabulary"] is not None:
+            run_cross_entropy(request["vocabulary"], "meta")
         shape.run("meta")
 
     calls = collect(lambda: run_all_configurations(run))

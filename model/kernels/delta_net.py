@@ -76,7 +76,7 @@ class DeltaNetShape:
         )
         # A gradient with a value for each output: that of a sum is one value, which the kernel would read beyond.
         out.backward(torch.ones_like(out))
-        l2norm(empty(1, self.tokens, 2 * self.key_heads, self.key_width)).sum().backward()
+        l2norm(empty(1, self.tokens, self.key_heads, self.key_width)).sum().backward()
         heads = (1, self.tokens, self.value_heads)
         out, _ = chunk_gated_delta_rule(
             empty(*heads, self.key_width),

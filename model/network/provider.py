@@ -111,7 +111,7 @@ class TorchProvider(LocalSpecProvider):
         return SegmentAttention
 
 
-def transformer_engine_provider(*packages: str, compiled: bool = True) -> Provider:
+def transformer_engine_provider(*packages: str, compiled: bool = False) -> Provider:
     """Returns the Transformer Engine back end; CUDA only.
 
     Args:

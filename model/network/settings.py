@@ -94,7 +94,7 @@ class ModelSettings:
         fp8_recipe: FP8 scaling: of whole tensors by their current range (``tensorwise``) or by that of earlier steps
             (``delayed``), or of blocks (``blockwise``).
         compile: Whether torch compiles some small functions of megatron-core with Transformer Engine: activation, gates
-            and residual sums. If not, Triton kernels and plain sums take their place, in dense layers.
+            and residual sums. If not, Triton kernels and plain sums take their place, except in experts.
         tune_kernels: Whether Triton's autotuner times all configurations of the delta net's kernels, instead of those
             in :mod:`model.kernels.configurations`.
     """
@@ -120,7 +120,7 @@ class ModelSettings:
     gradient_accumulation_fusion: bool = False
     fp8: Literal["hybrid", "e4m3"] | None = None
     fp8_recipe: Literal["tensorwise", "delayed", "blockwise"] = "tensorwise"
-    compile: bool = True
+    compile: bool = False
     tune_kernels: bool = False
 
     @property
@@ -278,7 +278,7 @@ def _check_back_end(settings: ModelSettings) -> None:
     defaults = ModelSettings()
     engine_only = [
         name
-        for name in ("fp8", "fused_cross_entropy", "gradient_accumulation_fusion", "vision_attention", "compile")
+        for name in ("fp8", "fused_cross_entropy", "gradient_accumulation_fusion", "vision_attention")
         if getattr(settings, name) != getattr(defaults, name)
     ]
     if engine_only and settings.backend != "transformer_engine":

@@ -117,8 +117,9 @@ class ModelConfig:
         vision_recompute: Compute the activations of all vision blocks again in the backward pass.
         vision_attention: Attention of the vision tower with Transformer Engine: "transformer_engine",
             "flash_attention_4" (package flash-attn-4), or "auto": FlashAttention 4 if installed.
-        compile: Have torch compile some small functions of megatron-core, which takes seconds at each start. If not,
-            Triton kernels take their place, which have not run on a GPU yet.
+        compile: With Transformer Engine, have torch compile some small functions of megatron-core: activation, gates,
+            residual sums. It takes seconds at each start. If not, Triton kernels and plain sums take their place;
+            only experts are compiled then.
         tune_kernels: Have Triton's autotuner time all configurations of the delta net's kernels at the first start,
             instead of a few likely ones.
     """
@@ -136,7 +137,7 @@ class ModelConfig:
     recompute: Literal["none", "selective", "full"] = "none"
     vision_recompute: bool = False
     vision_attention: Literal["auto", "transformer_engine", "flash_attention_4"] = "auto"
-    compile: bool = True
+    compile: bool = False
     tune_kernels: bool = False
 
 

@@ -22,7 +22,6 @@ _OF_THE_RUN = {
     "precision": "run.precision",
     "mtp_layers": "model.mtp",
     "vision_attention": "model.vision_attention",
-    "compile": "model.compile",
     "fp8": "run.fp8",
     "fp8_recipe": "run.fp8_recipe",
 }

@@ -16,6 +16,7 @@ from model.parallel.separation import Separation, separation
 from model.training.compact_adam import CompactAdamW
 from model.training.config import ConfigError, TrainConfig
 from model.training.sharded_model import ShardedModel
+from model.training.weight_copies import copy_weights_at_once
 from vlmdata import PackedBatch
 
 
@@ -114,6 +115,7 @@ def build_learner(model: torch.nn.Module, config: TrainConfig, device: torch.dev
     optimizer = get_megatron_optimizer(
         _optimizer_config(config, distributed, overlap and distributed, dtype), [wrapped]
     )
+    copy_weights_at_once(optimizer)
     if sides is not None:
         optimizer = JointOptimizer(optimizer, sides)
     schedule = build_schedule(optimizer, config)

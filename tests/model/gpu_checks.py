@@ -152,7 +152,7 @@ def engine_against_torch(
     vision_attention: str = "transformer_engine",
     weighted: bool = False,
     family: str = "qwen3_5",
-    compiled: bool = True,
+    compiled: bool = False,
 ) -> None:
     """One GPU, in bfloat16, judged by torch in float32; weighted losses with the fused cross-entropy of training."""
     wanted, packed = architecture(moe, family), batch(weighted)
@@ -341,8 +341,8 @@ def main() -> int:
         "fused rotations": fused_rotations,
         "engine against torch, dense": lambda: engine_against_torch(moe=False),
         "engine against torch, experts": lambda: engine_against_torch(moe=True),
-        "without torch's compiler, dense": lambda: engine_against_torch(moe=False, compiled=False),
-        "without torch's compiler, experts": lambda: engine_against_torch(moe=True, compiled=False),
+        "with torch's compiler, dense": lambda: engine_against_torch(moe=False, compiled=True),
+        "with torch's compiler, experts": lambda: engine_against_torch(moe=True, compiled=True),
         "weighted losses, dense": lambda: engine_against_torch(moe=False, weighted=True),
         "weighted losses, experts": lambda: engine_against_torch(moe=True, weighted=True),
         "recompute": float_patches_and_recompute,

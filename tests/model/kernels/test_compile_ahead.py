@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from model.kernels import ahead, configurations
 from model.kernels.ahead import Kernels, KernelsAhead
 from model.kernels.configurations import CANDIDATES, HOPPER, Configuration, choose_configurations
 from model.kernels.delta_net import DeltaNetShape
+from model.kernels.widths import GateWidths
 from model.training.config_loading import load_config
 from model.training.kernels import compile_ahead
 
@@ -108,6 +110,89 @@ def test_the_table_names_configurations_that_exist(tmp_path: Path) -> None:
     assert found["tiles"].count(128) > found["tiles"].count(64), "a Hopper GPU has room for tiles of 128"
 
 
+def of_gates() -> None:
+    """What is compiled for gates, and what a delta net, attention and a feed-forward layer of these widths launch."""
+    import torch
+    from torch import nn
+
+    from model.families.qwen3_5.gated_delta_net import KernelGatedDeltaNet
+    from model.kernels.compile_ahead import collect, pretend_hopper
+    from model.kernels.gating import SwiGLUActivation, run_gates
+    from model.network.attention import KernelGatedSelfAttention
+
+    pretend_hopper()
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True)
+
+    def layers() -> None:
+        net = KernelGatedDeltaNet.__new__(KernelGatedDeltaNet)
+        nn.Module.__init__(net)
+        net.out_norm = nn.RMSNorm(16, dtype=torch.bfloat16, device="meta")
+        *_, gate, _ = empty(1, 21, 160 + 6).split([64, 48, 48, 6], -1)
+        made = [net._apply_gated_norm(empty(1, 21, 3, 16), gate.reshape(1, 21, 3, 16))]
+        made.append(KernelGatedSelfAttention._apply_output_gate(net, empty(21, 1, 32), empty(21, 1, 2, 16)))
+        made.append(SwiGLUActivation(None)(empty(21, 1, 192)))
+        torch.autograd.backward(made, [torch.ones_like(each) for each in made])
+
+    def kernels(run: Any) -> list[str]:
+        cells = [cell.cell_contents for call in collect(run) for cell in call.__closure__ or ()]
+        return sorted(str((each.signature, each.constants, each.attrs)) for each in cells if hasattr(each, "constants"))
+
+    widths = GateWidths(delta_net=48, projected=166, attention=32, feed_forward=96)
+    dense = kernels(lambda: run_gates(widths, "meta"))
+    collected = kernels(layers)
+    print(json.dumps({"ahead": dense, "layers": collected}))
+
+
+@needs_triton
+def test_gates_are_compiled_as_layers_launch_them(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    found = in_a_process("of_gates", tmp_path)
+    assert len(set(found["ahead"])) == 6, "three gates, forward and backward"
+    assert found["ahead"] == found["layers"]
+
+
+def of_cross_entropy() -> None:
+    from model.kernels.cross_entropy import run_cross_entropy
+
+    run_cross_entropy(320, "meta")
+    print(json.dumps({"package": "transformer_engine" in sys.modules}))
+
+
+def test_cross_entropy_is_imported_without_what_loads_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a package of the same layout: the real one is only there with CUDA."""
+    files = {
+        "__init__": "raise OSError('no CUDA')",
+        "common/__init__": "raise OSError('no CUDA')",
+        "pytorch/__init__": "raise OSError('no CUDA')",
+        "pytorch/triton/__init__": "raise OSError('no CUDA')",
+        "common/triton/cross_entropy": "kernels = []",
+        "pytorch/triton/cross_entropy": """
+            import json
+            from transformer_engine.common.triton.cross_entropy import kernels
+
+            def cross_entropy_forward(logits, labels, *, label_smoothing, reduce_loss, dist_process_group, ignore_idx,
+                                      overwrite_input):
+                print(json.dumps([*logits.shape, logits.device.type, *labels.shape, ignore_idx, overwrite_input]))
+                return None, logits, None, labels, None, 0, 1
+
+            def cross_entropy_backward(saved, stats, target, count, gradient, *, label_smoothing, reduce_loss, rank,
+                                       world_size, ignore_idx):
+                print(json.dumps([*saved.shape, *gradient.shape, rank, world_size]))
+        """,
+    }
+    for name, code in files.items():
+        file = tmp_path / "site" / "transformer_engine" / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(textwrap.dedent(code))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path / "site"), os.environ.get("PYTHONPATH")]))
+    )
+    found = in_a_process("of_cross_entropy", tmp_path)
+    assert found["lines"] == [[2, 1, 320, "meta", 2, 1, -100, False], [2, 1, 320, 2, 1, 0, 1]]
+
+
 def tuner(*configs: Configuration) -> Any:
     return SimpleNamespace(
         configs=[
@@ -161,11 +246,26 @@ class TestTheStart:
 
     def test_with_the_heads_of_a_rank(self, started: list[Kernels]) -> None:
         self.start(model__preset="4b", parallel__tp=2, parallel__cp=2, data__capacity=8192)
-        assert started == [Kernels(DeltaNetShape(8192, 4, 8, 128, 128, 4), rotation=(8, 64), every=False)]
+        gates = GateWidths(delta_net=1024, projected=3088, attention=2048, feed_forward=4608)
+        wanted = Kernels(
+            DeltaNetShape(8192, 4, 8, 128, 128, 4), rotation=(8, 64), gates=gates, vocabulary=None, every=False
+        )
+        assert started == [wanted]
 
     def test_with_all_configurations_if_they_are_tuned(self, started: list[Kernels]) -> None:
         self.start(model__preset="2b", model__tune_kernels=True, model__language_only=True)
         assert [(each.every, each.rotation) for each in started] == [(True, None)]
+
+    def test_with_gates_and_cross_entropy(self, started: list[Kernels]) -> None:
+        self.start(model__preset="2b")
+        self.start(model__preset="35b-a3b")
+        self.start(model__preset="2b", model__compile=True)
+        assert [each.vocabulary for each in started] == [248320] * 3
+        dense, experts, compiled = (each.gates for each in started)
+        assert dense == GateWidths(delta_net=2048, projected=8224, attention=2048, feed_forward=6144)
+        assert experts is not None
+        assert (experts.attention, experts.feed_forward) == (4096, None)
+        assert compiled is None
 
     def test_for_a_checkpoint(self, started: list[Kernels], tmp_path: Path) -> None:
         from model.families import architecture_to_hf, preset
@@ -235,6 +335,6 @@ class TestTheWait:
 
     def test_the_module_ends_quietly_without_a_gpu(self) -> None:
         lines: list[str] = []
-        with KernelsAhead.of(Kernels(SHAPE, None, every=False)) as started:
+        with KernelsAhead.of(Kernels(SHAPE, None, None, None, every=False)) as started:
             started.wait(lines.append)
         assert lines == []
