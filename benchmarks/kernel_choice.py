@@ -27,6 +27,7 @@ sys.path[0] = str(ROOT)
 
 from model.kernels.ahead import Kernels
 from model.kernels.configurations import CANDIDATES
+from model.kernels.decoder import DecoderKernels
 from model.kernels.delta_net import DeltaNetShape, autotuners
 
 Timings = dict[str, dict[str, float]]  # milliseconds by kernel and configuration
@@ -39,7 +40,9 @@ def shape(key_heads: int, value_heads: int, tokens: int) -> DeltaNetShape:
 def compile_all(shapes: list[DeltaNetShape]) -> None:
     """Compiles all configurations for all shapes at once."""
     command = [sys.executable, "-W", "ignore", "-m", "model.kernels.compile_ahead"]
-    requests = [json.dumps(dataclasses.asdict(Kernels(each, None, None, None, every=True))) for each in shapes]
+    requests = [
+        json.dumps(dataclasses.asdict(Kernels(DecoderKernels(each, None), None, None, every=True))) for each in shapes
+    ]
     running = [subprocess.Popen([*command, each], cwd=ROOT, stdout=subprocess.PIPE, text=True) for each in requests]
     for each, process in zip(shapes, running, strict=True):
         lines = [json.loads(line) for line in process.communicate()[0].splitlines()]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from model.architecture import Architecture
 from model.flops import StepFlops
-from model.kernels.delta_net import DeltaNetShape
+from model.kernels.decoder import DecoderKernels
 from model.network.settings import ModelSettings
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class ModelSpec[A: Architecture]:
         check: Raises :class:`model.network.settings.SettingError` for settings that do not fit an architecture.
         build: Builds a model.
         parameter_maps: Makes the weight name table.
-        kernels: Returns the shape of kernels to compile while a run starts, if any; takes the architecture, settings
+        kernels: Returns the decoder's kernels to compile while a run starts, if any; takes the architecture, settings
             and the tokens of a pack.
     """
 
@@ -79,4 +79,4 @@ class ModelSpec[A: Architecture]:
     check: Callable[[ModelSettings, A], None]
     build: Build[A]
     parameter_maps: ParameterMaps[A]
-    kernels: Callable[[A, ModelSettings, int], DeltaNetShape | None] = lambda *_: None
+    kernels: Callable[[A, ModelSettings, int], DecoderKernels | None] = lambda *_: None

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from model.kernels.delta_net import DeltaNetShape
-from model.kernels.widths import GateWidths
+from model.kernels.decoder import DecoderKernels
 from vlmdata.wording import counted, duration
 
 #: Seconds after which the trainer goes on and compiles what is missing by itself.
@@ -31,16 +30,14 @@ class Kernels:
     """Kernels of a run to compile ahead.
 
     Attributes:
-        delta_net: What those of the gated delta net are compiled for.
+        decoder: Those of the decoder.
         rotation: Heads on a rank and their width in the vision tower; None without a tower.
-        gates: Which of this project's gates there are; None if torch compiles megatron-core's.
         vocabulary: Rows of the output layer; None where cross-entropy is computed by others.
         every: Whether Triton's autotuner chooses among all configurations, instead of those of the table.
     """
 
-    delta_net: DeltaNetShape
+    decoder: DecoderKernels
     rotation: tuple[int, int] | None
-    gates: GateWidths | None
     vocabulary: int | None
     every: bool
 

@@ -84,23 +84,6 @@ class AttentionInputs(torch.autograd.Function):
         return gradient, None, dquery.to(of_query.dtype), dkey.to(of_key.dtype), None
 
 
-def run_attention_inputs(heads: Heads, rotated: int, device: str) -> None:
-    """Runs the kernels forward and backward on one token, such as to compile them.
-
-    Args:
-        heads: The layout.
-        rotated: Rotated columns of a head.
-        device: ``meta`` for tensors without content.
-    """
-
-    def empty(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.bfloat16, device=device, requires_grad=True)
-
-    weights = empty(heads.width), empty(heads.width)
-    parts = AttentionInputs.apply(empty(1, heads.columns), torch.empty(1, rotated, device=device), *weights, heads)
-    torch.autograd.backward(parts, [torch.ones_like(each) for each in parts])
-
-
 def _launch(
     mixed: Tensor,
     parts: tuple[Tensor, ...],
@@ -169,7 +152,7 @@ def _move(  # type: ignore[no-untyped-def]
     _store(target, first, second, rest, seen, half, width, block_half, block_rest)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
 def _split_norm_rotate(  # type: ignore[no-untyped-def]  # Triton compiles it; its arguments are pointers and numbers
     mixed,
     query,

@@ -21,8 +21,8 @@ from typing import Any
 
 from model.kernels.configurations import HOPPER, choose_configurations
 from model.kernels.cross_entropy import run_cross_entropy
-from model.kernels.delta_net import DeltaNetShape, autotuners
-from model.kernels.widths import GateWidths
+from model.kernels.decoder import DecoderKernels
+from model.kernels.delta_net import autotuners
 
 
 class Collector(Executor):
@@ -212,9 +212,9 @@ def main() -> None:
     if not machine_has_hopper():
         return
     pretend_hopper()
-    shape = DeltaNetShape(**request["delta_net"])
+    decoder = DecoderKernels.of(request["decoder"])
     if not request["every"]:
-        choose_configurations(shape.key_width, shape.value_width, HOPPER)
+        choose_configurations(decoder.delta_net.key_width, decoder.delta_net.value_width, HOPPER)
 
     def run() -> None:
         if request["rotation"] is not None:
@@ -222,13 +222,9 @@ def main() -> None:
 
             heads, width = request["rotation"]
             run_rotation(heads, width, "meta")
-        if request["gates"] is not None:
-            from model.kernels.gating import run_gates
-
-            run_gates(GateWidths(**request["gates"]), "meta")
         if request["vocabulary"] is not None:
             run_cross_entropy(request["vocabulary"], "meta")
-        shape.run("meta")
+        decoder.run("meta")
 
     calls = collect(lambda: run_all_configurations(run))
     print(json.dumps({"kernels": len(calls)}), flush=True)

@@ -16,8 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from model.kernels.widths import GateWidths
-
 #: Values per program.
 _TILE = 2048
 
@@ -93,24 +91,6 @@ def gated(x: Tensor, gate: Tensor) -> Tensor:
     out: Tensor = Gated.apply(x.reshape(-1, width), gate.reshape(-1, width))
     shaped: Tensor = out.view(x.shape)
     return shaped
-
-
-def run_gates(widths: GateWidths, device: str) -> None:
-    """Runs a model's gates forward and backward on a few rows, such as to compile their kernels.
-
-    Args:
-        widths: The widths of the model.
-        device: ``meta`` for tensors without content.
-    """
-
-    def empty(width: int) -> Tensor:
-        return torch.empty(2, width, dtype=torch.bfloat16, device=device, requires_grad=True)
-
-    made = [gated(empty(widths.delta_net), empty(widths.projected)[:, : widths.delta_net], silu=True)]
-    made.append(gated(empty(widths.attention), empty(widths.attention), silu=False))
-    if widths.feed_forward is not None:
-        made.append(SwiGLUActivation(None)(empty(2 * widths.feed_forward)))
-    torch.autograd.backward(made, [torch.ones_like(each) for each in made])
 
 
 def _with_unit_columns(x: Tensor) -> Tensor:

@@ -6,11 +6,9 @@ import json
 import os
 from pathlib import Path
 
-from model.architecture import Architecture, LanguageArchitecture
+from model.architecture import Architecture
 from model.families import architecture_from_hf, preset, spec_of
 from model.kernels.ahead import Kernels, KernelsAhead, can_compile_ahead
-from model.kernels.delta_net import DeltaNetShape
-from model.kernels.widths import GateWidths
 from model.network.settings import vocabulary_rows
 from model.training.config import TrainConfig
 from model.training.model_settings import settings_of
@@ -26,30 +24,19 @@ def compile_ahead(config: TrainConfig) -> KernelsAhead | None:
     if architecture is None or os.environ.get("LOCAL_RANK", "0") != "0" or not can_compile_ahead():
         return None
     settings = settings_of(config, architecture, on_gpu=True)
-    shape = spec_of(architecture).kernels(architecture, settings, config.data.capacity)
-    if shape is None:
+    decoder = spec_of(architecture).kernels(architecture, settings, config.data.capacity)
+    if decoder is None:
         return None
     vision = architecture.vision
     rotation = None if settings.language_only else (vision.num_heads // settings.vision_parallel, vision.head_dim)
     return KernelsAhead.of(
         Kernels(
-            shape,
+            decoder,
             rotation,
-            gates=None if settings.compile else _gates(shape, architecture.language, settings.tensor_parallel),
             # Tensor-parallel ranks compute cross-entropy with kernels that the first step compiles.
             vocabulary=vocabulary_rows(architecture.language.vocab_size, 1) if settings.tensor_parallel == 1 else None,
             every=settings.tune_kernels,
         )
-    )
-
-
-def _gates(shape: DeltaNetShape, language: LanguageArchitecture, tensor_parallel: int) -> GateWidths:
-    keys, values = shape.key_heads * shape.key_width, shape.value_heads * shape.value_width
-    return GateWidths(
-        delta_net=values,
-        projected=2 * (keys + values + shape.value_heads),
-        attention=language.num_attention_heads * language.head_dim // tensor_parallel,
-        feed_forward=language.intermediate_size // tensor_parallel if language.moe is None else None,
     )
 
 

@@ -1,7 +1,7 @@
 """The distributed optimizer's copies between its float32 weights and the model's, in one launch instead of hundreds.
 
 megatron-core copies parameter by parameter, and computes their places in its buffers again in each step. At 0.8b that
-is 383 launches and a tenth of the host's time of a step, while the GPU waits.
+is some 380 of a step's 3,900 launches, and 3 % of the host's time, for which the GPU waits there.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from model.families.base import ModelSpec
 from model.families.qwen3_5.architecture import Qwen35Architecture
 from model.families.qwen3_5.flops import step_flops
 from model.families.qwen3_5.hf_config import MODEL_TYPES, from_hf, to_hf
-from model.families.qwen3_5.kernels import delta_net_shape
+from model.families.qwen3_5.kernels import decoder_kernels
 from model.families.qwen3_5.presets import PRESETS, SMALL
 from model.families.qwen3_5.sizes import check
 
@@ -43,5 +43,5 @@ SPEC = ModelSpec[Qwen35Architecture](
     check=check,
     build=_build,
     parameter_maps=_parameter_maps,
-    kernels=delta_net_shape,
+    kernels=decoder_kernels,
 )

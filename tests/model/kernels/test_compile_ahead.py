@@ -18,8 +18,8 @@ import model.training.kernels
 from model.kernels import ahead, configurations
 from model.kernels.ahead import Kernels, KernelsAhead
 from model.kernels.configurations import CANDIDATES, HOPPER, Configuration, choose_configurations
+from model.kernels.decoder import AttentionShape, DecoderKernels
 from model.kernels.delta_net import DeltaNetShape
-from model.kernels.widths import GateWidths
 from model.training.config_loading import load_config
 from model.training.kernels import compile_ahead
 
@@ -110,47 +110,72 @@ def test_the_table_names_configurations_that_exist(tmp_path: Path) -> None:
     assert found["tiles"].count(128) > found["tiles"].count(64), "a Hopper GPU has room for tiles of 128"
 
 
-def of_gates() -> None:
-    """What is compiled for gates, and what a delta net, attention and a feed-forward layer of these widths launch."""
+def of_layers() -> None:
+    """What is compiled for layers, and what a delta net, attention and a feed-forward layer of these sizes launch."""
     import torch
     from torch import nn
 
     from model.families.qwen3_5.gated_delta_net import KernelGatedDeltaNet
     from model.kernels.compile_ahead import collect, pretend_hopper
-    from model.kernels.gating import SwiGLUActivation, run_gates
-    from model.network.attention import KernelGatedSelfAttention
+    from model.kernels.decoder import AttentionShape, run_layers
+    from model.kernels.gating import SwiGLUActivation
+    from model.network.attention import KernelSelfAttention
 
     pretend_hopper()
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True)
 
+    def bare(kind: Any, **attributes: Any) -> Any:
+        made = kind.__new__(kind)
+        nn.Module.__init__(made)
+        for name, value in attributes.items():
+            setattr(made, name, value)
+        return made
+
+    def norm() -> nn.Module:
+        return nn.RMSNorm(16, dtype=torch.bfloat16, device="meta")
+
     def layers() -> None:
-        net = KernelGatedDeltaNet.__new__(KernelGatedDeltaNet)
-        nn.Module.__init__(net)
-        net.out_norm = nn.RMSNorm(16, dtype=torch.bfloat16, device="meta")
+        config = SimpleNamespace(num_query_groups=2, layernorm_zero_centered_gamma=True, layernorm_epsilon=1e-6)
+        net = bare(KernelGatedDeltaNet, config=config, out_norm=norm())
         *_, gate, _ = empty(1, 21, 160 + 6).split([64, 48, 48, 6], -1)
         made = [net._apply_gated_norm(empty(1, 21, 3, 16), gate.reshape(1, 21, 3, 16))]
-        made.append(KernelGatedSelfAttention._apply_output_gate(net, empty(21, 1, 32), empty(21, 1, 2, 16)))
+        attention = bare(
+            KernelSelfAttention,
+            config=config,
+            hidden_size_per_attention_head=16,
+            num_query_groups_per_partition=2,
+            num_attention_heads_per_partition=4,
+            world_size=1,
+            linear_qkv=lambda _: (empty(21, 1, 192), None),
+            q_layernorm=norm(),
+            k_layernorm=norm(),
+            _angles=torch.empty(21, 1, 1, 8, device="meta"),
+        )
+        *parts, gate = attention.get_query_key_value_tensors(empty(21, 1, 32), output_gate=True)
+        made += [*parts, attention._apply_output_gate(empty(21, 1, 64), gate)]
         made.append(SwiGLUActivation(None)(empty(21, 1, 192)))
         torch.autograd.backward(made, [torch.ones_like(each) for each in made])
 
     def kernels(run: Any) -> list[str]:
         cells = [cell.cell_contents for call in collect(run) for cell in call.__closure__ or ()]
-        return sorted(str((each.signature, each.constants, each.attrs)) for each in cells if hasattr(each, "constants"))
+        found = [each for each in cells if hasattr(each, "constants")]
+        return sorted(f"{each.name} {each.signature} {each.constants} {each.attrs}" for each in found)
 
-    widths = GateWidths(delta_net=48, projected=166, attention=32, feed_forward=96)
-    dense = kernels(lambda: run_gates(widths, "meta"))
-    collected = kernels(layers)
-    print(json.dumps({"ahead": dense, "layers": collected}))
+    delta_net = DeltaNetShape(tokens=21, key_heads=2, value_heads=3, key_width=16, value_width=16, taps=4)
+    attention = AttentionShape(2, 2, 16, 8, gated=True, zero_centered=True, feed_forward=96)
+    ahead = kernels(lambda: run_layers(delta_net, attention, "meta"))
+    print(json.dumps({"ahead": ahead, "layers": kernels(layers)}))
 
 
 @needs_triton
-def test_gates_are_compiled_as_layers_launch_them(tmp_path: Path) -> None:
+def test_layers_launch_what_is_compiled_ahead(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
-    found = in_a_process("of_gates", tmp_path)
-    assert len(set(found["ahead"])) == 6, "three gates, forward and backward"
-    assert found["ahead"] == found["layers"]
+    found = in_a_process("of_layers", tmp_path)
+    names = [each.partition(" ")[0] for each in found["ahead"]]
+    assert names == ["_gate"] * 4 + ["_norm_and_gate"] * 2 + ["_split_norm_rotate"] * 2, "forward and backward"
+    assert found["layers"] == found["ahead"]
 
 
 def of_cross_entropy() -> None:
@@ -246,33 +271,32 @@ class TestTheStart:
 
     def test_with_the_heads_of_a_rank(self, started: list[Kernels]) -> None:
         self.start(model__preset="4b", parallel__tp=2, parallel__cp=2, data__capacity=8192)
-        gates = GateWidths(delta_net=1024, projected=3088, attention=2048, feed_forward=4608)
-        wanted = Kernels(
-            DeltaNetShape(8192, 4, 8, 128, 128, 4), rotation=(8, 64), gates=gates, vocabulary=None, every=False
-        )
-        assert started == [wanted]
+        attention = AttentionShape(2, 4, 256, 64, gated=True, zero_centered=True, feed_forward=4608)
+        decoder = DecoderKernels(DeltaNetShape(8192, 4, 8, 128, 128, 4), attention)
+        assert started == [Kernels(decoder, rotation=(8, 64), vocabulary=None, every=False)]
 
     def test_with_all_configurations_if_they_are_tuned(self, started: list[Kernels]) -> None:
         self.start(model__preset="2b", model__tune_kernels=True, model__language_only=True)
         assert [(each.every, each.rotation) for each in started] == [(True, None)]
 
-    def test_with_gates_and_cross_entropy(self, started: list[Kernels]) -> None:
+    def test_with_layers_and_cross_entropy(self, started: list[Kernels]) -> None:
         self.start(model__preset="2b")
         self.start(model__preset="35b-a3b")
+        self.start(model__preset="35b-a3b", parallel__tp=4, parallel__sp=True)
         self.start(model__preset="2b", model__compile=True)
-        assert [each.vocabulary for each in started] == [248320] * 3
-        dense, experts, compiled = (each.gates for each in started)
-        assert dense == GateWidths(delta_net=2048, projected=8224, attention=2048, feed_forward=6144)
-        assert experts is not None
-        assert (experts.attention, experts.feed_forward) == (4096, None)
-        assert compiled is None
+        assert [each.vocabulary for each in started] == [248320, 248320, None, 248320]
+        shapes = [each.decoder.attention for each in started]
+        assert shapes[0] == AttentionShape(2, 4, 256, 64, gated=True, zero_centered=True, feed_forward=6144)
+        assert shapes[1] == AttentionShape(2, 8, 256, 64, gated=True, zero_centered=True, feed_forward=None)
+        assert shapes[2] == AttentionShape(0, 4, 256, 64, gated=True, zero_centered=True, feed_forward=None)
+        assert shapes[3] is None
 
     def test_for_a_checkpoint(self, started: list[Kernels], tmp_path: Path) -> None:
         from model.families import architecture_to_hf, preset
 
         (tmp_path / "config.json").write_text(json.dumps(architecture_to_hf(preset("2b"))))
         self.start(model__hf=str(tmp_path))
-        assert [each.delta_net.value_heads for each in started] == [16]
+        assert [each.decoder.delta_net.value_heads for each in started] == [16]
 
     @pytest.mark.parametrize(
         "settings",
@@ -335,6 +359,6 @@ class TestTheWait:
 
     def test_the_module_ends_quietly_without_a_gpu(self) -> None:
         lines: list[str] = []
-        with KernelsAhead.of(Kernels(SHAPE, None, None, None, every=False)) as started:
+        with KernelsAhead.of(Kernels(DecoderKernels(SHAPE, None), None, None, every=False)) as started:
             started.wait(lines.append)
         assert lines == []
