@@ -1,7 +1,7 @@
 """The distributed optimizer's copies between its float32 weights and the model's, in one launch instead of hundreds.
 
 megatron-core copies parameter by parameter, and computes their places in its buffers again in each step. At 0.8b that
-is some 380 of a step's 3,900 launches, and 3 % of the host's time, for which the GPU waits there.
+is about 380 of the 3,900 launches of a step, and 3 % of the host's time, for which the GPU waits.
 """
 
 from __future__ import annotations
