@@ -87,12 +87,14 @@ def sharded_weights(model: ShardedModel, pieces: Mapping[str, Piece], saved: boo
 
 
 def saved_state(model: ShardedModel, optimizer: MegatronOptimizer) -> dict[str, Any]:
-    """Returns model and optimizer as a state to be saved.
+    """Returns model and optimizer as a state to be saved. Forgets the gradients, in whose place come weights to save.
 
     Args:
         model: The model.
         optimizer: Its optimizer, as :func:`model.training.optimizer.build_learner` makes it.
     """
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
     pieces, parts = pieces_of(model), _parts(optimizer)
     common = [_common(part, model.form["state"]) for part in parts]
     return {

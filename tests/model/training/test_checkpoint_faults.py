@@ -27,12 +27,12 @@ def kib_of(folder: Path) -> int:
     return sum(file.stat().st_blocks for file in folder.rglob("*")) // 2
 
 
-@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize(("in_background", "sharded"), [(False, False), (True, False), (False, True), (True, True)])
 def test_a_disk_that_fills_up_ends_the_run_and_keeps_the_checkpoints(
-    run: Any, small_disk: Callable[..., Path], in_background: bool
+    run: Any, small_disk: Callable[..., Path], in_background: bool, sharded: bool
 ) -> None:
     folder = small_disk(400 * KIB, "run/checkpoints")
-    settings = {"run__save_every": 1, "run__async_save": in_background}
+    settings = {"run__save_every": 1, "run__async_save": in_background, "parallel__fsdp": sharded}
     run(run__steps=1, **settings)
     before, size = tree_bytes(folder), kib_of(folder)
 

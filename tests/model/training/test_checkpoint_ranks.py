@@ -79,9 +79,10 @@ def test_settings_of_two_optimizers_in_a_chain_win(chats: Path, tmp_path: Path) 
         assert {(group["max_lr"], group["eps"]) for group in state[part]["param_groups"]} == {(5e-4, 1e-6)}
 
 
-def test_a_rank_that_cannot_write_ends_all_of_them(chats: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [("--tp", "2", "--sp"), ("--set", "parallel.fsdp=true")])
+def test_a_rank_that_cannot_write_ends_all_of_them(layout: tuple[str, ...], chats: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    options = ("--tp", "2", "--sp", "--set", "data.global_batch=2")
+    options = (*layout, "--set", "data.global_batch=2")
     ranks = Ranks(arguments_of(chats, out, *options, steps=1), tmp_path / "said", 2, prepare=rank_1_writes_little)
     assert ranks.wait() == [3, 3]
     said = ranks.said(0) + ranks.said(1)

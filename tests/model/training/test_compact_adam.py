@@ -65,7 +65,8 @@ def test_runs_continue_from_each_other(whole: Path, chats: Path, tmp_path: Path)
     for found, wanted in zip(steps_of(out), steps_of(whole), strict=False):
         assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
         assert found["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-5)
-    train_here(out, chats, resume=True, run__steps=6, **compact, optimizer__moments="bf16")
-    last, wanted = steps_of(out)[-1], steps_of(whole)[-1]
-    assert last["loss"] == pytest.approx(wanted["loss"], rel=2e-3)
+    train_here(out, chats, resume=True, run__steps=5, **compact, optimizer__moments="bf16")
+    train_here(out, chats, resume=True, run__steps=6)  # from moments in bfloat16 to float32
+    for last, wanted in zip(steps_of(out)[4:], steps_of(whole)[4:], strict=True):
+        assert last["loss"] == pytest.approx(wanted["loss"], rel=2e-3)
     assert last["loss"] != wanted["loss"]

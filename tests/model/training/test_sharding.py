@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from model.training.config_loading import load_config
 from model.training.early_checks import check_early
 from tests.model.training.conftest import evaluations_of, steps_of, train_here
 from tests.model.training.ranks import Ranks, arguments_of
+from tests.model.training.test_run import exact, killed_in_step
 
 pytest.importorskip("megatron.core")
 
@@ -51,6 +54,30 @@ def test_a_run_moves_between_layouts(whole: Path, chats: Path, validation: Path,
         for sharded, settings in ((False, {}), (True, {"parallel__fsdp": True}))
     ]
     assert starts[1].loss == pytest.approx(starts[0].loss, rel=1e-6)
+
+
+def rank_1_is_killed_in_step_5(rank: int) -> None:
+    if rank == 1:
+        killed_in_step(3, rank)  # it counts two batches per step, and a rank of two has one
+
+
+@pytest.mark.slow
+def test_killed_it_goes_on_as_if_nothing_had_been(chats: Path, whole: Path, tmp_path: Path) -> None:
+    """One of two ranks, while a checkpoint may be being written; the other one ends by itself."""
+    out, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
+    saving = (*FSDP, "--save-every", "1", "--set", "run.async_save=true", "--set", "run.timeout_minutes=1")
+    killed = Ranks(arguments_of(chats, out, *saving), tmp_path / "killed", 2, prepare=rank_1_is_killed_in_step_5)
+    codes = killed.wait()
+    assert codes[1] == -signal.SIGKILL
+    assert codes[0] == 1, killed.said(0)
+    assert steps_of(out)[-1]["step"] == 4
+    resumed = Ranks(arguments_of(chats, out, *saving, "--resume"), tmp_path / "resumed", 2)
+    assert resumed.wait() == [0, 0], resumed.said(0) + resumed.said(1)
+    alone = Ranks(arguments_of(chats, undisturbed, *FSDP), tmp_path / "alone", 2)
+    assert alone.wait() == [0, 0], alone.said(0) + alone.said(1)
+    assert exact(out) == exact(undisturbed)
+    for found, wanted in zip(steps_of(out), steps_of(whole), strict=True):
+        assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
 
 
 @pytest.mark.slow
@@ -108,6 +135,41 @@ def test_compact_moments_need_it(setting: str, value: Any, chats: Path) -> None:
     with pytest.raises(ConfigError, match=rf"optimizer\.{setting}=.* needs fully sharded parameters: add --set paral"):
         check_early(load_config(None, given))
     check_early(load_config(None, [*given, ("parallel.fsdp", True)]))
+
+
+def test_a_parameter_takes_16_bytes_and_nothing_is_held_twice(one_process: None, tmp_path: Path) -> None:
+    """Weights of 4 bytes after building; after a step gradients of 4 and moments of 8, until it is saved."""
+    from tests.model.gpu_sharding import Run, small, small_pack
+
+    def live() -> int:
+        gc.collect()
+        found = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
+        return sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in found}.values())
+
+    before = live()
+    settings = {"run.precision": "bf16", "model.recompute": "full"}
+    run = Run(small(False), tmp_path, True, settings, small_pack, 1, weights=False)
+    assert run.learner.sharded is not None
+    count = sum(own.rows.numel() for own in run.learner.sharded.held)
+    assert live() - before == pytest.approx(4 * count, rel=0.01)
+    run.steps(0, 2)
+    assert live() - before == pytest.approx(16 * count, rel=0.03)
+    run.checkpoints.agree_on_latest()
+    run.checkpoints.save(2, run.learner, {})
+    run.checkpoints.wait()
+    assert live() - before == pytest.approx(12 * count, rel=0.03)
+
+
+def test_a_group_of_one_rank_sends_nothing(one_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL would allocate for it at the end of the first step, on a GPU that may be full then."""
+    from model.training.optimizer import TargetWeights
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a collective of one rank")
+
+    for name in ("broadcast", "all_reduce"):
+        monkeypatch.setattr(torch.distributed, name, refuse)
+    assert TargetWeights().over_all_ranks(torch.device("cpu")).item() == 0
 
 
 def test_only_one_layer_is_gathered_at_a_time(one_process: None) -> None:
