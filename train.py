@@ -118,12 +118,13 @@ def _run(file: Path | None, overrides: list[str | tuple[str, Any]], resume: bool
     from model.parallel.environment import adopt_slurm_ranks
     from model.training.config_loading import load_config
     from model.training.early_checks import check_early
+    from model.training.garbage import collected_later
     from model.training.kernels import compile_ahead
 
     adopt_slurm_ranks()  # first: only one of several processes must report an error
     config = load_config(file, overrides)
     check_early(config)
-    with compile_ahead(config) or contextlib.nullcontext() as kernels:
+    with compile_ahead(config) or contextlib.nullcontext() as kernels, collected_later():
         return _train(config, resume, kernels)
 
 

@@ -28,6 +28,7 @@ from model.training.data import RankPlace, endless, open_loader
 from model.training.data_wait import DataWait, decoded_codecs
 from model.training.evaluation import EvaluationSet, Evaluator, also_trained_on, open_evaluation_sets
 from model.training.failure import ending
+from model.training.garbage import only_new_objects_collected
 from model.training.interruption import Interruption
 from model.training.logs import RunLog, StepReport
 from model.training.model_settings import settings_of
@@ -105,6 +106,7 @@ def train(config: TrainConfig, device: torch.device, resume: bool, kernels: Kern
         stack.enter_context(ending())
         if device.type == "cuda":  # other processes of the node would compile what is being compiled
             by_leaders(lambda: None if kernels is None else kernels.wait(log.say))
+        stack.enter_context(only_new_objects_collected())
         return steps.until_end(done)
 
 
