@@ -1,11 +1,14 @@
 """AdamW whose moments may have half the bytes, or lie in host memory.
 
 torch's AdamW wants moments of the parameter's type on its device. This one keeps them as it is told, and brings them to
-the device in float32 a piece at a time, where torch's function computes the step.
+the device in float32 a piece at a time, where torch's function computes the step. Pieces from host memory take turns on
+two streams, so that one comes while the one before goes back.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -31,6 +34,7 @@ class CompactAdamW(torch.optim.Optimizer):
     def __init__(self, groups: Iterable[dict[str, Any]], dtype: torch.dtype, on_host: bool) -> None:
         super().__init__([{**group, "step": 0} for group in groups], {})
         self._dtype, self._on_host = dtype, on_host
+        self._lanes: list[torch.cuda.Stream] = []  # for good: PyTorch's allocator keeps memory for each stream
 
     def initialize_state(self, *_: Any) -> None:
         """Creates the moments of all parameters, if there are none."""
@@ -57,14 +61,24 @@ class CompactAdamW(torch.optim.Optimizer):
         """Updates all parameters that have gradients."""
         assert closure is None
         self.initialize_state()
+        if self._on_host and not self._lanes and self._on_gpu():
+            self._lanes = [torch.cuda.Stream() for _ in range(2)]
+        for lane in self._lanes:
+            lane.wait_stream(torch.cuda.current_stream())
+        turns = itertools.cycle(self._lanes or [None])
         for group in self.param_groups:
             group["step"] += 1
             for rows in group["params"]:
                 if rows.grad is not None:
                     for piece in _pieces(rows, rows.grad, *(self.state[rows][name] for name in MOMENTS)):
-                        _update(group, *piece)
-        if self._on_host and torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()  # a checkpoint reads host memory without asking the device
+                        turn = next(turns)
+                        with contextlib.nullcontext() if turn is None else torch.cuda.stream(turn):
+                            _update(group, *piece)
+        for lane in self._lanes:
+            lane.synchronize()  # a checkpoint reads host memory without asking the device
+
+    def _on_gpu(self) -> bool:
+        return any(each.is_cuda for group in self.param_groups for each in group["params"])
 
 
 def _pieces(*tensors: Tensor) -> Iterator[list[Tensor]]:
@@ -82,7 +96,7 @@ def _update(group: dict[str, Any], weights: Tensor, gradient: Tensor, first: Ten
         [wide[0]],
         [wide[1]],
         [],
-        [torch.tensor(float(group["step"] - 1), device=weights.device)],
+        [torch.full((), float(group["step"] - 1), device=weights.device)],  # torch.tensor would wait for the device
         foreach=False,
         fused=weights.is_cuda,
         amsgrad=False,

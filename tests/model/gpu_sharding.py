@@ -7,6 +7,7 @@ From the repository root, with any of the names below::
 
 ``layout:NAME`` trains four steps. The first one must agree with the same layout without sharding: the loss within 1e-4
 and the gradient norm within 1e-3. ``checkpoints:KIND`` continues runs from what the other kind of run saved.
+``moments`` compares the optimizer that keeps moments in host memory or bfloat16 with torch's.
 ``speed:PRESET:KIND`` trains random weights on packs of 8,192 tokens with full recomputation, and prints tokens per
 second and the peak of memory; ``speed:9b:fsdp+model.recompute=none`` with other settings. All names are read before the
 first is run. On CPUs, ``speed:tiny:fsdp`` tries the check itself.
@@ -20,6 +21,7 @@ import contextlib
 import dataclasses
 import faulthandler
 import gc
+import itertools
 import os
 import sys
 import tempfile
@@ -41,8 +43,10 @@ from megatron.core import dist_checkpointing, parallel_state
 from model.families import preset, presets, spec_of
 from model.network.settings import vocabulary_rows
 from model.parallel import cpu_mode, groups
+from model.training import compact_adam
 from model.training.build import parameter_dtype
 from model.training.checkpoint import Checkpoints
+from model.training.compact_adam import CompactAdamW
 from model.training.config import TrainConfig
 from model.training.config_loading import load_config
 from model.training.data import RankPlace
@@ -273,6 +277,35 @@ def distributed(folder: Path) -> None:
         assert one == other, (one, other)
 
 
+def moments(_: Path) -> None:
+    """AdamW with its moments in host memory or bfloat16 against torch's, in pieces smaller than a parameter."""
+
+    def trained(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        shapes = ((3000, 1024), (4096,), (5, 7), (3001, 1024))
+        own = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(DEVICE)) for shape in shapes]
+        optimizer = make(own)
+        for _ in range(8):
+            for each in own:
+                each.grad = torch.randn(each.shape, generator=generator).to(DEVICE)
+            optimizer.step()
+        return [each.detach() for each in own]
+
+    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    wanted = trained(lambda own: torch.optim.AdamW(own, fused=CUDA, **settings))  # type: ignore[arg-type]
+    piece, compact_adam.PIECE = compact_adam.PIECE, 2**18
+    try:
+        for dtype, on_host in itertools.product((torch.float32, torch.bfloat16), (False, True)):
+            found = trained(
+                lambda own, dtype=dtype, on_host=on_host: CompactAdamW([{"params": own, **settings}], dtype, on_host)
+            )
+            most = max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True))
+            say(f"    {dtype}, {'host' if on_host else 'device'}: largest difference {most:.1e} after steps of 1e-2")
+            assert most == 0 if dtype == torch.float32 else 0 < most < 1e-2
+    finally:
+        compact_adam.PIECE = piece
+
+
 def speed(_: Path, name: str, sort: str) -> None:
     """Tokens per second and memory of a preset with full recomputation."""
     if CUDA:
@@ -311,11 +344,17 @@ def read(name: str) -> Callable[[Path], None]:
     known: dict[str, list[tuple[str, ...]]] = {
         "layout": [(each,) for each in LAYOUTS],
         "checkpoints": [("dense",), ("experts",), ("distributed",)],
+        "moments": [()],
         "speed": [(options[0], options[1])] if len(options) == 2 and options[0] in presets() else [],
     }
     if tuple(options) not in known.get(kind, []):
         raise SystemExit(f"{name!r} is no check; {kind}: {known.get(kind, list(known))}")
-    checks: dict[str, Callable[..., None]] = {"layout": layout, "checkpoints": checkpoints, "speed": speed}
+    checks: dict[str, Callable[..., None]] = {
+        "layout": layout,
+        "checkpoints": checkpoints,
+        "moments": moments,
+        "speed": speed,
+    }
     return lambda folder: checks[kind](folder, *options)
 
 
@@ -343,6 +382,7 @@ def main(names: list[str]) -> int:
             "checkpoints:dense",
             "checkpoints:experts",
             "checkpoints:distributed",
+            "moments",
         ]
         wanted = [(name, read(name)) for name in names or every]
         for name, check in wanted:
