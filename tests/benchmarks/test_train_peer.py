@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.train_peer import PeerStep, largest, padded, peer_of
+from benchmarks import train_peer
+from benchmarks.train_peer import PeerStep, largest, largest_batch, padded, peer_of
 from model.families import preset
+from model.training.config_loading import load_config
 from preprocess.config import ImageConfig
 from tests.chat_rows import write_jsonl
 from tests.conftest import build_dataset
@@ -19,12 +23,51 @@ from tests.model.training.plain import plain_losses
 from vlmdata import open_dataset
 
 
-@given(st.integers(0, 70), st.integers(1, 64))
-def test_the_largest_batch_is_found(most: int, limit: int) -> None:
+@given(st.integers(0, 70), st.integers(1, 64), st.integers(1, 80))
+def test_the_largest_batch_is_found(most: int, limit: int, start: int) -> None:
     tried: list[int] = []
-    assert largest(lambda count: tried.append(count) or count <= most, limit) == min(most, limit)
+    assert largest(lambda count: tried.append(count) or count <= most, limit, start) == min(most, limit)
+    assert tried[0] == min(start, limit)
     assert max(tried) <= limit
     assert len(tried) <= 14
+
+
+def test_the_search_for_the_largest_batch_leaves_the_model_as_it_is(tmp_path: Path) -> None:
+    """Batches of three run out of memory, in the backward pass; the step after the search is the first one."""
+    source = write_jsonl(tmp_path / "chat.jsonl", chat_rows(8))
+    build_dataset(source, tmp_path / "chat", recipe="chat", image=ImageConfig(1024, 16384))
+    dataset = open_dataset(tmp_path / "chat")
+    model = peer_of(preset("tiny").with_vocabulary(dataset.manifest.tokenizer), checkpointing=False)
+    before = {name: each.clone() for name, each in model.named_parameters()}
+
+    class Small(PeerStep):
+        def __call__(self, batch: dict[str, torch.Tensor]) -> float:
+            loss = super().__call__(batch)
+            if len(batch["input_ids"]) > 2:
+                raise torch.OutOfMemoryError
+            return loss
+
+    step = Small(model)
+    assert largest_batch(step, dataset, argparse.Namespace(largest=6, start=4)) == 2
+    assert all(torch.equal(each, before[name]) for name, each in model.named_parameters())
+    assert all(each.grad is None for each in model.parameters())
+    assert not step.optimizer.state
+    step(padded(dataset, [0]))
+    assert not all(torch.equal(each, before[name]) for name, each in model.named_parameters())
+
+
+def test_ours_takes_the_first_recomputation_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def time_packs(_: Any, config: Any, *__: Any) -> dict[str, Any]:
+        if config.model.recompute == "none":
+            raise torch.OutOfMemoryError
+        return {"batch": "packs"}
+
+    monkeypatch.setattr(train_peer, "time_packs", time_packs)
+    configs = [load_config(None, [("model.recompute", each)]) for each in ("none", "selective", "full")]
+    architecture, nothing = preset("tiny"), argparse.Namespace()
+    found = train_peer.time_ours(architecture, configs, None, nothing)  # type: ignore[arg-type]
+    assert found == {"batch": "packs", "recompute": "selective", "vision_recompute": False}
+    assert train_peer.time_ours(architecture, configs[:1], None, nothing) == {"batch": 0}  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("family", "name"), [("qwen3_5", "tiny"), ("qwen3_vl", "qwen3-vl-tiny")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -11,7 +12,13 @@ from hypothesis import strategies as st
 
 from model.families import presets, spec_of
 from model.weights.mapping import ParameterMap, hf_names
-from tests.model.helpers import as_in_memory, small_architecture, transformers_model, weights_of
+from tests.model.helpers import (
+    as_in_memory,
+    small_architecture,
+    transformers_config,
+    transformers_model,
+    weights_of,
+)
 
 KINDS: dict[str, dict[str, Any]] = {
     f"{family} {kind}": {"family": family, **options}
@@ -108,6 +115,39 @@ def test_every_hugging_face_value_is_used_once() -> None:
             parameter = entry.to_mcore([source.take(numbered[source.name]) for source in entry.sources])
             seen.index_add_(0, parameter.flatten(), torch.ones(parameter.numel(), dtype=torch.int64))
         assert bool((seen == 1).all()), kind
+
+
+@pytest.mark.parametrize("name", sorted(presets()))
+def test_tables_of_all_sizes_are_transformers_state_dicts(name: str) -> None:
+    """Names and shapes of models without content; transformers has no prediction layer."""
+    import transformers
+
+    architecture = presets()[name]
+    config = transformers_config(architecture)
+    with torch.device("meta"):
+        model = getattr(transformers, type(config).__name__.replace("Config", "ForConditionalGeneration"))(config)
+    state = as_in_memory(architecture, model.state_dict())
+    if architecture.tie_embeddings:
+        del state["lm_head.weight"]
+    wanted = hf_names(parameter_maps(architecture, mtp=False))
+    assert {name: tuple(tensor.shape) for name, tensor in state.items()} == wanted
+
+
+@pytest.mark.parametrize("name", sorted(presets()))
+def test_tables_of_all_sizes_are_our_models_parameters(name: str, one_process: None) -> None:
+    """The same of ours. With experts, 16 per layer: modules of all of them take a minute to make."""
+    from model.network.settings import ModelSettings
+    from model.weights.mapping import canonical_names
+
+    architecture = presets()[name]
+    if moe := architecture.language.moe:
+        language = dataclasses.replace(architecture.language, moe=dataclasses.replace(moe, num_experts=16))
+        architecture = dataclasses.replace(architecture, language=language)
+    with torch.device("meta"):
+        model = spec_of(architecture).build(architecture, ModelSettings())
+    names = canonical_names(model)
+    shapes = {names[name]: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    assert shapes == {name: entry.shape for name, entry in parameter_maps(architecture).items()}
 
 
 @given(st.sampled_from(sorted(presets())))

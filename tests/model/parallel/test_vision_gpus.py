@@ -38,11 +38,15 @@ CASES = {
         SideCase(1, 2, {"pipeline": 2}, {}, MOE),
         SideCase(1, 2, {"pipeline": 2}, {"recompute": "full"}, VL),
         SideCase(1, 2, {"expert": 2}, {}, MOE),
+        SideCase(2, 1, {}, {}, MOE),
+        SideCase(1, 2, {"tensor": 2}, SEQUENCE, MOE),
+        SideCase(1, 2, {"context": 2}, {}, MOE),
     ],
     4: [
         SideCase(2, 2, {"vision_tensor": 2, "tensor": 2}, SEQUENCE, DENSE),
         SideCase(2, 2, {"tensor": 2}, SEQUENCE, VL),
         SideCase(2, 2, {}, {}, DENSE),
+        SideCase(2, 2, {"vision_tensor": 2, "tensor": 2, "expert": 2}, SEQUENCE, MOE),
     ],
 }
 

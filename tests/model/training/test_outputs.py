@@ -21,8 +21,9 @@ import torch
 pytest.importorskip("megatron.core")
 
 from model.training.config_loading import load_config
-from model.training.logs import JsonLines, RunLog, TensorBoard, WeightsAndBiases
+from model.training.logs import JsonLines, RunLog, StepReport, TensorBoard, WeightsAndBiases
 from model.training.profiling import Profiler
+from model.training.step import StepResult
 from tests.model.training.conftest import steps_of
 from vlmdata.errors import ResourceError
 
@@ -138,6 +139,24 @@ def test_numbers_that_json_lacks_are_null(tmp_path: Path) -> None:
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line) == {"step": 1, "loss": None, "grad_norm": None, "lr": 1e-3, "samples": "ab"}
     assert "NaN" not in line
+
+
+def test_the_line_of_a_step_shows_both_sides_of_a_separate_tower() -> None:
+    """Waits, memory and FLOP of the tower's ranks, whose numbers a mean over all ranks would hide."""
+    result = StepResult(
+        loss=1.5, extra_losses={}, grad_norm=2.0, targets=10, tokens=900, slots=1000, images=3, patches=40, flops=4e12,
+        seconds=2.0, data_wait=0.5, memory=50 << 30, interrupted=False, not_finite=(), batches=(), vision_flops=1e12,
+        vision_memory=48 << 30, vision_wait=0.4, language_wait=0.02,
+    )  # fmt: skip
+    apart = StepReport(3, 0, result, 1e-4, {"mfu": 0.3, "vision_mfu": 0.2, "language_mfu": 0.4}, "")
+    assert apart.line(10).endswith(
+        "wait 25.0% (vision 20.0%, language 1.0%)  mfu 30.0% (vision 20.0%, language 40.0%)  "
+        "mem 50.0 GiB (vision 48.0)  2.00 s"
+    )
+    assert apart.metrics["vision_memory_gib"] == 48
+    together = dataclasses.replace(result, vision_memory=0, vision_wait=None, language_wait=None)
+    line = StepReport(3, 0, together, 1e-4, {"mfu": 0.3}, "").line(10)
+    assert line.endswith("wait 25.0%  mfu 30.0%  mem 50.0 GiB  2.00 s")
 
 
 @pytest.mark.parametrize("before", ["", '{"step": 1}\n', '{"step": 1}\n{"st', '{"st'])

@@ -82,6 +82,16 @@ def after_first_step(source: Path, out: Path) -> Path:
     return out
 
 
+def converted(out: Path, to: Path) -> dict[str, torch.Tensor]:
+    """The weights of a run's last checkpoint in Hugging Face's form."""
+    from safetensors.torch import load_file
+
+    from model.weights.convert import to_hf
+
+    to_hf(max((out / "checkpoints").glob("step-*")), to)
+    return load_file(to / "model.safetensors")
+
+
 def assert_same(found: Path, wanted: Path) -> None:
     """Asserts that the steps of two runs are the same up to rounding."""
     ours, theirs = steps_of(found), steps_of(wanted)
@@ -108,8 +118,8 @@ def hf(chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_runs_equal_one_process_and_go_on_in_other_layouts(
     one_process: None, chats: Path, validation: Path, hf: Path, tmp_path: Path
 ) -> None:
-    """Losses, gradient norms and evaluations of two steps, the second one made by another layout."""
-    whole = {**STEPS, "model.hf": str(hf), "run.eval_every": 2, "data.eval_paths": [str(validation)]}
+    """Losses, gradient norms and evaluations of three steps, all but the first made by another layout."""
+    whole = {**STEPS, "run.steps": 3, "model.hf": str(hf), "run.eval_every": 3, "data.eval_paths": [str(validation)]}
     reference = alone(chats, tmp_path / "reference", whole)
     stages = whole | {"parallel.vision_gpus": 1, "parallel.pp": 2}
     tensor = whole | {"parallel.vision_gpus": 1, "parallel.tp": 2, "parallel.sp": True}
@@ -127,8 +137,13 @@ def test_runs_equal_one_process_and_go_on_in_other_layouts(
         found, wanted = (
             {each["step"]: each["loss"] for each in evaluations_of(out)} for out in (tmp_path / name, reference)
         )
-        assert found.keys() == {0, 2}
+        assert found.keys() == {0, 3}
         assert found == pytest.approx(wanted, rel=2e-4)
+    exported = [converted(tmp_path / name, tmp_path / f"hf, {name}") for name in ("reference", "stages")]
+    assert exported[0].keys() == exported[1].keys()
+    # Adam's steps have the size of the learning rate even where a gradient is rounding.
+    for name, tensor in exported[0].items():
+        torch.testing.assert_close(exported[1][name], tensor, rtol=2e-4, atol=2e-4, msg=name)
 
 
 def test_experts_and_frozen_parts(one_process: None, chats: Path, hf: Path, tmp_path: Path) -> None:

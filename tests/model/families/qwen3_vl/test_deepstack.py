@@ -1,8 +1,9 @@
 """Deepstack features go where they are added and nowhere else. Faults of other trainers, and where they would show:
 
 - Positions in three axes that do not survive packing, context parallelism or pipeline stages; rows of a pre-sharded
-  pack that are not this rank's; tied embeddings with pipeline stages: ``test_layouts_of_qwen3_vl_equal_one_process``
-  of ``tests/model/parallel/test_layouts.py``, whose later stages load labels and boundaries only.
+  pack that are not this rank's; tied embeddings with pipeline stages: the cases of Qwen3-VL in
+  ``test_layout_equals_one_process`` of ``tests/model/parallel/test_layouts.py``, whose later stages load labels and
+  boundaries only.
 - A collective that a rank without images skips: the same, with packs of which some or all ranks have no image.
 - An embedding that is scattered twice when the language model runs alone under sequence parallelism:
   ``test_the_language_model_alone_equals_the_whole_one`` there.
