@@ -56,6 +56,18 @@ def test_a_run_moves_between_layouts(whole: Path, chats: Path, validation: Path,
     assert starts[1].loss == pytest.approx(starts[0].loss, rel=1e-6)
 
 
+@pytest.mark.slow
+def test_optimizer_state_of_another_precision_is_refused(one_process: None, chats: Path, tmp_path: Path) -> None:
+    """In both directions, by name and with a way out."""
+    out = tmp_path / "run"
+    train_here(out, chats, run__steps=1)
+    with pytest.raises(ConfigError, match="optimizer weights: fp32 -> bf16. Resume with the old settings, or start a"):
+        train_here(out, chats, resume=True, run__steps=2, run__precision="bf16", parallel__fsdp=True)
+    train_here(out, chats, resume=True, run__steps=2, parallel__fsdp=True)
+    with pytest.raises(ConfigError, match="optimizer weights: fp32 -> bf16. Resume with the old settings, or start a"):
+        train_here(out, chats, resume=True, run__steps=3, run__precision="bf16")
+
+
 def rank_1_is_killed_in_step_5(rank: int) -> None:
     if rank == 1:
         killed_in_step(3, rank)  # it counts two batches per step, and a rank of two has one
