@@ -12,7 +12,8 @@ Writes vision-gpus-<date>.json and .md under --out after each case.
 
 Without CUDA it runs small presets, as a check of the script.
 
-A case is `PRESET:KIND` or `PRESET:KIND:frozen`, the latter without training the tower. KIND is receipts or texts.
+A case is `PRESET:KIND`, where KIND is receipts or texts. `:frozen` after it freezes the tower, and `:N` packs N tokens
+instead of --capacity.
 """
 
 from __future__ import annotations
@@ -66,26 +67,30 @@ KINDS = ("receipts", "texts")
 ALLOCATOR = {"device_allocations": "num_device_alloc", "retries": "num_alloc_retries"}
 
 
-COMPILED: set[tuple[str, int]] = set()
+COMPILED: set[tuple[str, int, int | None]] = set()
 
 
 class Case(NamedTuple):
-    """A model, its data, and whether its tower is frozen."""
+    """A model, its data, whether its tower is frozen, and tokens per pack if they are not those of the options."""
 
     preset: str
     kind: str
     frozen: bool
+    capacity: int | None
 
     @classmethod
     def of(cls, text: str) -> Case:
-        """Reads ``PRESET:KIND[:frozen]``."""
+        """Reads ``PRESET:KIND[:frozen][:N]``."""
         preset, kind, *rest = text.split(":")
-        if kind not in KINDS or rest not in ([], ["frozen"]):
+        frozen = rest[:1] == ["frozen"]
+        capacity = [int(each) for each in rest[frozen:]]
+        if kind not in KINDS or len(capacity) > 1:
             raise ValueError(text)
-        return cls(preset, kind, bool(rest))
+        return cls(preset, kind, frozen, *capacity or [None])
 
     def __str__(self) -> str:
-        return f"{self.preset}, {self.kind}" + ", frozen tower" * self.frozen
+        packs = f", packs of {self.capacity:,}" if self.capacity else ""
+        return f"{self.preset}, {self.kind}" + ", frozen tower" * self.frozen + packs
 
 
 class Busy:
@@ -175,7 +180,7 @@ def measure(case: Case, data: list[str], layout: dict[str, Any], options: argpar
     last = 1 + options.steps + 1
     settings = {
         "data.paths": data,
-        "data.capacity": options.capacity,
+        "data.capacity": case.capacity or options.capacity,
         "data.global_batch": options.global_batch,
         "data.pad_multiple": 16,
         "data.workers": 4,
@@ -190,7 +195,7 @@ def measure(case: Case, data: list[str], layout: dict[str, Any], options: argpar
         **{f"parallel.{name}": value for name, value in layout.items()},
     }
     config = load_config(None, list(settings.items()))
-    known = (case.preset, layout.get("tp", 1))  # of which an earlier case has compiled the kernels
+    known = (case.preset, layout.get("tp", 1), case.capacity)  # of which an earlier case has compiled the kernels
     ahead = None if known in COMPILED else compile_ahead(config)
     COMPILED.add(known)
     with ahead or contextlib.nullcontext() as kernels:
@@ -284,7 +289,7 @@ def main() -> None:
     parser.add_argument("--receipts", help="dataset of receipts; read 16 times")
     parser.add_argument("--texts", help="dataset of texts (train_data.py texts), blended with the receipts four times")
     cases = [Case.of(f"{preset}:{kind}") for preset in ("2b", "0.8b") for kind in KINDS]
-    parser.add_argument("--cases", nargs="+", type=Case.of, default=cases, metavar="PRESET:KIND[:frozen]")
+    parser.add_argument("--cases", nargs="+", type=Case.of, default=cases, metavar="PRESET:KIND[:frozen][:N]")
     parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
     parser.add_argument("--capacity", type=int, default=8192)
     parser.add_argument("--global-batch", type=int, default=24)
