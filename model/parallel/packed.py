@@ -9,6 +9,7 @@ Shapes: tokens of the pack T, tokens on this rank t, segments S.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,13 @@ class PackParams(PackedSeqParams):
     token_index: torch.Tensor | None = None
     gathered_order: torch.Tensor | None = None
     image_tokens: torch.Tensor | None = None
+
+    @cached_property
+    def sample_starts(self) -> torch.Tensor:
+        """int32 (T,), for each token of the pack the first token of its segment, on the device."""
+        bounds = np.array(self.bounds)
+        assert self.cu_seqlens_q is not None
+        return to_device(np.repeat(bounds[:-1], np.diff(bounds)).astype(np.int32), self.cu_seqlens_q.device)
 
     @property
     def local_bounds(self) -> tuple[int, ...]:

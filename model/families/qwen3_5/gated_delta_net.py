@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,10 +22,10 @@ from megatron.core.ssm.gated_delta_net.common import (
     _build_head_perm_for_split_sections,
     _build_thd_cp_a2a_perm,
     get_parameter_local_cp,
-    l2norm,
     tensor_a2a_cp2hp,
 )
 from megatron.core.ssm.gated_delta_net.gdn import GatedDeltaNet
+from megatron.core.tensor_parallel import CheckpointWithoutOutput
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
@@ -67,6 +68,23 @@ class Qwen35GatedDeltaNet(GatedDeltaNet):
 
         self.out_norm.weight.register_hook(total)
 
+    def _tokens_for_heads(self, x: Tensor, pack: PackParams) -> tuple[Tensor, Tensor | None]:
+        """Context parallelism: exchanges some tokens of all heads for all tokens of some heads, in pack order."""
+        if self.cp_size == 1:
+            return x, None
+        x = x.index_select(-1, _build_head_perm_for_split_sections(self.in_proj_split_sections, self.cp_size, x.device))
+        x = tensor_a2a_cp2hp(
+            x, seq_dim=0, head_dim=-1, cp_group=self.pg_collection.cp, undo_attention_load_balancing=False
+        )
+        forth, back = _build_thd_cp_a2a_perm(pack.cu_seqlens_q, self.cp_size, pack.bounds[-1])
+        return x.index_select(0, forth), back
+
+    def _local_taps(self) -> Tensor:
+        """The convolution's weight for the channels of this context-parallel rank, (c, 1, K)."""
+        sections = [self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp]
+        taps: Tensor = get_parameter_local_cp(self.conv1d.weight, 0, self.pg_collection.cp, split_sections=sections)
+        return taps
+
     def _compute_g_and_beta(
         self, A_log_local_cp: Tensor, dt_bias_local_cp: Tensor, alpha: Tensor, beta: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -80,20 +98,64 @@ class Qwen35GatedDeltaNet(GatedDeltaNet):
 
 
 class KernelGatedDeltaNet(Qwen35GatedDeltaNet):
-    """The same with plain torch and Triton kernels where megatron-core has torch compile."""
+    """The same with Triton kernels of our own before the delta rule (:mod:`model.kernels.delta_inputs`) and after it.
 
-    def _prepare_input_for_gated_delta_rule(
-        self, qkv: Tensor, gate: Tensor, batch: int, seq_len: int, *gate_feats: Tensor
-    ) -> tuple[Tensor, ...]:
-        """Returns normalised queries and keys, values, the gate as it is, and beta and alpha in one piece each."""
-        widths = [width // self.cp_size for width in (self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp)]
-        query, key, value = qkv.split(widths, -1)
-        repeats = self.num_value_heads // self.num_key_heads
-        query, key = (l2norm(x.reshape(batch, seq_len, -1, self.key_head_dim)) for x in (query, key))
-        if repeats > 1:
-            query, key = query.repeat_interleave(repeats, 2), key.repeat_interleave(repeats, 2)
-        value = value.reshape(batch, seq_len, -1, self.value_head_dim).contiguous()
-        return query, key, value, gate, *(each.contiguous() for each in gate_feats)
+    megatron-core has torch compile what is around its norms, and calls flash-linear-attention's convolution.
+    """
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        inference_context: Any = None,
+        packed_seq_params: PackParams | None = None,
+        sequence_len_offset: int | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Runs the layer over the segments of a pack.
+
+        Args:
+            hidden_states: (tokens held here, 1, hidden).
+            attention_mask: Ignored.
+            inference_context: Must be None.
+            packed_seq_params: The pack.
+            sequence_len_offset: Ignored.
+
+        Returns:
+            (tokens held here, 1, hidden), and no bias.
+        """
+        from model.kernels.delta_inputs import DeltaInputs, Heads  # Triton is only available with CUDA
+
+        pack = packed_seq_params
+        assert isinstance(pack, PackParams)
+        assert inference_context is None
+        assert not self.conv_bias
+        await_weight(self.conv1d)
+        x_tbc, _ = self.in_proj(hidden_states)
+        x_tbc, back = self._tokens_for_heads(x_tbc, pack)
+        split = self.tp_size * self.cp_size
+        query, key, value, gate, decay, beta = DeltaInputs.apply(
+            x_tbc.squeeze(1),
+            self._local_taps(),
+            get_parameter_local_cp(self.A_log, 0, self.pg_collection.cp),
+            get_parameter_local_cp(self.dt_bias, 0, self.pg_collection.cp),
+            pack.sample_starts,
+            Heads(self.num_key_heads // split, self.num_value_heads // split, self.key_head_dim, self.value_head_dim),
+        )
+        out, _ = self.gated_delta_rule(
+            query[None], key[None], value[None], g=decay[None], beta=beta[None], cu_seqlens=pack.cu_seqlens_q_padded
+        )
+        normalise = partial(
+            self._gated_norm_and_a2a, thd_cp_a2a_inv=back, batch=1, seq_len=x_tbc.shape[0], packed_seq_params=pack
+        )
+        if not self.recompute_norm_out:
+            output: tuple[Tensor, Tensor | None] = self.out_proj(normalise(out, gate))
+            return output
+        # Selective recomputation: as in megatron-core, the norm's output is dropped once the projection has used it.
+        self.norm_out_checkpoint = CheckpointWithoutOutput()
+        output = self.out_proj(self.norm_out_checkpoint.checkpoint(normalise, out, gate))
+        self.norm_out_checkpoint.discard_output_and_register_recompute(output[0])
+        return output
 
     def _apply_gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
         """``Qwen3_5RMSNormGated`` in one pass, computed in float32. Tokens of the gate may be apart."""
@@ -220,10 +282,9 @@ class TorchGatedDeltaNet(Qwen35GatedDeltaNet):
         x_tbc, back = self._tokens_for_heads(x_tbc, pack)
         qkv, gate, beta, alpha = torch.split(x_tbc.transpose(0, 1), self.feat_dim_split, dim=-1)
         tokens = qkv.shape[1]
-        sections = [self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp]
-        taps = get_parameter_local_cp(self.conv1d.weight, 0, cp, split_sections=sections)
-        qkv = F.silu(causal_convolution(qkv[0], taps.squeeze(1), pack.bounds))
-        query, key, value = qkv.split([width // self.cp_size for width in sections], -1)
+        qkv = F.silu(causal_convolution(qkv[0], self._local_taps().squeeze(1), pack.bounds))
+        widths = (self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp)
+        query, key, value = qkv.split([width // self.cp_size for width in widths], -1)
         repeats = self.num_value_heads // self.num_key_heads
         query, key = (
             l2_normalised(x.reshape(tokens, -1, self.key_head_dim)).repeat_interleave(repeats, 1) for x in (query, key)
@@ -237,17 +298,6 @@ class TorchGatedDeltaNet(Qwen35GatedDeltaNet):
         out = self._gated_norm_and_a2a(out.unsqueeze(0), gate, back, 1, tokens, pack)
         output: tuple[Tensor, Tensor | None] = self.out_proj(out)
         return output
-
-    def _tokens_for_heads(self, x: Tensor, pack: PackParams) -> tuple[Tensor, Tensor | None]:
-        """Context parallelism: exchanges some tokens of all heads for all tokens of some heads, in pack order."""
-        if self.cp_size == 1:
-            return x, None
-        x = x.index_select(-1, _build_head_perm_for_split_sections(self.in_proj_split_sections, self.cp_size, x.device))
-        x = tensor_a2a_cp2hp(
-            x, seq_dim=0, head_dim=-1, cp_group=self.pg_collection.cp, undo_attention_load_balancing=False
-        )
-        forth, back = _build_thd_cp_a2a_perm(pack.cu_seqlens_q, self.cp_size, pack.bounds[-1])
-        return x.index_select(0, forth), back
 
     def _apply_gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
         """``Qwen3_5RMSNormGated``: norm first, then the gate, in float32."""

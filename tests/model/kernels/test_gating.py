@@ -62,39 +62,21 @@ def in_the_layers() -> None:
     import model.families.qwen3_5.gated_delta_net as ours
     from model.network.attention import KernelSelfAttention
 
-    theirs.l2norm = ours.l2norm = ours.l2_normalised  # flash-linear-attention's, which needs CUDA
     generator = torch.Generator().manual_seed(2)
-    for repeats in (1, 2):
-        net = bare(ours.KernelGatedDeltaNet)
-        sizes = {
-            "cp_size": 1,
-            "num_key_heads": 3,
-            "num_value_heads": 3 * repeats,
-            "key_head_dim": 8,
-            "value_head_dim": 16,
-        }
-        keys, values = 24, 48 * repeats
-        sizes |= {"qk_dim_local_tp": keys, "v_dim_local_tp": values, "use_qk_l2norm": True, "act_fn": F.silu}
-        for name, value in sizes.items():
-            setattr(net, name, value)
-        net.out_norm = torch.nn.RMSNorm(16, eps=1e-5)
-        net.config = SimpleNamespace(layernorm_epsilon=1e-5)
-        projected = torch.randn(1, 21, 2 * keys + 2 * values + 6 * repeats, generator=generator).requires_grad_()
-        mixed, gate, *rest = projected.split([2 * keys + values, values, 3 * repeats, 3 * repeats], -1)
-        gate = gate.reshape(1, 21, -1, 16)
-        wanted = theirs._GDNBase._prepare_input_for_gated_delta_rule(net, mixed, gate, 1, 21, *rest)
-        given = net._prepare_input_for_gated_delta_rule(mixed, gate, 1, 21, *rest)
-        assert all(each.is_contiguous() for number, each in enumerate(given) if number != 3)
-        assert not given[3].is_contiguous(), "the gate needs no copy"
-        wanted = (*wanted[:3], theirs._GDNBase._apply_gated_norm(net, wanted[2], wanted[3]), *wanted[4:])
-        given = (*given[:3], net._apply_gated_norm(given[2], given[3]), *given[4:])
-        pull = [torch.randn(each.shape, generator=generator) for each in wanted]
-        gradients = [
-            torch.autograd.grad([x.reshape(y.shape) for x, y in zip(each, wanted, strict=True)], projected, pull)[0]
-            for each in (wanted, given)
-        ]
-        for a, b in zip((*given, gradients[1]), (*wanted, gradients[0]), strict=True):
-            assert relative(a.detach().reshape(b.shape), b.detach()) < 1e-6
+    net = bare(ours.KernelGatedDeltaNet)
+    net.act_fn, net.out_norm = F.silu, torch.nn.RMSNorm(16, eps=1e-5)
+    net.config = SimpleNamespace(layernorm_epsilon=1e-5)
+    x = torch.randn(1, 21, 3, 16, generator=generator).requires_grad_()
+    projected = torch.randn(21, 60, generator=generator).requires_grad_()
+    gate = projected[:, 5:53]
+    wanted = theirs._GDNBase._apply_gated_norm(net, x, gate.view(1, 21, 3, 16))
+    found = net._apply_gated_norm(x, gate)
+    pull = torch.randn(found.shape, generator=generator)
+    gradients = [
+        torch.autograd.grad(each.view(pull.shape), (x, projected), pull, retain_graph=True) for each in (found, wanted)
+    ]
+    for a, b in zip((found, *gradients[0]), (wanted.view(pull.shape), *gradients[1]), strict=True):
+        assert relative(a.detach(), b.detach()) < 1e-6
     x, gate = torch.randn(2, 9, 1, 64, generator=generator)
     attention = bare(KernelSelfAttention)
     wanted = SelfAttention._apply_output_gate(attention, x, gate.view(9, 1, 4, 16))

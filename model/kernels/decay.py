@@ -1,0 +1,178 @@
+"""Triton kernels for the decay and the step size of a delta net, forward and backward.
+
+They take the place of a dozen small kernels of torch: ``-exp(a) softplus(alpha + b)`` and ``sigmoid(beta)``, in
+float32, from columns of the projection.
+
+Shapes: tokens T, value heads h.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+#: Values of a tile, and warps of a program.
+_TILE, _WARPS = 2048, 4
+#: Terms of the series of log(1 + e): with nine, it is exact to float32 for e up to 1.
+_TERMS = 9
+
+
+def decays(x: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes decay and step size.
+
+    Args:
+        x: (T, 2 h), columns of beta before those of alpha. Rows may be apart.
+        a_log: (h,), logarithm of the rate.
+        dt_bias: (h,), added to alpha.
+
+    Returns:
+        The decay's logarithm, float32 (T, h), and beta (T, h) in the dtype of ``x``.
+    """
+    tokens, heads = x.shape[0], a_log.shape[0]
+    decay = x.new_empty(tokens, heads, dtype=torch.float32)
+    beta = x.new_empty(tokens, heads)
+    constants = _constants(x, heads)
+    _forward[(triton.cdiv(tokens, constants["rows"]),)](x, a_log, dt_bias, decay, beta, tokens, **constants)
+    return decay, beta
+
+
+def decays_backward(
+    x: Tensor, a_log: Tensor, dt_bias: Tensor, grads: tuple[Tensor, Tensor], dx: Tensor, sums: Tensor, block: int
+) -> None:
+    """Computes the gradients.
+
+    Args:
+        x: As in :func:`decays`, as the next two.
+        a_log: See there.
+        dt_bias: See there.
+        grads: Gradients of decay and beta.
+        dx: (T, 2 h), is written. Rows may be apart.
+        sums: float32 (blocks, 2 h), is written. Its sum over blocks is the gradient of ``a_log`` and of ``dt_bias``,
+            one beside the other. Rows may be apart.
+        block: Tokens of a block, a multiple of a tile's.
+    """
+    tokens, heads = x.shape[0], a_log.shape[0]
+    constants = _constants(x, heads)
+    assert sums.shape == (triton.cdiv(tokens, block), 2 * heads)
+    assert block % constants["rows"] == 0, (block, constants)
+    ddecay, dbeta = (each.contiguous() for each in grads)
+    _backward[(sums.shape[0],)](
+        x,
+        a_log,
+        dt_bias,
+        ddecay,
+        dbeta,
+        dx,
+        sums,
+        tokens,
+        **constants,
+        dx_stride=dx.stride(0),
+        sums_stride=sums.stride(0),
+        steps=triton.cdiv(min(block, tokens), constants["rows"]),
+    )
+
+
+def _constants(x: Tensor, heads: int) -> dict[str, int]:
+    assert (x.shape[1], x.stride(1)) == (2 * heads, 1), (x.shape, x.stride(), heads)
+    columns = triton.next_power_of_2(heads)
+    rows = max(1, min(64, _TILE // columns))
+    return {
+        "stride": x.stride(0),
+        "heads": heads,
+        "columns": columns,
+        "rows": rows,
+        "terms": _TERMS,
+        "num_warps": _WARPS,
+    }
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _softplus(x, terms: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton compiles it, as all that follow
+    """log(1 + exp(x)) without loss of small values, which ``log`` near 1 would lose.
+
+    With s = e / (2 + e), log(1 + e) = 2 (s + s^3 / 3 + s^5 / 5 + …); s is at most 1/3.
+    """
+    small = tl.exp(-tl.abs(x))
+    ratio = small / (2 + small)
+    square = ratio * ratio
+    total = tl.zeros_like(x)
+    for number in tl.static_range(terms):
+        total = total * square + 1.0 / (2 * (terms - 1 - number) + 1)
+    return tl.maximum(x, 0.0) + 2 * ratio * total
+
+
+@triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
+def _forward(  # type: ignore[no-untyped-def]
+    x,
+    a_log,
+    dt_bias,
+    decay,
+    beta,
+    tokens,
+    stride: tl.constexpr,
+    heads: tl.constexpr,
+    columns: tl.constexpr,
+    rows: tl.constexpr,
+    terms: tl.constexpr,
+):
+    """All heads of some tokens."""
+    row = (tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows))[:, None]
+    head = tl.arange(0, columns)[None, :]
+    known = head < heads
+    mask = (row < tokens) & known
+    source = x + row * stride + head
+    step = tl.sigmoid(tl.load(source, mask=mask, other=0.0).to(tl.float32))
+    alpha = tl.load(source + heads, mask=mask, other=0.0).to(tl.float32)
+    rate = tl.exp(tl.load(a_log + head, mask=known, other=0.0).to(tl.float32))
+    bias = tl.load(dt_bias + head, mask=known, other=0.0).to(tl.float32)
+    tl.store(decay + row * heads + head, -rate * _softplus(alpha + bias, terms), mask=mask)
+    tl.store(beta + row * heads + head, step.to(beta.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
+def _backward(  # type: ignore[no-untyped-def]
+    x,
+    a_log,
+    dt_bias,
+    ddecay,
+    dbeta,
+    dx,
+    sums,
+    tokens,
+    stride: tl.constexpr,
+    heads: tl.constexpr,
+    columns: tl.constexpr,
+    rows: tl.constexpr,
+    terms: tl.constexpr,
+    dx_stride: tl.constexpr,
+    sums_stride: tl.constexpr,
+    steps: tl.constexpr,
+):
+    """All heads of a block of tokens."""
+    block = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, columns)[None, :]
+    known = head < heads
+    rate = tl.exp(tl.load(a_log + head, mask=known, other=0.0).to(tl.float32))
+    bias = tl.load(dt_bias + head, mask=known, other=0.0).to(tl.float32)
+    of_rate = tl.zeros((rows, columns), tl.float32)
+    of_bias = tl.zeros((rows, columns), tl.float32)
+    for number in range(steps):
+        row = ((block * steps + number) * rows + tl.arange(0, rows))[:, None]
+        mask = (row < tokens) & known
+        source = x + row * stride + head
+        step = tl.sigmoid(tl.load(source, mask=mask, other=0.0).to(tl.float32))
+        total = tl.load(source + heads, mask=mask, other=0.0).to(tl.float32) + bias
+        gradient = -rate * tl.load(ddecay + row * heads + head, mask=mask, other=0.0)
+        of_rate += gradient * _softplus(total, terms)
+        gradient *= tl.sigmoid(total)
+        of_bias += gradient
+        target = dx + row * dx_stride + head
+        tl.store(target + heads, gradient.to(dx.dtype.element_ty), mask=mask)
+        gradient = tl.load(dbeta + row * heads + head, mask=mask, other=0.0).to(tl.float32) * step * (1 - step)
+        tl.store(target, gradient.to(dx.dtype.element_ty), mask=mask)
+    column = tl.arange(0, columns)
+    target = sums + block * sums_stride + column
+    tl.store(target, tl.sum(of_rate, 0), mask=column < heads)
+    tl.store(target + heads, tl.sum(of_bias, 0), mask=column < heads)

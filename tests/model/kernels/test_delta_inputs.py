@@ -1,0 +1,193 @@
+"""The Triton kernels before the delta rule equal the plain code in float64, in Triton's interpreter on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import Phase, example, given, settings
+from hypothesis import strategies as st
+
+from tests.model.helpers import relative
+
+pytest.importorskip("megatron.core")
+pytest.importorskip("triton")
+
+#: Error of a result, relative to its norm.
+LIMITS = {torch.float32: 2e-6, torch.bfloat16: 1e-2}  # the interpreter cuts off what a GPU rounds
+
+
+def drawn(tokens: int, heads: Any, taps: int, dtype: torch.dtype, seed: int, apart: int) -> list[torch.Tensor]:
+    """The projection, with rows that are ``apart`` more than their width, and the parameters; of one dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    width = heads.channels + heads.values * (heads.value_width + 2)
+    projected = torch.randn(tokens, width + apart, generator=generator).to(dtype)[:, :width]
+    # Rates reach from nearly none to strong, as softplus does over its range.
+    projected[:, -heads.values :] *= 8
+    weight = torch.randn(heads.channels, 1, taps, generator=generator).to(dtype)
+    return [projected, weight, *torch.randn(2, heads.values, generator=generator).to(dtype)]
+
+
+def plain(inputs: Sequence[torch.Tensor], bounds: Sequence[int], heads: Any) -> tuple[torch.Tensor, ...]:
+    """The same with torch's own functions, sample by sample."""
+    projected, weight, a_log, dt_bias = inputs
+    gate = heads.values * heads.value_width
+    mixed, gate, beta, alpha = projected.split([heads.channels, gate, heads.values, heads.values], -1)
+    pieces = []
+    for begin, end in itertools.pairwise(bounds):
+        padded = F.pad(mixed[begin:end].T, (weight.shape[-1] - 1, 0))[None]
+        pieces.append(F.silu(F.conv1d(padded, weight, groups=heads.channels)[0]).T)
+    keys = heads.keys * heads.key_width
+    query, key, value = torch.cat(pieces).split([keys, keys, heads.values * heads.value_width], -1)
+    units = []
+    for each in (query, key):
+        each = each.unflatten(-1, (heads.keys, heads.key_width))
+        each = each * torch.rsqrt(each.square().sum(-1, keepdim=True) + 1e-6)
+        units.append(each.repeat_interleave(heads.values // heads.keys, 1))
+    decay = -a_log.exp() * F.softplus(alpha + dt_bias, threshold=100)
+    return *units, value.unflatten(-1, (heads.values, heads.value_width)), gate, decay, beta.sigmoid()
+
+
+def compared(
+    bounds: Sequence[int], heads: Any, taps: int, dtype: torch.dtype, device: str = "cpu", seed: int = 0, apart: int = 0
+) -> dict[str, float]:
+    """The errors of all results and gradients against float64, relative to what each is."""
+    from model.kernels.delta_inputs import DeltaInputs
+
+    inputs = [each.to(device).requires_grad_() for each in drawn(bounds[-1], heads, taps, dtype, seed, apart)]
+    exact = [each.detach().double().requires_grad_() for each in inputs]
+    first = torch.tensor(
+        [begin for begin, end in itertools.pairwise(bounds) for _ in range(begin, end)],
+        dtype=torch.int32,
+        device=device,
+    )
+    found, wanted = DeltaInputs.apply(*inputs, first, heads), plain(exact, bounds, heads)
+    assert [each.dtype for each in found] == [dtype] * 4 + [torch.float32, dtype]
+    assert all(each.is_contiguous() for number, each in enumerate(found) if number != 3)
+    generator = torch.Generator().manual_seed(1)
+    # As a kernel may give them: not contiguous.
+    pulls = [torch.randn(each.shape[::-1], generator=generator).to(dtype).mT if each.ndim == 2 else
+             torch.randn(each.shape, generator=generator).to(dtype) for each in wanted]  # fmt: skip
+    pulls[4] = pulls[4].abs()  # the gradients of rate and bias are sums, which should not cancel out
+    pulls = [each.to(device) for each in pulls]
+    given_ = torch.autograd.grad(found, inputs, [x.to(y.dtype) for x, y in zip(pulls, found, strict=True)])
+    wanted_ = torch.autograd.grad(wanted, exact, [x.double() for x in pulls])
+    names = ("query", "key", "value", "gate", "decay", "beta", "d projected", "d taps", "d a_log", "d dt_bias")
+    errors = {}
+    for name, mine, theirs in zip(names, (*found, *given_), (*wanted, *wanted_), strict=True):
+        assert mine.shape == theirs.shape, name
+        errors[name] = relative(mine, theirs)
+    sections = [heads.channels, heads.values * heads.value_width, heads.values, heads.values]
+    for name, mine, theirs in zip(
+        ("d channels", "d gate", "d beta", "d alpha"),
+        given_[0].split(sections, -1),
+        wanted_[0].split(sections, -1),
+        strict=True,
+    ):
+        errors[name] = relative(mine, theirs)
+    return errors
+
+
+def interpreted() -> None:
+    """In a process of its own: whether Triton interprets is settled when the kernels are defined."""
+    from model.kernels.short_convolution import Heads
+
+    # The interpreter is slow, and shrinking would take minutes.
+    @settings(max_examples=15, deadline=None, database=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+    @example([5, 1, 262], Heads(1, 1, 8, 8), 4, torch.float32, 0)  # more than one block of tokens
+    @example([1, 1, 1], Heads(2, 4, 128, 128), 4, torch.bfloat16, 16)
+    @example([20], Heads(1, 3, 256, 64), 4, torch.float32, 0)
+    @example([2, 3], Heads(1, 2, 8, 8), 1, torch.float32, 3)
+    @given(
+        st.lists(st.integers(1, 20), min_size=1, max_size=5),
+        st.builds(
+            lambda keys, repeats, key, value: Heads(keys, keys * repeats, key, value),
+            st.integers(1, 2),
+            st.integers(1, 3),
+            st.sampled_from([8, 16, 24, 72]),
+            st.sampled_from([8, 16, 40]),
+        ),
+        st.integers(1, 5),
+        st.sampled_from([torch.float32, torch.bfloat16]),
+        st.sampled_from([0, 7, 16]),
+    )
+    def equal(lengths: list[int], heads: Heads, taps: int, dtype: torch.dtype, apart: int) -> None:
+        bounds = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+        errors = compared(bounds, heads, taps, dtype, seed=len(lengths), apart=apart)
+        assert max(errors.values()) < LIMITS[dtype], errors
+
+    equal()
+
+
+def in_a_process(call: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", f"import {__name__} as here; here.{call}()"],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
+def test_the_kernels_equal_the_plain_code_in_float64() -> None:
+    in_a_process("interpreted")
+
+
+def in_the_model() -> None:
+    """A whole model with the kernels' layer against the same with the torch back end's: loss and all gradients."""
+    from megatron.core.tensor_parallel import random
+
+    from model.families import spec_of
+    from model.families.qwen3_5 import gated_delta_net
+    from model.network.settings import ModelSettings
+    from model.parallel import cpu_mode, groups
+    from model.weights.mapping import load_from_hf
+    from tests.model.helpers import make_sample, pack, small_architecture, weights_of
+
+    def rule(query: Any, key: Any, value: Any, *, g: Any, beta: Any, cu_seqlens: Any) -> tuple[Any, None]:
+        each = (x[0] for x in (query, key, value, g, beta))
+        return gated_delta_net.gated_delta_rule(*each, cu_seqlens.tolist())[None], None
+
+    # Its recomputation asks Transformer Engine, which needs CUDA.
+    random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
+    random.activation_recompute_forward = random.fp8_autocast = lambda **_: contextlib.nullcontext()
+    groups.initialize(backend="gloo")
+    wanted = small_architecture()
+    packed = pack([make_sample(1, [(4, 4)], 14), make_sample(2, [], 5)], alignment=4, tail=4)
+    weights = weights_of(wanted)
+    outcomes = []
+    with cpu_mode.cpu_as_cuda():
+        model = spec_of(wanted).build(wanted, ModelSettings())
+        load_from_hf(model, spec_of(wanted).parameter_maps(wanted), lambda source: source.take(weights[source.name]))
+        nets = [each for each in model.modules() if isinstance(each, gated_delta_net.TorchGatedDeltaNet)]
+        for recomputed in (None, False, True):
+            for net in nets:
+                if recomputed is not None:
+                    net.__class__ = gated_delta_net.KernelGatedDeltaNet
+                    net.gated_delta_rule, net.recompute_norm_out = rule, recomputed
+            model.zero_grad()
+            losses = model(packed)
+            losses.sum().backward()
+            gradients = {name: each.grad.clone() for name, each in model.named_parameters()}
+            outcomes.append({"loss": losses.detach(), **gradients})
+    assert len(nets) == 3
+    for outcome in outcomes[1:]:
+        errors = {name: relative(outcome[name], each) for name, each in outcomes[0].items()}
+        assert max(errors.values()) < 2e-5, sorted(errors.items(), key=lambda item: -item[1])[:5]
+    groups.destroy()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
+def test_a_model_with_them_has_the_loss_and_gradients_of_plain_torch() -> None:
+    in_a_process("in_the_model")
