@@ -23,7 +23,7 @@ FAMILIES = {
     "communication": r"nccl",
     "tower attention": r"flash_?attn|FlashAttention|sdpa.*_\d+x\d+x(64|72|80|128)_|compute_dot_do_o.*, (64|72|80|128)>",
     "decoder attention": r"sdpa|compute_dot_do_o",
-    "delta rule and convolution": r"causal_conv1d|chunk_|prepare_wy|recompute_w_u|merge_16x16|l2norm_(fwd|bwd)_kernel",
+    "delta rule and convolution": r"causal_conv1d|chunk_|prepare_wy|recompute_w_u|merge_16x16|l2norm_|_delta_",
     "rotation in the tower": r"_split_and_rotate|rope",
     "AdamW, gradient norm and scaling": r"multi_tensor",
     "matrix products": r"nvjet|gemm|cublas|cutlass|splitKreduce",

@@ -66,7 +66,7 @@ def convolve(x: Tensor, taps: Tensor, first: Tensor, heads: Heads) -> tuple[Tens
     query, key = (x.new_empty(tokens, heads.values, heads.key_width) for _ in range(2))
     value = x.new_empty(tokens, heads.values, heads.value_width)
     rows, warps = FORWARD
-    _forward[(2 * heads.keys + heads.values, triton.cdiv(tokens, rows))](
+    _delta_heads[(2 * heads.keys + heads.values, triton.cdiv(tokens, rows))](
         x, taps, first, query, key, value, tokens, **_constants(x, taps, heads), rows=rows, num_warps=warps
     )
     return query, key, value
@@ -99,7 +99,7 @@ def convolve_backward(
     slopes = x.new_empty(tokens, heads.channels)
     constants = _constants(x, taps, heads)
     rows, warps = SLOPES
-    _slopes[(2 * heads.keys + heads.values, sums.shape[0])](
+    _delta_slopes[(2 * heads.keys + heads.values, sums.shape[0])](
         x,
         taps,
         first,
@@ -115,7 +115,7 @@ def convolve_backward(
         num_warps=warps,
     )
     rows, warps = CORRELATE
-    _correlate[(triton.cdiv(heads.channels, _COLUMNS), triton.cdiv(tokens, rows))](
+    _delta_correlate[(triton.cdiv(heads.channels, _COLUMNS), triton.cdiv(tokens, rows))](
         slopes,
         taps,
         first,
@@ -217,7 +217,7 @@ def _forward_head(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
-def _forward(  # type: ignore[no-untyped-def]
+def _delta_heads(  # type: ignore[no-untyped-def]
     x,
     taps,
     first,
@@ -317,7 +317,7 @@ def _slopes_of_head(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
-def _slopes(  # type: ignore[no-untyped-def]
+def _delta_slopes(  # type: ignore[no-untyped-def]
     x,
     taps,
     first,
@@ -367,7 +367,7 @@ def _slopes(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
-def _correlate(  # type: ignore[no-untyped-def]
+def _delta_correlate(  # type: ignore[no-untyped-def]
     slopes,
     taps,
     first,

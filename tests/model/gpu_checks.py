@@ -332,6 +332,33 @@ def fused_rotations() -> None:
             assert max(errors) < limit
 
 
+def delta_net_kernels() -> None:
+    """The kernels before the delta rule against plain torch in float64, and twice with the same bits."""
+    from model.kernels.delta_inputs import DeltaInputs, Heads
+    from tests.model.kernels.delta_inputs import compared, drawn, starts_of
+
+    bounds = [0, 1, 2, 5, 300, 301, 555, 1024, 1040]
+    cases = [
+        (Heads(16, 16, 128, 128), 4),
+        (Heads(16, 32, 128, 128), 4),
+        (Heads(2, 6, 72, 40), 3),
+        (Heads(1, 1, 256, 64), 4),
+    ]
+    for heads, taps in cases:
+        # Rounding is that of the results: 2^-9 in bfloat16. Exponentials of a GPU are exact to about 2e-7.
+        for dtype, limit in ((torch.float32, 2e-6), (torch.bfloat16, 4e-3)):
+            errors = compared(bounds, heads, taps, dtype, device=str(CUDA), apart=16 if heads.key_width == 128 else 7)
+            print(f"  {heads} {dtype}: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
+            assert max(errors.values()) < limit, errors
+    heads, bounds = Heads(16, 16, 128, 128), [0, 5000, 5001, 16384]
+    inputs = [each.to(CUDA).requires_grad_() for each in drawn(bounds[-1], heads, 4, torch.bfloat16, 0, 0)]
+    runs = []
+    for _ in range(3):
+        found = DeltaInputs.apply(*inputs, starts_of(bounds, CUDA), heads)
+        runs.append([*found, *torch.autograd.grad(found, inputs, [each.detach() for each in found])])
+    assert all(torch.equal(a, b) for again in runs[1:] for a, b in zip(runs[0], again, strict=True))
+
+
 def main() -> int:
     """Runs what the number of GPUs allows; the exit status is the number of failures."""
     faulthandler.dump_traceback_later(550, exit=True)
@@ -339,6 +366,7 @@ def main() -> int:
     world = torch.distributed.get_world_size()
     checks: dict[str, Any] = {
         "fused rotations": fused_rotations,
+        "delta net's kernels": delta_net_kernels,
         "engine against torch, dense": lambda: engine_against_torch(moe=False),
         "engine against torch, experts": lambda: engine_against_torch(moe=True),
         "with torch's compiler, dense": lambda: engine_against_torch(moe=False, compiled=True),

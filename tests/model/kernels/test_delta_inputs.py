@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,80 +25,10 @@ pytest.importorskip("triton")
 LIMITS = {torch.float32: 2e-6, torch.bfloat16: 1e-2}  # the interpreter cuts off what a GPU rounds
 
 
-def drawn(tokens: int, heads: Any, taps: int, dtype: torch.dtype, seed: int, apart: int) -> list[torch.Tensor]:
-    """The projection, with rows that are ``apart`` more than their width, and the parameters; of one dtype."""
-    generator = torch.Generator().manual_seed(seed)
-    width = heads.channels + heads.values * (heads.value_width + 2)
-    projected = torch.randn(tokens, width + apart, generator=generator).to(dtype)[:, :width]
-    # Rates reach from nearly none to strong, as softplus does over its range.
-    projected[:, -heads.values :] *= 8
-    weight = torch.randn(heads.channels, 1, taps, generator=generator).to(dtype)
-    return [projected, weight, *torch.randn(2, heads.values, generator=generator).to(dtype)]
-
-
-def plain(inputs: Sequence[torch.Tensor], bounds: Sequence[int], heads: Any) -> tuple[torch.Tensor, ...]:
-    """The same with torch's own functions, sample by sample."""
-    projected, weight, a_log, dt_bias = inputs
-    gate = heads.values * heads.value_width
-    mixed, gate, beta, alpha = projected.split([heads.channels, gate, heads.values, heads.values], -1)
-    pieces = []
-    for begin, end in itertools.pairwise(bounds):
-        padded = F.pad(mixed[begin:end].T, (weight.shape[-1] - 1, 0))[None]
-        pieces.append(F.silu(F.conv1d(padded, weight, groups=heads.channels)[0]).T)
-    keys = heads.keys * heads.key_width
-    query, key, value = torch.cat(pieces).split([keys, keys, heads.values * heads.value_width], -1)
-    units = []
-    for each in (query, key):
-        each = each.unflatten(-1, (heads.keys, heads.key_width))
-        each = each * torch.rsqrt(each.square().sum(-1, keepdim=True) + 1e-6)
-        units.append(each.repeat_interleave(heads.values // heads.keys, 1))
-    decay = -a_log.exp() * F.softplus(alpha + dt_bias, threshold=100)
-    return *units, value.unflatten(-1, (heads.values, heads.value_width)), gate, decay, beta.sigmoid()
-
-
-def compared(
-    bounds: Sequence[int], heads: Any, taps: int, dtype: torch.dtype, device: str = "cpu", seed: int = 0, apart: int = 0
-) -> dict[str, float]:
-    """The errors of all results and gradients against float64, relative to what each is."""
-    from model.kernels.delta_inputs import DeltaInputs
-
-    inputs = [each.to(device).requires_grad_() for each in drawn(bounds[-1], heads, taps, dtype, seed, apart)]
-    exact = [each.detach().double().requires_grad_() for each in inputs]
-    first = torch.tensor(
-        [begin for begin, end in itertools.pairwise(bounds) for _ in range(begin, end)],
-        dtype=torch.int32,
-        device=device,
-    )
-    found, wanted = DeltaInputs.apply(*inputs, first, heads), plain(exact, bounds, heads)
-    assert [each.dtype for each in found] == [dtype] * 4 + [torch.float32, dtype]
-    assert all(each.is_contiguous() for number, each in enumerate(found) if number != 3)
-    generator = torch.Generator().manual_seed(1)
-    # As a kernel may give them: not contiguous.
-    pulls = [torch.randn(each.shape[::-1], generator=generator).to(dtype).mT if each.ndim == 2 else
-             torch.randn(each.shape, generator=generator).to(dtype) for each in wanted]  # fmt: skip
-    pulls[4] = pulls[4].abs()  # the gradients of rate and bias are sums, which should not cancel out
-    pulls = [each.to(device) for each in pulls]
-    given_ = torch.autograd.grad(found, inputs, [x.to(y.dtype) for x, y in zip(pulls, found, strict=True)])
-    wanted_ = torch.autograd.grad(wanted, exact, [x.double() for x in pulls])
-    names = ("query", "key", "value", "gate", "decay", "beta", "d projected", "d taps", "d a_log", "d dt_bias")
-    errors = {}
-    for name, mine, theirs in zip(names, (*found, *given_), (*wanted, *wanted_), strict=True):
-        assert mine.shape == theirs.shape, name
-        errors[name] = relative(mine, theirs)
-    sections = [heads.channels, heads.values * heads.value_width, heads.values, heads.values]
-    for name, mine, theirs in zip(
-        ("d channels", "d gate", "d beta", "d alpha"),
-        given_[0].split(sections, -1),
-        wanted_[0].split(sections, -1),
-        strict=True,
-    ):
-        errors[name] = relative(mine, theirs)
-    return errors
-
-
 def interpreted() -> None:
     """In a process of its own: whether Triton interprets is settled when the kernels are defined."""
     from model.kernels.short_convolution import Heads
+    from tests.model.kernels.delta_inputs import compared
 
     # The interpreter is slow, and shrinking would take minutes.
     @settings(max_examples=15, deadline=None, database=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
@@ -127,6 +55,17 @@ def interpreted() -> None:
         assert max(errors.values()) < LIMITS[dtype], errors
 
     equal()
+    every_rate()
+
+
+def every_rate() -> None:
+    """Decays are exact for small and large alpha, value by value."""
+    from model.kernels.decay import decays
+
+    alpha = torch.linspace(-60, 60, 4001)[:, None]
+    decay, beta = decays(torch.cat([alpha, alpha], 1), torch.zeros(1), torch.zeros(1))
+    torch.testing.assert_close(decay.double(), -F.softplus(alpha.double(), threshold=100), rtol=1e-6, atol=0)
+    torch.testing.assert_close(beta.double(), alpha.double().sigmoid(), rtol=1e-6, atol=0)
 
 
 def in_a_process(call: str) -> None:

@@ -1,0 +1,175 @@
+"""Times the kernels before the delta rule against flash-linear-attention's and torch's, which they take the place of.
+
+    python benchmarks/delta_kernels.py
+    python benchmarks/delta_kernels.py --tiles
+
+One pack of 16,384 tokens in 16 samples, heads of the presets 0.8b and 2b (16 of keys, 16 of values) and 4b and 9b
+(16 and 32), bfloat16. Prints for each way the milliseconds of all its kernels together, forward and backward, and how
+long the host takes to launch them; then our kernels one by one, with the bytes that each must read and write at least
+divided by its time. With --tiles, each kernel with other tiles and numbers of warps instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.device_timer import milliseconds
+from model.kernels import short_convolution
+from model.kernels.delta_inputs import DeltaInputs, Heads
+
+TOKENS, SAMPLES = 16384, 16
+
+
+def bytes_of(heads: Heads) -> dict[str, float]:
+    """Bytes that each kernel must move."""
+    channels = heads.channels
+    repeated = heads.values * (2 * heads.key_width + heads.value_width)
+    rates = heads.values * TOKENS
+    return {
+        "_delta_heads": 2.0 * TOKENS * (channels + repeated),
+        "_delta_slopes": 2.0 * TOKENS * (2 * channels + repeated),
+        "_delta_correlate": 2.0 * TOKENS * 2 * channels,
+        "_delta_decays": rates * (2 * 2 + 2 + 4),
+        "_delta_decays_backward": rates * (2 * 2 + 2 + 4 + 2 * 2),
+    }
+
+
+def arguments(heads: Heads) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Projection and parameters, boundaries, and the first token of each token's sample."""
+    width = heads.channels + heads.values * (heads.value_width + 2)
+    shapes = [(TOKENS, width), (heads.channels, 1, 4), (heads.values,), (heads.values,)]
+    tensors = [torch.randn(each, device="cuda", dtype=torch.bfloat16).requires_grad_() for each in shapes]
+    bounds = torch.linspace(0, TOKENS, SAMPLES + 1, device="cuda").round().to(torch.int32)
+    starts = bounds[:-1].repeat_interleave(bounds.diff()).to(torch.int32)
+    return tensors, bounds, starts
+
+
+def theirs(tensors: list[torch.Tensor], bounds: torch.Tensor, heads: Heads) -> tuple[torch.Tensor, ...]:
+    """What the layer did before: flash-linear-attention's convolution and norm, torch's copies and decay."""
+    from fla.modules.convolution import causal_conv1d
+    from fla.modules.l2norm import l2norm
+
+    projected, taps, a_log, dt_bias = tensors
+    gate = heads.values * heads.value_width
+    mixed, gate, beta, alpha = projected[None].split([heads.channels, gate, heads.values, heads.values], -1)
+    out, _ = causal_conv1d(x=mixed, weight=taps.squeeze(1), bias=None, activation="silu", cu_seqlens=bounds)
+    keys = heads.keys * heads.key_width
+    query, key, value = out.split([keys, keys, heads.values * heads.value_width], -1)
+    query, key = (l2norm(x.reshape(1, TOKENS, -1, heads.key_width)) for x in (query, key))
+    repeats = heads.values // heads.keys
+    if repeats > 1:
+        query, key = query.repeat_interleave(repeats, 2), key.repeat_interleave(repeats, 2)
+    value = value.reshape(1, TOKENS, -1, heads.value_width).contiguous()
+    decay = -a_log.float().exp() * F.softplus(alpha.contiguous().float() + dt_bias.float())
+    return query, key, value, gate, decay, beta.contiguous().sigmoid()
+
+
+def host_microseconds(work: Callable[[], object], repeats: int = 20) -> float:
+    """Time that the host takes to launch the work, with an idle device."""
+    total = 0.0
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        work()
+        total += time.perf_counter() - begun
+    return total / repeats * 1e6
+
+
+def by_kernel(work: Callable[[], object], repeats: int = 10) -> Counter[str]:
+    """Milliseconds of each kernel of the work."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(repeats):
+            work()
+        torch.cuda.synchronize()
+    times: Counter[str] = Counter()
+    for event in found.events():
+        if str(event.device_type).endswith("CUDA"):
+            times[event.name] += event.device_time_total / 1e3 / repeats
+    return times
+
+
+def compare(heads: Heads) -> None:
+    """Prints the times of both ways."""
+    tensors, bounds, starts = arguments(heads)
+    ways: dict[str, Callable[[], Any]] = {
+        "before": lambda: theirs(tensors, bounds, heads),
+        "now": lambda: DeltaInputs.apply(*tensors, starts, heads),
+    }
+    print(f"\n{heads}, {TOKENS} tokens, {SAMPLES} samples")
+    print(
+        "| way | forward ms | backward ms | host forward µs | host backward µs | kernels |\n|---|---|---|---|---|---|"
+    )
+    for name, way in ways.items():
+        out = way()
+        grads = [torch.randn_like(each) for each in out]
+
+        def pull(out: Any = out, grads: Any = grads) -> None:
+            torch.autograd.grad(out, tensors, grads, retain_graph=True)
+
+        pull()
+        kernels = by_kernel(lambda way=way, pull=pull: (way(), pull()), 3)
+        print(
+            f"| {name} | {milliseconds(way, 20):.3f} | {milliseconds(pull, 20):.3f} | {host_microseconds(way):.0f} | "
+            f"{host_microseconds(pull):.0f} | {len(kernels)} kinds, {sum(kernels.values()):.3f} ms |",
+            flush=True,
+        )
+    moved = bytes_of(heads)
+    print("| kernel | ms | GB/s |\n|---|---|---|")
+    for name, took in kernels.most_common():
+        rate = f"{moved[name] / took / 1e6:.0f}" if name in moved else ""
+        print(f"| {name[:70]} | {took:.4f} | {rate} |")
+
+
+def try_tiles(heads: Heads) -> None:
+    """Prints the time of each kernel of the convolution with other tiles."""
+    tensors, _, starts = arguments(heads)
+    moved = bytes_of(heads)
+    print(
+        f"\n{heads}\n| rows, warps | "
+        + " | ".join(f"{name} ms (GB/s)" for name in list(moved)[:3])
+        + " |\n|---|---|---|---|"
+    )
+    for tile in itertools.product((8, 16, 32), (2, 4, 8)):
+        short_convolution.FORWARD = short_convolution.SLOPES = short_convolution.CORRELATE = tile
+
+        def work() -> None:
+            out = DeltaInputs.apply(*tensors, starts, heads)
+            torch.autograd.grad(out, tensors, [each.detach() for each in out])
+
+        work()
+        times = by_kernel(work)
+        cells = [f"{times[name]:.3f} ({moved[name] / times[name] / 1e6:.0f})" for name in names]
+        print(f"| {tile} | " + " | ".join(cells) + " |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tiles", action="store_true", help="other tiles of the convolution's kernels")
+    options = parser.parse_args()
+    print(torch.cuda.get_device_name(0))
+    if options.tiles:
+        try_tiles(Heads(16, 16, 128, 128))
+        return
+    from model.kernels.configurations import choose_configurations
+
+    choose_configurations(128, 128, torch.cuda.get_device_capability())
+    for values in (16, 32):
+        compare(Heads(16, values, 128, 128))
+
+
+if __name__ == "__main__":
+    main()
