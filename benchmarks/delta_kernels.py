@@ -138,11 +138,8 @@ def try_tiles(heads: Heads) -> None:
     """Prints the time of each kernel of the convolution with other tiles."""
     tensors, _, starts = arguments(heads)
     moved = bytes_of(heads)
-    print(
-        f"\n{heads}\n| rows, warps | "
-        + " | ".join(f"{name} ms (GB/s)" for name in list(moved)[:3])
-        + " |\n|---|---|---|---|"
-    )
+    names = list(moved)[:3]
+    print(f"\n{heads}\n| rows, warps | " + " | ".join(f"{name} ms (GB/s)" for name in names) + " |\n|---|---|---|---|")
     for tile in itertools.product((8, 16, 32), (2, 4, 8)):
         short_convolution.FORWARD = short_convolution.SLOPES = short_convolution.CORRELATE = tile
 

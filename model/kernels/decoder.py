@@ -57,14 +57,15 @@ class DecoderKernels:
         """
         if self.attention is not None:
             run_layers(self.delta_net, self.attention, device)
-        self.delta_net.run(device)
+        self.delta_net.run(device, rule_only=self.attention is not None)
 
 
 def run_layers(delta_net: DeltaNetShape, attention: AttentionShape, device: str) -> None:
-    """Runs the kernels that take the place of megatron-core's functions, forward and backward, on a few tokens."""
+    """Runs the kernels that take the place of megatron-core's functions, forward and backward."""
     import torch
 
     from model.kernels.attention_inputs import AttentionInputs, Heads
+    from model.kernels.delta_inputs import run_delta_inputs
     from model.kernels.gated_norm import gated_norm
     from model.kernels.gating import SwiGLUActivation, gated
 
@@ -89,3 +90,4 @@ def run_layers(delta_net: DeltaNetShape, attention: AttentionShape, device: str)
     if attention.feed_forward is not None:
         made.append(SwiGLUActivation(None)(empty(2, 2 * attention.feed_forward)))
     torch.autograd.backward(made, [torch.ones_like(each) for each in made])
+    run_delta_inputs(delta_net, device)

@@ -15,9 +15,10 @@ import triton
 from torch import Tensor
 
 from model.kernels.decay import decays, decays_backward
+from model.kernels.delta_net import DeltaNetShape
 from model.kernels.short_convolution import BLOCK, Heads, convolve, convolve_backward
 
-__all__ = ["DeltaInputs", "Heads"]
+__all__ = ["DeltaInputs", "Heads", "run_delta_inputs"]
 
 
 class DeltaInputs(torch.autograd.Function):
@@ -79,6 +80,30 @@ class DeltaInputs(torch.autograd.Function):
             None,
             None,
         )
+
+
+def run_delta_inputs(shape: DeltaNetShape, device: str) -> None:
+    """Runs the kernels forward and backward, such as to compile them for a shape.
+
+    Args:
+        shape: Of the delta net on a rank.
+        device: ``meta`` for tensors without content.
+    """
+    heads = Heads(shape.key_heads, shape.value_heads, shape.key_width, shape.value_width)
+
+    def empty(*sizes: int) -> Tensor:
+        return torch.empty(sizes, dtype=torch.bfloat16, device=device, requires_grad=True)
+
+    width = heads.channels + heads.values * (heads.value_width + 2)
+    out = DeltaInputs.apply(
+        empty(shape.tokens, width),
+        empty(heads.channels, 1, shape.taps),
+        empty(heads.values),
+        empty(heads.values),
+        torch.zeros(shape.tokens, dtype=torch.int32, device=device),
+        heads,
+    )
+    torch.autograd.backward(out, [torch.ones_like(each) for each in out])
 
 
 def _columns(projected: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:

@@ -42,27 +42,47 @@ class DeltaNetShape:
     value_width: int
     taps: int
 
-    def run(self, device: str, segments: int = 1) -> None:
-        """Runs convolution, norms and delta rule, forward and backward, as megatron-core's ``GatedDeltaNet`` does.
+    def run(self, device: str, segments: int = 1, *, rule_only: bool = False) -> None:
+        """Runs convolution, norm and delta rule, forward and backward, as megatron-core's ``GatedDeltaNet`` does.
 
         Args:
             device: ``meta`` for tensors without content.
             segments: Samples of the pack, of equal length.
+            rule_only: Whether to run only the delta rule, because kernels of our own compute the rest.
         """
         import torch
-        from fla.modules.convolution import causal_conv1d
-        from fla.modules.l2norm import l2norm
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-        from model.kernels.gated_norm import gated_norm
-
-        keys, values = self.key_heads * self.key_width, self.value_heads * self.value_width
-        mixed = 2 * keys + values
 
         def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Any:
             return torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
 
         bounds = torch.linspace(0, self.tokens, segments + 1).to("cpu" if device == "meta" else device, torch.int32)
+        if not rule_only:
+            self._run_convolution(bounds, device)
+        heads = (1, self.tokens, self.value_heads)
+        out, _ = chunk_gated_delta_rule(
+            empty(*heads, self.key_width),
+            empty(*heads, self.key_width),
+            empty(*heads, self.value_width),
+            g=empty(*heads, dtype=torch.float32),
+            beta=empty(*heads),
+            initial_state=None,
+            output_final_state=False,
+            use_qk_l2norm_in_kernel=False,
+            cu_seqlens=bounds,
+        )
+        out.sum().backward()
+
+    def _run_convolution(self, bounds: Any, device: str) -> None:
+        import torch
+        from fla.modules.convolution import causal_conv1d
+        from fla.modules.l2norm import l2norm
+
+        def empty(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=torch.bfloat16, device=device, requires_grad=True)
+
+        values = self.value_heads * self.value_width
+        mixed = 2 * self.key_heads * self.key_width + values
         # A part of the input projection's output, so that the kernels see its strides.
         projected = empty(self.tokens, 1, mixed + values + 2 * self.value_heads)
         out, _ = causal_conv1d(
@@ -77,21 +97,6 @@ class DeltaNetShape:
         # A gradient with a value for each output: that of a sum is one value, which the kernel would read beyond.
         out.backward(torch.ones_like(out))
         l2norm(empty(1, self.tokens, self.key_heads, self.key_width)).sum().backward()
-        heads = (1, self.tokens, self.value_heads)
-        out, _ = chunk_gated_delta_rule(
-            empty(*heads, self.key_width),
-            empty(*heads, self.key_width),
-            empty(*heads, self.value_width),
-            g=empty(*heads, dtype=torch.float32),
-            beta=empty(*heads),
-            initial_state=None,
-            output_final_state=False,
-            use_qk_l2norm_in_kernel=False,
-            cu_seqlens=bounds,
-        )
-        out.sum().backward()
-        gate = projected[:, :, mixed : mixed + values].transpose(0, 1)
-        gated_norm(empty(*heads, self.value_width), gate, empty(self.value_width), 1e-6).sum().backward()
 
 
 def autotuners() -> dict[str, Any]:

@@ -120,6 +120,7 @@ def of_layers() -> None:
     from model.kernels.decoder import AttentionShape, run_layers
     from model.kernels.gating import SwiGLUActivation
     from model.network.attention import KernelSelfAttention
+    from model.parallel.packed import PackParams
 
     pretend_hopper()
 
@@ -138,9 +139,32 @@ def of_layers() -> None:
 
     def layers() -> None:
         config = SimpleNamespace(num_query_groups=2, layernorm_zero_centered_gamma=True, layernorm_epsilon=1e-6)
-        net = bare(KernelGatedDeltaNet, config=config, out_norm=norm())
-        *_, gate, _ = empty(1, 21, 160 + 6).split([64, 48, 48, 6], -1)
-        made = [net._apply_gated_norm(empty(1, 21, 3, 16), gate.reshape(1, 21, 3, 16))]
+        group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+        net = bare(
+            KernelGatedDeltaNet,
+            config=config,
+            pg_collection=SimpleNamespace(cp=group),
+            cp_size=1,
+            tp_size=1,
+            conv_bias=False,
+            recompute_norm_out=False,
+            num_key_heads=2,
+            num_value_heads=4,
+            key_head_dim=16,
+            value_head_dim=16,
+            qk_dim_local_tp=32,
+            v_dim_local_tp=64,
+            in_proj=lambda _: (empty(300, 1, 200), None),
+            conv1d=nn.Conv1d(128, 128, 4, groups=128, bias=False, dtype=torch.bfloat16, device="meta"),
+            A_log=empty(4),
+            dt_bias=empty(4),
+            gated_delta_rule=lambda query, key, value, **_: (query + key + value, None),
+            out_norm=norm(),
+            out_proj=lambda x: (x, None),
+        )
+        pack = PackParams(qkv_format="thd")
+        pack.sample_starts = torch.zeros(300, dtype=torch.int32, device="meta")
+        made = [net(empty(300, 1, 32), packed_seq_params=pack)[0]]
         attention = bare(
             KernelSelfAttention,
             config=config,
@@ -163,7 +187,7 @@ def of_layers() -> None:
         found = [each for each in cells if hasattr(each, "constants")]
         return sorted(f"{each.name} {each.signature} {each.constants} {each.attrs}" for each in found)
 
-    delta_net = DeltaNetShape(tokens=21, key_heads=2, value_heads=3, key_width=16, value_width=16, taps=4)
+    delta_net = DeltaNetShape(tokens=300, key_heads=2, value_heads=4, key_width=16, value_width=16, taps=4)
     attention = AttentionShape(2, 2, 16, 8, gated=True, zero_centered=True, feed_forward=96)
     ahead = kernels(lambda: run_layers(delta_net, attention, "meta"))
     print(json.dumps({"ahead": ahead, "layers": kernels(layers)}))
@@ -174,7 +198,9 @@ def test_layers_launch_what_is_compiled_ahead(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     found = in_a_process("of_layers", tmp_path)
     names = [each.partition(" ")[0] for each in found["ahead"]]
-    assert names == ["_gate"] * 4 + ["_norm_and_gate"] * 2 + ["_split_norm_rotate"] * 2, "forward and backward"
+    delta_net = ["_delta_correlate", "_delta_decays", "_delta_decays_backward", "_delta_heads", "_delta_slopes"]
+    both_ways = ["_gate"] * 4 + ["_norm_and_gate"] * 2 + ["_split_norm_rotate"] * 2
+    assert names == delta_net + both_ways
     assert found["layers"] == found["ahead"]
 
 
