@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import mmap
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -45,14 +46,9 @@ class CompactAdamW(torch.optim.Optimizer):
             for each in missing:
                 self.state[each] |= {name: torch.zeros_like(each, dtype=self._dtype) for name in MOMENTS}
             return
-        # One allocation: page-locking goes by pages, and torch's own allocator would round each up to a power of two.
         total = sum(each.numel() for each in missing)
         for name in MOMENTS:
-            memory = torch.zeros(total, dtype=self._dtype)
-            if missing[0].is_cuda:
-                cudart: Any = torch.cuda.cudart()
-                torch.cuda.check_error(int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
-            parts = memory.split([each.numel() for each in missing])
+            parts = host_memory(total, self._dtype, missing[0].is_cuda).split([each.numel() for each in missing])
             for each, part in zip(missing, parts, strict=True):
                 self.state[each][name] = part.view(each.shape)
 
@@ -79,6 +75,23 @@ class CompactAdamW(torch.optim.Optimizer):
 
     def _on_gpu(self) -> bool:
         return any(each.is_cuda for group in self.param_groups for each in group["params"])
+
+
+def host_memory(count: int, dtype: torch.dtype, page_locked: bool) -> Tensor:
+    """Allocates zeros that processes forked later do not have.
+
+    A fork would copy all page-locked pages, for each worker of the loader. Page-locking goes by pages, and torch's own
+    allocator would round each tensor up to a power of two: so moments share one allocation.
+    """
+    block = mmap.mmap(-1, max(count * dtype.itemsize, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    block.madvise(mmap.MADV_DONTFORK)
+    with contextlib.suppress(OSError):  # a kernel may have none
+        block.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to lock
+    memory = torch.frombuffer(block, dtype=dtype, count=count)
+    if page_locked:
+        cudart: Any = torch.cuda.cudart()
+        torch.cuda.check_error(int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
+    return memory
 
 
 def _pieces(*tensors: Tensor) -> Iterator[list[Tensor]]:

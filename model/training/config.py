@@ -234,7 +234,7 @@ class RunConfig:
         eval_every: Steps between evaluations, starting before step 1; 0 evaluates only at the end.
         keep_best: Keep the checkpoint with the lowest evaluation loss. An evaluation with a new lowest loss saves a
             checkpoint.
-        async_save: Write checkpoints in the background; unset means only with CUDA.
+        async_save: Write checkpoints in the background; unset means only with CUDA, and without ``optimizer.offload``.
         verify: Compare a checkpoint with its checksums before loading it.
         tensorboard: Write TensorBoard files.
         wandb: Weights & Biases project to log to.

@@ -103,6 +103,11 @@ def _require_layout(config: TrainConfig) -> None:
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    if config.optimizer.offload and config.run.async_save:
+        raise ConfigError(
+            "optimizer.offload does not go together with run.async_save true: the process that writes in the "
+            "background has no moments then. Leave run.async_save out"
+        )
     if parallel.fsdp:
         _require_shardable(config)
     elif config.optimizer.moments != "fp32" or config.optimizer.offload:

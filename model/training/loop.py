@@ -82,7 +82,9 @@ def train(config: TrainConfig, device: torch.device, resume: bool, kernels: Kern
             sets = open_evaluation_sets(config, place, architecture, device, loader)
         for each in sets:
             stack.enter_context(each.loader)
-        asynchronous = device.type == "cuda" if config.run.async_save is None else config.run.async_save
+        # Processes that write in the background do not have moments in host memory (model.training.compact_adam).
+        suits = device.type == "cuda" and not config.optimizer.offload
+        asynchronous = suits if config.run.async_save is None else config.run.async_save
         checkpoints = Checkpoints(config, architecture, place, asynchronous)
         start = find_start(config, checkpoints, resume)
         with together():

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from model.training import compact_adam
-from model.training.compact_adam import MOMENTS, CompactAdamW
+from model.training.compact_adam import MOMENTS, CompactAdamW, host_memory
 from tests.model.training.conftest import steps_of, train_here
 
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
@@ -50,6 +52,33 @@ def test_in_bfloat16_it_is_close(monkeypatch: pytest.MonkeyPatch) -> None:
     for start, a, b in zip(parameters(), trained(ours, optimizer), wanted, strict=True):
         assert 0 < (a - b).norm() < 0.01 * (b - start.detach()).norm()
     assert all(optimizer.state[each][name].dtype == torch.bfloat16 for each in ours for name in MOMENTS)
+
+
+def mapped(address: int) -> bool:
+    """Whether this process has memory at an address."""
+    spans = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+    return any(int(start, 16) <= address < int(stop, 16) for start, stop in spans)
+
+
+def tell(queue: Any, address: int) -> None:
+    queue.put(mapped(address))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_forked_processes_do_not_have_host_memory() -> None:
+    """Page-locked memory would be copied for each of them."""
+    own = host_memory(2**20, torch.bfloat16, page_locked=False)
+    assert own.dtype == torch.bfloat16
+    assert not own.any()
+    assert mapped(own.data_ptr())
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=tell, args=(queue, own.data_ptr()))
+    child.start()
+    assert queue.get(timeout=60) is False
+    child.join()
+    own += 1
+    assert own.float().sum() == 2**20
 
 
 @pytest.mark.slow

@@ -149,6 +149,13 @@ def test_compact_moments_need_it(setting: str, value: Any, chats: Path) -> None:
     check_early(load_config(None, [*given, ("parallel.fsdp", True)]))
 
 
+def test_moments_on_the_host_are_not_written_in_the_background(chats: Path) -> None:
+    given = [("data.paths", [str(chats)]), ("parallel.fsdp", True), ("optimizer.offload", True)]
+    check_early(load_config(None, given))
+    with pytest.raises(ConfigError, match=r"optimizer\.offload does not go together with run\.async_save true"):
+        check_early(load_config(None, [*given, ("run.async_save", True)]))
+
+
 def test_a_parameter_takes_16_bytes_and_nothing_is_held_twice(one_process: None, tmp_path: Path) -> None:
     """Weights of 4 bytes after building; after a step gradients of 4 and moments of 8, until it is saved."""
     from tests.model.gpu_sharding import Run, small, small_pack
