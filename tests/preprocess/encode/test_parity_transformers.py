@@ -19,6 +19,8 @@ from preprocess.encode import EncodedSample, Encoder
 from preprocess.recipes.base import load_recipe
 from preprocess.sources.open import open_source
 from tests.conftest import SHARED_DATA, encoded_image
+from tests.families.reference import rope_index
+from vlmdata.families import family
 from vlmdata.families.qwen3_5 import FAMILY
 from vlmdata.media.decode import decode_image
 
@@ -62,30 +64,22 @@ def reference(processor: Any, conversation: Conversation) -> Any:
     return processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt")
 
 
-def rope_index(outputs: Any, tokenizer: Any) -> torch.Tensor:
-    """Qwen3_5Model.get_rope_index, of a model with no weights to speak of."""
-    from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config
-    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Model
-
-    model = Qwen3_5Model.__new__(Qwen3_5Model)
-    torch.nn.Module.__init__(model)
-    model.config = Qwen3_5Config()
-    positions, _ = model.get_rope_index(
-        outputs["input_ids"], outputs["mm_token_type_ids"], outputs.get("image_grid_thw")
-    )
-    return positions
+def positions_of(outputs: Any, name: str) -> np.ndarray:
+    """``get_rope_index`` of a family's model, int64 (3, L)."""
+    positions = rope_index(name, outputs["input_ids"], outputs["mm_token_type_ids"], outputs.get("image_grid_thw"))
+    return np.asarray(positions[:, 0])
 
 
-def assert_equal(sample: EncodedSample, outputs: Any, tokenizer: Any) -> None:
+def assert_equal(sample: EncodedSample, outputs: Any, name: str = FAMILY.name) -> None:
     n = sample.length
     assert sample.input_ids[:n].tolist() == outputs["input_ids"][0].tolist()
     if len(sample.images):
         assert sample.image_grid_thw.tolist() == outputs["image_grid_thw"].tolist()
         patches = torch.from_numpy(np.concatenate([image.patches for image in sample.images]))
-        assert torch.equal(FAMILY.pixel_values(patches), outputs["pixel_values"])
+        assert torch.equal(family(name).pixel_values(patches), outputs["pixel_values"])
     else:
         assert "pixel_values" not in outputs
-    assert np.array_equal(sample.position_ids[:, :n], rope_index(outputs, tokenizer)[:, 0].numpy())
+    assert np.array_equal(sample.position_ids[:, :n], positions_of(outputs, name))
 
 
 # --- random conversations -------------------------------------------------------------------------------------
@@ -145,7 +139,7 @@ def test_random_conversations_equal_the_processor(
     conversation: Conversation, tokenizer: Any, small_processor: Any
 ) -> None:
     sample = Encoder(PreprocessConfig(image=SMALL), tokenizer).encode(conversation)
-    assert_equal(sample, reference(small_processor, conversation), tokenizer)
+    assert_equal(sample, reference(small_processor, conversation))
 
 
 def test_two_images_with_no_token_between_them_stay_two(tokenizer: Any) -> None:
@@ -153,7 +147,7 @@ def test_two_images_with_no_token_between_them_stay_two(tokenizer: Any) -> None:
     parts = (ImagePart(encoded_image(64, 96)), ImagePart(encoded_image(96, 64, 1)), TextPart("compare"))
     conversation = Conversation((Message("user", parts), Message("assistant", (TextPart("different"),))))
     sample = Encoder(PreprocessConfig(image=SMALL), tokenizer).encode(conversation)
-    assert_equal(sample, reference(build_processor(tokenizer, SMALL), conversation), tokenizer)
+    assert_equal(sample, reference(build_processor(tokenizer, SMALL), conversation))
 
 
 # --- real and drawn receipts ----------------------------------------------------------------------------------
@@ -179,11 +173,13 @@ def test_receipts_equal_the_processor(spec: str, images: ImageConfig, tokenizer:
     processor = build_processor(tokenizer, images)
     for number in range(source.num_rows):
         conversation = recipe(source.row(number))
-        assert_equal(encoder.encode(conversation), reference(processor, conversation), tokenizer)
+        assert_equal(encoder.encode(conversation), reference(processor, conversation))
 
 
-def test_demo_chats_equal_the_processor(tokenizer: Any) -> None:
-    config = PreprocessConfig(recipe="chat", image=SMALL)
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_vl"])
+def test_demo_chats_equal_the_processor(tokenizer: Any, name: str) -> None:
+    """Of both families whose processor is Qwen3VLProcessor."""
+    config = PreprocessConfig(recipe="chat", image=SMALL, family=name)
     source = open_source("demo", layout="chat", limit=40)
     recipe, encoder = load_recipe("chat"), Encoder(config, tokenizer)
     processor = build_processor(tokenizer, SMALL)
@@ -191,7 +187,7 @@ def test_demo_chats_equal_the_processor(tokenizer: Any) -> None:
     for number in range(source.num_rows):
         conversation = recipe(source.row(number))
         seen_images.add(len(conversation.images))
-        assert_equal(encoder.encode(conversation), reference(processor, conversation), tokenizer)
+        assert_equal(encoder.encode(conversation), reference(processor, conversation), name)
     assert {0, 1, 2} <= seen_images  # or the comparison above compared less than it claims
 
 
@@ -246,4 +242,4 @@ def test_the_stored_shards_equal_the_processor_too(tokenizer: Any, tmp_path: Pat
         n = sample.length
         assert sample.input_ids[:n].tolist() == outputs["input_ids"][0].tolist()
         assert torch.equal(FAMILY.pixel_values(torch.from_numpy(sample.patches.copy())), outputs["pixel_values"])
-        assert np.array_equal(sample.position_ids[:, :n], rope_index(outputs, tokenizer)[:, 0].numpy())
+        assert np.array_equal(sample.position_ids[:, :n], positions_of(outputs, FAMILY.name))
