@@ -5,7 +5,8 @@
 For several numbers of heads (those of the presets, and of one under tensor parallelism), all configurations are
 compiled in parallel, then Triton's autotuner times each. For each kernel, the configuration is chosen whose worst ratio
 to the fastest, over the numbers of heads, is lowest. Prints the table, and the ratio of all kernels' time with the
-choice to that with the fastest of each. Writes kernel-choice-<date>.json and .md under --out.
+choice to that with the fastest of each. Writes kernel-choice-<date>.json and .md under --out, anew after each number of
+heads. It begins none for which the time until --limit may not suffice, and ends in any case 20 s after it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -37,15 +39,21 @@ def shape(key_heads: int, value_heads: int, tokens: int) -> DeltaNetShape:
     return DeltaNetShape(tokens, key_heads, value_heads, key_width=128, value_width=128, taps=4)
 
 
-def compile_all(shapes: list[DeltaNetShape]) -> None:
-    """Compiles all configurations for all shapes at once."""
+def compile_all(shapes: list[DeltaNetShape], limit: float) -> None:
+    """Compiles all configurations for all shapes at once. What is not ready in time is compiled when it is timed."""
     command = [sys.executable, "-W", "ignore", "-m", "model.kernels.compile_ahead"]
     requests = [
         json.dumps(dataclasses.asdict(Kernels(DecoderKernels(each, None), None, None, every=True))) for each in shapes
     ]
     running = [subprocess.Popen([*command, each], cwd=ROOT, stdout=subprocess.PIPE, text=True) for each in requests]
+    deadline = time.perf_counter() + limit
     for each, process in zip(shapes, running, strict=True):
-        lines = [json.loads(line) for line in process.communicate()[0].splitlines()]
+        try:
+            out = process.communicate(timeout=max(0.1, deadline - time.perf_counter()))[0]
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            out = process.communicate()[0]
+        lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
         kernels = [line["seconds"] for line in lines if "kernel" in line]
         print(f"{each}: {len(kernels)} compiled, {sum(kernels):.0f} s of CPU, exit {process.returncode}", flush=True)
 
@@ -78,7 +86,7 @@ def choose(found: list[Timings]) -> dict[str, str]:
     chosen = {}
     for kernel in found[0]:
         ratios = {
-            config: max(each[kernel][config] / min(each[kernel].values()) for each in found)
+            config: max(each[kernel].get(config, float("inf")) / min(each[kernel].values()) for each in found)
             for config in found[0][kernel]
         }
         chosen[kernel] = min(ratios, key=ratios.__getitem__)
@@ -111,14 +119,14 @@ def report(results: dict[str, Any]) -> str:
         for each in shapes.values():
             times = each[kernel]
             cells.append(
-                f"{min(times.values()):.3f}, {times[config]:.3f}, {of_the_table(kernel, times):.3f}, "
+                f"{min(times.values()):.3f}, {times.get(config, float('nan')):.3f}, {of_the_table(kernel, times):.3f}, "
                 f"{max(t for t in times.values() if t < float('inf')):.3f}"
             )
         lines.append(f"| {kernel} | `{config}` | " + " | ".join(cells) + " |")
     lines.append("")
     for name, each in shapes.items():
         best = sum(min(times.values()) for times in each.values())
-        one = sum(times[chosen[kernel]] for kernel, times in each.items()) / best
+        one = sum(times.get(chosen[kernel], float("nan")) for kernel, times in each.items()) / best
         table = sum(of_the_table(kernel, times) for kernel, times in each.items()) / best
         lines.append(
             f"- {name}: all kernels once {best:.3f} ms at best; {one:.3f} of it with one, {table:.3f} with the table"
@@ -132,33 +140,43 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--segments", type=int, default=16)
     parser.add_argument("--rep", type=int, default=20, help="milliseconds for which each configuration is timed")
+    parser.add_argument("--limit", type=float, default=100, help="seconds after which no number of heads is begun")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     options = parser.parse_args()
     begun = time.perf_counter()
+    watchdog = threading.Timer(options.limit + 20, os._exit, [124])
+    watchdog.daemon = True
+    watchdog.start()
+    options.out.mkdir(parents=True, exist_ok=True)
+    stem = options.out / f"kernel-choice-{datetime.date.today().isoformat()}"
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = folder
         shapes = {name: shape(*map(int, name.split(":")), options.tokens) for name in options.heads}
-        compile_all(list(shapes.values()))
+        compile_all(list(shapes.values()), 0.6 * options.limit)
         print(f"compiled after {time.perf_counter() - begun:.0f} s", flush=True)
         import torch
 
         found: dict[str, Timings] = {}
+        longest = 0.0
         for name, each in shapes.items():
+            start = time.perf_counter()
+            if start - begun + longest > options.limit:
+                print(f"{name}: no time left")
+                continue
             found[name] = timings_of(each, options.segments, options.rep)
+            longest = max(longest, time.perf_counter() - start)
             print(f"{name} timed after {time.perf_counter() - begun:.0f} s", flush=True)
-        results = {
-            "date": datetime.date.today().isoformat(),
-            "gpu": torch.cuda.get_device_name(),
-            "tokens": options.tokens,
-            "segments": options.segments,
-            "chosen": choose(list(found.values())),
-            "shapes": found,
-        }
-    options.out.mkdir(parents=True, exist_ok=True)
-    stem = options.out / f"kernel-choice-{results['date']}"
-    stem.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
-    stem.with_suffix(".md").write_text(report(results))
-    print(stem.with_suffix(".md").read_text())
+            results = {
+                "date": datetime.date.today().isoformat(),
+                "gpu": torch.cuda.get_device_name(),
+                "tokens": options.tokens,
+                "segments": options.segments,
+                "chosen": choose(list(found.values())),
+                "shapes": found,
+            }
+            stem.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+            stem.with_suffix(".md").write_text(report(results))
+            print(stem.with_suffix(".md").read_text(), flush=True)
 
 
 if __name__ == "__main__":
