@@ -290,7 +290,6 @@ def measure(name: str, datasets: list[VlmDataset], options: argparse.Namespace) 
         ("data.global_batch", 1),
         ("model.preset", name),
         ("model.mtp", False),
-        ("model.vision_recompute", options.vision_recompute),
         ("optimizer.lr", LEARNING_RATE),
         ("optimizer.weight_decay", WEIGHT_DECAY),
         ("optimizer.clip_grad", CLIP),
@@ -298,7 +297,7 @@ def measure(name: str, datasets: list[VlmDataset], options: argparse.Namespace) 
         ("optimizer.schedule", "constant"),
         ("run.steps", options.warmup + options.steps),
     ]
-    configs = [load_config(None, [*settings, ("model.recompute", each)]) for each in options.recompute]
+    configs = [load_config(None, [*settings, *recomputing(each)]) for each in options.recompute]
     architecture = architecture_of(configs[0])
     ways: dict[str, Callable[[], dict[str, Any]]] = {
         "ours": lambda: time_ours(architecture, configs, dataset, options),
@@ -315,6 +314,12 @@ def measure(name: str, datasets: list[VlmDataset], options: argparse.Namespace) 
         found = ways[way]() | {"gib_before": left, "way_seconds": time.monotonic() - begun}
         print(f"  {name} {way}: {json.dumps(found)}", flush=True)
         yield way, found
+
+
+def recomputing(text: str) -> list[tuple[str, Any]]:
+    """Settings of what ours computes again: ``none``, ``selective`` or ``full``, ``+vision`` for the tower's blocks."""
+    language, *vision = text.split("+")
+    return [("model.recompute", language), ("model.vision_recompute", vision == ["vision"])]
 
 
 def rows(results: dict[str, dict[str, dict[str, Any]]]) -> Iterator[str]:
@@ -369,9 +374,8 @@ def main() -> None:
         "--recompute",
         nargs="+",
         default=["none"],
-        help="what ours computes again, the first that fits: none, selective, full",
+        help="what ours computes again, the first that fits: none, selective, full; with +vision also the tower's blocks",
     )
-    parser.add_argument("--vision-recompute", action="store_true", help="ours also computes the tower's blocks again")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which no way begins")
     parser.add_argument("--label", default="", help="of the result files")

@@ -60,8 +60,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "vision + language, 3 ahead": {"vision_gpus": 1, "vision_ahead": 3},
     "tensor + sequence": {"tp": 2, "sp": True},
 }
-#: What a model of this size needs to fit beside its optimizer, in every layout.
-RECOMPUTED = {"4b": {"model.recompute": "selective", "model.vision_recompute": True}}
 KINDS = ("receipts", "texts")
 #: Of torch's allocator: blocks taken from the driver, and times it ran out and gave all of them back.
 ALLOCATOR = {"device_allocations": "num_device_alloc", "retries": "num_alloc_retries"}
@@ -191,7 +189,6 @@ def measure(case: Case, data: list[str], layout: dict[str, Any], options: argpar
         "run.out": str(out),
         "run.tensorboard": False,
         "run.profile": [last, last],
-        **RECOMPUTED.get(case.preset, {}),
         **{f"parallel.{name}": value for name, value in layout.items()},
     }
     config = load_config(None, list(settings.items()))
