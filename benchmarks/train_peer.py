@@ -374,7 +374,7 @@ def main() -> None:
         "--recompute",
         nargs="+",
         default=["none"],
-        help="what ours computes again, the first that fits: none, selective, full; with +vision also the tower's blocks",
+        help="what ours computes again, the first that fits: none, selective, full; +vision adds the tower's blocks",
     )
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which no way begins")
