@@ -4,9 +4,9 @@
     python benchmarks/delta_kernels.py --tiles
 
 One pack of 16,384 tokens in 16 samples, heads of the presets 0.8b and 2b (16 of keys, 16 of values) and 4b and 9b
-(16 and 32), bfloat16. Prints for each way the milliseconds of all its kernels together, forward and backward, and how
-long the host takes to launch them; then our kernels one by one, with the bytes that each must read and write at least
-divided by its time. With --tiles, each kernel with other tiles and numbers of warps instead.
+(16 and 32), bfloat16. Prints for each way, first ours, the time forward and backward, how long the host takes to launch
+it, and each kernel; for ours also the bytes that it must read and write at least, divided by its time. With --tiles,
+our kernels with other tiles and numbers of warps instead.
 """
 
 from __future__ import annotations
@@ -89,49 +89,41 @@ def host_microseconds(work: Callable[[], object], repeats: int = 20) -> float:
 
 def by_kernel(work: Callable[[], object], repeats: int = 10) -> Counter[str]:
     """Milliseconds of each kernel of the work."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(repeats):
             work()
         torch.cuda.synchronize()
     times: Counter[str] = Counter()
-    for event in found.events():
-        if str(event.device_type).endswith("CUDA"):
-            times[event.name] += event.device_time_total / 1e3 / repeats
+    for each in profile.profiler.kineto_results.events():
+        if each.device_type() == torch.autograd.DeviceType.CUDA and not each.is_user_annotation():
+            times[each.name()] += (each.end_ns() - each.start_ns()) / 1e6 / repeats
     return times
 
 
-def compare(heads: Heads) -> None:
-    """Prints the times of both ways."""
+def measure(heads: Heads, name: str) -> None:
+    """Prints the times of a way."""
     tensors, bounds, starts = arguments(heads)
-    ways: dict[str, Callable[[], Any]] = {
-        "before": lambda: theirs(tensors, bounds, heads),
-        "now": lambda: DeltaInputs.apply(*tensors, starts, heads),
-    }
-    print(f"\n{heads}, {TOKENS} tokens, {SAMPLES} samples")
-    print(
-        "| way | forward ms | backward ms | host forward µs | host backward µs | kernels |\n|---|---|---|---|---|---|"
-    )
-    for name, way in ways.items():
-        out = way()
-        grads = [torch.randn_like(each) for each in out]
 
-        def pull(out: Any = out, grads: Any = grads) -> None:
-            torch.autograd.grad(out, tensors, grads, retain_graph=True)
+    def way() -> Any:
+        return DeltaInputs.apply(*tensors, starts, heads) if name == "now" else theirs(tensors, bounds, heads)
 
-        pull()
-        kernels = by_kernel(lambda way=way, pull=pull: (way(), pull()), 3)
-        print(
-            f"| {name} | {milliseconds(way, 20):.3f} | {milliseconds(pull, 20):.3f} | {host_microseconds(way):.0f} | "
-            f"{host_microseconds(pull):.0f} | {len(kernels)} kinds, {sum(kernels.values()):.3f} ms |",
-            flush=True,
-        )
+    out = way()
+    grads = [torch.randn_like(each) for each in out]
+
+    def pull() -> None:
+        torch.autograd.grad(out, tensors, grads, retain_graph=True)
+
+    pull()
+    kernels = by_kernel(lambda: (way(), pull()))
+    print(f"\n{heads}, {TOKENS} tokens, {SAMPLES} samples: {name}")
+    print(f"forward {milliseconds(way):.3f} ms, launched in {host_microseconds(way):.0f} µs")
+    print(f"backward {milliseconds(pull):.3f} ms, launched in {host_microseconds(pull):.0f} µs")
+    print(f"kernels {sum(kernels.values()):.3f} ms")
     moved = bytes_of(heads)
     print("| kernel | ms | GB/s |\n|---|---|---|")
-    for name, took in kernels.most_common():
-        rate = f"{moved[name] / took / 1e6:.0f}" if name in moved else ""
-        print(f"| {name[:70]} | {took:.4f} | {rate} |")
+    for kernel, took in kernels.most_common():
+        rate = f"{moved[kernel] / took / 1e6:.0f}" if kernel in moved else ""
+        print(f"| {kernel[:70]} | {took:.4f} | {rate} |", flush=True)
 
 
 def try_tiles(heads: Heads) -> None:
@@ -164,8 +156,10 @@ def main() -> None:
     from model.kernels.configurations import choose_configurations
 
     choose_configurations(128, 128, torch.cuda.get_device_capability())
-    for values in (16, 32):
-        compare(Heads(16, values, 128, 128))
+    # First what needs few seconds: flash-linear-attention's convolution has several configurations to compile.
+    for name in ("now", "before"):
+        for values in (16, 32):
+            measure(Heads(16, values, 128, 128), name)
 
 
 if __name__ == "__main__":
