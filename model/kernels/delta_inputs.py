@@ -67,7 +67,7 @@ class DeltaInputs(torch.autograd.Function):
             _columns(projected, heads)[1], a_log, dt_bias, (decay, beta), drates, blocks[:, size:], block=BLOCK
         )
         convolve_backward(projected, taps, first, heads, (query, key, value), dx, blocks)
-        dgate.copy_(gate)
+        _copy_rows(gate, dgate)
         sums = blocks.sum(0)
         if taps.dtype == a_log.dtype == dt_bias.dtype:  # one conversion in place of three
             sums = sums.to(taps.dtype)
@@ -104,6 +104,15 @@ def run_delta_inputs(shape: DeltaNetShape, device: str) -> None:
         heads,
     )
     torch.autograd.backward(out, [torch.ones_like(each) for each in out])
+
+
+def _copy_rows(source: Tensor, target: Tensor) -> None:
+    """Copies, eight bytes at once where possible: torch copies rows that are apart value by value."""
+    values = 8 // target.element_size()
+    sizes = [n for x in (source, target) for n in (x.shape[1], x.stride(0), x.storage_offset())]
+    if source.dtype == target.dtype and source.stride(1) == 1 and not any(n % values for n in sizes):
+        source, target = source.view(torch.int64), target.view(torch.int64)
+    target.copy_(source)
 
 
 def _columns(projected: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
