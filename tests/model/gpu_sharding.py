@@ -206,9 +206,11 @@ def layout(folder: Path, name: str) -> None:
     """Four steps in a layout, sharded and not."""
     settings = LAYOUTS[name]
     moe = "parallel.ep" in settings
-    plain, sharded = (
-        Run(small(moe), folder / "none", fsdp, settings, small_pack).steps(0, STEPS) for fsdp in (False, True)
-    )
+    found = []
+    for fsdp in (False, True):
+        say(f"    {'sharded' if fsdp else 'unsharded'} …")  # a failure on the device names no line
+        found.append(Run(small(moe), folder / "none", fsdp, settings, small_pack).steps(0, STEPS))
+    plain, sharded = found
     pairs = [
         (a.loss, b.loss, b.loss / a.loss - 1, a.grad_norm, b.grad_norm, b.grad_norm / a.grad_norm - 1)
         for a, b in zip(plain, sharded, strict=True)
