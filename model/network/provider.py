@@ -145,13 +145,9 @@ def transformer_engine_provider(*packages: str, compiled: bool = False) -> Provi
             return TENorm(plain, hidden_size, eps)
 
     class TransformerEngineProvider(TESpecProvider):
-        """Transformer Engine's linear layers, RMS norms and attention."""
+        """Transformer Engine's linear layers, norms and attention."""
 
         compiled: bool
-
-        def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> Any:
-            # Transformer Engine's layer norm takes the host 0.2 ms per call, with an H200; torch's is one call of C++.
-            return super().layer_norm(rms_norm, for_qk, has_residual) if rms_norm else LayerNorm
 
         def plain_rms_norm(self) -> Any:
             return PlainNorm
