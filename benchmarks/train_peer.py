@@ -185,9 +185,23 @@ def time_peer(
     emptied()
     step = PeerStep(peer_of(architecture, checkpointing))
     count = options.batch or largest_batch(step, dataset, options)
-    if not count:
-        return {"batch": 0}
-    emptied()
+    while count:
+        emptied()
+        try:
+            return time_batches(step, architecture, dataset, count, options)
+        except torch.OutOfMemoryError:
+            # Batches of other lengths leave gaps in the allocator's memory, which the search did not meet.
+            print(f"  batches of {count} run out of memory after all", flush=True)
+        del step
+        emptied()
+        step, count = PeerStep(peer_of(architecture, checkpointing)), count - 1
+    return {"batch": 0}
+
+
+def time_batches(
+    step: PeerStep, architecture: Architecture, dataset: VlmDataset, count: int, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Figures of transformers' model with batches of so many samples."""
     order = np.random.default_rng(0).permutation(len(dataset)).tolist()
     chosen = [list(itertools.islice(itertools.cycle(order), i * count, (i + 1) * count)) for i in range(options.steps)]
     batches = [padded(dataset, numbers) for numbers in chosen]

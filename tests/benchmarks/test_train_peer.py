@@ -56,6 +56,27 @@ def test_the_search_for_the_largest_batch_leaves_the_model_as_it_is(tmp_path: Pa
     assert not all(torch.equal(each, before[name]) for name, each in model.named_parameters())
 
 
+def test_a_batch_that_runs_out_of_memory_while_timed_is_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a fresh model each time, so that its first loss is that of untrained weights."""
+    tried: list[tuple[int, int]] = []
+    made: list[str] = []
+
+    def time_batches(step: Any, _: Any, __: Any, count: int, ___: Any) -> dict[str, Any]:
+        tried.append((step, count))
+        if count > 3:
+            raise torch.OutOfMemoryError
+        return {"batch": count}
+
+    monkeypatch.setattr(train_peer, "peer_of", lambda *_: made.append("model"))
+    monkeypatch.setattr(train_peer, "PeerStep", lambda _: len(made))
+    monkeypatch.setattr(train_peer, "largest_batch", lambda *_: 5)
+    monkeypatch.setattr(train_peer, "time_batches", time_batches)
+    architecture: Any = None
+    dataset: Any = None
+    assert train_peer.time_peer(architecture, dataset, False, argparse.Namespace(batch=None)) == {"batch": 3}
+    assert tried == [(1, 5), (2, 4), (3, 3)]
+
+
 def test_ours_takes_the_first_recomputation_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     def time_packs(_: Any, config: Any, *__: Any) -> dict[str, Any]:
         if config.model.recompute == "none":
