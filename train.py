@@ -97,7 +97,7 @@ def main(
 
         torchrun --nproc-per-node 8 --master-addr 127.0.0.1 train.py --data D --preset 9b --set parallel.fsdp=true
 
-        torchrun --nproc-per-node 8 --master-addr 127.0.0.1 train.py --data D --preset 9b --set parallel.vision_gpus=2
+        torchrun --nproc-per-node 8 --master-addr 127.0.0.1 train.py --data D --preset 9b --set parallel.vision_gpus=4
 
         python train.py --config runs/cord/checkpoints/step-00000500/config.toml --resume
 

@@ -234,7 +234,7 @@ def report(rows: dict[str, dict[str, Any]], options: argparse.Namespace) -> str:
         "",
         f"`torchrun --nproc-per-node {dist.get_world_size()} benchmarks/vision_gpus.py` on {dist.get_world_size()} x "
         f"{device_name()}, torch {torch.__version__}, bf16; {options.global_batch} packs of "
-        f"{options.capacity} tokens a step in every layout, {options.steps} steps counted after one; MTP on. Memory "
+        f"{options.capacity} tokens a step in every layout, steps counted after one: {options.steps}; MTP on. Memory "
         "and `busy` by rank: with separate sides rank 0 is the tower. `busy`: share of a profiled step in which a "
         "kernel other than a message ran; `queued`: the median time from a kernel's launch to its start. Waits: of the "
         "tower for gradients, of the language model for rows, as shares "

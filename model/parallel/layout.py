@@ -44,7 +44,7 @@ def _require_sides(world: int, vision: int, vision_tensor: int, need: int) -> No
         return
     fitting = [size for size in range(vision_tensor, world, vision_tensor) if (world - size) % need == 0]
     instead = (
-        f"choose {', '.join(map(str, fitting[:8]))}{', …' if len(fitting) > 8 else ''}"
+        f"sizes that do: {', '.join(map(str, fitting[:8]))}{', …' if len(fitting) > 8 else ''}"
         if fitting
         else f"start at least {counted(vision_tensor + need, 'process', 'processes')}"
     )

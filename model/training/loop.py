@@ -91,7 +91,8 @@ def train(config: TrainConfig, device: torch.device, resume: bool, kernels: Kern
             model = build(config, architecture, place, device)
             trained = freeze(model, config.model.freeze)
         learner = build_learner(model, config, device, parameter_dtype(config, device))
-        vision = vision_side(learner, config, architecture, device, parameter_dtype(config, device), loader)
+        loaders = {"data": loader} | {f"evaluation data ({each.name})": each.loader for each in sets}
+        vision = vision_side(learner, config, architecture, device, parameter_dtype(config, device), loaders)
         done, notes = load_start(config, architecture, place, checkpoints, start, learner, loader)
         with together():
             log = stack.enter_context(RunLog(config, place.rank == 0, done if resume else None))

@@ -8,7 +8,7 @@ pass makes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -151,9 +151,17 @@ def vision_side(
     architecture: Architecture,
     device: torch.device,
     dtype: torch.dtype,
-    loader: StreamingLoader,
+    loaders: Mapping[str, StreamingLoader],
 ) -> VisionSide | None:
     """Returns this rank's part of the work of both sides; None if the same ranks hold both. A collective.
+
+    Args:
+        learner: This side's model.
+        config: Configuration of the run.
+        architecture: The whole model.
+        device: Device of this rank.
+        dtype: Type of the rows.
+        loaders: Loaders whose packs both sides compute, by what messages call their data.
 
     Raises:
         ConfigError: If ranks plan different packs, so that one would wait for rows that another does not send.
@@ -162,13 +170,18 @@ def vision_side(
     if ranks is None:
         return None
     with together():
-        plans = gathered((tuple(each for _, each in loader.fingerprints), loader.plan_config.fingerprint()))
-        different = [rank for rank, plan in enumerate(plans) if plan != plans[0]]
-        if different:
-            raise ConfigError(
-                f"ranks {different[:8]} have other data than rank 0, or plan other packs of it: with "
-                "parallel.vision_gpus all ranks must see the same datasets"
-            )
+        own = [
+            (name, tuple(each for _, each in loader.fingerprints), loader.plan_config.fingerprint())
+            for name, loader in loaders.items()
+        ]
+        for plans in zip(*gathered(own), strict=True):
+            name = plans[0][0]
+            different = [rank for rank, plan in enumerate(plans) if plan[1:] != plans[0][1:]]
+            if different:
+                raise ConfigError(
+                    f"ranks {different[:8]} have other {name} than rank 0, or plan other packs of it: with "
+                    "parallel.vision_gpus all ranks must see the same datasets"
+                )
     names = gathered(unwrapped(learner.model[0]).metric_names)
     if ranks.holds_tower:
         unwrapped(learner.model[0]).metric_names = names[-1]

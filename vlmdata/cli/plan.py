@@ -30,7 +30,7 @@ def plan(
     ] = None,
     epoch: Annotated[int, typer.Option(help="Epoch to plan.")] = 0,
     vision_gpus: Annotated[
-        int | None, typer.Option(help="Estimate a vision tower on so many GPUs of its own (parallel.vision_gpus).")
+        int | None, typer.Option(help="Estimate a vision tower on this many GPUs of its own (parallel.vision_gpus).")
     ] = None,
     gpus: Annotated[int, typer.Option(help="GPUs of both sides, with --vision-gpus.")] = 8,
     vision_ahead: Annotated[
@@ -84,7 +84,10 @@ def plan(
         splits = estimate_splits(planned, gpus, layout.tensor_parallel * layout.context_parallel, stages, vision_ahead)
         if vision_gpus not in [each.vision_gpus for each in splits]:
             fitting = ", ".join(str(each.vision_gpus) for each in splits)
-            raise UsageError(f"--vision-gpus {vision_gpus} of --gpus {gpus} leaves no whole layout; choose {fitting}")
+            raise UsageError(
+                f"--vision-gpus {vision_gpus} of --gpus {gpus} does not fit: the other GPUs must hold whole layouts, "
+                f"whose number must divide --global-batch {config.global_batch}; choose {fitting}"
+            )
     if as_json:
         split = {"splits": [dataclasses.asdict(each) for each in splits]} if splits else {}
         print(json.dumps({"data": places, "config": config.to_dict(), **report.to_dict(), **split}, indent=2))
@@ -111,7 +114,7 @@ def _print_splits(splits: Sequence[Split], chosen: int, gpus: int) -> None:
 
     best = best_split(splits).vision_gpus
     table = Table(
-        *("GPUs for vision", "for language", "vision waits", "language waits", "speed of one layout", ""),
+        *("GPUs for vision", "for language", "vision waits", "language waits", "relative to one layout", ""),
         title=f"vision on some of {gpus} GPUs, by arithmetic alone",
         title_justify="left",
     )

@@ -220,23 +220,27 @@ def test_all_end_when_a_rank_of_the_tower_dies_or_is_asked_to_stop(
         assert len(list((out / "checkpoints").glob("step-*"))) == 1
 
 
-def other_data(datasets: list[Path], out: Path) -> str:
-    """What this rank says if rank 0 has one dataset and the others another."""
+def other_data(datasets: list[Path], out: Path, evaluation: bool) -> str:
+    """What this rank says if rank 0 has one dataset, to train or to evaluate on, and the others another."""
     import torch.distributed as dist
 
+    own = datasets[min(dist.get_rank(), 1)]
+    settings = {"parallel.vision_gpus": 1} | ({"data.eval_paths": [str(own)]} if evaluation else {})
     try:
-        train_all(datasets[min(dist.get_rank(), 1)], [(out, {"parallel.vision_gpus": 1}, None)])
+        train_all(datasets[0] if evaluation else own, [(out, settings, None)])
     except ConfigError as error:
         return str(error)
     return ""
 
 
+@pytest.mark.parametrize("evaluation", [False, True])
 def test_ranks_that_would_wait_for_rows_that_are_not_sent_are_refused(
-    chats: Path, validation: Path, tmp_path: Path
+    chats: Path, validation: Path, tmp_path: Path, evaluation: bool
 ) -> None:
-    said = run_in_all(other_data, [chats, validation], tmp_path / "run", world=2)
+    said = run_in_all(other_data, [chats, validation], tmp_path / "run", evaluation, world=2)
     assert said[0] == said[1]
-    assert "ranks [1] have other data than rank 0" in said[0]
+    name = f"evaluation data ({chats.name})" if evaluation else "data"
+    assert f"ranks [1] have other {name} than rank 0" in said[0]
 
 
 @pytest.mark.parametrize(
@@ -252,7 +256,7 @@ def test_ranks_that_would_wait_for_rows_that_are_not_sent_are_refused(
             ["parallel.vision_gpus=3", "parallel.vision_tp=3"],
             "parallel.vision_tp 3 does not divide vision.num_heads",
         ),
-        (2, ["parallel.vision_gpus=2"], "parallel.vision_gpus 2 does not fit world size 2: .* choose 1$"),
+        (2, ["parallel.vision_gpus=2"], "parallel.vision_gpus 2 does not fit world size 2: .* sizes that do: 1$"),
         (
             4,
             ["parallel.vision_gpus=1", "data.global_batch=2"],
