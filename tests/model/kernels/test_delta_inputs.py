@@ -112,8 +112,7 @@ def in_the_model() -> None:
         nets = [each for each in model.modules() if isinstance(each, gated_delta_net.TorchGatedDeltaNet)]
         for recomputed in (None, False, True):
             for number, net in enumerate(nets):
-                # One layer is enough to see recomputation: the interpreter is slow.
-                own = recomputed is False or (recomputed and number == 0)
+                own = recomputed is not None and number == 0  # one layer: the interpreter is slow
                 net.__class__ = gated_delta_net.KernelGatedDeltaNet if own else gated_delta_net.TorchGatedDeltaNet
                 if own:
                     net.gated_delta_rule, net.recompute_norm_out = rule, recomputed

@@ -89,10 +89,10 @@ def test_each_token_gets_its_row(packs: list[list[list[tuple[int, int]]]], ranks
         (
             4,
             {"vision": 1, "tensor": 2},
-            "vision_gpus 1 does not fit world size 4.* a multiple of .* = 2; choose 2$",
+            "vision_gpus 1 does not fit world size 4.* a multiple of .* = 2; sizes that do: 2$",
         ),
-        (8, {"vision": 3, "vision_tensor": 2}, "a multiple of parallel.vision_tp 2 and .* choose 2, 4, 6$"),
-        (2, {"vision": 2}, "does not fit world size 2.* choose 1$"),
+        (8, {"vision": 3, "vision_tensor": 2}, "a multiple of parallel.vision_tp 2 and .* sizes that do: 2, 4, 6$"),
+        (2, {"vision": 2}, "does not fit world size 2.* sizes that do: 1$"),
         (2, {"vision": 1, "tensor": 2}, "= 2; start at least 3 processes"),
         (5, {"vision": 1, "expert": 3}, "expert-parallel size 3 does not divide the 4 processes"),
     ],
