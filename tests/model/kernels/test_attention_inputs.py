@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.model.helpers import relative
+from tests.model.kernels.interpreter import run_interpreted
 from tests.model.kernels.test_gating import bare
 
 pytest.importorskip("megatron.core")
@@ -123,10 +121,4 @@ def in_the_layer() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
 @pytest.mark.parametrize("check", [interpreted, in_the_layer])
 def test_they_equal_the_plain_code(check: Any) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", f"import {__name__} as here; here.{check.__name__}()"],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_interpreted(__name__, check.__name__)

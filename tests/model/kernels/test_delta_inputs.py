@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +14,7 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from tests.model.helpers import relative
+from tests.model.kernels.interpreter import run_interpreted
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("triton")
@@ -68,19 +66,9 @@ def every_rate() -> None:
     torch.testing.assert_close(beta.double(), alpha.double().sigmoid(), rtol=1e-6, atol=0)
 
 
-def in_a_process(call: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", f"import {__name__} as here; here.{call}()"],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-
-
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
 def test_the_kernels_equal_the_plain_code_in_float64() -> None:
-    in_a_process("interpreted")
+    run_interpreted(__name__, "interpreted")
 
 
 def in_the_model() -> None:
@@ -130,4 +118,4 @@ def in_the_model() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
 def test_a_model_with_them_has_the_loss_and_gradients_of_plain_torch() -> None:
-    in_a_process("in_the_model")
+    run_interpreted(__name__, "in_the_model")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.model.helpers import relative
+from tests.model.kernels.interpreter import run_interpreted
 
 #: Tokens, heads, width of a head, dtype, and the error that its rounding allows.
 CASES = (
@@ -54,10 +52,4 @@ def interpreted() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
 def test_they_equal_the_plain_code() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", f"import {__name__} as here; here.interpreted()"],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_interpreted(__name__, "interpreted")

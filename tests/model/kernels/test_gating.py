@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.model.helpers import relative, small_architecture
+from tests.model.kernels.interpreter import run_interpreted
 
 pytest.importorskip("megatron.core")
 
@@ -92,13 +90,7 @@ def bare(kind: Any) -> Any:
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
 def test_the_kernels_equal_the_plain_code() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", f"import {__name__} as here; here.interpreted(); here.in_the_layers()"],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_interpreted(__name__, "interpreted", "in_the_layers")
 
 
 def test_a_decoder_layer_takes_them_if_torch_shall_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
