@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from tests.model.helpers import relative
+from tests.model.kernels.interpreter import run_interpreted
 
 pytest.importorskip("megatron.core")
 
@@ -39,10 +37,4 @@ def interpreted() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
 def test_the_kernel_equals_the_plain_rotation() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", f"from {__name__} import interpreted; interpreted()"],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_interpreted(__name__, "interpreted")
