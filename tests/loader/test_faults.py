@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
+from torch.utils.data import DataLoader
 
 from tests.loader.consumer import consume
 from tests.loader.helpers import assert_same, epoch_of, packs_of, stream, wait_until, worker_pids
@@ -46,6 +47,19 @@ class TestKilledWorkers:
             assert len(first) == 2
             assert not set(first) & set(worker_pids())  # both were replaced: they shared a queue
         assert_same(found, whole)
+
+    def test_are_nothing_to_a_data_loader_of_the_program(self, chat: Path) -> None:
+        """Its handler of SIGCHLD raises in the main thread, wherever that is, for each killed worker it knows of."""
+        assert list(DataLoader(range(4), num_workers=1)) == [0, 1, 2, 3]
+        assert callable(signal.getsignal(signal.SIGCHLD))
+        with stream(chat, num_workers=2) as loader:
+            iterator = iter(loader)
+            found = [next(iterator)]
+            for pid in worker_pids():
+                kill([pid])
+                time.sleep(0.1)  # where the signal arrives
+            found += iterator
+        assert_same(found, epoch_of(chat))
 
     def test_after_every_few_batches_is_not_too_often(self, chat: Path) -> None:
         found = []

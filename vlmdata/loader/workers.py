@@ -1,9 +1,10 @@
 """Makes batches in order: in this process, or ahead of time in PyTorch DataLoader workers.
 
 The DataLoader iterates over requests (its sampler), each with the name of a buffer. A worker fills the buffer and
-returns only the number of bytes read. The DataLoader runs in a separate thread, which also keeps PyTorch from
-installing its SIGCHLD handler: the handler would raise in the middle of the training step when a worker dies. Here, a
-dead worker is noticed when its batch is due, and the pipeline starts again from exactly that batch.
+returns only the number of bytes read. A dead worker is noticed when its batch is due, and the pipeline starts again
+from exactly that batch. PyTorch's SIGCHLD handler would raise in the middle of the training step instead. It is kept out
+in two ways: the DataLoader runs in a separate thread, which cannot install it, and its workers are taken off the list of
+those the handler looks at, because another DataLoader of the program may have installed it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.data._utils.signal_handling import _remove_worker_pids
 
 from vlmdata.errors import ResourceError, VlmdataError
 from vlmdata.loader.buffers import BufferMaps, BufferName, BufferPool, Lease
@@ -210,7 +212,9 @@ class WorkerPipeline[Item](Pipeline[Item]):
             generator=torch.Generator(),  # otherwise every start draws from the training's random stream
             multiprocessing_context=worker_context(self._config.multiprocessing_context),
         )
-        return iter(loader)
+        iterator = iter(loader)
+        _take_off_list(iterator)
+        return iterator
 
     def _deliver(self, request: PackRequest, lease: Lease, filled: Filled) -> None:
         if not self.stopped.is_set():
@@ -220,6 +224,13 @@ class WorkerPipeline[Item](Pipeline[Item]):
 def _is_only_late(error: RuntimeError) -> bool:
     """Whether DataLoader says that no batch came in time, with all workers alive: the next call goes on waiting."""
     return str(error).startswith("DataLoader timed out")
+
+
+def _take_off_list(iterator: Any) -> None:
+    """Keeps PyTorch's SIGCHLD handler from raising when one of the iterator's workers dies, or is killed here."""
+    if iterator._worker_pids_set:
+        iterator._worker_pids_set = False  # else the iterator would take them off again at its end, an error
+        _remove_worker_pids(id(iterator))
 
 
 def _kill_workers(iterator: Any, wait: bool = True) -> bool:
