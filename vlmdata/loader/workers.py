@@ -2,9 +2,9 @@
 
 The DataLoader iterates over requests (its sampler), each with the name of a buffer. A worker fills the buffer and
 returns only the number of bytes read. A dead worker is noticed when its batch is due, and the pipeline starts again
-from exactly that batch. PyTorch's SIGCHLD handler would raise in the middle of the training step instead. It is kept out
-in two ways: the DataLoader runs in a separate thread, which cannot install it, and its workers are taken off the list of
-those the handler looks at, because another DataLoader of the program may have installed it.
+from exactly that batch. PyTorch's SIGCHLD handler would raise in the middle of the training step instead. Two things
+keep it out: the DataLoader runs in a separate thread, which cannot install it, and its workers are taken off the list of
+processes that it looks at, because another DataLoader of the program may have installed it.
 """
 
 from __future__ import annotations
