@@ -3,8 +3,8 @@
 The DataLoader iterates over requests (its sampler), each with the name of a buffer. A worker fills the buffer and
 returns only the number of bytes read. A dead worker is noticed when its batch is due, and the pipeline starts again
 from exactly that batch. PyTorch's SIGCHLD handler would raise in the middle of the training step instead. Two things
-keep it out: the DataLoader runs in a separate thread, which cannot install it, and its workers are taken off the list of
-processes that it looks at, because another DataLoader of the program may have installed it.
+keep it out: the DataLoader runs in a separate thread, which cannot install it, and its workers are taken off the list
+of processes that it looks at, because another DataLoader of the program may have installed it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader
-from torch.utils.data._utils.signal_handling import _remove_worker_pids
 
 from vlmdata.errors import ResourceError, VlmdataError
 from vlmdata.loader.buffers import BufferMaps, BufferName, BufferPool, Lease
