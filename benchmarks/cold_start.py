@@ -28,6 +28,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -71,10 +72,23 @@ def run(way: str, options: argparse.Namespace, caches: Path) -> dict[str, Any]:
         code = "no end"
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # the loader's workers, too
+    wait_for_memory()
     if not report.exists():
         print(f"   {way}: {code} after {options.limit} s at most", flush=True)
         return {}
     return json.loads(report.read_text())
+
+
+def wait_for_memory(seconds: float = 30.0) -> None:
+    """Waits until the driver has freed the memory of the process that ended, which the next one may need."""
+    device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    query = ["nvidia-smi", f"--id={device}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and shutil.which(query[0]):
+        used = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+        if used.isdigit() and int(used) < 2048:  # MiB
+            return
+        time.sleep(0.5)
 
 
 def summary(found: dict[str, Any]) -> dict[str, Any]:
