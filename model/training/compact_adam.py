@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import mmap
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -83,7 +84,7 @@ def host_memory(count: int, dtype: torch.dtype, page_locked: bool) -> Tensor:
     A fork would copy all page-locked pages, for each worker of the loader. Page-locking goes by pages, and torch's own
     allocator would round each tensor up to a power of two: so moments share one allocation.
     """
-    block = mmap.mmap(-1, max(count * dtype.itemsize, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    block = _HostBlock(-1, max(count * dtype.itemsize, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     block.madvise(mmap.MADV_DONTFORK)
     with contextlib.suppress(OSError):  # a kernel may have none
         block.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to lock
@@ -91,7 +92,24 @@ def host_memory(count: int, dtype: torch.dtype, page_locked: bool) -> Tensor:
     if page_locked:
         cudart: Any = torch.cuda.cudart()
         torch.cuda.check_error(int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
+        block.locked = memory.data_ptr()
     return memory
+
+
+class _HostBlock(mmap.mmap):
+    """Memory that is unlocked before it is unmapped.
+
+    Otherwise CUDA takes whatever is mapped at these addresses next for page-locked. PyTorch then copies it to the
+    device asynchronously from where it lies, and the process changes it before it is read.
+    """
+
+    locked: int | None = None
+
+    def __del__(self) -> None:
+        # Runs before mmap's own deallocation; a weak reference's callback would run after it.
+        if self.locked is not None and not sys.is_finalizing():  # a process that ends unlocks all
+            cudart: Any = torch.cuda.cudart()
+            cudart.cudaHostUnregister(self.locked)
 
 
 def _pieces(*tensors: Tensor) -> Iterator[list[Tensor]]:

@@ -18,6 +18,7 @@ The exit code is the number of failures.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import faulthandler
 import gc
@@ -306,6 +307,20 @@ def moments(_: Path) -> None:
             assert most == 0 if dtype == torch.float32 else 0 < most < 1e-2
     finally:
         compact_adam.PIECE = piece
+    if CUDA:
+        unlocked()
+
+
+def unlocked() -> None:
+    """Host memory that is freed is page-locked no more: what lies there next would be copied without waiting."""
+    memory = compact_adam.host_memory(2**20, torch.float32, page_locked=True)
+    address, view = memory.data_ptr(), memory[4096:]
+    del memory
+    assert view.is_pinned()
+    del view
+    # The same addresses, mapped or not: only CUDA is asked about them.
+    stale = torch.frombuffer((ctypes.c_char * 2**22).from_address(address), dtype=torch.float32)
+    assert not stale.is_pinned()
 
 
 def speed(_: Path, name: str, sort: str) -> None:

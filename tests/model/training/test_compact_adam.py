@@ -99,3 +99,31 @@ def test_runs_continue_from_each_other(whole: Path, chats: Path, tmp_path: Path)
     for last, wanted in zip(steps_of(out)[4:], steps_of(whole)[4:], strict=True):
         assert last["loss"] == pytest.approx(wanted["loss"], rel=2e-3)
     assert last["loss"] != wanted["loss"]
+
+
+def test_host_memory_is_unlocked_before_it_is_unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else CUDA takes what is mapped there next for page-locked, and copies from it after it has changed."""
+    calls: list[tuple[str, bool]] = []
+
+    def mapped(address: int) -> bool:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        bounds = [[int(bound, 16) for bound in line.split()[0].split("-")] for line in lines]
+        return any(first <= address < end for first, end in bounds)
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+            calls.append(("lock", mapped(address)))
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> int:
+            calls.append(("unlock", mapped(address)))
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    memory = host_memory(2**20, torch.float32, page_locked=True)
+    part = memory[4096:]
+    del memory
+    assert calls == [("lock", True)]  # a part of it is in use
+    del part
+    assert calls == [("lock", True), ("unlock", True)]
