@@ -131,14 +131,19 @@ def _run(file: Path | None, overrides: list[str | tuple[str, Any]], resume: bool
 def _train(config: TrainConfig, resume: bool, kernels: KernelsAhead | None) -> int:
     from model.parallel.environment import before_megatron
     from model.training.config import ConfigError
+    from model.training.kernels import needs_compiler
 
-    before_megatron(launch_order=not config.parallel.fsdp or config.parallel.tp > 1)
+    launch_order = not config.parallel.fsdp or config.parallel.tp > 1
+    before_megatron(launch_order=launch_order, compiled=needs_compiler(config), open_cuda=True)
+    from model.kernels.ahead import hash_triton
     from model.parallel import groups
     from model.parallel.cpu_mode import cpu_mode_if_needed
     from model.training.build import device_of_this_process
     from model.training.loop import train
 
     device, parallel = device_of_this_process(), config.parallel
+    if device.type == "cuda":
+        hash_triton()
     with cpu_mode_if_needed():
         try:
             groups.initialize(

@@ -201,8 +201,8 @@ def main() -> None:
 
     def prepared(**options: Any) -> None:
         probe.mark("configuration checked")
+        probe.after(environment, "_load_bundled_cudnn", "torch imported")
         prepare(**options)
-        probe.mark("torch imported")
         import importlib.util
 
         if importlib.util.find_spec("triton") is not None:

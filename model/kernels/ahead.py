@@ -117,6 +117,15 @@ class KernelsAhead:
         self.close()
 
 
+def hash_triton() -> threading.Thread:
+    """Has Triton hash its library of 400 MB in a thread, for which the first kernel would wait."""
+    from triton.runtime import cache
+
+    thread = threading.Thread(target=getattr(cache, "triton_key", lambda: None), daemon=True)
+    thread.start()
+    return thread
+
+
 def can_compile_ahead() -> bool:
     """True if flash-linear-attention, whose kernels are compiled, is installed."""
     return importlib.util.find_spec("fla") is not None

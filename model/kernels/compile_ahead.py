@@ -19,10 +19,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any
 
+from model.kernels.ahead import hash_triton
 from model.kernels.configurations import HOPPER, choose_configurations
 from model.kernels.cross_entropy import run_cross_entropy
 from model.kernels.decoder import DecoderKernels
 from model.kernels.delta_net import autotuners
+from model.kernels.hollow import import_flash_linear_attention
 
 
 class Collector(Executor):
@@ -212,6 +214,8 @@ def main() -> None:
     if not machine_has_hopper():
         return
     pretend_hopper()
+    hashing = hash_triton()
+    import_flash_linear_attention()
     decoder = DecoderKernels.of(request["decoder"])
     if not request["every"]:
         choose_configurations(decoder.delta_net.key_width, decoder.delta_net.value_width, HOPPER)
@@ -228,6 +232,7 @@ def main() -> None:
 
     calls = collect(lambda: run_all_configurations(run))
     print(json.dumps({"kernels": len(calls)}), flush=True)
+    hashing.join()  # so that no fork does it again
     failed = compile_in_forks(calls, len(os.sched_getaffinity(0)))
     sys.exit(1 if failed else 0)
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import sys
-import types
 from functools import cache
-from pathlib import Path
 from typing import Any
 
+from model.kernels.hollow import hollow
+
 #: Packages of the kernels. Their own ``__init__`` loads libraries for CUDA.
-_PACKAGES = ("transformer_engine", *(f"transformer_engine.{name}" for name in ("common", "pytorch")))
+_PACKAGES = (
+    "transformer_engine",
+    "transformer_engine.common",
+    "transformer_engine.common.triton",
+    "transformer_engine.pytorch",
+    "transformer_engine.pytorch.triton",
+)
 
 
 def run_cross_entropy(vocabulary: int, device: str) -> None:
@@ -36,13 +40,5 @@ def run_cross_entropy(vocabulary: int, device: str) -> None:
 
 @cache
 def _without_the_package() -> Any:
-    """Imports the module of the kernels with empty modules in place of its packages."""
-    found = importlib.util.find_spec("transformer_engine")
-    if found is None or not found.submodule_search_locations:
-        raise ImportError("Transformer Engine is not installed")
-    root = Path(found.submodule_search_locations[0]).parent
-    for name in (*_PACKAGES, *(f"{package}.triton" for package in _PACKAGES[1:])):
-        empty = types.ModuleType(name)
-        empty.__path__ = [str(root.joinpath(*name.split(".")))]
-        sys.modules[name] = empty
-    return importlib.import_module("transformer_engine.pytorch.triton.cross_entropy")
+    with hollow(*_PACKAGES):
+        return importlib.import_module("transformer_engine.pytorch.triton.cross_entropy")

@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,15 @@ from model.kernels.flash_cache import flash_attention_4_is_installed, keep_compi
 from vlmdata.errors import ResourceError, VlmdataError
 
 
-def before_megatron(launch_order: bool = True) -> None:
+def before_megatron(launch_order: bool = True, compiled: bool = True, open_cuda: bool = False) -> None:
     """Sets up cuDNN, the order of CUDA work and the kernel cache, and silences megatron-core's warnings.
 
     Args:
         launch_order: Run CUDA work in the order in which it is launched. The overlap of tensor-parallel messages with
             matrix products relies on it. It holds up messages of other streams, such as those that gather sharded
             weights.
+        compiled: Whether torch may compile functions of megatron-core on GPUs.
+        open_cuda: Create the CUDA context of this process's GPU meanwhile, if there is one.
 
     Raises:
         VlmdataError: If megatron-core is not installed.
@@ -36,6 +39,9 @@ def before_megatron(launch_order: bool = True) -> None:
         )
     if launch_order:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if open_cuda:
+        os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch does before it opens CUDA
+        threading.Thread(target=_open_cuda, daemon=True).start()
     if flash_attention_4_is_installed():
         keep_compiled()  # Transformer Engine imports the package too, which reads the environment only once
     _load_bundled_cudnn()
@@ -46,7 +52,10 @@ def before_megatron(launch_order: bool = True) -> None:
     for module in ("megatron", "transformer_engine", "torch.distributed.checkpoint", "model.parallel.cpu_mode"):
         warnings.filterwarnings("ignore", module=module)
     warnings.filterwarnings("ignore", category=SyntaxWarning)
-    _import_uncompiled_without_cuda()
+    import torch
+
+    if not (compiled and torch.cuda.is_available()):
+        _import_uncompiled()
 
 
 def adopt_slurm_ranks() -> None:
@@ -106,16 +115,26 @@ def _is_installed(name: str) -> bool:
         return False
 
 
-def _import_uncompiled_without_cuda() -> None:
-    """Imports megatron-core without torch's compiler on machines without CUDA.
+def _open_cuda() -> None:
+    """Creates the CUDA context that torch will use. Python's imports go on while it waits for the driver."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    if not cuda.cuInit(0) and not cuda.cuDeviceGet(ctypes.byref(device), int(os.environ.get("LOCAL_RANK", "0"))):
+        cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+
+
+def _import_uncompiled() -> None:
+    """Imports megatron-core without torch's compiler.
 
     megatron-core marks small functions for compilation, and the first mark imports the whole compiler. That would add
-    seconds to every start, for functions that the CPU mode runs uncompiled.
+    seconds to every start, for functions that nobody calls (Triton kernels compute them on GPUs), or that the CPU mode
+    runs uncompiled.
     """
     import torch
 
-    if torch.cuda.is_available():
-        return
     original = torch.compile
     uncompiled: Any = lambda function=None, **_: function or (lambda given: given)  # noqa: E731
     torch.compile = uncompiled

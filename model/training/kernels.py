@@ -40,6 +40,14 @@ def compile_ahead(config: TrainConfig) -> KernelsAhead | None:
     )
 
 
+def needs_compiler(config: TrainConfig) -> bool:
+    """Whether torch compiles functions of megatron-core on GPUs. True if the architecture is not known yet."""
+    architecture = _architecture_without_torch(config)
+    if architecture is None or architecture.language.moe is not None:
+        return True
+    return config.model.compile or config.model.backend == "torch"
+
+
 def _architecture_without_torch(config: TrainConfig) -> Architecture | None:
     if config.model.hf is None:
         return preset(config.model.preset)

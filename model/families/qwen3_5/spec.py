@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 
 def _build(architecture: Qwen35Architecture, settings: ModelSettings, **stage: bool) -> MegatronModule:
+    from model.kernels.hollow import import_flash_linear_attention
+
+    import_flash_linear_attention()  # before megatron-core imports all of it
     from model.families.qwen3_5.build import build_model
 
     return build_model(architecture, settings, **stage)

@@ -16,12 +16,12 @@ import pytest
 
 import model.training.kernels
 from model.kernels import ahead, configurations
-from model.kernels.ahead import Kernels, KernelsAhead
+from model.kernels.ahead import Kernels, KernelsAhead, hash_triton
 from model.kernels.configurations import CANDIDATES, HOPPER, Configuration, choose_configurations
 from model.kernels.decoder import AttentionShape, DecoderKernels
 from model.kernels.delta_net import DeltaNetShape
 from model.training.config_loading import load_config
-from model.training.kernels import compile_ahead
+from model.training.kernels import compile_ahead, needs_compiler
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
 needs_fla = pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="no flash-linear-attention here")
@@ -341,6 +341,29 @@ class TestTheStart:
         monkeypatch.setenv("LOCAL_RANK", "1")
         self.start(model__preset="2b")
         assert not started
+
+
+@pytest.mark.parametrize(
+    ("settings", "compiler"),
+    [
+        ({"model.preset": "2b"}, False),
+        ({"model.preset": "35b-a3b"}, True),
+        ({"model.preset": "2b", "model.compile": True}, True),
+        ({"model.preset": "2b", "model.backend": "torch"}, True),
+        ({"model.hf": "somebody/of-the-hub"}, True),
+    ],
+)
+def test_torchs_compiler_is_needed_by_experts_and_on_request(settings: dict[str, Any], compiler: bool) -> None:
+    assert needs_compiler(load_config(None, list(settings.items()))) == compiler
+
+
+@needs_triton
+def test_triton_is_hashed_once() -> None:
+    from triton.runtime import cache
+
+    cache.triton_key.cache_clear()
+    hash_triton().join()
+    assert cache.triton_key.cache_info().currsize == 1
 
 
 class TestTheWait:

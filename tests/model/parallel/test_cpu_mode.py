@@ -6,12 +6,13 @@ import subprocess
 import sys
 import types
 import warnings
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from model.parallel import cpu_mode
+from model.parallel import cpu_mode, environment
 from model.parallel.environment import before_megatron
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
@@ -82,6 +83,46 @@ def test_a_start_does_not_import_torchs_compiler() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_neither_does_one_on_a_gpu_where_torch_compiles_nothing(compiled: bool) -> None:
+    pytest.importorskip("megatron.core")
+    code = (
+        "import sys, torch\nfrom model.parallel import environment\nenvironment._load_bundled_cudnn = lambda: None\n"
+        f"torch.cuda.is_available = lambda: True\nenvironment.before_megatron(compiled={compiled})\n"
+        "import megatron.core.fusions.fused_bias_swiglu\n"
+        f"assert ('torch._inductor' in sys.modules) == {compiled}"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+class Driver:
+    """CUDA's driver library; records the device whose context is created."""
+
+    def __init__(self, devices: int) -> None:
+        self.devices, self.opened = devices, list[int]()
+
+    def cuInit(self, flags: int) -> int:
+        return 0
+
+    def cuDeviceGet(self, device: Any, number: int) -> int:
+        device._obj.value = number
+        return int(number >= self.devices)
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, device: Any) -> int:
+        self.opened.append(device.value)
+        return 0
+
+
+@pytest.mark.parametrize(("rank", "opened"), [("1", [1]), ("2", [])])
+def test_the_context_of_the_ranks_gpu_is_opened(monkeypatch: pytest.MonkeyPatch, rank: str, opened: list[int]) -> None:
+    driver = Driver(2)
+    monkeypatch.setattr(environment.ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    environment._open_cuda()
+    assert driver.opened == opened
 
 
 @pytest.mark.parametrize(("fuser", "stance"), [(torch.compile, "force_eager"), (lambda given: given, "default")])
