@@ -22,6 +22,9 @@ from vlmdata.context_parallel import partition_indices
 
 IntArray = npt.NDArray[np.int64]
 
+#: Tokens of a chunk in flash-linear-attention's gated delta rule.
+DELTA_CHUNK = 64
+
 
 @dataclass
 class PackParams(PackedSeqParams):
@@ -55,6 +58,25 @@ class PackParams(PackedSeqParams):
         bounds = np.array(self.bounds)
         assert self.cu_seqlens_q is not None
         return to_device(np.repeat(bounds[:-1], np.diff(bounds)).astype(np.int32), self.cu_seqlens_q.device)
+
+    @cached_property
+    def delta_chunks(self) -> torch.Tensor:
+        """int32 (m, 2), for each chunk of the delta rule its segment and its number in it, on the device.
+
+        flash-linear-attention's ``prepare_chunk_indices``, which copies the boundaries from the device.
+        """
+        counts = -(-np.diff(np.array(self.bounds)) // DELTA_CHUNK)
+        segment = np.repeat(np.arange(len(counts)), counts)
+        number = np.arange(len(segment)) - np.repeat(np.cumsum(counts) - counts, counts)
+        assert self.cu_seqlens_q is not None
+        return to_device(np.stack([segment, number], 1).astype(np.int32), self.cu_seqlens_q.device)
+
+    @cached_property
+    def rank_order(self) -> torch.Tensor:
+        """int64 (T,), the inverse of ``gathered_order``: for each row of the concatenation its token of the pack."""
+        assert self.gathered_order is not None
+        tokens = torch.arange(len(self.gathered_order), device=self.gathered_order.device)
+        return torch.empty_like(tokens).index_copy_(0, self.gathered_order, tokens)
 
     @property
     def local_bounds(self) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ import sys
 import traceback
 from typing import Any
 
+import numpy as np
 import torch
 
 from model.parallel.environment import before_megatron
@@ -359,6 +360,31 @@ def delta_net_kernels() -> None:
     assert all(torch.equal(a, b) for again in runs[1:] for a, b in zip(runs[0], again, strict=True))
 
 
+def delta_rule() -> None:
+    """Our call of flash-linear-attention's kernels against its own function."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    from model.kernels.delta_rule import DeltaRule
+    from model.parallel.packed import PackIndex
+
+    bounds = np.array([0, 1, 65, 200, 1000, 1064, 2048])
+    packed = PackIndex.of_boundaries(bounds, bounds, 1, 0).params(984, 1, 0, CUDA)
+    generator = torch.Generator(CUDA).manual_seed(0)
+    heads = torch.randn(3, 2048, 8, 128, device=CUDA, generator=generator)
+    unit = torch.nn.functional.normalize(heads[:2], dim=-1)
+    rates = torch.rand(2, 2048, 8, device=CUDA, generator=generator)
+    pull = torch.randn(2048, 8, 128, device=CUDA, generator=generator).bfloat16()
+    tensors = [*unit.bfloat16(), heads[2].bfloat16(), -rates[0], rates[1].bfloat16()]
+    tensors = [each.detach().clone().requires_grad_() for each in tensors]
+    ours = DeltaRule.apply(*tensors, packed.cu_seqlens_q, packed.delta_chunks)
+    query, key, value, decay, beta = (each[None] for each in tensors)
+    theirs, _ = chunk_gated_delta_rule(query, key, value, g=decay, beta=beta, cu_seqlens=packed.cu_seqlens_q)
+    found, wanted = (torch.autograd.grad(out, tensors, pull) for out in (ours, theirs[0]))
+    errors = [relative(a, b) for a, b in zip((ours, *found), (theirs[0], *wanted), strict=True)]
+    print(f"  relative differences {errors}")
+    assert max(errors) < 1e-3
+
+
 def main() -> int:
     """Runs what the number of GPUs allows; the exit status is the number of failures."""
     faulthandler.dump_traceback_later(550, exit=True)
@@ -367,6 +393,7 @@ def main() -> int:
     checks: dict[str, Any] = {
         "fused rotations": fused_rotations,
         "delta net's kernels": delta_net_kernels,
+        "delta rule": delta_rule,
         "engine against torch, dense": lambda: engine_against_torch(moe=False),
         "engine against torch, experts": lambda: engine_against_torch(moe=True),
         "with torch's compiler, dense": lambda: engine_against_torch(moe=False, compiled=True),

@@ -20,7 +20,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.ssm.gated_delta_net.common import (
     _build_head_perm_for_split_sections,
-    _build_thd_cp_a2a_perm,
     get_parameter_local_cp,
     tensor_a2a_cp2hp,
 )
@@ -76,7 +75,8 @@ class Qwen35GatedDeltaNet(GatedDeltaNet):
         x = tensor_a2a_cp2hp(
             x, seq_dim=0, head_dim=-1, cp_group=self.pg_collection.cp, undo_attention_load_balancing=False
         )
-        forth, back = _build_thd_cp_a2a_perm(pack.cu_seqlens_q, self.cp_size, pack.bounds[-1])
+        forth, back = pack.gathered_order, pack.rank_order
+        assert forth is not None
         return x.index_select(0, forth), back
 
     def _local_taps(self) -> Tensor:
@@ -142,9 +142,7 @@ class KernelGatedDeltaNet(Qwen35GatedDeltaNet):
             pack.sample_starts,
             Heads(self.num_key_heads // split, self.num_value_heads // split, self.key_head_dim, self.value_head_dim),
         )
-        out, _ = self.gated_delta_rule(
-            query[None], key[None], value[None], g=decay[None], beta=beta[None], cu_seqlens=pack.cu_seqlens_q_padded
-        )
+        out = self._rule(query, key, value, decay, beta, pack)
         normalise = partial(
             self._gated_norm_and_a2a, thd_cp_a2a_inv=back, batch=1, seq_len=x_tbc.shape[0], packed_seq_params=pack
         )
@@ -156,6 +154,12 @@ class KernelGatedDeltaNet(Qwen35GatedDeltaNet):
         output = self.out_proj(self.norm_out_checkpoint.checkpoint(normalise, out, gate))
         self.norm_out_checkpoint.discard_output_and_register_recompute(output[0])
         return output
+
+    def _rule(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, pack: PackParams) -> Tensor:
+        from model.kernels.delta_rule import DeltaRule  # flash-linear-attention needs CUDA
+
+        out: Tensor = DeltaRule.apply(query, key, value, decay, beta, pack.cu_seqlens_q_padded, pack.delta_chunks)
+        return out
 
     def _apply_gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
         """``Qwen3_5RMSNormGated`` in one pass, computed in float32. Tokens of the gate may be apart."""

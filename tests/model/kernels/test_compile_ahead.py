@@ -110,6 +110,43 @@ def test_the_table_names_configurations_that_exist(tmp_path: Path) -> None:
     assert found["tiles"].count(128) > found["tiles"].count(64), "a Hopper GPU has room for tiles of 128"
 
 
+def of_the_rule() -> None:
+    """What the trainer's delta rule launches, and flash-linear-attention's own."""
+    import torch
+
+    from model.kernels.compile_ahead import collect, pretend_hopper, run_all_configurations
+
+    pretend_hopper()
+    choose_configurations(128, 128, HOPPER)
+    from model.kernels.delta_rule import DeltaRule
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+
+    def rule() -> None:
+        parts = [empty(SHAPE.tokens, SHAPE.value_heads, 128) for _ in range(3)]
+        rates = [empty(SHAPE.tokens, SHAPE.value_heads, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+        bounds = torch.tensor([0, SHAPE.tokens], dtype=torch.int32)
+        chunks = torch.tensor([[0, number] for number in range(SHAPE.tokens // 64)], dtype=torch.int32)
+        out = DeltaRule.apply(*parts, *rates, bounds, chunks)
+        out.backward(torch.ones_like(out))
+
+    def kernels(run: Any) -> list[str]:
+        calls = collect(lambda: run_all_configurations(run))
+        cells = [cell.cell_contents for call in calls for cell in call.__closure__ or ()]
+        found = [each for each in cells if hasattr(each, "constants")]
+        return sorted(f"{each.name} {each.signature} {each.constants} {each.attrs}" for each in found)
+
+    print(json.dumps({"ours": kernels(rule), "theirs": kernels(lambda: SHAPE.run("meta", rule_only=True))}))
+
+
+@needs_fla
+def test_the_rule_launches_what_is_compiled_ahead(tmp_path: Path) -> None:
+    found = in_a_process("of_the_rule", tmp_path)
+    assert len(found["ours"]) > 20
+    assert found["ours"] == found["theirs"]
+
+
 def of_layers() -> None:
     """What is compiled for layers, and what a delta net, attention and a feed-forward layer of these sizes launch."""
     import torch
@@ -158,7 +195,7 @@ def of_layers() -> None:
             conv1d=nn.Conv1d(128, 128, 4, groups=128, bias=False, dtype=torch.bfloat16, device="meta"),
             A_log=empty(4),
             dt_bias=empty(4),
-            gated_delta_rule=lambda query, key, value, **_: (query + key + value, None),
+            _rule=lambda query, key, value, *_: query + key + value,
             out_norm=norm(),
             out_proj=lambda x: (x, None),
         )

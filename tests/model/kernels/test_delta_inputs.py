@@ -82,10 +82,11 @@ def in_the_model() -> None:
     from model.weights.mapping import load_from_hf
     from tests.model.helpers import make_sample, pack, small_architecture, weights_of
 
-    def rule(query: Any, key: Any, value: Any, *, g: Any, beta: Any, cu_seqlens: Any) -> tuple[Any, None]:
-        each = (x[0] for x in (query, key, value, g, beta))
-        return gated_delta_net.gated_delta_rule(*each, cu_seqlens.tolist())[None], None
+    def rule(_: Any, *inputs: torch.Tensor) -> torch.Tensor:  # flash-linear-attention's needs CUDA
+        *tensors, pack = inputs
+        return gated_delta_net.gated_delta_rule(*tensors, pack.bounds)
 
+    gated_delta_net.KernelGatedDeltaNet._rule = rule
     # Its recomputation asks Transformer Engine, which needs CUDA.
     random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
     random.activation_recompute_forward = random.fp8_autocast = lambda **_: contextlib.nullcontext()
@@ -103,7 +104,7 @@ def in_the_model() -> None:
                 own = recomputed is not None and number == 0  # one layer: the interpreter is slow
                 net.__class__ = gated_delta_net.KernelGatedDeltaNet if own else gated_delta_net.TorchGatedDeltaNet
                 if own:
-                    net.gated_delta_rule, net.recompute_norm_out = rule, recomputed
+                    net.recompute_norm_out = recomputed
             model.zero_grad()
             losses = model(packed)
             losses.sum().backward()
