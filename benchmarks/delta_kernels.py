@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.device_timer import milliseconds
-from model.kernels import short_convolution
+from model.kernels import delta_inputs, short_convolution
 from model.kernels.delta_inputs import DeltaInputs, Heads
 
 TOKENS, SAMPLES = 16384, 16
@@ -39,8 +39,7 @@ def bytes_of(heads: Heads) -> dict[str, float]:
     rates = heads.values * TOKENS
     return {
         "_delta_heads": 2.0 * TOKENS * (channels + repeated),
-        "_delta_slopes": 2.0 * TOKENS * (2 * channels + repeated),
-        "_delta_correlate": 2.0 * TOKENS * 2 * channels,
+        "_delta_heads_backward": 2.0 * TOKENS * (2 * channels + repeated),
         "_delta_decays": rates * (2 * 2 + 2 + 4),
         "_delta_decays_backward": rates * (2 * 2 + 2 + 4 + 2 * 2),
     }
@@ -127,13 +126,14 @@ def measure(heads: Heads, name: str) -> None:
 
 
 def try_tiles(heads: Heads) -> None:
-    """Prints the time of each kernel of the convolution with other tiles."""
+    """Prints the time of the convolution's kernels with other tiles forward and other blocks backward."""
     tensors, _, starts = arguments(heads)
-    moved = bytes_of(heads)
-    names = list(moved)[:3]
-    print(f"\n{heads}\n| rows, warps | " + " | ".join(f"{name} ms (GB/s)" for name in names) + " |\n|---|---|---|---|")
-    for tile in itertools.product((8, 16, 32), (2, 4, 8)):
-        short_convolution.FORWARD = short_convolution.SLOPES = short_convolution.CORRELATE = tile
+    tiles = list(itertools.product((8, 16, 32), (2, 4, 8)))
+    print(f"\n{heads}\n| rows, warps | _delta_heads ms | block | _delta_heads_backward ms |\n|---|---|---|---|")
+    for tile, block in itertools.zip_longest(tiles, (64, 128, 256)):
+        short_convolution.FORWARD = tile
+        if block is not None:
+            short_convolution.BLOCK = delta_inputs.BLOCK = block
 
         def work() -> None:
             out = DeltaInputs.apply(*tensors, starts, heads)
@@ -141,8 +141,8 @@ def try_tiles(heads: Heads) -> None:
 
         work()
         times = by_kernel(work)
-        cells = [f"{times[name]:.3f} ({moved[name] / times[name] / 1e6:.0f})" for name in names]
-        print(f"| {tile} | " + " | ".join(cells) + " |", flush=True)
+        forward, backward = times["_delta_heads"], times["_delta_heads_backward"]
+        print(f"| {tile} | {forward:.3f} | {block or ''} | {backward:.3f} |", flush=True)
 
 
 def main() -> None:

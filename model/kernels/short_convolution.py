@@ -2,10 +2,10 @@
 
 Forward, one kernel: causal depthwise convolution within samples, SiLU, split into heads, and for queries and keys the
 unit length of each head and its repetition for the value heads that share it. It takes the place of
-flash-linear-attention's ``causal_conv1d`` and ``l2norm``, and of the copies between them. Backward, two kernels: the
-first computes everything up to the convolution's output again from its input, and writes the gradient there and sums
-of the taps' gradient over blocks of tokens; the second correlates that gradient with the taps. Nothing is added
-atomically, so that gradients are the same in every run. All is computed in float32.
+flash-linear-attention's ``causal_conv1d`` and ``l2norm``, and of the copies between them. Backward, one kernel: a warp
+goes through the tokens of a block, computes a head up to the convolution's output again, and from the gradient there
+those of the input and of the taps, which it sums over the block. Nothing is added atomically, so that gradients are
+the same in every run. All is computed in float32 and rounded once.
 
 Shapes: tokens T, channels C (queries, keys, values), taps K, value heads h, key width k, value width v.
 """
@@ -21,12 +21,12 @@ from torch import Tensor
 
 #: As in flash-linear-attention's ``l2norm`` and transformers'.
 _EPSILON = 1e-6
-#: Tokens of a tile and warps of a program: forward, gradient before the activation, gradient of the input.
-FORWARD, SLOPES, CORRELATE = (16, 4), (16, 4), (16, 4)
-#: Tokens over which one program sums the gradient of taps.
-BLOCK = 256
-#: Columns of a tile of the input's gradient.
-_COLUMNS = 128
+#: Tokens of a tile and warps of a program, forward.
+FORWARD = (16, 4)
+#: Tokens that a program of the backward pass goes through, and sums the gradient of taps over.
+BLOCK = 64
+#: Taps that a program of the backward pass keeps in registers.
+MOST_TAPS = 4
 
 
 class Heads(NamedTuple):
@@ -96,37 +96,19 @@ def convolve_backward(
     tokens = _checked(x, taps, first, heads)
     assert (dx.shape[0], dx.stride(1)) == (tokens, 1), (dx.shape, dx.stride())
     assert (sums.shape[0], sums.stride(1)) == (triton.cdiv(tokens, BLOCK), 1), (sums.shape, sums.stride())
-    slopes = x.new_empty(tokens, heads.channels)
-    constants = _constants(x, taps, heads)
-    rows, warps = SLOPES
-    _delta_slopes[(2 * heads.keys + heads.values, sums.shape[0])](
+    _delta_heads_backward[(2 * heads.keys + heads.values, sums.shape[0])](
         x,
         taps,
         first,
         *(each.contiguous() for each in grads),
-        slopes,
+        dx,
         sums,
         tokens,
-        **constants,
-        sums_stride=sums.stride(0),
-        rows=rows,
-        steps=triton.cdiv(min(BLOCK, tokens), rows),
-        count_rows=triton.next_power_of_2(taps.shape[-1]),
-        num_warps=warps,
-    )
-    rows, warps = CORRELATE
-    _delta_correlate[(triton.cdiv(heads.channels, _COLUMNS), triton.cdiv(tokens, rows))](
-        slopes,
-        taps,
-        first,
-        dx,
-        tokens,
+        **_constants(x, taps, heads),
         dx_stride=dx.stride(0),
-        channels=heads.channels,
-        count=taps.shape[-1],
-        rows=rows,
-        columns=_COLUMNS,
-        num_warps=warps,
+        sums_stride=sums.stride(0),
+        length=min(BLOCK, tokens),
+        num_warps=1,
     )
 
 
@@ -136,6 +118,7 @@ def _checked(x: Tensor, taps: Tensor, first: Tensor, heads: Heads) -> int:
     assert x.stride(1) == 1, x.stride()
     assert x.shape[1] >= heads.channels, (x.shape, heads)
     assert taps.is_contiguous(), taps.stride()
+    assert taps.shape[2] <= MOST_TAPS, taps.shape
     assert taps.shape[:2] == (heads.channels, 1), (taps.shape, heads)
     assert (first.shape, first.dtype) == ((tokens,), torch.int32), (first.shape, first.dtype, tokens)
     assert heads.values % heads.keys == 0, heads
@@ -157,8 +140,15 @@ def _constants(x: Tensor, taps: Tensor, heads: Heads) -> dict[str, object]:
     }
 
 
+@triton.jit
+def _sigmoid(x):  # type: ignore[no-untyped-def]  # Triton compiles it, as all that follow
+    """A square of 1 / sqrt(y) takes fewer instructions than 1 / y."""
+    root = tl.rsqrt(1 + tl.exp(-x))
+    return root * root
+
+
 @triton.jit  # type: ignore[untyped-decorator]
-def _preactivation(  # type: ignore[no-untyped-def]  # Triton compiles it, as all that follow
+def _preactivation(  # type: ignore[no-untyped-def]
     x,
     taps,
     begin,
@@ -206,7 +196,7 @@ def _forward_head(  # type: ignore[no-untyped-def]
     row = tl.program_id(1).to(tl.int64) * rows + tl.arange(0, rows)
     begin = tl.load(first + row, mask=row < tokens, other=0)
     before = _preactivation(x, taps, begin, row, tokens, start, stride, width, columns, count, rows)
-    value = before * tl.sigmoid(before)
+    value = before * _sigmoid(before)
     if unit:
         value *= tl.rsqrt(tl.sum(value * value, 1) + eps)[:, None]
     column = tl.arange(0, columns)[None, :]
@@ -258,73 +248,130 @@ def _delta_heads(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _slopes_of_head(  # type: ignore[no-untyped-def]
+def _gradient_of_head(  # type: ignore[no-untyped-def]
+    grad,
+    token,
+    tokens,
+    head,
+    heads: tl.constexpr,
+    repeats: tl.constexpr,
+    width: tl.constexpr,
+    columns: tl.constexpr,
+):
+    """The sum of the gradients of the heads that a head serves, for a token, float32 (columns,)."""
+    column = tl.arange(0, columns)
+    mask = (column < width) & (token < tokens)
+    total = tl.zeros((columns,), tl.float32)
+    for number in tl.static_range(repeats):
+        place = grad + (token * heads + (head * repeats + number)) * width + column
+        total += tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _backward_of_head(  # type: ignore[no-untyped-def]
     x,
     taps,
     first,
     grad,
-    slopes,
+    dx,
     sums,
     tokens,
     start,
     head,
     eps: tl.constexpr,
     stride: tl.constexpr,
+    dx_stride: tl.constexpr,
     count: tl.constexpr,
     heads: tl.constexpr,
-    channels: tl.constexpr,
     sums_stride: tl.constexpr,
     repeats: tl.constexpr,
     unit: tl.constexpr,
     width: tl.constexpr,
     columns: tl.constexpr,
-    rows: tl.constexpr,
-    steps: tl.constexpr,
-    count_rows: tl.constexpr,
+    length: tl.constexpr,
 ):
-    """Writes the gradient of the convolution's output for a head and a block of tokens, and sums for its taps."""
+    """Goes through the tokens of a block and three more, each of which sends gradients to three tokens before it.
+
+    What the taps hold of earlier tokens (``x1`` to ``x3``) and what earlier tokens have got so far (``due1`` to
+    ``due3``) stays in registers, so that every value is read once.
+    """
     column = tl.arange(0, columns)
     inside = column < width
-    numbers = tl.arange(0, count_rows)
-    total = tl.zeros((count_rows, columns), tl.float32)
-    block = tl.program_id(1).to(tl.int64)
-    for step in range(steps):
-        row = (block * steps + step) * rows + tl.arange(0, rows)
-        here = row < tokens
-        begin = tl.load(first + row, mask=here, other=0)
-        before = _preactivation(x, taps, begin, row, tokens, start, stride, width, columns, count, rows)
-        opened = tl.sigmoid(before)
-        mask = here[:, None] & inside[None, :]
-        slope = tl.zeros((rows, columns), tl.float32)
-        for number in tl.static_range(repeats):
-            source = grad + (row[:, None] * heads + (head * repeats + number)) * width + column[None, :]
-            slope += tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    begin = tl.program_id(1).to(tl.int64) * length
+    source = x + start + column
+    target = dx + start + column
+    weights = taps + (start + column) * count + count - 1
+    tap0 = tl.load(weights, mask=inside, other=0.0).to(tl.float32)
+    tap1 = tl.load(weights - 1, mask=inside & (count > 1), other=0.0).to(tl.float32)
+    tap2 = tl.load(weights - 2, mask=inside & (count > 2), other=0.0).to(tl.float32)
+    tap3 = tl.load(weights - 3, mask=inside & (count > 3), other=0.0).to(tl.float32)
+    x1 = tl.load(source + (begin - 1) * stride, mask=inside & (begin > 0), other=0.0).to(tl.float32)
+    x2 = tl.load(source + (begin - 2) * stride, mask=inside & (begin > 1), other=0.0).to(tl.float32)
+    x3 = tl.load(source + (begin - 3) * stride, mask=inside & (begin > 2), other=0.0).to(tl.float32)
+    due1 = tl.zeros((columns,), tl.float32)
+    due2 = tl.zeros((columns,), tl.float32)
+    due3 = tl.zeros((columns,), tl.float32)
+    sum0 = tl.zeros((columns,), tl.float32)
+    sum1 = tl.zeros((columns,), tl.float32)
+    sum2 = tl.zeros((columns,), tl.float32)
+    sum3 = tl.zeros((columns,), tl.float32)
+    # Values of the next token are read ahead of their use: a program is one warp, which would wait.
+    next_x = tl.load(source + begin * stride, mask=inside, other=0.0)
+    next_slope = _gradient_of_head(grad, begin, tokens, head, heads, repeats, width, columns)
+    next_first = tl.load(first + begin)
+    for step in range(length + 3):
+        token = begin + step
+        x0 = next_x.to(tl.float32)
+        slope = next_slope
+        depth = token - next_first
+        next_x = tl.load(source + (token + 1) * stride, mask=inside & (token + 1 < tokens), other=0.0)
+        next_slope = _gradient_of_head(grad, token + 1, tokens, head, heads, repeats, width, columns)
+        next_first = tl.load(first + token + 1, mask=token + 1 < tokens, other=0)
+        x1 = tl.where(depth > 0, x1, 0.0)
+        x2 = tl.where(depth > 1, x2, 0.0)
+        x3 = tl.where(depth > 2, x3, 0.0)
+        before = x0 * tap0 + x1 * tap1 + x2 * tap2 + x3 * tap3
+        opened = _sigmoid(before)
         if unit:
             value = before * opened
-            scale = tl.rsqrt(tl.sum(value * value, 1) + eps)[:, None]
+            scale = tl.rsqrt(tl.sum(value * value, 0) + eps)
             value *= scale
-            slope = scale * (slope - value * tl.sum(slope * value, 1)[:, None])
+            slope = scale * (slope - value * tl.sum(slope * value, 0))
         slope *= opened * (1 + before * (1 - opened))
-        target = slopes + row[:, None] * channels + start + column[None, :]
-        tl.store(target, slope.to(slopes.dtype.element_ty), mask=mask)
-        for back in tl.static_range(count):
-            earlier = (here & (row - back >= begin))[:, None] & inside[None, :]
-            value = tl.load(x + (row - back)[:, None] * stride + start + column[None, :], mask=earlier, other=0.0)
-            part = tl.sum(slope * value.to(tl.float32), 0)
-            total += tl.where((numbers == count - 1 - back)[:, None], part[None, :], 0.0)
-    target = sums + block * sums_stride + (start + column)[None, :] * count + numbers[:, None]
-    tl.store(target, total, mask=(numbers < count)[:, None] & inside[None, :])
+        done = due3 + tl.where(depth > 2, slope, 0.0) * tap3
+        tl.store(
+            target + (token - 3) * dx_stride,
+            done.to(dx.dtype.element_ty),
+            mask=inside & (step > 2) & (token - 3 < tokens),
+        )
+        due3 = due2 + tl.where(depth > 1, slope, 0.0) * tap2
+        due2 = due1 + tl.where(depth > 0, slope, 0.0) * tap1
+        due1 = slope * tap0
+        counted = tl.where(step < length, slope, 0.0)  # those after the block are another program's
+        sum0 += counted * x0
+        sum1 += counted * x1
+        sum2 += counted * x2
+        sum3 += counted * x3
+        x3 = x2
+        x2 = x1
+        x1 = x0
+    place = sums + tl.program_id(1).to(tl.int64) * sums_stride + (start + column) * count + count - 1
+    tl.store(place, sum0, mask=inside)
+    tl.store(place - 1, sum1, mask=inside & (count > 1))
+    tl.store(place - 2, sum2, mask=inside & (count > 2))
+    tl.store(place - 3, sum3, mask=inside & (count > 3))
 
 
 @triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
-def _delta_slopes(  # type: ignore[no-untyped-def]
+def _delta_heads_backward(  # type: ignore[no-untyped-def]
     x,
     taps,
     first,
     dquery,
     dkey,
     dvalue,
-    slopes,
+    dx,
     sums,
     tokens,
     eps: tl.constexpr,
@@ -336,60 +383,26 @@ def _delta_slopes(  # type: ignore[no-untyped-def]
     value_width: tl.constexpr,
     key_columns: tl.constexpr,
     value_columns: tl.constexpr,
+    dx_stride: tl.constexpr,
     sums_stride: tl.constexpr,
-    rows: tl.constexpr,
-    steps: tl.constexpr,
-    count_rows: tl.constexpr,
+    length: tl.constexpr,
 ):
     """A program goes through a block of tokens of one head."""
     head = tl.program_id(0)
     heads: tl.constexpr = key_heads * repeats
-    channels: tl.constexpr = 2 * key_heads * key_width + heads * value_width
     if head < key_heads:
-        _slopes_of_head(
-            x, taps, first, dquery, slopes, sums, tokens, head * key_width, head,
-            eps, stride, count, heads, channels, sums_stride, repeats, True, key_width, key_columns,
-            rows, steps, count_rows,
+        _backward_of_head(
+            x, taps, first, dquery, dx, sums, tokens, head * key_width, head,
+            eps, stride, dx_stride, count, heads, sums_stride, repeats, True, key_width, key_columns, length,
         )  # fmt: skip
     elif head < 2 * key_heads:
-        _slopes_of_head(
-            x, taps, first, dkey, slopes, sums, tokens, head * key_width, head - key_heads,
-            eps, stride, count, heads, channels, sums_stride, repeats, True, key_width, key_columns,
-            rows, steps, count_rows,
+        _backward_of_head(
+            x, taps, first, dkey, dx, sums, tokens, head * key_width, head - key_heads,
+            eps, stride, dx_stride, count, heads, sums_stride, repeats, True, key_width, key_columns, length,
         )  # fmt: skip
     else:
         number = head - 2 * key_heads
-        _slopes_of_head(
-            x, taps, first, dvalue, slopes, sums, tokens, 2 * key_heads * key_width + number * value_width, number,
-            eps, stride, count, heads, channels, sums_stride, 1, False, value_width, value_columns,
-            rows, steps, count_rows,
+        _backward_of_head(
+            x, taps, first, dvalue, dx, sums, tokens, 2 * key_heads * key_width + number * value_width, number,
+            eps, stride, dx_stride, count, heads, sums_stride, 1, False, value_width, value_columns, length,
         )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
-def _delta_correlate(  # type: ignore[no-untyped-def]
-    slopes,
-    taps,
-    first,
-    dx,
-    tokens,
-    dx_stride: tl.constexpr,
-    channels: tl.constexpr,
-    count: tl.constexpr,
-    rows: tl.constexpr,
-    columns: tl.constexpr,
-):
-    """The input's gradient for a tile: each tap's share comes from a later token of the same sample."""
-    row = tl.program_id(1).to(tl.int64) * rows + tl.arange(0, rows)
-    column = tl.program_id(0) * columns + tl.arange(0, columns)
-    inside = column < channels
-    total = tl.zeros((rows, columns), tl.float32)
-    for ahead in tl.static_range(count):
-        later = row + ahead
-        begin = tl.load(first + later, mask=later < tokens, other=0)
-        mask = ((later < tokens) & (begin <= row))[:, None] & inside[None, :]
-        slope = tl.load(slopes + later[:, None] * channels + column[None, :], mask=mask, other=0.0)
-        tap = tl.load(taps + column * count + (count - 1 - ahead), mask=inside, other=0.0)
-        total += slope.to(tl.float32) * tap.to(tl.float32)[None, :]
-    mask = (row < tokens)[:, None] & inside[None, :]
-    tl.store(dx + row[:, None] * dx_stride + column[None, :], total.to(dx.dtype.element_ty), mask=mask)

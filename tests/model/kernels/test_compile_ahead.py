@@ -235,7 +235,7 @@ def test_layers_launch_what_is_compiled_ahead(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     found = in_a_process("of_layers", tmp_path)
     names = [each.partition(" ")[0] for each in found["ahead"]]
-    delta_net = ["_delta_correlate", "_delta_decays", "_delta_decays_backward", "_delta_heads", "_delta_slopes"]
+    delta_net = ["_delta_decays", "_delta_decays_backward", "_delta_heads", "_delta_heads_backward"]
     both_ways = ["_gate"] * 4 + ["_norm_and_gate"] * 2 + ["_split_norm_rotate"] * 2
     assert names == delta_net + both_ways
     assert found["layers"] == found["ahead"]
