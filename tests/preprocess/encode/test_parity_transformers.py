@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -17,11 +17,13 @@ from preprocess.config import ImageConfig, PreprocessConfig
 from preprocess.conversation import Conversation, ImagePart, Message, TextPart
 from preprocess.encode import EncodedSample, Encoder
 from preprocess.recipes.base import load_recipe
+from preprocess.reject import RowRejected
 from preprocess.sources.open import open_source
 from tests.conftest import SHARED_DATA, encoded_image
 from tests.families.reference import rope_index
 from vlmdata.families import family
 from vlmdata.families.qwen3_5 import FAMILY
+from vlmdata.format.ledger import Reason
 from vlmdata.media.decode import decode_image
 
 CHECKPOINT = ImageConfig(min_pixels=65_536, max_pixels=16_777_216)
@@ -138,7 +140,13 @@ def small_processor(tokenizer: Any) -> Any:
 def test_random_conversations_equal_the_processor(
     conversation: Conversation, tokenizer: Any, small_processor: Any
 ) -> None:
-    sample = Encoder(PreprocessConfig(image=SMALL), tokenizer).encode(conversation)
+    try:
+        sample = Encoder(PreprocessConfig(image=SMALL), tokenizer).encode(conversation)
+    except RowRejected as rejected:
+        # Hypothesis draws strings of our code, too, special tokens among them.
+        if rejected.reason is not Reason.SPECIAL_TOKEN_TEXT:
+            raise
+        reject()
     assert_equal(sample, reference(small_processor, conversation))
 
 
