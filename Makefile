@@ -62,9 +62,9 @@ browser:
 	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null; } \
 	  || echo "no chromium here and no way to install it: the browser tests will be skipped"
 
-# Many tests wait for processes and clocks: three at a time keep two cores busy.
+# Many tests wait for processes and clocks: three at a time keep two cores busy, each with one thread.
 test: .venv/.stamp-dev browser
-	HF_HUB_OFFLINE=1 $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 check: .venv/.stamp-dev
 	.venv/bin/ruff check .
