@@ -15,7 +15,9 @@ from vlmdata.errors import ResourceError
 #: Modules that workers import once, in the server from which they are forked.
 PRELOADED = [
     "preprocess.engines.local",
-    "torchvision.transforms.v2",
+    "vlmdata.media.decode",
+    "vlmdata.media.resize",
+    "torch",
     "transformers.models.auto.tokenization_auto",
     "datasets",
 ]

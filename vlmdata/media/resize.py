@@ -73,15 +73,14 @@ def resize_to_patches(
 def _resized(memory: npt.NDArray[np.uint8], height: int, width: int) -> torch.Tensor:
     """Returns the resized image: uint8 (C, height, width), usually in channels-last memory."""
     import torch
-    from torchvision.transforms.v2 import functional as transforms
 
-    # A view: (H, W, C) memory as (C, H, W) is torch's channels-last format, which the kernel reads without a copy.
+    # A view: (1, H, W, C) memory as (1, C, H, W) is torch's channels-last format, which the kernel reads uncopied.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # it is not written to
-        image = torch.from_numpy(memory).permute(2, 0, 1)
-    if (height, width) == memory.shape[:2]:
-        return image
-    resized: torch.Tensor = transforms.resize(
-        image, [height, width], interpolation=transforms.InterpolationMode.BICUBIC, antialias=True
-    )
-    return resized
+        image = torch.from_numpy(memory)[None].permute(0, 3, 1, 2)
+    if (height, width) != memory.shape[:2]:
+        # What torchvision's resize comes to. To import it takes a second, most of it for torch's compiler.
+        image = torch.nn.functional.interpolate(
+            image, (height, width), mode="bicubic", align_corners=False, antialias=True
+        )
+    return image[0]

@@ -48,7 +48,7 @@ class SourceFile:
         Raises:
             MediaError: If it cannot be decoded, or has more than :data:`MOST_FILE_PIXELS`.
         """
-        from vlmdata.media.decode import decode_image  # slow to import: Pillow, and torchvision with the next
+        from vlmdata.media.decode import decode_image  # slow to import: Pillow, and torch with the next
         from vlmdata.media.resize import resize_to_patches
 
         _, h, w = grid
