@@ -131,10 +131,15 @@ def object_store_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ob
 @pytest.fixture
 def object_store(object_store_server: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
     """A bucket of the test's own; this process and those it starts find the server by their environment."""
+    from botocore import retryhandler
+
     store = ObjectStore(object_store_server.endpoint, f"bucket-{os.getpid()}-{next(_numbers)}")
     store.file_system().mkdir(store.bucket)
     for name, value in store.environment.items():
         monkeypatch.setenv(name, value)
+    # Botocore waits for up to 1, 2, 4 and 8 s between its attempts: here for a twentieth.
+    pause = retryhandler.delay_exponential
+    monkeypatch.setattr(retryhandler, "delay_exponential", lambda *given, **named: pause(*given, **named) / 20)
     forget_file_systems()
     yield store
     forget_file_systems()
