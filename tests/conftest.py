@@ -42,9 +42,12 @@ SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow files first: with a file to a worker, one that comes last would keep the others waiting."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    """Folders with slow tests first: with a file to a worker, one that comes last would keep the others waiting.
+
+    A folder stays together, because a worker that leaves it and comes back makes its fixtures anew.
+    """
+    slow = {item.path.parent for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path.parent not in slow)
 
 
 @pytest.fixture(scope="session", autouse=True)
