@@ -158,10 +158,12 @@ def report(work: Path, results: Path, label: str) -> str:
         f"{len(reference)} steps of preset {curves['packed']['preset']} from random weights on real receipts, "
         f"{curves['packed']['gpu']}, bf16; `benchmarks/train_curves.py`, one command a way. "
         "Relative difference from `packed` (one GPU): largest and mean over the steps; and of the means of the first "
-        "five steps, of any five in a row (largest), and of the last five.",
+        "five steps, of any five in a row (largest), of the last five, and of the last quarter of all steps. "
+        "Tokens/s are those of the second half of the steps; memory is the peak of PyTorch's tensors.",
         "",
-        "| way | GPUs | first loss | last loss | largest | mean | first five | any five | last five |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| way | GPUs | first loss | last loss | largest | mean | first five | any five | last five | last quarter "
+        "| true tokens/s | GiB |",
+        "|---" * 12 + "|",
     ]
     for way, curve in curves.items():
         losses = np.array([each["loss"] for each in curve["steps"]])
