@@ -5,6 +5,8 @@ A mean of per-rank means is wrong if ranks count different numbers. Sums and cou
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -42,12 +44,31 @@ class MetricSums:
         Returns:
             The mean of each metric that any rank counted.
         """
+        return named_means(names, self.take(names, group, device).flatten().tolist())
+
+    def take(
+        self, names: tuple[str, ...], group: dist.ProcessGroup | None = None, device: str | torch.device = "cpu"
+    ) -> Tensor:
+        """Resets the sums as :meth:`pop` does, without waiting for the device. Its arguments are those of ``pop``.
+
+        Returns:
+            float32 (metrics, 2), mean and count of each over all ranks, for :func:`named_means`.
+        """
         if not names:
-            return {}
+            return torch.zeros(0, 2, device=device)
         zero = torch.zeros(2, device=device)
         table = torch.stack([self._pairs.get(name, zero).to(device) for name in names])
         self._pairs.clear()
         if dist.is_initialized():
             dist.all_reduce(table, group=group)
-        means = (table[:, 0] / table[:, 1].clamp(min=1e-20)).tolist()
-        return {name: mean for name, mean, count in zip(names, means, table[:, 1].tolist(), strict=True) if count > 0}
+        return torch.stack([table[:, 0] / table[:, 1].clamp(min=1e-20), table[:, 1]], 1)
+
+
+def named_means(names: tuple[str, ...], values: Sequence[float]) -> dict[str, float]:
+    """Returns the mean of each metric that any rank counted.
+
+    Args:
+        names: Metrics.
+        values: Mean and count of each, in turn, as :meth:`MetricSums.take` returns them.
+    """
+    return {name: values[2 * i] for i, name in enumerate(names) if values[2 * i + 1] > 0}

@@ -20,6 +20,8 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from model.flops import StepFlops
+from model.metrics import named_means
+from model.parallel.packed import to_device
 from model.training.data import RankPlace
 from model.training.optimizer import Learner, TargetWeights, finalize_gradients, unwrapped
 from model.training.vision_side import StepImages, VisionSide
@@ -201,49 +203,63 @@ class Stepper:
             found = self._vision.run(self._images(), counted, compute, False)
         _, grad_norm, _ = learner.optimizer.step()
         learner.schedule.step(increment=1)
-        return self._result(found, counted, float(grad_norm), begun)
+        return self._result(found, counted, grad_norm, begun)
 
-    def _result(self, found: list[dict[str, Any]], counted: _Counted, grad_norm: float, begun: float) -> StepResult:
-        """Reduces over ranks: one message for sums, one for maxima."""
+    def _result(
+        self, found: list[dict[str, Any]], counted: _Counted, grad_norm: torch.Tensor | float, begun: float
+    ) -> StepResult:
+        """Reduces over ranks: one message for sums, one for maxima.
+
+        Waits for the device once: what follows a wait is time in which the device has nothing to do.
+        """
         speaks = self._place.speaks
         whole = speaks and self._place.cp_rank == 0
         losses = torch.stack([each["loss"] for each in found]) if speaks else None
-        sums = [0.0, 0.0, 0.0] if losses is None else losses.sum(0).tolist()
         slots = self._micro_batches * self._capacity
         counts = (counted.tokens, slots, counted.images, counted.patches, counted.flops, counted.vision_flops)
-        total = torch.tensor([*sums, *(counts if whole else [0.0] * 6)], dtype=torch.float64, device=self._device)
+        total = to_device(np.array([0.0, 0.0, 0.0, *(counts if whole else [0.0] * 6)]), self._device)
+        if losses is not None:
+            total[:3] += losses.sum(0)
+        if self._place.world > 1:
+            torch.distributed.all_reduce(total)
+        model = unwrapped(self._learner.model[0])
+        means = model.metrics.take(model.metric_names, device=self._device)
         memory = peak_memory(self._device)
-        own = [
+        if not isinstance(grad_norm, torch.Tensor):
+            grad_norm = to_device(np.array([grad_norm], np.float64), self._device)
+        own_losses = total[:0] if losses is None else losses[:, 0]
+        each_loss, (norm,), sums, extra = _on_host(own_losses, grad_norm, total, means)
+        most: list[float] = [
             counted.wait,
             memory,
             0 if self._place.vision_rank is None else memory,
-            not math.isfinite(grad_norm),
+            not math.isfinite(norm),
             self._stop_requested(),
             bool(counted.masked),
             *((0.0, 0.0) if self._vision is None else self._vision.waited()),
         ]
-        most = torch.tensor(own, dtype=torch.float64, device=self._device)
-        torch.distributed.all_reduce(total)
-        torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
-        loss, weight, targets, tokens, slots, images, patches, flops, vision_flops = total.tolist()
-        wait, memory, vision_memory, overflow, stop, any_masked, vision_wait, language_wait = most.tolist()
-        model = unwrapped(self._learner.model[0])
-        extra_losses = model.metrics.pop(model.metric_names, device=self._device)
+        if self._place.world > 1:
+            everywhere = torch.tensor(most, dtype=torch.float64, device=self._device)
+            torch.distributed.all_reduce(everywhere, op=torch.distributed.ReduceOp.MAX)
+            most = everywhere.tolist()
+        loss, weight, targets, tokens, all_slots, images, patches, flops, vision_flops = sums
+        wait, most_memory, vision_memory, overflow, stop, any_masked, vision_wait, language_wait = most
+        extra_losses = named_means(model.metric_names, extra)
         odd = [name for name, value in {"loss": loss, **extra_losses}.items() if not math.isfinite(value)]
         return StepResult(
             loss=loss / (weight or 1.0),
             extra_losses=extra_losses,
-            grad_norm=grad_norm,
+            grad_norm=norm,
             targets=int(targets),
             tokens=int(tokens),
-            slots=int(slots),
+            slots=int(all_slots),
             images=int(images),
             patches=int(patches),
             flops=flops + self._flops.per_target * targets,
             vision_flops=vision_flops,
             seconds=time.perf_counter() - begun,
             data_wait=wait,
-            memory=int(memory),
+            memory=int(most_memory),
             vision_memory=int(vision_memory),
             vision_wait=None if self._vision is None else vision_wait,
             language_wait=None if self._vision is None else language_wait,
@@ -251,8 +267,15 @@ class Stepper:
             any_masked=bool(any_masked),
             masked=frozenset(counted.masked),
             not_finite=(*odd, "grad_norm") if overflow else tuple(odd),
-            batches=counted.made(None if losses is None else losses[:, 0].tolist()),
+            batches=counted.made(None if losses is None else each_loss),
         )
+
+
+def _on_host(*tensors: torch.Tensor) -> list[list[float]]:
+    """Returns the values of some tensors, flat, copied from their device together. float64 holds them exactly."""
+    values = torch.cat([each.detach().double().flatten() for each in tensors]).tolist()
+    ends = np.cumsum([each.numel() for each in tensors]).tolist()
+    return [values[end - each.numel() : end] for end, each in zip(ends, tensors, strict=True)]
 
 
 def peak_memory(device: torch.device) -> int:
