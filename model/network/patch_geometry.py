@@ -5,6 +5,7 @@ Mirrors transformers' ``Qwen3_5VisionRotaryEmbedding`` and its interpolation of 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -41,9 +42,9 @@ class PatchGeometry:
         """Computes the geometry of images with these grids."""
         self = cls()
         lengths = [h * w for t, h, w in grids for _ in range(t)]
-        self.bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+        self.bounds = [0, *itertools.accumulate(lengths)]
         self.longest = max(lengths)
-        places, sizes = (to_device(x, device) for x in patch_places(grids, architecture.spatial_merge_size))
+        places, sizes = patch_places(grids, architecture.spatial_merge_size, device)
         side = round(architecture.num_position_embeddings**0.5)
         self.table_rows, self.table_weights = position_table_rows(places, sizes, side)
         self.angles = rotary_angles(places, architecture.head_dim, architecture.rope_theta).unsqueeze(1)
@@ -62,24 +63,31 @@ class PatchGeometry:
         )
 
 
-def patch_places(grids: Sequence[Grid], merge: int) -> tuple[Tensor, Tensor]:
+def patch_places(grids: Sequence[Grid], merge: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns the row and column of each patch, in merge order: ``get_vision_position_ids``.
+
+    Computed on the device from a row per image: on the host, it would take milliseconds in which the device has nothing
+    to do, and the result would be copied.
 
     Args:
         grids: Patches of each image along t, h, w.
         merge: Side of a merge block.
+        device: Device of the results.
 
     Returns:
         int64 (P, 2) rows and columns, and int64 (P, 2) the heights and widths of their images.
     """
-    places, sizes = [], []
-    for t, h, w in grids:
-        rows = torch.arange(h).view(h // merge, 1, merge, 1)
-        columns = torch.arange(w).view(1, w // merge, 1, merge)
-        frame = torch.stack([x.expand(h // merge, w // merge, merge, merge).flatten() for x in (rows, columns)], 1)
-        places.append(frame.repeat(t, 1))
-        sizes.append(torch.tensor([[h, w]]).expand(t * h * w, 2))
-    return torch.cat(places), torch.cat(sizes)
+    counts = [t * h * w for t, h, w in grids]
+    firsts = itertools.accumulate(counts, initial=0)
+    table = [[first, h, w, count] for first, (_, h, w), count in zip(firsts, grids, counts, strict=False)]
+    images = to_device(torch.tensor(table), device)
+    of_patch = images.repeat_interleave(images[:, 3], 0, output_size=sum(counts))
+    first, height, width, _ = of_patch.unbind(1)
+    within = (torch.arange(sum(counts), device=device) - first) % (height * width)
+    band = merge * width  # patches of a row of blocks
+    block, inner = (within % band) // merge**2, within % merge**2
+    row = within // band * merge + inner // merge
+    return torch.stack([row, block * merge + inner % merge], 1), of_patch[:, 1:3]
 
 
 def position_table_rows(places: Tensor, sizes: Tensor, side: int) -> tuple[Tensor, Tensor]:

@@ -163,7 +163,9 @@ def places(
     """
     rows = _rows_of(row_of_token, tokens)
     where = np.flatnonzero(rows >= 0)
-    return to_device(where, device), to_device(np.searchsorted(wanted, rows[where]), device)
+    number = np.zeros(wanted[-1] + 1 if len(wanted) else 0, np.int64)
+    number[wanted] = np.arange(len(wanted))
+    return to_device(where, device), to_device(number[rows[where]], device)
 
 
 def _rows_of(row_of_token: IntArray, tokens: IntArray) -> IntArray:

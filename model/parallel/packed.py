@@ -38,7 +38,8 @@ class PackParams(PackedSeqParams):
         bounds: Segment boundaries of the whole pack, on the host.
         context_size: Context-parallel size.
         context_rank: Context-parallel rank.
-        token_index: int64 (t,), index in the pack of each token on this rank, on the device.
+        token_index: int64 (t,), index in the pack of each token on this rank, on the device; None without context
+            parallelism.
         gathered_order: int64 (T,), for each token of the pack its row in the rank-order concatenation of all ranks'
             tokens; None without context parallelism.
         image_tokens: int64 (m,), image tokens among the tokens that this rank's layers compute; None if no layer adds
@@ -77,6 +78,10 @@ class PackParams(PackedSeqParams):
         assert self.gathered_order is not None
         tokens = torch.arange(len(self.gathered_order), device=self.gathered_order.device)
         return torch.empty_like(tokens).index_copy_(0, self.gathered_order, tokens)
+
+    def own_tokens(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Returns the tokens on this rank from a tensor with a dimension for all tokens of the pack."""
+        return x if self.token_index is None else x.index_select(dim, self.token_index)
 
     @property
     def local_bounds(self) -> tuple[int, ...]:
@@ -128,8 +133,9 @@ class PackIndex:
     @classmethod
     def _of_rank(cls, bounds: IntArray, true_ends: IntArray, context_size: int, context_rank: int) -> PackIndex:
         local = partition_indices(bounds, int(bounds[-1]), context_size, context_rank)
-        segment = np.searchsorted(bounds, local, side="right") - 1
-        following = np.where(local + 1 < true_ends[segment], local + 1, -1)
+        # Tokens ascend, so a search for the bounds finds all segments.
+        ends = np.repeat(true_ends, np.diff(np.searchsorted(local, bounds)))
+        following = np.where(local + 1 < ends, local + 1, -1)
         return cls(bounds, true_ends, local, following)
 
     def of_all_ranks(self, context_size: int) -> list[PackIndex]:
@@ -149,9 +155,10 @@ class PackIndex:
     def params(self, max_seqlen: int, context_size: int, context_rank: int, device: torch.device) -> PackParams:
         """Returns the layers' view of the pack, with tensors on a device."""
         bounds = to_device(self.bounds.astype(np.int32), device)
-        order = None
+        order = own = None
         if context_size > 1:
-            order = self.gathered_place(np.arange(self.bounds[-1]), context_size)
+            order = to_device(self.gathered_place(np.arange(self.bounds[-1]), context_size), device)
+            own = to_device(self.local, device)
         return PackParams(
             qkv_format="thd",
             cu_seqlens_q=bounds,
@@ -164,8 +171,8 @@ class PackIndex:
             bounds=tuple(self.bounds.tolist()),
             context_size=context_size,
             context_rank=context_rank,
-            token_index=to_device(self.local, device),
-            gathered_order=None if order is None else to_device(order, device),
+            token_index=own,
+            gathered_order=order,
         )
 
 

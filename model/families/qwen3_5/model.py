@@ -44,7 +44,6 @@ class Qwen35VL(VisionLanguageModel):
         """See :meth:`VisionLanguageModel.forward`."""
         index, pack = self._layout(batch)
         predicting = self.mtp and (batch.labels is not None or not self.post_process)
-        assert pack.token_index is not None
         embeddings = following = None
         if self.pre_process:
             embeddings, following = self._embed(batch, index, predicting)
@@ -53,7 +52,7 @@ class Qwen35VL(VisionLanguageModel):
         self._weigh_router_loss(batch)
         output = self.language.decode(
             embeddings,
-            batch.position_ids.index_select(2, pack.token_index),
+            pack.own_tokens(batch.position_ids, 2),
             pack,
             self._padding_mask(batch),
             self._targets(batch, self._after_next(batch, index)),

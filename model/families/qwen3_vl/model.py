@@ -46,7 +46,6 @@ class Qwen3VL(VisionLanguageModel):
     def forward(self, batch: PackedBatch) -> Tensor:
         """See :meth:`VisionLanguageModel.forward`."""
         index, pack = self._layout(batch)
-        assert pack.token_index is not None
         tokens = self._layer_tokens(index)
         embeddings = features = None
         if self._due:
@@ -59,7 +58,7 @@ class Qwen3VL(VisionLanguageModel):
         self._weigh_router_loss(batch)
         output = self.language.decode(
             embeddings,
-            batch.position_ids.index_select(2, pack.token_index),
+            pack.own_tokens(batch.position_ids, 2),
             pack,
             self._padding_mask(batch),
             self._targets(batch),

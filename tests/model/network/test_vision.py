@@ -18,6 +18,8 @@ pytest.importorskip("megatron.core")
 from model.network.patch_embed import PatchEmbed
 from model.network.patch_geometry import patch_places, position_table_rows, rotary_angles
 
+CPU = torch.device("cpu")
+
 grids_of_images = st.lists(
     st.tuples(st.integers(1, 2), st.integers(1, 13), st.integers(1, 13)).map(lambda g: (g[0], 2 * g[1], 2 * g[2])),
     min_size=1,
@@ -30,7 +32,7 @@ def test_positions_equal_transformers(grids: list[tuple[int, int, int]], side: i
     from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
     tensor = torch.tensor(grids)
-    places, sizes = patch_places(grids, 2)
+    places, sizes = patch_places(grids, 2, CPU)
     assert torch.equal(places, get_vision_position_ids(tensor, 2))
     rows, weights = position_table_rows(places, sizes, side)
     their_rows, their_weights = get_vision_interpolation_indices_and_weights(
@@ -53,7 +55,7 @@ def test_angles_equal_transformers() -> None:
 
     config = Qwen3_5VisionConfig(hidden_size=144, num_heads=2)
     module = Qwen3_5VisionRotaryEmbedding(config)
-    places, _ = patch_places([(1, 6, 8), (1, 2, 2)], 2)
+    places, _ = patch_places([(1, 6, 8), (1, 2, 2)], 2, CPU)
     cos, sin = module(torch.zeros(1), places)
     angles = rotary_angles(places, 72, 10_000.0)
     assert torch.equal(angles.cos(), cos)

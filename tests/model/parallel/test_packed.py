@@ -43,3 +43,29 @@ def test_orders_of_tokens_equal_those_of_megatron_core(units: list[int], context
     forth, back = _build_thd_cp_a2a_perm(pack.cu_seqlens_q, context_size, pack.bounds[-1])
     assert torch.equal(pack.gathered_order, forth)
     assert torch.equal(pack.rank_order, back)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 39)), min_size=1, max_size=6),
+    st.sampled_from([1, 2, 4]),
+    st.data(),
+)
+def test_the_tokens_of_a_rank_and_those_that_follow(
+    samples: list[tuple[int, int]], context_size: int, data: st.DataObject
+) -> None:
+    unit = 1 if context_size == 1 else 2 * context_size
+    padded = [unit * units for units, _ in samples]
+    true = [length - min(missing, length) for length, (_, missing) in zip(padded, samples, strict=True)]
+    rank = data.draw(st.integers(0, context_size - 1))
+    index = PackIndex.of_boundaries(np.cumsum([0, *true]), np.cumsum([0, *padded]), context_size, rank)
+    bounds = np.cumsum([0, *padded]).tolist()
+    following = [
+        token + 1 if token + 1 < begin + length else -1
+        for begin, end, length in zip(bounds, bounds[1:], true, strict=False)
+        for token in range(begin, end)
+    ]
+    assert index.following.tolist() == [following[token] for token in index.local.tolist()]
+    positions = torch.arange(3 * bounds[-1]).view(3, 1, -1)
+    own = index.params(1, context_size, rank, CPU).own_tokens(positions, 2)
+    assert torch.equal(own, positions[:, :, torch.from_numpy(index.local)])
+    assert context_size > 1 or len(index.local) == bounds[-1]
