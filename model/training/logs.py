@@ -172,6 +172,7 @@ class TensorBoard:
 
     def __init__(self, folder: Path, resumed_at: int | None):
         try:
+            from tensorboard.compat.proto.summary_pb2 import Summary
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigError(
@@ -180,9 +181,10 @@ class TensorBoard:
             ) from error
 
         self._folder = folder.parent
+        self._summary, self._value = Summary, Summary.Value
         with _writing(self._folder):
             # Hides events of steps that a resumed run repeats.
-            self._writer = SummaryWriter(str(folder), purge_step=None if resumed_at is None else resumed_at + 1)
+            self._writer: Any = SummaryWriter(str(folder), purge_step=None if resumed_at is None else resumed_at + 1)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds scalars ``train/NAME``."""
@@ -193,9 +195,10 @@ class TensorBoard:
         self._add("eval", step, metrics)
 
     def _add(self, group: str, step: int, metrics: Mapping[str, float]) -> None:
+        # One event of all scalars: one for each would take a millisecond, in which no GPU has work.
+        values = [self._value(tag=f"{group}/{name}", simple_value=value) for name, value in metrics.items()]
         with _writing(self._folder):
-            for name, value in metrics.items():
-                self._writer.add_scalar(f"{group}/{name}", value, step)
+            self._writer.file_writer.add_summary(self._summary(value=values), step)
 
     def close(self) -> None:
         """Flushes the files."""

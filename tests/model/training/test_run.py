@@ -41,6 +41,15 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in loaded.items() if name.startswith(("vision.", "language."))}
 
 
+def scalars_of(out: Path, name: str) -> dict[int, float]:
+    """The values of a scalar in TensorBoard's files, by step."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(out / "tensorboard"))
+    events.Reload()
+    return {each.step: each.value for each in events.Scalars(name)}
+
+
 def last(out: Path) -> Path:
     return sorted((out / "checkpoints").glob("step-*"))[-1]
 
@@ -59,7 +68,11 @@ class TestARun:
         state = json.loads((folder / "run.json").read_text())
         assert state["step"] == 12
         assert tomllib.loads((folder / "config.toml").read_text())["run"]["steps"] == 12
-        assert list((tmp_path / "run" / "tensorboard").iterdir())
+        assert scalars_of(tmp_path / "run", "train/loss") == pytest.approx(
+            {each["step"]: each["loss"] for each in lines}
+        )
+        lrs = scalars_of(tmp_path / "run", "train/lr")
+        assert lrs == pytest.approx({each["step"]: each["lr"] for each in lines}, rel=1e-6)
 
     def test_equal_runs_are_equal_to_the_last_bit(self, run: Any, whole: Path, tmp_path: Path) -> None:
         run("again")
