@@ -44,6 +44,8 @@ class Qwen35VL(VisionLanguageModel):
         """See :meth:`VisionLanguageModel.forward`."""
         index, pack = self._layout(batch)
         predicting = self.mtp and (batch.labels is not None or not self.post_process)
+        # Before the tower: the host needs the number of targets at the end of the forward pass.
+        targets = self._targets(batch, self._after_next(batch, index))
         embeddings = following = None
         if self.pre_process:
             embeddings, following = self._embed(batch, index, predicting)
@@ -55,7 +57,7 @@ class Qwen35VL(VisionLanguageModel):
             pack.own_tokens(batch.position_ids, 2),
             pack,
             self._padding_mask(batch),
-            self._targets(batch, self._after_next(batch, index)),
+            targets,
             extra=None
             if following is None or not predicting
             else Following(following, self._nothing_follows(batch, index)),

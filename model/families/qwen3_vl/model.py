@@ -47,6 +47,8 @@ class Qwen3VL(VisionLanguageModel):
         """See :meth:`VisionLanguageModel.forward`."""
         index, pack = self._layout(batch)
         tokens = self._layer_tokens(index)
+        # Before the tower: the host needs the number of targets at the end of the forward pass.
+        targets = self._targets(batch)
         embeddings = features = None
         if self._due:
             places = image_tokens(batch, self.architecture.vision.merge_unit, tokens)
@@ -61,7 +63,7 @@ class Qwen3VL(VisionLanguageModel):
             pack.own_tokens(batch.position_ids, 2),
             pack,
             self._padding_mask(batch),
-            self._targets(batch),
+            targets,
             features=None if features is None else features[:, : self._added],
         )
         output = self._keep_router_weight(output)
