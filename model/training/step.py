@@ -23,6 +23,7 @@ from model.flops import StepFlops
 from model.metrics import named_means
 from model.parallel.packed import to_device
 from model.training.data import RankPlace
+from model.training.garbage import collect_after_micro_batch, collect_after_step
 from model.training.optimizer import Learner, TargetWeights, finalize_gradients, unwrapped
 from model.training.vision_side import StepImages, VisionSide
 from vlmdata import PackedBatch
@@ -117,6 +118,8 @@ class _Counted:
         return self
 
     def __next__(self) -> PackedBatch:
+        if self._origins:
+            collect_after_micro_batch()
         begun = time.perf_counter()
         batch = next(self._batches)
         self.wait += time.perf_counter() - begun
@@ -171,6 +174,7 @@ class Stepper:
         self._stop_requested = stop_requested
         self._micro_batches, self._capacity = micro_batches, capacity
         self._forward_backward = get_forward_backward_func()
+        self._steps = 0
 
     def __call__(self, batches: Iterator[PackedBatch]) -> StepResult:
         """Trains on the next packs.
@@ -228,6 +232,8 @@ class Stepper:
         if not isinstance(grad_norm, torch.Tensor):
             grad_norm = to_device(np.array([grad_norm], np.float64), self._device)
         own_losses = total[:0] if losses is None else losses[:, 0]
+        self._steps += 1
+        collect_after_step(self._steps)  # the device is still busy
         each_loss, (norm,), sums, extra = _on_host(own_losses, grad_norm, total, means)
         most: list[float] = [
             counted.wait,
