@@ -25,7 +25,6 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
 from torch.distributed.checkpoint.api import CheckpointException
 
 from model.architecture import Architecture
@@ -43,6 +42,7 @@ from model.training.optimizer import Learner
 from model.training.random_state import restore_random_state, write_random_state
 from model.training.run_lock import claim
 from model.training.run_state import RunState, optimizer_form, read_state, require_resumable
+from model.training.write_results import start_write_results
 from model.weights.checksums import damaged_files, unchecked_files, without_checksum, write_checksums
 from model.weights.store import save_strategy
 from vlmdata.errors import ResourceError, VlmdataError
@@ -131,8 +131,7 @@ class Checkpoints:
         self._size = _bytes_of(sharded)
         on_all_ranks(partial(self._prepare, temporary))
         if self._queue is not None:
-            with shielding_children():
-                get_write_results_queue()  # a process that megatron-core starts once
+            start_write_results()
         with self._writing(temporary):
             request = dist_checkpointing.save(
                 sharded,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shlex
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,13 @@ pytest.importorskip("megatron.core")
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 import model.training.loop
 import model.training.step
 import model.weights.store
 from model.training.interruption import Interruption
+from model.training.write_results import start_write_results
 from tests.model.training.conftest import ROOT, command, environment, steps_of
 from tests.model.training.ranks import PATIENCE, Ranks, arguments_of, until_logged
 
@@ -53,6 +57,31 @@ def signal_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         monkeypatch.setattr(model.training.loop, "endless", batches)
 
     return at
+
+
+def start_and_wait(answers: Connection) -> None:
+    """Starts the process behind the queue of results, and tells which it is."""
+    start_write_results()
+    (child,) = (each for each in psutil.Process().children() if "resource_tracker" not in " ".join(each.cmdline()))
+    queue = filesystem_async._results_queue
+    queue.put("works")
+    answers.send((child.pid, queue.get()))
+    signal.pause()
+
+
+def test_the_queue_of_results_ends_with_a_trainer_that_is_killed() -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.model.preloaded"])
+    here, there = context.Pipe()
+    trainer = context.Process(target=start_and_wait, args=(there,))
+    trainer.start()
+    assert here.poll(PATIENCE)
+    number, answer = here.recv()
+    assert answer == "works"
+    of_queue = psutil.Process(number)
+    assert of_queue.is_running()
+    trainer.kill()
+    of_queue.wait(60)  # raises if it has not ended
 
 
 def test_the_second_signal_says_what_it_does(capfd: pytest.CaptureFixture[str]) -> None:
