@@ -126,7 +126,7 @@ class Checkpoints:
             optimizer_form(learner),
         )
         sharded = state_to_save(learner)
-        if (sides := separation()) is not None:
+        if (sides := separation()) is not None and "language" not in self._config.model.freeze:
             sharded = with_common_state_of(sharded, sides.vision)
         self._size = _bytes_of(sharded)
         on_all_ranks(partial(self._prepare, temporary))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,11 @@ class SideCase:
     ahead: int = 1
 
     @property
+    def world(self) -> int:
+        """Processes of both sides."""
+        return self.vision + self.language
+
+    @property
     def name(self) -> str:
         """For messages."""
         return f"{self.vision} + {self.language} {self.groups} {self.model}"
@@ -51,15 +56,21 @@ class SideCase:
         return Case(self.name, sizes, {**self.settings, "language_only": True}, self.model)
 
 
-def run_sides(cases: list[SideCase], data: Path) -> list[StepOutcome]:
-    """:func:`side_step` for one case after another in the same processes."""
+def run_sides(cases: Sequence[SideCase], data: Path) -> list[StepOutcome | None]:
+    """:func:`side_step` for one case after another in the same processes; None for those that it does not need."""
     from model.parallel import groups
 
-    outcomes = []
+    outcomes: list[StepOutcome | None] = []
     for case in cases:
+        if not meet_again(case.world):
+            outcomes.append(None)
+            continue
         groups.initialize(backend="gloo", vision=case.vision, **case.groups)
-        outcomes.append(side_step(case, data))
-        meet_again()
+        try:
+            outcomes.append(side_step(case, data))
+        except Exception as error:
+            error.add_note(f"in the case {case.name!r}")
+            raise
     return outcomes
 
 

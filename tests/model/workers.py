@@ -19,8 +19,8 @@ WORLD = 4
 #: A layout takes a second or two; a hung collective is an error, not a wait.
 PATIENCE = 500.0
 
-#: In a process: where all meet, and how often they did.
-_meetings, _numbers = "", itertools.count()
+#: In a process: where all meet, how often they did, its number, and how many they are.
+_meetings, _numbers, _rank, _all = "", itertools.count(), 0, 0
 
 
 def run_in_all(task: Callable[..., Any], *args: Any, world: int = WORLD) -> list[Any]:
@@ -67,8 +67,16 @@ def run_in_all(task: Callable[..., Any], *args: Any, world: int = WORLD) -> list
     return [pickle.loads(answers[rank]) for rank in range(world)]
 
 
-def meet_again() -> None:
-    """Leaves all groups and joins a new one of all processes: what would be left of groups takes most of the time."""
+def meet_again(world: int | None = None) -> bool:
+    """Leaves all groups and joins a new one: what would be left of groups takes most of the time.
+
+    Args:
+        world: Processes of the new group, the first ones; all if None.
+
+    Returns:
+        Whether this process is one of them. It is in no group otherwise, and waits for the others when it calls this
+        function again.
+    """
     import torch.distributed as dist
     from megatron.core import parallel_state
 
@@ -76,29 +84,33 @@ def meet_again() -> None:
 
     forget_separation()
     parallel_state.destroy_model_parallel()
-    rank, world = dist.get_rank(), dist.get_world_size()
-    dist.barrier()
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
     gc.collect()  # of models, which hold groups
-    _meet(rank, world)
+    gc.freeze()  # what is left is modules, which no later collection need look through
+    return _meet(world or _all)
 
 
-def _meet(rank: int, world: int) -> None:
+def _meet(world: int) -> bool:
     import torch.distributed as dist
 
-    store = dist.FileStore(f"{_meetings}-{next(_numbers)}", world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    place = f"{_meetings}-{next(_numbers)}"
+    if _rank >= world:
+        return False
+    dist.init_process_group("gloo", store=dist.FileStore(place, world), rank=_rank, world_size=world)
+    return True
 
 
 def _call(rank: int, world: int, meetings: str, task: Callable[..., Any], args: tuple[Any, ...], results: Any) -> None:
-    global _meetings
+    global _meetings, _rank, _all
     faulthandler.enable()
     from model.parallel import cpu_mode
 
-    _meetings = meetings
+    _meetings, _rank, _all = meetings, rank, world
     try:
         with cpu_mode.cpu_as_cuda():
-            _meet(rank, world)
+            _meet(world)
             # As bytes: tensors in shared memory would need this process to live until they are read.
             results.put((rank, None, pickle.dumps(task(*args))))
     except BaseException:

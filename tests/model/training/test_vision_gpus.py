@@ -1,11 +1,10 @@
-"""Runs with the vision tower on processes of its own: as one process, across layouts, with faults."""
+"""Runs with the vision tower on processes of its own: as one process, and across layouts."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,263 +13,205 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from model.training.config import ConfigError
-from model.training.failure import NotFiniteError
 from tests.chat_rows import write_jsonl
 from tests.conftest import build_dataset
-from tests.model.training.conftest import SETTINGS, evaluations_of, short_rows, steps_of, train_here
+from tests.model.training.conftest import evaluations_of, short_rows, steps_of
+from tests.model.training.many_runs import Run, train_all
 from tests.model.training.plain import write_hf_folder
-from tests.model.training.ranks import Ranks, arguments_of, until_logged
-from tests.model.workers import meet_again, run_in_all
+from tests.model.workers import run_in_all
 
 pytestmark = pytest.mark.slow
 
-#: A run: its folder, its settings, and the run whose first step it continues, if any.
-type Run = tuple[Path, dict[str, Any], Path | None]
+#: One process, and runs without sides that others continue; experts on one rank or spread over two.
+ONE, EXPERTS, SPREAD = "one process", "experts, one process", "experts, EP 2"
+#: The run whose steps and evaluations another one must repeat.
+REFERENCES = {ONE: ONE, EXPERTS: EXPERTS, SPREAD: EXPERTS}
+FOUR, FROZEN, TEXTS = "four packs, one process", "frozen {}, one process", "texts, one process"
 
-STEPS = {"run.steps": 2, "run.save_every": 1, "run.keep": 0}
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout of two sides.
+
+    Attributes:
+        world: Processes.
+        settings: Its settings.
+        plain: The run without sides that it continues after one step, and that continues it after three more.
+        evaluated: Whether it evaluates, too.
+    """
+
+    world: int
+    settings: dict[str, Any]
+    plain: str = ONE
+    evaluated: bool = False
 
 
-def train_all(data: Path, runs: list[Run]) -> list[str]:
-    """Trains one run after another in the same processes; what this one said of a loss that is not finite."""
-    import torch.distributed as dist
+LAYOUTS = {
+    "1 + 1": Layout(2, {"vision_gpus": 1}),
+    "2 + 1": Layout(3, {"vision_gpus": 2}),
+    "1 + 2, TP 2 and SP": Layout(3, {"vision_gpus": 1, "tp": 2, "sp": True}),
+    "1 + 2, CP 2, ahead 0": Layout(3, {"vision_gpus": 1, "cp": 2, "vision_ahead": 0}, evaluated=True),
+    "1 + 2, PP 2": Layout(3, {"vision_gpus": 1, "pp": 2}, evaluated=True),
+    "1 + 2, DP 2": Layout(3, {"vision_gpus": 1}, evaluated=True),
+    "2 + 2, TP 2 each": Layout(4, {"vision_gpus": 2, "vision_tp": 2, "tp": 2, "sp": True}, evaluated=True),
+    "1 + 1, experts": Layout(2, {"vision_gpus": 1}, EXPERTS),
+    "1 + 2, EP 2": Layout(3, {"vision_gpus": 1, "ep": 2}, SPREAD),
+}
 
-    from model.parallel import groups
-    from model.training.config_loading import load_config
-    from model.training.loop import train
 
-    said = []
-    for out, settings, source in runs:
-        given = SETTINGS | {"data.paths": [str(data)], "run.out": str(out)} | settings
-        if "model.hf" in settings:
-            del given["model.preset"]
-        config = load_config(None, list(given.items()))
-        parallel = config.parallel
-        if source is not None and dist.get_rank() == 0:
-            after_first_step(source, out)
-        dist.barrier()
-        groups.initialize(
-            backend="gloo",
-            tensor=parallel.tp,
-            context=parallel.cp,
-            pipeline=parallel.pp,
-            expert=parallel.ep,
-            vision=parallel.vision_gpus,
-            vision_tensor=parallel.vision_tp or 1,
+def plainly(name: str) -> str:
+    """The run without sides that continues one with sides."""
+    return f"{name}, then none"
+
+
+@dataclass(frozen=True)
+class Runs:
+    """All runs.
+
+    Attributes:
+        folder: Where their folders are.
+        said: For each process, by run: the message with which it was refused or stopped, or nothing.
+    """
+
+    folder: Path
+    said: list[dict[str, str]]
+
+    def assert_same(self, name: str, reference: str, steps: Sequence[int], evaluated: Sequence[int] = ()) -> None:
+        """Asserts that a run has made these steps, and evaluations after these, with the results of another run."""
+        assert {said[name] for said in self.said if name in said} == {""}
+        ours, theirs = ({each["step"]: each for each in steps_of(self.folder / run)} for run in (name, reference))
+        assert list(ours) == list(steps)
+        for step, mine in ours.items():
+            other = theirs[step]
+            waits = {"vision_wait", "language_wait"}
+            assert mine.keys() - waits == other.keys() - waits
+            assert all(mine[value] >= 0 for value in waits & mine.keys())
+            for value in {"loss", "mtp_loss", "moe_aux_loss", "grad_norm"} & mine.keys():
+                assert mine[value] == pytest.approx(other[value], rel=2e-4), (step, value)
+            for value in ("targets", "tokens", "images", "patches", "lr", "epoch"):
+                assert mine[value] == other[value], (step, value)
+            assert mine["tflops"] * mine["seconds"] == pytest.approx(other["tflops"] * other["seconds"])
+        found, wanted = (
+            {each["step"]: each["loss"] for each in evaluations_of(self.folder / run)} for run in (name, reference)
         )
-        try:
-            train(config, torch.device("cpu"), source is not None)
-            said.append("")
-        except NotFiniteError as error:
-            said.append(str(error))
-        meet_again()
-    return said
-
-
-def alone(data: Path, out: Path, settings: dict[str, Any], resume: bool = False) -> Path:
-    """The same run in this process."""
-    train_here(out, data, resume, **{name.replace(".", "__"): value for name, value in settings.items()})
-    return out
-
-
-def after_first_step(source: Path, out: Path) -> Path:
-    """Copies a run as it was after its first step."""
-    shutil.copytree(source, out)
-    for folder in (out / "checkpoints").glob("step-*"):
-        if int(folder.name[-8:]) > 1:
-            shutil.rmtree(folder)
-    return out
-
-
-def converted(out: Path, to: Path) -> dict[str, torch.Tensor]:
-    """The weights of a run's last checkpoint in Hugging Face's form."""
-    from safetensors.torch import load_file
-
-    from model.weights.convert import to_hf
-
-    to_hf(max((out / "checkpoints").glob("step-*")), to)
-    return load_file(to / "model.safetensors")
-
-
-def assert_same(found: Path, wanted: Path) -> None:
-    """Asserts that the steps of two runs are the same up to rounding."""
-    ours, theirs = steps_of(found), steps_of(wanted)
-    assert [each["step"] for each in ours] == [each["step"] for each in theirs]
-    for mine, other in zip(ours, theirs, strict=True):
-        waits = {"vision_wait", "language_wait"}
-        assert mine.keys() - waits == other.keys() - waits
-        assert all(mine[name] >= 0 for name in waits & mine.keys())
-        for name in {"loss", "mtp_loss", "moe_aux_loss", "grad_norm"} & mine.keys():
-            assert mine[name] == pytest.approx(other[name], rel=2e-4), (found.name, mine["step"], name)
-        for name in ("targets", "tokens", "images", "patches", "lr", "epoch"):
-            assert mine[name] == other[name], (found.name, mine["step"], name)
-        assert mine["tflops"] * mine["seconds"] == pytest.approx(other["tflops"] * other["seconds"])
+        assert list(found) == list(evaluated)
+        assert found == pytest.approx({step: wanted[step] for step in found}, rel=2e-4)
 
 
 @pytest.fixture(scope="module")
-def hf(chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Weights that do not depend on the layout."""
-    folder = tmp_path_factory.mktemp("weights") / "hf"
-    write_hf_folder(folder, chats)
-    return folder
-
-
-def test_runs_equal_one_process_and_go_on_in_other_layouts(
-    one_process: None, chats: Path, validation: Path, hf: Path, tmp_path: Path
-) -> None:
-    """Losses, gradient norms and evaluations of three steps, all but the first made by another layout."""
-    whole = {**STEPS, "run.steps": 3, "model.hf": str(hf), "run.eval_every": 3, "data.eval_paths": [str(validation)]}
-    reference = alone(chats, tmp_path / "reference", whole)
-    stages = whole | {"parallel.vision_gpus": 1, "parallel.pp": 2}
-    tensor = whole | {"parallel.vision_gpus": 1, "parallel.tp": 2, "parallel.sp": True}
-    replicas = whole | {"parallel.vision_gpus": 2, "parallel.vision_tp": 2}
-    runs: list[Run] = [
-        (tmp_path / "stages", stages, None),
-        (tmp_path / "tensor, from one process", tensor, reference),
-        (tmp_path / "replicas, from stages", replicas, tmp_path / "stages"),
+def runs(chats: Path, validation: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Makes all runs in four processes."""
+    folder = tmp_path_factory.mktemp("runs")
+    for preset in ("tiny", "tiny-moe"):
+        write_hf_folder(folder / preset, chats, preset)
+    dense, experts = (
+        {"model.preset": preset, "model.weights": str(folder / preset), "run.keep": 0}
+        for preset in ("tiny", "tiny-moe")
+    )
+    evaluation = {"data.eval_paths": [str(validation)], "run.eval_every": 2}
+    made = [
+        Run(ONE, 1, dense | evaluation | {"run.steps": 5, "run.save_every": 1}),
+        Run(EXPERTS, 1, experts | {"run.steps": 5, "run.save_every": 1}),
+        Run(SPREAD, 2, experts | {"run.steps": 1, "parallel.ep": 2}),
     ]
-    assert run_in_all(train_all, chats, runs, world=3) == [["", "", ""]] * 3
-    alone(chats, after_first_step(tmp_path / "stages", tmp_path / "one process, from stages"), whole, resume=True)
-    for name in ("stages", "tensor, from one process", "replicas, from stages", "one process, from stages"):
-        assert_same(tmp_path / name, reference)
-        # Of an evaluation that both the run and the copied one made, the later line counts.
-        found, wanted = (
-            {each["step"]: each["loss"] for each in evaluations_of(out)} for out in (tmp_path / name, reference)
-        )
-        assert found.keys() == {0, 3}
-        assert found == pytest.approx(wanted, rel=2e-4)
-    exported = [converted(tmp_path / name, tmp_path / f"hf, {name}") for name in ("reference", "stages")]
-    assert exported[0].keys() == exported[1].keys()
-    for name, tensor in exported[0].items():
-        torch.testing.assert_close(exported[1][name], tensor, rtol=2e-5, atol=1e-5, msg=name)
+    for name, layout in LAYOUTS.items():
+        settings = {f"parallel.{setting}": value for setting, value in layout.settings.items()}
+        base = dense if layout.plain == ONE else experts
+        evaluated = evaluation if layout.evaluated else {}
+        made.append(Run(name, layout.world, base | settings | evaluated | {"run.steps": 4}, layout.plain))
+        spread = {"parallel.ep": 2} if layout.plain == SPREAD else {}
+        made.append(Run(plainly(name), 2 if spread else 1, base | spread | {"run.steps": 5}, name, 4))
+    replicas = {"parallel.vision_gpus": 2, "parallel.vision_tp": 2, "run.steps": 5}
+    made.append(Run("2 + 1, vision TP 2", 3, dense | replicas, "1 + 2, PP 2", 4))
+    spread = {"parallel.vision_gpus": 1, "parallel.ep": 2}
+    made.append(Run("spread from one process", 3, experts | spread, EXPERTS))
+    made.append(Run("one process from spread", 1, experts, "1 + 2, EP 2", 4))
+    dense["run.steps"] = 2
+    four = dense | evaluation | {"data.global_batch": 4, "run.eval_every": 1}
+    made.append(Run(FOUR, 1, four))
+    made.append(Run("1 + 1, ahead 2", 2, four | {"parallel.vision_gpus": 1, "parallel.vision_ahead": 2}))
+    for name, parts in {"tower": ["vision", "merger"], "language": ["language"]}.items():
+        frozen = dense | {"model.freeze": parts}
+        made.append(Run(FROZEN.format(name), 1, frozen))
+        made.append(Run(f"frozen {name}", 3, frozen | {"parallel.vision_gpus": 2, "run.steps": 1}))
+        made.append(Run(f"frozen {name}, resumed", 3, frozen | {"parallel.vision_gpus": 2}, f"frozen {name}"))
+    texts = dense | {"data.paths": [str(without_images(folder))]}
+    made.append(Run(TEXTS, 1, texts))
+    made.append(Run("texts", 2, texts | {"parallel.vision_gpus": 1}))
+    wild = {"optimizer.lr": 1e30, "optimizer.min_lr": 0.0, "optimizer.warmup_steps": 0}
+    made.append(Run("wild", 2, dense | wild | {"parallel.vision_gpus": 1}))
+    return Runs(folder, run_in_all(train_all, folder, chats, made, world=4))
 
 
-def test_experts_and_frozen_parts(one_process: None, chats: Path, hf: Path, tmp_path: Path) -> None:
-    """Rank 0 trains no experts, or nothing at all, and its checkpoints have the optimizer's steps all the same."""
-    write_hf_folder(tmp_path / "experts", chats, "tiny-moe")
-    experts = {**STEPS, "model.hf": str(tmp_path / "experts")}
-    frozen: dict[str, dict[str, Any]] = {
-        name: {**STEPS, "model.freeze": parts, "model.hf": str(hf)}
-        for name, parts in {"tower": ["vision", "merger"], "language": ["language"]}.items()
-    }
-    frozen["language"]["run.steps"] = 1
-    spread = experts | {"parallel.vision_gpus": 1, "parallel.ep": 2}
-    runs: list[Run] = [(tmp_path / "spread", spread, None)]
-    runs += [(tmp_path / name, {**each, "parallel.vision_gpus": 2}, None) for name, each in frozen.items()]
-    runs.append((tmp_path / "spread, resumed", spread, tmp_path / "spread"))
-    runs.append((tmp_path / "tower, resumed", {**frozen["tower"], "parallel.vision_gpus": 2}, tmp_path / "tower"))
-    assert run_in_all(train_all, chats, runs, world=3) == [[""] * 5] * 3
-    references = {name: alone(chats, tmp_path / f"reference, {name}", each) for name, each in frozen.items()}
-    references["spread"] = alone(chats, tmp_path / "reference", experts)
-    for name, reference in references.items():
-        assert_same(tmp_path / name, reference)
-    for name in ("spread", "tower"):
-        assert_same(tmp_path / f"{name}, resumed", references[name])
-
-
-def test_data_without_images_and_steps_that_are_not_finite(
-    one_process: None, chats: Path, hf: Path, tmp_path: Path
-) -> None:
+def without_images(folder: Path) -> Path:
+    """A dataset of chats without images."""
     texts = [row for row in short_rows(80) if not any(_images(message) for message in row["messages"])]
-    source = write_jsonl(tmp_path / "texts.jsonl", texts)
-    data = build_dataset(source, tmp_path / "texts", recipe="chat", rows_per_shard=12, pad_multiple=16)
-    settings = {"model.hf": str(hf), "run.steps": 2}
-    reference = alone(data, tmp_path / "reference", settings)
-    apart = settings | {"parallel.vision_gpus": 1}
-    wild = apart | {
-        "optimizer.lr": 1e30,
-        "optimizer.min_lr": 0.0,
-        "optimizer.warmup_steps": 0,
-        "data.paths": [str(chats)],
-    }
-    runs: list[Run] = [(tmp_path / "texts only", apart, None), (tmp_path / "wild", wild, None)]
-    said = run_in_all(train_all, data, runs, world=2)
-    assert_same(tmp_path / "texts only", reference)
-    assert {"vision_wait", "language_wait"} <= steps_of(tmp_path / "texts only")[0].keys()
-    assert said[0] == said[1], "all ranks end with the same error"
-    assert said[0][1].startswith(("step 2 gave loss nan", "step 2 gave loss inf"))
-    packs = json.loads((tmp_path / "wild" / "not-finite-step-00000002.json").read_text())["packs"]
-    assert [(pack["data_parallel_rank"], pack["micro_batch"]) for pack in packs] == [(0, 0), (0, 1)]
-    assert not all(pack["finite"] for pack in packs)
+    source = write_jsonl(folder / "texts.jsonl", texts)
+    return build_dataset(source, folder / "texts only", recipe="chat", rows_per_shard=12, pad_multiple=16)
 
 
 def _images(message: dict[str, Any]) -> bool:
     return any(item["type"] == "image" for item in message["content"])
 
 
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
-def test_all_end_when_a_rank_of_the_tower_dies_or_is_asked_to_stop(
-    chats: Path, tmp_path: Path, sent: signal.Signals
-) -> None:
-    out = tmp_path / "run"
-    options = ("--set", "parallel.vision_gpus=2", "--set", "run.steps=1000")
-    ranks = Ranks(arguments_of(chats, out, *options), tmp_path / "said", world=3)
-    until_logged(out)
-    process = ranks.processes[1].pid
-    assert process is not None
-    os.kill(process, sent)
-    codes = ranks.wait()
-    said = [ranks.said(rank) for rank in range(3)]
-    if sent == signal.SIGKILL:
-        assert codes == [1, -signal.SIGKILL, 1], said
-        assert any("another rank has exited or hangs" in text for text in said), said
-    else:
-        assert codes == [128 + signal.SIGTERM] * 3, said
-        assert "interrupted: step" in said[0]
-        assert len(list((out / "checkpoints").glob("step-*"))) == 1
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_three_steps_equal_one_process_from_and_to_a_run_without_sides(runs: Runs, name: str) -> None:
+    layout = LAYOUTS[name]
+    reference = REFERENCES[layout.plain]
+    runs.assert_same(name, reference, [2, 3, 4], [2, 4] if layout.evaluated else [])
+    runs.assert_same(plainly(name), reference, [5])
 
 
-def other_data(datasets: list[Path], out: Path, evaluation: bool) -> str:
-    """What this rank says if rank 0 has one dataset, to train or to evaluate on, and the others another."""
-    import torch.distributed as dist
-
-    own = datasets[min(dist.get_rank(), 1)]
-    settings = {"parallel.vision_gpus": 1} | ({"data.eval_paths": [str(own)]} if evaluation else {})
-    try:
-        train_all(datasets[0] if evaluation else own, [(out, settings, None)])
-    except ConfigError as error:
-        return str(error)
-    return ""
+def test_other_sides_continue(runs: Runs) -> None:
+    runs.assert_same("2 + 1, vision TP 2", ONE, [5])
 
 
-@pytest.mark.parametrize("evaluation", [False, True])
-def test_ranks_that_would_wait_for_rows_that_are_not_sent_are_refused(
-    chats: Path, validation: Path, tmp_path: Path, evaluation: bool
-) -> None:
-    said = run_in_all(other_data, [chats, validation], tmp_path / "run", evaluation, world=2)
+def test_a_new_run_whose_tower_is_three_micro_batches_ahead(runs: Runs) -> None:
+    """In steps and evaluations of four."""
+    runs.assert_same("1 + 1, ahead 2", FOUR, [1, 2], [0, 1, 2])
+
+
+def test_experts_are_spread_or_not_for_a_whole_run(runs: Runs) -> None:
+    runs.assert_same(SPREAD, EXPERTS, [1])
+    for name, change in {"spread from one process": "1 -> 2", "one process from spread": "2 -> 1"}.items():
+        (said,) = {said[name] for said in runs.said if name in said}
+        assert f"its optimizer state does not fit: parallel.ep: {change}. Resume with the old settings" in said
+
+
+def test_exports_are_the_same(one_process: None, runs: Runs, tmp_path: Path) -> None:
+    exported = [weights_of(runs.folder / name, tmp_path / f"hf, {name}") for name in (ONE, "1 + 2, PP 2")]
+    assert exported[0].keys() == exported[1].keys()
+    for name, tensor in exported[0].items():
+        torch.testing.assert_close(exported[1][name], tensor, rtol=2e-5, atol=1e-5, msg=name)
+
+
+def weights_of(out: Path, to: Path) -> dict[str, torch.Tensor]:
+    """The weights of a run after four steps in Hugging Face's form."""
+    from safetensors.torch import load_file
+
+    from model.weights.convert import to_hf
+
+    to_hf(out / "checkpoints" / "step-00000004", to)
+    return load_file(to / "model.safetensors")
+
+
+@pytest.mark.parametrize("part", ["tower", "language"])
+def test_frozen_parts(runs: Runs, part: str) -> None:
+    """One side trains nothing, and the checkpoints of both have the optimizer's steps all the same."""
+    runs.assert_same(f"frozen {part}", FROZEN.format(part), [1])
+    runs.assert_same(f"frozen {part}, resumed", FROZEN.format(part), [2])
+
+
+def test_data_without_images(runs: Runs) -> None:
+    runs.assert_same("texts", TEXTS, [1, 2])
+    assert {"vision_wait", "language_wait"} <= steps_of(runs.folder / "texts")[0].keys()
+
+
+def test_a_step_that_is_not_finite_ends_all_ranks_with_the_same_error(runs: Runs) -> None:
+    said = [each["wild"] for each in runs.said if "wild" in each]
+    assert len(said) == 2
     assert said[0] == said[1]
-    name = f"evaluation data ({chats.name})" if evaluation else "data"
-    assert f"ranks [1] have other {name} than rank 0" in said[0]
-
-
-@pytest.mark.parametrize(
-    ("world", "settings", "words"),
-    [
-        (
-            2,
-            ["parallel.vision_gpus=1", "model.language_only=true"],
-            "model.language_only has no vision tower for ranks",
-        ),
-        (
-            4,
-            ["parallel.vision_gpus=3", "parallel.vision_tp=3"],
-            "parallel.vision_tp 3 does not divide vision.num_heads",
-        ),
-        (2, ["parallel.vision_gpus=2"], "parallel.vision_gpus 2 does not fit world size 2: .* sizes that do: 1$"),
-        (
-            4,
-            ["parallel.vision_gpus=1", "data.global_batch=2"],
-            "global_batch 2 is not a multiple of the 3 data-parallel",
-        ),
-        (1, ["parallel.vision_tp=2"], "parallel.vision_tp must be 1 or parallel.tp"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused_before_anything_is_imported(
-    monkeypatch: pytest.MonkeyPatch, world: int, settings: list[str], words: str
-) -> None:
-    from model.training.config_loading import load_config
-    from model.training.early_checks import check_early
-
-    monkeypatch.setenv("WORLD_SIZE", str(world))
-    with pytest.raises(ConfigError, match=words):
-        check_early(load_config(None, ["data.paths=nowhere", *settings]))
+    assert said[0].startswith(("step 2 gave loss nan", "step 2 gave loss inf"))
+    packs = json.loads((runs.folder / "wild" / "not-finite-step-00000002.json").read_text())["packs"]
+    assert [(pack["data_parallel_rank"], pack["micro_batch"]) for pack in packs] == [(0, 0), (0, 1)]
+    assert not all(pack["finite"] for pack in packs)
