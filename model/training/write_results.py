@@ -1,4 +1,7 @@
-"""The queue in which the processes that write a checkpoint report."""
+"""The queue in which the processes that write a checkpoint report.
+
+The process that holds it imports this module, so nothing heavy is imported here.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,16 @@ import os
 import threading
 from multiprocessing.managers import SyncManager
 
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-
 from model.training.interruption import shielding_children
 
 
 def start_write_results() -> None:
     """Starts the process that holds megatron-core's queue of results, unless it runs.
 
-    megatron-core would start the same one, but that outlives a trainer that is killed, and keeps half a gigabyte.
+    megatron-core would start the same one, but that outlives a trainer that is killed.
     """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
     if filesystem_async._results_queue is not None:
         return
     manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
