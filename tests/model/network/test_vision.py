@@ -20,23 +20,22 @@ from model.network.patch_geometry import patch_places, position_table_rows, rota
 
 CPU = torch.device("cpu")
 
-grids_of_images = st.lists(
-    st.tuples(st.integers(1, 2), st.integers(1, 13), st.integers(1, 13)).map(lambda g: (g[0], 2 * g[1], 2 * g[2])),
-    min_size=1,
-    max_size=4,
+blocks_of_images = st.lists(
+    st.tuples(st.integers(1, 2), st.integers(1, 13), st.integers(1, 13)), min_size=1, max_size=4
 )
 
 
-@given(grids_of_images, st.integers(2, 50))
-def test_positions_equal_transformers(grids: list[tuple[int, int, int]], side: int) -> None:
+@given(blocks_of_images, st.sampled_from([2, 1, 3]), st.integers(2, 50))
+def test_positions_equal_transformers(blocks: list[tuple[int, int, int]], merge: int, side: int) -> None:
     from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
+    grids = [(t, merge * h, merge * w) for t, h, w in blocks]
     tensor = torch.tensor(grids)
-    places, sizes = patch_places(grids, 2, CPU)
-    assert torch.equal(places, get_vision_position_ids(tensor, 2))
+    places, sizes = patch_places(grids, merge, CPU)
+    assert torch.equal(places, get_vision_position_ids(tensor, merge))
     rows, weights = position_table_rows(places, sizes, side)
     their_rows, their_weights = get_vision_interpolation_indices_and_weights(
-        tensor, side, mode="bilinear", align_corners=True, spatial_merge_size=2
+        tensor, side, mode="bilinear", align_corners=True, spatial_merge_size=merge
     )
     assert torch.equal(rows, their_rows)
     assert torch.equal(weights, their_weights)
