@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import preprocess.run.dataset
+import preprocess.shards.fingerprints
 import preprocess.shards.job
 from preprocess.config import ImageConfig, PreprocessConfig
 from preprocess.sources.open import open_source
@@ -63,9 +64,10 @@ def main(out: Path, spec: str) -> None:
     """Makes the dataset once undisturbed, then once for every step at which it can die."""
     config = PreprocessConfig(image=ImageConfig(1024, 65_536), rows_per_shard=2)
     source = open_source(spec)
-    # Loaded once, for all the runs to come.
+    # Loaded and looked up once, for all the runs to come.
     load = cache(preprocess.run.dataset.load_tokenizer)
     preprocess.run.dataset.load_tokenizer = preprocess.shards.job.load_tokenizer = load
+    preprocess.shards.fingerprints.version = cache(preprocess.shards.fingerprints.version)
 
     def run() -> None:
         preprocess.run.dataset.preprocess_dataset(source, out, config)
@@ -78,6 +80,7 @@ def main(out: Path, spec: str) -> None:
         return work
 
     run()
+    preprocess.run.dataset.require_usable = lambda tokenizer, config: None  # just tried; it takes as long as a shard
     whole = tree_bytes(out)
     deaths = step = 0
     while True:
