@@ -37,7 +37,7 @@ from vlmdata.verify.dataset import verify_dataset
 
 pytestmark = pytest.mark.slow
 
-ROWS, ROWS_PER_SHARD, SHARDS = 64, 4, 16
+ROWS, ROWS_PER_SHARD, SHARDS = 48, 4, 12
 #: What a row takes at least.
 SECONDS_PER_ROW = "0.03"
 #: At least so many at other moments in every run of the tests: the runs add up.
@@ -106,7 +106,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A source with a bad row here and there, and a folder with a recipe that takes its time."""
     rows = [cord_row(n) for n in range(ROWS)]
-    for n in range(7, ROWS, 50):
+    for n in range(7, ROWS, 30):
         rows[n]["ground_truth"] = "{"
     folder = tmp_path_factory.mktemp("crash")
     (folder / "slow_recipe.py").write_text(_RECIPE)
@@ -249,8 +249,8 @@ def _interrupt(job: Job, process: subprocess.Popen[str]) -> Interrupted:
 def interrupted_at_work(inputs: tuple[Path, Path], place: Path) -> Interrupted:
     """A command that met Ctrl-C when a few shards were made."""
     job = Job(*inputs, place / "interrupted")
-    process = job.start(shards=5)
-    assert wait_until(lambda: job.finished_shards == 5, PATIENCE)
+    process = job.start(shards=3)
+    assert wait_until(lambda: job.finished_shards == 3, PATIENCE)
     return _interrupt(job, process)
 
 
@@ -284,7 +284,7 @@ def test_after_ctrl_c_the_same_command_continues_and_workers_killed_meanwhile_ar
     assert len(interrupted_at_work.workers) == 2
     shutil.copytree(interrupted_at_work.out, job.out)
     made = job.finished_shards
-    assert made == 5
+    assert made == 3
     process = job.start(shards=SHARDS - 2)
     seen: set[psutil.Process] = set()
 
