@@ -88,13 +88,13 @@ def moderate(folder: Path, rows: int) -> Peaks:
 
 @pytest.fixture
 def large(tmp_path: Path) -> Peaks:
-    """Memory over 16 images of 12 million pixels, 36 MB each when decoded, 8 of them in a shard."""
+    """Memory over 9 images of 12 million pixels, 36 MB each when decoded: 8 for one worker, 1 for the other."""
     pixels = np.zeros((3000, 4000, 3), np.uint8)
     pixels[::7] = 200
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, format="PNG", compress_level=1)
     row = {**cord_row(0), "image": {"bytes": buffer.getvalue(), "path": None}}
-    source = write_cord_parquet(tmp_path / "source" / "train.parquet", [row] * 16)
+    source = write_cord_parquet(tmp_path / "source" / "train.parquet", [row] * 9)
     return measure(source, tmp_path / "out", 8)
 
 
