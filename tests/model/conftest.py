@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from typing import Any
 
 import pytest
@@ -14,6 +15,16 @@ from tests.model.helpers import small_architecture, transformers_model, weights_
 
 # Nothing here is long enough to be worth compiling, and one thread a worker is what the machine has.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _own_server_of_processes() -> Iterator[None]:
+    """Python keeps one server that processes are forked from. Here it shall have imported what training needs: once for
+    all folders, as that takes 4 s.
+    """
+    forkserver._forkserver._stop()
+    yield
+    forkserver._forkserver._stop()
 
 
 @pytest.fixture(scope="package")

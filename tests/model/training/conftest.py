@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from multiprocessing import forkserver
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -66,16 +67,20 @@ def validation(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-@pytest.fixture(scope="package", autouse=True)
-def _own_server_of_processes() -> Iterator[None]:
-    """Python keeps one server that processes are forked from: here it shall have imported what training needs."""
-    forkserver._forkserver._stop()
-    yield
-    forkserver._forkserver._stop()
+def without_collecting_at_the_start() -> AbstractContextManager[Any]:
+    """Keeps train() from visiting all objects of the process at its start and again after its end.
+
+    That takes 0.6 s, most of it for torch's, each time that a process trains. Runs of train.py do it, and
+    test_garbage.py tests it.
+    """
+    return patch("model.training.loop.only_new_objects_collected", nullcontext)
 
 
-def train_here(out: Path, data: Path, resume: bool = False, **settings: Any) -> Any:
-    """Trains in this process, in the groups of ``one_process``; settings as ``group__name``."""
+def train_here(out: Path, data: Path, resume: bool = False, collected: bool = False, **settings: Any) -> Any:
+    """Trains in this process, in the groups of ``one_process``; settings as ``group__name``.
+
+    With ``collected``, the run collects garbage at its start, as runs of train.py do.
+    """
     from model.parallel import groups
     from model.training.config_loading import load_config
     from model.training.loop import train
@@ -85,7 +90,8 @@ def train_here(out: Path, data: Path, resume: bool = False, **settings: Any) -> 
     if "model.hf" in changed:
         del merged["model.preset"]
     groups.seed_all(merged.get("run.seed", 1234))
-    return train(load_config(None, list(merged.items())), torch.device("cpu"), resume)
+    with nullcontext() if collected else without_collecting_at_the_start():
+        return train(load_config(None, list(merged.items())), torch.device("cpu"), resume)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.model.training.conftest import SETTINGS
+from tests.model.training.conftest import SETTINGS, without_collecting_at_the_start
 from tests.model.workers import meet_again
 
 
@@ -73,7 +73,8 @@ def train_all(folder: Path, data: Path, runs: Sequence[Run]) -> dict[str, str]:
         )
         said[run.name] = ""
         try:
-            train(config, torch.device("cpu"), run.source is not None)
+            with without_collecting_at_the_start():
+                train(config, torch.device("cpu"), run.source is not None)
         except (ConfigError, NotFiniteError) as error:
             said[run.name] = str(error)
         except Exception as error:

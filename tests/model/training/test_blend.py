@@ -22,7 +22,7 @@ from preprocess.config import ImageConfig
 from tests.chat_rows import write_jsonl
 from tests.conftest import build_dataset
 from tests.loader.rows import chat_rows
-from tests.model.training.conftest import SETTINGS, steps_of
+from tests.model.training.conftest import SETTINGS, steps_of, without_collecting_at_the_start
 from vlmdata.errors import ConfigMismatchError
 
 ALONE, TINY = RankPlace(0, 1, 0, 1, 0, 1, 0, True, True), PRESETS["tiny"]
@@ -88,7 +88,8 @@ def test_packs_are_balanced_by_the_cost_of_the_model_that_is_trained(
 
 def trained(config: Any, resume: bool) -> None:
     groups.seed_all(config.run.seed)
-    train(config, torch.device("cpu"), resume)
+    with without_collecting_at_the_start():
+        train(config, torch.device("cpu"), resume)
 
 
 def test_a_run_goes_on_with_its_weights_only(one_process: None, two: list[str], tmp_path: Path) -> None:

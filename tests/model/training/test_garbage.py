@@ -82,7 +82,7 @@ def test_a_run_steps_so(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
         return result
 
     monkeypatch.setattr(Stepper, "__call__", stepped)
-    run(run__steps=2, data__global_batch=1)
+    run(collected=True, run__steps=2, data__global_batch=1)
     assert len(frozen) == 2
     assert gone == [True, True]
     assert min(frozen) > 100_000
