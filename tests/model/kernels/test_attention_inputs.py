@@ -19,10 +19,10 @@ pytest.importorskip("megatron.core")
 #: Tokens, groups, queries of a group, width of a head, rotated width, gated, zero-centered, dtype, allowed error.
 CASES: tuple[tuple[Any, ...], ...] = (
     (5, 2, 3, 16, 8, True, True, torch.float32, 1e-6),
-    (37, 1, 2, 128, 128, False, False, torch.float32, 1e-6),  # as in Qwen3-VL; the last program in part
+    (11, 1, 2, 128, 128, False, False, torch.float32, 1e-6),  # as in Qwen3-VL; the last program in part
     (10, 2, 4, 256, 64, True, True, torch.float32, 1e-6),  # as in Qwen3.5
     (3, 2, 1, 24, 12, True, False, torch.float32, 1e-6),  # no powers of two
-    (40, 2, 2, 128, 32, True, True, torch.bfloat16, 6e-3),
+    (17, 2, 2, 128, 32, True, True, torch.bfloat16, 6e-3),
 )
 
 
@@ -119,6 +119,5 @@ def in_the_layer() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
-@pytest.mark.parametrize("check", [interpreted, in_the_layer])
-def test_they_equal_the_plain_code(check: Any) -> None:
-    run_interpreted(__name__, check.__name__)
+def test_they_equal_the_plain_code() -> None:
+    run_interpreted(__name__, "interpreted", "in_the_layer")  # one process: imports take 5 s of CPU time

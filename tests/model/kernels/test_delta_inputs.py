@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 from types import SimpleNamespace
 from typing import Any
@@ -29,14 +30,14 @@ def interpreted() -> None:
     from tests.model.kernels.delta_inputs import compared
 
     # The interpreter is slow, and shrinking would take minutes.
-    @settings(max_examples=15, deadline=None, database=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
-    @example([5, 1, 130], Heads(1, 1, 8, 8), 4, torch.float32, 0)  # more than one block of tokens
-    @example([62, 65, 70], Heads(1, 1, 8, 8), 4, torch.float32, 0)  # samples that begin shortly before a block
+    @settings(max_examples=10, deadline=None, database=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+    @example([5, 1, 64], Heads(1, 1, 8, 8), 4, torch.float32, 0)  # a sample that goes on in a second block
+    @example([62, 65, 3], Heads(1, 1, 8, 8), 4, torch.float32, 0)  # samples that begin shortly before a block
     @example([1, 1, 1], Heads(2, 4, 128, 128), 4, torch.bfloat16, 16)
-    @example([20], Heads(1, 3, 256, 64), 4, torch.float32, 0)
+    @example([17], Heads(1, 3, 256, 64), 4, torch.float32, 0)
     @example([2, 3], Heads(1, 2, 8, 8), 1, torch.float32, 3)
     @given(
-        st.lists(st.integers(1, 20), min_size=1, max_size=5),
+        st.lists(st.integers(1, 12), min_size=1, max_size=4),
         st.builds(
             lambda keys, repeats, key, value: Heads(keys, keys * repeats, key, value),
             st.integers(1, 2),
@@ -67,11 +68,6 @@ def every_rate() -> None:
     torch.testing.assert_close(beta.double(), alpha.double().sigmoid(), rtol=1e-6, atol=0)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
-def test_the_kernels_equal_the_plain_code_in_float64() -> None:
-    run_interpreted(__name__, "interpreted")
-
-
 def in_the_model() -> None:
     """A whole model with the kernels' layer against the same with the torch back end's: loss and all gradients."""
     from megatron.core.tensor_parallel import random
@@ -92,8 +88,10 @@ def in_the_model() -> None:
     random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
     random.activation_recompute_forward = random.fp8_autocast = lambda **_: contextlib.nullcontext()
     groups.initialize(backend="gloo")
-    wanted = small_architecture()
-    packed = pack([make_sample(1, [(4, 4)], 14), make_sample(2, [], 5)], alignment=4, tail=4)
+    wanted = small_architecture()  # with fewer heads: the interpreter goes through them one by one
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    wanted = dataclasses.replace(wanted, language=dataclasses.replace(wanted.language, **heads))
+    packed = pack([make_sample(1, [(2, 2)], 6), make_sample(2, [], 4)], alignment=4, tail=4)
     weights = weights_of(wanted)
     outcomes = []
     with cpu_mode.cpu_as_cuda():
@@ -119,5 +117,5 @@ def in_the_model() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
-def test_a_model_with_them_has_the_loss_and_gradients_of_plain_torch() -> None:
-    run_interpreted(__name__, "in_the_model")
+def test_they_equal_the_plain_code_alone_and_in_a_model() -> None:
+    run_interpreted(__name__, "interpreted", "in_the_model")  # one process: imports take 5 s of CPU time
