@@ -31,7 +31,7 @@ def interpreted() -> None:
 
     # The interpreter is slow, and shrinking would take minutes.
     @settings(max_examples=10, deadline=None, database=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
-    @example([5, 1, 64], Heads(1, 1, 8, 8), 4, torch.float32, 0)  # a sample that goes on in a second block
+    @example([5, 1, 130], Heads(1, 1, 8, 8), 4, torch.float32, 0)  # a block with nothing but the middle of a sample
     @example([62, 65, 3], Heads(1, 1, 8, 8), 4, torch.float32, 0)  # samples that begin shortly before a block
     @example([1, 1, 1], Heads(2, 4, 128, 128), 4, torch.bfloat16, 16)
     @example([17], Heads(1, 3, 256, 64), 4, torch.float32, 0)
