@@ -18,6 +18,7 @@ _OF_THE_RUN = {
     "context_parallel": "parallel.cp",
     "pipeline_parallel": "parallel.pp",
     "expert_parallel": "parallel.ep",
+    "recompute": "model.recompute",
     "backend": "model.backend",
     "precision": "run.precision",
     "mtp_layers": "model.mtp",

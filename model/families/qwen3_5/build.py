@@ -6,6 +6,9 @@ attention. The process groups are those of :mod:`model.parallel.groups`.
 
 from __future__ import annotations
 
+import os
+import shutil
+
 import torch
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -20,7 +23,7 @@ from model.metrics import MetricSums
 from model.network import assembly, megatron_config
 from model.network.decoder_layer import Mixer, first_linear, full_attention, layer_spec
 from model.network.provider import Provider, TorchProvider
-from model.network.settings import ModelSettings, vocabulary_rows
+from model.network.settings import Field, ModelSettings, SettingError, vocabulary_rows
 
 
 def build_model(
@@ -45,8 +48,10 @@ def build_model(
     check(settings, architecture)
     groups = assembly.process_groups(settings)
     provider = assembly.provider_of(settings, "flash-linear-attention")
-    if settings.backend == "transformer_engine" and not settings.tune_kernels:
-        _choose_configurations(architecture)
+    if settings.backend == "transformer_engine":
+        require_compiler(settings)
+        if not settings.tune_kernels:
+            _choose_configurations(architecture)
     config = language_config(architecture, settings)
     kinds = {
         LINEAR_ATTENTION: layer_spec(config, provider, _delta_net(provider)),
@@ -89,6 +94,25 @@ def language_config(architecture: Qwen35Architecture, settings: ModelSettings) -
         linear_num_key_heads=language.linear_num_key_heads,
         linear_num_value_heads=language.linear_num_value_heads,
     )
+
+
+def require_compiler(settings: ModelSettings) -> None:
+    """Checks for what selective recomputation needs.
+
+    At the first backward pass, megatron-core compiles a C++ function that drops the output of the delta net's norm.
+
+    Raises:
+        SettingError: If there is no compiler.
+    """
+    if settings.recompute != "selective":
+        return
+    tools = ("ninja", os.environ.get("CXX", "c++"))
+    if missing := [tool for tool in tools if shutil.which(tool) is None]:
+        raise SettingError(
+            Field("recompute"),
+            f" 'selective' has megatron-core compile a C++ function, but {' and '.join(missing)} cannot be found on "
+            "PATH: install ninja and a C++ compiler (apt install ninja-build g++), or set it to 'none' or 'full'",
+        )
 
 
 def _choose_configurations(architecture: Qwen35Architecture) -> None:

@@ -14,9 +14,9 @@ from tests.model.helpers import mixed_samples, pack, small_architecture
 
 pytest.importorskip("megatron.core")
 
-from model.families.qwen3_5.build import build_model
+from model.families.qwen3_5.build import build_model, require_compiler
 from model.families.qwen3_5.sizes import check
-from model.network.settings import ModelSettings, vocabulary_rows
+from model.network.settings import ModelSettings, SettingError, vocabulary_rows
 
 
 @pytest.mark.parametrize(
@@ -111,3 +111,15 @@ def test_aux_loss_needs_labels(make_pair: Callable[..., Pair]) -> None:
         moe.ours(batch)
     with torch.no_grad():
         moe.ours(batch)
+
+
+def test_selective_recomputation_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    require_compiler(ModelSettings(recompute="full"))
+    with pytest.raises(
+        SettingError, match=r"recompute 'selective' .* ninja and c\+\+ cannot be found on PATH: install"
+    ):
+        require_compiler(ModelSettings(recompute="selective"))
+    for tool in ("ninja", "c++"):
+        (tmp_path / tool).touch(0o755)
+    require_compiler(ModelSettings(recompute="selective"))
