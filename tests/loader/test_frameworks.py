@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
 
-from tests.loader.framework_run import SETTINGS, STOP, TOTAL, TinyModel, summary
+from tests.loader.framework_run import SETTINGS, STOP, TOTAL, TinyModel, losses_of, summary
 from tests.ports import free_port
 from vlmdata.loader.loader import StreamingLoader
 
@@ -81,10 +80,8 @@ def alone(chat: Path) -> tuple[list[tuple[int, int, set[str]]], list[float]]:
             batches = [next(iter(loader)) for _ in range(SETTINGS["global_batch"])]
             total = sum(float(batch.loss_weights.sum()) for batch in batches if batch.loss_weights is not None)
             for batch in batches:
-                assert batch.labels is not None
                 assert batch.loss_weights is not None
-                losses = cross_entropy(model(batch.input_ids)[0], batch.labels[0], reduction="none")
-                ((losses * batch.loss_weights[0]).sum() / total).backward()
+                ((losses_of(model, batch) * batch.loss_weights[0]).sum() / total).backward()
             optimizer.step()
             optimizer.zero_grad()
             steps.append((at.epoch, at.step, {key for batch in batches for key in batch.sample_keys}))

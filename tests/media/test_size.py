@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from qwen_vl_utils.vision_process import fetch_image
 
 from vlmdata.families.qwen3_5 import FAMILY
 from vlmdata.format.ledger import Reason
@@ -23,6 +22,8 @@ BOUNDS = st.lists(st.integers(1024, 200_000), min_size=2, max_size=2).map(sorted
 
 def of_qwen(height: int, width: int, **bounds: int) -> tuple[int, int] | None:
     """(height, width) after ``fetch_image``; None where it fails because the ratio is too large or a side becomes 0."""
+    from qwen_vl_utils.vision_process import fetch_image  # imports torchvision: 2 s in each of pytest's workers
+
     try:
         width, height = fetch_image({"image": Image.new("RGB", (width, height)), **bounds}, image_patch_size=16).size
     except ValueError:

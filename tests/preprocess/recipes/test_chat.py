@@ -11,7 +11,6 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from qwen_vl_utils.vision_process import extract_vision_info
 
 from preprocess.conversation import Conversation, TextPart
 from preprocess.recipes.chat import Chat
@@ -197,6 +196,8 @@ ITEM = st.one_of(
 @settings(max_examples=60)
 @given(contents=st.lists(st.text("ab", max_size=2) | st.lists(ITEM, max_size=4), min_size=1, max_size=4))
 def test_order_and_number_of_images_agree_with_qwen_vl_utils(contents):
+    from qwen_vl_utils.vision_process import extract_vision_info  # imports torchvision: 2 s in each of pytest's workers
+
     messages = [turn for content in contents for turn in user(content)]
     expected = [info.get("image") or info["image_url"] for info in extract_vision_info(messages)]
     assert [uri(image.data) for image in convert({"messages": messages}).images] == expected
