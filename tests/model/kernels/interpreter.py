@@ -1,19 +1,63 @@
-"""Triton's interpreter, which runs kernels on a CPU."""
+"""Triton's interpreter, which runs kernels on a CPU. Run as a module, it calls functions in processes of their own.
+
+    python -m tests.model.kernels.interpreter MODULE:FUNCTION…
+
+Triton interprets from the start of a process or not at all. The processes are forked from one that has imported torch,
+Triton and megatron-core, which takes longer than most functions. Prints a line of JSON: the error of each, or null.
+"""
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import subprocess
 import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
 
 
-def run_interpreted(module: str, *functions: str) -> None:
-    """Calls functions of a module in a process of its own: Triton interprets from the start or not at all."""
-    calls = "; ".join(f"here.{each}()" for each in functions)
+def run_interpreted(calls: Sequence[str]) -> dict[str, str | None]:
+    """Calls functions, given as ``module:function``, with kernels interpreted.
+
+    Returns:
+        For each the traceback with which it ended, or None.
+    """
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", f"import {module} as here; {calls}"],
+        [sys.executable, "-W", "ignore", "-m", __name__, *calls],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr[-5000:]
+    found: dict[str, str | None] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _in_a_fork(call: str) -> str | None:
+    """Calls a function in a forked process; its error, or None."""
+    module, function = call.split(":")
+    importlib.import_module(module)
+    with tempfile.TemporaryFile("w+") as said:
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                getattr(importlib.import_module(module), function)()
+                code = 0
+            except BaseException:
+                traceback.print_exc(file=said)
+                said.flush()
+            finally:
+                os._exit(code)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        said.seek(0)
+        return said.read() or f"it ended with {status}" if status else None
+
+
+if __name__ == "__main__":
+    for each in ("triton.language", "model.families.qwen3_5.gated_delta_net", "model.network.attention"):
+        importlib.import_module(each)
+    found = {call: _in_a_fork(call) for call in sys.argv[1:]}
+    print("\n" + json.dumps(found))

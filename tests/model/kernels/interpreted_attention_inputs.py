@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from tests.model.helpers import relative
-from tests.model.kernels.interpreter import run_interpreted
-from tests.model.kernels.test_gating import bare
-
-pytest.importorskip("megatron.core")
+from tests.model.kernels.interpreted_gating import bare
 
 #: Tokens, groups, queries of a group, width of a head, rotated width, gated, zero-centered, dtype, allowed error.
 CASES: tuple[tuple[Any, ...], ...] = (
@@ -43,7 +38,6 @@ def plain(mixed: Tensor, angles: Tensor, weights: tuple[Tensor, Tensor], heads: 
 
 
 def interpreted() -> None:
-    """In a process of its own: whether Triton interprets is settled when the kernels are defined."""
     from model.kernels.attention_inputs import AttentionInputs, Heads
 
     generator = torch.Generator().manual_seed(1)
@@ -116,8 +110,3 @@ def in_the_layer() -> None:
         for a, b in zip(*results, strict=True):
             assert a.shape == b.shape
             assert relative(b.detach(), a.detach()) < 2e-6
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
-def test_they_equal_the_plain_code() -> None:
-    run_interpreted(__name__, "interpreted", "in_the_layer")  # one process: imports take 5 s of CPU time

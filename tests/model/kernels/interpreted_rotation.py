@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-
-import pytest
 import torch
 
 from tests.model.helpers import relative
-from tests.model.kernels.interpreter import run_interpreted
-
-pytest.importorskip("megatron.core")
 
 
 def interpreted() -> None:
-    """In a process of its own: whether Triton interprets is settled when the kernel is defined."""
     from model.kernels.rotation import SplitAndRotate
     from model.network.vision_attention import rotate_patches
 
@@ -33,8 +26,3 @@ def interpreted() -> None:
         for a, b in zip((*ours, given), (*plain, wanted), strict=True):
             assert a.shape == b.shape
             assert relative(a.detach(), b.detach()) < 1e-6
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
-def test_the_kernel_equals_the_plain_rotation() -> None:
-    run_interpreted(__name__, "interpreted")

@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from tests.model.helpers import relative
-from tests.model.kernels.interpreter import run_interpreted
-
-pytest.importorskip("megatron.core")
-pytest.importorskip("triton")
 
 #: Error of a result, relative to its norm.
 LIMITS = {torch.float32: 2e-6, torch.bfloat16: 1e-2}  # the interpreter cuts off what a GPU rounds
 
 
 def interpreted() -> None:
-    """In a process of its own: whether Triton interprets is settled when the kernels are defined."""
     from model.kernels.short_convolution import Heads
     from tests.model.kernels.delta_inputs import compared
 
@@ -114,8 +107,3 @@ def in_the_model() -> None:
         errors = {name: relative(outcome[name], each) for name, each in outcomes[0].items()}
         assert max(errors.values()) < 2e-5, sorted(errors.items(), key=lambda item: -item[1])[:5]
     groups.destroy()
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
-def test_they_equal_the_plain_code_alone_and_in_a_model() -> None:
-    run_interpreted(__name__, "interpreted", "in_the_model")  # one process: imports take 5 s of CPU time

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tests.model.helpers import relative
-from tests.model.kernels.interpreter import run_interpreted
 
 #: Tokens, heads, width of a head, dtype, and the error that its rounding allows.
 CASES = (
@@ -29,7 +25,6 @@ def plain(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def interpreted() -> None:
-    """In a process of its own: whether Triton interprets is settled when the kernels are defined."""
     from model.kernels.gated_norm import gated_norm
 
     generator = torch.Generator().manual_seed(1)
@@ -48,8 +43,3 @@ def interpreted() -> None:
         exact = torch.autograd.grad(wanted, (x, apart, weight), pull.double())
         for a, b in zip((ours, *given), (wanted, *exact), strict=True):
             assert relative(a.detach().double(), b.detach().double()) < limit, (tokens, heads, width, dtype)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
-def test_they_equal_the_plain_code() -> None:
-    run_interpreted(__name__, "interpreted")
