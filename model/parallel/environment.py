@@ -20,7 +20,7 @@ from vlmdata.errors import ResourceError, VlmdataError
 
 
 def before_megatron(launch_order: bool = True, compiled: bool = True, open_cuda: bool = False) -> None:
-    """Sets up cuDNN, the order of CUDA work and the kernel cache, and silences megatron-core's warnings.
+    """Sets up cuDNN, device memory, the order of CUDA work and the kernel cache, and silences megatron-core's warnings.
 
     Args:
         launch_order: Run CUDA work in the order in which it is launched. The overlap of tensor-parallel messages with
@@ -39,6 +39,7 @@ def before_megatron(launch_order: bool = True, compiled: bool = True, open_cuda:
         )
     if launch_order:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    let_memory_grow()
     if open_cuda:
         os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch does before it opens CUDA
         threading.Thread(target=_open_cuda, daemon=True).start()
@@ -113,6 +114,16 @@ def _is_installed(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:  # not even its parent package
         return False
+
+
+def let_memory_grow() -> None:
+    """Has PyTorch extend its blocks of device memory, unless the user has set the allocator.
+
+    Packs differ in their images, and so do the tensors of the tower. Blocks of fixed size then fit less and less, until
+    steps free and allocate blocks again, for which the device waits (docs/decisions/0065).
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def _open_cuda() -> None:

@@ -31,6 +31,7 @@ from model.training.failure import ending
 from model.training.garbage import only_new_objects_collected
 from model.training.interruption import Interruption
 from model.training.logs import RunLog, StepReport
+from model.training.memory_note import MemoryNote
 from model.training.model_settings import settings_of
 from model.training.not_finite import not_finite_error
 from model.training.optimizer import Learner, build_learner, freeze
@@ -184,7 +185,7 @@ class _Loop:
         self._peak = peak
         trace = Path(config.run.out) / "profile" / f"rank-{place.rank:05d}.json"
         self.profiler = Profiler(config.run.profile, trace, device)
-        self._data_wait = DataWait(config.data.workers, decoded_codecs(loader.datasets))
+        self._notes = DataWait(config.data.workers, decoded_codecs(loader.datasets)), MemoryNote()
         self._best: Best | None = None
         self._saved = -1
 
@@ -210,8 +211,9 @@ class _Loop:
                     )
                 done, loss = done + 1, result.loss
                 self._log.step(self._report(done, result, lr))
-                if note := self._data_wait.note(result):
-                    self._log.say(note)
+                for watch in self._notes:
+                    if note := watch.note(result):
+                        self._log.say(note)
                 self._checkpoints.poll()
                 # A run that is asked to stop in the last step is complete anyway.
                 stopped = result.interrupted and done < run.steps

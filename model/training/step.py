@@ -55,6 +55,8 @@ class StepResult:
         vision_memory: ``memory`` over the ranks of a separate vision tower; 0 without.
         vision_wait: Longest wait of a rank of a separate vision tower for gradients, in seconds; None without.
         language_wait: Longest wait of a rank of the language model for the rows of that tower, in seconds.
+        memory_retries: How often PyTorch has freed and allocated device memory again because none was left, since the
+            start, the maximum over ranks.
     """
 
     loss: float
@@ -78,6 +80,7 @@ class StepResult:
     vision_memory: int = 0
     vision_wait: float | None = None
     language_wait: float | None = None
+    memory_retries: int = 0
 
 
 @dataclass(frozen=True)
@@ -228,7 +231,7 @@ class Stepper:
             torch.distributed.all_reduce(total)
         model = unwrapped(self._learner.model[0])
         means = model.metrics.take(model.metric_names, device=self._device)
-        memory = peak_memory(self._device)
+        memory, retries = device_memory(self._device)
         if not isinstance(grad_norm, torch.Tensor):
             grad_norm = to_device(np.array([grad_norm], np.float64), self._device)
         own_losses = total[:0] if losses is None else losses[:, 0]
@@ -242,6 +245,7 @@ class Stepper:
             not math.isfinite(norm),
             self._stop_requested(),
             bool(counted.masked),
+            retries,
             *((0.0, 0.0) if self._vision is None else self._vision.waited()),
         ]
         if self._place.world > 1:
@@ -249,7 +253,7 @@ class Stepper:
             torch.distributed.all_reduce(everywhere, op=torch.distributed.ReduceOp.MAX)
             most = everywhere.tolist()
         loss, weight, targets, tokens, all_slots, images, patches, flops, vision_flops = sums
-        wait, most_memory, vision_memory, overflow, stop, any_masked, vision_wait, language_wait = most
+        wait, most_memory, vision_memory, overflow, stop, any_masked, most_retries, vision_wait, language_wait = most
         extra_losses = named_means(model.metric_names, extra)
         odd = [name for name, value in {"loss": loss, **extra_losses}.items() if not math.isfinite(value)]
         return StepResult(
@@ -269,6 +273,7 @@ class Stepper:
             vision_memory=int(vision_memory),
             vision_wait=None if self._vision is None else vision_wait,
             language_wait=None if self._vision is None else language_wait,
+            memory_retries=int(most_retries),
             interrupted=bool(stop),
             any_masked=bool(any_masked),
             masked=frozenset(counted.masked),
@@ -284,9 +289,12 @@ def _on_host(*tensors: torch.Tensor) -> list[list[float]]:
     return [values[end - each.numel() : end] for end, each in zip(ends, tensors, strict=True)]
 
 
-def peak_memory(device: torch.device) -> int:
-    """Returns the peak bytes allocated on a device since the start; 0 on a CPU."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+def device_memory(device: torch.device) -> tuple[int, int]:
+    """Returns the peak bytes of tensors on a device and the allocator's retries since the start; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0, 0
+    found = torch.cuda.memory_stats(device)
+    return found.get("allocated_bytes.all.peak", 0), found.get("num_alloc_retries", 0)
 
 
 def forward_step(batches: Iterator[PackedBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:

@@ -203,7 +203,7 @@ def test_a_signal_to_the_process_group_spares_what_writes_a_checkpoint(
 
 
 def rank_1_has_most_memory(rank: int) -> None:
-    model.training.step.peak_memory = lambda device: (1 + rank) * 2**30
+    model.training.step.device_memory = lambda device: ((1 + rank) * 2**30, rank)
 
 
 def test_under_srun_a_signal_to_one_rank_stops_all(chats: Path, tmp_path: Path) -> None:

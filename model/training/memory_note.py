@@ -1,0 +1,39 @@
+"""Says that steps wait for device memory, and what to change."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+
+from model.training.step import StepResult
+
+#: Steps that are looked at together, after the first ones, in which PyTorch takes its memory.
+_STEPS, _FIRST = 20, 10
+
+
+class MemoryNote:
+    """Watches how often PyTorch's allocator finds no memory, frees what is cached and allocates again.
+
+    The device is idle meanwhile. Such steps took 1.4 times as long on an H200 (docs/decisions/0065).
+    """
+
+    def __init__(self) -> None:
+        self._retries: deque[int] = deque(maxlen=_STEPS + 1)
+        self._steps = 0
+        self._said = False
+
+    def note(self, result: StepResult) -> str | None:
+        """What to say after a step: a line, once in a run, if half of the last steps had retries."""
+        self._steps += 1
+        if self._steps > _FIRST:
+            self._retries.append(result.memory_retries)
+        counts = list(self._retries)
+        slow = sum(after > before for before, after in itertools.pairwise(counts))
+        if self._said or len(counts) <= _STEPS or 2 * slow < _STEPS:
+            return None
+        self._said = True
+        return (
+            f"{slow} of the last {_STEPS} steps found no free device memory and had to free and allocate again, which "
+            f"takes time (tensors need up to {result.memory / 2**30:.1f} GiB on a GPU): lower --capacity, or compute "
+            "more again: --set model.recompute=selective, --set model.vision_recompute=true"
+        )
