@@ -267,10 +267,20 @@ def finalize_gradients(
     # In a step without targets, all gradients are 0 and remain 0.
     scale = 1.0 / torch.where(total > 0, total, 1.0).float()
     for chunk in model:
-        chunk.scale_gradients(scale)
+        _scale_gradients(chunk, scale)
         tower = getattr(unwrapped(chunk), "vision", None)
         if tower is not None:
             tower.sum_gradients()
+
+
+def _scale_gradients(chunk: DistributedDataParallel | ShardedModel, scale: torch.Tensor) -> None:
+    """Multiplies all gradients, like the chunk's own method, but with wide loads: twice as fast on an H200."""
+    if isinstance(chunk, ShardedModel):
+        chunk.scale_gradients(scale)
+        return
+    for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+        # In pieces whose elements kernels can count with 32 bits.
+        torch._foreach_mul_([*buffer.grad_data.split(2**29), *buffer.extra_main_grads], scale)
 
 
 def _connect(
