@@ -41,37 +41,31 @@ class Configuration:
         return (config.num_warps, config.num_stages, config.kwargs) == (self.warps, self.stages, dict(self.blocks))
 
 
-#: The configurations of each kernel, the likeliest first. Memory decides the speed of those with only one.
+#: The configurations of each kernel, the likeliest first. Each is within 2 % of the fastest for some numbers of heads
+#: (``benchmarks/kernel_choice.py``, 2026-11-23), and right on an H200 (``tests/model/gpu_configurations.py``).
 CANDIDATES: Mapping[str, tuple[Configuration, ...]] = {
-    "causal_conv1d_fwd_kernel": tuple(
-        Configuration(warps, blocks={"BD": block}) for block, warps in ((32, 4), (64, 4), (128, 4), (128, 8))
-    ),
-    "causal_conv1d_bwd_kernel": tuple(
-        Configuration(warps, blocks={"BD": block}) for block, warps in ((32, 4), (16, 4), (64, 4), (64, 8))
-    ),
+    "causal_conv1d_fwd_kernel": (Configuration(4, blocks={"BD": 32}), Configuration(4, blocks={"BD": 64})),
+    "causal_conv1d_bwd_kernel": (Configuration(4, blocks={"BD": 32}), Configuration(4, blocks={"BD": 64})),
     "l2norm_fwd_kernel": (Configuration(8, blocks={"BT": 32}),),
     "l2norm_bwd_kernel": (Configuration(8, blocks={"BT": 32}),),
     "chunk_local_cumsum_scalar_kernel": (Configuration(2),),
-    "chunk_scaled_dot_kkt_fwd_kernel": tuple(
-        Configuration(warps, stages, {"BK": block}) for block, warps, stages in ((64, 4, 3), (128, 4, 2), (64, 2, 3))
+    "chunk_scaled_dot_kkt_fwd_kernel": (Configuration(2, 3, {"BK": 64}), Configuration(4, 3, {"BK": 64})),
+    "merge_16x16_to_64x64_inverse_kernel": (Configuration(2, 3, {"DOT_PRECISION": "ieee"}),),
+    "recompute_w_u_fwd_kernel": (Configuration(4, 3), Configuration(8, 3)),
+    "chunk_gated_delta_rule_fwd_kernel_h_blockdim64": (
+        Configuration(4, 2, {"BV": 64}),
+        Configuration(4, 3, {"BV": 64}),
     ),
-    "merge_16x16_to_64x64_inverse_kernel": tuple(
-        Configuration(warps, stages, {"DOT_PRECISION": "ieee"}) for warps, stages in ((4, 3), (2, 3), (4, 2), (8, 3))
+    "chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64": (
+        Configuration(4, 2, {"BV": 32}),
+        Configuration(4, 3, {"BV": 64}),
     ),
-    "recompute_w_u_fwd_kernel": tuple(Configuration(warps, stages) for warps, stages in ((4, 3), (4, 2), (2, 3))),
-    "chunk_gated_delta_rule_fwd_kernel_h_blockdim64": tuple(
-        Configuration(4, stages, {"BV": block}) for block in (64, 32) for stages in (3, 2)
-    ),
-    "chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64": tuple(
-        Configuration(4, stages, {"BV": block}) for block in (64, 32) for stages in (3, 2)
-    ),
-    "chunk_fwd_kernel_o": tuple(
-        Configuration(warps, 3, {"BK": block, "BV": block}) for block, warps in ((128, 8), (64, 4), (32, 2))
-    ),
-    "chunk_bwd_kernel_dv_local": tuple(Configuration(warps, stages) for warps, stages in ((4, 3), (4, 2), (2, 3))),
-    "chunk_bwd_kernel_dqkwg": tuple(Configuration(4, stages) for stages in (3, 2, 4)),
-    # With four warps, Triton miscompiles this kernel's sibling on Hopper (flash-linear-attention's pull request 988).
-    "prepare_wy_repr_bwd_kernel": tuple(Configuration(2, stages) for stages in (3, 2, 4)),
+    "chunk_fwd_kernel_o": (Configuration(4, 3, {"BK": 64, "BV": 64}), Configuration(8, 3, {"BK": 128, "BV": 128})),
+    "chunk_bwd_kernel_dv_local": (Configuration(2, 3), Configuration(4, 3)),
+    "chunk_bwd_kernel_dqkwg": (Configuration(4, 3),),
+    # With four warps, Triton miscompiles this kernel's sibling without a gate on Hopper (flash-linear-attention's pull
+    # request 988), but not this one.
+    "prepare_wy_repr_bwd_kernel": (Configuration(4, 3), Configuration(2, 2)),
 }
 
 

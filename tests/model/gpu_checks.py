@@ -39,6 +39,7 @@ from model.network.settings import ModelSettings, vocabulary_rows
 from model.network.vision_attention import FlashAttention
 from model.parallel import groups
 from model.weights.mapping import canonical_names, load_from_hf
+from tests.model.gpu_configurations import configurations_agree
 from tests.model.helpers import IMAGE, VIDEO, VISION_END, VISION_START, make_sample, pack, relative, weights_of
 from vlmdata.batch import PackedBatch
 
@@ -394,6 +395,7 @@ def main() -> int:
         "fused rotations": fused_rotations,
         "delta net's kernels": delta_net_kernels,
         "delta rule": delta_rule,
+        "delta rule, each configuration": configurations_agree,
         "engine against torch, dense": lambda: engine_against_torch(moe=False),
         "engine against torch, experts": lambda: engine_against_torch(moe=True),
         "with torch's compiler, dense": lambda: engine_against_torch(moe=False, compiled=True),
