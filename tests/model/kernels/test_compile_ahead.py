@@ -143,7 +143,8 @@ def of_the_rule() -> None:
 @needs_fla
 def test_the_rule_launches_what_is_compiled_ahead(tmp_path: Path) -> None:
     found = in_a_process("of_the_rule", tmp_path)
-    assert len(found["ours"]) > 20
+    rules = [each for name, each in CANDIDATES.items() if not name.startswith(("causal_conv1d", "l2norm"))]
+    assert len(found["ours"]) >= sum(map(len, rules))
     assert found["ours"] == found["theirs"]
 
 
