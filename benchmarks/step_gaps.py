@@ -3,9 +3,10 @@
     python benchmarks/step_gaps.py --data R --preset 0.8b --capacity 16384
 
 One pack a step, on one GPU. The packs are on the GPU before the clock starts; with --train they come from the loader's
-workers, as in train.py. --set NAME=VALUE changes a setting of the trainer, such as optimizer.overlap=true. Prints the
-time of steps made back to back, then a profile of two: gaps over --gap microseconds, kernels by number and by time, and
-calls to CUDA. Without CUDA it runs on the CPU, as a check of the script (--preset tiny).
+workers, as in train.py. As there, a step is launched before the one before it is finished, and with --wait after it.
+--set NAME=VALUE changes a setting of the trainer, such as optimizer.overlap=true. Prints the time of steps made back to
+back, then a profile of two: gaps over --gap microseconds, kernels by number and by time, and calls to CUDA. Without
+CUDA it runs on the CPU, as a check of the script (--preset tiny).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from model.training.config_loading import load_config
 from model.training.data import RankPlace, endless, open_loader
 from model.training.garbage import only_new_objects_collected
 from model.training.optimizer import build_learner
-from model.training.step import Stepper, StepResult
+from model.training.step import LaunchedStep, Stepper, StepResult
 from vlmdata import PackedBatch, StreamingLoader
 
 CUDA = torch.cuda.is_available()
@@ -61,9 +62,17 @@ class Span(NamedTuple):
 
 
 class Steps:
-    """Makes steps and notes the host's time in their phases."""
+    """Makes steps and notes the host's time in their phases.
 
-    def __init__(self, config: TrainConfig, packs: Iterator[PackedBatch]):
+    Args:
+        config: The run.
+        packs: Packs, without end.
+        ahead: Whether each step is launched before the one before it is finished, as in train.py on GPUs.
+    """
+
+    def __init__(self, config: TrainConfig, packs: Iterator[PackedBatch], ahead: bool):
+        self._ahead = ahead
+        self._launched: LaunchedStep | None = None
         architecture, place = architecture_of(config), RankPlace.here()
         model = build(config, architecture, place, DEVICE)
         learner = build_learner(model, config, DEVICE, torch.bfloat16 if CUDA else torch.float32)
@@ -89,9 +98,17 @@ class Steps:
     def _mark(self, name: str) -> None:
         self._marks.append((name, time.perf_counter()))
 
+    def _launch(self) -> LaunchedStep:
+        work = self._stepper.launch(self._packs)
+        self._mark("results sent")
+        return work
+
     def __call__(self) -> StepResult:
         self._marks = [("begin", time.perf_counter())]
-        result = self._stepper(self._packs)
+        work = self._launched or self._launch()
+        if self._ahead:
+            self._launched = self._launch()
+        result = self._stepper.finish(work)
         self._mark("results read")
         for (_, one), (name, two) in itertools.pairwise(self._marks):
             self.phases[name].append(two - one)
@@ -189,7 +206,7 @@ def run(options: argparse.Namespace, opened: ExitStack) -> None:
     settings += [("data.global_batch", 1), ("model.preset", options.preset), ("model.mtp", False)]
     settings += [("optimizer.warmup_steps", 1), *options.set]
     config = load_config(None, settings)
-    step = Steps(config, packs_of(config, options.train, opened))
+    step = Steps(config, packs_of(config, options.train, opened), not options.wait)
     with only_new_objects_collected():
         for _ in range(options.warmup):
             step()
@@ -213,6 +230,7 @@ def main() -> None:
     parser.add_argument("--preset", default="0.8b")
     parser.add_argument("--capacity", type=int, default=16384)
     parser.add_argument("--train", action="store_true", help="take packs from the loader's workers")
+    parser.add_argument("--wait", action="store_true", help="finish each step before the next one is launched")
     parser.add_argument("--steps", type=int, default=8, help="steps counted")
     parser.add_argument("--warmup", type=int, default=4, help="steps before")
     parser.add_argument("--gap", type=float, default=200.0, help="microseconds from which a gap is printed")

@@ -34,7 +34,6 @@ import itertools
 import json
 import shlex
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
@@ -193,15 +192,17 @@ def timed(
     stream = itertools.cycle(batches)
     torch.cuda.reset_peak_memory_stats()
     results = []
+    launched = stepper.launch(stream)
     for step in range(warmup + steps):
-        begun = time.perf_counter()
-        result = stepper(stream)
-        torch.cuda.synchronize()
-        seconds = time.perf_counter() - begun
+        following = stepper.launch(stream)  # as in train.py
+        result = stepper.finish(launched)
+        launched = following
         if step >= warmup:
-            results.append((result, seconds))
+            results.append((result, result.seconds))
         elif step in (0, 1):
-            print(f"    step {step}: {seconds:.1f} s, loss {result.loss:.3f}, grad {result.grad_norm:.1f}", flush=True)
+            said = f"loss {result.loss:.3f}, grad {result.grad_norm:.1f}"
+            print(f"    step {step}: {result.seconds:.1f} s, {said}", flush=True)
+    stepper.finish(launched)
     seconds = median(each for _, each in results)
     tokens = sum(result.tokens for result, _ in results) / len(results)
     work = sum(result.flops for result, _ in results) / len(results)

@@ -8,7 +8,7 @@ import os
 import shlex
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,9 +37,9 @@ from model.training.not_finite import not_finite_error
 from model.training.optimizer import Learner, build_learner, freeze
 from model.training.profiling import Profiler
 from model.training.starting_point import find_start, load_start
-from model.training.step import Stepper, StepResult, digest
+from model.training.step import LaunchedStep, Stepper, StepResult, digest
 from model.training.vision_side import VisionSide, vision_side
-from vlmdata import StreamingLoader
+from vlmdata import PackedBatch, StreamingLoader
 from vlmdata.loader.run_record import RunRecord
 from vlmdata.wording import counted, duration
 
@@ -147,6 +147,23 @@ def _empty_packs(loader: StreamingLoader) -> list[str]:
     ]
 
 
+@dataclass(frozen=True)
+class _Launched:
+    """A step that runs: its number, from 1, its learning rate and its work."""
+
+    number: int
+    lr: float
+    work: LaunchedStep
+
+
+def runs_ahead(device: torch.device, vision: VisionSide | None) -> bool:
+    """Whether steps are launched before the previous one is finished.
+
+    On a CPU, launching is computing. With a vision tower on ranks of its own, finishing a step sends messages.
+    """
+    return device.type == "cuda" and vision is None
+
+
 class _Loop:
     """The loop and its parts, created when the starting point is known."""
 
@@ -186,49 +203,92 @@ class _Loop:
         trace = Path(config.run.out) / "profile" / f"rank-{place.rank:05d}.json"
         self.profiler = Profiler(config.run.profile, trace, device)
         self._notes = DataWait(config.data.workers, decoded_codecs(loader.datasets)), MemoryNote()
+        self._ahead = runs_ahead(device, vision)
         self._best: Best | None = None
         self._saved = -1
+        self._loss = float("nan")
 
     def until_end(self, done: int) -> Outcome:
         """Runs steps until the last one or a signal, evaluates, saves, and prints how the run ended."""
-        run, batches = self._config.run, endless(self._loader)
-        loss, stopped, finished = float("nan"), False, done >= run.steps
+        run = self._config.run
+        finished = done >= run.steps
         self._saved = done
         self._recall_best()
         with self._interruption.watched():
+            stopped = False
             if finished or (done == 0 and run.eval_every):
                 stopped = not self._evaluated(done) and finished
-            while done < run.steps and not stopped:
-                lr = self._learner.optimizer.param_groups[0]["lr"]
-                with self.profiler.at(done + 1):
-                    result = self._stepper(batches)
-                if result.any_masked:
-                    settle_damage(self._loader, self._place, result.masked)
-                if result.not_finite:
-                    self._checkpoints.wait()
-                    raise_together(
-                        not_finite_error(done + 1, result, self._config, self._place, self._checkpoints, self._log)
-                    )
-                done, loss = done + 1, result.loss
-                self._log.step(self._report(done, result, lr))
-                for watch in self._notes:
-                    if note := watch.note(result):
-                        self._log.say(note)
-                self._checkpoints.poll()
-                # A run that is asked to stop in the last step is complete anyway.
-                stopped = result.interrupted and done < run.steps
-                if stopped or self._due(done, run.save_every):
-                    self._save(done)
-                # After saving, so that a failure in evaluation does not lose the step.
-                if not stopped and self._due(done, run.eval_every) and not self._evaluated(done):
-                    stopped = True
-                    self._save(done)
+            if not (finished or stopped):
+                done, stopped = self._step_until_end(done)
             self._finish_saving()
         self._say_end(done, stopped, finished)
         if stopped:
             # Another rank may have asked this one to stop, without a signal here.
-            return Outcome(done, loss, self._interruption.signal or signal.SIGTERM)
-        return Outcome(done, loss, None)
+            return Outcome(done, self._loss, self._interruption.signal or signal.SIGTERM)
+        return Outcome(done, self._loss, None)
+
+    def _step_until_end(self, done: int) -> tuple[int, bool]:
+        """Runs steps. Returns the number of the last one, and whether the run was asked to stop before its end."""
+        run, batches = self._config.run, endless(self._loader)
+        stopped = False
+        launched: _Launched | None = self._launch(done + 1, batches)
+        while launched is not None:
+            step, following = launched.number, None
+            if not stopped and self._may_run_ahead_of(step):
+                try:
+                    following = self._launch(step + 1, batches)
+                except Exception:
+                    self._log_finished(launched)  # without messages: other ranks may not have failed
+                    raise
+            result = self._log_finished(launched)
+            self._settle(step, result)
+            # A run that is asked to stop in the last step is complete anyway.
+            stopped = (stopped or result.interrupted) and step < run.steps
+            if following is None:
+                if stopped or self._due(step, run.save_every):
+                    self._save(step)
+                # After saving, so that a failure in evaluation does not lose the step.
+                if not stopped and self._due(step, run.eval_every) and not self._evaluated(step):
+                    stopped = True
+                    self._save(step)
+                if not stopped and step < run.steps:
+                    following = self._launch(step + 1, batches)
+            launched = following
+        return step, stopped
+
+    def _may_run_ahead_of(self, step: int) -> bool:
+        """Whether the next step may be launched before this one is finished: if nothing else is due between them."""
+        run = self._config.run
+        due = step == run.steps or self._due(step, run.save_every) or self._due(step, run.eval_every)
+        return self._ahead and not (due or self.profiler.covers(step) or self.profiler.covers(step + 1))
+
+    def _launch(self, step: int, batches: Iterator[PackedBatch]) -> _Launched:
+        lr = self._learner.optimizer.param_groups[0]["lr"]
+        with self.profiler.at(step):
+            work = self._stepper.launch(batches)
+            if self.profiler.covers(step):
+                work.wait()
+        return _Launched(step, lr, work)
+
+    def _log_finished(self, launched: _Launched) -> StepResult:
+        """Waits for a step and logs it, unless its result is not a number."""
+        result = self._stepper.finish(launched.work)
+        if not result.not_finite:
+            self._loss = result.loss
+            self._log.step(self._report(launched.number, result, launched.lr))
+        return result
+
+    def _settle(self, step: int, result: StepResult) -> None:
+        """Deals with damage and with results that are not numbers, and says what slows the run down. A collective."""
+        if result.any_masked:
+            settle_damage(self._loader, self._place, result.masked)
+        if result.not_finite:
+            self._checkpoints.wait()
+            raise_together(not_finite_error(step, result, self._config, self._place, self._checkpoints, self._log))
+        for watch in self._notes:
+            if note := watch.note(result):
+                self._log.say(note)
+        self._checkpoints.poll()
 
     def _due(self, done: int, every: int) -> bool:
         """True if a periodic action with this interval, also due at the end, is due after this step."""

@@ -27,10 +27,14 @@ class Profiler:
         self._path, self._device = path, device
         self._profile: torch.profiler.profile | None = None
 
+    def covers(self, step: int) -> bool:
+        """Whether a step is to be profiled."""
+        return self._first <= step <= self._last
+
     @contextlib.contextmanager
     def at(self, step: int) -> Iterator[None]:
         """Wraps a step."""
-        if self._profile is None and self._first <= step <= self._last:
+        if self._profile is None and self.covers(step):
             activities = [torch.profiler.ProfilerActivity.CPU]
             if self._device.type == "cuda":
                 activities.append(torch.profiler.ProfilerActivity.CUDA)

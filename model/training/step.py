@@ -145,8 +145,30 @@ class _Counted:
         return tuple(MicroBatch(*each, of) for each, of in zip(self._origins, finite, strict=True))
 
 
+@dataclass(frozen=True)
+class LaunchedStep:
+    """A step whose work is queued on the device. :meth:`Stepper.finish` waits for its results.
+
+    Attributes:
+        counted: What its batches held.
+        begun: When it began, by ``time.perf_counter``.
+        results: Losses of the micro-batches, gradient norm, sums over ranks, additional losses, maxima over ranks.
+    """
+
+    counted: _Counted
+    begun: float
+    results: _Values
+
+    def wait(self) -> None:
+        """Waits until the device has finished the step."""
+        self.results.get()
+
+
 class Stepper:
-    """Runs optimizer steps.
+    """Runs optimizer steps. The next one may be launched before the results of one are read.
+
+    Then the device has work while the host waits, logs and launches. At 0.8b, the host enters the commands of a forward
+    pass no faster than an H200 executes them, so it must begin earlier.
 
     Args:
         learner: Model, optimizer and schedule.
@@ -178,9 +200,18 @@ class Stepper:
         self._micro_batches, self._capacity = micro_batches, capacity
         self._forward_backward = get_forward_backward_func()
         self._steps = 0
+        self._finished = 0.0  # when the last step was
 
     def __call__(self, batches: Iterator[PackedBatch]) -> StepResult:
-        """Trains on the next packs.
+        """Trains on the next packs and waits for the results.
+
+        Args:
+            batches: At least as many as this rank needs in a step.
+        """
+        return self.finish(self.launch(batches))
+
+    def launch(self, batches: Iterator[PackedBatch]) -> LaunchedStep:
+        """Queues the work of a step on the next packs. On a CPU, it is done at once.
 
         Args:
             batches: At least as many as this rank needs in a step.
@@ -210,15 +241,13 @@ class Stepper:
             found = self._vision.run(self._images(), counted, compute, False)
         _, grad_norm, _ = learner.optimizer.step()
         learner.schedule.step(increment=1)
-        return self._result(found, counted, grad_norm, begun)
+        results = self._reduce(found, counted, grad_norm)
+        self._steps += 1
+        collect_after_step(self._steps)  # the device is still busy
+        return LaunchedStep(counted, begun, results)
 
-    def _result(
-        self, found: list[dict[str, Any]], counted: _Counted, grad_norm: torch.Tensor | float, begun: float
-    ) -> StepResult:
-        """Reduces over ranks: one message for sums, one for maxima.
-
-        Waits for the device once: what follows a wait is time in which the device has nothing to do.
-        """
+    def _reduce(self, found: list[dict[str, Any]], counted: _Counted, grad_norm: torch.Tensor | float) -> _Values:
+        """Reduces over ranks, one message for sums and one for maxima, and copies the results to the host."""
         speaks = self._place.speaks
         whole = speaks and self._place.cp_rank == 0
         losses = torch.stack([each["loss"] for each in found]) if speaks else None
@@ -227,35 +256,42 @@ class Stepper:
         total = to_device(np.array([0.0, 0.0, 0.0, *(counts if whole else [0.0] * 6)]), self._device)
         if losses is not None:
             total[:3] += losses.sum(0)
-        if self._place.world > 1:
-            torch.distributed.all_reduce(total)
-        model = unwrapped(self._learner.model[0])
-        means = model.metrics.take(model.metric_names, device=self._device)
-        memory, retries = device_memory(self._device)
         if not isinstance(grad_norm, torch.Tensor):
             grad_norm = to_device(np.array([grad_norm], np.float64), self._device)
-        own_losses = total[:0] if losses is None else losses[:, 0]
-        self._steps += 1
-        collect_after_step(self._steps)  # the device is still busy
-        each_loss, (norm,), sums, extra = _on_host(own_losses, grad_norm, total, means)
-        most: list[float] = [
-            counted.wait,
-            memory,
-            0 if self._place.vision_rank is None else memory,
-            not math.isfinite(norm),
-            self._stop_requested(),
-            bool(counted.masked),
-            retries,
-            *((0.0, 0.0) if self._vision is None else self._vision.waited()),
-        ]
+        memory, retries = device_memory(self._device)
+        vision_memory = 0 if self._place.vision_rank is None else memory
+        most = to_device(
+            np.array(
+                [counted.wait, memory, vision_memory, retries, self._stop_requested(), bool(counted.masked), 0.0],
+                np.float64,
+            ),
+            self._device,
+        )
+        most[-1] = ~grad_norm.isfinite().all()
         if self._place.world > 1:
-            everywhere = torch.tensor(most, dtype=torch.float64, device=self._device)
-            torch.distributed.all_reduce(everywhere, op=torch.distributed.ReduceOp.MAX)
-            most = everywhere.tolist()
+            torch.distributed.all_reduce(total)
+            torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
+        model = unwrapped(self._learner.model[0])
+        means = model.metrics.take(model.metric_names, device=self._device)
+        own_losses = total[:0] if losses is None else losses[:, 0]
+        return _Values(own_losses, grad_norm, total, means, most)
+
+    def finish(self, launched: LaunchedStep) -> StepResult:
+        """Waits for a launched step. Steps must be finished in their order.
+
+        On ranks with a separate vision tower a collective: finish a step before you launch the next one.
+        """
+        counted = launched.counted
+        each_loss, (norm,), sums, extra, most = launched.results.get()
+        waits = (0.0, 0.0) if self._vision is None else self._longest_waits(self._vision)
+        now, begun = time.perf_counter(), max(launched.begun, self._finished)
+        self._finished = now
         loss, weight, targets, tokens, all_slots, images, patches, flops, vision_flops = sums
-        wait, most_memory, vision_memory, overflow, stop, any_masked, most_retries, vision_wait, language_wait = most
-        extra_losses = named_means(model.metric_names, extra)
+        wait, most_memory, vision_memory, retries, stop, any_masked, overflow = most
+        names = unwrapped(self._learner.model[0]).metric_names
+        extra_losses = named_means(names, extra)
         odd = [name for name, value in {"loss": loss, **extra_losses}.items() if not math.isfinite(value)]
+        has_losses = self._place.speaks
         return StepResult(
             loss=loss / (weight or 1.0),
             extra_losses=extra_losses,
@@ -267,26 +303,47 @@ class Stepper:
             patches=int(patches),
             flops=flops + self._flops.per_target * targets,
             vision_flops=vision_flops,
-            seconds=time.perf_counter() - begun,
+            seconds=now - begun,
             data_wait=wait,
             memory=int(most_memory),
             vision_memory=int(vision_memory),
-            vision_wait=None if self._vision is None else vision_wait,
-            language_wait=None if self._vision is None else language_wait,
-            memory_retries=int(most_retries),
+            vision_wait=None if self._vision is None else waits[0],
+            language_wait=None if self._vision is None else waits[1],
+            memory_retries=int(retries),
             interrupted=bool(stop),
             any_masked=bool(any_masked),
             masked=frozenset(counted.masked),
             not_finite=(*odd, "grad_norm") if overflow else tuple(odd),
-            batches=counted.made(None if losses is None else each_loss),
+            batches=counted.made(each_loss if has_losses else None),
         )
 
+    def _longest_waits(self, vision: VisionSide) -> tuple[float, float]:
+        """Returns the longest waits of a rank of the tower and of one of the language model in the finished step."""
+        waits = torch.tensor(vision.waited(), dtype=torch.float64, device=self._device)
+        torch.distributed.all_reduce(waits, op=torch.distributed.ReduceOp.MAX)
+        of_tower, of_language = waits.tolist()
+        return of_tower, of_language
 
-def _on_host(*tensors: torch.Tensor) -> list[list[float]]:
-    """Returns the values of some tensors, flat, copied from their device together. float64 holds them exactly."""
-    values = torch.cat([each.detach().double().flatten() for each in tensors]).tolist()
-    ends = np.cumsum([each.numel() for each in tensors]).tolist()
-    return [values[end - each.numel() : end] for end, each in zip(ends, tensors, strict=True)]
+
+class _Values:
+    """The values of some tensors, copied from their device together, in the background. float64 holds them exactly."""
+
+    def __init__(self, *tensors: torch.Tensor):
+        self._lengths = [each.numel() for each in tensors]
+        self._values = torch.cat([each.detach().double().flatten() for each in tensors])
+        self._copied: torch.cuda.Event | None = None
+        if self._values.is_cuda:
+            self._values = torch.empty_like(self._values, device="cpu", pin_memory=True).copy_(
+                self._values, non_blocking=True
+            )
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def get(self) -> list[list[float]]:
+        """Waits for the copy and returns the values of each tensor, flat."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return [part.tolist() for part in self._values.split(self._lengths)]
 
 
 def device_memory(device: torch.device) -> tuple[int, int]:

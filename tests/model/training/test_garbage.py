@@ -72,7 +72,7 @@ def test_a_run_steps_so(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 
     frozen: list[int] = []
     gone: list[bool] = []
-    step = Stepper.__call__
+    step = Stepper.launch
 
     def stepped(*given: Any) -> Any:
         frozen.append(gc.get_freeze_count())
@@ -81,7 +81,7 @@ def test_a_run_steps_so(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
         gone.append(cycle() is None)
         return result
 
-    monkeypatch.setattr(Stepper, "__call__", stepped)
+    monkeypatch.setattr(Stepper, "launch", stepped)
     run(collected=True, run__steps=2, data__global_batch=1)
     assert len(frozen) == 2
     assert gone == [True, True]
