@@ -103,18 +103,21 @@ def train(way: str, config: TrainConfig, steps: int, device: torch.device) -> li
         pad_to_capacity=way != "padded",
         context_parallel=size,
         context_parallel_rank=place.cp_rank if size > 1 else None,
-        num_workers=0,
-        device=None,
+        num_workers=2,
+        device=None if way == "padded" else device,
     )
 
     def batches() -> Any:
         while True:
             for batch in loader:
-                yield (padded(batch.clone(), longest) if way == "padded" else batch.clone()).to(device)
+                yield padded(batch.clone(), longest).to(device) if way == "padded" else batch
 
     found, stream = [], batches()
+    launched = stepper.launch(stream)
     for step in range(1, steps + 1):
-        result = stepper(stream)
+        following = stepper.launch(stream) if step < steps else launched  # as in train.py
+        result = stepper.finish(launched)
+        launched = following
         found.append(
             {
                 "step": step,
@@ -128,6 +131,7 @@ def train(way: str, config: TrainConfig, steps: int, device: torch.device) -> li
         )
         if place.rank == 0:
             print(f"{way} step {step}: loss {result.loss:.5f} grad {result.grad_norm:.3f}", flush=True)
+    loader.close()
     return found
 
 
