@@ -19,6 +19,7 @@ import faulthandler
 import os
 import re
 import sys
+import time
 import traceback
 from typing import Any
 
@@ -429,9 +430,10 @@ def main() -> int:
     failures = 0
     for name, check in checks.items():
         print(f"== {name}", flush=True)
+        begun = time.perf_counter()
         try:
             check()
-            print("  holds", flush=True)
+            print(f"  holds, {time.perf_counter() - begun:.0f} s", flush=True)
         except Exception:
             failures += 1
             traceback.print_exc()
