@@ -16,6 +16,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 
 def run_interpreted(calls: Sequence[str]) -> dict[str, str | None]:
@@ -54,6 +55,19 @@ def _in_a_fork(call: str) -> str | None:
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         said.seek(0)
         return said.read() or f"it ended with {status}" if status else None
+
+
+def accept_scalar_bounds() -> None:
+    """Lets loops end at a kernel's argument: the interpreter of Triton 3.6 converts it as NumPy 2.4 no longer does."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def and_index(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = and_index
 
 
 if __name__ == "__main__":

@@ -1,0 +1,315 @@
+"""Triton kernels for the residual sums and the layer norms of the vision tower's blocks.
+
+``s = x + y + bias`` and ``normed = LayerNorm(s)`` in one pass, and backward the gradients of both outputs in one. They
+take the place of a kernel for the bias, which Transformer Engine adds by itself after row-parallel layers, one for the
+sum and one for the norm; backward of the norm's, a sum of two gradients and a reduction for the bias
+(docs/decisions/0063). All is computed in float32; s is rounded before it is normalised, so that the backward pass can
+start from what is stored. Saved are s, and mean and inverse deviation of each row.
+
+Gradients of parameters are sums over rows. Each program sums those of its rows, and torch adds up the programs.
+
+Shapes: rows R, width c. Parts of parameters' gradients: programs p.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class Tiling(NamedTuple):
+    """How rows are divided among programs.
+
+    Attributes:
+        height: Rows of a tile.
+        per_warp: Columns of a warp: 256 are 16 bytes of bfloat16 per thread.
+        programs: Programs at most, which take tiles in turn.
+        stages: 1, or how many tiles are in work at once: all but one of them are being copied to shared memory.
+    """
+
+    height: int
+    per_warp: int
+    programs: int
+    stages: int = 1
+
+
+#: Tilings forward, backward, and backward without a norm. Programs are as many as registers hold on the 132 SMs of an
+#: H200 at width 768, so that all end at about the same time; backward each has a row of 4 c bytes per parameter.
+FORWARD, BACKWARD, OF_BIAS = Tiling(4, 256, 660), Tiling(4, 256, 396), Tiling(16, 256, 396)
+
+
+class SumAndNorm(torch.autograd.Function):
+    """Maps x, y (R, c), bias, weight and shift (c,) to s and normed, both (R, c). Without y and bias, s is x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, y: Tensor | None, bias: Tensor | None, weight: Tensor, shift: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Sums and normalises."""
+        x = x.contiguous()
+        out = x if y is None else torch.empty_like(x)
+        normed = torch.empty_like(x)
+        moments = x.new_empty((2, len(x)), dtype=torch.float32)
+        _forward(x, y, bias, (weight, shift), out, normed, moments, eps)
+        ctx.save_for_backward(out, moments, weight)
+        return out, normed
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Returns the gradients of all inputs. Those of x and y are one tensor, as those of torch's sum are."""
+        out, moments, weight = ctx.saved_tensors
+        of_x, of_y, of_bias, of_weight, of_shift, _ = ctx.needs_input_grad
+        gradient, dnormed = (each.contiguous() for each in grads)
+        d = torch.empty_like(out)
+        norm = (out, moments, weight, dnormed, d)
+        dweight, dshift, *dbias = _backward(gradient, norm, of_bias, of_weight or of_shift).to(weight.dtype)
+        return (
+            d if of_x else None,
+            d if of_y else None,
+            dbias[0] if of_bias else None,
+            dweight if of_weight else None,
+            dshift if of_shift else None,
+            None,
+        )
+
+
+class SumWithBias(torch.autograd.Function):
+    """Maps x, y (R, c) and bias (c,) to their sum, (R, c)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, bias: Tensor) -> Tensor:
+        """Sums."""
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        _forward(x.contiguous(), y, bias, None, out, out, out, 0.0)
+        ctx.dtype = bias.dtype
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Returns the gradients of all inputs. That of x and y is the one that came."""
+        of_x, of_y, of_bias = ctx.needs_input_grad
+        (d,) = grads
+        dbias = _backward(d.contiguous(), None, True, False)[0].to(ctx.dtype) if of_bias else None
+        return d if of_x else None, d if of_y else None, dbias
+
+
+def sum_and_norm(
+    x: Tensor, y: Tensor, bias: Tensor, weight: Tensor, shift: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Adds to the residual stream and normalises it.
+
+    Args:
+        x: (R, c).
+        y: (R, c), what a layer adds.
+        bias: (c,), the layer's.
+        weight: (c,), of the norm.
+        shift: (c,), the norm's bias.
+        eps: Added to the variance.
+
+    Returns:
+        ``x + y + bias`` and its layer norm, (R, c), in the dtype of x.
+    """
+    both: tuple[Tensor, Tensor] = SumAndNorm.apply(x, y, bias, weight, shift, eps)
+    return both
+
+
+def keep_and_norm(x: Tensor, weight: Tensor, shift: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Returns x (R, c) and its layer norm. The gradients of both are added in the norm's backward pass."""
+    both: tuple[Tensor, Tensor] = SumAndNorm.apply(x, None, None, weight, shift, eps)
+    return both
+
+
+def sum_with_bias(x: Tensor, y: Tensor, bias: Tensor) -> Tensor:
+    """Returns ``x + y + bias`` of (R, c), (R, c) and (c,), rounded once, in the dtype of x."""
+    out: Tensor = SumWithBias.apply(x, y, bias)
+    return out
+
+
+def run_residual_norm(width: int, device: str) -> None:
+    """Runs all kernels forward and backward on one row, such as to compile them for a width.
+
+    Args:
+        width: Width of the tower.
+        device: ``meta`` for tensors without content.
+    """
+    x, y = (torch.empty(1, width, dtype=torch.bfloat16, device=device, requires_grad=True) for _ in range(2))
+    bias, weight, shift = (
+        torch.empty(width, dtype=torch.bfloat16, device=device, requires_grad=True) for _ in range(3)
+    )
+    made = [*keep_and_norm(x, weight, shift, 1e-6), *sum_and_norm(x, y, bias, weight, shift, 1e-6)]
+    made.append(sum_with_bias(x, y, bias))
+    torch.autograd.backward(made, [torch.ones_like(each) for each in made])
+
+
+def _grid(rows: int, width: int, tiling: Tiling) -> tuple[int, int, dict[str, int]]:
+    """Programs, tiles of each, and constants of a launch."""
+    columns, tiles = triton.next_power_of_2(width), triton.cdiv(rows, tiling.height)
+    programs = min(tiles, tiling.programs)
+    constants = {
+        "width": width,
+        "columns": columns,
+        "height": tiling.height,
+        "stages": tiling.stages,
+        "num_warps": min(16, max(1, columns // tiling.per_warp)),
+    }
+    return programs, triton.cdiv(tiles, max(1, programs)), constants
+
+
+def _forward(
+    x: Tensor,
+    y: Tensor | None,
+    bias: Tensor | None,
+    norm: tuple[Tensor, Tensor] | None,
+    out: Tensor,
+    normed: Tensor,
+    moments: Tensor,
+    eps: float,
+) -> None:
+    rows, width = x.shape
+    programs, tiles, constants = _grid(rows, width, FORWARD)
+    _sum_and_norm[(programs,)](
+        x,
+        x if y is None else y.contiguous(),
+        x if bias is None else bias,
+        *((x, x) if norm is None else norm),
+        out,
+        normed,
+        moments,
+        rows,
+        tiles,
+        eps,
+        summed=y is not None,
+        normalised=norm is not None,
+        **constants,
+    )
+
+
+def _backward(gradient: Tensor, norm: tuple[Tensor, ...] | None, of_bias: bool, of_norm: bool) -> Tensor:
+    """Writes d, the last of ``norm``. Returns float32 (n, c): of a norm's weight and shift, and of the bias if wanted.
+
+    Those of the norm have no meaning if they are not wanted.
+    """
+    rows, width = gradient.shape
+    programs, tiles, constants = _grid(rows, width, OF_BIAS if norm is None else BACKWARD)
+    kinds = of_bias + (0 if norm is None else 2)
+    parts = gradient.new_empty((kinds, programs if of_bias or of_norm else 0, width), dtype=torch.float32)
+    _sum_and_norm_backward[(programs,)](
+        gradient,
+        *(norm or [gradient] * 5),
+        parts,
+        rows,
+        tiles,
+        of_bias=of_bias,
+        of_norm=of_norm,
+        normalised=norm is not None,
+        **constants,
+    )
+    return parts.sum(1)
+
+
+@triton.jit(do_not_specialize=["rows", "tiles"])  # type: ignore[untyped-decorator]
+def _sum_and_norm(  # type: ignore[no-untyped-def]  # Triton compiles it; its arguments are pointers and numbers
+    x,
+    y,
+    bias,
+    weight,
+    shift,
+    out,
+    normed,
+    moments,
+    rows,
+    tiles,
+    eps,
+    width: tl.constexpr,
+    columns: tl.constexpr,
+    height: tl.constexpr,
+    stages: tl.constexpr,
+    summed: tl.constexpr,
+    normalised: tl.constexpr,
+):
+    """Processes some tiles of whole rows."""
+    column = tl.arange(0, columns)
+    within = column < width
+    if summed:
+        added = tl.load(bias + column, mask=within, other=0).to(tl.float32)[None, :]
+    if normalised:
+        scale = tl.load(weight + column, mask=within, other=0).to(tl.float32)[None, :]
+        offset = tl.load(shift + column, mask=within, other=0).to(tl.float32)[None, :]
+    for tile in tl.range(tiles, num_stages=stages):
+        row = (tl.program_id(0).to(tl.int64) + tile * tl.num_programs(0)) * height + tl.arange(0, height)
+        mask = (row < rows)[:, None] & within[None, :]
+        here = row[:, None] * width + column[None, :]
+        value = tl.load(x + here, mask=mask, other=0).to(tl.float32)
+        if summed:
+            value += tl.load(y + here, mask=mask, other=0).to(tl.float32) + added
+            rounded = value.to(out.dtype.element_ty)
+            tl.store(out + here, rounded, mask=mask)
+            value = rounded.to(tl.float32)
+        if normalised:
+            mean = tl.sum(value, 1) / width
+            apart = tl.where(mask, value - mean[:, None], 0)
+            rate = 1 / tl.sqrt(tl.sum(apart * apart, 1) / width + eps)
+            tl.store(normed + here, (apart * rate[:, None] * scale + offset).to(normed.dtype.element_ty), mask=mask)
+            tl.store(moments + row, mean, mask=row < rows)
+            tl.store(moments + rows + row, rate, mask=row < rows)
+
+
+@triton.jit(do_not_specialize=["rows", "tiles"])  # type: ignore[untyped-decorator]
+def _sum_and_norm_backward(  # type: ignore[no-untyped-def]
+    gradient,
+    out,
+    moments,
+    weight,
+    dnormed,
+    d,
+    parts,
+    rows,
+    tiles,
+    width: tl.constexpr,
+    columns: tl.constexpr,
+    height: tl.constexpr,
+    stages: tl.constexpr,
+    of_bias: tl.constexpr,
+    of_norm: tl.constexpr,
+    normalised: tl.constexpr,
+):
+    """Processes some tiles of whole rows. What lies beyond the width is not zero, and not stored."""
+    column = tl.arange(0, columns)
+    within = column < width
+    dbias = tl.zeros((columns,), tl.float32)
+    dweight = tl.zeros((columns,), tl.float32)
+    dshift = tl.zeros((columns,), tl.float32)
+    if normalised:
+        scale = tl.load(weight + column, mask=within, other=0).to(tl.float32)[None, :]
+    for tile in tl.range(tiles, num_stages=stages):
+        row = (tl.program_id(0).to(tl.int64) + tile * tl.num_programs(0)) * height + tl.arange(0, height)
+        mask = (row < rows)[:, None] & within[None, :]
+        here = row[:, None] * width + column[None, :]
+        total = tl.load(gradient + here, mask=mask, other=0).to(tl.float32)
+        if normalised:
+            pull = tl.load(dnormed + here, mask=mask, other=0).to(tl.float32)
+            value = tl.load(out + here, mask=mask, other=0).to(tl.float32)
+            mean = tl.load(moments + row, mask=row < rows, other=0)[:, None]
+            rate = tl.load(moments + rows + row, mask=row < rows, other=0)[:, None]
+            unit = (value - mean) * rate
+            if of_norm:
+                dweight += tl.sum(pull * unit, 0)
+                dshift += tl.sum(pull, 0)
+            pull *= scale
+            level = tl.sum(pull, 1)[:, None] / width
+            along = tl.sum(pull * unit, 1)[:, None] / width
+            total += rate * (pull - level - unit * along)
+            tl.store(d + here, total.to(d.dtype.element_ty), mask=mask)
+        if of_bias:
+            dbias += tl.sum(total, 0)
+    part = parts + tl.program_id(0).to(tl.int64) * width + column
+    kind = tl.num_programs(0) * width
+    if of_norm:
+        tl.store(part, dweight, mask=within)
+        tl.store(part + kind, dshift, mask=within)
+    if of_bias:
+        tl.store(part + (2 * kind if normalised else 0), dbias, mask=within)

@@ -1,0 +1,90 @@
+"""The kernels of the residual stream equal plain code in float64, in Triton's interpreter on the CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from itertools import combinations
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.model.helpers import relative
+from tests.model.kernels.interpreter import accept_scalar_bounds, run_interpreted
+from tests.model.kernels.residual_norm import INPUTS, compared
+
+pytest.importorskip("megatron.core")
+
+#: Errors that rounding allows. The interpreter cuts bfloat16 off: up to 2^-8.
+LIMITS = {torch.float32: 1e-6, torch.bfloat16: 5e-3}
+
+
+def interpreted() -> None:
+    """In a process of its own: whether Triton interprets is settled when the kernels are defined."""
+    from model.kernels import residual_norm
+    from model.kernels.residual_norm import Tiling
+
+    accept_scalar_bounds()
+    chosen = random.Random(1)
+    default = residual_norm.FORWARD, residual_norm.BACKWARD, residual_norm.OF_BIAS
+    cases = [(5, 768), (3, 1024), (2, 1152), (0, 64), (1, 1)]
+    cases += [(chosen.randint(1, 70), chosen.randint(2, 300)) for _ in range(6)]
+    for number, (rows, width) in enumerate(cases):
+        # Few programs have several tiles each, the last ones in part or not at all.
+        few = tuple(Tiling(2 ** chosen.randint(0, 3), 256, chosen.randint(1, 4)) for _ in range(3))
+        tilings = default if number % 2 else few
+        residual_norm.FORWARD, residual_norm.BACKWARD, residual_norm.OF_BIAS = tilings
+        for dtype, limit in LIMITS.items():
+            for function in INPUTS:
+                errors = compared(function, rows, width, dtype)
+                # A row of one column is normalised to its shift: gradients of 0, which have no relative error.
+                judged = errors if width > 1 else {name: errors[name] for name in ("s", "normed") if name in errors}
+                assert max(judged.values()) < limit, (function, rows, width, dtype, tilings, errors)
+
+
+def with_frozen_inputs() -> None:
+    """All combinations of inputs without a gradient but that of all."""
+    for function, names in INPUTS.items():
+        for count in range(1, len(names)):
+            for frozen in combinations(names, count):
+                errors = compared(function, 7, 24, torch.float32, frozen)
+                assert max(errors.values()) < LIMITS[torch.float32], (function, frozen, errors)
+
+
+def in_the_stream() -> None:
+    """Both kinds of a stream give the same, wait for weights alike, and leave gradients alone that they share."""
+    from model.network.residual import KernelResidual, PlainResidual, residual
+
+    engine: Any = SimpleNamespace(transformer_impl="transformer_engine")
+    plain: Any = SimpleNamespace(transformer_impl="local")
+    kinds = residual(plain, 1e-3), residual(engine, 1e-3)
+    assert [type(each) for each in kinds] == [PlainResidual, KernelResidual]
+    generator = torch.Generator().manual_seed(2)
+    norms = [torch.nn.LayerNorm(24, eps=1e-3) for _ in range(2)]
+    calls: list[Any] = []
+    for norm in norms:
+        torch.nn.init.normal_(norm.weight, generator=generator)
+        torch.nn.init.normal_(norm.bias, generator=generator)
+        norm.register_forward_pre_hook(lambda module, *_: calls.append(module))  # as the distributed optimizer's
+    x, weight, bias = (torch.randn(each, generator=generator) for each in ((11, 24), (24, 24), (24,)))
+    inputs = [each.requires_grad_() for each in (x, weight, bias)]
+    parameters = [each for norm in norms for each in norm.parameters()]
+    results: list[list[Tensor]] = []
+    for kind in kinds:
+        stream, normed = kind.keep_and_norm(x, norms[0])
+        stream, normed = kind.sum_and_norm(stream, (normed @ weight, bias), norms[1])
+        out = kind.sum(stream, ((normed @ weight).tanh(), bias))
+        out = kind.sum(out, (stream, bias))  # a tensor that is used twice: its gradients are added in place
+        results.append([out, *torch.autograd.grad(out, [*inputs, *parameters], out.detach().sin())])
+    assert calls == norms * 2
+    for a, b in zip(*results, strict=True):
+        assert relative(b, a) < 2e-6
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
+def test_they_equal_the_plain_code() -> None:
+    # One process: imports take 5 s of CPU time.
+    run_interpreted(__name__, "interpreted", "with_frozen_inputs", "in_the_stream")
