@@ -32,6 +32,7 @@ from model.architecture import VisionArchitecture
 from model.network.patch_embed import PatchEmbed
 from model.network.patch_geometry import Grid, PatchGeometry
 from model.network.provider import Provider
+from model.network.residual import residual
 from model.network.vision_attention import core_attention
 
 
@@ -183,20 +184,22 @@ class VisionBlock(MegatronModule):
         self.norm1 = norm(config, width, eps=architecture.layer_norm_eps)
         self.norm2 = norm(config, width, eps=architecture.layer_norm_eps)
         self.qkv = _column(provider, config, width, 3 * width, group)
-        self.proj = _row(provider, config, width, width, group)
+        self.proj = _row(provider, config, width, width, group, skip_bias_add=True)
         self.linear_fc1 = _column(provider, config, width, wide, group)
-        self.linear_fc2 = _row(provider, config, wide, width, group)
+        self.linear_fc2 = _row(provider, config, wide, width, group, skip_bias_add=True)
+        self.residual = residual(config, architecture.layer_norm_eps)
         self.core_attention = core_attention(attention, config, pg_collection)
         self.head_dim = architecture.head_dim
 
     def forward(self, x_pc: Tensor, images: PatchGeometry) -> Tensor:
         """Attends within images, then transforms each patch; (P, c) to (P, c)."""
+        x_pc, normed = self.residual.keep_and_norm(x_pc, self.norm1)
         # Per head [query, key, value], so a tensor-parallel rank's rows are whole heads.
-        mixed_pn3d = self.qkv(self.norm1(x_pc))[0].unflatten(-1, (-1, 3, self.head_dim))
-        x_pc = x_pc + self.proj(self.core_attention(mixed_pn3d, images))[0]
-        hidden, _ = self.linear_fc1(self.norm2(x_pc))
-        out: Tensor = self.linear_fc2(F.gelu(hidden, approximate="tanh"))[0]
-        return x_pc + out
+        mixed_pn3d = self.qkv(normed)[0].unflatten(-1, (-1, 3, self.head_dim))
+        attended = self.proj(self.core_attention(mixed_pn3d, images))
+        x_pc, normed = self.residual.sum_and_norm(x_pc, attended, self.norm2)
+        hidden, _ = self.linear_fc1(normed)
+        return self.residual.sum(x_pc, self.linear_fc2(F.gelu(hidden, approximate="tanh")))
 
 
 class PatchMerger(MegatronModule):
@@ -239,11 +242,14 @@ def _column(provider: Provider, config: TransformerConfig, width: int, out: int,
     return _linear(provider.column_parallel_linear(), config, width, out, tp_group, gather_output=False)
 
 
-def _row(provider: Provider, config: TransformerConfig, width: int, out: int, tp_group: Any) -> nn.Module:
-    return _linear(provider.row_parallel_linear(), config, width, out, tp_group, input_is_parallel=True)
+def _row(
+    provider: Provider, config: TransformerConfig, width: int, out: int, tp_group: Any, *, skip_bias_add: bool = False
+) -> nn.Module:
+    own = {"input_is_parallel": True, "skip_bias_add": skip_bias_add}
+    return _linear(provider.row_parallel_linear(), config, width, out, tp_group, **own)
 
 
-def _linear(kind: type, config: TransformerConfig, width: int, out: int, tp_group: Any, **cut: bool) -> nn.Module:
-    own = {"init_method": config.init_method, "bias": True, "skip_bias_add": False, "is_expert": False}
-    layer: nn.Module = kind(width, out, config=config, tp_group=tp_group, **own, **cut)
+def _linear(kind: type, config: TransformerConfig, width: int, out: int, tp_group: Any, **own: bool) -> nn.Module:
+    common = {"init_method": config.init_method, "bias": True, "skip_bias_add": False, "is_expert": False}
+    layer: nn.Module = kind(width, out, config=config, tp_group=tp_group, **(common | own))
     return layer

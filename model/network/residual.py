@@ -1,0 +1,70 @@
+"""The residual stream of the vision tower's blocks: sums and the norms beside them, in plain torch and with kernels.
+
+Row-parallel layers hand over their bias. With tensor parallelism their product is summed over ranks before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from model.network.awaited import await_weight
+
+
+class PlainResidual:
+    """Sums in plain torch, and the back end's norm."""
+
+    def keep_and_norm(self, x_pc: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
+        """Returns x and its layer norm, (P, c)."""
+        return x_pc, norm(x_pc)
+
+    def sum_and_norm(self, x_pc: Tensor, added: tuple[Tensor, Tensor], norm: Any) -> tuple[Tensor, Tensor]:
+        """Adds a layer's product (P, c) and its bias (c,). Returns the sum and its layer norm."""
+        x_pc = self.sum(x_pc, added)
+        return x_pc, norm(x_pc)
+
+    def sum(self, x_pc: Tensor, added: tuple[Tensor, Tensor]) -> Tensor:
+        """Adds a layer's product and its bias."""
+        out, bias = added
+        return x_pc + (out + bias)
+
+
+class KernelResidual(PlainResidual):
+    """The same with Triton kernels of our own, which read and write the stream less often.
+
+    Args:
+        eps: Of the norms, added to the variance.
+    """
+
+    def __init__(self, eps: float):
+        self.eps = eps
+
+    def keep_and_norm(self, x_pc: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
+        """Returns x and its layer norm, (P, c)."""
+        from model.kernels.residual_norm import keep_and_norm  # Triton is only available with CUDA
+
+        return keep_and_norm(x_pc, *_parameters(norm), self.eps)
+
+    def sum_and_norm(self, x_pc: Tensor, added: tuple[Tensor, Tensor], norm: Any) -> tuple[Tensor, Tensor]:
+        """Adds a layer's product (P, c) and its bias (c,). Returns the sum and its layer norm."""
+        from model.kernels.residual_norm import sum_and_norm
+
+        return sum_and_norm(x_pc, *added, *_parameters(norm), self.eps)
+
+    def sum(self, x_pc: Tensor, added: tuple[Tensor, Tensor]) -> Tensor:
+        """Adds a layer's product and its bias."""
+        from model.kernels.residual_norm import sum_with_bias
+
+        return sum_with_bias(x_pc, *added)
+
+
+def residual(config: TransformerConfig, eps: float) -> PlainResidual:
+    """Returns the residual stream of a back end: kernels with Transformer Engine."""
+    return KernelResidual(eps) if config.transformer_impl == "transformer_engine" else PlainResidual()
+
+
+def _parameters(norm: nn.Module) -> tuple[Any, Any]:
+    await_weight(norm)
+    return norm.weight, norm.bias
