@@ -31,13 +31,13 @@ class Kernels:
 
     Attributes:
         decoder: Those of the decoder.
-        rotation: Heads on a rank and their width in the vision tower; None without a tower.
+        tower: Of the vision tower: heads on a rank, their width, and the tower's; None without a tower.
         vocabulary: Rows of the output layer; None where cross-entropy is computed by others.
         every: Whether Triton's autotuner chooses among all configurations, instead of those of the table.
     """
 
     decoder: DecoderKernels
-    rotation: tuple[int, int] | None
+    tower: tuple[int, int, int] | None
     vocabulary: int | None
     every: bool
 

@@ -221,11 +221,13 @@ def main() -> None:
         choose_configurations(decoder.delta_net.key_width, decoder.delta_net.value_width, HOPPER)
 
     def run() -> None:
-        if request["rotation"] is not None:
+        if request["tower"] is not None:
+            from model.kernels.residual_norm import run_residual_norm
             from model.kernels.rotation import run_rotation
 
-            heads, width = request["rotation"]
-            run_rotation(heads, width, "meta")
+            heads, head_width, width = request["tower"]
+            run_rotation(heads, head_width, "meta")
+            run_residual_norm(width, "meta")
         if request["vocabulary"] is not None:
             run_cross_entropy(request["vocabulary"], "meta")
         decoder.run("meta")

@@ -28,11 +28,12 @@ def compile_ahead(config: TrainConfig) -> KernelsAhead | None:
     if decoder is None:
         return None
     vision = architecture.vision
-    rotation = None if settings.language_only else (vision.num_heads // settings.vision_parallel, vision.head_dim)
+    heads = vision.num_heads // settings.vision_parallel
+    tower = None if settings.language_only else (heads, vision.head_dim, vision.hidden_size)
     return KernelsAhead.of(
         Kernels(
             decoder,
-            rotation,
+            tower,
             # Tensor-parallel ranks compute cross-entropy with kernels that the first step compiles.
             vocabulary=vocabulary_rows(architecture.language.vocab_size, 1) if settings.tensor_parallel == 1 else None,
             every=settings.tune_kernels,

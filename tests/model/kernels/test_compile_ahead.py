@@ -242,6 +242,50 @@ def test_layers_launch_what_is_compiled_ahead(tmp_path: Path) -> None:
     assert found["layers"] == found["ahead"]
 
 
+def of_the_tower() -> None:
+    """What is compiled for the tower's residual stream, and what a block launches."""
+    import torch
+    from torch import nn
+
+    from model.kernels.compile_ahead import collect, pretend_hopper
+    from model.kernels.residual_norm import run_residual_norm
+    from model.network.residual import KernelResidual
+    from model.network.vision import VisionBlock
+
+    pretend_hopper()
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True)
+
+    def block() -> None:
+        made: Any = VisionBlock.__new__(VisionBlock)
+        nn.Module.__init__(made)
+        made.norm1, made.norm2 = (nn.LayerNorm(96, dtype=torch.bfloat16, device="meta") for _ in range(2))
+        made.qkv = lambda x: (torch.cat([x, x, x], -1), None)
+        made.proj = made.linear_fc2 = lambda x: (x, empty(96))
+        made.core_attention = lambda mixed_pn3d, images: mixed_pn3d[:, :, 0].flatten(1)
+        made.linear_fc1 = lambda x: (x, None)
+        made.head_dim, made.residual = 16, KernelResidual(1e-6)
+        out = made(empty(300, 96), None)
+        out.backward(torch.ones_like(out))
+
+    def kernels(run: Any) -> list[str]:
+        cells = [cell.cell_contents for call in collect(run) for cell in call.__closure__ or ()]
+        found = [each for each in cells if hasattr(each, "constants")]
+        return sorted(f"{each.name} {each.signature} {each.constants} {each.attrs}" for each in found)
+
+    print(json.dumps({"ahead": kernels(lambda: run_residual_norm(96, "meta")), "block": kernels(block)}))
+
+
+@needs_triton
+def test_the_tower_launches_what_is_compiled_ahead(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    found = in_a_process("of_the_tower", tmp_path)
+    names = [each.partition(" ")[0] for each in found["ahead"]]
+    assert names == ["_sum_and_norm"] * 3 + ["_sum_and_norm_backward"] * 3
+    assert found["block"] == found["ahead"]
+
+
 def of_cross_entropy() -> None:
     from model.kernels.cross_entropy import run_cross_entropy
 
@@ -337,11 +381,11 @@ class TestTheStart:
         self.start(model__preset="4b", parallel__tp=2, parallel__cp=2, data__capacity=8192)
         attention = AttentionShape(2, 4, 256, 64, gated=True, zero_centered=True, feed_forward=4608)
         decoder = DecoderKernels(DeltaNetShape(8192, 4, 8, 128, 128, 4), attention)
-        assert started == [Kernels(decoder, rotation=(8, 64), vocabulary=None, every=False)]
+        assert started == [Kernels(decoder, tower=(8, 64, 1024), vocabulary=None, every=False)]
 
     def test_with_all_configurations_if_they_are_tuned(self, started: list[Kernels]) -> None:
         self.start(model__preset="2b", model__tune_kernels=True, model__language_only=True)
-        assert [(each.every, each.rotation) for each in started] == [(True, None)]
+        assert [(each.every, each.tower) for each in started] == [(True, None)]
 
     def test_with_layers_and_cross_entropy(self, started: list[Kernels]) -> None:
         self.start(model__preset="2b")
