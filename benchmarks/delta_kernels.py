@@ -15,7 +15,6 @@ import argparse
 import itertools
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import torch
 import torch.nn.functional as F
 
-from benchmarks.device_timer import milliseconds
+from benchmarks.device_timer import by_kernel, milliseconds
 from model.kernels import delta_inputs, short_convolution
 from model.kernels.delta_inputs import DeltaInputs, Heads
 
@@ -84,19 +83,6 @@ def host_microseconds(work: Callable[[], object], repeats: int = 20) -> float:
         work()
         total += time.perf_counter() - begun
     return total / repeats * 1e6
-
-
-def by_kernel(work: Callable[[], object], repeats: int = 10) -> Counter[str]:
-    """Milliseconds of each kernel of the work."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(repeats):
-            work()
-        torch.cuda.synchronize()
-    times: Counter[str] = Counter()
-    for each in profile.profiler.kineto_results.events():
-        if each.device_type() == torch.autograd.DeviceType.CUDA and not each.is_user_annotation():
-            times[each.name()] += (each.end_ns() - each.start_ns()) / 1e6 / repeats
-    return times
 
 
 def measure(heads: Heads, name: str) -> None:

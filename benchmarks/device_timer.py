@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from statistics import median
 
@@ -19,3 +20,16 @@ def milliseconds(work: Callable[[], object], repeats: int = 30, warmup: int = 5)
         stop.synchronize()
         times.append(start.elapsed_time(stop))
     return median(times[warmup:])
+
+
+def by_kernel(work: Callable[[], object], repeats: int = 10) -> Counter[str]:
+    """Milliseconds of each kernel of the work."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(repeats):
+            work()
+        torch.cuda.synchronize()
+    times: Counter[str] = Counter()
+    for each in profile.profiler.kineto_results.events():
+        if each.device_type() == torch.autograd.DeviceType.CUDA and not each.is_user_annotation():
+            times[each.name()] += (each.end_ns() - each.start_ns()) / 1e6 / repeats
+    return times

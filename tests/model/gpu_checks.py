@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
+import itertools
 import os
 import re
 import sys
@@ -362,6 +363,40 @@ def delta_net_kernels() -> None:
     assert all(torch.equal(a, b) for again in runs[1:] for a, b in zip(runs[0], again, strict=True))
 
 
+def residual_norm() -> None:
+    """The tower's residual stream against plain torch in float64, twice with the same bits, for all numbers of rows."""
+    import triton
+
+    from model.kernels.residual_norm import run_residual_norm, sum_and_norm, sum_with_bias
+    from tests.model.kernels.residual_norm import INPUTS, compared
+
+    # Rounding is that of the results: 2^-9 in bfloat16.
+    for dtype, limit in ((torch.float32, 2e-6), (torch.bfloat16, 4e-3)):
+        for width in (768, 1152, 72):
+            worst = dict.fromkeys(INPUTS, 0.0)
+            for function, names in INPUTS.items():
+                frozen = [(), *([names[-1:], names[:-1]] if width == 768 else [])]
+                for rows, fixed in itertools.product((0, 1, 37, 5000, 55_501), frozen):
+                    errors = compared(function, rows, width, dtype, fixed, str(CUDA))
+                    assert max(errors.values()) < limit, (function, rows, fixed, errors)
+                    worst[function] = max(worst[function], *errors.values())
+            print(f"  {width} {dtype}: " + ", ".join(f"{name} {error:.1e}" for name, error in worst.items()))
+    generator = torch.Generator(CUDA).manual_seed(0)
+    run_residual_norm(768, str(CUDA))
+    compiled: list[str] = []
+    triton.knobs.compilation.listener = lambda *, src, **_: compiled.append(src.name)
+    for rows in (1, 16, 55_500, 60_001):
+        shapes = [(rows, 768), (rows, 768), (768,), (768,), (768,)]
+        tensors = [torch.randn(each, device=CUDA, generator=generator).bfloat16().requires_grad_() for each in shapes]
+        runs = []
+        for _ in range(2):
+            found = [*sum_and_norm(*tensors, 1e-6), sum_with_bias(*tensors[:3])]
+            runs.append([*found, *torch.autograd.grad(found, tensors, [each.detach() for each in found])])
+        assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    triton.knobs.compilation.listener = None
+    assert not compiled, "another number of rows compiled kernels again"
+
+
 def delta_rule() -> None:
     """Our call of flash-linear-attention's kernels against its own function."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
@@ -395,6 +430,7 @@ def main() -> int:
     checks: dict[str, Any] = {
         "fused rotations": fused_rotations,
         "delta net's kernels": delta_net_kernels,
+        "residual norm": residual_norm,
         "delta rule": delta_rule,
         "delta rule, each configuration": configurations_agree,
         "engine against torch, dense": lambda: engine_against_torch(moe=False),

@@ -36,10 +36,10 @@ def compared(
     """Relative errors of the outputs and of the gradients of all inputs that are not frozen."""
     from model.kernels import residual_norm
 
-    generator = torch.Generator().manual_seed(rows * width)
+    generator = torch.Generator(device).manual_seed(rows * width)
 
     def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype).to(device)
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
 
     names = INPUTS[function]
     inputs = [drawn(*((rows, width) if name in "xy" else (width,))) for name in names]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.model.helpers import relative
+from tests.model.helpers import make_sample, pack, relative, small_architecture, weights_of
 from tests.model.kernels.interpreter import accept_scalar_bounds, run_interpreted
 from tests.model.kernels.residual_norm import INPUTS, compared
 
@@ -84,7 +84,48 @@ def in_the_stream() -> None:
         assert relative(b, a) < 2e-6
 
 
+def in_the_tower() -> None:
+    """A model with deepstack gives the same with the kernels: also recomputed, fully sharded, and with frozen parts."""
+    from model.families import spec_of
+    from model.network.residual import KernelResidual
+    from model.network.settings import ModelSettings
+    from model.parallel import cpu_mode, groups
+    from model.parallel.sharding import shard_parameters
+    from model.weights.mapping import load_from_hf
+
+    torch.set_num_threads(1)
+    groups.initialize(backend="gloo")
+    wanted = small_architecture("qwen3_vl")
+    weights, maps = weights_of(wanted), spec_of(wanted).parameter_maps(wanted)
+    samples = pack([make_sample(1, [(4, 4)], 20), make_sample(2, [(2, 2)], 5)])
+
+    def gradients(kernels: bool, frozen: str = "none", recompute: bool = False, sharded: bool = False) -> Any:
+        built: Any = spec_of(wanted).build(wanted, ModelSettings(vision_recompute=recompute))
+        load_from_hf(built, maps, lambda source: source.take(weights[source.name]))
+        for name, parameter in built.train().named_parameters():
+            parameter.requires_grad = frozen not in name
+        for block in built.vision.blocks if kernels else ():
+            block.residual = KernelResidual(wanted.vision.layer_norm_eps)
+        if sharded:
+            shard_parameters(built, torch.float32, torch.device("cpu"))
+        losses = built(samples)
+        losses.sum().backward()
+        found = {name: each.grad for name, each in built.vision.named_parameters() if each.requires_grad}
+        return {name: each.to_local() if sharded else each for name, each in found.items()} | {"loss": losses}
+
+    with cpu_mode.cpu_mode_if_needed():
+        plain = gradients(False)
+        cases: list[dict[str, Any]] = [{}, {"recompute": True}, {"sharded": True}]
+        cases += [{"frozen": "vision.blocks"}, {"frozen": "norm"}, {"frozen": "blocks.1", "recompute": True}]
+        for case in cases:
+            found = gradients(True, **case)
+            assert set(found) == {name for name in plain if case.get("frozen", "none") not in f"vision.{name}"}
+            errors = {name: relative(each, plain[name]) for name, each in found.items()}
+            assert max(errors.values()) < 2e-5, (case, errors)
+    groups.destroy()
+
+
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
 def test_they_equal_the_plain_code() -> None:
     # One process: imports take 5 s of CPU time.
-    run_interpreted(__name__, "interpreted", "with_frozen_inputs", "in_the_stream")
+    run_interpreted(__name__, "interpreted", "with_frozen_inputs", "in_the_stream", "in_the_tower")
