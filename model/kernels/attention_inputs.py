@@ -18,10 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: The widest head, for which a program keeps ``_TOKENS`` rows in registers.
+#: The widest head, for which a program keeps the rows of a tile in registers.
 WIDEST = 256
-#: Tokens of a program. Each program of the backward pass has its own part of the norms' weight gradients.
-_TOKENS = 8
+#: Tokens of a tile of the widest heads, tiles that a program processes one after the other, and warps of a program.
+FORWARD = (4, 8, 4)
+#: The same backward, where each program has its own part of the norms' weight gradients: fewer tiles, more parts.
+BACKWARD = (4, 8, 4)
 
 
 @dataclass(frozen=True)
@@ -77,11 +79,22 @@ class AttentionInputs(torch.autograd.Function):
         mixed, angles, of_query, of_key = ctx.saved_tensors
         heads: Heads = ctx.heads
         gradient = torch.empty_like(mixed)
-        parts = mixed.new_empty((2, triton.cdiv(len(mixed), _TOKENS) * heads.groups, heads.width), dtype=torch.float32)
+        height, tiles, _ = _tiles(heads, backward=True)
+        programs = [triton.cdiv(len(mixed), height * tiles) * heads.groups * each for each in (heads.queries, 1)]
+        parts = mixed.new_empty((sum(programs), heads.width), dtype=torch.float32)
         pulled = tuple(each.contiguous() for each in grads)
         _launch(mixed, pulled, angles, (of_query, of_key), (gradient, parts), heads, backward=True)
-        dquery, dkey = parts.sum(1)
-        return gradient, None, dquery.to(of_query.dtype), dkey.to(of_key.dtype), None
+        sums = parts.new_empty(2, heads.width)
+        for part, total in zip(parts.split(programs), sums, strict=True):
+            torch.sum(part, 0, out=total)
+        dquery, dkey = sums.to(of_query.dtype)
+        return gradient, None, dquery, dkey, None
+
+
+def _tiles(heads: Heads, *, backward: bool) -> tuple[int, int, int]:
+    """Tokens of a tile, tiles and warps of a program. Tiles of narrower heads are higher, to be as large."""
+    height, tiles, warps = BACKWARD if backward else FORWARD
+    return height * WIDEST // triton.next_power_of_2(heads.width), tiles, warps
 
 
 def _launch(
@@ -95,8 +108,8 @@ def _launch(
     backward: bool,
 ) -> None:
     tokens, half = len(mixed), angles.shape[-1] // 2
-    rest = heads.width - 2 * half
-    _split_norm_rotate[(triton.cdiv(tokens, _TOKENS), heads.groups)](
+    height, tiles, warps = _tiles(heads, backward=backward)
+    _split_norm_rotate[(triton.cdiv(tokens, height * tiles) * (heads.columns // heads.width),)](
         mixed,
         *parts,
         angles,
@@ -108,48 +121,44 @@ def _launch(
         queries=heads.queries,
         width=heads.width,
         half=half,
-        block_half=triton.next_power_of_2(half),
-        block_rest=max(1, triton.next_power_of_2(rest)),
-        height=_TOKENS,
+        block=triton.next_power_of_2(heads.width),
+        height=height,
+        tiles=tiles,
         gated=heads.gated,
         zero_centered=heads.zero_centered,
         backward=backward,
-        num_warps=4,
+        num_warps=warps,
     )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _load(  # type: ignore[no-untyped-def]
-    row, seen, half: tl.constexpr, width: tl.constexpr, block_half: tl.constexpr, block_rest: tl.constexpr
+def _fetch(  # type: ignore[no-untyped-def]
+    source, second, angles, row, seen, strides, width: tl.constexpr, half: tl.constexpr, block: tl.constexpr
 ):
-    """Loads heads, or weights, in three parts: both halves of the rotated columns, and the rest."""
-    column, beyond = tl.arange(0, block_half)[None, :], tl.arange(0, block_rest)[None, :]
-    first = tl.load(row + column, mask=seen & (column < half), other=0).to(tl.float32)
-    second = tl.load(row + half + column, mask=seen & (column < half), other=0).to(tl.float32)
-    rest = tl.load(row + 2 * half + beyond, mask=seen & (beyond < width - 2 * half), other=0).to(tl.float32)
-    return first, second, rest
+    """Loads rows of a head, each column's partner in the rotation, another tensor's rows, and angles."""
+    column = tl.arange(0, block)[None, :]
+    partner = tl.where(column < half, column + half, column - half)
+    inside = seen & (column < width)
+    x = tl.load(source + row * strides[0] + column, mask=inside, other=0)
+    other = tl.load(source + row * strides[0] + partner, mask=seen & (column < 2 * half), other=0)
+    y = x if second is None else tl.load(second + row * strides[1] + column, mask=inside, other=0)
+    if half & (half - 1) == 0:
+        angle = tl.load(angles + row * 2 * half + tl.arange(0, half)[None, :], mask=seen, other=0)
+    else:
+        angle = tl.load(angles + row * 2 * half + column % half, mask=seen & (column < 2 * half), other=0)
+    return x, other, y, angle
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _store(  # type: ignore[no-untyped-def]
-    row, first, second, rest, seen, half: tl.constexpr, width: tl.constexpr,
-    block_half: tl.constexpr, block_rest: tl.constexpr,
-):  # fmt: skip
-    """Stores what :func:`_load` loads."""
-    column, beyond = tl.arange(0, block_half)[None, :], tl.arange(0, block_rest)[None, :]
-    dtype = row.dtype.element_ty
-    tl.store(row + column, first.to(dtype), mask=seen & (column < half))
-    tl.store(row + half + column, second.to(dtype), mask=seen & (column < half))
-    tl.store(row + 2 * half + beyond, rest.to(dtype), mask=seen & (beyond < width - 2 * half))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _move(  # type: ignore[no-untyped-def]
-    source, target, seen, half: tl.constexpr, width: tl.constexpr, block_half: tl.constexpr, block_rest: tl.constexpr
-):
-    """Copies heads."""
-    first, second, rest = _load(source, seen, half, width, block_half, block_rest)
-    _store(target, first, second, rest, seen, half, width, block_half, block_rest)
+def _cos_sin(angle, half: tl.constexpr, block: tl.constexpr, height: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Cosines and sines for each column of a head. Columns that are not rotated have a cosine of 1 and any sine."""
+    cos, sin = tl.cos(angle), tl.sin(angle)
+    if half & (half - 1) == 0:
+        # Each is computed once and then repeated over all columns.
+        cos = tl.reshape(tl.broadcast_to(cos[:, None, :], height, block // half, half), height, block)
+        sin = tl.reshape(tl.broadcast_to(sin[:, None, :], height, block // half, half), height, block)
+        cos = tl.where(tl.arange(0, block)[None, :] < 2 * half, cos, 1)
+    return cos, sin
 
 
 @triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
@@ -170,70 +179,82 @@ def _split_norm_rotate(  # type: ignore[no-untyped-def]  # Triton compiles it; i
     queries: tl.constexpr,
     width: tl.constexpr,
     half: tl.constexpr,
-    block_half: tl.constexpr,
-    block_rest: tl.constexpr,
+    block: tl.constexpr,
     height: tl.constexpr,
+    tiles: tl.constexpr,
     gated: tl.constexpr,
     zero_centered: tl.constexpr,
     backward: tl.constexpr,
 ):
-    """Processes a group of some tokens. Forward it reads ``mixed``; backward also the gradients of the four parts."""
-    group = tl.program_id(1)
-    row = tl.program_id(0).to(tl.int64) * height + tl.arange(0, height)[:, None]
-    seen, always = row < tokens, tl.full((1, 1), 1, tl.int1)
-    per_group: tl.constexpr = ((2 if gated else 1) * queries + 2) * width
-    start = row * groups * per_group + group * per_group
-    column = tl.arange(0, block_half)[None, :]
-    angle = tl.load(angles + row * 2 * half + column, mask=seen & (column < half), other=0)
-    cos, sin = tl.cos(angle), tl.sin(angle)
-    for kind in tl.static_range(2):
-        weights = _load((of_query, of_key)[kind], always, half, width, block_half, block_rest)
-        w1, w2, w3 = weights
-        if zero_centered:
-            w1, w2, w3 = w1 + 1, w2 + 1, w3 + 1
-        dw1 = tl.zeros((1, block_half), tl.float32)
-        dw2 = tl.zeros((1, block_half), tl.float32)
-        dw3 = tl.zeros((1, block_rest), tl.float32)
-        for head in range(queries if kind == 0 else 1):
-            offset = start + (head if kind == 0 else (2 if gated else 1) * queries) * width
-            if kind == 0:
-                part = query + row * groups * queries * width + (group * queries + head) * width
-            else:
-                part = key + row * groups * width + group * width
-            x1, x2, x3 = _load(mixed + offset, seen, half, width, block_half, block_rest)
-            square = tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1) + tl.sum(x3 * x3, 1)
-            rate = 1 / tl.sqrt(square / width + eps)[:, None]
-            x1, x2, x3 = x1 * rate, x2 * rate, x3 * rate
-            if backward:
-                y1, y2, y3 = _load(part, seen, half, width, block_half, block_rest)
-                y1, y2 = y1 * cos + y2 * sin, y2 * cos - y1 * sin
-                dw1 += tl.sum(y1 * x1, 0)[None, :]
-                dw2 += tl.sum(y2 * x2, 0)[None, :]
-                dw3 += tl.sum(y3 * x3, 0)[None, :]
-                y1, y2, y3 = y1 * w1, y2 * w2, y3 * w3
-                along = (tl.sum(y1 * x1, 1) + tl.sum(y2 * x2, 1) + tl.sum(y3 * x3, 1))[:, None] / width
-                y1, y2, y3 = rate * (y1 - x1 * along), rate * (y2 - x2 * along), rate * (y3 - x3 * along)
-                _store(gradient + offset, y1, y2, y3, seen, half, width, block_half, block_rest)
-            else:
-                x1, x2, x3 = x1 * w1, x2 * w2, x3 * w3
-                x1, x2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
-                _store(part, x1, x2, x3, seen, half, width, block_half, block_rest)
-        if backward:
-            program = (kind * tl.num_programs(0) + tl.program_id(0)) * groups + group
-            _store(parts + program * width + tl.zeros((1, 1), tl.int32), dw1, dw2, dw3, always, half, width,
-                   block_half, block_rest)  # fmt: skip
-    # Gates and the value are as they were.
-    if gated:
-        for head in range(queries):
-            offset = start + (queries + head) * width
-            part = gate + row * groups * queries * width + (group * queries + head) * width
-            if backward:
-                _move(part, gradient + offset, seen, half, width, block_half, block_rest)
-            else:
-                _move(mixed + offset, part, seen, half, width, block_half, block_rest)
-    last: tl.constexpr = ((2 if gated else 1) * queries + 1) * width
-    part = value + row * groups * width + group * width
+    """Processes a head of some tokens. Forward it reads ``mixed``; backward also the gradients of the four parts.
+
+    Programs of the same tokens follow one another, so that rows of ``mixed`` and angles are read at about one time.
+    """
+    of_group: tl.constexpr = (2 if gated else 1) * queries + 2
+    line, number = tl.program_id(0) % (groups * of_group), tl.program_id(0) // (groups * of_group)
+    group, head = line // of_group, line % of_group
+    # Where the head is outside of the projection: all queries and gates of a token follow one another, all keys do.
+    place, stride = group * queries + head % queries, groups * queries * width
+    apart, weights = query, of_query
+    if head >= of_group - 2:
+        place, stride = group, groups * width
+        apart, weights = key, of_key
+        if head == of_group - 1:
+            apart = value
+    elif head >= queries:
+        apart = gate
+    start = number.to(tl.int64) * (height * tiles)
+    apart += start * stride + place * width
+    mixed += start * (groups * of_group * width) + line * width
+    gradient += start * (groups * of_group * width) + line * width
+    angles += start * (2 * half)
+    rows = tl.minimum(tokens - start, height * tiles).to(tl.int32)
     if backward:
-        _move(part, gradient + start + last, seen, half, width, block_half, block_rest)
+        source, source_stride, target, target_stride = apart, stride, gradient, groups * of_group * width
     else:
-        _move(mixed + start + last, part, seen, half, width, block_half, block_rest)
+        source, source_stride, target, target_stride = mixed, groups * of_group * width, apart, stride
+    column = tl.arange(0, block)[None, :]
+    dtype: tl.constexpr = mixed.dtype.element_ty
+    if head < queries or head == of_group - 2:
+        partner, turned = tl.where(column < half, column + half, column - half), column < 2 * half
+        sign = tl.where(column < half, -1.0, 1.0)
+        scale = tl.load(weights + column, mask=column < width, other=0).to(tl.float32)
+        partners_scale = tl.load(weights + partner, mask=turned, other=0).to(tl.float32)
+        if zero_centered:
+            scale, partners_scale = scale + 1, partners_scale + 1
+        slope = tl.zeros((height, block), tl.float32)
+        row = tl.arange(0, height)[:, None]
+        second, strides = mixed if backward else None, (source_stride, groups * of_group * width)
+        fetched = _fetch(source, second, angles, row, row < rows, strides, width, half, block)
+        for _ in range(tiles):
+            x, other, y, angle = fetched
+            at, seen = row * target_stride, row < rows
+            # What the next tile needs is on its way while this one is computed.
+            row += height
+            fetched = _fetch(source, second, angles, row, row < rows, strides, width, half, block)
+            cos, sin = _cos_sin(angle, half, block, height)
+            x, other, y = x.to(tl.float32), other.to(tl.float32), y.to(tl.float32)
+            rate = tl.rsqrt(tl.sum(y * y, 1) * (1.0 / width) + eps)[:, None]
+            if backward:
+                x = x * cos - sign * other * sin
+                y *= rate
+                slope += x * y
+                x *= scale
+                x = rate * (x - y * (tl.sum(x * y, 1)[:, None] * (1.0 / width)))
+            else:
+                x = rate * (x * scale * cos + sign * partners_scale * other * sin)
+            tl.store(target + at + column, x.to(dtype), mask=seen & (column < width))
+        if backward:
+            # First the parts of all programs of queries, then those of keys.
+            program = number * groups * queries + place
+            if head >= queries:
+                program = (tl.num_programs(0) // of_group) * queries + number * groups + group
+            tl.store(parts + program.to(tl.int64) * width + column, tl.sum(slope, 0)[None, :], mask=column < width)
+    else:
+        # Gates and values are as they were. Rows without arithmetic take few registers: four tiles are read at once.
+        together: tl.constexpr = min(tiles, 4)
+        for step in range(tiles // together):
+            row = step * together * height + tl.arange(0, together * height)[:, None]
+            inside = (row < rows) & (column < width)
+            kept = tl.load(source + row * source_stride + column, mask=inside)
+            tl.store(target + row * target_stride + column, kept, mask=inside)

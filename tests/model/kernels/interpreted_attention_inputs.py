@@ -15,9 +15,9 @@ from tests.model.kernels.interpreted_gating import bare
 CASES: tuple[tuple[Any, ...], ...] = (
     (5, 2, 3, 16, 8, True, True, torch.float32, 1e-6),
     (11, 1, 2, 128, 128, False, False, torch.float32, 1e-6),  # as in Qwen3-VL; the last program in part
-    (10, 2, 4, 256, 64, True, True, torch.float32, 1e-6),  # as in Qwen3.5
+    (35, 2, 4, 256, 64, True, True, torch.float32, 1e-6),  # as in Qwen3.5; two programs of each head
     (3, 2, 1, 24, 12, True, False, torch.float32, 1e-6),  # no powers of two
-    (17, 2, 2, 128, 32, True, True, torch.bfloat16, 6e-3),
+    (135, 2, 2, 128, 32, True, True, torch.bfloat16, 6e-3),  # three programs
 )
 
 
