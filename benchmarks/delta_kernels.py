@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import torch
 import torch.nn.functional as F
 
-from benchmarks.device_timer import by_kernel, milliseconds
+from benchmarks.device_timer import by_kernel, host_microseconds, milliseconds
 from model.kernels import delta_inputs, short_convolution
 from model.kernels.delta_inputs import DeltaInputs, Heads
 
@@ -72,17 +70,6 @@ def theirs(tensors: list[torch.Tensor], bounds: torch.Tensor, heads: Heads) -> t
     value = value.reshape(1, TOKENS, -1, heads.value_width).contiguous()
     decay = -a_log.float().exp() * F.softplus(alpha.contiguous().float() + dt_bias.float())
     return query, key, value, gate, decay, beta.contiguous().sigmoid()
-
-
-def host_microseconds(work: Callable[[], object], repeats: int = 20) -> float:
-    """Time that the host takes to launch the work, with an idle device."""
-    total = 0.0
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        work()
-        total += time.perf_counter() - begun
-    return total / repeats * 1e6
 
 
 def measure(heads: Heads, name: str) -> None:

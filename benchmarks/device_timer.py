@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from statistics import median
@@ -20,6 +21,17 @@ def milliseconds(work: Callable[[], object], repeats: int = 30, warmup: int = 5)
         stop.synchronize()
         times.append(start.elapsed_time(stop))
     return median(times[warmup:])
+
+
+def host_microseconds(work: Callable[[], object], repeats: int = 20) -> float:
+    """Time that the host takes to launch the work, with an idle device."""
+    total = 0.0
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        work()
+        total += time.perf_counter() - begun
+    return total / repeats * 1e6
 
 
 def by_kernel(work: Callable[[], object], repeats: int = 10) -> Counter[str]:

@@ -397,6 +397,29 @@ def residual_norm() -> None:
     assert not compiled, "another number of rows compiled kernels again"
 
 
+def attention_inputs() -> None:
+    """The kernel before attention against plain torch in float64, and again with the same bits."""
+    from model.kernels.attention_inputs import AttentionInputs, Heads
+    from tests.model.kernels.attention_inputs import compared, drawn
+
+    # Groups, queries of a group, width, rotated columns: Qwen3.5, Qwen3-VL, six queries, narrow heads, no powers of 2.
+    layouts = [(2, 4, 256, 64), (8, 2, 128, 128), (4, 6, 256, 64), (1, 8, 64, 32), (3, 1, 24, 12)]
+    for (*shape, rotated), gated in itertools.product(layouts, (True, False)):
+        heads = Heads(*shape, gated=gated, zero_centered=gated, eps=1e-6)
+        # Rounding is that of the results: 2^-9 in bfloat16. Sums of the weights' gradients have 1,037 terms a query.
+        for dtype, limit in ((torch.float32, 2e-6), (torch.bfloat16, 4e-3)):
+            errors = compared(1037, heads, rotated, dtype, str(CUDA))
+            print(f"  {heads} {dtype}: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
+            assert max(errors.values()) < limit, errors
+    heads = Heads(2, 4, 256, gated=True, zero_centered=True, eps=1e-6)
+    mixed, angles, *weights = drawn(16384, heads, 64, torch.bfloat16, str(CUDA))
+    runs = []
+    for _ in range(3):
+        found = AttentionInputs.apply(mixed, angles, *weights, heads)
+        runs.append([*found, *torch.autograd.grad(found, [mixed, *weights], [each.detach() for each in found])])
+    assert all(torch.equal(a, b) for again in runs[1:] for a, b in zip(runs[0], again, strict=True))
+
+
 def delta_rule() -> None:
     """Our call of flash-linear-attention's kernels against its own function."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
@@ -429,6 +452,7 @@ def main() -> int:
     world = torch.distributed.get_world_size()
     checks: dict[str, Any] = {
         "fused rotations": fused_rotations,
+        "attention inputs": attention_inputs,
         "delta net's kernels": delta_net_kernels,
         "residual norm": residual_norm,
         "delta rule": delta_rule,

@@ -21,42 +21,14 @@ CASES: tuple[tuple[Any, ...], ...] = (
 )
 
 
-def plain(mixed: Tensor, angles: Tensor, weights: tuple[Tensor, Tensor], heads: Any) -> list[Tensor]:
-    """Splits, normalises and rotates in float64."""
-    queries = [heads.queries * heads.width] * (1 + heads.gated)
-    parts = mixed.double().view(len(mixed), heads.groups, -1).split([*queries, heads.width, heads.width], -1)
-    query, *gate, key, value = (each.reshape(len(mixed), -1, heads.width) for each in parts)
-    turned = []
-    for x, weight in zip((query, key), weights, strict=True):
-        scale = weight.double() + heads.zero_centered
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + heads.eps) * scale
-        rotated, rest = x[..., : angles.shape[-1]], x[..., angles.shape[-1] :]
-        first, second = rotated.chunk(2, -1)
-        cos, sin = angles.double()[:, None].cos(), angles.double()[:, None].sin()
-        turned.append(torch.cat([rotated * cos + torch.cat([-second, first], -1) * sin, rest], -1))
-    return [*turned, value, *gate]
-
-
 def interpreted() -> None:
-    from model.kernels.attention_inputs import AttentionInputs, Heads
+    from model.kernels.attention_inputs import Heads
+    from tests.model.kernels.attention_inputs import compared
 
-    generator = torch.Generator().manual_seed(1)
     for tokens, groups, queries, width, rotated, gated, zero_centered, dtype, limit in CASES:
         heads = Heads(groups, queries, width, gated, zero_centered, 1e-3)
-
-        def drawn(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.randn(shape, generator=generator).to(dtype).requires_grad_()
-
-        angles = (torch.rand(tokens, rotated // 2, generator=generator) * 50).repeat(1, 2)
-        inputs = drawn(tokens, heads.columns), drawn(width), drawn(width)
-        ours = AttentionInputs.apply(inputs[0], angles, *inputs[1:], heads)[: 3 + gated]
-        wanted = plain(inputs[0], angles, inputs[1:], heads)
-        pull = [torch.randn(each.shape, generator=generator).to(dtype) for each in wanted]
-        given = torch.autograd.grad(ours, inputs, pull)
-        exact = torch.autograd.grad(wanted, inputs, [each.double() for each in pull])
-        for a, b in zip((*ours, *given), (*wanted, *exact), strict=True):
-            assert a.shape == b.shape
-            assert relative(a.detach().double(), b.detach().double()) < limit, (tokens, heads, dtype)
+        errors = compared(tokens, heads, rotated, dtype)
+        assert max(errors.values()) < limit, (tokens, heads, dtype, errors)
 
 
 class WithBias(torch.nn.Linear):
