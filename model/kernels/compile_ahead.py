@@ -8,13 +8,12 @@ The trainer then finds them in the cache.
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import functools
 import importlib.util
 import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any
@@ -24,6 +23,7 @@ from model.kernels.configurations import HOPPER, choose_configurations
 from model.kernels.cross_entropy import run_cross_entropy
 from model.kernels.decoder import DecoderKernels
 from model.kernels.delta_net import autotuners
+from model.kernels.forks import in_forks, machine_has_hopper
 from model.kernels.hollow import import_flash_linear_attention
 
 
@@ -134,45 +134,27 @@ def run_all_configurations(run: Callable[[], None]) -> None:
 
 
 def compile_in_forks(calls: Sequence[Callable[[], Any]], processes: int) -> int:
-    """Makes each call in a fork of this process, some at a time, and prints a line of JSON for each.
+    """Compiles in forks of this process, some at a time, and prints a line of JSON for each kernel.
 
     Returns:
         The number of calls that failed.
     """
-    failed, running, waiting = 0, 0, list(calls)
     launchers = _launchers_can_be_built()
-    while waiting or running:
-        if waiting and running < processes:
-            call = waiting.pop(0)
-            if os.fork() == 0:
-                os._exit(_compile(call, launchers))
-            running += 1
-        else:
-            _, status = os.wait()
-            running -= 1
-            failed += status != 0
-    return failed
+    return in_forks([functools.partial(_compile, call, launchers) for call in calls], processes)
 
 
-def _compile(call: Callable[[], Any], launchers: bool) -> int:
-    """Compiles a kernel and the C code that launches it. Returns the exit code."""
+def _compile(call: Callable[[], Any], launchers: bool) -> dict[str, Any]:
+    """Compiles a kernel and the C code that launches it. Returns the kernel's name, and whether it was cached."""
     from triton import knobs
 
     found: dict[str, Any] = {}
     knobs.compilation.listener = lambda *, src, cache_hit, **_: found.update(kernel=src.name, cached=cache_hit)
-    begun = time.perf_counter()
-    try:
-        kernel = call()
-        if launchers:
-            from triton.backends.nvidia.driver import CudaLauncher
+    kernel = call()
+    if launchers:
+        from triton.backends.nvidia.driver import CudaLauncher
 
-            CudaLauncher(kernel.src, kernel.metadata)
-    except Exception as error:  # the trainer meets it again, in the launch itself
-        print(f"{found.get('kernel', 'a kernel')}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        return 1
-    found["seconds"] = round(time.perf_counter() - begun, 2)
-    os.write(1, (json.dumps(found) + "\n").encode())  # one write, so that lines of several processes do not mix
-    return 0
+        CudaLauncher(kernel.src, kernel.metadata)
+    return found
 
 
 def _launchers_can_be_built() -> bool:
@@ -185,27 +167,6 @@ def _launchers_can_be_built() -> bool:
         return False
     CudaUtils()
     return True
-
-
-def machine_has_hopper() -> bool:
-    """Asks CUDA's driver for the compute capability of the first GPU, in a fork: this process never uses CUDA."""
-    asking = os.fork()
-    if asking == 0:
-        os._exit(0 if _capability() == HOPPER else 1)
-    return os.waitpid(asking, 0)[1] == 0
-
-
-def _capability() -> tuple[int, int] | None:
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    device, values = ctypes.c_int(), [ctypes.c_int(), ctypes.c_int()]
-    if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0):
-        return None
-    for attribute, value in zip((75, 76), values, strict=True):  # COMPUTE_CAPABILITY_MAJOR, _MINOR
-        cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
-    return values[0].value, values[1].value
 
 
 def main() -> None:
