@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -43,14 +43,52 @@ class Kernels:
 
 
 class KernelsAhead:
-    """A process that compiles kernels into Triton's cache (:mod:`model.kernels.compile_ahead`).
+    """Processes that compile into caches (:mod:`model.kernels.compile_ahead` and :mod:`model.kernels.compile_flash`).
 
     Args:
-        command: The command line of the process.
+        commands: The command line of each process, by what it compiles.
     """
 
-    def __init__(self, command: Sequence[str]):
-        self._begun = time.perf_counter()
+    def __init__(self, commands: Mapping[str, Sequence[str]]):
+        self._processes = [_Compiling(what, command) for what, command in commands.items()]
+
+    @classmethod
+    def of(cls, kernels: Kernels | None, flash_width: int | None) -> KernelsAhead:
+        """Starts to compile.
+
+        Args:
+            kernels: Triton kernels.
+            flash_width: Width of the heads for which FlashAttention 4 is compiled.
+        """
+        python, commands = [sys.executable, "-W", "ignore", "-m"], {}
+        if kernels is not None:
+            commands["kernel"] = [*python, "model.kernels.compile_ahead", json.dumps(dataclasses.asdict(kernels))]
+        if flash_width is not None:
+            commands["FlashAttention 4 kernel"] = [*python, "model.kernels.compile_flash", str(flash_width)]
+        return cls(commands)
+
+    def wait(self, say: Callable[[str], None]) -> None:
+        """Waits until the kernels are compiled, and says how many there are and what is left."""
+        for process in self._processes:
+            process.wait(say)
+
+    def close(self) -> None:
+        """Ends the processes and their forks."""
+        for process in self._processes:
+            process.close()
+
+    def __enter__(self) -> KernelsAhead:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Compiling:
+    """One of the processes."""
+
+    def __init__(self, what: str, command: Sequence[str]):
+        self._what, self._begun = what, time.perf_counter()
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed in close()
         paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         # In a session of its own: ctrl-C is the trainer's, which ends this process.
@@ -63,14 +101,8 @@ class KernelsAhead:
             text=True,
         )
 
-    @classmethod
-    def of(cls, kernels: Kernels) -> KernelsAhead:
-        """Starts to compile."""
-        request = json.dumps(dataclasses.asdict(kernels))
-        return cls([sys.executable, "-W", "ignore", "-m", "model.kernels.compile_ahead", request])
-
     def wait(self, say: Callable[[str], None]) -> None:
-        """Waits until the kernels are compiled, and says how many there are and what is left."""
+        """Waits until it ends."""
         assert self._process.stdout is not None
         compiled, waited = 0, self._process.poll() is None
         timer = threading.Timer(_PATIENCE, self._kill)
@@ -81,16 +113,16 @@ class KernelsAhead:
             found = json.loads(line)
             if "kernels" in found:
                 if waited:
-                    say(f"compiling {counted(found['kernels'], 'kernel')} …")
+                    say(f"compiling {counted(found['kernels'], self._what)} …")
             else:
                 compiled += not found["cached"]
         failed = self._process.wait()
         timer.cancel()
         if failed:
-            say(f"warning: kernels could not be compiled ahead, steps compile them: {self._last_error()}")
+            say(f"warning: {self._what}s could not be compiled ahead, steps compile them: {self._last_error()}")
         elif compiled:
             took = duration(time.perf_counter() - self._begun)
-            say(f"compiled {counted(compiled, 'kernel')} in {took}, during the start")
+            say(f"compiled {counted(compiled, self._what)} in {took}, during the start")
 
     def _last_error(self) -> str:
         self._errors.seek(0)
@@ -102,19 +134,12 @@ class KernelsAhead:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Ends the process and its forks."""
         if self._process.poll() is None:
             self._kill()
             self._process.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()
         self._errors.close()
-
-    def __enter__(self) -> KernelsAhead:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def hash_triton() -> threading.Thread:

@@ -9,7 +9,13 @@ from pathlib import Path
 from model.architecture import Architecture
 from model.families import architecture_from_hf, preset, spec_of
 from model.kernels.ahead import Kernels, KernelsAhead, can_compile_ahead
-from model.network.settings import vocabulary_rows
+from model.kernels.flash_cache import (
+    CompiledAhead,
+    compiled_kernels_are_kept,
+    flash_attention_4_is_installed,
+    keep_compiled,
+)
+from model.network.settings import ModelSettings, vocabulary_rows
 from model.training.config import TrainConfig
 from model.training.model_settings import settings_of
 
@@ -18,27 +24,47 @@ def compile_ahead(config: TrainConfig) -> KernelsAhead | None:
     """Starts to compile on the first process of a node.
 
     Returns:
-        None on other processes, for models without such kernels, and for a hub id, whose architecture is not known yet.
+        None on other processes, for runs without such kernels, and for a hub id, whose architecture is not known yet.
     """
     architecture = _architecture_without_torch(config)
-    if architecture is None or os.environ.get("LOCAL_RANK", "0") != "0" or not can_compile_ahead():
+    if architecture is None or os.environ.get("LOCAL_RANK", "0") != "0":
         return None
     settings = settings_of(config, architecture, on_gpu=True)
+    kernels = _triton_kernels(config, architecture, settings) if can_compile_ahead() else None
+    width = flash_width(architecture, settings)
+    return None if kernels is None and width is None else KernelsAhead.of(kernels, width)
+
+
+def _triton_kernels(config: TrainConfig, architecture: Architecture, settings: ModelSettings) -> Kernels | None:
     decoder = spec_of(architecture).kernels(architecture, settings, config.data.capacity)
     if decoder is None:
         return None
     vision = architecture.vision
     heads = vision.num_heads // settings.vision_parallel
     tower = None if settings.language_only else (heads, vision.head_dim, vision.hidden_size)
-    return KernelsAhead.of(
-        Kernels(
-            decoder,
-            tower,
-            # Tensor-parallel ranks compute cross-entropy with kernels that the first step compiles.
-            vocabulary=vocabulary_rows(architecture.language.vocab_size, 1) if settings.tensor_parallel == 1 else None,
-            every=settings.tune_kernels,
-        )
+    return Kernels(
+        decoder,
+        tower,
+        # Tensor-parallel ranks compute cross-entropy with kernels that the first step compiles.
+        vocabulary=vocabulary_rows(architecture.language.vocab_size, 1) if settings.tensor_parallel == 1 else None,
+        every=settings.tune_kernels,
     )
+
+
+def flash_width(architecture: Architecture, settings: ModelSettings) -> int | None:
+    """Returns the width of the tower's heads if FlashAttention 4 is to be compiled for it; turns its cache on.
+
+    None if the tower does not use it (:func:`model.network.vision_attention.core_attention`), if nothing compiled is
+    kept, and if all is compiled already.
+    """
+    engine = settings.backend == "transformer_engine" and settings.precision == "bf16"
+    if not engine or settings.language_only or settings.vision_attention == "transformer_engine":
+        return None
+    if not flash_attention_4_is_installed():
+        return None
+    keep_compiled()  # before the process starts that inherits the environment
+    width = architecture.vision.head_dim
+    return width if compiled_kernels_are_kept() and not CompiledAhead.of(width).holds() else None
 
 
 def needs_compiler(config: TrainConfig) -> bool:

@@ -370,7 +370,8 @@ class TestTheStart:
     def started(self, monkeypatch: pytest.MonkeyPatch) -> list[Kernels]:
         found: list[Kernels] = []
         monkeypatch.setattr(model.training.kernels, "can_compile_ahead", lambda: True)
-        monkeypatch.setattr(KernelsAhead, "of", found.append)
+        monkeypatch.setattr(model.training.kernels, "flash_attention_4_is_installed", lambda: False)
+        monkeypatch.setattr(KernelsAhead, "of", lambda kernels, _: found.append(kernels))
         monkeypatch.delenv("LOCAL_RANK", raising=False)
         return found
 
@@ -453,7 +454,7 @@ class TestTheWait:
 
     def said(self, code: str) -> list[str]:
         lines: list[str] = []
-        with KernelsAhead([sys.executable, "-c", f"import json, sys, os\n{code}"]) as started:
+        with KernelsAhead({"kernel": [sys.executable, "-c", f"import json, sys, os\n{code}"]}) as started:
             started.wait(lines.append)
         return lines
 
@@ -482,14 +483,14 @@ class TestTheWait:
         pipe = tmp_path / "pipe"
         os.mkfifo(pipe)
         code = f"import os, signal\nfile = open({str(pipe)!r}, 'wb', 0)\nos.fork()\nfile.write(b'x')\nsignal.pause()"
-        started = KernelsAhead([sys.executable, "-c", code])
+        started = KernelsAhead({"kernel": [sys.executable, "-c", code]})
         with pipe.open("rb") as file:
             assert file.read(2) == b"xx"
             started.close()
             assert file.read() == b"", "the pipe ends when all who may write have ended"
 
-    def test_the_module_ends_quietly_without_a_gpu(self) -> None:
+    def test_the_modules_end_quietly_without_a_gpu(self) -> None:
         lines: list[str] = []
-        with KernelsAhead.of(Kernels(DecoderKernels(SHAPE, None), None, None, every=False)) as started:
+        with KernelsAhead.of(Kernels(DecoderKernels(SHAPE, None), None, None, every=False), 64) as started:
             started.wait(lines.append)
         assert lines == []
