@@ -4,7 +4,7 @@
 
 Ways, each a fresh process (`start_probe.py` runs train.py in it):
 
-- bounded: empty caches of Triton and Inductor; the configurations of model/kernels/configurations.py;
+- bounded: empty caches of Triton, Inductor and FlashAttention 4; the configurations of model/kernels/configurations.py;
 - cached: the same, with the caches that it left;
 - all configurations: empty caches; Triton's autotuner tries all (`model.tune_kernels=true`), compiled in parallel;
 - all, cached: the same, with the caches that it left;
@@ -63,6 +63,7 @@ def run(way: str, options: argparse.Namespace, caches: Path) -> dict[str, Any]:
     environment = os.environ | {
         "TRITON_CACHE_DIR": str(folder / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(folder / "flash-attention"),
     }
     print(f"== {way}", flush=True)
     process = subprocess.Popen([*command, *options.more], env=environment, start_new_session=True)
@@ -102,6 +103,7 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
         "steady step": round(median(steps[len(steps) // 2 :]), 4),
         "compiled in the step": len(missed),
         "seconds in Triton's compiler": round(sum(each["seconds"] for each in missed), 1),
+        "seconds in FlashAttention 4's compiler": round(sum(seconds for _, seconds in found["flash"]), 1),
         "seconds in the C compiler": round(sum(seconds for _, seconds in found["built"]), 1),
         "seconds in the autotuner": round(sum(found["tuned"].values()), 1),
         "seconds in torch's compiler": round(sum(seconds for _, seconds in found["dynamo"]), 1),
@@ -115,6 +117,9 @@ def show(way: str, found: dict[str, Any], functions: int) -> None:
     print("   steps: " + " ".join(f"{each:.3f}" for each in found["steps"]))
     missed = [each for each in found["triton"] if not each["cached"]]
     print("   compiled: " + ", ".join(f"{each['kernel']} {each['seconds']:.1f} s" for each in missed))
+    print(
+        "   compiled by FlashAttention 4: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in found["flash"])
+    )
     print("   built: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in found["built"]))
     print("   tuned: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in found["tuned"].items()))
     print("   torch: " + ", ".join(f"{name[:80]} {seconds:.1f} s" for name, seconds in found["dynamo"]))

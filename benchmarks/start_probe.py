@@ -3,9 +3,10 @@
     python benchmarks/start_probe.py REPORT.json STEPS -- --data DIR --preset 2b …
 
 It ends the process after so many steps, without the final checkpoint. The report has seconds since the start of the
-process for each phase, each compilation of Triton (kernel, seconds, whether it was cached), each build of C code,
-seconds in autotuners and in torch's compiler, and how often functions were found on the stack of the main thread, or of
-the one that it waits for in a backward pass, every 20 ms until the end of the first step.
+process for each phase, each compilation of Triton (kernel, seconds, whether it was cached) and of FlashAttention 4 (in
+this process), each build of C code, seconds in autotuners and in torch's compiler, and how often functions were found
+on the stack of the main thread, or of the one that it waits for in a backward pass, every 20 ms until the end of the
+first step.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ class Probe:
         self.report, self.steps = report, steps
         self.phases: list[tuple[str, float]] = []
         self.compiled: list[dict[str, Any]] = []
+        self.flash: list[tuple[str, float]] = []
         self.built: list[tuple[str, float]] = []
         self.tuned: Counter[str] = Counter()
         self.dynamo: list[tuple[str, float]] = []
@@ -135,6 +137,11 @@ class Probe:
 
         setattr(where, name, measured)
 
+    def watch_flash(self) -> None:
+        cute = sys.modules.get("cutlass.cute")  # Transformer Engine imports FlashAttention 4 where it is installed
+        if cute is not None:
+            self.timed(cute, "compile", lambda args: type(args[0]).__name__, lambda *note: self.flash.append(note))
+
     def watch_dynamo(self) -> None:
         from torch._dynamo import callback
 
@@ -155,6 +162,7 @@ class Probe:
         self.after(loop, "build_learner", "optimizer built")
         self.after(loop, "by_leaders", "kernels awaited")
         self.watch_dynamo()
+        self.watch_flash()
         step = Stepper.__call__
 
         def counted(stepper: Stepper, batches: Any) -> Any:
@@ -181,6 +189,7 @@ class Probe:
             "grad_norm": result.grad_norm,
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
             "triton": self.compiled,
+            "flash": self.flash,
             "built": self.built,
             "tuned": dict(self.tuned),
             "dynamo": self.dynamo,
