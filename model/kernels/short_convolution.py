@@ -143,7 +143,7 @@ def _constants(x: Tensor, taps: Tensor, heads: Heads) -> dict[str, object]:
 @triton.jit
 def _sigmoid(x):  # type: ignore[no-untyped-def]  # Triton compiles it, as all that follow
     """A square of 1 / sqrt(y) takes fewer instructions than 1 / y."""
-    root = tl.rsqrt(1 + tl.exp(-x))
+    root = tl.rsqrt(1 + tl.exp2(x * -1.4426950408889634))
     return root * root
 
 
@@ -248,23 +248,11 @@ def _delta_heads(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _gradient_of_head(  # type: ignore[no-untyped-def]
-    grad,
-    token,
-    tokens,
-    head,
-    heads: tl.constexpr,
-    repeats: tl.constexpr,
-    width: tl.constexpr,
-    columns: tl.constexpr,
-):
-    """The sum of the gradients of the heads that a head serves, for a token, float32 (columns,)."""
-    column = tl.arange(0, columns)
-    mask = (column < width) & (token < tokens)
-    total = tl.zeros((columns,), tl.float32)
-    for number in tl.static_range(repeats):
-        place = grad + (token * heads + (head * repeats + number)) * width + column
-        total += tl.load(place, mask=mask, other=0.0).to(tl.float32)
+def _gradient_of_heads(place, mask, repeats: tl.constexpr, width: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sum of the gradients of the heads that a head serves, for a token: float32 if there are several."""
+    total = tl.load(place, mask=mask, other=0.0)
+    for number in tl.static_range(1, repeats):
+        total = total.to(tl.float32) + tl.load(place + number * width, mask=mask, other=0.0).to(tl.float32)
     return total
 
 
@@ -318,41 +306,49 @@ def _backward_of_head(  # type: ignore[no-untyped-def]
     sum3 = tl.zeros((columns,), tl.float32)
     # Values of the next token are read ahead of their use: a program is one warp, which would wait.
     next_x = tl.load(source + begin * stride, mask=inside, other=0.0)
-    next_slope = _gradient_of_head(grad, begin, tokens, head, heads, repeats, width, columns)
+    grads = grad + (begin * heads + head * repeats) * width + column
+    next_slope = _gradient_of_heads(grads, inside, repeats, width)
     next_first = tl.load(first + begin)
+    # From here on relative to the block, in 32 bits.
+    left, ahead = (tokens - begin).to(tl.int32), begin.to(tl.int32)
+    source += begin * stride
+    target += (begin - 3) * dx_stride
+    first += begin
     for step in range(length + 3):
-        token = begin + step
         x0 = next_x.to(tl.float32)
-        slope = next_slope
-        depth = token - next_first
-        next_x = tl.load(source + (token + 1) * stride, mask=inside & (token + 1 < tokens), other=0.0)
-        next_slope = _gradient_of_head(grad, token + 1, tokens, head, heads, repeats, width, columns)
-        next_first = tl.load(first + token + 1, mask=token + 1 < tokens, other=0)
+        slope = next_slope.to(tl.float32)
+        depth = ahead + step - next_first
+        source += stride
+        grads += heads * width
+        first += 1
+        seen = step + 1 < left
+        next_x = tl.load(source, mask=inside & seen, other=0.0)
+        next_slope = _gradient_of_heads(grads, inside & seen, repeats, width)
+        next_first = tl.load(first, mask=seen, other=0)
         x1 = tl.where(depth > 0, x1, 0.0)
         x2 = tl.where(depth > 1, x2, 0.0)
         x3 = tl.where(depth > 2, x3, 0.0)
         before = x0 * tap0 + x1 * tap1 + x2 * tap2 + x3 * tap3
         opened = _sigmoid(before)
+        value = before * opened
+        bend = opened + value - value * opened  # the derivative of SiLU
         if unit:
-            value = before * opened
+            # Both sums are of values that are there, so that they take the time of one.
+            along = tl.sum(slope * value, 0)
             scale = tl.rsqrt(tl.sum(value * value, 0) + eps)
-            value *= scale
-            slope = scale * (slope - value * tl.sum(slope * value, 0))
-        slope *= opened * (1 + before * (1 - opened))
+            slope = scale * (slope - value * (scale * scale * along))
+        slope *= bend
         done = due3 + tl.where(depth > 2, slope, 0.0) * tap3
-        tl.store(
-            target + (token - 3) * dx_stride,
-            done.to(dx.dtype.element_ty),
-            mask=inside & (step > 2) & (token - 3 < tokens),
-        )
+        tl.store(target, done.to(dx.dtype.element_ty), mask=inside & (step > 2) & (step - 3 < left))
+        target += dx_stride
         due3 = due2 + tl.where(depth > 1, slope, 0.0) * tap2
         due2 = due1 + tl.where(depth > 0, slope, 0.0) * tap1
         due1 = slope * tap0
-        counted = tl.where(step < length, slope, 0.0)  # those after the block are another program's
-        sum0 += counted * x0
-        sum1 += counted * x1
-        sum2 += counted * x2
-        sum3 += counted * x3
+        if step < length:  # those after the block are another program's
+            sum0 += slope * x0
+            sum1 += slope * x1
+            sum2 += slope * x2
+            sum3 += slope * x3
         x3 = x2
         x2 = x1
         x1 = x0
