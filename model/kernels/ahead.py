@@ -53,12 +53,12 @@ class KernelsAhead:
         self._processes = [_Compiling(what, command) for what, command in commands.items()]
 
     @classmethod
-    def of(cls, kernels: Kernels | None, flash_width: int | None) -> KernelsAhead:
+    def of(cls, kernels: Kernels | None, flash_width: int | None = None) -> KernelsAhead:
         """Starts to compile.
 
         Args:
             kernels: Triton kernels.
-            flash_width: Width of the heads for which FlashAttention 4 is compiled.
+            flash_width: Width of the heads for which FlashAttention 4 is compiled, if it is.
         """
         python, commands = [sys.executable, "-W", "ignore", "-m"], {}
         if kernels is not None:

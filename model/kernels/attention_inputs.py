@@ -23,7 +23,7 @@ WIDEST = 256
 #: Tokens of a tile of the widest heads, tiles that a program processes one after the other, and warps of a program.
 FORWARD = (4, 8, 4)
 #: The same backward, where each program has its own part of the norms' weight gradients: fewer tiles, more parts.
-BACKWARD = (4, 8, 4)
+BACKWARD = (2, 16, 2)
 
 
 @dataclass(frozen=True)

@@ -37,9 +37,9 @@ class Tiling(NamedTuple):
     stages: int = 1
 
 
-#: Tilings forward, backward, and backward without a norm. Programs are as many as registers hold on the 132 SMs of an
-#: H200 at width 768, so that all end at about the same time; backward each has a row of 4 c bytes per parameter.
-FORWARD, BACKWARD, OF_BIAS = Tiling(4, 256, 660), Tiling(4, 256, 396), Tiling(16, 256, 396)
+#: Tilings forward, backward, and backward without a norm: the fastest of 42 on an H200 (``benchmarks/tower_kernels.py
+#: --tilings``, 55,500 patches of 768). Backward, each program has a row of 4 c bytes per parameter.
+FORWARD, BACKWARD, OF_BIAS = Tiling(2, 256, 528, 3), Tiling(4, 256, 264, 3), Tiling(4, 256, 396, 3)
 
 
 class SumAndNorm(torch.autograd.Function):
