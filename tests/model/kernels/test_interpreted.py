@@ -21,6 +21,10 @@ CALLS = [
         "gating:in_the_layers",
         "gated_norm:interpreted",
         "rotation:interpreted",
+        "residual_norm:interpreted",
+        "residual_norm:with_frozen_inputs",
+        "residual_norm:in_the_stream",
+        "residual_norm:in_the_tower",
     )
 ]
 

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from tests.model.helpers import make_sample, pack, relative, small_architecture, weights_of
-from tests.model.kernels.interpreter import accept_scalar_bounds, run_interpreted
+from tests.model.kernels.interpreter import accept_scalar_bounds
 from tests.model.kernels.residual_norm import INPUTS, compared
-
-pytest.importorskip("megatron.core")
 
 #: Errors that rounding allows. The interpreter cuts bfloat16 off: up to 2^-8.
 LIMITS = {torch.float32: 1e-6, torch.bfloat16: 5e-3}
 
 
 def interpreted() -> None:
-    """In a process of its own: whether Triton interprets is settled when the kernels are defined."""
     from model.kernels import residual_norm
     from model.kernels.residual_norm import Tiling
 
@@ -47,6 +42,7 @@ def interpreted() -> None:
 
 def with_frozen_inputs() -> None:
     """All combinations of inputs without a gradient but that of all."""
+    accept_scalar_bounds()
     for function, names in INPUTS.items():
         for count in range(1, len(names)):
             for frozen in combinations(names, count):
@@ -56,6 +52,7 @@ def with_frozen_inputs() -> None:
 
 def in_the_stream() -> None:
     """Both kinds of a stream give the same, wait for weights alike, and leave gradients alone that they share."""
+    accept_scalar_bounds()
     from model.network.residual import KernelResidual, PlainResidual, residual
 
     engine: Any = SimpleNamespace(transformer_impl="transformer_engine")
@@ -86,6 +83,7 @@ def in_the_stream() -> None:
 
 def in_the_tower() -> None:
     """A model with deepstack gives the same with the kernels: also recomputed, fully sharded, and with frozen parts."""
+    accept_scalar_bounds()
     from model.families import spec_of
     from model.network.residual import KernelResidual
     from model.network.settings import ModelSettings
@@ -123,9 +121,3 @@ def in_the_tower() -> None:
             errors = {name: relative(each, plain[name]) for name, each in found.items()}
             assert max(errors.values()) < 2e-5, (case, errors)
     groups.destroy()
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
-def test_they_equal_the_plain_code() -> None:
-    # One process: imports take 5 s of CPU time.
-    run_interpreted(__name__, "interpreted", "with_frozen_inputs", "in_the_stream", "in_the_tower")
