@@ -23,13 +23,13 @@ def drawn(tokens: int, heads: Heads, rotated: int, dtype: torch.dtype, device: s
 
 
 def plain(mixed: Tensor, angles: Tensor, weights: Sequence[Tensor], heads: Heads) -> list[Tensor]:
-    """Splits, normalises and rotates in float64."""
+    """Splits, normalises and rotates float64 tensors with torch's own functions."""
     queries = [heads.queries * heads.width] * (1 + heads.gated)
-    parts = mixed.double().view(len(mixed), heads.groups, -1).split([*queries, heads.width, heads.width], -1)
+    parts = mixed.view(len(mixed), heads.groups, -1).split([*queries, heads.width, heads.width], -1)
     query, *gate, key, value = (each.reshape(len(mixed), -1, heads.width) for each in parts)
     turned = []
     for x, weight in zip((query, key), weights, strict=True):
-        scale = weight.double() + heads.zero_centered
+        scale = weight + heads.zero_centered
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + heads.eps) * scale
         rotated, rest = x[..., : angles.shape[-1]], x[..., angles.shape[-1] :]
         first, second = rotated.chunk(2, -1)
@@ -43,14 +43,15 @@ def compared(tokens: int, heads: Heads, rotated: int, dtype: torch.dtype, device
     mixed, angles, *weights = drawn(tokens, heads, rotated, dtype, device)
     inputs = [mixed, *weights]
     found = AttentionInputs.apply(mixed, angles, *weights, heads)[: 3 + heads.gated]
-    wanted = plain(mixed, angles, weights, heads)
+    exact = [each.detach().double().requires_grad_() for each in inputs]
+    wanted = plain(exact[0], angles, exact[1:], heads)
     generator = torch.Generator().manual_seed(2)
     pull = [torch.randn(each.shape, generator=generator).to(device=device, dtype=dtype) for each in wanted]
     given = torch.autograd.grad(found, inputs, pull)
-    exact = torch.autograd.grad(wanted, inputs, [each.double() for each in pull])
+    demanded = torch.autograd.grad(wanted, exact, [each.double() for each in pull])
     names = ["query", "key", "value", *["gate"] * heads.gated, "d projection", "d query norm", "d key norm"]
     errors = {}
-    for name, mine, theirs in zip(names, (*found, *given), (*wanted, *exact), strict=True):
+    for name, mine, theirs in zip(names, (*found, *given), (*wanted, *demanded), strict=True):
         assert mine.shape == theirs.shape, name
         errors[name] = relative(mine.detach().double(), theirs.detach().double())
     return errors
