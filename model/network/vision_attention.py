@@ -60,7 +60,7 @@ class FlashAttention(nn.Module):
             from flash_attn.cute.interface import flash_attn_varlen_func
         except ImportError as error:
             raise ImportError(
-                f"FlashAttention 4 cannot be loaded ({error}): pip install 'vlmdata[flash]', or run without it: "
+                f"FlashAttention 4 cannot be loaded ({error}): pip install 'vlmdata[gpu]', or run without it: "
                 "--set model.vision_attention=transformer_engine"
             ) from error
         self._attend = flash_attn_varlen_func
