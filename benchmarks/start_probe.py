@@ -163,12 +163,11 @@ class Probe:
         self.after(loop, "by_leaders", "kernels awaited")
         self.watch_dynamo()
         self.watch_flash()
-        step = Stepper.__call__
+        finish = Stepper.finish
 
-        def counted(stepper: Stepper, batches: Any) -> Any:
-            begun = time.perf_counter()
-            result = step(stepper, batches)
-            self.step_seconds.append(round(time.perf_counter() - begun, 4))
+        def counted(stepper: Stepper, launched: Any) -> Any:
+            result = finish(stepper, launched)
+            self.step_seconds.append(round(result.seconds, 4))
             if len(self.step_seconds) == 1:
                 self.mark("first step")
                 self.sampler.stopped = True
@@ -176,7 +175,7 @@ class Probe:
                 self.end(result)
             return result
 
-        Stepper.__call__ = counted  # type: ignore[method-assign]
+        Stepper.finish = counted  # type: ignore[method-assign]
 
     def end(self, result: Any) -> None:
         """Writes the report and ends the process."""

@@ -230,11 +230,12 @@ class _Loop:
     def _step_until_end(self, done: int) -> tuple[int, bool]:
         """Runs steps. Returns the number of the last one, and whether the run was asked to stop before its end."""
         run, batches = self._config.run, endless(self._loader)
-        stopped = False
-        launched: _Launched | None = self._launch(done + 1, batches)
+        first, stopped = done + 1, False
+        launched: _Launched | None = self._launch(first, batches)
         while launched is not None:
             step, following = launched.number, None
-            if not stopped and self._may_run_ahead_of(step):
+            # The first step shows whether all works, so it is finished by itself.
+            if step > first and not stopped and self._may_run_ahead_of(step):
                 try:
                     following = self._launch(step + 1, batches)
                 except Exception:

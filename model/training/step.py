@@ -200,7 +200,8 @@ class Stepper:
         self._micro_batches, self._capacity = micro_batches, capacity
         self._forward_backward = get_forward_backward_func()
         self._steps = 0
-        self._finished = 0.0  # when the last step was
+        self._last: _Values | None = None  # results of the step that was finished last,
+        self._finished = 0.0  # and when
 
     def __call__(self, batches: Iterator[PackedBatch]) -> StepResult:
         """Trains on the next packs and waits for the results.
@@ -284,8 +285,7 @@ class Stepper:
         counted = launched.counted
         each_loss, (norm,), sums, extra, most = launched.results.get()
         waits = (0.0, 0.0) if self._vision is None else self._longest_waits(self._vision)
-        now, begun = time.perf_counter(), max(launched.begun, self._finished)
-        self._finished = now
+        seconds = self._seconds(launched)
         loss, weight, targets, tokens, all_slots, images, patches, flops, vision_flops = sums
         wait, most_memory, vision_memory, retries, stop, any_masked, overflow = most
         names = unwrapped(self._learner.model[0]).metric_names
@@ -303,7 +303,7 @@ class Stepper:
             patches=int(patches),
             flops=flops + self._flops.per_target * targets,
             vision_flops=vision_flops,
-            seconds=now - begun,
+            seconds=seconds,
             data_wait=wait,
             memory=int(most_memory),
             vision_memory=int(vision_memory),
@@ -316,6 +316,18 @@ class Stepper:
             not_finite=(*odd, "grad_norm") if overflow else tuple(odd),
             batches=counted.made(each_loss if has_losses else None),
         )
+
+    def _seconds(self, launched: LaunchedStep) -> float:
+        """Returns the duration of a step that the device has done.
+
+        If the device did the step before it when it was launched, it is the time between their ends on the device. The
+        host may read results later, and would take the difference from the step that follows.
+        """
+        now, last, finished = time.perf_counter(), self._last, self._finished
+        self._last, self._finished = launched.results, now
+        if last is None or launched.begun >= finished:
+            return now - launched.begun
+        return launched.results.seconds_after(last)
 
     def _longest_waits(self, vision: VisionSide) -> tuple[float, float]:
         """Returns the longest waits of a rank of the tower and of one of the language model in the finished step."""
@@ -332,11 +344,12 @@ class _Values:
         self._lengths = [each.numel() for each in tensors]
         self._values = torch.cat([each.detach().double().flatten() for each in tensors])
         self._copied: torch.cuda.Event | None = None
+        self._made = time.perf_counter()
         if self._values.is_cuda:
             self._values = torch.empty_like(self._values, device="cpu", pin_memory=True).copy_(
                 self._values, non_blocking=True
             )
-            self._copied = torch.cuda.Event()
+            self._copied = torch.cuda.Event(enable_timing=True)
             self._copied.record()
 
     def get(self) -> list[list[float]]:
@@ -344,6 +357,13 @@ class _Values:
         if self._copied is not None:
             self._copied.synchronize()
         return [part.tolist() for part in self._values.split(self._lengths)]
+
+    def seconds_after(self, earlier: _Values) -> float:
+        """Returns how long after other values these were complete. Both must be."""
+        if self._copied is None or earlier._copied is None:
+            return self._made - earlier._made
+        milliseconds: float = earlier._copied.elapsed_time(self._copied)
+        return milliseconds / 1e3
 
 
 def device_memory(device: torch.device) -> tuple[int, int]:

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("megatron.core")
 
 import model.training.loop
 from model.training.failure import NotFiniteError
 from model.training.loop import runs_ahead
-from model.training.step import LaunchedStep, Stepper, StepResult
+from model.training.step import LaunchedStep, Stepper, StepResult, _Values
 from tests.model.training.conftest import evaluations_of, steps_of
 
 pytestmark = pytest.mark.slow
@@ -64,8 +65,6 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_on_gpus_only() -> None:
-    import torch
-
     assert runs_ahead(torch.device("cuda", 0), None)
     assert not runs_ahead(torch.device("cpu"), None)
     assert not runs_ahead(torch.device("cuda", 0), object())  # type: ignore[arg-type]
@@ -76,16 +75,32 @@ def test_results_are_those_of_a_run_that_waits(
 ) -> None:
     assert run().steps == 6
     assert exact(tmp_path / "run") == exact(whole)
-    assert " ".join(events) == "+1 +2 -1 +3 -2 +4 -3 +5 -4 +6 -5 -6"
+    assert " ".join(events) == "+1 -1 +2 +3 -2 +4 -3 +5 -4 +6 -5 -6"
 
 
 def test_nothing_is_launched_before_a_checkpoint_or_an_evaluation(
     run: Callable[..., Any], validation: Path, tmp_path: Path, events: list[str]
 ) -> None:
     run(run__steps=7, run__save_every=3, run__eval_every=5, data__eval_paths=[str(validation)])
-    assert " ".join(events) == "+1 +2 -1 +3 -2 -3 +4 +5 -4 -5 +6 -6 +7 -7"
+    assert " ".join(events) == "+1 -1 +2 +3 -2 -3 +4 +5 -4 -5 +6 -6 +7 -7"
     assert checkpoints(tmp_path / "run")[-2:] == ["step-00000006", "step-00000007"]
     assert [each["step"] for each in evaluations_of(tmp_path / "run")] == [0, 5, 7]
+
+
+def test_a_step_that_was_launched_ahead_lasts_from_the_end_of_the_one_before_it(
+    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_Values, "seconds_after", lambda values, earlier: 1234.0 if earlier is not values else 0.0)
+    run(run__steps=6, run__save_every=4)
+    by_device = [line["seconds"] == 1234.0 for line in steps_of(tmp_path / "run")]
+    assert by_device == [False, False, True, True, False, True]
+
+
+def test_values_tell_when_they_were_complete() -> None:
+    first = _Values(torch.zeros(2), torch.ones(()))
+    second = _Values(torch.zeros(0))
+    assert 0 <= second.seconds_after(first) == -first.seconds_after(second)
+    assert first.get() == [[0.0, 0.0], [1.0]]
 
 
 def test_a_resumed_run_goes_on_where_the_checkpoint_is(run: Callable[..., Any], whole: Path, tmp_path: Path) -> None:
@@ -142,5 +157,5 @@ def test_a_step_that_is_not_finite_is_the_one_that_is_named(
 
 def test_profiled_steps_are_by_themselves(run: Callable[..., Any], tmp_path: Path, events: list[str]) -> None:
     run(run__profile=[3, 3])
-    assert " ".join(events) == "+1 +2 -1 -2 +3 -3 +4 +5 -4 +6 -5 -6"
+    assert " ".join(events) == "+1 -1 +2 -2 +3 -3 +4 +5 -4 +6 -5 -6"
     assert (tmp_path / "run" / "profile" / "rank-00000.txt").exists()
