@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
-import itertools
 import os
 import re
 import sys
@@ -24,7 +23,6 @@ import time
 import traceback
 from typing import Any
 
-import numpy as np
 import torch
 
 from model.parallel.environment import before_megatron
@@ -36,12 +34,13 @@ from model.families import spec_of
 from model.families.qwen3_5.architecture import Qwen35Architecture, Qwen35LanguageArchitecture
 from model.families.qwen3_5.presets import pattern
 from model.families.qwen3_vl.architecture import Qwen3VLArchitecture, Qwen3VLLanguageArchitecture
+from model.kernels.configurations import choose_configurations
 from model.network.megatron_config import vision_config
 from model.network.settings import ModelSettings, vocabulary_rows
 from model.network.vision_attention import FlashAttention
 from model.parallel import groups
 from model.weights.mapping import canonical_names, load_from_hf
-from tests.model.gpu_configurations import configurations_agree
+from tests.model.gpu_kernels import KERNELS
 from tests.model.helpers import IMAGE, VIDEO, VISION_END, VISION_START, make_sample, pack, relative, weights_of
 from vlmdata.batch import PackedBatch
 
@@ -299,164 +298,14 @@ def float_patches_and_recompute(family: str = "qwen3_5") -> None:
     assert worst[0] < 0.05
 
 
-def fused_rotations() -> None:
-    """Transformer Engine's rotary kernel with angles of our own, and our kernel, against the plain ones in float32."""
-    from model.kernels.rotation import SplitAndRotate
-    from model.network.attention import InterleavedMRoPE, _rotate_fused, rotate
-    from model.network.patch_geometry import PatchGeometry
-    from model.network.vision_attention import rotate_patches
-
-    generator = torch.Generator(CUDA).manual_seed(0)
-    positions = torch.randint(0, 4000, (3, 1, 1000), device=CUDA, generator=generator)
-    angles = InterleavedMRoPE(64, 1e7)(positions, [11, 11, 10])
-    x = torch.randn(1000, 1, 6, 256, device=CUDA, generator=generator)
-    images = PatchGeometry.of(architecture().vision, [(1, 16, 24), (1, 6, 4)], CUDA)
-    mixed = torch.randn(408, 5, 3, 72, device=CUDA, generator=generator)
-
-    def language(x: torch.Tensor, fused: bool) -> tuple[torch.Tensor, ...]:
-        return ((_rotate_fused if fused else rotate)(x, angles),)
-
-    def tower(mixed: torch.Tensor, fused: bool) -> tuple[torch.Tensor, ...]:
-        if fused:
-            return tuple(SplitAndRotate.apply(mixed, images.angles.squeeze(1)))
-        query, key, value = mixed.unbind(-2)
-        return rotate_patches(query, images.angles), rotate_patches(key, images.angles), value * 1
-
-    for name, function, given in (("language", language, x), ("tower", tower, mixed)):
-        for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 4e-3)):
-            results = []
-            for fused, kind in ((False, torch.float32), (True, dtype)):
-                mine = given.detach().to(dtype).to(kind).clone().requires_grad_()
-                out = function(mine, fused)
-                factors = [torch.linspace(-1, 1, each.numel(), device=CUDA).view(each.shape) for each in out]
-                sum((each.float() * factor).sum() for each, factor in zip(out, factors, strict=True)).backward()
-                results.append([*out, mine.grad])
-            errors = [relative(b.float(), a.float()) for a, b in zip(*results, strict=True)]
-            print(f"  {name} {dtype}: {[f'{each:.1e}' for each in errors]}")
-            assert max(errors) < limit
-
-
-def delta_net_kernels() -> None:
-    """The kernels before the delta rule against plain torch in float64, and twice with the same bits."""
-    from model.kernels.delta_inputs import DeltaInputs, Heads
-    from tests.model.kernels.delta_inputs import compared, drawn, starts_of
-
-    bounds = [0, 1, 2, 5, 300, 301, 555, 1024, 1040]
-    cases = [
-        (Heads(16, 16, 128, 128), 4),
-        (Heads(16, 32, 128, 128), 4),
-        (Heads(2, 6, 72, 40), 3),
-        (Heads(1, 1, 256, 64), 4),
-    ]
-    for heads, taps in cases:
-        # Rounding is that of the results: 2^-9 in bfloat16. Exponentials of a GPU are exact to about 2e-7.
-        for dtype, limit in ((torch.float32, 2e-6), (torch.bfloat16, 4e-3)):
-            errors = compared(bounds, heads, taps, dtype, device=str(CUDA), apart=16 if heads.key_width == 128 else 7)
-            print(f"  {heads} {dtype}: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
-            assert max(errors.values()) < limit, errors
-    heads, bounds = Heads(16, 16, 128, 128), [0, 5000, 5001, 16384]
-    inputs = [each.to(CUDA).requires_grad_() for each in drawn(bounds[-1], heads, 4, torch.bfloat16, 0, 0)]
-    runs = []
-    for _ in range(3):
-        found = DeltaInputs.apply(*inputs, starts_of(bounds, CUDA), heads)
-        runs.append([*found, *torch.autograd.grad(found, inputs, [each.detach() for each in found])])
-    assert all(torch.equal(a, b) for again in runs[1:] for a, b in zip(runs[0], again, strict=True))
-
-
-def residual_norm() -> None:
-    """The tower's residual stream against plain torch in float64, twice with the same bits, for all numbers of rows."""
-    import triton
-
-    from model.kernels.residual_norm import run_residual_norm, sum_and_norm, sum_with_bias
-    from tests.model.kernels.residual_norm import INPUTS, compared
-
-    # Rounding is that of the results: 2^-9 in bfloat16.
-    for dtype, limit in ((torch.float32, 2e-6), (torch.bfloat16, 4e-3)):
-        for width in (768, 1152, 72):
-            worst = dict.fromkeys(INPUTS, 0.0)
-            for function, names in INPUTS.items():
-                frozen = [(), *([names[-1:], names[:-1]] if width == 768 else [])]
-                for rows, fixed in itertools.product((0, 1, 37, 5000, 55_501), frozen):
-                    errors = compared(function, rows, width, dtype, fixed, str(CUDA))
-                    assert max(errors.values()) < limit, (function, rows, fixed, errors)
-                    worst[function] = max(worst[function], *errors.values())
-            print(f"  {width} {dtype}: " + ", ".join(f"{name} {error:.1e}" for name, error in worst.items()))
-    generator = torch.Generator(CUDA).manual_seed(0)
-    run_residual_norm(768, str(CUDA))
-    compiled: list[str] = []
-    triton.knobs.compilation.listener = lambda *, src, **_: compiled.append(src.name)
-    for rows in (1, 16, 55_500, 60_001):
-        shapes = [(rows, 768), (rows, 768), (768,), (768,), (768,)]
-        tensors = [torch.randn(each, device=CUDA, generator=generator).bfloat16().requires_grad_() for each in shapes]
-        runs = []
-        for _ in range(2):
-            found = [*sum_and_norm(*tensors, 1e-6), sum_with_bias(*tensors[:3])]
-            runs.append([*found, *torch.autograd.grad(found, tensors, [each.detach() for each in found])])
-        assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
-    triton.knobs.compilation.listener = None
-    assert not compiled, "another number of rows compiled kernels again"
-
-
-def attention_inputs() -> None:
-    """The kernel before attention against plain torch in float64, and again with the same bits."""
-    from model.kernels.attention_inputs import AttentionInputs, Heads
-    from tests.model.kernels.attention_inputs import compared, drawn
-
-    # Groups, queries of a group, width, rotated columns: Qwen3.5, Qwen3-VL, six queries, narrow heads, no powers of 2.
-    layouts = [(2, 4, 256, 64), (8, 2, 128, 128), (4, 6, 256, 64), (1, 8, 64, 32), (3, 1, 24, 12)]
-    for (*shape, rotated), gated in itertools.product(layouts, (True, False)):
-        heads = Heads(*shape, gated=gated, zero_centered=gated, eps=1e-6)
-        # Rounding is that of the results: 2^-9 in bfloat16. Sums of the weights' gradients have 1,037 terms a query.
-        for dtype, limit in ((torch.float32, 2e-6), (torch.bfloat16, 4e-3)):
-            errors = compared(1037, heads, rotated, dtype, str(CUDA))
-            print(f"  {heads} {dtype}: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
-            assert max(errors.values()) < limit, errors
-    heads = Heads(2, 4, 256, gated=True, zero_centered=True, eps=1e-6)
-    mixed, angles, *weights = drawn(16384, heads, 64, torch.bfloat16, str(CUDA))
-    runs = []
-    for _ in range(3):
-        found = AttentionInputs.apply(mixed, angles, *weights, heads)
-        runs.append([*found, *torch.autograd.grad(found, [mixed, *weights], [each.detach() for each in found])])
-    assert all(torch.equal(a, b) for again in runs[1:] for a, b in zip(runs[0], again, strict=True))
-
-
-def delta_rule() -> None:
-    """Our call of flash-linear-attention's kernels against its own function."""
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    from model.kernels.delta_rule import DeltaRule
-    from model.parallel.packed import PackIndex
-
-    bounds = np.array([0, 1, 65, 200, 1000, 1064, 2048])
-    packed = PackIndex.of_boundaries(bounds, bounds, 1, 0).params(984, 1, 0, CUDA)
-    generator = torch.Generator(CUDA).manual_seed(0)
-    heads = torch.randn(3, 2048, 8, 128, device=CUDA, generator=generator)
-    unit = torch.nn.functional.normalize(heads[:2], dim=-1)
-    rates = torch.rand(2, 2048, 8, device=CUDA, generator=generator)
-    pull = torch.randn(2048, 8, 128, device=CUDA, generator=generator).bfloat16()
-    tensors = [*unit.bfloat16(), heads[2].bfloat16(), -rates[0], rates[1].bfloat16()]
-    tensors = [each.detach().clone().requires_grad_() for each in tensors]
-    ours = DeltaRule.apply(*tensors, packed.cu_seqlens_q, packed.delta_chunks)
-    query, key, value, decay, beta = (each[None] for each in tensors)
-    theirs, _ = chunk_gated_delta_rule(query, key, value, g=decay, beta=beta, cu_seqlens=packed.cu_seqlens_q)
-    found, wanted = (torch.autograd.grad(out, tensors, pull) for out in (ours, theirs[0]))
-    errors = [relative(a, b) for a, b in zip((ours, *found), (theirs[0], *wanted), strict=True)]
-    print(f"  relative differences {errors}")
-    assert max(errors) < 1e-3
-
-
 def main() -> int:
     """Runs what the number of GPUs allows; the exit status is the number of failures."""
     faulthandler.dump_traceback_later(550, exit=True)
     groups.initialize()
     world = torch.distributed.get_world_size()
-    checks: dict[str, Any] = {
-        "fused rotations": fused_rotations,
-        "attention inputs": attention_inputs,
-        "delta net's kernels": delta_net_kernels,
-        "residual norm": residual_norm,
-        "delta rule": delta_rule,
-        "delta rule, each configuration": configurations_agree,
+    # As in a run: of the kernels' many configurations, Triton chooses among few.
+    choose_configurations(128, 128, torch.cuda.get_device_capability())
+    checks: dict[str, Any] = KERNELS | {
         "engine against torch, dense": lambda: engine_against_torch(moe=False),
         "engine against torch, experts": lambda: engine_against_torch(moe=True),
         "with torch's compiler, dense": lambda: engine_against_torch(moe=False, compiled=True),
