@@ -36,7 +36,7 @@ class Layout:
     Attributes:
         world: Processes.
         settings: Its settings.
-        plain: The run without sides that it continues after one step, and that continues it after two more.
+        plain: The run without sides that it continues after one step, and that continues it after three more.
         evaluated: Whether it evaluates, too.
     """
 
@@ -107,22 +107,22 @@ def runs(chats: Path, validation: Path, tmp_path_factory: pytest.TempPathFactory
         {"model.preset": preset, "model.weights": str(folder / preset), "run.keep": 0}
         for preset in ("tiny", "tiny-moe")
     )
-    evaluation = {"data.eval_paths": [str(validation)], "run.eval_every": 1}
+    evaluation = {"data.eval_paths": [str(validation)], "run.eval_every": 2}
     made = [
-        Run(ONE, 1, dense | evaluation | {"run.steps": 4, "run.save_every": 1}),
-        Run(EXPERTS, 1, experts | {"run.steps": 4, "run.save_every": 1}),
+        Run(ONE, 1, dense | evaluation | {"run.steps": 5, "run.save_every": 1}),
+        Run(EXPERTS, 1, experts | {"run.steps": 5, "run.save_every": 1}),
         Run(SPREAD, 2, experts | {"run.steps": 1, "parallel.ep": 2}),
     ]
     for name, layout in LAYOUTS.items():
         settings = {f"parallel.{setting}": value for setting, value in layout.settings.items()}
         base = dense if layout.plain == ONE else experts
         evaluated = evaluation if layout.evaluated else {}
-        made.append(Run(name, layout.world, base | settings | evaluated | {"run.steps": 3}, layout.plain))
+        made.append(Run(name, layout.world, base | settings | evaluated | {"run.steps": 4}, layout.plain))
         spread = {"parallel.ep": 2} if layout.plain == SPREAD else {}
-        made.append(Run(plainly(name), 2 if spread else 1, base | spread | {"run.steps": 4}, name, 3))
+        made.append(Run(plainly(name), 2 if spread else 1, base | spread | {"run.steps": 5}, name, 4))
     spread = {"parallel.vision_gpus": 1, "parallel.ep": 2}
     made.append(Run("spread from one process", 3, experts | spread, EXPERTS))
-    made.append(Run("one process from spread", 1, experts, "1 + 2, EP 2", 3))
+    made.append(Run("one process from spread", 1, experts, "1 + 2, EP 2", 4))
     four = dense | evaluation | {"run.steps": 1, "data.global_batch": 4}
     made.append(Run(FOUR, 1, four))
     made.append(Run("1 + 1, ahead 2", 2, four | {"parallel.vision_gpus": 1, "parallel.vision_ahead": 2}))
@@ -153,11 +153,11 @@ def _images(message: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_two_steps_equal_one_process_from_and_to_a_run_without_sides(runs: Runs, name: str) -> None:
+def test_three_steps_equal_one_process_from_and_to_a_run_without_sides(runs: Runs, name: str) -> None:
     layout = LAYOUTS[name]
     reference = REFERENCES[layout.plain]
-    runs.assert_same(name, reference, [2, 3], [2, 3] if layout.evaluated else [])
-    runs.assert_same(plainly(name), reference, [4])
+    runs.assert_same(name, reference, [2, 3, 4], [2, 4] if layout.evaluated else [])
+    runs.assert_same(plainly(name), reference, [5])
 
 
 def test_a_new_run_whose_tower_is_three_micro_batches_ahead(runs: Runs) -> None:
@@ -180,12 +180,12 @@ def test_exports_are_the_same(one_process: None, runs: Runs, tmp_path: Path) -> 
 
 
 def weights_of(out: Path, to: Path) -> dict[str, torch.Tensor]:
-    """The weights of a run after three steps in Hugging Face's form."""
+    """The weights of a run after four steps in Hugging Face's form."""
     from safetensors.torch import load_file
 
     from model.weights.convert import to_hf
 
-    to_hf(out / "checkpoints" / "step-00000003", to)
+    to_hf(out / "checkpoints" / "step-00000004", to)
     return load_file(to / "model.safetensors")
 
 
