@@ -260,7 +260,7 @@ class _Loop:
     def _may_run_ahead_of(self, step: int) -> bool:
         """Whether the next step may be launched before this one is finished: if nothing else is due between them."""
         run = self._config.run
-        due = step == run.steps or self._due(step, run.save_every) or self._due(step, run.eval_every)
+        due = self._due(step, run.save_every) or self._due(step, run.eval_every)
         return self._ahead and not (due or self.profiler.covers(step) or self.profiler.covers(step + 1))
 
     def _launch(self, step: int, batches: Iterator[PackedBatch]) -> _Launched:

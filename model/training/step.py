@@ -23,6 +23,7 @@ from model.flops import StepFlops
 from model.metrics import named_means
 from model.parallel.packed import to_device
 from model.training.data import RankPlace
+from model.training.device_values import DeviceValues
 from model.training.garbage import collect_after_micro_batch, collect_after_step
 from model.training.optimizer import Learner, TargetWeights, finalize_gradients, unwrapped
 from model.training.vision_side import StepImages, VisionSide
@@ -44,7 +45,7 @@ class StepResult:
         patches: Number of vision patches.
         flops: Model FLOP, forward and backward (:mod:`model.flops`).
         seconds: Wall time.
-        data_wait: Longest wait of a rank for its batches, in seconds.
+        data_wait: Longest wait of a rank for its batches, in seconds, while its device had no other step to work on.
         memory: Peak bytes of device memory since the start, the maximum over ranks; 0 on a CPU.
         interrupted: Whether any rank was asked to stop.
         any_masked: Whether any rank masked damaged samples.
@@ -107,10 +108,13 @@ def digest(batches: Sequence[MicroBatch]) -> str:
 
 
 class _Counted:
-    """Iterates over the batches of one step and counts them; of each ``every`` batches, it keeps the first's origin."""
+    """Iterates over the batches of one step and counts them; of each ``every`` batches, it keeps the first's origin.
 
-    def __init__(self, batches: Iterator[PackedBatch], flops: StepFlops, every: int):
-        self._batches, self._flops, self._every = batches, flops, every
+    A wait for the first batch counts only if the device is ``busy`` no longer when it ends.
+    """
+
+    def __init__(self, batches: Iterator[PackedBatch], flops: StepFlops, every: int, busy: Callable[[], bool]):
+        self._batches, self._flops, self._every, self._busy = batches, flops, every, busy
         self._origins: list[tuple[int, int, tuple[str, ...]]] = []
         self.weights = TargetWeights()
         self.masked: set[tuple[int, int]] = set()
@@ -125,7 +129,8 @@ class _Counted:
             collect_after_micro_batch()
         begun = time.perf_counter()
         batch = next(self._batches)
-        self.wait += time.perf_counter() - begun
+        if self._origins or not self._busy():
+            self.wait += time.perf_counter() - begun
         lengths = np.diff(batch.host.cu_seqlens)
         patches = batch.host.image_grid_thw.prod(axis=1)
         self.weights.add(batch)
@@ -157,7 +162,7 @@ class LaunchedStep:
 
     counted: _Counted
     begun: float
-    results: _Values
+    results: DeviceValues
 
     def wait(self) -> None:
         """Waits until the device has finished the step."""
@@ -200,7 +205,8 @@ class Stepper:
         self._micro_batches, self._capacity = micro_batches, capacity
         self._forward_backward = get_forward_backward_func()
         self._steps = 0
-        self._last: _Values | None = None  # results of the step that was finished last,
+        self._launched: DeviceValues | None = None  # results of the step that was launched last
+        self._last: DeviceValues | None = None  # results of the step that was finished last,
         self._finished = 0.0  # and when
 
     def __call__(self, batches: Iterator[PackedBatch]) -> StepResult:
@@ -219,7 +225,7 @@ class Stepper:
         """
         begun = time.perf_counter()
         learner, every = self._learner, 1 if self._place.vision_rank is None else self._place.dp_size
-        counted = _Counted(batches, self._flops, every)
+        counted = _Counted(batches, self._flops, every, self._busy)
         for chunk in learner.model:
             chunk.zero_grad_buffer()
         learner.optimizer.zero_grad()
@@ -242,12 +248,16 @@ class Stepper:
             found = self._vision.run(self._images(), counted, compute, False)
         _, grad_norm, _ = learner.optimizer.step()
         learner.schedule.step(increment=1)
-        results = self._reduce(found, counted, grad_norm)
+        results = self._launched = self._reduce(found, counted, grad_norm)
         self._steps += 1
         collect_after_step(self._steps)  # the device is still busy
         return LaunchedStep(counted, begun, results)
 
-    def _reduce(self, found: list[dict[str, Any]], counted: _Counted, grad_norm: torch.Tensor | float) -> _Values:
+    def _busy(self) -> bool:
+        """Whether the device still works on the step that was launched last."""
+        return self._launched is not None and not self._launched.done()
+
+    def _reduce(self, found: list[dict[str, Any]], counted: _Counted, grad_norm: torch.Tensor | float) -> DeviceValues:
         """Reduces over ranks, one message for sums and one for maxima, and copies the results to the host."""
         speaks = self._place.speaks
         whole = speaks and self._place.cp_rank == 0
@@ -275,7 +285,7 @@ class Stepper:
         model = unwrapped(self._learner.model[0])
         means = model.metrics.take(model.metric_names, device=self._device)
         own_losses = total[:0] if losses is None else losses[:, 0]
-        return _Values(own_losses, grad_norm, total, means, most)
+        return DeviceValues(own_losses, grad_norm, total, means, most)
 
     def finish(self, launched: LaunchedStep) -> StepResult:
         """Waits for a launched step. Steps must be finished in their order.
@@ -335,35 +345,6 @@ class Stepper:
         torch.distributed.all_reduce(waits, op=torch.distributed.ReduceOp.MAX)
         of_tower, of_language = waits.tolist()
         return of_tower, of_language
-
-
-class _Values:
-    """The values of some tensors, copied from their device together, in the background. float64 holds them exactly."""
-
-    def __init__(self, *tensors: torch.Tensor):
-        self._lengths = [each.numel() for each in tensors]
-        self._values = torch.cat([each.detach().double().flatten() for each in tensors])
-        self._copied: torch.cuda.Event | None = None
-        self._made = time.perf_counter()
-        if self._values.is_cuda:
-            self._values = torch.empty_like(self._values, device="cpu", pin_memory=True).copy_(
-                self._values, non_blocking=True
-            )
-            self._copied = torch.cuda.Event(enable_timing=True)
-            self._copied.record()
-
-    def get(self) -> list[list[float]]:
-        """Waits for the copy and returns the values of each tensor, flat."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return [part.tolist() for part in self._values.split(self._lengths)]
-
-    def seconds_after(self, earlier: _Values) -> float:
-        """Returns how long after other values these were complete. Both must be."""
-        if self._copied is None or earlier._copied is None:
-            return self._made - earlier._made
-        milliseconds: float = earlier._copied.elapsed_time(self._copied)
-        return milliseconds / 1e3
 
 
 def device_memory(device: torch.device) -> tuple[int, int]:
