@@ -13,15 +13,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from model.kernels.decoder import DecoderKernels
 from vlmdata.wording import counted, duration
 
-#: Seconds after which the trainer goes on and compiles what is missing by itself.
+#: Seconds after their start in which processes may compile. Then the trainer compiles what is missing by itself.
 _PATIENCE = 600.0
 
 
@@ -103,26 +103,32 @@ class _Compiling:
 
     def wait(self, say: Callable[[str], None]) -> None:
         """Waits until it ends."""
-        assert self._process.stdout is not None
         compiled, waited = 0, self._process.poll() is None
-        timer = threading.Timer(_PATIENCE, self._kill)
+        timer = threading.Timer(max(0.0, self._begun + _PATIENCE - time.perf_counter()), self._kill)
+        timer.daemon = True
         timer.start()
-        for line in self._process.stdout:
-            if not line.startswith("{"):  # what a library prints
-                continue
-            found = json.loads(line)
-            if "kernels" in found:
-                if waited:
+        try:
+            for found in self._lines():
+                if "kernels" in found and waited:
                     say(f"compiling {counted(found['kernels'], self._what)} …")
-            else:
-                compiled += not found["cached"]
-        failed = self._process.wait()
-        timer.cancel()
+                compiled += found.get("cached") is False
+            failed = self._process.wait()
+        finally:
+            timer.cancel()
         if failed:
             say(f"warning: {self._what}s could not be compiled ahead, steps compile them: {self._last_error()}")
         elif compiled:
             took = duration(time.perf_counter() - self._begun)
             say(f"compiled {counted(compiled, self._what)} in {took}, during the start")
+
+    def _lines(self) -> Iterator[dict[str, Any]]:
+        """Yields what the process reports, a line of JSON each, without what libraries print."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            with contextlib.suppress(ValueError):
+                found = json.loads(line)
+                if isinstance(found, dict):
+                    yield found
 
     def _last_error(self) -> str:
         self._errors.seek(0)

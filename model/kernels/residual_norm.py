@@ -42,6 +42,10 @@ class Tiling(NamedTuple):
 FORWARD, BACKWARD, OF_BIAS = Tiling(2, 256, 528, 3), Tiling(4, 256, 264, 3), Tiling(4, 256, 396, 3)
 
 
+#: Bytes of the widest rows of which several tiles are in work at once. Of these, GPUs before Hopper can hold the tiles.
+_WIDEST_STAGED = 4096
+
+
 class SumAndNorm(torch.autograd.Function):
     """Maps x, y (R, c), bias, weight and shift (c,) to s and normed, both (R, c). Without y and bias, s is x."""
 
@@ -145,15 +149,16 @@ def run_residual_norm(width: int, device: str) -> None:
     torch.autograd.backward(made, [torch.ones_like(each) for each in made])
 
 
-def _grid(rows: int, width: int, tiling: Tiling) -> tuple[int, int, dict[str, int]]:
+def _grid(x: Tensor, tiling: Tiling) -> tuple[int, int, dict[str, int]]:
     """Programs, tiles of each, and constants of a launch."""
+    rows, width = x.shape
     columns, tiles = triton.next_power_of_2(width), triton.cdiv(rows, tiling.height)
     programs = min(tiles, tiling.programs)
     constants = {
         "width": width,
         "columns": columns,
         "height": tiling.height,
-        "stages": tiling.stages,
+        "stages": tiling.stages if columns * x.element_size() <= _WIDEST_STAGED else 1,
         "num_warps": min(16, max(1, columns // tiling.per_warp)),
     }
     return programs, triton.cdiv(tiles, max(1, programs)), constants
@@ -169,8 +174,7 @@ def _forward(
     moments: Tensor,
     eps: float,
 ) -> None:
-    rows, width = x.shape
-    programs, tiles, constants = _grid(rows, width, FORWARD)
+    programs, tiles, constants = _grid(x, FORWARD)
     _sum_and_norm[(programs,)](
         x,
         x if y is None else y.contiguous(),
@@ -179,7 +183,7 @@ def _forward(
         out,
         normed,
         moments,
-        rows,
+        len(x),
         tiles,
         eps,
         summed=y is not None,
@@ -194,7 +198,7 @@ def _backward(gradient: Tensor, norm: tuple[Tensor, ...] | None, of_bias: bool, 
     Those of the norm have no meaning if they are not wanted.
     """
     rows, width = gradient.shape
-    programs, tiles, constants = _grid(rows, width, OF_BIAS if norm is None else BACKWARD)
+    programs, tiles, constants = _grid(gradient, OF_BIAS if norm is None else BACKWARD)
     kinds = of_bias + (0 if norm is None else 2)
     parts = gradient.new_empty((kinds, programs if of_bias or of_norm else 0, width), dtype=torch.float32)
     _sum_and_norm_backward[(programs,)](

@@ -1,4 +1,4 @@
-"""Values that a device computes, for a host that does not wait for them at once."""
+"""What a device computes, and when, for a host that does not wait for it at once."""
 
 from __future__ import annotations
 
@@ -7,34 +7,50 @@ import time
 import torch
 
 
+class DeviceMoment:
+    """The moment at which a device has done all that is queued now. On a CPU this is now."""
+
+    def __init__(self, device: torch.device):
+        self._host = time.perf_counter()
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+
+    def has_come(self) -> bool:
+        """Whether the device has done it."""
+        return self._event is None or self._event.query()
+
+    def wait(self) -> None:
+        """Waits until it has."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_after(self, earlier: DeviceMoment) -> float:
+        """Returns how long after another moment this one came. Both must have come."""
+        if self._event is None or earlier._event is None:
+            return self._host - earlier._host
+        milliseconds: float = earlier._event.elapsed_time(self._event)
+        return milliseconds / 1e3
+
+
 class DeviceValues:
-    """The values of some tensors, copied from their device together, in the background. float64 holds them exactly."""
+    """The values of some tensors, copied from their device together, in the background. float64 holds them exactly.
+
+    Attributes:
+        ready: When they are on the host.
+    """
 
     def __init__(self, *tensors: torch.Tensor):
         self._lengths = [each.numel() for each in tensors]
-        self._values = torch.cat([each.detach().double().flatten() for each in tensors])
-        self._copied: torch.cuda.Event | None = None
-        self._made = time.perf_counter()
-        if self._values.is_cuda:
-            self._values = torch.empty_like(self._values, device="cpu", pin_memory=True).copy_(
-                self._values, non_blocking=True
-            )
-            self._copied = torch.cuda.Event(enable_timing=True)
-            self._copied.record()
-
-    def done(self) -> bool:
-        """Whether they are on the host."""
-        return self._copied is None or self._copied.query()
+        values = torch.cat([each.detach().double().flatten() for each in tensors])
+        if values.is_cuda:
+            self._values = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
+        else:
+            self._values = values
+        self.ready = DeviceMoment(values.device)
 
     def get(self) -> list[list[float]]:
-        """Waits for the copy and returns the values of each tensor, flat."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        """Waits for them and returns the values of each tensor, flat."""
+        self.ready.wait()
         return [part.tolist() for part in self._values.split(self._lengths)]
-
-    def seconds_after(self, earlier: DeviceValues) -> float:
-        """Returns how long after other values these were complete. Both must be."""
-        if self._copied is None or earlier._copied is None:
-            return self._made - earlier._made
-        milliseconds: float = earlier._copied.elapsed_time(self._copied)
-        return milliseconds / 1e3

@@ -27,7 +27,7 @@ from model.training.damage import name_damage_once, settle_damage
 from model.training.data import RankPlace, endless, open_loader
 from model.training.data_wait import DataWait, decoded_codecs
 from model.training.evaluation import EvaluationSet, Evaluator, also_trained_on, open_evaluation_sets
-from model.training.failure import ending
+from model.training.failure import ending, say
 from model.training.garbage import only_new_objects_collected
 from model.training.interruption import Interruption
 from model.training.logs import RunLog, StepReport
@@ -238,8 +238,8 @@ class _Loop:
             if step > first and not stopped and self._may_run_ahead_of(step):
                 try:
                     following = self._launch(step + 1, batches)
-                except Exception:
-                    self._log_finished(launched)  # without messages: other ranks may not have failed
+                except Exception as error:
+                    self._log_before(error, launched)
                     raise
             result = self._log_finished(launched)
             self._settle(step, result)
@@ -278,6 +278,18 @@ class _Loop:
             self._loss = result.loss
             self._log.step(self._report(launched.number, result, launched.lr))
         return result
+
+    def _log_before(self, error: Exception, launched: _Launched) -> None:
+        """Logs a step after which the launch of the next one failed, without messages: other ranks may not have failed.
+
+        If other ranks have, this one may wait for them in vain, so it gives the reason first.
+        """
+        if self._place.world > 1:
+            say(error)
+        with contextlib.suppress(Exception):  # the launch's error matters
+            result = self._log_finished(launched)
+            if result.not_finite:
+                self._log.say(f"step {launched.number} gave values that are not finite: {', '.join(result.not_finite)}")
 
     def _settle(self, step: int, result: StepResult) -> None:
         """Deals with damage and with results that are not numbers, and says what slows the run down. A collective."""

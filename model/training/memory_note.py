@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 
 from model.training.step import StepResult
@@ -18,7 +17,7 @@ class MemoryNote:
     """
 
     def __init__(self) -> None:
-        self._retries: deque[int] = deque(maxlen=_STEPS + 1)
+        self._retries: deque[int] = deque(maxlen=_STEPS)
         self._steps = 0
         self._said = False
 
@@ -27,9 +26,8 @@ class MemoryNote:
         self._steps += 1
         if self._steps > _FIRST:
             self._retries.append(result.memory_retries)
-        counts = list(self._retries)
-        slow = sum(after > before for before, after in itertools.pairwise(counts))
-        if self._said or len(counts) <= _STEPS or 2 * slow < _STEPS:
+        slow = sum(retries > 0 for retries in self._retries)
+        if self._said or len(self._retries) < _STEPS or 2 * slow < _STEPS:
             return None
         self._said = True
         return (

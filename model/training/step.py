@@ -23,7 +23,7 @@ from model.flops import StepFlops
 from model.metrics import named_means
 from model.parallel.packed import to_device
 from model.training.data import RankPlace
-from model.training.device_values import DeviceValues
+from model.training.device_values import DeviceMoment, DeviceValues
 from model.training.garbage import collect_after_micro_batch, collect_after_step
 from model.training.optimizer import Learner, TargetWeights, finalize_gradients, unwrapped
 from model.training.vision_side import StepImages, VisionSide
@@ -44,7 +44,7 @@ class StepResult:
         images: Number of images.
         patches: Number of vision patches.
         flops: Model FLOP, forward and backward (:mod:`model.flops`).
-        seconds: Wall time.
+        seconds: From the begin of the step, or the end of the one before it if it was launched before that, to its end.
         data_wait: Longest wait of a rank for its batches, in seconds, while its device had no other step to work on.
         memory: Peak bytes of device memory since the start, the maximum over ranks; 0 on a CPU.
         interrupted: Whether any rank was asked to stop.
@@ -56,8 +56,8 @@ class StepResult:
         vision_memory: ``memory`` over the ranks of a separate vision tower; 0 without.
         vision_wait: Longest wait of a rank of a separate vision tower for gradients, in seconds; None without.
         language_wait: Longest wait of a rank of the language model for the rows of that tower, in seconds.
-        memory_retries: How often PyTorch has freed and allocated device memory again because none was left, since the
-            start, the maximum over ranks.
+        memory_retries: How often PyTorch has freed and allocated device memory again because none was left, the maximum
+            over ranks.
     """
 
     loss: float
@@ -156,17 +156,17 @@ class LaunchedStep:
 
     Attributes:
         counted: What its batches held.
-        begun: When it began, by ``time.perf_counter``.
+        begun: When the device began, which is after the step before it.
         results: Losses of the micro-batches, gradient norm, sums over ranks, additional losses, maxima over ranks.
     """
 
     counted: _Counted
-    begun: float
+    begun: DeviceMoment
     results: DeviceValues
 
     def wait(self) -> None:
         """Waits until the device has finished the step."""
-        self.results.get()
+        self.results.ready.wait()
 
 
 class Stepper:
@@ -205,9 +205,8 @@ class Stepper:
         self._micro_batches, self._capacity = micro_batches, capacity
         self._forward_backward = get_forward_backward_func()
         self._steps = 0
+        self._retries = 0  # of the allocator since the start
         self._launched: DeviceValues | None = None  # results of the step that was launched last
-        self._last: DeviceValues | None = None  # results of the step that was finished last,
-        self._finished = 0.0  # and when
 
     def __call__(self, batches: Iterator[PackedBatch]) -> StepResult:
         """Trains on the next packs and waits for the results.
@@ -223,7 +222,7 @@ class Stepper:
         Args:
             batches: At least as many as this rank needs in a step.
         """
-        begun = time.perf_counter()
+        begun = DeviceMoment(self._device)
         learner, every = self._learner, 1 if self._place.vision_rank is None else self._place.dp_size
         counted = _Counted(batches, self._flops, every, self._busy)
         for chunk in learner.model:
@@ -255,7 +254,7 @@ class Stepper:
 
     def _busy(self) -> bool:
         """Whether the device still works on the step that was launched last."""
-        return self._launched is not None and not self._launched.done()
+        return self._launched is not None and not self._launched.ready.has_come()
 
     def _reduce(self, found: list[dict[str, Any]], counted: _Counted, grad_norm: torch.Tensor | float) -> DeviceValues:
         """Reduces over ranks, one message for sums and one for maxima, and copies the results to the host."""
@@ -270,6 +269,7 @@ class Stepper:
         if not isinstance(grad_norm, torch.Tensor):
             grad_norm = to_device(np.array([grad_norm], np.float64), self._device)
         memory, retries = device_memory(self._device)
+        self._retries, retries = retries, retries - self._retries
         vision_memory = 0 if self._place.vision_rank is None else memory
         most = to_device(
             np.array(
@@ -295,7 +295,6 @@ class Stepper:
         counted = launched.counted
         each_loss, (norm,), sums, extra, most = launched.results.get()
         waits = (0.0, 0.0) if self._vision is None else self._longest_waits(self._vision)
-        seconds = self._seconds(launched)
         loss, weight, targets, tokens, all_slots, images, patches, flops, vision_flops = sums
         wait, most_memory, vision_memory, retries, stop, any_masked, overflow = most
         names = unwrapped(self._learner.model[0]).metric_names
@@ -313,7 +312,7 @@ class Stepper:
             patches=int(patches),
             flops=flops + self._flops.per_target * targets,
             vision_flops=vision_flops,
-            seconds=seconds,
+            seconds=launched.results.ready.seconds_after(launched.begun),
             data_wait=wait,
             memory=int(most_memory),
             vision_memory=int(vision_memory),
@@ -326,18 +325,6 @@ class Stepper:
             not_finite=(*odd, "grad_norm") if overflow else tuple(odd),
             batches=counted.made(each_loss if has_losses else None),
         )
-
-    def _seconds(self, launched: LaunchedStep) -> float:
-        """Returns the duration of a step that the device has done.
-
-        If the device did the step before it when it was launched, it is the time between their ends on the device. The
-        host may read results later, and would take the difference from the step that follows.
-        """
-        now, last, finished = time.perf_counter(), self._last, self._finished
-        self._last, self._finished = launched.results, now
-        if last is None or launched.begun >= finished:
-            return now - launched.begun
-        return launched.results.seconds_after(last)
 
     def _longest_waits(self, vision: VisionSide) -> tuple[float, float]:
         """Returns the longest waits of a rank of the tower and of one of the language model in the finished step."""

@@ -17,7 +17,7 @@ import torch
 pytest.importorskip("megatron.core")
 
 import model.training.loop
-from model.training.device_values import DeviceValues
+from model.training.device_values import DeviceMoment, DeviceValues
 from model.training.failure import NotFiniteError
 from model.training.loop import runs_ahead
 from model.training.step import LaunchedStep, Stepper, StepResult
@@ -88,29 +88,20 @@ def test_nothing_is_launched_before_a_checkpoint_or_an_evaluation(
     assert [each["step"] for each in evaluations_of(tmp_path / "run")] == [0, 5, 7]
 
 
-def test_a_step_that_was_launched_ahead_lasts_from_the_end_of_the_one_before_it(
-    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(DeviceValues, "seconds_after", lambda values, earlier: 1234.0 if earlier is not values else 0.0)
-    run(run__steps=6, run__save_every=4)
-    by_device = [line["seconds"] == 1234.0 for line in steps_of(tmp_path / "run")]
-    assert by_device == [False, False, True, True, False, True]
-
-
 def test_waiting_for_data_counts_only_where_the_device_waits_too(
     run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DeviceValues, "done", lambda values: False)
+    monkeypatch.setattr(DeviceMoment, "has_come", lambda moment: False)
     run(run__steps=3, data__global_batch=1)
     assert [line["data_wait"] > 0 for line in steps_of(tmp_path / "run")] == [True, False, False]
 
 
-def test_values_tell_when_they_were_complete() -> None:
-    first = DeviceValues(torch.zeros(2), torch.ones(()))
-    second = DeviceValues(torch.zeros(0))
-    assert 0 <= second.seconds_after(first) == -first.seconds_after(second)
-    assert first.get() == [[0.0, 0.0], [1.0]]
-    assert first.done()
+def test_values_tell_when_they_are_ready() -> None:
+    begun = DeviceMoment(torch.device("cpu"))
+    values = DeviceValues(torch.zeros(2), torch.ones(()), torch.zeros(0))
+    assert 0 < values.ready.seconds_after(begun) == -begun.seconds_after(values.ready)
+    assert values.ready.has_come()
+    assert values.get() == [[0.0, 0.0], [1.0], []]
 
 
 def test_a_resumed_run_goes_on_where_the_checkpoint_is(run: Callable[..., Any], whole: Path, tmp_path: Path) -> None:
