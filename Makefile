@@ -64,7 +64,7 @@ browser:
 
 # Many tests wait for processes and clocks: three at a time keep two cores busy, each with one thread.
 test: .venv/.stamp-dev browser
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 check: .venv/.stamp-dev
 	.venv/bin/ruff check .
