@@ -21,7 +21,7 @@ from typing import IO, Any
 from model.kernels.decoder import DecoderKernels
 from vlmdata.wording import counted, duration
 
-#: Seconds after their start in which processes may compile. Then the trainer compiles what is missing by itself.
+#: Seconds that a process may compile, from its start. After that, the trainer compiles what is missing by itself.
 _PATIENCE = 600.0
 
 
@@ -31,7 +31,7 @@ class Kernels:
 
     Attributes:
         decoder: Those of the decoder.
-        tower: Of the vision tower: heads on a rank, their width, and the tower's; None without a tower.
+        tower: Heads of the vision tower on a rank, their width, and the tower's width; None without a tower.
         vocabulary: Rows of the output layer; None where cross-entropy is computed by others.
         every: Whether Triton's autotuner chooses among all configurations, instead of those of the table.
     """
@@ -43,10 +43,12 @@ class Kernels:
 
 
 class KernelsAhead:
-    """Processes that compile into caches (:mod:`model.kernels.compile_ahead` and :mod:`model.kernels.compile_flash`).
+    """Processes that compile kernels into caches.
+
+    They run :mod:`model.kernels.compile_ahead` and :mod:`model.kernels.compile_flash`.
 
     Args:
-        commands: The command line of each process, by what it compiles.
+        commands: The command line of each process, by the name of what it compiles.
     """
 
     def __init__(self, commands: Mapping[str, Sequence[str]]):
@@ -54,11 +56,11 @@ class KernelsAhead:
 
     @classmethod
     def of(cls, kernels: Kernels | None, flash_width: int | None = None) -> KernelsAhead:
-        """Starts to compile.
+        """Starts processes that compile kernels.
 
         Args:
-            kernels: Triton kernels.
-            flash_width: Width of the heads for which FlashAttention 4 is compiled, if it is.
+            kernels: Triton kernels to compile; None for none.
+            flash_width: Width of the heads for which to compile FlashAttention 4; None compiles nothing of it.
         """
         python, commands = [sys.executable, "-W", "ignore", "-m"], {}
         if kernels is not None:
@@ -68,7 +70,7 @@ class KernelsAhead:
         return cls(commands)
 
     def wait(self, say: Callable[[str], None]) -> None:
-        """Waits until the kernels are compiled, and says how many there are and what is left."""
+        """Waits until all processes end, and says how many kernels each compiled, or why it failed."""
         for process in self._processes:
             process.wait(say)
 
@@ -85,7 +87,7 @@ class KernelsAhead:
 
 
 class _Compiling:
-    """One of the processes."""
+    """One process that compiles, with its output and its time limit."""
 
     def __init__(self, what: str, command: Sequence[str]):
         self._what, self._begun = what, time.perf_counter()
@@ -102,7 +104,7 @@ class _Compiling:
         )
 
     def wait(self, say: Callable[[str], None]) -> None:
-        """Waits until it ends."""
+        """Waits until the process ends, and says how many kernels it compiled, or why it failed."""
         compiled, waited = 0, self._process.poll() is None
         timer = threading.Timer(max(0.0, self._begun + _PATIENCE - time.perf_counter()), self._kill)
         timer.daemon = True
@@ -122,7 +124,7 @@ class _Compiling:
             say(f"compiled {counted(compiled, self._what)} in {took}, during the start")
 
     def _lines(self) -> Iterator[dict[str, Any]]:
-        """Yields what the process reports, a line of JSON each, without what libraries print."""
+        """Yields the reports of the process, one per line of JSON. Skips what libraries print."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             with contextlib.suppress(ValueError):

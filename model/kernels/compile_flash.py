@@ -1,7 +1,7 @@
 """Compiles FlashAttention 4's kernels into its cache: ``python -m model.kernels.compile_flash WIDTH``.
 
-FlashAttention 4 compiles a kernel where it launches it first. Here it is called in a process that sees no GPU, with
-tensors without content, which gives the same kernels under the same keys of its cache. One fork compiles each.
+FlashAttention 4 otherwise compiles a kernel at its first launch. This module calls it in a process that sees no GPU,
+with tensors without content. That gives the same kernels under the same keys of its cache. One fork compiles each.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from model.kernels.configurations import HOPPER
 from model.kernels.flash_cache import CompiledAhead
 from model.kernels.forks import in_forks, machine_has_hopper
 
-#: What FlashAttention 4 and CUTLASS's compiler otherwise ask of a GPU. No kernel of the tower depends on the number of
-#: multiprocessors, which FlashAttention 4 reads all the same.
+#: Values that FlashAttention 4 and CUTLASS's compiler otherwise ask a GPU for. FlashAttention 4 reads the number of
+#: multiprocessors, but no kernel of the tower depends on it.
 _TARGET = {
     "FLASH_ATTENTION_ARCH": f"sm_{HOPPER[0]}{HOPPER[1]}",
     "CUTE_DSL_ARCH": f"sm_{HOPPER[0]}{HOPPER[1]}a",
     "FLASH_ATTENTION_NUM_SMS": "132",
 }
-#: Images, patches of each, and heads. The kernels are the same for any number of heads, up to 256 images, and more than
-#: 192 patches in the largest one.
+#: Number of images, patches per image, and heads. The kernels are the same for any number of heads, for up to 256
+#: images, and for more than 192 patches in the largest image.
 _IMAGES, _PATCHES, _HEADS = 4, 3450, 16
 
 
 def pretend_hopper() -> None:
-    """Makes this process compile for a Hopper GPU without one, before torch is imported.
+    """Makes this process compile for a Hopper GPU without using one. Call it before torch is imported.
 
-    Tensors without content would open a CUDA context if there were a GPU, and forks do not survive one.
+    If the process saw a GPU, tensors without content would open a CUDA context, and forks do not survive one.
     """
     os.environ.update(_TARGET, CUDA_VISIBLE_DEVICES="")
     import torch
@@ -49,8 +49,8 @@ class FlashKernel:
 
     Attributes:
         cache: FlashAttention 4's cache.
-        key: The kernel's key in it.
-        file: The cache's file.
+        key: The kernel's key in the cache.
+        file: The kernel's file in the cache.
         compile: Compiles it; None if the cache has it.
     """
 
@@ -60,10 +60,10 @@ class FlashKernel:
     compile: Callable[[], Any] | None
 
     def save(self) -> dict[str, Any]:
-        """Compiles the kernel into the cache's folder.
+        """Compiles the kernel and saves it in the cache's folder.
 
         Raises:
-            OSError: If the file could not be written, which FlashAttention 4 says nothing of.
+            OSError: If the file could not be written. FlashAttention 4 itself does not report this.
         """
         assert self.compile is not None
         self.cache[self.key] = self.compile()
@@ -73,7 +73,7 @@ class FlashKernel:
 
 
 def collect(run: Callable[[], None]) -> list[FlashKernel]:
-    """Returns the kernels that a function needs. Nothing is compiled yet."""
+    """Runs a function and returns the kernels that it needs, without compiling any."""
     found: dict[Path, FlashKernel] = {}
     with _collecting(found):
         run()
@@ -82,7 +82,7 @@ def collect(run: Callable[[], None]) -> list[FlashKernel]:
 
 @contextlib.contextmanager
 def _collecting(found: dict[Path, FlashKernel]) -> Iterator[None]:
-    """Has FlashAttention 4 note kernels instead of compiling them."""
+    """Makes FlashAttention 4 note kernels in ``found`` instead of compiling them."""
     from cutlass import cute
     from flash_attn.cute.cache_utils import JITCache, JITPersistentCache
 
@@ -112,7 +112,7 @@ def _collecting(found: dict[Path, FlashKernel]) -> Iterator[None]:
 
 
 def run_tower_attention(width: int) -> None:
-    """Calls attention as :class:`model.network.vision_attention.FlashAttention` does, with tensors without content.
+    """Calls attention like :class:`model.network.vision_attention.FlashAttention`, with tensors without content.
 
     Args:
         width: Width of a head.
@@ -134,7 +134,7 @@ def run_tower_attention(width: int) -> None:
 
 
 def main() -> None:
-    """Compiles the kernels for heads of the width given."""
+    """Compiles the kernels for heads of the width on the command line."""
     width = int(sys.argv[1])
     if not machine_has_hopper():
         return

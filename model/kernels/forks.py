@@ -1,4 +1,4 @@
-"""What processes share that compile kernels: they ask for the GPU, and run calls, in forks. Needs no torch."""
+"""Runs calls in forks and checks for a Hopper GPU, for the processes that compile kernels. Needs no torch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from model.kernels.configurations import HOPPER
 
 
 def in_forks(calls: Sequence[Callable[[], dict[str, Any]]], processes: int) -> int:
-    """Makes each call in a fork of this process, some at a time, and prints a line of JSON for each.
+    """Runs each call in a fork of this process, up to ``processes`` at a time, and prints a line of JSON for each.
 
-    The line has what the call returns, and its seconds. The error of a call goes to the standard error.
+    The line has what the call returns, and its seconds. If a call fails, its error goes to standard error instead.
 
     Returns:
         The number of calls that failed.
@@ -36,7 +36,7 @@ def in_forks(calls: Sequence[Callable[[], dict[str, Any]]], processes: int) -> i
 
 
 def _report(call: Callable[[], dict[str, Any]]) -> int:
-    """Makes a call. Returns the exit code."""
+    """Runs a call and prints its line. Returns the exit code."""
     begun = time.perf_counter()
     try:
         found = call()
@@ -49,7 +49,7 @@ def _report(call: Callable[[], dict[str, Any]]) -> int:
 
 
 def machine_has_hopper() -> bool:
-    """Asks CUDA's driver for the compute capability of the first GPU, in a fork: this process never uses CUDA."""
+    """True if the first GPU is a Hopper GPU. A fork asks CUDA's driver, so that this process never uses CUDA."""
     asking = os.fork()
     if asking == 0:
         os._exit(0 if _capability() == HOPPER else 1)

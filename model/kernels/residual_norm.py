@@ -1,12 +1,12 @@
 """Triton kernels for the residual sums and the layer norms of the vision tower's blocks.
 
-``s = x + y + bias`` and ``normed = LayerNorm(s)`` in one pass, and backward the gradients of both outputs in one. They
-take the place of a kernel for the bias, which Transformer Engine adds by itself after row-parallel layers, one for the
-sum and one for the norm; backward of the norm's, a sum of two gradients and a reduction for the bias
-(docs/decisions/0063). All is computed in float32; s is rounded before it is normalised, so that the backward pass can
-start from what is stored. Saved are s, and mean and inverse deviation of each row.
+One pass computes ``s = x + y + bias`` and ``normed = LayerNorm(s)``. Backward, one pass combines the gradients of both
+outputs. Forward, this replaces three kernels: the bias, which Transformer Engine adds in a kernel of its own after
+row-parallel layers, the sum, and the norm. Backward, it replaces the norm's kernel, a sum of two gradients and a
+reduction for the bias (docs/decisions/0063). All is computed in float32. s is rounded before it is normalised, so that
+the backward pass can start from what is stored: s, and the mean and inverse deviation of each row.
 
-Gradients of parameters are sums over rows. Each program sums those of its rows, and torch adds up the programs.
+Gradients of parameters are sums over rows. Each program sums over its own rows, and torch adds up the programs.
 
 Shapes: rows R, width c. Parts of parameters' gradients: programs p.
 """
@@ -27,8 +27,8 @@ class Tiling(NamedTuple):
     Attributes:
         height: Rows of a tile.
         per_warp: Columns of a warp: 256 are 16 bytes of bfloat16 per thread.
-        programs: Programs at most, which take tiles in turn.
-        stages: 1, or how many tiles are in work at once: all but one of them are being copied to shared memory.
+        programs: Maximum number of programs, which take tiles in turn.
+        stages: Number of tiles in work at once. All but one of them are being copied to shared memory.
     """
 
     height: int
@@ -38,11 +38,11 @@ class Tiling(NamedTuple):
 
 
 #: Tilings forward, backward, and backward without a norm: the fastest of 42 on an H200 (``benchmarks/tower_kernels.py
-#: --tilings``, 55,500 patches of 768). Backward, each program has a row of 4 c bytes per parameter.
+#: --tilings``, 55,500 patches of 768). Backward, each program writes a row of 4 c bytes per parameter.
 FORWARD, BACKWARD, OF_BIAS = Tiling(2, 256, 528, 3), Tiling(4, 256, 264, 3), Tiling(4, 256, 396, 3)
 
 
-#: Bytes of the widest rows of which several tiles are in work at once. Of these, GPUs before Hopper can hold the tiles.
+#: Largest row, in bytes, with several tiles in work at once. GPUs before Hopper can hold the tiles of such rows.
 _WIDEST_STAGED = 4096
 
 
@@ -53,7 +53,7 @@ class SumAndNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, y: Tensor | None, bias: Tensor | None, weight: Tensor, shift: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """Sums and normalises."""
+        """Computes s and normed, and saves what the backward pass needs."""
         x = x.contiguous()
         out = x if y is None else torch.empty_like(x)
         normed = torch.empty_like(x)
@@ -64,7 +64,7 @@ class SumAndNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of all inputs. Those of x and y are one tensor, as those of torch's sum are."""
+        """Returns the gradients of all inputs. Those of x and y are the same tensor, as in torch's sum."""
         out, moments, weight = ctx.saved_tensors
         of_x, of_y, of_bias, of_weight, of_shift, _ = ctx.needs_input_grad
         gradient, dnormed = (each.contiguous() for each in grads)
@@ -86,7 +86,7 @@ class SumWithBias(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, bias: Tensor) -> Tensor:
-        """Sums."""
+        """Computes the sum."""
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         _forward(x.contiguous(), y, bias, None, out, out, out, 0.0)
         ctx.dtype = bias.dtype
@@ -94,7 +94,7 @@ class SumWithBias(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of all inputs. That of x and y is the one that came."""
+        """Returns the gradients of all inputs. That of x and of y is the output's gradient itself."""
         of_x, of_y, of_bias = ctx.needs_input_grad
         (d,) = grads
         dbias = _backward(d.contiguous(), None, True, False)[0].to(ctx.dtype) if of_bias else None
@@ -104,13 +104,13 @@ class SumWithBias(torch.autograd.Function):
 def sum_and_norm(
     x: Tensor, y: Tensor, bias: Tensor, weight: Tensor, shift: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Adds to the residual stream and normalises it.
+    """Adds a layer's output to the residual stream and normalises the sum.
 
     Args:
         x: (R, c).
-        y: (R, c), what a layer adds.
-        bias: (c,), the layer's.
-        weight: (c,), of the norm.
+        y: (R, c), the product of a layer.
+        bias: (c,), the layer's bias.
+        weight: (c,), the norm's weight.
         shift: (c,), the norm's bias.
         eps: Added to the variance.
 
@@ -134,7 +134,7 @@ def sum_with_bias(x: Tensor, y: Tensor, bias: Tensor) -> Tensor:
 
 
 def run_residual_norm(width: int, device: str) -> None:
-    """Runs all kernels forward and backward on one row, such as to compile them for a width.
+    """Runs all kernels forward and backward on one row, for example to compile them for a width.
 
     Args:
         width: Width of the tower.
@@ -150,7 +150,7 @@ def run_residual_norm(width: int, device: str) -> None:
 
 
 def _grid(x: Tensor, tiling: Tiling) -> tuple[int, int, dict[str, int]]:
-    """Programs, tiles of each, and constants of a launch."""
+    """Returns the number of programs, the tiles of each program, and the constants of a launch."""
     rows, width = x.shape
     columns, tiles = triton.next_power_of_2(width), triton.cdiv(rows, tiling.height)
     programs = min(tiles, tiling.programs)
@@ -193,9 +193,11 @@ def _forward(
 
 
 def _backward(gradient: Tensor, norm: tuple[Tensor, ...] | None, of_bias: bool, of_norm: bool) -> Tensor:
-    """Writes d, the last of ``norm``. Returns float32 (n, c): of a norm's weight and shift, and of the bias if wanted.
+    """Writes d, the last tensor of ``norm``, and returns the gradients of parameters.
 
-    Those of the norm have no meaning if they are not wanted.
+    Returns:
+        float32 (n, c): the gradients of the norm's weight and shift if there is a norm, then that of the bias if it is
+        wanted. Those of the norm have no meaning if they are not wanted.
     """
     rows, width = gradient.shape
     programs, tiles, constants = _grid(gradient, OF_BIAS if norm is None else BACKWARD)

@@ -1,6 +1,7 @@
-"""The residual stream of the vision tower's blocks: sums and the norms beside them, in plain torch and with kernels.
+"""The residual stream of the vision tower's blocks: sums and adjacent norms, in plain torch and with kernels.
 
-Row-parallel layers hand over their bias. With tensor parallelism their product is summed over ranks before.
+Row-parallel layers return their bias instead of adding it. With tensor parallelism, their product is summed over ranks
+before it comes here.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from model.network.awaited import await_weight
 
 
 class PlainResidual:
-    """Sums in plain torch, and the back end's norm."""
+    """Computes sums in plain torch and norms with the back end's layer."""
 
     def keep_and_norm(self, x_pc: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
         """Returns x and its layer norm, (P, c)."""
@@ -32,10 +33,10 @@ class PlainResidual:
 
 
 class KernelResidual(PlainResidual):
-    """The same with Triton kernels of our own, which read and write the stream less often.
+    """Computes the same with Triton kernels of our own, which read and write the stream less often.
 
     Args:
-        eps: Of the norms, added to the variance.
+        eps: Added to the variance in the norms.
     """
 
     def __init__(self, eps: float):
@@ -61,7 +62,7 @@ class KernelResidual(PlainResidual):
 
 
 def residual(config: TransformerConfig, eps: float) -> PlainResidual:
-    """Returns the residual stream of a back end: kernels with Transformer Engine."""
+    """Returns the residual stream of a back end: with kernels for Transformer Engine, in plain torch otherwise."""
     return KernelResidual(eps) if config.transformer_impl == "transformer_engine" else PlainResidual()
 
 

@@ -1,4 +1,4 @@
-"""What a device computes, and when, for a host that does not wait for it at once."""
+"""Results and times of a device's work, for a host that does not wait for them at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class DeviceMoment:
-    """The moment at which a device has done all that is queued now. On a CPU this is now."""
+    """The moment at which a device has done all work that is queued now. On a CPU, this is now."""
 
     def __init__(self, device: torch.device):
         self._host = time.perf_counter()
@@ -18,16 +18,16 @@ class DeviceMoment:
             self._event.record()
 
     def has_come(self) -> bool:
-        """Whether the device has done it."""
+        """Whether the device has done the work."""
         return self._event is None or self._event.query()
 
     def wait(self) -> None:
-        """Waits until it has."""
+        """Waits until the device has done the work."""
         if self._event is not None:
             self._event.synchronize()
 
     def seconds_after(self, earlier: DeviceMoment) -> float:
-        """Returns how long after another moment this one came. Both must have come."""
+        """Returns the seconds from an earlier moment to this one. Both must have come."""
         if self._event is None or earlier._event is None:
             return self._host - earlier._host
         milliseconds: float = earlier._event.elapsed_time(self._event)
@@ -35,10 +35,10 @@ class DeviceMoment:
 
 
 class DeviceValues:
-    """The values of some tensors, copied from their device together, in the background. float64 holds them exactly.
+    """Copies the values of some tensors from their device in the background, all together. float64 holds them exactly.
 
     Attributes:
-        ready: When they are on the host.
+        ready: The moment at which the values are on the host.
     """
 
     def __init__(self, *tensors: torch.Tensor):
@@ -51,6 +51,6 @@ class DeviceValues:
         self.ready = DeviceMoment(values.device)
 
     def get(self) -> list[list[float]]:
-        """Waits for them and returns the values of each tensor, flat."""
+        """Waits for the values and returns those of each tensor, flat."""
         self.ready.wait()
         return [part.tolist() for part in self._values.split(self._lengths)]

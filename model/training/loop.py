@@ -149,7 +149,7 @@ def _empty_packs(loader: StreamingLoader) -> list[str]:
 
 @dataclass(frozen=True)
 class _Launched:
-    """A step that runs: its number, from 1, its learning rate and its work."""
+    """A launched step: its number (from 1), its learning rate and its work."""
 
     number: int
     lr: float
@@ -157,9 +157,10 @@ class _Launched:
 
 
 def runs_ahead(device: torch.device, vision: VisionSide | None) -> bool:
-    """Whether steps are launched before the previous one is finished.
+    """Whether each step is launched before the previous one is finished.
 
-    On a CPU, launching is computing. With a vision tower on ranks of its own, finishing a step sends messages.
+    False on a CPU, where launching a step computes it, and with a vision tower on ranks of its own, where finishing a
+    step sends messages.
     """
     return device.type == "cuda" and vision is None
 
@@ -228,7 +229,7 @@ class _Loop:
         return Outcome(done, self._loss, None)
 
     def _step_until_end(self, done: int) -> tuple[int, bool]:
-        """Runs steps. Returns the number of the last one, and whether the run was asked to stop before its end."""
+        """Runs steps. Returns the number of the last step, and whether the run was asked to stop before its end."""
         run, batches = self._config.run, endless(self._loader)
         first, stopped = done + 1, False
         launched: _Launched | None = self._launch(first, batches)
@@ -258,7 +259,7 @@ class _Loop:
         return step, stopped
 
     def _may_run_ahead_of(self, step: int) -> bool:
-        """Whether the next step may be launched before this one is finished: if nothing else is due between them."""
+        """Whether the next step may be launched before this one is finished. True if nothing is due between them."""
         run = self._config.run
         due = self._due(step, run.save_every) or self._due(step, run.eval_every)
         return self._ahead and not (due or self.profiler.covers(step) or self.profiler.covers(step + 1))
@@ -272,7 +273,7 @@ class _Loop:
         return _Launched(step, lr, work)
 
     def _log_finished(self, launched: _Launched) -> StepResult:
-        """Waits for a step and logs it, unless its result is not a number."""
+        """Waits for a step and logs it, unless its results are not finite."""
         result = self._stepper.finish(launched.work)
         if not result.not_finite:
             self._loss = result.loss
@@ -280,9 +281,9 @@ class _Loop:
         return result
 
     def _log_before(self, error: Exception, launched: _Launched) -> None:
-        """Logs a step after which the launch of the next one failed, without messages: other ranks may not have failed.
+        """Logs a step if the launch of the next one failed. Sends no messages, because other ranks may not have failed.
 
-        If other ranks have, this one may wait for them in vain, so it gives the reason first.
+        If other ranks have failed, this one may wait for them in vain, so it prints the reason first.
         """
         if self._place.world > 1:
             say(error)
@@ -292,7 +293,7 @@ class _Loop:
                 self._log.say(f"step {launched.number} gave values that are not finite: {', '.join(result.not_finite)}")
 
     def _settle(self, step: int, result: StepResult) -> None:
-        """Deals with damage and with results that are not numbers, and says what slows the run down. A collective."""
+        """Handles damage and results that are not finite, and prints what slows the run down. A collective."""
         if result.any_masked:
             settle_damage(self._loader, self._place, result.masked)
         if result.not_finite:

@@ -44,7 +44,7 @@ class StepResult:
         images: Number of images.
         patches: Number of vision patches.
         flops: Model FLOP, forward and backward (:mod:`model.flops`).
-        seconds: From the begin of the step, or the end of the one before it if it was launched before that, to its end.
+        seconds: From the begin of the step, or the end of the previous step if that is later, to the end of the step.
         data_wait: Longest wait of a rank for its batches, in seconds, while its device had no other step to work on.
         memory: Peak bytes of device memory since the start, the maximum over ranks; 0 on a CPU.
         interrupted: Whether any rank was asked to stop.
@@ -56,7 +56,7 @@ class StepResult:
         vision_memory: ``memory`` over the ranks of a separate vision tower; 0 without.
         vision_wait: Longest wait of a rank of a separate vision tower for gradients, in seconds; None without.
         language_wait: Longest wait of a rank of the language model for the rows of that tower, in seconds.
-        memory_retries: How often PyTorch has freed and allocated device memory again because none was left, the maximum
+        memory_retries: Number of times that PyTorch found no device memory, freed some and allocated again, the maximum
             over ranks.
     """
 
@@ -110,7 +110,7 @@ def digest(batches: Sequence[MicroBatch]) -> str:
 class _Counted:
     """Iterates over the batches of one step and counts them; of each ``every`` batches, it keeps the first's origin.
 
-    A wait for the first batch counts only if the device is ``busy`` no longer when it ends.
+    The wait for the first batch counts only if the device is no longer ``busy`` when the wait ends.
     """
 
     def __init__(self, batches: Iterator[PackedBatch], flops: StepFlops, every: int, busy: Callable[[], bool]):
@@ -155,8 +155,8 @@ class LaunchedStep:
     """A step whose work is queued on the device. :meth:`Stepper.finish` waits for its results.
 
     Attributes:
-        counted: What its batches held.
-        begun: When the device began, which is after the step before it.
+        counted: Counts of its batches.
+        begun: The moment at which the device began it, after the previous step.
         results: Losses of the micro-batches, gradient norm, sums over ranks, additional losses, maxima over ranks.
     """
 
@@ -170,9 +170,9 @@ class LaunchedStep:
 
 
 class Stepper:
-    """Runs optimizer steps. The next one may be launched before the results of one are read.
+    """Runs optimizer steps. A step may be launched before the results of the previous one are read.
 
-    Then the device has work while the host waits, logs and launches. At 0.8b, the host enters the commands of a forward
+    The device then has work while the host waits, logs and launches. At 0.8b, the host queues the commands of a forward
     pass no faster than an H200 executes them, so it must begin earlier.
 
     Args:
@@ -217,7 +217,7 @@ class Stepper:
         return self.finish(self.launch(batches))
 
     def launch(self, batches: Iterator[PackedBatch]) -> LaunchedStep:
-        """Queues the work of a step on the next packs. On a CPU, it is done at once.
+        """Queues the work of a step on the next packs. On a CPU, the work is done at once.
 
         Args:
             batches: At least as many as this rank needs in a step.
@@ -257,7 +257,7 @@ class Stepper:
         return self._launched is not None and not self._launched.ready.has_come()
 
     def _reduce(self, found: list[dict[str, Any]], counted: _Counted, grad_norm: torch.Tensor | float) -> DeviceValues:
-        """Reduces over ranks, one message for sums and one for maxima, and copies the results to the host."""
+        """Reduces results over ranks, with one message for sums and one for maxima, and copies them to the host."""
         speaks = self._place.speaks
         whole = speaks and self._place.cp_rank == 0
         losses = torch.stack([each["loss"] for each in found]) if speaks else None
@@ -288,9 +288,9 @@ class Stepper:
         return DeviceValues(own_losses, grad_norm, total, means, most)
 
     def finish(self, launched: LaunchedStep) -> StepResult:
-        """Waits for a launched step. Steps must be finished in their order.
+        """Waits for a launched step and returns its results. Steps must be finished in the order of their launch.
 
-        On ranks with a separate vision tower a collective: finish a step before you launch the next one.
+        With a separate vision tower, this is a collective: finish a step before you launch the next one.
         """
         counted = launched.counted
         each_loss, (norm,), sums, extra, most = launched.results.get()
@@ -327,7 +327,7 @@ class Stepper:
         )
 
     def _longest_waits(self, vision: VisionSide) -> tuple[float, float]:
-        """Returns the longest waits of a rank of the tower and of one of the language model in the finished step."""
+        """Returns the longest waits in the finished step: of a rank of the tower, and of one of the language model."""
         waits = torch.tensor(vision.waited(), dtype=torch.float64, device=self._device)
         torch.distributed.all_reduce(waits, op=torch.distributed.ReduceOp.MAX)
         of_tower, of_language = waits.tolist()
@@ -335,7 +335,7 @@ class Stepper:
 
 
 def device_memory(device: torch.device) -> tuple[int, int]:
-    """Returns the peak bytes of tensors on a device and the allocator's retries since the start; 0 on a CPU."""
+    """Returns the peak bytes of tensors on a device and the allocator's retries, since the start; both 0 on a CPU."""
     if device.type != "cuda":
         return 0, 0
     found = torch.cuda.memory_stats(device)
