@@ -115,6 +115,86 @@ class _ExchangeRows(torch.autograd.Function):
         return _all_to_all(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
 
 
+def all_tokens_of_some_columns(
+    x: torch.Tensor,
+    sections: Sequence[int],
+    order: torch.Tensor,
+    inverse: torch.Tensor,
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
+    """Exchanges some tokens of all columns for all tokens of some columns: heads, under context parallelism.
+
+    Args:
+        x: (t, w), this rank's tokens.
+        sections: Widths of the parts of a row; each rank gets an equal share of each.
+        order: int64 (T,), for each token its row in the rank-order concatenation of all ranks' tokens.
+        inverse: int64 (T,), the inverse of ``order``.
+        group: The ranks, each with t tokens.
+
+    Returns:
+        (T, w / ranks), this rank's share of each section, tokens in their order.
+    """
+    size = dist.get_world_size(group)
+    counts = (x.shape[0],) * size
+    arrived = _ExchangeRows.apply(_ByRank.apply(x, tuple(sections), size), counts, counts, group)
+    rows: torch.Tensor = _Reordered.apply(arrived, order, inverse)
+    return rows
+
+
+def some_tokens_of_all_columns(
+    x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Reverses :func:`all_tokens_of_some_columns` for columns of one section.
+
+    Args:
+        x: (T, w), all tokens.
+        order: int64 (T,), for each token its row in the rank-order concatenation of all ranks' tokens.
+        inverse: int64 (T,), the inverse of ``order``.
+        group: The ranks.
+
+    Returns:
+        (T / ranks, w * ranks), this rank's tokens, columns in the order of the ranks.
+    """
+    size = dist.get_world_size(group)
+    counts = (x.shape[0] // size,) * size
+    arrived = _ExchangeRows.apply(_Reordered.apply(x, inverse, order), counts, counts, group)
+    tokens: torch.Tensor = arrived.unflatten(0, (size, -1)).transpose(0, 1).flatten(1)
+    return tokens
+
+
+class _ByRank(torch.autograd.Function):
+    """Maps (t, w) to (ranks * t, w / ranks): each rank's share of each section, for one rank after another."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, sections: tuple[int, ...], size: int) -> torch.Tensor:
+        ctx.sections, ctx.size = sections, size
+        parts = [part.unflatten(-1, (size, -1)).transpose(0, 1) for part in x.split(sections, -1)]
+        return torch.cat(parts, -1).flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        blocks = grads[0].unflatten(0, (ctx.size, -1)).transpose(0, 1)  # (t, ranks, w / ranks)
+        gradient = blocks.new_empty((len(blocks), sum(ctx.sections)))
+        parts = blocks.split([width // ctx.size for width in ctx.sections], -1)
+        for target, part in zip(gradient.split(ctx.sections, -1), parts, strict=True):
+            target.unflatten(-1, (ctx.size, -1)).copy_(part)
+        return gradient, None, None
+
+
+class _Reordered(torch.autograd.Function):
+    """Puts rows in another order. Gradients are selected too, where torch would add them up row by row."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(inverse)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return grads[0].index_select(0, inverse), None, None
+
+
 def _all_to_all(
     rows: torch.Tensor, sent: tuple[int, ...], received: tuple[int, ...], group: dist.ProcessGroup
 ) -> torch.Tensor:

@@ -1,8 +1,7 @@
 """The gated delta net: linear attention with a decaying, error-correcting state.
 
 Mirrors transformers' ``Qwen3_5GatedDeltaNet``, ``Qwen3_5RMSNormGated`` and ``torch_chunk_gated_delta_rule``.
-The split tables, the context-parallel exchange of heads for tokens and the sharded checkpoint are megatron-core's
-``GatedDeltaNet``.
+The split tables and the sharded checkpoint are megatron-core's ``GatedDeltaNet``.
 
 Shapes: batch 1, tokens T, value heads h (keys are repeated to match), key width k, value width v, channels c,
 chunks m of 64 tokens.
@@ -18,11 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.ssm.gated_delta_net.common import (
-    _build_head_perm_for_split_sections,
-    get_parameter_local_cp,
-    tensor_a2a_cp2hp,
-)
+from megatron.core.ssm.gated_delta_net.common import get_parameter_local_cp
 from megatron.core.ssm.gated_delta_net.gdn import GatedDeltaNet
 from megatron.core.tensor_parallel import CheckpointWithoutOutput
 from megatron.core.transformer.module import MegatronModule
@@ -30,6 +25,7 @@ from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
 from model.network.awaited import await_weight
+from model.parallel.exchange import all_tokens_of_some_columns, some_tokens_of_all_columns
 from model.parallel.packed import PackParams
 
 CHUNK = 64
@@ -67,17 +63,22 @@ class Qwen35GatedDeltaNet(GatedDeltaNet):
 
         self.out_norm.weight.register_hook(total)
 
-    def _tokens_for_heads(self, x: Tensor, pack: PackParams) -> tuple[Tensor, Tensor | None]:
-        """Context parallelism: exchanges some tokens of all heads for all tokens of some heads, in pack order."""
+    def _tokens_for_heads(self, x: Tensor, pack: PackParams) -> Tensor:
+        """Context parallelism: exchanges some tokens of all heads, (t, w), for all tokens of some heads."""
         if self.cp_size == 1:
-            return x, None
-        x = x.index_select(-1, _build_head_perm_for_split_sections(self.in_proj_split_sections, self.cp_size, x.device))
-        x = tensor_a2a_cp2hp(
-            x, seq_dim=0, head_dim=-1, cp_group=self.pg_collection.cp, undo_attention_load_balancing=False
+            return x
+        assert pack.gathered_order is not None
+        return all_tokens_of_some_columns(
+            x, self.in_proj_split_sections, pack.gathered_order, pack.rank_order, self.pg_collection.cp
         )
-        forth, back = pack.gathered_order, pack.rank_order
-        assert forth is not None
-        return x.index_select(0, forth), back
+
+    def _normalise(self, x: Tensor, gate: Tensor, pack: PackParams) -> Tensor:
+        """Applies norm and gate to all tokens of some heads. Returns this rank's tokens of all heads, (t, 1, w)."""
+        normed: Tensor = self._apply_gated_norm(x, gate).reshape(pack.bounds[-1], -1)
+        if self.cp_size > 1:
+            assert pack.gathered_order is not None
+            normed = some_tokens_of_all_columns(normed, pack.gathered_order, pack.rank_order, self.pg_collection.cp)
+        return normed.unsqueeze(1)
 
     def _local_taps(self) -> Tensor:
         """The convolution's weight for the channels of this context-parallel rank, (c, 1, K)."""
@@ -131,11 +132,10 @@ class KernelGatedDeltaNet(Qwen35GatedDeltaNet):
         assert inference_context is None
         assert not self.conv_bias
         await_weight(self.conv1d)
-        x_tbc, _ = self.in_proj(hidden_states)
-        x_tbc, back = self._tokens_for_heads(x_tbc, pack)
+        projected, _ = self.in_proj(hidden_states)
         split = self.tp_size * self.cp_size
         query, key, value, gate, decay, beta = DeltaInputs.apply(
-            x_tbc.squeeze(1),
+            self._tokens_for_heads(projected.squeeze(1), pack),
             self._local_taps(),
             get_parameter_local_cp(self.A_log, 0, self.pg_collection.cp),
             get_parameter_local_cp(self.dt_bias, 0, self.pg_collection.cp),
@@ -143,9 +143,7 @@ class KernelGatedDeltaNet(Qwen35GatedDeltaNet):
             Heads(self.num_key_heads // split, self.num_value_heads // split, self.key_head_dim, self.value_head_dim),
         )
         out = self._rule(query, key, value, decay, beta, pack)
-        normalise = partial(
-            self._gated_norm_and_a2a, thd_cp_a2a_inv=back, batch=1, seq_len=x_tbc.shape[0], packed_seq_params=pack
-        )
+        normalise = partial(self._normalise, pack=pack)
         if not self.recompute_norm_out:
             output: tuple[Tensor, Tensor | None] = self.out_proj(normalise(out, gate))
             return output
@@ -282,11 +280,11 @@ class TorchGatedDeltaNet(Qwen35GatedDeltaNet):
         assert inference_context is None
         await_weight(self.conv1d)
         cp = self.pg_collection.cp
-        x_tbc, _ = self.in_proj(hidden_states)
-        x_tbc, back = self._tokens_for_heads(x_tbc, pack)
-        qkv, gate, beta, alpha = torch.split(x_tbc.transpose(0, 1), self.feat_dim_split, dim=-1)
-        tokens = qkv.shape[1]
-        qkv = F.silu(causal_convolution(qkv[0], self._local_taps().squeeze(1), pack.bounds))
+        projected, _ = self.in_proj(hidden_states)
+        x_tc = self._tokens_for_heads(projected.squeeze(1), pack)
+        qkv, gate, beta, alpha = torch.split(x_tc, self.feat_dim_split, dim=-1)
+        tokens = len(qkv)
+        qkv = F.silu(causal_convolution(qkv, self._local_taps().squeeze(1), pack.bounds))
         widths = (self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp)
         query, key, value = qkv.split([width // self.cp_size for width in widths], -1)
         repeats = self.num_value_heads // self.num_key_heads
@@ -297,10 +295,9 @@ class TorchGatedDeltaNet(Qwen35GatedDeltaNet):
             get_parameter_local_cp(self.A_log, 0, cp), get_parameter_local_cp(self.dt_bias, 0, cp), alpha, beta
         )
         value = value.reshape(tokens, -1, self.value_head_dim)
-        out = gated_delta_rule(query, key, value, decay[0], beta[0], pack.bounds)
-        gate = gate.reshape(1, tokens, -1, self.value_head_dim)
-        out = self._gated_norm_and_a2a(out.unsqueeze(0), gate, back, 1, tokens, pack)
-        output: tuple[Tensor, Tensor | None] = self.out_proj(out)
+        out = gated_delta_rule(query, key, value, decay, beta, pack.bounds)
+        gate = gate.reshape(tokens, -1, self.value_head_dim)
+        output: tuple[Tensor, Tensor | None] = self.out_proj(self._normalise(out, gate, pack))
         return output
 
     def _apply_gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
