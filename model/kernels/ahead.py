@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from model.kernels.decoder import DecoderKernels
+from model.kernels.tower import TowerKernels
 from vlmdata.wording import counted, duration
 
 #: Seconds that a process may compile, from its start. After that, the trainer compiles what is missing by itself.
@@ -31,13 +32,13 @@ class Kernels:
 
     Attributes:
         decoder: Those of the decoder.
-        tower: Heads of the vision tower on a rank, their width, and the tower's width; None without a tower.
+        tower: Those of the vision tower; None without a tower.
         vocabulary: Rows of the output layer; None where cross-entropy is computed by others.
         every: Whether Triton's autotuner chooses among all configurations, instead of those of the table.
     """
 
     decoder: DecoderKernels
-    tower: tuple[int, int, int] | None
+    tower: TowerKernels | None
     vocabulary: int | None
     every: bool
 

@@ -25,6 +25,7 @@ from model.kernels.decoder import DecoderKernels
 from model.kernels.delta_net import autotuners
 from model.kernels.forks import in_forks, machine_has_hopper
 from model.kernels.hollow import import_flash_linear_attention
+from model.kernels.tower import TowerKernels
 
 
 class Collector(Executor):
@@ -183,12 +184,7 @@ def main() -> None:
 
     def run() -> None:
         if request["tower"] is not None:
-            from model.kernels.residual_norm import run_residual_norm
-            from model.kernels.rotation import run_rotation
-
-            heads, head_width, width = request["tower"]
-            run_rotation(heads, head_width, "meta")
-            run_residual_norm(width, "meta")
+            TowerKernels(**request["tower"]).run("meta")
         if request["vocabulary"] is not None:
             run_cross_entropy(request["vocabulary"], "meta")
         decoder.run("meta")

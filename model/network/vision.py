@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from model.architecture import VisionArchitecture
+from model.network.biased_gelu import biased_gelu
 from model.network.patch_embed import PatchEmbed
 from model.network.patch_geometry import Grid, PatchGeometry
 from model.network.provider import Provider
@@ -185,9 +186,10 @@ class VisionBlock(MegatronModule):
         self.norm2 = norm(config, width, eps=architecture.layer_norm_eps)
         self.qkv = _column(provider, config, width, 3 * width, group)
         self.proj = _row(provider, config, width, width, group, skip_bias_add=True)
-        self.linear_fc1 = _column(provider, config, width, wide, group)
+        self.linear_fc1 = _column(provider, config, width, wide, group, skip_bias_add=True)
         self.linear_fc2 = _row(provider, config, wide, width, group, skip_bias_add=True)
         self.residual = residual(config, architecture.layer_norm_eps)
+        self.gelu = biased_gelu(config)
         self.core_attention = core_attention(attention, config, pg_collection)
         self.head_dim = architecture.head_dim
 
@@ -198,8 +200,7 @@ class VisionBlock(MegatronModule):
         mixed_pn3d = self.qkv(normed)[0].unflatten(-1, (-1, 3, self.head_dim))
         attended = self.proj(self.core_attention(mixed_pn3d, images))
         x_pc, normed = self.residual.sum_and_norm(x_pc, attended, self.norm2)
-        hidden, _ = self.linear_fc1(normed)
-        return self.residual.sum(x_pc, self.linear_fc2(F.gelu(hidden, approximate="tanh")))
+        return self.residual.sum(x_pc, self.linear_fc2(self.gelu(*self.linear_fc1(normed))))
 
 
 class PatchMerger(MegatronModule):
@@ -238,8 +239,11 @@ class PatchMerger(MegatronModule):
         return out
 
 
-def _column(provider: Provider, config: TransformerConfig, width: int, out: int, tp_group: Any) -> nn.Module:
-    return _linear(provider.column_parallel_linear(), config, width, out, tp_group, gather_output=False)
+def _column(
+    provider: Provider, config: TransformerConfig, width: int, out: int, tp_group: Any, *, skip_bias_add: bool = False
+) -> nn.Module:
+    own = {"gather_output": False, "skip_bias_add": skip_bias_add}
+    return _linear(provider.column_parallel_linear(), config, width, out, tp_group, **own)
 
 
 def _row(

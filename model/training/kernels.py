@@ -15,6 +15,7 @@ from model.kernels.flash_cache import (
     flash_attention_4_is_installed,
     keep_compiled,
 )
+from model.kernels.tower import TowerKernels
 from model.network.settings import ModelSettings, vocabulary_rows
 from model.training.config import TrainConfig
 from model.training.model_settings import settings_of
@@ -39,12 +40,13 @@ def _triton_kernels(config: TrainConfig, architecture: Architecture, settings: M
     decoder = spec_of(architecture).kernels(architecture, settings, config.data.capacity)
     if decoder is None:
         return None
-    vision = architecture.vision
-    heads = vision.num_heads // settings.vision_parallel
-    tower = None if settings.language_only else (heads, vision.head_dim, vision.hidden_size)
+    vision, ranks = architecture.vision, settings.vision_parallel
+    tower = TowerKernels(
+        vision.num_heads // ranks, vision.head_dim, vision.hidden_size, vision.intermediate_size // ranks
+    )
     return Kernels(
         decoder,
-        tower,
+        None if settings.language_only else tower,
         # Tensor-parallel ranks compute cross-entropy with kernels that the first step compiles.
         vocabulary=vocabulary_rows(architecture.language.vocab_size, 1) if settings.tensor_parallel == 1 else None,
         every=settings.tune_kernels,

@@ -25,6 +25,7 @@ NAMES = {
     "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x>": "matrix products",
     "void transformer_engine::normalization::rmsnorm_bwd_tuned_kernel": "norms",
     "void at::native::vectorized_elementwise_kernel<4, at::native::GeluCUDAKernelImpl>": "GELU, SwiGLU",
+    "_gelu_with_bias_backward": "GELU, SwiGLU",
     "Memcpy HtoD (Pinned -> Device)": "copies and fills",
     "void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda>": "copies and fills",
     "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>": "other",

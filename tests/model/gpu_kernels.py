@@ -114,6 +114,41 @@ def residual_norm() -> None:
     assert not compiled, "another number of rows compiled kernels again"
 
 
+def biased_gelu() -> None:
+    """GELU with a bias against torch in float64, twice with the same bits, for all numbers of rows."""
+    import triton
+
+    from model.kernels.biased_gelu import gelu_with_bias, run_gelu_with_bias
+    from tests.model.kernels.biased_gelu import compared
+
+    # Rounding is that of the results: 2^-9 in bfloat16.
+    for dtype, limit in ((torch.float32, 2e-6), (torch.bfloat16, 4e-3)):
+        for width in (4096, 4304, 72):
+            worst = 0.0
+            frozen: list[tuple[str, ...]] = [(), *([("product",), ("bias",)] if width == 4096 else [])]
+            for rows, fixed in itertools.product((0, 1, 37, 5000, 55_501), frozen):
+                errors = compared(rows, width, dtype, fixed, str(CUDA))
+                assert max(errors.values()) < limit, (rows, width, fixed, errors)
+                worst = max(worst, *errors.values())
+            print(f"  {width} {dtype}: {worst:.1e}")
+    generator = torch.Generator(CUDA).manual_seed(0)
+    run_gelu_with_bias(4096, str(CUDA))
+    compiled: list[str] = []
+    triton.knobs.compilation.listener = lambda *, src, **_: compiled.append(src.name)
+    for rows in (1, 16, 55_500, 60_001):
+        product, bias = (
+            torch.randn(shape, device=CUDA, generator=generator).bfloat16().requires_grad_()
+            for shape in ((rows, 4096), (4096,))
+        )
+        runs = []
+        for _ in range(2):
+            out = gelu_with_bias(product, bias)
+            runs.append([out, *torch.autograd.grad(out, (product, bias), out.detach())])
+        assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    triton.knobs.compilation.listener = None
+    assert not compiled, "another number of rows compiled kernels again"
+
+
 def attention_inputs() -> None:
     """The kernel before attention against plain torch in float64, and again with the same bits."""
     from model.kernels.attention_inputs import AttentionInputs, Heads
@@ -168,6 +203,7 @@ KERNELS: dict[str, Callable[[], None]] = {
     "attention inputs": attention_inputs,
     "delta net's kernels": delta_net_kernels,
     "residual norm": residual_norm,
+    "biased gelu": biased_gelu,
     "delta rule": delta_rule,
     "delta rule, each configuration": configurations_agree,
 }

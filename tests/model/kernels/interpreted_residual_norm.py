@@ -85,6 +85,7 @@ def in_the_tower() -> None:
     """A model with deepstack gives the same with the kernels: also recomputed, fully sharded, and with frozen parts."""
     accept_scalar_bounds()
     from model.families import spec_of
+    from model.network.biased_gelu import kernel_gelu
     from model.network.residual import KernelResidual
     from model.network.settings import ModelSettings
     from model.parallel import cpu_mode, groups
@@ -103,7 +104,7 @@ def in_the_tower() -> None:
         for name, parameter in built.train().named_parameters():
             parameter.requires_grad = frozen not in name
         for block in built.vision.blocks if kernels else ():
-            block.residual = KernelResidual(wanted.vision.layer_norm_eps)
+            block.residual, block.gelu = KernelResidual(wanted.vision.layer_norm_eps), kernel_gelu
         if sharded:
             shard_parameters(built, torch.float32, torch.device("cpu"))
         losses = built(samples)
@@ -114,7 +115,8 @@ def in_the_tower() -> None:
     with cpu_mode.cpu_mode_if_needed():
         plain = gradients(False)
         cases: list[dict[str, Any]] = [{}, {"recompute": True}, {"sharded": True}]
-        cases += [{"frozen": "vision.blocks"}, {"frozen": "norm"}, {"frozen": "blocks.1", "recompute": True}]
+        cases += [{"frozen": "vision.blocks"}, {"frozen": "norm"}, {"frozen": "bias"}]
+        cases += [{"frozen": "blocks.1", "recompute": True}]
         for case in cases:
             found = gradients(True, **case)
             assert set(found) == {name for name in plain if case.get("frozen", "none") not in f"vision.{name}"}

@@ -20,6 +20,7 @@ from model.kernels.ahead import Kernels, KernelsAhead, hash_triton
 from model.kernels.configurations import CANDIDATES, HOPPER, Configuration, choose_configurations
 from model.kernels.decoder import AttentionShape, DecoderKernels
 from model.kernels.delta_net import DeltaNetShape
+from model.kernels.tower import TowerKernels
 from model.training.config_loading import load_config
 from model.training.kernels import compile_ahead, needs_compiler
 
@@ -243,14 +244,15 @@ def test_layers_launch_what_is_compiled_ahead(tmp_path: Path) -> None:
 
 
 def of_the_tower() -> None:
-    """What is compiled for the tower's residual stream, and what a block launches."""
+    """What is compiled for the tower, and what a block launches."""
     import torch
     from torch import nn
 
     from model.kernels.compile_ahead import collect, pretend_hopper
-    from model.kernels.residual_norm import run_residual_norm
+    from model.network.biased_gelu import kernel_gelu
     from model.network.residual import KernelResidual
     from model.network.vision import VisionBlock
+    from model.network.vision_attention import _split_and_rotate
 
     pretend_hopper()
 
@@ -262,11 +264,13 @@ def of_the_tower() -> None:
         nn.Module.__init__(made)
         made.norm1, made.norm2 = (nn.LayerNorm(96, dtype=torch.bfloat16, device="meta") for _ in range(2))
         made.qkv = lambda x: (torch.cat([x, x, x], -1), None)
-        made.proj = made.linear_fc2 = lambda x: (x, empty(96))
-        made.core_attention = lambda mixed_pn3d, images: mixed_pn3d[:, :, 0].flatten(1)
-        made.linear_fc1 = lambda x: (x, None)
-        made.head_dim, made.residual = 16, KernelResidual(1e-6)
-        out = made(empty(300, 96), None)
+        made.proj = made.linear_fc2 = lambda x: (x[:, :96], empty(96))
+        made.core_attention = lambda mixed_pn3d, angles: torch.cat(_split_and_rotate(mixed_pn3d, angles))[:300].flatten(
+            1
+        )
+        made.linear_fc1 = lambda x: (torch.cat([x, x], -1), empty(192))
+        made.head_dim, made.residual, made.gelu = 16, KernelResidual(1e-6), kernel_gelu
+        out = made(empty(300, 96), torch.empty(300, 1, 16, device="meta"))
         out.backward(torch.ones_like(out))
 
     def kernels(run: Any) -> list[str]:
@@ -274,7 +278,7 @@ def of_the_tower() -> None:
         found = [each for each in cells if hasattr(each, "constants")]
         return sorted(f"{each.name} {each.signature} {each.constants} {each.attrs}" for each in found)
 
-    print(json.dumps({"ahead": kernels(lambda: run_residual_norm(96, "meta")), "block": kernels(block)}))
+    print(json.dumps({"ahead": kernels(lambda: TowerKernels(6, 16, 96, 192).run("meta")), "block": kernels(block)}))
 
 
 @needs_triton
@@ -282,7 +286,8 @@ def test_the_tower_launches_what_is_compiled_ahead(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     found = in_a_process("of_the_tower", tmp_path)
     names = [each.partition(" ")[0] for each in found["ahead"]]
-    assert names == ["_sum_and_norm"] * 3 + ["_sum_and_norm_backward"] * 3
+    both_ways = ["_gelu_with_bias", "_gelu_with_bias_backward"] + ["_split_and_rotate"] * 2
+    assert names == both_ways + ["_sum_and_norm"] * 3 + ["_sum_and_norm_backward"] * 3
     assert found["block"] == found["ahead"]
 
 
@@ -382,7 +387,7 @@ class TestTheStart:
         self.start(model__preset="4b", parallel__tp=2, parallel__cp=2, data__capacity=8192)
         attention = AttentionShape(2, 4, 256, 64, gated=True, zero_centered=True, feed_forward=4608)
         decoder = DecoderKernels(DeltaNetShape(8192, 4, 8, 128, 128, 4), attention)
-        assert started == [Kernels(decoder, tower=(8, 64, 1024), vocabulary=None, every=False)]
+        assert started == [Kernels(decoder, tower=TowerKernels(8, 64, 1024, 2048), vocabulary=None, every=False)]
 
     def test_with_all_configurations_if_they_are_tuned(self, started: list[Kernels]) -> None:
         self.start(model__preset="2b", model__tune_kernels=True, model__language_only=True)

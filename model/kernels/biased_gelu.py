@@ -1,0 +1,193 @@
+"""Triton kernels for the GELU of the vision tower's feed-forward part, with the bias of the layer before it.
+
+Forward, one pass computes ``gelu(product + bias)``. Backward, one pass computes the gradient of the product and its sum
+over rows, the gradient of the bias. Otherwise, cuBLASLt sums the rows in a kernel of its own before the layer's
+products, which reads the gradient once more (docs/decisions/0063). All is computed in float32 and rounded once.
+
+With ``z = sqrt(8 / pi) (x + 0.044715 x^3)``, the approximation of GELU by tanh is ``x sigmoid(z)``, because
+``(1 + tanh(z / 2)) / 2 = sigmoid(z)``. Its derivative is ``s (1 + x z' (1 - s))`` with ``s = sigmoid(z)``.
+
+Shapes: rows R, width w.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class Tiling(NamedTuple):
+    """How a matrix is divided among programs.
+
+    Attributes:
+        height: Rows of a tile.
+        columns: Columns of a tile: 256 are 16 bytes of bfloat16 for each thread of a warp.
+        warps: Warps of a program.
+        programs: Maximum number of programs, except that each block of columns has one. A program has a block of
+            columns and takes tiles of rows in turn.
+        stages: Number of tiles in work at once. All but one of them are being copied to shared memory.
+    """
+
+    height: int
+    columns: int
+    warps: int
+    programs: int
+    stages: int = 1
+
+
+#: Tilings forward and backward, to be chosen with ``benchmarks/tower_kernels.py --tilings``. Backward, each program
+#: writes a row of 4 bytes per column. A processor of an H200 holds 16 programs forward, and 8 backward.
+FORWARD, BACKWARD = Tiling(8, 256, 4, 2112, 3), Tiling(8, 256, 4, 1056, 3)
+
+#: ``z`` and its derivative as polynomials of x, and -z in powers of 2.
+_LINEAR = tl.constexpr(math.sqrt(8 / math.pi))
+_CUBIC = tl.constexpr(0.044715 * math.sqrt(8 / math.pi))
+_BINARY = tl.constexpr(-math.log2(math.e))
+
+
+class GeluWithBias(torch.autograd.Function):
+    """Maps a product (R, w) and a bias (w,) to the GELU of their sum, (R, w)."""
+
+    @staticmethod
+    def forward(ctx: Any, product: Tensor, bias: Tensor) -> Tensor:
+        """Computes the GELU, and saves the product and the bias."""
+        product = product.contiguous()
+        out = torch.empty_like(product)
+        grid, tiles, constants = _grid(product, FORWARD)
+        _gelu_with_bias[grid](product, bias, out, len(product), tiles, **constants)
+        ctx.save_for_backward(product, bias)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns the gradients of the product and the bias."""
+        product, bias = ctx.saved_tensors
+        _, of_bias = ctx.needs_input_grad
+        gradient = grads[0].contiguous()
+        d = torch.empty_like(product)
+        grid, tiles, constants = _grid(product, BACKWARD)
+        parts = product.new_empty((grid[1] if of_bias else 0, len(bias)), dtype=torch.float32)
+        _gelu_with_bias_backward[grid](
+            gradient, product, bias, d, parts, len(product), tiles, of_bias=of_bias, **constants
+        )
+        return d, parts.sum(0).to(bias.dtype) if of_bias else None
+
+
+def gelu_with_bias(product: Tensor, bias: Tensor) -> Tensor:
+    """Adds a layer's bias to its product and applies GELU, approximated by tanh.
+
+    Args:
+        product: (R, w).
+        bias: (w,).
+
+    Returns:
+        ``gelu(product + bias)``, (R, w), in the dtype of the product.
+    """
+    out: Tensor = GeluWithBias.apply(product, bias)
+    return out
+
+
+def run_gelu_with_bias(width: int, device: str) -> None:
+    """Runs both kernels on one row, for example to compile them for a width.
+
+    Args:
+        width: Columns of the feed-forward part on a rank.
+        device: ``meta`` for tensors without content.
+    """
+    product, bias = (
+        torch.empty(shape, dtype=torch.bfloat16, device=device, requires_grad=True) for shape in ((1, width), (width,))
+    )
+    out = gelu_with_bias(product, bias)
+    out.backward(torch.ones_like(out))
+
+
+def _grid(x: Tensor, tiling: Tiling) -> tuple[tuple[int, int], int, dict[str, int]]:
+    """Returns the programs across and down, the tiles of each program, and the constants of a launch."""
+    rows, width = x.shape
+    across, tiles = triton.cdiv(width, tiling.columns), triton.cdiv(rows, tiling.height)
+    down = min(tiles, max(1, tiling.programs // across))
+    constants = {
+        "width": width,
+        "height": tiling.height,
+        "columns": tiling.columns,
+        "stages": tiling.stages,
+        "num_warps": tiling.warps,
+    }
+    return (across, down), triton.cdiv(tiles, max(1, down)), constants
+
+
+@triton.jit
+def _sigmoid(x, square):  # type: ignore[no-untyped-def]  # Triton compiles it
+    """Sigmoid of z and exp(-z). The square of a root is two instructions, where a division is eight."""
+    decay = tl.exp2(x * (_BINARY * _LINEAR + _BINARY * _CUBIC * square))
+    root = tl.rsqrt(1 + decay)
+    return root * root, decay
+
+
+@triton.jit(do_not_specialize=["rows", "tiles"])  # type: ignore[untyped-decorator]
+def _gelu_with_bias(  # type: ignore[no-untyped-def]  # Triton compiles it; its arguments are pointers and numbers
+    product,
+    bias,
+    out,
+    rows,
+    tiles,
+    width: tl.constexpr,
+    height: tl.constexpr,
+    columns: tl.constexpr,
+    stages: tl.constexpr,
+):
+    """Processes some tiles of a block of columns."""
+    column = tl.program_id(0) * columns + tl.arange(0, columns)
+    within = column < width
+    added = tl.load(bias + column, mask=within, other=0).to(tl.float32)[None, :]
+    for tile in tl.range(tiles, num_stages=stages):
+        row = (tl.program_id(1).to(tl.int64) + tile * tl.num_programs(1)) * height + tl.arange(0, height)
+        mask = (row < rows)[:, None] & within[None, :]
+        here = row[:, None] * width + column[None, :]
+        x = tl.load(product + here, mask=mask, other=0).to(tl.float32) + added
+        sigmoid, _ = _sigmoid(x, x * x)
+        tl.store(out + here, (x * sigmoid).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows", "tiles"])  # type: ignore[untyped-decorator]
+def _gelu_with_bias_backward(  # type: ignore[no-untyped-def]
+    gradient,
+    product,
+    bias,
+    d,
+    parts,
+    rows,
+    tiles,
+    width: tl.constexpr,
+    height: tl.constexpr,
+    columns: tl.constexpr,
+    stages: tl.constexpr,
+    of_bias: tl.constexpr,
+):
+    """Processes some tiles of a block of columns. Each thread sums what it has, and threads add up at the end."""
+    column = tl.program_id(0) * columns + tl.arange(0, columns)
+    within = column < width
+    added = tl.load(bias + column, mask=within, other=0).to(tl.float32)[None, :]
+    dbias = tl.zeros((height, columns), tl.float32)
+    for tile in tl.range(tiles, num_stages=stages):
+        row = (tl.program_id(1).to(tl.int64) + tile * tl.num_programs(1)) * height + tl.arange(0, height)
+        mask = (row < rows)[:, None] & within[None, :]
+        here = row[:, None] * width + column[None, :]
+        pull = tl.load(gradient + here, mask=mask, other=0).to(tl.float32)
+        x = tl.load(product + here, mask=mask, other=0).to(tl.float32) + added
+        square = x * x
+        sigmoid, decay = _sigmoid(x, square)
+        slope = x * (_LINEAR + 3 * _CUBIC * square)
+        # 1 - sigmoid, of which a subtraction would leave few digits. Where sigmoid is 0, decay is infinite.
+        rest = sigmoid * tl.minimum(decay, 1e38)
+        pull *= sigmoid + sigmoid * slope * rest
+        tl.store(d + here, pull.to(d.dtype.element_ty), mask=mask)
+        if of_bias:
+            dbias += pull
+    if of_bias:
+        tl.store(parts + tl.program_id(1).to(tl.int64) * width + column, tl.sum(dbias, 0), mask=within)
