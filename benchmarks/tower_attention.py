@@ -102,7 +102,8 @@ def rotations(heads: int, width: int) -> dict[str, str]:
 
     mixed = torch.randn(BOUNDS[-1], heads, 3, width, device="cuda", dtype=torch.bfloat16).requires_grad_()
     half = 20 * torch.randn(BOUNDS[-1], width // 2, device="cuda")
-    angles = torch.cat([half, half], -1)
+    angles, turns = torch.cat([half, half], -1), torch.cat([half.cos(), half.sin()], -1)
+    bias = torch.zeros(3 * heads * width, device="cuda", dtype=torch.bfloat16)
 
     def engine() -> tuple[Tensor, ...]:
         turn = angles[:, None, None]
@@ -110,7 +111,7 @@ def rotations(heads: int, width: int) -> dict[str, str]:
         return tuple(part.squeeze(1) for part in parts)
 
     found = {}
-    for name, split in (("ours", lambda: SplitAndRotate.apply(mixed, angles)), ("Transformer Engine", engine)):
+    for name, split in (("ours", lambda: SplitAndRotate.apply(mixed, bias, turns)), ("Transformer Engine", engine)):
         grads = [torch.randn_like(part) for part in split()]
         forward = milliseconds(split)
         both = milliseconds(lambda split=split, grads=grads: torch.autograd.grad(split(), mixed, grads))

@@ -5,6 +5,7 @@ Mirrors transformers' ``Qwen3_5VisionRotaryEmbedding`` and its interpolation of 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -50,6 +51,12 @@ class PatchGeometry:
         self.angles = rotary_angles(places, architecture.head_dim, architecture.rope_theta).unsqueeze(1)
         self.cu_seqlens = to_device(torch.tensor(self.bounds, dtype=torch.int32), device)
         return self
+
+    @functools.cached_property
+    def turns(self) -> Tensor:
+        """The angles as the rotation's kernel takes them: float32 (P, d), d / 2 cosines and then d / 2 sines."""
+        half = self.angles.squeeze(1).chunk(2, -1)[0]
+        return torch.cat([half.cos(), half.sin()], -1)
 
     def packed(self) -> PackedSeqParams:
         """The segments in the form that megatron-core's attention takes."""

@@ -184,7 +184,7 @@ class VisionBlock(MegatronModule):
         norm = provider.layer_norm(rms_norm=False)
         self.norm1 = norm(config, width, eps=architecture.layer_norm_eps)
         self.norm2 = norm(config, width, eps=architecture.layer_norm_eps)
-        self.qkv = _column(provider, config, width, 3 * width, group)
+        self.qkv = _column(provider, config, width, 3 * width, group, skip_bias_add=True)
         self.proj = _row(provider, config, width, width, group, skip_bias_add=True)
         self.linear_fc1 = _column(provider, config, width, wide, group, skip_bias_add=True)
         self.linear_fc2 = _row(provider, config, wide, width, group, skip_bias_add=True)
@@ -196,9 +196,10 @@ class VisionBlock(MegatronModule):
     def forward(self, x_pc: Tensor, images: PatchGeometry) -> Tensor:
         """Attends within images, then transforms each patch; (P, c) to (P, c)."""
         x_pc, normed = self.residual.keep_and_norm(x_pc, self.norm1)
+        product, bias = self.qkv(normed)
         # Per head [query, key, value], so a tensor-parallel rank's rows are whole heads.
-        mixed_pn3d = self.qkv(normed)[0].unflatten(-1, (-1, 3, self.head_dim))
-        attended = self.proj(self.core_attention(mixed_pn3d, images))
+        mixed_pn3d = product.unflatten(-1, (-1, 3, self.head_dim))
+        attended = self.proj(self.core_attention(mixed_pn3d, bias, images))
         x_pc, normed = self.residual.sum_and_norm(x_pc, attended, self.norm2)
         return self.residual.sum(x_pc, self.linear_fc2(self.gelu(*self.linear_fc1(normed))))
 

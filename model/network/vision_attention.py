@@ -1,7 +1,7 @@
 """Rotation of queries and keys and attention within images, in plain torch and with faster kernels.
 
-Mirrors transformers' ``Qwen3_5VisionAttention`` between its two linear layers. Shapes: patches P, heads on this rank n,
-head width d.
+The layer before returns its bias instead of adding it. Mirrors transformers' ``Qwen3_5VisionAttention`` between
+its two linear layers. Shapes: patches P, heads on this rank n, head width d.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from model.network.patch_geometry import PatchGeometry
 class TorchAttention(nn.Module):
     """Rotation and attention within images, in plain torch."""
 
-    def forward(self, mixed_pn3d: Tensor, images: PatchGeometry) -> Tensor:
-        """Maps (P, n, 3, d) to (P, n * d)."""
-        query, key, value = mixed_pn3d.unbind(-2)
+    def forward(self, mixed_pn3d: Tensor, bias: Tensor, images: PatchGeometry) -> Tensor:
+        """Maps a product (P, n, 3, d) and its bias (3 * n * d,) to (P, n * d)."""
+        query, key, value = (mixed_pn3d + bias.view(mixed_pn3d.shape[1:])).unbind(-2)
         return _attend(rotate_patches(query, images.angles), rotate_patches(key, images.angles), value, images.bounds)
 
 
@@ -44,9 +44,9 @@ class EngineAttention(nn.Module):
             pg_collection=pg_collection,
         )
 
-    def forward(self, mixed_pn3d: Tensor, images: PatchGeometry) -> Tensor:
-        """Maps (P, n, 3, d) to (P, n * d)."""
-        query, key, value = _split_and_rotate(mixed_pn3d, images.angles)
+    def forward(self, mixed_pn3d: Tensor, bias: Tensor, images: PatchGeometry) -> Tensor:
+        """Maps a product (P, n, 3, d) and its bias (3 * n * d,) to (P, n * d)."""
+        query, key, value = _split_and_rotate(mixed_pn3d, bias, images)
         out: Tensor = self.attention(query, key, value, None, AttnMaskType.no_mask, packed_seq_params=images.packed())
         return out.reshape(out.shape[0], -1)
 
@@ -72,9 +72,9 @@ class FlashAttention(nn.Module):
             return False
         return torch.cuda.get_device_capability() >= (9, 0)
 
-    def forward(self, mixed_pn3d: Tensor, images: PatchGeometry) -> Tensor:
-        """Maps (P, n, 3, d) to (P, n * d)."""
-        query, key, value = _split_and_rotate(mixed_pn3d, images.angles)
+    def forward(self, mixed_pn3d: Tensor, bias: Tensor, images: PatchGeometry) -> Tensor:
+        """Maps a product (P, n, 3, d) and its bias (3 * n * d,) to (P, n * d)."""
+        query, key, value = _split_and_rotate(mixed_pn3d, bias, images)
         bounds, longest = images.cu_seqlens, images.longest
         sizes = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": longest, "max_seqlen_k": longest}
         out = self._attend(query, key, value, **sizes)
@@ -91,10 +91,10 @@ def core_attention(kind: str, config: TransformerConfig, pg_collection: Any) -> 
     return EngineAttention(config, pg_collection)
 
 
-def _split_and_rotate(mixed_pn3d: Tensor, angles_p1d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _split_and_rotate(mixed_pn3d: Tensor, bias: Tensor, images: PatchGeometry) -> tuple[Tensor, Tensor, Tensor]:
     from model.kernels.rotation import SplitAndRotate  # Triton is only available with CUDA
 
-    parts: tuple[Tensor, Tensor, Tensor] = SplitAndRotate.apply(mixed_pn3d, angles_p1d.squeeze(1))
+    parts: tuple[Tensor, Tensor, Tensor] = SplitAndRotate.apply(mixed_pn3d, bias, images.turns)
     return parts
 
 

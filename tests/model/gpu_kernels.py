@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -16,41 +17,63 @@ CUDA = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def fused_rotations() -> None:
-    """Transformer Engine's rotary kernel with angles of our own, and our kernel, against the plain ones in float32."""
-    from model.kernels.rotation import SplitAndRotate
+    """Transformer Engine's rotary kernel with angles of our own against the plain rotation in float32."""
     from model.network.attention import InterleavedMRoPE, _rotate_fused, rotate
-    from model.network.patch_geometry import PatchGeometry
-    from model.network.vision_attention import rotate_patches
-    from tests.model.gpu_checks import architecture
 
     generator = torch.Generator(CUDA).manual_seed(0)
     positions = torch.randint(0, 4000, (3, 1, 1000), device=CUDA, generator=generator)
     angles = InterleavedMRoPE(64, 1e7)(positions, [11, 11, 10])
     x = torch.randn(1000, 1, 6, 256, device=CUDA, generator=generator)
-    images = PatchGeometry.of(architecture().vision, [(1, 16, 24), (1, 6, 4)], CUDA)
-    mixed = torch.randn(408, 5, 3, 72, device=CUDA, generator=generator)
+    for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 4e-3)):
+        results = []
+        for function, kind in ((rotate, torch.float32), (_rotate_fused, dtype)):
+            mine = x.to(dtype).to(kind).requires_grad_()
+            out = function(mine, angles)
+            factor = torch.linspace(-1, 1, out.numel(), device=CUDA).view(out.shape)
+            results.append([out, *torch.autograd.grad((out.float() * factor).sum(), mine)])
+        errors = [relative(b.float(), a.float()) for a, b in zip(*results, strict=True)]
+        print(f"  {dtype}: {[f'{each:.1e}' for each in errors]}")
+        assert max(errors) < limit
 
-    def language(x: torch.Tensor, fused: bool) -> tuple[torch.Tensor, ...]:
-        return ((_rotate_fused if fused else rotate)(x, angles),)
 
-    def tower(mixed: torch.Tensor, fused: bool) -> tuple[torch.Tensor, ...]:
-        if fused:
-            return tuple(SplitAndRotate.apply(mixed, images.angles.squeeze(1)))
-        query, key, value = mixed.unbind(-2)
-        return rotate_patches(query, images.angles), rotate_patches(key, images.angles), value * 1
+def tower_rotation() -> None:
+    """The tower's rotation with a bias against torch in float64, twice with the same bits, for all numbers of rows."""
+    from model.kernels.rotation import SplitAndRotate, run_rotation
+    from tests.model.kernels.rotation import compared
 
-    for name, function, given in (("language", language, x), ("tower", tower, mixed)):
-        for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 4e-3)):
-            results = []
-            for fused, kind in ((False, torch.float32), (True, dtype)):
-                mine = given.detach().to(dtype).to(kind).clone().requires_grad_()
-                out = function(mine, fused)
-                factors = [torch.linspace(-1, 1, each.numel(), device=CUDA).view(each.shape) for each in out]
-                sum((each.float() * factor).sum() for each, factor in zip(out, factors, strict=True)).backward()
-                results.append([*out, mine.grad])
-            errors = [relative(b.float(), a.float()) for a, b in zip(*results, strict=True)]
-            print(f"  {name} {dtype}: {[f'{each:.1e}' for each in errors]}")
-            assert max(errors) < limit
+    # Rounding is that of the results: 2^-9 in bfloat16. Angles of up to 100 radians are rounded to 4e-6 of one.
+    for dtype, limit in ((torch.float32, 2e-6), (torch.bfloat16, 4e-3)):
+        for heads, width in ((16, 64), (12, 64), (16, 72), (4, 64), (1, 72), (5, 12)):
+            worst = 0.0
+            frozen: list[tuple[str, ...]] = [(), *([("mixed",), ("bias",)] if heads == 12 else [])]
+            for rows, fixed in itertools.product((0, 1, 37, 5000, 55_501), frozen):
+                errors = compared(rows, heads, width, dtype, fixed, str(CUDA))
+                assert max(errors.values()) < limit, (rows, heads, width, fixed, errors)
+                worst = max(worst, *errors.values())
+            print(f"  {heads} heads of {width}, {dtype}: {worst:.1e}")
+    run_rotation(16, 64, str(CUDA))
+    with nothing_compiled():
+        for rows in (1, 16, 55_500, 60_001):
+            shapes = [(rows, 16, 3, 64), (3072,), (rows, 64)]
+            mixed, bias, turns = (torch.randn(shape, device=CUDA) for shape in shapes)
+            inputs = [each.bfloat16().requires_grad_() for each in (mixed, bias)]
+            runs = []
+            for _ in range(2):
+                found = SplitAndRotate.apply(*inputs, turns)
+                runs.append([*found, *torch.autograd.grad(found, inputs, [each.detach() for each in found])])
+            assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@contextlib.contextmanager
+def nothing_compiled() -> Iterator[None]:
+    """Fails if Triton compiles a kernel or loads one from its cache."""
+    import triton
+
+    compiled: list[str] = []
+    triton.knobs.compilation.listener = lambda *, src, **_: compiled.append(src.name)
+    yield
+    triton.knobs.compilation.listener = None
+    assert not compiled, "another number of rows compiled kernels again"
 
 
 def delta_net_kernels() -> None:
@@ -82,8 +105,6 @@ def delta_net_kernels() -> None:
 
 def residual_norm() -> None:
     """The tower's residual stream against plain torch in float64, twice with the same bits, for all numbers of rows."""
-    import triton
-
     from model.kernels.residual_norm import run_residual_norm, sum_and_norm, sum_with_bias
     from tests.model.kernels.residual_norm import INPUTS, compared
 
@@ -100,24 +121,21 @@ def residual_norm() -> None:
             print(f"  {width} {dtype}: " + ", ".join(f"{name} {error:.1e}" for name, error in worst.items()))
     generator = torch.Generator(CUDA).manual_seed(0)
     run_residual_norm(768, str(CUDA))
-    compiled: list[str] = []
-    triton.knobs.compilation.listener = lambda *, src, **_: compiled.append(src.name)
-    for rows in (1, 16, 55_500, 60_001):
-        shapes = [(rows, 768), (rows, 768), (768,), (768,), (768,)]
-        tensors = [torch.randn(each, device=CUDA, generator=generator).bfloat16().requires_grad_() for each in shapes]
-        runs = []
-        for _ in range(2):
-            found = [*sum_and_norm(*tensors, 1e-6), sum_with_bias(*tensors[:3])]
-            runs.append([*found, *torch.autograd.grad(found, tensors, [each.detach() for each in found])])
-        assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
-    triton.knobs.compilation.listener = None
-    assert not compiled, "another number of rows compiled kernels again"
+    with nothing_compiled():
+        for rows in (1, 16, 55_500, 60_001):
+            shapes = [(rows, 768), (rows, 768), (768,), (768,), (768,)]
+            tensors = [
+                torch.randn(each, device=CUDA, generator=generator).bfloat16().requires_grad_() for each in shapes
+            ]
+            runs = []
+            for _ in range(2):
+                found = [*sum_and_norm(*tensors, 1e-6), sum_with_bias(*tensors[:3])]
+                runs.append([*found, *torch.autograd.grad(found, tensors, [each.detach() for each in found])])
+            assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 def biased_gelu() -> None:
     """GELU with a bias against torch in float64, twice with the same bits, for all numbers of rows."""
-    import triton
-
     from model.kernels.biased_gelu import gelu_with_bias, run_gelu_with_bias
     from tests.model.kernels.biased_gelu import compared
 
@@ -133,20 +151,17 @@ def biased_gelu() -> None:
             print(f"  {width} {dtype}: {worst:.1e}")
     generator = torch.Generator(CUDA).manual_seed(0)
     run_gelu_with_bias(4096, str(CUDA))
-    compiled: list[str] = []
-    triton.knobs.compilation.listener = lambda *, src, **_: compiled.append(src.name)
-    for rows in (1, 16, 55_500, 60_001):
-        product, bias = (
-            torch.randn(shape, device=CUDA, generator=generator).bfloat16().requires_grad_()
-            for shape in ((rows, 4096), (4096,))
-        )
-        runs = []
-        for _ in range(2):
-            out = gelu_with_bias(product, bias)
-            runs.append([out, *torch.autograd.grad(out, (product, bias), out.detach())])
-        assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
-    triton.knobs.compilation.listener = None
-    assert not compiled, "another number of rows compiled kernels again"
+    with nothing_compiled():
+        for rows in (1, 16, 55_500, 60_001):
+            product, bias = (
+                torch.randn(shape, device=CUDA, generator=generator).bfloat16().requires_grad_()
+                for shape in ((rows, 4096), (4096,))
+            )
+            runs = []
+            for _ in range(2):
+                out = gelu_with_bias(product, bias)
+                runs.append([out, *torch.autograd.grad(out, (product, bias), out.detach())])
+            assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 def attention_inputs() -> None:
@@ -200,6 +215,7 @@ def delta_rule() -> None:
 #: Checks by name.
 KERNELS: dict[str, Callable[[], None]] = {
     "fused rotations": fused_rotations,
+    "tower rotation": tower_rotation,
     "attention inputs": attention_inputs,
     "delta net's kernels": delta_net_kernels,
     "residual norm": residual_norm,

@@ -88,9 +88,14 @@ def in_the_tower() -> None:
     from model.network.biased_gelu import kernel_gelu
     from model.network.residual import KernelResidual
     from model.network.settings import ModelSettings
+    from model.network.vision_attention import _attend, _split_and_rotate
     from model.parallel import cpu_mode, groups
     from model.parallel.sharding import shard_parameters
     from model.weights.mapping import load_from_hf
+
+    class RotatingAttention(torch.nn.Module):
+        def forward(self, mixed_pn3d: Tensor, bias: Tensor, images: Any) -> Tensor:
+            return _attend(*_split_and_rotate(mixed_pn3d, bias, images), images.bounds)
 
     torch.set_num_threads(1)
     groups.initialize(backend="gloo")
@@ -105,6 +110,7 @@ def in_the_tower() -> None:
             parameter.requires_grad = frozen not in name
         for block in built.vision.blocks if kernels else ():
             block.residual, block.gelu = KernelResidual(wanted.vision.layer_norm_eps), kernel_gelu
+            block.core_attention = RotatingAttention()
         if sharded:
             shard_parameters(built, torch.float32, torch.device("cpu"))
         losses = built(samples)

@@ -1,28 +1,43 @@
-"""The Triton kernel that splits heads and rotates equals the plain code, in Triton's interpreter on the CPU."""
+"""The Triton kernel that splits heads and rotates equals torch in float64, in Triton's interpreter on the CPU."""
 
 from __future__ import annotations
 
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from tests.model.helpers import relative
+from tests.model.kernels.interpreter import accept_scalar_bounds
+from tests.model.kernels.rotation import compared
+
+#: Errors that rounding allows. The interpreter cuts bfloat16 off: up to 2^-8.
+LIMITS = {torch.float32: 1e-6, torch.bfloat16: 5e-3}
 
 
 def interpreted() -> None:
-    from model.kernels.rotation import SplitAndRotate
-    from model.network.vision_attention import rotate_patches
+    from model.kernels import rotation
+    from model.kernels.rotation import Tiling
 
-    for rows, heads, width in ((7, 3, 12), (5, 4, 64), (3, 1, 72)):
-        generator = torch.Generator().manual_seed(rows)
-        mixed = torch.randn(rows, heads, 3, width, generator=generator).requires_grad_()
-        half = 20 * torch.randn(rows, width // 2, generator=generator)
-        angles = torch.cat([half, half], -1)
-        query, key, value = mixed.unbind(-2)
-        plain = (rotate_patches(query, angles.unsqueeze(1)), rotate_patches(key, angles.unsqueeze(1)), value)
-        ours = SplitAndRotate.apply(mixed, angles)
-        # Gradients as a kernel may give them: not contiguous.
-        grads = [torch.randn(width, heads, rows, generator=generator).permute(2, 1, 0) for _ in range(3)]
-        (wanted,) = torch.autograd.grad(plain, mixed, grads)
-        (given,) = torch.autograd.grad(ours, mixed, grads)
-        for a, b in zip((*ours, given), (*plain, wanted), strict=True):
-            assert a.shape == b.shape
-            assert relative(a.detach(), b.detach()) < 1e-6
+    accept_scalar_bounds()
+    chosen = rotation.FORWARD, rotation.BACKWARD
+    # Few programs have several tiles each, the last ones in part or not at all.
+    tilings = st.builds(Tiling, st.sampled_from([1, 16, 64]), st.just(8), st.integers(1, 4))
+
+    @settings(max_examples=15, deadline=None, database=None)
+    @given(st.integers(0, 40), st.integers(1, 6), st.integers(1, 9), st.none() | tilings, st.sampled_from([*LIMITS]))
+    @example(0, 2, 8, None, torch.bfloat16)
+    @example(7, 16, 36, None, torch.bfloat16)
+    @example(5, 12, 32, None, torch.float32)
+    def equal(rows: int, heads: int, half: int, tiling: Tiling | None, dtype: torch.dtype) -> None:
+        rotation.FORWARD, rotation.BACKWARD = chosen if tiling is None else (tiling, tiling)
+        errors = compared(rows, heads, 2 * half, dtype)
+        assert max(errors.values()) < LIMITS[dtype], errors
+
+    equal()
+
+
+def with_frozen_inputs() -> None:
+    accept_scalar_bounds()
+    for frozen in (("mixed",), ("bias",)):
+        errors = compared(7, 3, 12, torch.float32, frozen)
+        assert set(errors) == {"query", "key", "value", "dmixed", "dbias"} - {f"d{name}" for name in frozen}
+        assert max(errors.values()) < LIMITS[torch.float32], (frozen, errors)

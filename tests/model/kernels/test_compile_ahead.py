@@ -263,14 +263,13 @@ def of_the_tower() -> None:
         made: Any = VisionBlock.__new__(VisionBlock)
         nn.Module.__init__(made)
         made.norm1, made.norm2 = (nn.LayerNorm(96, dtype=torch.bfloat16, device="meta") for _ in range(2))
-        made.qkv = lambda x: (torch.cat([x, x, x], -1), None)
+        made.qkv = lambda x: (torch.cat([x, x, x], -1), empty(288))
         made.proj = made.linear_fc2 = lambda x: (x[:, :96], empty(96))
-        made.core_attention = lambda mixed_pn3d, angles: torch.cat(_split_and_rotate(mixed_pn3d, angles))[:300].flatten(
-            1
-        )
+        made.core_attention = lambda *inputs: torch.cat(_split_and_rotate(*inputs))[:300].flatten(1)
         made.linear_fc1 = lambda x: (torch.cat([x, x], -1), empty(192))
         made.head_dim, made.residual, made.gelu = 16, KernelResidual(1e-6), kernel_gelu
-        out = made(empty(300, 96), torch.empty(300, 1, 16, device="meta"))
+        images: Any = SimpleNamespace(turns=torch.empty(300, 16, device="meta"))
+        out = made(empty(300, 96), images)
         out.backward(torch.ones_like(out))
 
     def kernels(run: Any) -> list[str]:

@@ -58,7 +58,7 @@ def trained_and_evaluated(width: int, lengths: tuple[int, ...]) -> None:
 
     from model.network import vision_attention
 
-    vision_attention._split_and_rotate = lambda mixed, _: mixed.unbind(-2)  # the real one launches a Triton kernel
+    vision_attention._split_and_rotate = lambda mixed, *_: mixed.unbind(-2)  # the real one launches a Triton kernel
     attention = vision_attention.FlashAttention()
 
     def run() -> None:
@@ -68,8 +68,8 @@ def trained_and_evaluated(width: int, lengths: tuple[int, ...]) -> None:
                     sum(lengths), 12, 3, width, dtype=torch.bfloat16, device="cuda", requires_grad=trained
                 )
                 bounds = torch.empty(len(lengths) + 1, dtype=torch.int32, device="cuda")
-                images: Any = SimpleNamespace(angles=None, cu_seqlens=bounds, longest=max(lengths))
-                out = attention(mixed, images)
+                images: Any = SimpleNamespace(cu_seqlens=bounds, longest=max(lengths))
+                out = attention(mixed, None, images)
                 if trained:
                     node = out.grad_fn.next_functions[0][0]
                     assert "FlashAttnVarlenFunc" in node.name()

@@ -24,6 +24,7 @@ CALLS = [
         "biased_gelu:with_frozen_inputs",
         "biased_gelu:of_extreme_values",
         "rotation:interpreted",
+        "rotation:with_frozen_inputs",
         "residual_norm:interpreted",
         "residual_norm:with_frozen_inputs",
         "residual_norm:in_the_stream",
