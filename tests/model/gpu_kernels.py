@@ -41,7 +41,7 @@ def tower_rotation() -> None:
     from model.kernels.rotation import SplitAndRotate, run_rotation
     from tests.model.kernels.rotation import compared
 
-    # Rounding is that of the results: 2^-9 in bfloat16. Angles of up to 100 radians are rounded to 4e-6 of one.
+    # Rounding is that of the results: 2^-9 in bfloat16.
     for dtype, limit in ((torch.float32, 2e-6), (torch.bfloat16, 4e-3)):
         for heads, width in ((16, 64), (12, 64), (16, 72), (4, 64), (1, 72), (5, 12)):
             worst = 0.0
