@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from model.network.attention import SegmentAttention
+from model.network.linear import with_short_way
 
 
 class RMSNorm(nn.Module):
@@ -148,6 +149,15 @@ def transformer_engine_provider(*packages: str, compiled: bool = False) -> Provi
         """Transformer Engine's linear layers, norms and attention."""
 
         compiled: bool
+
+        def column_parallel_linear(self) -> type:
+            return with_short_way(super().column_parallel_linear())
+
+        def row_parallel_linear(self) -> type:
+            return with_short_way(super().row_parallel_linear())
+
+        def column_parallel_layer_norm_linear(self) -> type:
+            return with_short_way(super().column_parallel_layer_norm_linear())
 
         def plain_rms_norm(self) -> Any:
             return PlainNorm
