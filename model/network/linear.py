@@ -299,19 +299,16 @@ class ShortNormLinear(ShortLinear):
 
 
 @functools.cache
-def with_short_way(layer: type) -> type:
-    """Returns a class of linear layers of Transformer Engine with a short way.
+def with_short_way(layer: type, way: type[ShortLinear] = ShortLinear) -> type:
+    """Returns a class of linear layers with a short way.
 
     It keeps the name of the class, by which megatron-core's fully sharded training knows along which axis a weight is
     split.
 
     Args:
-        layer: ``TEColumnParallelLinear``, ``TERowParallelLinear`` or ``TELayerNormColumnParallelLinear`` of
-            megatron-core.
+        layer: A linear layer of :mod:`megatron.core.extensions.transformer_engine`.
+        way: :class:`ShortNormLinear` for a layer with a norm.
     """
-    from transformer_engine.pytorch import LayerNormLinear
-
-    way = ShortNormLinear if issubclass(layer, LayerNormLinear) else ShortLinear
     return type(layer.__name__, (way, layer), {})
 
 

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from model.network.attention import SegmentAttention
-from model.network.linear import with_short_way
+from model.network.linear import ShortNormLinear, with_short_way
 
 
 class RMSNorm(nn.Module):
@@ -157,7 +157,7 @@ def transformer_engine_provider(*packages: str, compiled: bool = False) -> Provi
             return with_short_way(super().row_parallel_linear())
 
         def column_parallel_layer_norm_linear(self) -> type:
-            return with_short_way(super().column_parallel_layer_norm_linear())
+            return with_short_way(super().column_parallel_layer_norm_linear(), ShortNormLinear)
 
         def plain_rms_norm(self) -> Any:
             return PlainNorm

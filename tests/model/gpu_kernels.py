@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from tests.model.gpu_configurations import configurations_agree
+from tests.model.gpu_linear import host_times, layers_agree, whole_model_agrees
 from tests.model.helpers import relative
 
 CUDA = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -222,4 +223,7 @@ KERNELS: dict[str, Callable[[], None]] = {
     "biased gelu": biased_gelu,
     "delta rule": delta_rule,
     "delta rule, each configuration": configurations_agree,
+    "lean linear, layers": layers_agree,
+    "lean linear, host times": host_times,
+    "lean linear, whole model": whole_model_agrees,
 }
