@@ -46,7 +46,7 @@ def layers(dtype: torch.dtype, width: int, out: int) -> Iterator[tuple[str, Any,
         ("row", TERowParallelLinear, config, row),
     ]
     for (name, kind, of_kind, own), (bias, skip) in itertools.product(
-        kinds, ((False, False), (False, True), (True, False), (True, True))
+        kinds, ((False, True), (True, False), (True, True))
     ):
         way = ShortNormLinear if kind is TELayerNormColumnParallelLinear else ShortLinear
         layer = with_short_way(kind, way)(width, out, config=of_kind, bias=bias, skip_bias_add=skip, **own, **common)
