@@ -247,7 +247,7 @@ class ShortLinear(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Maps (…, k) to (…, n), and returns the bias if it is not added here."""
         parameters = self._parameters
-        weight = parameters["weight"]
+        weight: Any = parameters.get("weight")
         if not _goes_short(self, x, weight):
             longer: tuple[Tensor, Tensor | None] = super().forward(x)
             return longer
@@ -314,6 +314,8 @@ def with_short_way(layer: type, way: type[ShortLinear] = ShortLinear) -> type:
 
 def _goes_short(layer: ShortLinear, x: Tensor, weight: Any) -> bool:
     """True if a call needs nothing but products and a norm."""
+    if type(weight) is not nn.Parameter:  # but quantised, a shard, or split into several
+        return False
     if layer.may_go_short is None:
         layer.may_go_short = _may_go_short(layer)
     return (
@@ -321,7 +323,6 @@ def _goes_short(layer: ShortLinear, x: Tensor, weight: Any) -> bool:
         and x.dtype is weight.dtype
         and x.is_cuda is weight.is_cuda
         and x.dim() > 1
-        and type(weight) is nn.Parameter  # not quantised, not a shard
         and not torch.is_autocast_enabled()
         and not engine().quantizes()
     )

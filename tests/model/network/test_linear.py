@@ -295,6 +295,9 @@ def test_weights_that_need_the_long_way(engine: PlainEngine, kind: type) -> None
     weight = layer._parameters["weight"]
     layer._parameters["weight"] = Shard(weight.data)  # Float8Tensor and DTensor are parameters of a class of their own
     assert layer(x)[0] == "long"
+    layer = kind()
+    del layer.weight  # as if it were split
+    assert layer(x)[0] == "long"
     assert kind()(x.double())[0] == "long"
     assert kind()(x[0])[0] == "long"
     assert kind().half()(x.half())[0] == "long"
