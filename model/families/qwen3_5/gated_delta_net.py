@@ -73,8 +73,8 @@ class Qwen35GatedDeltaNet(GatedDeltaNet):
         )
 
     def _normalise(self, x: Tensor, gate: Tensor, pack: PackParams) -> Tensor:
-        """Applies norm and gate to all tokens of some heads. Returns this rank's tokens of all heads, (t, 1, w)."""
-        normed: Tensor = self._apply_gated_norm(x, gate).reshape(pack.bounds[-1], -1)
+        """Applies norm and gate to all tokens of some heads, (T, h, v). Returns this rank's tokens of all heads, (t, 1, w)."""
+        normed: Tensor = self._apply_gated_norm(x, gate).reshape(len(x), -1)
         if self.cp_size > 1:
             assert pack.gathered_order is not None
             normed = some_tokens_of_all_columns(normed, pack.gathered_order, pack.rank_order, self.pg_collection.cp)
