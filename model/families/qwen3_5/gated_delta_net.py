@@ -73,7 +73,11 @@ class Qwen35GatedDeltaNet(GatedDeltaNet):
         )
 
     def _normalise(self, x: Tensor, gate: Tensor, pack: PackParams) -> Tensor:
-        """Applies norm and gate to all tokens of some heads, (T, h, v). Returns this rank's tokens of all heads, (t, 1, w)."""
+        """Applies norm and gate to all tokens of some heads, (T, h, v).
+
+        Returns:
+            This rank's tokens of all heads, (t, 1, w).
+        """
         normed: Tensor = self._apply_gated_norm(x, gate).reshape(len(x), -1)
         if self.cp_size > 1:
             assert pack.gathered_order is not None
