@@ -144,7 +144,11 @@ def host_times(calls: int = 200) -> None:
 
 
 def whole_model_agrees() -> None:
-    """A small model both ways: equal losses and gradients, wherever a repetition of the long way has the same bits."""
+    """A small model both ways: losses and gradients differ by no more than in a repetition of the long way.
+
+    cuDNN's attention adds up gradients in another order each time. Where one repetition has the same bits, another need
+    not.
+    """
     from model.families import spec_of
     from model.network.linear import ShortLinear
     from model.network.settings import ModelSettings
@@ -183,7 +187,6 @@ def whole_model_agrees() -> None:
         print(
             f"  {family}, fused {fused}: {len(first)} tensors, {len(unstable)} differ between runs, {len(other)} ways"
         )
-        assert set(other) <= set(unstable), sorted(set(other) - set(unstable))
         for name in other:
             noise, error = relative(repeated[name], first[name]), relative(short[name], first[name])
             assert error < 4 * max(noise, 1e-3), (name, noise, error)
