@@ -2,7 +2,7 @@
 
 Forward, one pass computes ``gelu(product + bias)``. Backward, one pass computes the gradient of the product and its sum
 over rows, the gradient of the bias. Otherwise, cuBLASLt sums the rows in a kernel of its own before the layer's
-products, which reads the gradient once more (docs/decisions/0063). All is computed in float32 and rounded once.
+products, which reads the gradient once more (docs/decisions/0067). All is computed in float32 and rounded once.
 
 With ``z = sqrt(8 / pi) (x + 0.044715 x^3)``, the approximation of GELU by tanh is ``x sigmoid(z)``, because
 ``(1 + tanh(z / 2)) / 2 = sigmoid(z)``. Its derivative is ``s (1 + x z' (1 - s))`` with ``s = sigmoid(z)``.

@@ -3,7 +3,7 @@
 One pass computes ``s = x + y + bias`` and ``normed = LayerNorm(s)``. Backward, one pass combines the gradients of both
 outputs. Forward, this replaces three kernels: the bias, which Transformer Engine adds in a kernel of its own after
 row-parallel layers, the sum, and the norm. Backward, it replaces the norm's kernel, a sum of two gradients and a
-reduction for the bias (docs/decisions/0063). All is computed in float32. s is rounded before it is normalised, so that
+reduction for the bias (docs/decisions/0067). All is computed in float32. s is rounded before it is normalised, so that
 the backward pass can start from what is stored: s, and the mean and inverse deviation of each row.
 
 Gradients of parameters are sums over rows. Each program sums over its own rows, and torch adds up the programs.

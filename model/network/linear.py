@@ -4,7 +4,7 @@ Transformer Engine's layers prepare each call for FP8, tensor parallelism and ov
 small models, since the host then launches kernels more slowly than the GPU runs them. Without any of these, a call is
 one matrix product forward and two backward, and a norm in some layers. The layers here then call Transformer Engine's
 C++ functions themselves, with the same arguments, so results have the same bits. In all other cases they call
-Transformer Engine's layer (docs/decisions/0063).
+Transformer Engine's layer (docs/decisions/0067).
 
 Mirrors ``_Linear`` and ``_LayerNormLinear`` of Transformer Engine 2.20. Shapes: tokens … (any number of axes), input
 width k, output width n.
