@@ -1,4 +1,7 @@
-"""Cache folder for FlashAttention 4, which otherwise compiles its kernels for up to a minute at each start."""
+"""What can be known of FlashAttention 4 without importing it, and its cache folder.
+
+Without the cache, the package compiles its kernels at each start.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,16 @@ def flash_attention_4_is_installed() -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
+
+
+def flash_attention_4_takes(width: int) -> bool:
+    """Whether FlashAttention 4 computes right gradients for heads of a width.
+
+    On Hopper, version 4.0.0b36 gives wrong gradients of queries if the width is not a multiple of 32, without an error:
+    its backward kernels pad rows differently (flash-attention's pull request 2896). On Blackwell it does not compile
+    kernels for such widths (pull request 2715).
+    """
+    return width % 32 == 0
 
 
 def compiled_kernels_are_kept() -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from model.architecture import Architecture
+from model.kernels.flash_cache import flash_attention_4_takes
 
 if TYPE_CHECKING:
     import torch
@@ -164,7 +165,7 @@ def check_settings(settings: ModelSettings, architecture: Architecture) -> None:
     _check_values(settings, architecture)
     _check_sizes(settings, architecture)
     _check_experts(settings, architecture)
-    _check_back_end(settings)
+    _check_back_end(settings, architecture)
 
 
 def require_divides(settings: ModelSettings, sizes: Mapping[str, int]) -> None:
@@ -269,12 +270,20 @@ def _check_experts(settings: ModelSettings, architecture: Architecture) -> None:
         raise SettingError("experts with ", TENSOR, " need ", Field("sequence_parallel"), ": switch it on")
 
 
-def _check_back_end(settings: ModelSettings) -> None:
-    if settings.vision_attention == "flash_attention_4" and settings.precision != "bf16":
-        raise SettingError(
-            Field("vision_attention"),
-            f" 'flash_attention_4' computes in bfloat16, got {settings.precision}; choose 'auto'",
-        )
+def _check_back_end(settings: ModelSettings, architecture: Architecture) -> None:
+    if settings.vision_attention == "flash_attention_4":
+        width = architecture.vision.head_dim
+        if settings.precision != "bf16":
+            raise SettingError(
+                Field("vision_attention"),
+                f" 'flash_attention_4' computes in bfloat16, got {settings.precision}; choose 'auto'",
+            )
+        if not flash_attention_4_takes(width):
+            raise SettingError(
+                Field("vision_attention"),
+                f" 'flash_attention_4' computes wrong gradients for heads of {width} columns (right: multiples of 32); "
+                "choose 'auto'",
+            )
     defaults = ModelSettings()
     engine_only = [
         name

@@ -16,7 +16,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from model.kernels.flash_cache import flash_attention_4_is_installed
+from model.kernels.flash_cache import flash_attention_4_is_installed, flash_attention_4_takes
 from model.network.patch_geometry import PatchGeometry
 
 
@@ -67,10 +67,10 @@ class FlashAttention(nn.Module):
 
     @staticmethod
     def is_usable(config: TransformerConfig) -> bool:
-        """True if FlashAttention 4 is installed and supports this GPU and data type."""
+        """True if FlashAttention 4 is installed and supports this GPU, data type and width of heads."""
         if not (flash_attention_4_is_installed() and config.bf16 and torch.cuda.is_available()):
             return False
-        return torch.cuda.get_device_capability() >= (9, 0)
+        return flash_attention_4_takes(config.kv_channels) and torch.cuda.get_device_capability() >= (9, 0)
 
     def forward(self, mixed_pn3d: Tensor, bias: Tensor, images: PatchGeometry) -> Tensor:
         """Maps a product (P, n, 3, d) and its bias (3 * n * d,) to (P, n * d)."""

@@ -13,6 +13,7 @@ from model.kernels.flash_cache import (
     CompiledAhead,
     compiled_kernels_are_kept,
     flash_attention_4_is_installed,
+    flash_attention_4_takes,
     keep_compiled,
 )
 from model.kernels.tower import TowerKernels
@@ -62,10 +63,10 @@ def flash_width(architecture: Architecture, settings: ModelSettings) -> int | No
     engine = settings.backend == "transformer_engine" and settings.precision == "bf16"
     if not engine or settings.language_only or settings.vision_attention == "transformer_engine":
         return None
-    if not flash_attention_4_is_installed():
+    width = architecture.vision.head_dim
+    if not (flash_attention_4_is_installed() and flash_attention_4_takes(width)):
         return None
     keep_compiled()  # before the process starts that inherits the environment
-    width = architecture.vision.head_dim
     return width if compiled_kernels_are_kept() and not CompiledAhead.of(width).holds() else None
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
+from tests.model.gpu_attention import tower_attention
 from tests.model.gpu_configurations import configurations_agree
 from tests.model.gpu_linear import host_times, layers_agree, whole_model_agrees
 from tests.model.helpers import relative
@@ -217,6 +218,7 @@ def delta_rule() -> None:
 KERNELS: dict[str, Callable[[], None]] = {
     "fused rotations": fused_rotations,
     "tower rotation": tower_rotation,
+    "tower attention": tower_attention,
     "attention inputs": attention_inputs,
     "delta net's kernels": delta_net_kernels,
     "residual norm": residual_norm,

@@ -140,6 +140,11 @@ class TestTheStart:
         assert started == [(None, 64)]
         assert os.environ[ENABLED] == "1", "the process that compiles inherits the folder"
 
+    @pytest.mark.parametrize("preset", ["9b", "qwen3-vl-8b"])
+    def test_not_for_heads_whose_gradients_are_wrong(self, started: list[Any], preset: str) -> None:
+        self.start(model__preset=preset)
+        assert not started
+
     @pytest.mark.parametrize(
         "settings",
         [

@@ -43,6 +43,11 @@ from model.network.settings import ModelSettings, SettingError, vocabulary_rows
         ),
         ({"vision_attention": "transformer_engine"}, {}, "vision_attention needs backend 'transformer_engine'"),
         ({"vision_attention": "flash_attention_4"}, {}, "'flash_attention_4' computes in bfloat16, got fp32"),
+        (
+            {"vision_attention": "flash_attention_4", "precision": "bf16", "backend": "transformer_engine"},
+            {},
+            "'flash_attention_4' computes wrong gradients for heads of 12 columns",
+        ),
         ({"fp8": "hybrid"}, {}, "fp8 needs backend 'transformer_engine'"),
         ({"fp8_recipe": "mxfp8"}, {}, "fp8_recipe must be one of tensorwise, delayed, blockwise, got 'mxfp8'"),
     ],
