@@ -9,7 +9,7 @@ its backward pass computes the bias gradient with cuBLASLt (Transformer Engine) 
 Engine is not installed); then torch's GELU follows, or our rotation with a frozen bias of zeros. Prints for both ways
 the time of all kernels forward and backward, with the layer's products, because what their epilogues do changes as
 well. For our kernels, prints also the bytes that must be read and written at least, divided by the time. With
---tilings, our kernels alone with other tilings, given by the fields of their ``Tiling``.
+--tilings, our kernels alone with other tilings, given by the fields of their tilings.
 """
 
 from __future__ import annotations
@@ -126,14 +126,15 @@ def try_tilings(
     name: str, module: Any, tilings: Tilings, way: Callable[[Tensor, Tensor], Tensor], product: Tensor
 ) -> None:
     """Prints the times of a module's kernels with each tiling; backward, also those of the sum over programs."""
-    fields = module.Tiling._fields
+    kind = type(module.FORWARD)
+    fields = kind._fields
     print(f"\n{name}: {len(product)} patches of {product.shape[1]} columns; ms")
     print(f"| {', '.join(fields)} | forward | backward | its sums |\n|---|---|---|---|")
     bias = torch.randn(product.shape[1], device="cuda", dtype=torch.bfloat16).requires_grad_()
     pull = torch.randn_like(way(product, bias))
     fastest: dict[str, tuple[float, str]] = {}
     for tiling in tilings:
-        module.FORWARD = module.BACKWARD = module.Tiling(*tiling)
+        module.FORWARD = module.BACKWARD = kind(*tiling)
         label = ",".join(map(str, tiling))
         try:
             way(product, bias).backward(pull)

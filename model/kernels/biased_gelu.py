@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-class Tiling(NamedTuple):
+class GeluTiling(NamedTuple):
     """How a matrix is divided among programs.
 
     Attributes:
@@ -42,7 +42,7 @@ class Tiling(NamedTuple):
 
 #: Tilings forward and backward: the fastest of 20 on an H200 (``benchmarks/tower_biases.py --tilings``, 55,500 patches
 #: of 4,096). Backward, each program writes a row of 4 bytes per column.
-FORWARD, BACKWARD = Tiling(8, 512, 8, 528, 1), Tiling(16, 256, 4, 1056, 2)
+FORWARD, BACKWARD = GeluTiling(8, 512, 8, 528, 1), GeluTiling(16, 256, 4, 1056, 2)
 
 #: ``z`` and its derivative as polynomials of x, and -z in powers of 2.
 _LINEAR = tl.constexpr(math.sqrt(8 / math.pi))
@@ -106,7 +106,7 @@ def run_gelu_with_bias(width: int, device: str) -> None:
     out.backward(torch.ones_like(out))
 
 
-def _grid(x: Tensor, tiling: Tiling) -> tuple[tuple[int, int], int, dict[str, int]]:
+def _grid(x: Tensor, tiling: GeluTiling) -> tuple[tuple[int, int], int, dict[str, int]]:
     """Returns the programs across and down, the tiles of each program, and the constants of a launch."""
     rows, width = x.shape
     across, tiles = triton.cdiv(width, tiling.columns), triton.cdiv(rows, tiling.height)

@@ -7,6 +7,7 @@ timed for milliseconds each, and Triton keeps the result on disk. ``benchmarks/k
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,7 +43,8 @@ class Configuration:
 
 
 #: The configurations of each kernel, the likeliest first. Each is within 2 % of the fastest for some numbers of heads
-#: (``benchmarks/kernel_choice.py``, 2026-11-23). ``tests/model/gpu_configurations.py`` checks each against float64.
+#: (``benchmarks/kernel_choice.py``, 2026-11-23). ``tests/model/gpu_configurations.py`` checks each of the
+#: delta rule's against float64.
 CANDIDATES: Mapping[str, tuple[Configuration, ...]] = {
     "causal_conv1d_fwd_kernel": (Configuration(4, blocks={"BD": 32}), Configuration(4, blocks={"BD": 64})),
     "causal_conv1d_bwd_kernel": (Configuration(4, blocks={"BD": 32}), Configuration(4, blocks={"BD": 64})),
@@ -67,6 +69,22 @@ CANDIDATES: Mapping[str, tuple[Configuration, ...]] = {
     # 988). This one is right.
     "prepare_wy_repr_bwd_kernel": (Configuration(4, 3),),
 }
+
+
+def miscompiled(key_width: int, value_width: int, capability: tuple[int, int], triton: str) -> bool:
+    """Whether Triton compiles a kernel of the delta rule wrongly, so that gradients are wrong.
+
+    On Hopper and before version 3.7.1, it does so for heads of 33 to 64 columns: flash-linear-attention's
+    ``chunk_bwd_kernel_dqkwg`` with tiles of 64 (its issue 640).
+
+    Args:
+        key_width: Width of a query or key head.
+        value_width: Width of a value head.
+        capability: Compute capability of the GPU.
+        triton: Version of Triton.
+    """
+    version = tuple(int(part) for part in re.findall(r"\d+", triton)[:3])
+    return capability == HOPPER and version < (3, 7, 1) and any(32 < width <= 64 for width in (key_width, value_width))
 
 
 def choose_configurations(key_width: int, value_width: int, capability: tuple[int, int]) -> list[str]:

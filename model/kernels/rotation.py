@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-class Tiling(NamedTuple):
+class RotationTiling(NamedTuple):
     """How rows are divided among programs.
 
     Attributes:
@@ -38,7 +38,7 @@ class Tiling(NamedTuple):
 
 #: Tilings forward and backward: the fastest of 27 on an H200 (``benchmarks/tower_biases.py --tilings``, 55,500 patches
 #: of 16 heads of 64). Backward, each program writes 12 n d bytes.
-FORWARD, BACKWARD = Tiling(512, 4, 792, 2), Tiling(512, 8, 1056, 1)
+FORWARD, BACKWARD = RotationTiling(512, 4, 792, 2), RotationTiling(512, 8, 1056, 1)
 
 
 class SplitAndRotate(torch.autograd.Function):
@@ -89,7 +89,7 @@ def _launch(
     bias: Tensor | None,
     parts: tuple[Tensor, Tensor, Tensor],
     turns_pd: Tensor,
-    tiling: Tiling,
+    tiling: RotationTiling,
     *,
     of_bias: bool = False,
 ) -> Tensor:

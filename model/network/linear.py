@@ -13,13 +13,14 @@ width k, output width n.
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 
-class Engine:
+class EngineFunctions:
     """Transformer Engine's C++ functions, with the arguments that its linear layers pass without FP8; CUDA only."""
 
     def __init__(self) -> None:
@@ -126,9 +127,9 @@ class Engine:
 
 
 @functools.cache
-def engine() -> Engine:
+def engine() -> EngineFunctions:
     """Returns Transformer Engine's functions, which are loaded in the first call."""
-    return Engine()
+    return EngineFunctions()
 
 
 class Norm(NamedTuple):
@@ -298,12 +299,16 @@ class ShortNormLinear(ShortLinear):
         return _norm_product(x, scale, weight, bias, norm)[0]
 
 
+def functions_are_known() -> bool:
+    """True for versions of Transformer Engine whose C++ functions take the arguments that this module passes."""
+    return importlib.metadata.version("transformer-engine").startswith("2.20.")
+
+
 @functools.cache
 def with_short_way(layer: type, way: type[ShortLinear] = ShortLinear) -> type:
     """Returns a class of linear layers with a short way.
 
-    It keeps the name of the class, by which megatron-core's fully sharded training knows along which axis a weight is
-    split.
+    It keeps the name of the class, because megatron-core knows some layers by it.
 
     Args:
         layer: A linear layer of :mod:`megatron.core.extensions.transformer_engine`.
@@ -343,7 +348,7 @@ def _may_go_short(layer: Any) -> bool:
     config, weight = layer.config, layer.weight
     quantised = config.fp8 or config.fp4 or layer.te_quant_params is not None
     offloaded = config.cpu_offloading or config.fine_grained_activation_offloading
-    # megatron-core's FSDP makes main_grad when the backward pass asks for it, and weights may be DTensors.
+    # Under torch's FSDP2, weights are plain parameters during a forward pass; only Transformer Engine's mark tells.
     sharded = layer.fsdp_group is not None or layer.is_fsdp2 or hasattr(weight, "__fsdp_param__")
     spread = layer.tp_size > 1 or getattr(weight, "is_distributed_weight", False)
     later = layer.wgrad_store.delay_wgrad_compute() or any(getattr(layer, each) for each in _OVERLAPS)

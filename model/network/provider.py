@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from model.network.attention import SegmentAttention
-from model.network.linear import ShortNormLinear, with_short_way
+from model.network.linear import ShortNormLinear, functions_are_known, with_short_way
 
 
 class RMSNorm(nn.Module):
@@ -137,6 +137,8 @@ def transformer_engine_provider(*packages: str, compiled: bool = False) -> Provi
         )
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
+    short = functions_are_known()
+
     class PlainNorm:
         """Transformer Engine's RMS norm, scaled by the weight itself."""
 
@@ -151,13 +153,16 @@ def transformer_engine_provider(*packages: str, compiled: bool = False) -> Provi
         compiled: bool
 
         def column_parallel_linear(self) -> type:
-            return with_short_way(super().column_parallel_linear())
+            layer = super().column_parallel_linear()
+            return with_short_way(layer) if short else layer
 
         def row_parallel_linear(self) -> type:
-            return with_short_way(super().row_parallel_linear())
+            layer = super().row_parallel_linear()
+            return with_short_way(layer) if short else layer
 
         def column_parallel_layer_norm_linear(self) -> type:
-            return with_short_way(super().column_parallel_layer_norm_linear(), ShortNormLinear)
+            layer = super().column_parallel_layer_norm_linear()
+            return with_short_way(layer, ShortNormLinear) if short else layer
 
         def plain_rms_norm(self) -> Any:
             return PlainNorm

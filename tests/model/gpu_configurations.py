@@ -25,7 +25,9 @@ from model.parallel.packed import PackIndex
 DEVICE = torch.device("cuda", 0)
 #: Samples of one token, of whole chunks, of one token more, and long ones.
 BOUNDS = np.array([0, 1, 65, 200, 1000, 1064, 1129, 2048, 4096])
-HEADS, WIDTH = 8, 128
+#: Numbers of heads, for each of which Triton compiles other kernels.
+NUMBERS = (8, 16, 32, 48)
+WIDTH = 128
 #: Largest relative error of a tensor that is rounded to bfloat16 on its way: it is 4e-3 where all is right.
 ROUNDED = 0.01
 #: Each configuration runs on this many inputs: a race may spare some.
@@ -34,13 +36,20 @@ INPUTS = 5
 
 def configurations_agree() -> None:
     """Raises AssertionError if a configuration's result or gradients are further from float64 than the others'."""
+    for heads in NUMBERS:
+        print(f"  {heads} heads")
+        agree(heads)
+
+
+def agree(heads: int) -> None:
+    """Tries all configurations with a number of heads."""
     length, longest = int(BOUNDS[-1]), int(np.diff(BOUNDS).max())
-    shape = DeltaNetShape(length, HEADS, HEADS, WIDTH, WIDTH, taps=4)
+    shape = DeltaNetShape(length, heads, heads, WIDTH, WIDTH, taps=4)
     with KernelsAhead.of(Kernels(DecoderKernels(shape, None), None, None, every=False)) as compiling:
         compiling.wait(lambda said: print(f"  {said}"))
     choose_configurations(WIDTH, WIDTH, HOPPER)
     pack = PackIndex.of_boundaries(BOUNDS, BOUNDS, 1, 0).params(longest, 1, 0, DEVICE)
-    cases = [drawn(length, seed) for seed in range(INPUTS)]
+    cases = [drawn(length, heads, seed) for seed in range(INPUTS)]
     wanted = [exact(*case) for case in cases]
     usual = [errors(results(*case, pack), right) for case, right in zip(cases, wanted, strict=True)]
     print("  chosen by Triton: " + ", ".join(f"{error:.1e}" for error in np.max(usual, 0)))
@@ -75,12 +84,12 @@ def only(tuner: Any, config: Any) -> Iterator[None]:
         tuner.cache.clear()
 
 
-def drawn(length: int, seed: int) -> tuple[list[Tensor], Tensor]:
+def drawn(length: int, number: int, seed: int) -> tuple[list[Tensor], Tensor]:
     """Query, key, value, decay and beta, and a gradient of the result."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
-    heads = torch.randn(4, length, HEADS, WIDTH, device=DEVICE, generator=generator)
+    heads = torch.randn(4, length, number, WIDTH, device=DEVICE, generator=generator)
     unit = torch.nn.functional.normalize(heads[:2], dim=-1)
-    rates = torch.rand(2, length, HEADS, device=DEVICE, generator=generator)
+    rates = torch.rand(2, length, number, device=DEVICE, generator=generator)
     inputs = [*unit.bfloat16(), heads[2].bfloat16(), -(rates[0] ** 4), rates[1].bfloat16()]
     return inputs, heads[3].bfloat16()
 

@@ -73,8 +73,10 @@ def nothing_compiled() -> Iterator[None]:
 
     compiled: list[str] = []
     triton.knobs.compilation.listener = lambda *, src, **_: compiled.append(src.name)
-    yield
-    triton.knobs.compilation.listener = None
+    try:
+        yield
+    finally:
+        triton.knobs.compilation.listener = None
     assert not compiled, "another number of rows compiled kernels again"
 
 
@@ -225,7 +227,7 @@ KERNELS: dict[str, Callable[[], None]] = {
     "biased gelu": biased_gelu,
     "delta rule": delta_rule,
     "delta rule, each configuration": configurations_agree,
-    "lean linear, layers": layers_agree,
-    "lean linear, host times": host_times,
-    "lean linear, whole model": whole_model_agrees,
+    "linear layers, layers": layers_agree,
+    "linear layers, host times": host_times,
+    "linear layers, whole model": whole_model_agrees,
 }

@@ -50,6 +50,7 @@ def build_model(
     provider = assembly.provider_of(settings, "flash-linear-attention")
     if settings.backend == "transformer_engine":
         require_compiler(settings)
+        _require_right_kernels(architecture)
         if not settings.tune_kernels:
             _choose_configurations(architecture)
     config = language_config(architecture, settings)
@@ -112,6 +113,23 @@ def require_compiler(settings: ModelSettings) -> None:
             Field("recompute"),
             f" 'selective' has megatron-core compile a C++ function, but {' and '.join(missing)} cannot be found on "
             "PATH: install ninja and a C++ compiler (apt install ninja-build g++), or set it to 'none' or 'full'",
+        )
+
+
+def _require_right_kernels(architecture: Qwen35Architecture) -> None:
+    """Raises SettingError if gradients would be wrong on this GPU."""
+    import triton  # only available with CUDA
+
+    from model.kernels.configurations import miscompiled
+
+    language = architecture.language
+    widths = language.linear_key_head_dim, language.linear_value_head_dim
+    if miscompiled(*widths, torch.cuda.get_device_capability(), triton.__version__):
+        raise SettingError(
+            Field("backend"),
+            f" 'transformer_engine' would compute wrong gradients: Triton {triton.__version__} miscompiles a kernel of "
+            f"delta nets with heads of {widths[0]} and {widths[1]} columns on this GPU; install Triton 3.7.1 or later, "
+            "or use 'torch'",
         )
 
 

@@ -19,7 +19,7 @@ tilings = st.tuples(st.sampled_from([1, 2, 8]), st.sampled_from([16, 64, 256]), 
 
 def interpreted() -> None:
     from model.kernels import biased_gelu
-    from model.kernels.biased_gelu import Tiling
+    from model.kernels.biased_gelu import GeluTiling
 
     accept_scalar_bounds()
     chosen = biased_gelu.FORWARD, biased_gelu.BACKWARD
@@ -30,7 +30,7 @@ def interpreted() -> None:
     @example(1, 1, None, torch.float32)
     @example(19, 4304, None, torch.bfloat16)
     def equal(rows: int, width: int, tiling: tuple[int, int, int, int] | None, dtype: torch.dtype) -> None:
-        both = chosen if tiling is None else (Tiling(*tiling), Tiling(*tiling))
+        both = chosen if tiling is None else (GeluTiling(*tiling), GeluTiling(*tiling))
         biased_gelu.FORWARD, biased_gelu.BACKWARD = both
         errors = compared(rows, width, dtype)
         # A sum of few values of either sign can be about 0.

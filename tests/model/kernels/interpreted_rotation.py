@@ -15,19 +15,19 @@ LIMITS = {torch.float32: 1e-6, torch.bfloat16: 5e-3}
 
 def interpreted() -> None:
     from model.kernels import rotation
-    from model.kernels.rotation import Tiling
+    from model.kernels.rotation import RotationTiling
 
     accept_scalar_bounds()
     chosen = rotation.FORWARD, rotation.BACKWARD
     # Few programs have several tiles each, the last ones in part or not at all.
-    tilings = st.builds(Tiling, st.sampled_from([1, 16, 64]), st.just(8), st.integers(1, 4))
+    tilings = st.builds(RotationTiling, st.sampled_from([1, 16, 64]), st.just(8), st.integers(1, 4))
 
     @settings(max_examples=15, deadline=None, database=None)
     @given(st.integers(0, 40), st.integers(1, 6), st.integers(1, 9), st.none() | tilings, st.sampled_from([*LIMITS]))
     @example(0, 2, 8, None, torch.bfloat16)
     @example(7, 16, 36, None, torch.bfloat16)
     @example(5, 12, 32, None, torch.float32)
-    def equal(rows: int, heads: int, half: int, tiling: Tiling | None, dtype: torch.dtype) -> None:
+    def equal(rows: int, heads: int, half: int, tiling: RotationTiling | None, dtype: torch.dtype) -> None:
         rotation.FORWARD, rotation.BACKWARD = chosen if tiling is None else (tiling, tiling)
         errors = compared(rows, heads, 2 * half, dtype)
         assert max(errors.values()) < LIMITS[dtype], errors

@@ -17,7 +17,7 @@ import pytest
 import model.training.kernels
 from model.kernels import ahead, configurations
 from model.kernels.ahead import Kernels, KernelsAhead, hash_triton
-from model.kernels.configurations import CANDIDATES, HOPPER, Configuration, choose_configurations
+from model.kernels.configurations import CANDIDATES, HOPPER, Configuration, choose_configurations, miscompiled
 from model.kernels.decoder import AttentionShape, DecoderKernels
 from model.kernels.delta_net import DeltaNetShape
 from model.kernels.tower import TowerKernels
@@ -498,3 +498,20 @@ class TestTheWait:
         with KernelsAhead.of(Kernels(DecoderKernels(SHAPE, None), None, None, every=False), 64) as started:
             started.wait(lines.append)
         assert lines == []
+
+
+@pytest.mark.parametrize(
+    ("widths", "capability", "version", "wrong"),
+    [
+        ((64, 64), HOPPER, "3.6.0", True),
+        ((128, 33), HOPPER, "3.7.0+git1", True),
+        ((64, 64), HOPPER, "3.7.1", False),
+        ((64, 64), HOPPER, "3.10.0", False),
+        ((32, 128), HOPPER, "3.6.0", False),
+        ((64, 64), (10, 0), "3.6.0", False),
+    ],
+)
+def test_heads_for_which_triton_is_wrong(
+    widths: tuple[int, int], capability: tuple[int, int], version: str, wrong: bool
+) -> None:
+    assert miscompiled(*widths, capability, version) is wrong

@@ -325,3 +325,13 @@ def test_classes_keep_their_names() -> None:
     assert Short.__name__ == ShortNorm.__name__ == "Layer"
     assert issubclass(Short, Layer)
     assert with_short_way(Layer) is Short
+
+
+@pytest.mark.parametrize(
+    ("version", "known"), [("2.20.2", True), ("2.20.0+abc", True), ("2.21.0", False), ("2.2", False)]
+)
+def test_other_versions_of_transformer_engine_keep_their_layers(
+    monkeypatch: pytest.MonkeyPatch, version: str, known: bool
+) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    assert linear.functions_are_known() is known
