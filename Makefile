@@ -62,8 +62,14 @@ browser:
 	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null; } \
 	  || echo "no chromium here and no way to install it: the browser tests will be skipped"
 
+# Collecting imports almost all that tests do. Once before the workers start: on a fresh environment, all of them would
+# compile the same modules at the same time, 19 CPU seconds each. Errors are left to the tests, which show them.
+.venv/.stamp-compiled: .venv/.stamp-dev
+	-@HF_HUB_OFFLINE=1 $(PY) -m pytest --collect-only -qq -p no:cacheprovider >/dev/null 2>&1
+	@touch $@
+
 # Many tests wait for processes and clocks: three at a time keep two cores busy, each with one thread.
-test: .venv/.stamp-dev browser
+test: .venv/.stamp-compiled browser
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 check: .venv/.stamp-dev
