@@ -68,7 +68,7 @@ browser:
 	-@HF_HUB_OFFLINE=1 $(PY) -m pytest --collect-only -qq -p no:cacheprovider >/dev/null 2>&1
 	@touch $@
 
-# Many tests wait for processes and clocks: three at a time keep two cores busy, each with one thread.
+# Many tests wait for processes and clocks: four at a time keep two cores busy, each with one thread.
 test: .venv/.stamp-compiled browser
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
