@@ -12,7 +12,7 @@ from vlmdata.loader.config import loader_options
 
 if TYPE_CHECKING:
     from model.kernels.ahead import KernelsAhead
-    from model.training.config import TrainConfig
+    from model.training.settings.config import TrainConfig
 
 app = typer.Typer(
     add_completion=False,
@@ -116,10 +116,10 @@ def main(
 def _run(file: Path | None, overrides: list[str | tuple[str, Any]], resume: bool) -> int:
     """Joins the process group, trains and leaves the group. Returns the exit code."""
     from model.parallel.environment import adopt_slurm_ranks
-    from model.training.config_loading import load_config
-    from model.training.early_checks import check_early
-    from model.training.garbage import collected_later
     from model.training.kernels import compile_ahead
+    from model.training.processes.garbage import collected_later
+    from model.training.settings.config_loading import load_config
+    from model.training.settings.early_checks import check_early
 
     adopt_slurm_ranks()  # first: only one of several processes must report an error
     config = load_config(file, overrides)
@@ -130,8 +130,8 @@ def _run(file: Path | None, overrides: list[str | tuple[str, Any]], resume: bool
 
 def _train(config: TrainConfig, resume: bool, kernels: KernelsAhead | None) -> int:
     from model.parallel.environment import before_megatron
-    from model.training.config import ConfigError
     from model.training.kernels import needs_compiler
+    from model.training.settings.config import ConfigError
 
     launch_order = not config.parallel.fsdp or config.parallel.tp > 1
     before_megatron(launch_order=launch_order, compiled=needs_compiler(config), open_cuda=True)
@@ -167,6 +167,6 @@ if __name__ == "__main__":
     try:
         app()
     except Exception as error:
-        from model.training.failure import end_process
+        from model.training.processes.failure import end_process
 
         end_process(error)

@@ -36,11 +36,11 @@ from model.flops import peak_flops
 from model.parallel import groups
 from model.parallel.cpu_mode import cpu_mode_if_needed
 from model.training.build import architecture_of, build
-from model.training.config import TrainConfig
-from model.training.config_loading import load_config
 from model.training.data import RankPlace, endless, open_loader
-from model.training.garbage import only_new_objects_collected
-from model.training.optimizer import build_learner
+from model.training.optimizer.learner import build_learner
+from model.training.processes.garbage import only_new_objects_collected
+from model.training.settings.config import TrainConfig
+from model.training.settings.config_loading import load_config
 from model.training.step import LaunchedStep, Stepper, StepResult
 from vlmdata import PackedBatch, StreamingLoader
 

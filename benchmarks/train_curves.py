@@ -39,10 +39,10 @@ import torch
 
 from model.parallel import groups
 from model.training.build import architecture_of, build, device_of_this_process
-from model.training.config import TrainConfig
-from model.training.config_loading import load_config
 from model.training.data import RankPlace
-from model.training.optimizer import build_learner
+from model.training.optimizer.learner import build_learner
+from model.training.settings.config import TrainConfig
+from model.training.settings.config_loading import load_config
 from model.training.step import Stepper
 from vlmdata import PackedBatch, StreamingLoader, open_dataset
 from vlmdata.batch import IGNORE_INDEX

@@ -44,8 +44,8 @@ from model.families.qwen3_5.presets import PRESETS
 from model.parallel import groups
 from model.parallel.separation import forget_separation
 from model.training.build import device_of_this_process
-from model.training.config_loading import load_config
 from model.training.loop import train
+from model.training.settings.config_loading import load_config
 from model.weights.convert import to_megatron
 from model.weights.mapping import hf_names
 from vlmdata import open_dataset

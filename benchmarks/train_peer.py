@@ -236,7 +236,7 @@ def time_packs(
     """Figures of the bundled trainer's step, a pack each."""
     from model.training.build import build
     from model.training.data import RankPlace
-    from model.training.optimizer import build_learner
+    from model.training.optimizer.learner import build_learner
     from model.training.step import Stepper
 
     emptied()
@@ -291,7 +291,7 @@ def figures(seconds: float, counts: list[tuple[int, float]], slots: int, losses:
 def measure(name: str, datasets: list[VlmDataset], options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     """The ways of a preset, each with its figures."""
     from model.training.build import architecture_of
-    from model.training.config_loading import load_config
+    from model.training.settings.config_loading import load_config
 
     wanted = spec_of(preset(name)).data_family
     found = [dataset for dataset in datasets if dataset.manifest.model_family.name == wanted]

@@ -62,11 +62,11 @@ from model.flops import StepFlops, peak_flops
 from model.metrics import MetricSums
 from model.parallel import groups
 from model.training.build import architecture_of
-from model.training.config import TrainConfig
-from model.training.config_loading import load_config
 from model.training.data import RankPlace
-from model.training.model_settings import settings_of
-from model.training.optimizer import build_learner, freeze
+from model.training.optimizer.learner import build_learner, freeze
+from model.training.settings.config import TrainConfig
+from model.training.settings.config_loading import load_config
+from model.training.settings.model_settings import settings_of
 from model.training.step import Stepper
 from vlmdata import PackedBatch, StreamingLoader, VlmDataset, open_dataset
 from vlmdata.batch import IGNORE_INDEX, SampleOrigin

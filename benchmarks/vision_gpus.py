@@ -49,9 +49,9 @@ from model.parallel.cpu_mode import cpu_mode_if_needed
 from model.parallel.separation import forget_separation
 from model.training import loop
 from model.training.build import device_of_this_process
-from model.training.checkpoint import Checkpoints
-from model.training.config_loading import load_config
+from model.training.checkpoints.checkpoint import Checkpoints
 from model.training.kernels import compile_ahead
+from model.training.settings.config_loading import load_config
 
 #: Settings of each layout; all other processes are data parallel.
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -68,8 +68,8 @@ class ModelSettings:
         tensor_parallel: Ranks that share every layer.
         vision_tensor_parallel: Tensor-parallel size of the vision tower: ``tensor_parallel`` (the same as None) or 1.
             With 1, each of those ranks encodes some of the images. Training must then use
-            :func:`model.training.optimizer.build_learner`, which sums their gradients. If other ranks hold the tower:
-            any size, and None is the same as 1.
+            :func:`model.training.optimizer.learner.build_learner`, which sums their gradients. If other ranks hold the
+            tower: any size, and None is the same as 1.
         separate_vision: Whether other ranks hold the vision tower (:mod:`model.parallel.separation`).
         sequence_parallel: Whether these ranks also share the tokens between layers.
         context_parallel: Ranks that share the tokens of a pack.

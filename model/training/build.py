@@ -13,10 +13,10 @@ from model.architecture import Architecture
 from model.families import adopts_vocabulary, architecture_from_hf, preset, spec_of
 from model.network.settings import ModelSettings, SettingError
 from model.network.vision_attention import FlashAttention
-from model.training.config import ConfigError, TrainConfig
 from model.training.data import RankPlace, manifest_of
-from model.training.early_checks import require_data_family, require_preset
-from model.training.model_settings import in_the_runs_words, precision_of, settings_of
+from model.training.settings.config import ConfigError, TrainConfig
+from model.training.settings.early_checks import require_data_family, require_preset
+from model.training.settings.model_settings import in_the_runs_words, precision_of, settings_of
 
 if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule

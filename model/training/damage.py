@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 
-from model.training.agreement import gathered, together
 from model.training.data import RankPlace
+from model.training.processes.agreement import gathered, together
 from vlmdata import StreamingLoader
 from vlmdata.errors import DatasetFormatError
 

@@ -11,8 +11,8 @@ import torch
 
 from model.architecture import Architecture
 from model.families import spec_of
-from model.training.config import ConfigError, DataConfig, TrainConfig
-from model.training.early_checks import require_data_named
+from model.training.settings.config import ConfigError, DataConfig, TrainConfig
+from model.training.settings.early_checks import require_data_named
 from vlmdata import Blend, LoaderConfig, PackedBatch, StreamingLoader
 from vlmdata.errors import UsageError
 from vlmdata.format.manifest import Manifest

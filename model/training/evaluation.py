@@ -18,10 +18,10 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from model.architecture import Architecture
-from model.training.config import ConfigError, TrainConfig
+from model.training.checkpoints.learner_state import gather_weights
 from model.training.data import RankPlace, open_loader
-from model.training.learner_state import gather_weights
-from model.training.optimizer import Learner, unwrapped
+from model.training.optimizer.learner import Learner, unwrapped
+from model.training.settings.config import ConfigError, TrainConfig
 from model.training.step import forward_step
 from model.training.vision_side import VisionSide
 from vlmdata import PackedBatch, StreamingLoader

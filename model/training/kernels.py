@@ -18,8 +18,8 @@ from model.kernels.flash_cache import (
 )
 from model.kernels.tower import TowerKernels
 from model.network.settings import ModelSettings, vocabulary_rows
-from model.training.config import TrainConfig
-from model.training.model_settings import settings_of
+from model.training.settings.config import TrainConfig
+from model.training.settings.model_settings import settings_of
 
 
 def compile_ahead(config: TrainConfig) -> KernelsAhead | None:

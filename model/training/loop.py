@@ -18,25 +18,25 @@ from model.architecture import Architecture
 from model.families import spec_of
 from model.flops import peak_flops
 from model.kernels.ahead import KernelsAhead
-from model.training.agreement import by_leaders, gathered, raise_together, together
-from model.training.best import Best
 from model.training.build import architecture_of, build, computed_by, parameter_dtype
-from model.training.checkpoint import Checkpoints, megabytes
-from model.training.config import TrainConfig
+from model.training.checkpoints.best import Best
+from model.training.checkpoints.checkpoint import Checkpoints, megabytes
+from model.training.checkpoints.starting_point import find_start, load_start
 from model.training.damage import name_damage_once, settle_damage
 from model.training.data import RankPlace, endless, open_loader
-from model.training.data_wait import DataWait, decoded_codecs
 from model.training.evaluation import EvaluationSet, Evaluator, also_trained_on, open_evaluation_sets
-from model.training.failure import ending, say
-from model.training.garbage import only_new_objects_collected
-from model.training.interruption import Interruption
-from model.training.logs import RunLog, StepReport
-from model.training.memory_note import MemoryNote
-from model.training.model_settings import settings_of
-from model.training.not_finite import not_finite_error
-from model.training.optimizer import Learner, build_learner, freeze
-from model.training.profiling import Profiler
-from model.training.starting_point import find_start, load_start
+from model.training.optimizer.learner import Learner, build_learner, freeze
+from model.training.processes.agreement import by_leaders, gathered, raise_together, together
+from model.training.processes.failure import ending, say
+from model.training.processes.garbage import only_new_objects_collected
+from model.training.processes.interruption import Interruption
+from model.training.reports.data_wait import DataWait, decoded_codecs
+from model.training.reports.logs import RunLog, StepReport
+from model.training.reports.memory_note import MemoryNote
+from model.training.reports.not_finite import not_finite_error
+from model.training.reports.profiling import Profiler
+from model.training.settings.config import TrainConfig
+from model.training.settings.model_settings import settings_of
 from model.training.step import LaunchedStep, Stepper, StepResult, digest
 from model.training.vision_side import VisionSide, vision_side
 from vlmdata import PackedBatch, StreamingLoader
@@ -83,7 +83,8 @@ def train(config: TrainConfig, device: torch.device, resume: bool, kernels: Kern
             sets = open_evaluation_sets(config, place, architecture, device, loader)
         for each in sets:
             stack.enter_context(each.loader)
-        # Processes that write in the background do not have moments in host memory (model.training.compact_adam).
+        # Processes that write in the background do not have moments in host memory
+        # (model.training.optimizer.compact_adam).
         suits = device.type == "cuda" and not config.optimizer.offload
         asynchronous = suits if config.run.async_save is None else config.run.async_save
         checkpoints = Checkpoints(config, architecture, place, asynchronous)

@@ -2,7 +2,8 @@
 
 The loss is sum(weight x loss) / sum(weight) over all targets of the step, in all micro-batches and data- and
 context-parallel ranks. Each micro-batch yields its sum, megatron-core adds the gradients, and they are divided once by
-the sum of all weights (:func:`model.training.optimizer.finalize_gradients`). Targets weigh 1 unless the data differs.
+the sum of all weights (:func:`model.training.optimizer.learner.finalize_gradients`). Targets weigh 1 unless the data
+differs.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from model.metrics import named_means
 from model.parallel.packed import to_device
 from model.training.data import RankPlace
 from model.training.device_values import DeviceMoment, DeviceValues
-from model.training.garbage import collect_after_micro_batch, collect_after_step
-from model.training.optimizer import Learner, TargetWeights, finalize_gradients, unwrapped
+from model.training.optimizer.learner import Learner, TargetWeights, finalize_gradients, unwrapped
+from model.training.processes.garbage import collect_after_micro_batch, collect_after_step
 from model.training.vision_side import StepImages, VisionSide
 from vlmdata import PackedBatch
 

@@ -18,10 +18,10 @@ from model.architecture import Architecture
 from model.parallel.row_exchange import RowFormat, RowReceiver, RowSender
 from model.parallel.separation import Separation, separation
 from model.parallel.vision_rows import MicroBatchRows
-from model.training.agreement import gathered, together
-from model.training.config import ConfigError, TrainConfig
-from model.training.optimizer import Learner, unwrapped
-from model.training.run_state import predicts
+from model.training.checkpoints.run_state import predicts
+from model.training.optimizer.learner import Learner, unwrapped
+from model.training.processes.agreement import gathered, together
+from model.training.settings.config import ConfigError, TrainConfig
 from vlmdata import PackedBatch, StreamingLoader
 from vlmdata.loader.stream import PackImages
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from benchmarks import train_peer
 from benchmarks.train_peer import PeerStep, largest, largest_batch, padded, peer_of
 from model.families import preset
-from model.training.config_loading import load_config
+from model.training.settings.config_loading import load_config
 from preprocess.config import ImageConfig
 from tests.chat_rows import write_jsonl
 from tests.conftest import build_dataset

@@ -35,13 +35,13 @@ from megatron.core import dist_checkpointing, parallel_state
 from model.families.qwen3_5.build import build_model
 from model.network.settings import ModelSettings
 from model.parallel import cpu_mode, groups
-from model.training.checkpoint import Checkpoints
-from model.training.config import TrainConfig
-from model.training.config_loading import load_config
+from model.training.checkpoints.checkpoint import Checkpoints
+from model.training.checkpoints.model_state import sharded_model
 from model.training.data import RankPlace
 from model.training.evaluation import EvaluationSet, Evaluator
-from model.training.model_state import sharded_model
-from model.training.optimizer import Learner, build_learner, unwrapped
+from model.training.optimizer.learner import Learner, build_learner, unwrapped
+from model.training.settings.config import TrainConfig
+from model.training.settings.config_loading import load_config
 from model.training.step import Stepper
 from tests.model.helpers import make_sample, pack, small_architecture
 from vlmdata.batch import PackedBatch

@@ -262,7 +262,7 @@ def side_of(wanted: Any, settings: ModelSettings, packs: list[PackedBatch], ahea
 
     from model.network.vision_model import build_vision_model
     from model.parallel.separation import separation
-    from model.training.config_loading import load_config
+    from model.training.settings.config_loading import load_config
     from model.training.vision_side import VisionSide
     from vlmdata.loader.stream import PackImages
 

@@ -44,15 +44,15 @@ from megatron.core import dist_checkpointing, parallel_state
 from model.families import preset, presets, spec_of
 from model.network.settings import vocabulary_rows
 from model.parallel import cpu_mode, groups
-from model.training import compact_adam
 from model.training.build import parameter_dtype
-from model.training.checkpoint import Checkpoints
-from model.training.compact_adam import CompactAdamW
-from model.training.config import TrainConfig
-from model.training.config_loading import load_config
+from model.training.checkpoints.checkpoint import Checkpoints
 from model.training.data import RankPlace
-from model.training.model_settings import settings_of
-from model.training.optimizer import build_learner, freeze
+from model.training.optimizer import compact_adam
+from model.training.optimizer.compact_adam import CompactAdamW
+from model.training.optimizer.learner import build_learner, freeze
+from model.training.settings.config import TrainConfig
+from model.training.settings.config_loading import load_config
+from model.training.settings.model_settings import settings_of
 from model.training.step import Stepper, StepResult
 from model.weights.mapping import load_from_hf
 from tests.model.helpers import IMAGE, make_sample, pack, small_architecture, weights_of

@@ -158,8 +158,8 @@ def train_step(case: Case, data: Path, weight: float = 1.0, by_count: bool = Fal
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from model.training.optimizer import TargetWeights, finalize_gradients
-    from model.training.sharded_model import ShardedModel
+    from model.training.optimizer.learner import TargetWeights, finalize_gradients
+    from model.training.optimizer.sharded_model import ShardedModel
     from model.weights.mapping import canonical_names
 
     model = build(case, data)
@@ -277,8 +277,8 @@ def fresh_tower(case: Case, data: Path) -> dict[str, torch.Tensor]:
     """This rank's weights of the vision tower as training begins; every process draws others."""
     from model.families.qwen3_5.build import build_model
     from model.parallel import groups
-    from model.training.config_loading import load_config
-    from model.training.optimizer import build_learner
+    from model.training.optimizer.learner import build_learner
+    from model.training.settings.config_loading import load_config
 
     groups.initialize(backend="gloo", **case.groups)
     torch.manual_seed(dist.get_rank())  # as megatron-core's stream for cut layers is seeded, which fills them on CUDA

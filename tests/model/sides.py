@@ -81,8 +81,8 @@ def side_step(case: SideCase, data: Path) -> StepOutcome:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from model.parallel.separation import separation
-    from model.training.config_loading import load_config
-    from model.training.optimizer import TargetWeights, finalize_gradients
+    from model.training.optimizer.learner import TargetWeights, finalize_gradients
+    from model.training.settings.config_loading import load_config
     from model.training.vision_side import VisionSide
     from model.weights.mapping import canonical_names
 

@@ -21,8 +21,8 @@ from model.kernels.configurations import CANDIDATES, HOPPER, Configuration, choo
 from model.kernels.decoder import AttentionShape, DecoderKernels
 from model.kernels.delta_net import DeltaNetShape
 from model.kernels.tower import TowerKernels
-from model.training.config_loading import load_config
 from model.training.kernels import compile_ahead, needs_compiler
+from model.training.settings.config_loading import load_config
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
 needs_fla = pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="no flash-linear-attention here")

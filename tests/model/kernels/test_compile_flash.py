@@ -15,8 +15,8 @@ import pytest
 import model.training.kernels
 from model.kernels.ahead import Kernels, KernelsAhead
 from model.kernels.flash_cache import CompiledAhead, flash_attention_4_is_installed
-from model.training.config_loading import load_config
 from model.training.kernels import compile_ahead
+from model.training.settings.config_loading import load_config
 
 ENABLED, FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 ROOT = Path(__file__).resolve().parents[3]

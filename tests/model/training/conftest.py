@@ -82,8 +82,8 @@ def train_here(out: Path, data: Path, resume: bool = False, collected: bool = Fa
     With ``collected``, the run collects garbage at its start, as runs of train.py do.
     """
     from model.parallel import groups
-    from model.training.config_loading import load_config
     from model.training.loop import train
+    from model.training.settings.config_loading import load_config
 
     changed = {name.replace("__", "."): value for name, value in settings.items()}
     merged = SETTINGS | {"data.paths": [str(data)], "run.out": str(out)} | changed

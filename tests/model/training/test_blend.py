@@ -15,9 +15,9 @@ from model.families.qwen3_5.architecture import Qwen35Architecture
 from model.families.qwen3_5.flops import step_flops
 from model.families.qwen3_5.presets import PRESETS
 from model.parallel import groups
-from model.training.config_loading import load_config
 from model.training.data import RankPlace, open_loader
 from model.training.loop import train
+from model.training.settings.config_loading import load_config
 from preprocess.config import ImageConfig
 from tests.chat_rows import write_jsonl
 from tests.conftest import build_dataset

@@ -12,10 +12,10 @@ pytest.importorskip("megatron.core")
 
 from model.families.qwen3_5.build import language_config
 from model.training.build import build
-from model.training.config import ConfigError
-from model.training.config_loading import load_config
 from model.training.data import RankPlace
-from model.training.model_settings import settings_of
+from model.training.settings.config import ConfigError
+from model.training.settings.config_loading import load_config
+from model.training.settings.model_settings import settings_of
 from tests.model.helpers import small_architecture
 
 

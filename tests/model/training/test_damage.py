@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("megatron.core")
 
 from tests.model.training.conftest import steps_of, train_here
+from tests.model.training.processes.test_failures import sample_of
 from tests.model.training.ranks import Ranks, arguments_of
-from tests.model.training.test_failures import sample_of
 from vlmdata import VlmDataset
 
 MASK = ("--set", "data.on_damage=mask")

@@ -19,11 +19,11 @@ pytest.importorskip("megatron.core")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.training.checkpoint import Checkpoints
-from model.training.config import ConfigError
-from model.training.config_loading import load_config
+from model.training.checkpoints.checkpoint import Checkpoints
 from model.training.evaluation import Evaluation, Evaluator, set_names
-from model.training.logs import WeightsAndBiases
+from model.training.reports.logs import WeightsAndBiases
+from model.training.settings.config import ConfigError
+from model.training.settings.config_loading import load_config
 from tests.chat_rows import write_jsonl
 from tests.conftest import build_dataset
 from tests.loader.rows import chat_rows

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from model.training.config import ConfigError
+from model.training.settings.config import ConfigError
 from preprocess.config import ImageConfig
 from tests.chat_rows import write_jsonl
 from tests.conftest import build_dataset
@@ -82,7 +82,7 @@ def test_frozen_parts_stay_as_they_are(one_process: None, data: Path, tmp_path: 
     """Also with experts, and the mergers of deepstack belong to the part "merger"."""
     from megatron.core import dist_checkpointing
 
-    from model.training.optimizer import part_of
+    from model.training.optimizer.learner import part_of
 
     vl = {"model__preset": "qwen3-vl-tiny-moe", "model__freeze": [part], "data__global_batch": 1}
     train_here(tmp_path / "run", data, run__steps=2, run__save_every=1, run__keep=0, **vl)

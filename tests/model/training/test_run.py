@@ -19,7 +19,7 @@ import torch
 pytest.importorskip("megatron.core")
 
 import model.training.loop
-from model.training.config import ConfigError
+from model.training.settings.config import ConfigError
 from tests.model.training.conftest import SETTINGS, steps_of, train_here
 from tests.model.training.ranks import Ranks, arguments_of
 from vlmdata.errors import ConfigMismatchError
@@ -89,7 +89,7 @@ class TestARun:
     @pytest.mark.parametrize("part", ["vision", "merger", "language"])
     def test_frozen_parts_stay_as_they_are(self, run: Any, tmp_path: Path, part: str) -> None:
         run(run__steps=3, run__save_every=1, run__keep=0, model__freeze=[part], data__global_batch=1)
-        from model.training.optimizer import part_of
+        from model.training.optimizer.learner import part_of
 
         first, end = (weights_of(tmp_path / "run/checkpoints" / f"step-0000000{n}") for n in (1, 3))
         changed = {part_of(name) for name in first if not torch.equal(first[name], end[name])}

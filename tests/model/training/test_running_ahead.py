@@ -18,8 +18,8 @@ pytest.importorskip("megatron.core")
 
 import model.training.loop
 from model.training.device_values import DeviceMoment, DeviceValues
-from model.training.failure import NotFiniteError
 from model.training.loop import runs_ahead
+from model.training.processes.failure import NotFiniteError
 from model.training.step import LaunchedStep, Stepper, StepResult
 from tests.model.training.conftest import evaluations_of, steps_of
 

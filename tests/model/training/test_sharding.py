@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from model.parallel.rows import assign
-from model.training.config import ConfigError
-from model.training.config_loading import load_config
-from model.training.early_checks import check_early
+from model.training.settings.config import ConfigError
+from model.training.settings.config_loading import load_config
+from model.training.settings.early_checks import check_early
 from tests.model.training.conftest import evaluations_of, steps_of, train_here
 from tests.model.training.ranks import Ranks, arguments_of
 from tests.model.training.test_run import exact, killed_in_step
@@ -183,7 +183,7 @@ def test_a_parameter_takes_16_bytes_and_nothing_is_held_twice(one_process: None,
 
 def test_a_group_of_one_rank_sends_nothing(one_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL would allocate for it at the end of the first step, on a GPU that may be full then."""
-    from model.training.optimizer import TargetWeights
+    from model.training.optimizer.learner import TargetWeights
 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a collective of one rank")
@@ -200,7 +200,7 @@ def test_only_one_layer_is_gathered_at_a_time(one_process: None) -> None:
 
     from model.families import spec_of
     from model.network.settings import ModelSettings
-    from model.training.sharded_model import ShardedModel
+    from model.training.optimizer.sharded_model import ShardedModel
     from tests.model.helpers import mixed_samples, pack, small_architecture
 
     architecture = small_architecture(mtp=1)

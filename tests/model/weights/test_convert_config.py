@@ -15,8 +15,8 @@ pytest.importorskip("megatron.core")
 from model.families import architecture_to_hf
 from model.families.qwen3_5.names import parameter_maps
 from model.training.build import architecture_of
-from model.training.config import ConfigError
-from model.training.config_loading import load_config
+from model.training.settings.config import ConfigError
+from model.training.settings.config_loading import load_config
 from model.weights.convert import to_hf, to_megatron
 from model.weights.hf_files import WeightsError
 from model.weights.mapping import hf_names

@@ -1,0 +1,99 @@
+"""The checkpoint with the lowest evaluation loss, recorded in ``OUT/checkpoints/best.json``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from model.training.processes.agreement import decided, on_all_ranks
+from vlmdata.errors import ResourceError
+from vlmdata.format.atomic import write_atomically
+
+_FILE = "best.json"
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best checkpoint of a run.
+
+    Attributes:
+        checkpoint: Name of its folder.
+        step: Its step.
+        loss: Its loss on the evaluation sets.
+        data: Fingerprints of these sets. Losses on other sets are not comparable.
+    """
+
+    checkpoint: str
+    step: int
+    loss: float
+    data: tuple[str, ...]
+
+
+class BestCheckpoint:
+    """Tracks a run's best checkpoint so far.
+
+    Args:
+        folder: Folder of the run's checkpoints.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._best: Best | None = None
+
+    @property
+    def name(self) -> str | None:
+        """Name of the best checkpoint's folder, which is not removed; None if there is none."""
+        return None if self._best is None else self._best.checkpoint
+
+    def recall(self, data: tuple[str, ...]) -> tuple[Best | None, list[str]]:
+        """Reads the record of an earlier part of the run. A collective.
+
+        Args:
+            data: Fingerprints of the evaluation sets.
+
+        Returns:
+            The best checkpoint, if it still exists and used the same sets, and a note if it used others.
+        """
+        found = decided(self._read)
+        if found is not None and found.data != data:
+            return None, [f"{found.checkpoint} was the best so far on other evaluation data: the search starts over"]
+        self._best = found
+        return found, []
+
+    def mark(self, best: Best) -> None:
+        """Keeps a saved or in-progress checkpoint until a better one is marked. A collective.
+
+        Raises:
+            ResourceError: If the record cannot be written.
+        """
+        self._best = best
+        on_all_ranks(lambda: self.note(best.checkpoint) if dist.get_rank() == 0 else None)
+
+    def note(self, name: str) -> None:
+        """Records a complete checkpoint if it is the best one. Rank 0 calls it for each complete checkpoint.
+
+        Raises:
+            ResourceError: If the file cannot be written; the previous file stays.
+        """
+        if self._best is None or self._best.checkpoint != name or not (self._folder / name).is_dir():
+            return
+        try:
+            text = json.dumps(dataclasses.asdict(self._best), indent=1) + "\n"
+            write_atomically(self._folder / _FILE, text.encode())
+        except OSError as error:
+            raise ResourceError(
+                f"{(self._folder / _FILE).resolve()} could not be written: {error.strerror or error}. Checkpoints are "
+                "unchanged. Free space or fix permissions, and continue with --resume"
+            ) from error
+
+    def _read(self) -> Best | None:
+        try:
+            found = Best(**json.loads((self._folder / _FILE).read_text()))
+            found = dataclasses.replace(found, data=tuple(found.data))
+            return found if (self._folder / found.checkpoint).is_dir() else None
+        except (OSError, ValueError, TypeError):
+            return None

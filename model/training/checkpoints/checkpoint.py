@@ -1,0 +1,368 @@
+"""Checkpoints: the model and optimizer in megatron-core's format, which any layout can load, and the run's position.
+
+A checkpoint is a folder ``step-00000050`` under ``checkpoints/``. It is written under a temporary name and renamed when
+all ranks are done, so a folder with that name is complete. It contains megatron-core's distributed checkpoint,
+``run.json`` (step, loader state, layout, configuration), ``config.toml``, the random state of each rank, and checksums
+of all these files. The checksums are computed in the background after the renaming.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from torch.distributed.checkpoint.api import CheckpointException
+
+from model.architecture import Architecture
+from model.families import architecture_to_hf
+from model.parallel.separation import separation
+from model.training.checkpoints.best import BestCheckpoint
+from model.training.checkpoints.common_state import with_common_state_of
+from model.training.checkpoints.learner_state import gather_weights, load_state, state_to_save
+from model.training.checkpoints.model_state import content
+from model.training.checkpoints.random_state import restore_random_state, write_random_state
+from model.training.checkpoints.run_state import RunState, optimizer_form, read_state, require_resumable
+from model.training.checkpoints.write_results import start_write_results
+from model.training.data import RankPlace
+from model.training.optimizer.learner import Learner
+from model.training.processes.agreement import decided, on_all_ranks, require_shared
+from model.training.processes.interruption import shielding_children
+from model.training.processes.run_lock import claim
+from model.training.settings.config import ConfigError, TrainConfig
+from model.weights.checksums import damaged_files, unchecked_files, without_checksum, write_checksums
+from model.weights.store import save_strategy
+from vlmdata.errors import ResourceError, VlmdataError
+
+_NAME = re.compile(r"step-(\d{8})")
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Attributes:
+        best: Tracks the checkpoint with the lowest evaluation loss.
+
+    Args:
+        config: Configuration of the run.
+        architecture: Architecture of its model.
+        place: This process.
+        async_save: Write files in the background while training continues.
+    """
+
+    def __init__(self, config: TrainConfig, architecture: Architecture, place: RankPlace, async_save: bool):
+        self._config, self._architecture, self._place = config, architecture, place
+        self._folder = Path(config.run.out) / "checkpoints"
+        self._queue = AsyncCallsQueue() if async_save else None
+        self._pending: Path | None = None
+        self._checksums: Thread | None = None
+        self._size = 0
+        self.best = BestCheckpoint(self._folder)
+
+    def agree_on_latest(self) -> Path | None:
+        """Returns the newest complete checkpoint that rank 0 sees.
+
+        First checks that ``run.out`` is shared by all ranks and writable. Removes incomplete files of earlier runs
+        that were killed. A collective.
+
+        Raises:
+            ConfigError: If ranks have different folders, or another run uses the folder.
+            ResourceError: If the folder cannot be written.
+        """
+        require_shared(self._folder.parent)
+        name = decided(self._tidy)
+        return None if name is None else self._folder / name
+
+    def _tidy(self) -> str | None:
+        self._lock = claim(self._folder.parent)
+        for leftover in self._folder.glob(".step-*.tmp"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        found = self.latest()
+        return None if found is None else found.name
+
+    def latest(self) -> Path | None:
+        """Returns the newest complete checkpoint that this rank sees."""
+        found = checkpoints_in(self._folder)
+        return found[-1] if found else None
+
+    def path_of(self, step: int) -> Path:
+        """Returns the path of a step's checkpoint, which may not exist yet."""
+        return self._folder / f"step-{step:08d}"
+
+    def save(self, step: int, learner: Learner, loader: dict[str, Any]) -> None:
+        """Writes a checkpoint, in the background with ``async_save``.
+
+        Args:
+            step: Optimizer steps done.
+            learner: Model, optimizer and schedule.
+            loader: The loader's state.
+
+        Raises:
+            ResourceError: If space is short or the files cannot be written. Earlier checkpoints stay.
+        """
+        self.wait()
+        gather_weights(learner)
+        final = self.path_of(step)
+        temporary = self._folder / f".{final.name}.tmp"
+        state = RunState(
+            step,
+            loader,
+            self._layout(),
+            self._config.to_dict(),
+            architecture_to_hf(self._architecture),
+            optimizer_form(learner),
+        )
+        sharded = state_to_save(learner)
+        if (sides := separation()) is not None and "language" not in self._config.model.freeze:
+            sharded = with_common_state_of(sharded, sides.vision)
+        self._size = _bytes_of(sharded)
+        on_all_ranks(partial(self._prepare, temporary))
+        if self._queue is not None:
+            start_write_results()
+        with self._writing(temporary):
+            request = dist_checkpointing.save(
+                sharded,
+                str(temporary),
+                sharded_strategy=save_strategy(self._size // self._place.world),
+                async_sharded_save=self._queue is not None,
+                async_strategy="mcore",
+                content_metadata=content(),
+            )
+        on_all_ranks(partial(self._write_beside, temporary, state))
+        finish = partial(self._finish, temporary, final)
+        if self._queue is None:
+            finish()
+            return
+        request.add_finalize_fn(finish)
+        self._pending = temporary
+        with shielding_children():
+            self._queue.schedule_async_request(request)
+
+    @property
+    def pending_bytes(self) -> int:
+        """Size of the checkpoint that is being written in the background; 0 if there is none."""
+        return self._size if self._queue is not None and self._queue.get_num_unfinalized_calls() else 0
+
+    def poll(self) -> None:
+        """Finishes a background save whose files are written. All ranks must call it at the same steps."""
+        self._finalize(blocking=False)
+
+    def wait(self) -> None:
+        """Waits for a background save and its checksums, and finishes them."""
+        self._finalize(blocking=True)
+        if self._checksums is not None:
+            self._checksums.join()
+            self._checksums = None
+
+    def _finalize(self, blocking: bool) -> None:
+        if self._queue is not None:
+            with self._writing(self._pending):
+                self._queue.maybe_finalize_async_calls(blocking=blocking)
+
+    def load(self, path: Path, learner: Learner) -> tuple[RunState, list[str]]:
+        """Restores model, optimizer, schedule and, on the same layout, the random state.
+
+        Learning rates and similar settings come from the run, not from the checkpoint.
+
+        Returns:
+            The position of the run, and notes for the user.
+
+        Raises:
+            ConfigError: If the checkpoint is damaged, or of another model or optimizer.
+        """
+        state = read_state(path)
+        with self._reading(path):
+            require_resumable(path, state, self._config.to_dict(), self._architecture, learner)
+            notes = on_all_ranks(partial(self._check_files, path)) if self._config.run.verify else []
+            load_state(path, state, learner)
+        if state.layout == self._layout():
+            on_all_ranks(partial(self._load_random_state, path))
+        return state, notes
+
+    def _check_files(self, path: Path) -> list[str]:
+        """Checks this rank's share of the files against their checksums. Returns a line if some have none."""
+        with self._reading(path):
+            damaged = damaged_files(path, self._place.rank, self._place.world)
+            if damaged:
+                raise self._unreadable(path, "; ".join(damaged))
+            unchecked = unchecked_files(path)
+        return [without_checksum(path, unchecked)] if unchecked else []
+
+    def _layout(self) -> dict[str, int]:
+        parallel = self._config.parallel
+        sizes = {"world": self._place.world, **{name: getattr(parallel, name) for name in ("tp", "cp", "pp", "ep")}}
+        return sizes | ({"vision_gpus": parallel.vision_gpus} if parallel.vision_gpus else {})
+
+    def _load_random_state(self, path: Path) -> None:
+        with self._reading(path):
+            restore_random_state(path / f"random-{self._place.rank:05d}.pt")
+
+    def _prepare(self, temporary: Path) -> None:
+        """Creates an empty folder on a disk with enough space."""
+        if self._place.rank != 0:
+            return
+        with self._writing(temporary):
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            disk = shutil.disk_usage(temporary)
+            if disk.total and disk.free < self._size:  # some remote file systems do not report their size
+                temporary.rmdir()
+                raise self._failed(None, "not enough disk space")
+
+    def _write_beside(self, temporary: Path, state: RunState) -> None:
+        with self._writing(temporary):
+            if self._place.rank == 0:
+                (temporary / "run.json").write_text(json.dumps(vars(state), indent=1) + "\n")
+                (temporary / "config.toml").write_text(self._config.to_toml())
+            write_random_state(temporary / f"random-{self._place.rank:05d}.pt")
+
+    def _finish(self, temporary: Path, final: Path) -> None:
+        """Renames the finished checkpoint and removes old ones except the best."""
+        torch.distributed.barrier()
+        on_all_ranks(partial(self._rename, temporary, final))
+        self._checksums = Thread(target=_note_checksums, args=(final, self._place.rank), name="checksums")
+        self._checksums.start()
+
+    def _rename(self, temporary: Path, final: Path) -> None:
+        if self._place.rank != 0:
+            return
+        with self._writing(temporary):
+            if final.exists():  # a run resumed from an earlier step writes the same step again
+                shutil.rmtree(final)
+            os.rename(temporary, final)
+            self.best.note(final.name)
+            keep = self._config.run.keep
+            for old in checkpoints_in(self._folder)[:-keep] if keep else []:
+                if old.name != self.best.name:
+                    shutil.rmtree(old)
+
+    @contextlib.contextmanager
+    def _writing(self, temporary: Path | None) -> Iterator[None]:
+        """Converts write failures to :class:`ResourceError` and removes the incomplete checkpoint."""
+        try:
+            yield
+        except OSError as error:
+            raise self._failed(temporary, reason(error), not isinstance(error, ConnectionError)) from error
+        except CheckpointException as error:  # raised on all ranks; rank 0 has the error of each
+            on_all_ranks(partial(self._fail, temporary, reason(error)))
+
+    def _fail(self, temporary: Path | None, why: str) -> None:
+        if self._place.rank == 0:
+            raise self._failed(temporary, why, by_disk=False)
+
+    def _failed(self, temporary: Path | None, why: str, by_disk: bool = True) -> ResourceError:
+        """The error, with a remedy that fits: whether the disk refused may be known, or is tried out."""
+        if temporary is not None:
+            refusal = _refusal_of(temporary)
+            by_disk, why = by_disk or refusal is not None, refusal or why
+            if self._place.rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+        folder = self._folder if self._folder.is_dir() else self._folder.parent
+        kept = self.latest()
+        newest = "there is none yet" if kept is None else f"{kept.name} is the newest complete one"
+        free = shutil.disk_usage(folder).free
+        remedy = (
+            "Free space or fix permissions, and continue with --resume"
+            if by_disk or free < self._size
+            else "The folder accepts files. Continue with --resume; if it happens again, set run.async_save=false"
+        )
+        return ResourceError(
+            f"{self._folder.resolve()}: a checkpoint of {megabytes(self._size)} could not be saved: {why}; "
+            f"{megabytes(free)} free. Earlier checkpoints are unchanged ({newest}). {remedy}"
+        )
+
+    @contextlib.contextmanager
+    def _reading(self, path: Path) -> Iterator[None]:
+        """Converts errors of megatron-core and torch on damaged files to :class:`ConfigError` with a remedy."""
+        try:
+            yield
+        except VlmdataError:
+            raise
+        except (Exception, CheckpointException) as error:
+            raise self._unreadable(path, reason(error)) from error
+
+    def _unreadable(self, path: Path, why: str) -> ConfigError:
+        earlier = [each for each in checkpoints_in(self._folder) if each.name < path.name]
+        way_out = (
+            f"To continue from {earlier[-1].name}, the previous checkpoint, move {path.name} out of {self._folder} and "
+            "use "
+            "--resume again"
+            if earlier
+            else "There is no earlier checkpoint: start a new run with another --out"
+        )
+        return ConfigError(f"{path} cannot be loaded; its files seem damaged: {why}. {way_out}")
+
+
+def _note_checksums(path: Path, rank: int) -> None:
+    """Writes checksums. Runs in a thread, since reading takes long and nothing waits for it."""
+    try:
+        write_checksums(path, rank)
+    except OSError as error:
+        if path.is_dir():  # it may have been removed as an old checkpoint
+            print(f"warning: {path}: complete, but without checksums: {error.strerror}", file=sys.stderr, flush=True)
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Lists complete checkpoints, oldest first."""
+    found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: path.name)
+
+
+def _bytes_of(sharded: dict[str, Any]) -> int:
+    """Returns the total tensor bytes that all ranks write."""
+    mine = sum(
+        entry.data.nbytes
+        for entry in nested_values(sharded)
+        if isinstance(entry, ShardedTensor | ShardedTensorFactory)
+        and entry.data is not None
+        and is_main_replica(entry.replica_id)
+    )
+    total = torch.tensor([float(mine)], dtype=torch.float64, device=torch.cuda.current_device())
+    torch.distributed.all_reduce(total)
+    return int(total.item())
+
+
+def _refusal_of(folder: Path) -> str | None:
+    """Returns the system's reason why a folder is not writable, which torch hides; None if it is writable or gone."""
+    probe = folder / f"probe-{torch.distributed.get_rank()}"
+    try:
+        with probe.open("wb") as file:
+            file.write(bytes(1 << 20))
+            file.flush()
+            os.fsync(file.fileno())
+        probe.unlink()
+    except FileNotFoundError:  # removed by rank 0
+        return None
+    except OSError as error:
+        return error.strerror
+    return None
+
+
+def megabytes(count: float) -> str:
+    """A size for people: ``31.0 GB``, ``0.4 MB``."""
+    return f"{count / 1e6:,.1f} MB" if count < 1e9 else f"{count / 1e9:,.1f} GB"
+
+
+def reason(error: BaseException) -> str:
+    """Formats an error as one line. For an error of several ranks, uses the first rank's."""
+    where = ""
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (error, _) = next(iter(error.failures.items()))
+        where = f"on rank {rank} " if torch.distributed.get_world_size() > 1 else ""
+    elif isinstance(error, CheckpointException):
+        return "another rank printed the reason"
+    first = next((line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()), "")
+    return where + (f"{type(error).__name__}: {first}" if first else type(error).__name__)

@@ -1,0 +1,175 @@
+"""The position of a run at a checkpoint, and the check that a run can resume from it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.core import dist_checkpointing
+from megatron.core.optimizer import Adam, ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from model.architecture import Architecture
+from model.families import architecture_to_hf
+from model.training.optimizer.learner import Learner
+from model.training.settings.config import ConfigError, config_differences
+
+#: Fields that identify a parameter group of an optimizer, independent of the run's settings.
+_GROUP = ("is_expert_parallel", "is_decoupled_lr", "wd_mult", "lr_mult")
+#: Fields of a group that are not settings.
+_NO_SETTING = ("params", "step")
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The position of a run at a checkpoint.
+
+    Attributes:
+        step: Optimizer steps completed.
+        loader: The loader's state.
+        layout: Sizes of the parallel layout.
+        config: The configuration, as :meth:`TrainConfig.to_dict`.
+        architecture: The model, as a Hugging Face config.
+        optimizer: Form of the optimizer's state, see :func:`optimizer_form`; None in old checkpoints.
+    """
+
+    step: int
+    loader: dict[str, Any]
+    layout: dict[str, int]
+    config: dict[str, Any]
+    architecture: dict[str, Any]
+    optimizer: dict[str, str] | None = None
+
+
+def read_state(path: Path) -> RunState:
+    """Reads the run state of a checkpoint.
+
+    Raises:
+        ConfigError: If the folder is not a checkpoint.
+    """
+    try:
+        return RunState(**json.loads((path / "run.json").read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path} is not a checkpoint of a run: {error}") from error
+
+
+def optimizer_form(learner: Learner) -> dict[str, str]:
+    """Returns what decides whether an optimizer can load the state of another.
+
+    megatron-core's plain and distributed optimizers store their state under different names. With bf16 there are fp32
+    weights in addition to the model's. Transformer Engine's Adam stores its step count where torch's does not look.
+
+    Returns:
+        ``state`` ("plain" or "distributed"), ``weights`` ("bf16" or "fp32"), ``adam`` (the library of the optimizer).
+    """
+    parts = _parts(learner.optimizer)
+    adam = next((type(each.optimizer).__module__ for each in parts if each.optimizer is not None), "none")
+    if learner.sharded is not None:
+        # The form of the other layouts, which take their Adam from megatron-core's choice.
+        return {**learner.sharded.form, "adam": Adam.__module__.split(".")[0]}
+    return {
+        "state": "distributed" if any(isinstance(each, DistributedOptimizer) for each in parts) else "plain",
+        "weights": "bf16" if parts[0].config.bf16 else "fp32",
+        "adam": adam.split(".")[0],
+    }
+
+
+def require_resumable(
+    path: Path, state: RunState, config: dict[str, Any], architecture: Architecture, learner: Learner
+) -> None:
+    """Checks that a run can resume from a checkpoint, before anything is loaded.
+
+    Args:
+        path: The checkpoint.
+        state: Its state.
+        config: The run to resume, as :meth:`TrainConfig.to_dict`.
+        architecture: Its model.
+        learner: Its model and optimizer. Fully sharded, it loads any form of state with weights of the same precision.
+
+    Raises:
+        ConfigError: Naming all incompatible differences and the remedy.
+    """
+    ours = architecture_to_hf(architecture)
+    if state.architecture != ours:
+        lines = "; ".join(config_differences({"model": state.architecture}, {"model": ours}))
+        raise ConfigError(f"{path} contains another model: {lines}")
+    old, new = state.config.get("model", {}), config["model"]
+    differences = []
+    if sorted(old.get("freeze", [])) != sorted(new["freeze"]):
+        differences.append(f"model.freeze: {sorted(old.get('freeze', []))} -> {sorted(new['freeze'])}")
+    trained = [predicts(each.get("mtp"), architecture) for each in (old, new)]
+    if trained[0] != trained[1]:
+        differences.append(f"model.mtp: {trained[0]} -> {trained[1]}".lower())
+    alone = [each.get("language_only", False) for each in (old, new)]
+    if alone[0] != alone[1]:
+        differences.append(f"model.language_only: {alone[0]} -> {alone[1]}".lower())
+    spread = [state.layout["ep"], config["parallel"]["ep"]]
+    if architecture.language.moe is not None and (spread[0] > 1) != (spread[1] > 1):
+        # Expert-parallel experts have their own optimizer.
+        differences.append(f"parallel.ep: {spread[0]} -> {spread[1]}")
+    before, after = form_of(path, state), optimizer_form(learner)
+    decisive = ("weights",) if learner.sharded is not None else tuple(before)
+    differences += [
+        f"optimizer {name}: {before[name]} -> {after[name]}"
+        for name in decisive
+        if name in before and before[name] != after[name]
+    ]
+    if differences:
+        raise ConfigError(
+            f"{path} cannot be resumed, because its optimizer state does not fit: {'; '.join(differences)}. Resume "
+            f"with the old settings, or start a new run from its weights: without --resume, with --weights {path} and "
+            "another --out"
+        )
+
+
+def form_of(path: Path, state: RunState) -> dict[str, str]:
+    """Returns the form of a checkpoint's optimizer state."""
+    return state.optimizer or _form_of_old(path)
+
+
+def keep_settings(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> None:
+    """Replaces a checkpoint's optimizer settings by the run's.
+
+    megatron-core finds the checkpoint's parameter groups by their settings, learning rates among them, and takes the
+    other settings (betas, epsilon) from the checkpoint. All fields of a group except parameters and step are settings.
+
+    Args:
+        loaded: The optimizer's state as loaded by megatron-core; modified in place.
+        optimizer: The run's optimizer.
+    """
+    parts = _parts(optimizer)
+    # A chain of several optimizers has states by number; a single one has its state directly.
+    states = [loaded] if len(parts) == 1 else [loaded[number] for number in range(len(parts))]
+    for part, state in zip(parts, states, strict=True):
+        groups = state["param_groups"] if "param_groups" in state else state["optimizer"]["param_groups"]
+        live = {_identity(group): group for group in part.param_groups}
+        for group in groups:
+            settings = live.get(_identity(group), {})
+            group.update({name: value for name, value in settings.items() if name not in _NO_SETTING})
+
+
+def _parts(optimizer: MegatronOptimizer) -> list[Any]:
+    return optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+
+
+def _identity(group: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(group.get(name) for name in _GROUP)
+
+
+def predicts(mtp: bool | None, architecture: Architecture) -> bool:
+    """True if multi-token prediction is trained: set by ``model.mtp``, or else by the architecture."""
+    return architecture.mtp_layers > 0 if mtp is None else mtp
+
+
+def _form_of_old(path: Path) -> dict[str, str]:
+    """Returns the form of an old checkpoint that does not record it, as far as its content shows."""
+    state = dist_checkpointing.load_common_state_dict(str(path)).get("optimizer", {})
+    state = state.get(0, state)
+    if "param_state_sharding_type" in state:
+        return {"state": "distributed"}
+    weights = "bf16" if "fp32_from_fp16_params" in state else "fp32"
+    inner = state["optimizer"] if weights == "bf16" else state
+    torchs = {"adam": "torch"} if "common_step" in inner.get("state", {}) else {}
+    return {"state": "plain", "weights": weights, **torchs}

@@ -1,0 +1,87 @@
+"""The starting point of a run: random weights, given weights, or its own newest checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from model.architecture import Architecture
+from model.training.checkpoints.checkpoint import Checkpoints
+from model.training.checkpoints.weights import find_weights, load_weights
+from model.training.data import RankPlace
+from model.training.optimizer.learner import Learner
+from model.training.settings.config import ConfigError, TrainConfig, config_differences
+from vlmdata import StreamingLoader
+
+
+@dataclass(frozen=True)
+class Start:
+    """The starting point of a run; the same on all ranks.
+
+    Attributes:
+        checkpoint: Checkpoint of this run to resume from; None for a new run.
+        weights: Folder of a new run's initial weights; None for random ones.
+    """
+
+    checkpoint: Path | None
+    weights: Path | None
+
+
+def find_start(config: TrainConfig, checkpoints: Checkpoints, resume: bool) -> Start:
+    """Finds the starting point of a run before its model is built.
+
+    Raises:
+        ConfigError: If a new run's folder contains checkpoints, there is nothing to resume, or ``model.hf`` has
+            no weights.
+    """
+    latest = checkpoints.agree_on_latest()
+    if resume and latest is None:
+        raise ConfigError(
+            f"{config.run.out} contains no checkpoint to resume from; omit --resume, or give the run's --out"
+        )
+    if not resume and latest is not None:
+        raise ConfigError(
+            f"{config.run.out} contains the checkpoint {latest.name} of an earlier run: continue with --resume, or "
+            "choose another --out"
+        )
+    return Start(latest, None if resume else find_weights(config))
+
+
+def load_start(
+    config: TrainConfig,
+    architecture: Architecture,
+    place: RankPlace,
+    checkpoints: Checkpoints,
+    start: Start,
+    learner: Learner,
+    loader: StreamingLoader,
+) -> tuple[int, list[str]]:
+    """Loads the starting point of a run.
+
+    Args:
+        config: The run.
+        architecture: Its model.
+        place: This process.
+        checkpoints: Its checkpoints.
+        start: Result of :func:`find_start`.
+        learner: Model, optimizer and schedule.
+        loader: The loader, whose position is restored.
+
+    Returns:
+        Number of steps already completed, and notes for the user.
+    """
+    if start.checkpoint is None:
+        if start.weights is None:
+            return 0, [f"weights: random, from seed {config.run.seed}"]
+        return 0, load_weights(start.weights, learner, config, architecture, place)
+    state, notes = checkpoints.load(start.checkpoint, learner)
+    loader.load_state_dict(state.loader)
+    changes = [f"  {line}" for line in config_differences(_with_defaults(state.config), config.to_dict())]
+    said = [f"resumed from {start.checkpoint}", *notes, *(["changed since:", *changes] if changes else [])]
+    return state.step, said
+
+
+def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """Adds newer settings to a checkpoint's configuration, with values that had no effect then."""
+    return {name: group | config.get(name, {}) for name, group in TrainConfig().to_dict().items()}

@@ -1,0 +1,1 @@
+"""Gradients and weights: reduction over ranks, AdamW, copies of weights, fully sharded parameters."""

@@ -1,0 +1,306 @@
+"""Gradients and weights: megatron-core's data-parallel wrapper, AdamW and learning-rate schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from model.parallel.separation import Separation, separation
+from model.training.optimizer.compact_adam import CompactAdamW
+from model.training.optimizer.sharded_model import ShardedModel
+from model.training.optimizer.weight_copies import copy_weights_at_once
+from model.training.settings.config import ConfigError, TrainConfig
+from vlmdata import PackedBatch
+
+
+@dataclass(frozen=True)
+class Learner:
+    """Model, optimizer and schedule.
+
+    Attributes:
+        model: The wrapped model with gradient buffers or shards; a list of one chunk, as megatron-core's schedules
+            expect.
+        optimizer: AdamW; on each rank's share of the state if distributed.
+        schedule: Learning rate by step.
+    """
+
+    model: list[DistributedDataParallel] | list[ShardedModel]
+    optimizer: MegatronOptimizer
+    schedule: OptimizerParamScheduler
+
+    @property
+    def sharded(self) -> ShardedModel | None:
+        """The wrapped model if its parameters are fully sharded."""
+        (chunk,) = self.model
+        return chunk if isinstance(chunk, ShardedModel) else None
+
+
+def freeze(model: torch.nn.Module, parts: tuple[str, ...]) -> int:
+    """Freezes parts of the model.
+
+    Args:
+        model: A :class:`model.network.vision_language.VisionLanguageModel`.
+        parts: Any of "vision" (the encoder without its mergers), "merger" (with those of deepstack) and "language".
+
+    Returns:
+        Number of trained parameters (elements) on this rank.
+
+    Raises:
+        ConfigError: If no trained parameters remain. With the tower on ranks of its own, one side may be frozen.
+    """
+    for name, parameter in model.named_parameters():
+        if part_of(name) in parts:
+            parameter.requires_grad_(False)
+    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    if not trained and (separation() is None or {"vision", "merger", "language"} <= set(parts)):
+        stage, stages = (
+            parallel_state.get_pipeline_model_parallel_rank() + 1,
+            parallel_state.get_pipeline_model_parallel_world_size(),
+        )
+        raise ConfigError(
+            f"model.freeze {list(parts)} leaves nothing to train on pipeline stage {stage} of {stages}; freeze fewer "
+            "parts" + (", or use fewer stages (--pp)" if stages > 1 else "")
+        )
+    return trained
+
+
+def part_of(name: str) -> str:
+    """Returns the part that a parameter belongs to, from its name in the model."""
+    if not name.startswith("vision."):
+        return "language"
+    return "merger" if name.startswith(("vision.merger.", "vision.deepstack_mergers.")) else "vision"
+
+
+def build_learner(model: torch.nn.Module, config: TrainConfig, device: torch.device, dtype: torch.dtype) -> Learner:
+    """Wraps a model for training.
+
+    Args:
+        model: This rank's model, on its device.
+        config: Configuration of the run.
+        device: Device of the model.
+        dtype: Dtype of the parameters. Gradients and optimizer state are always fp32.
+    """
+    if config.parallel.fsdp:
+        return _build_sharded(model, config, device, dtype)
+    settings, sides = config.optimizer, separation()
+    on_gpu = device.type == "cuda"
+    distributed = on_gpu if settings.distributed is None else settings.distributed
+    overlap = on_gpu if settings.overlap is None else settings.overlap
+    if sides is not None and sides.holds_tower:
+        overlap = False  # a rank of the tower may have no image in a micro-batch, or in a step, and then no pass
+    if distributed and not on_gpu:
+        raise ConfigError(
+            "optimizer.distributed needs CUDA: megatron-core restores its state only with fused Adam. Omit it."
+        )
+    wrapped = DistributedDataParallel(
+        model.config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=overlap,
+            overlap_param_gather=overlap and distributed,
+            use_distributed_optimizer=distributed,
+        ),
+        model,
+    )
+    if getattr(model, "vision", None) is not None:
+        model.vision.take_first_weights()  # type: ignore[union-attr, operator]
+    wrapped.broadcast_params()
+    optimizer = get_megatron_optimizer(
+        _optimizer_config(config, distributed, overlap and distributed, dtype), [wrapped]
+    )
+    copy_weights_at_once(optimizer)
+    if sides is not None:
+        optimizer = JointOptimizer(optimizer, sides)
+    schedule = build_schedule(optimizer, config)
+    _connect(model.config, wrapped, optimizer, overlap, overlap and distributed)
+    return Learner([wrapped], optimizer, schedule)
+
+
+def _build_sharded(model: torch.nn.Module, config: TrainConfig, device: torch.device, dtype: torch.dtype) -> Learner:
+    """Wraps a model for training with fully sharded parameters. Each rank's optimizer has its rows, in float32."""
+    wrapped = ShardedModel(model, dtype, device)
+    optimizer = get_megatron_optimizer(_optimizer_config(config, False, False, torch.float32), [wrapped])
+    assert isinstance(optimizer, ChainedOptimizer)
+    for part in optimizer.chained_optimizers:
+        # All ranks together hold each row once, or mark it as a copy.
+        part.grad_stats_parallel_group = torch.distributed.group.WORLD
+        if part.optimizer is not None and (config.optimizer.moments != "fp32" or config.optimizer.offload):
+            moments = torch.bfloat16 if config.optimizer.moments == "bf16" else torch.float32
+            part.optimizer = CompactAdamW(part.optimizer.param_groups, moments, config.optimizer.offload)
+    model.config.grad_scale_func = optimizer.scale_loss  # type: ignore[union-attr]
+    return Learner([wrapped], optimizer, build_schedule(optimizer, config))
+
+
+class JointOptimizer(ChainedOptimizer):
+    """The optimizer of one side, which clips gradients by the norm over both sides.
+
+    Args:
+        optimizer: The optimizer of this side.
+        sides: Both sides.
+    """
+
+    def __init__(self, optimizer: MegatronOptimizer, sides: Separation) -> None:
+        assert isinstance(optimizer, ChainedOptimizer)
+        super().__init__(optimizer.chained_optimizers)
+        self._sides = sides
+
+    @torch.no_grad()
+    def get_grad_norm(self) -> float:
+        """Returns the norm of the gradient over both sides. A collective of all ranks."""
+        own = super().get_grad_norm() or 0.0
+        # All ranks of a side have its norm, and one of them counts. A sum, unlike a maximum, is not finite if one is.
+        speaks = torch.distributed.get_rank() in (0, self._sides.vision)
+        square = torch.tensor(
+            [float(own) ** 2 if speaks else 0.0], dtype=torch.float64, device=torch.cuda.current_device()
+        )
+        torch.distributed.all_reduce(square)
+        return float(square.sqrt().item())
+
+
+def build_schedule(optimizer: MegatronOptimizer, config: TrainConfig) -> OptimizerParamScheduler:
+    """Returns the learning-rate schedule for peak p, minimum m, W warm-up steps and D steps in total.
+
+    Step k, from 1, trains with p k / (W + 1) during warm-up, and then with m + (p - m) f(r), where
+    r = (k - 1 - W) / (D - W) and f(r) is (1 + cos(pi r)) / 2, 1 - r or 1 for cosine, linear or constant.
+    """
+    settings, steps, warmup = config.optimizer, config.decay_steps, config.warmup_steps
+    return OptimizerParamScheduler(
+        optimizer,
+        # megatron-core uses this rate for the first step; with 0 that step would train nothing.
+        init_lr=settings.lr / (warmup + 1),
+        max_lr=settings.lr,
+        min_lr=settings.last_lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=steps,
+        lr_decay_style=settings.schedule,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=steps,
+        wd_incr_style="constant",
+        # A resumed run takes only the step from the checkpoint; its settings come from its configuration.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
+
+
+def _optimizer_config(
+    config: TrainConfig, distributed: bool, overlap_gather: bool, dtype: torch.dtype
+) -> MegatronOptimizerConfig:
+    settings = config.optimizer
+    return MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        min_lr=settings.last_lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        adam_eps=settings.eps,
+        # Infinity disables clipping, but the norm is still computed.
+        clip_grad=settings.clip_grad or float("inf"),
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=distributed,
+        overlap_param_gather=overlap_gather,
+    )
+
+
+class TargetWeights:
+    """Sums the weights of a step's targets, first on this rank and then over all ranks."""
+
+    def __init__(self) -> None:
+        self._sum: torch.Tensor | None = None
+
+    def add(self, batch: PackedBatch) -> None:
+        """Adds a batch without waiting for the device. A batch without labels adds nothing."""
+        if batch.loss_weights is not None:
+            own = batch.loss_weights.sum(dtype=torch.float64)
+            self._sum = own if self._sum is None else self._sum + own
+
+    def over_all_ranks(self, device: torch.device) -> torch.Tensor:
+        """Returns the sum over the packs of all data-parallel and context-parallel ranks, float64 (). A collective.
+
+        The last pipeline stage, which has all labels, sends the sum to the others, and the language model sends it to a
+        tower on ranks of its own.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=device) if self._sum is None else self._sum.clone()
+        sides = separation()
+        if sides is None or not sides.holds_tower:
+            self._sum_over_the_language_model(total)
+        if sides is not None:
+            torch.distributed.broadcast(total, src=sides.vision)
+        return total
+
+    def _sum_over_the_language_model(self, total: torch.Tensor) -> None:
+        # A group of one rank sends nothing, but NCCL would take memory for it, where a step may have left none.
+        stages = parallel_state.get_pipeline_model_parallel_group()
+        if stages.size() > 1:
+            torch.distributed.broadcast(total, src=torch.distributed.get_process_group_ranks(stages)[-1], group=stages)
+        replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        if replicas.size() > 1:
+            torch.distributed.all_reduce(total, group=replicas)
+
+
+def finalize_gradients(
+    weights: TargetWeights, model: list[Any], num_tokens: torch.Tensor | None = None, **kwargs: Any
+) -> None:
+    """Reduces gradients over all ranks and divides them by the sum of the weights of the step's targets.
+
+    megatron-core's own reduction divides by an integer token count from its schedules (docs/decisions/0030), so this
+    function does not pass it one. Gradients of a tower whose images the ranks share are summed last.
+
+    Args:
+        weights: Weights of all batches of the step on this rank.
+        model: The model's chunks.
+        num_tokens: Count of megatron-core's schedule; only its device is used.
+        **kwargs: Arguments of megatron-core's ``finalize_model_grads``.
+    """
+    finalize_model_grads(model, None, **kwargs)
+    assert num_tokens is not None, "the schedule does not count tokens: calculate_per_token_loss is off"
+    total = weights.over_all_ranks(num_tokens.device)
+    # In a step without targets, all gradients are 0 and remain 0.
+    scale = 1.0 / torch.where(total > 0, total, 1.0).float()
+    for chunk in model:
+        _scale_gradients(chunk, scale)
+        tower = getattr(unwrapped(chunk), "vision", None)
+        if tower is not None:
+            tower.sum_gradients()
+
+
+def _scale_gradients(chunk: DistributedDataParallel | ShardedModel, scale: torch.Tensor) -> None:
+    """Multiplies all gradients, like the chunk's own method, but with wide loads: twice as fast on an H200."""
+    if isinstance(chunk, ShardedModel):
+        chunk.scale_gradients(scale)
+        return
+    for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+        # In pieces whose elements kernels can count with 32 bits.
+        torch._foreach_mul_([*buffer.grad_data.split(2**29), *buffer.extra_main_grads], scale)
+
+
+def _connect(
+    model_config: Any,
+    wrapped: DistributedDataParallel,
+    optimizer: MegatronOptimizer,
+    overlap_reduce: bool,
+    overlap_gather: bool,
+) -> None:
+    """Sets the gradient reduction of megatron-core's schedules. Each step supplies its own divisor."""
+    model_config.grad_scale_func = optimizer.scale_loss
+    if overlap_reduce:
+        model_config.no_sync_func = wrapped.no_sync
+    if overlap_gather:
+        model_config.param_sync_func = wrapped.start_param_sync
+
+
+def unwrapped(model: torch.nn.Module) -> Any:
+    """Returns the model inside its gradient wrapper."""
+    inner: Any = model
+    while hasattr(inner, "module"):
+        inner = inner.module
+    return inner

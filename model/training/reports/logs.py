@@ -1,0 +1,335 @@
+"""Output of a run: one line per step, a progress bar on a terminal, metrics.jsonl, and optional TensorBoard and W&B."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import shutil
+import sys
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from model.training.evaluation import Evaluation
+from model.training.settings.config import ConfigError, TrainConfig
+from model.training.step import StepResult
+from vlmdata.errors import ResourceError
+
+
+@dataclasses.dataclass(frozen=True)
+class StepReport:
+    """Log entry of a step.
+
+    Attributes:
+        step: Number of the step, from 1.
+        epoch: Epoch of the data.
+        result: Result of the step.
+        lr: Learning rate of the step.
+        mfu: Model FLOP/s over the devices' peak by name: ``mfu`` over all devices, and ``vision_mfu`` and
+            ``language_mfu`` with separate ranks; empty if the peak is unknown.
+        samples: Digest of this rank's samples, for comparing runs.
+    """
+
+    step: int
+    epoch: int
+    result: StepResult
+    lr: float
+    mfu: Mapping[str, float]
+    samples: str
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Returns numbers by name."""
+        result = self.result
+        values: dict[str, float | None] = {
+            "loss": result.loss,
+            **result.extra_losses,
+            "grad_norm": result.grad_norm,
+            "lr": self.lr,
+            "tokens_per_second": result.tokens / result.seconds,
+            "fill": result.tokens / result.slots if result.slots else 0.0,
+            "targets": result.targets,
+            "tokens": result.tokens,
+            "images": result.images,
+            "patches": result.patches,
+            "tflops": result.flops / result.seconds / 1e12,
+            **self.mfu,
+            "data_wait": result.data_wait,
+            "data_wait_share": result.data_wait / result.seconds,
+            "vision_wait": result.vision_wait,
+            "language_wait": result.language_wait,
+            "seconds": result.seconds,
+            "memory_gib": result.memory / 2**30 if result.memory else None,
+            "vision_memory_gib": result.vision_memory / 2**30 if result.vision_memory else None,
+        }
+        return {name: float(value) for name, value in values.items() if value is not None}
+
+    def line(self, steps: int) -> str:
+        """Formats one console line."""
+        m = self.metrics
+        parts = [f"step {self.step:>{len(str(steps))}}/{steps}", f"loss {m['loss']:.4f}"]
+        sides = ""
+        if "vision_wait" in m:
+            shares = (m[f"{side}_wait"] / m["seconds"] for side in ("vision", "language"))
+            sides = " (vision {:.1%}, language {:.1%})".format(*shares)
+        if "mtp_loss" in m:
+            parts.append(f"mtp {m['mtp_loss']:.4f}")
+        parts += [
+            f"grad {m['grad_norm']:.3f}",
+            f"lr {self.lr:.2e}",
+            f"{m['tokens_per_second']:,.0f} tok/s",
+            f"fill {m['fill']:.1%}",
+            f"wait {m['data_wait_share']:.1%}{sides}",
+        ]
+        if "mfu" in m:
+            split = f" (vision {m['vision_mfu']:.1%}, language {m['language_mfu']:.1%})" if "vision_mfu" in m else ""
+            parts.append(f"mfu {m['mfu']:.1%}{split}")
+        if self.result.memory:
+            vision = f" (vision {m['vision_memory_gib']:.1f})" if self.result.vision_memory else ""
+            parts.append(f"mem {m['memory_gib']:.1f} GiB{vision}")
+        parts.append(f"{self.result.seconds:.2f} s")
+        return "  ".join(parts)
+
+
+class Sink(Protocol):
+    """A destination of metrics."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes the numbers of a training step."""
+
+    def write_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes the numbers of an evaluation after a step."""
+
+    def close(self) -> None:
+        """Flushes and closes."""
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Converts write failures to :class:`ResourceError`."""
+    try:
+        yield
+    except OSError as error:
+        free = shutil.disk_usage(folder).free / 1e6
+        raise ResourceError(
+            f"{folder.resolve()}: logs could not be written: {error.strerror or error}; {free:,.1f} MB free. "
+            "Checkpoints are unchanged. Free space or fix permissions, and continue with --resume"
+        ) from error
+
+
+class JsonLines:
+    """``metrics.jsonl``: one line per step. A resumed run continues the same file."""
+
+    def __init__(self, path: Path, resumed_at: int | None):
+        self._folder = path.parent
+        with _writing(self._folder):
+            _drop_half_line(path)
+            self._file = path.open("a")
+        if resumed_at is not None:
+            self.event("resumed", resumed_at)
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Appends a step."""
+        self._line({"step": step, **metrics})
+
+    def event(self, name: str, step: int, values: Mapping[str, Any] | None = None) -> None:
+        """Appends an event other than a step."""
+        self._line({"event": name, "step": step, **(values or {})})
+
+    def _line(self, values: Mapping[str, Any]) -> None:
+        # JSON has neither NaN nor infinity.
+        plain = {name: None if _is_odd(value) else value for name, value in values.items()}
+        with _writing(self._folder):
+            self._file.write(json.dumps(plain, allow_nan=False) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        with _writing(self._folder):
+            self._file.close()
+
+
+def _drop_half_line(path: Path) -> None:
+    """Removes a truncated last line (full disk, crash), which would corrupt the next line."""
+    if path.is_file() and not (content := path.read_bytes()).endswith(b"\n"):
+        os.truncate(path, content.rfind(b"\n") + 1)
+
+
+def _is_odd(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+class TensorBoard:
+    """TensorBoard event files under ``OUT/tensorboard``."""
+
+    def __init__(self, folder: Path, resumed_at: int | None):
+        try:
+            from tensorboard.compat.proto.summary_pb2 import Summary
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(
+                "run.tensorboard is set, but tensorboard is not installed: pip install 'vlmdata[train]', or "
+                "--set run.tensorboard=false"
+            ) from error
+
+        self._folder = folder.parent
+        self._summary, self._value = Summary, Summary.Value
+        with _writing(self._folder):
+            # Hides events of steps that a resumed run repeats.
+            self._writer: Any = SummaryWriter(str(folder), purge_step=None if resumed_at is None else resumed_at + 1)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds scalars ``train/NAME``."""
+        self._add("train", step, metrics)
+
+    def write_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds scalars ``eval/NAME``."""
+        self._add("eval", step, metrics)
+
+    def _add(self, group: str, step: int, metrics: Mapping[str, float]) -> None:
+        # One event of all scalars: one for each would take a millisecond, in which no GPU has work.
+        values = [self._value(tag=f"{group}/{name}", simple_value=value) for name, value in metrics.items()]
+        with _writing(self._folder):
+            self._writer.file_writer.add_summary(self._summary(value=values), step)
+
+    def close(self) -> None:
+        """Flushes the files."""
+        with _writing(self._folder):
+            self._writer.close()
+
+
+class WeightsAndBiases:
+    """A Weights & Biases run; ``OUT/wandb-id`` keeps its id, so a resumed run continues it."""
+
+    def __init__(self, config: TrainConfig, resumed: bool):
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError("run.wandb is set, but wandb is not installed: pip install wandb") from error
+        out = Path(config.run.out)
+        with _writing(out):
+            run_id = _run_id(out / "wandb-id", resumed)
+        self._run = wandb.init(
+            project=config.run.wandb, dir=str(out), config=config.to_dict(), id=run_id, resume="allow"
+        )
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Logs scalars."""
+        self._run.log(dict(metrics), step=step)
+
+    def write_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Logs scalars ``eval/NAME``."""
+        self._run.log({f"eval/{name}": value for name, value in metrics.items()}, step=step)
+
+    def close(self) -> None:
+        """Ends the run."""
+        self._run.finish()
+
+
+def _run_id(file: Path, resumed: bool) -> str:
+    """Returns a random id, or the saved id when resuming. The id must not depend on the configuration alone."""
+    if resumed and file.is_file() and (kept := file.read_text().strip()):
+        return kept
+    made = uuid.uuid4().hex
+    file.write_text(made + "\n")
+    return made
+
+
+class RunLog:
+    """Console output and log files of rank 0. Other ranks print nothing.
+
+    Args:
+        config: The run.
+        speaks: Whether this is rank 0.
+        resumed_at: Step from which the run was resumed; None for a new run.
+
+    Raises:
+        ConfigError: If TensorBoard or wandb is configured but not installed.
+        ResourceError: If files cannot be written, now or later.
+    """
+
+    def __init__(self, config: TrainConfig, speaks: bool, resumed_at: int | None):
+        self._steps = config.run.steps
+        self._lines: JsonLines | None = None
+        self._sinks: list[Sink] = []
+        self._console = Console(highlight=False, soft_wrap=True, quiet=not speaks)
+        self._bar: Progress | None = None
+        if not speaks:
+            return
+        out = Path(config.run.out)
+        out.mkdir(parents=True, exist_ok=True)
+        self._lines = JsonLines(out / "metrics.jsonl", resumed_at)
+        if config.run.tensorboard:
+            self._sinks.append(TensorBoard(out / "tensorboard", resumed_at))
+        if config.run.wandb:
+            self._sinks.append(WeightsAndBiases(config, resumed_at is not None))
+        if sys.stdout.isatty():
+            self._bar = Progress(
+                TextColumn("training"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                console=self._console,
+            )
+            self._task = self._bar.add_task("steps", total=self._steps, completed=resumed_at or 0)
+            self._bar.start()
+
+    def say(self, text: str) -> None:
+        """Prints a console line."""
+        self._console.print(text, markup=False)
+
+    def step(self, report: StepReport) -> None:
+        """Logs a step."""
+        if self._lines is None:
+            return
+        self.say(report.line(self._steps))
+        if self._bar is not None:
+            self._bar.update(self._task, completed=report.step)
+        self._lines.write(report.step, {**report.metrics, "epoch": report.epoch, "samples": report.samples})
+        for sink in self._sinks:
+            sink.write(report.step, report.metrics)
+
+    def evaluation(self, found: Evaluation) -> None:
+        """Logs an evaluation."""
+        if self._lines is None:
+            return
+        self.say(found.line(self._steps))
+        self._lines.event("evaluation", found.step, found.metrics)
+        for sink in self._sinks:
+            sink.write_evaluation(found.step, found.metrics)
+
+    def event(self, name: str, step: int, values: Mapping[str, Any]) -> None:
+        """Records an event other than a completed step in ``metrics.jsonl``."""
+        if self._lines is not None:
+            self._lines.event(name, step, values)
+
+    def close(self) -> None:
+        """Closes the progress bar and files."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        with contextlib.ExitStack() as closing:  # closes the others if one fails
+            if self._lines is not None:
+                closing.callback(self._lines.close)
+                self._lines = None
+            while self._sinks:
+                closing.callback(self._sinks.pop().close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # A second write failure must not be reported again, nor hide an earlier error.
+        with contextlib.nullcontext() if error is None else contextlib.suppress(ResourceError):
+            self.close()

@@ -1,0 +1,98 @@
+"""Reports a step with an infinite or NaN loss or gradient."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from model.training.checkpoints.checkpoint import Checkpoints
+from model.training.data import RankPlace
+from model.training.processes.agreement import decided
+from model.training.processes.failure import NotFiniteError
+from model.training.reports.logs import RunLog
+from model.training.settings.config import TrainConfig
+from model.training.step import MicroBatch, StepResult, digest
+from vlmdata.errors import ResourceError
+
+#: Number of samples in the message; the file lists all.
+_NAMED = 4
+
+
+def not_finite_error(
+    step: int, result: StepResult, config: TrainConfig, place: RankPlace, checkpoints: Checkpoints, log: RunLog
+) -> NotFiniteError:
+    """Returns the error for such a step, the same on all ranks. All ranks must call it.
+
+    Writes the samples of each data-parallel rank to ``OUT/not-finite-step-00000012.json`` and an event to
+    ``metrics.jsonl``.
+
+    Args:
+        step: The step, from 1.
+        result: Result of the step.
+        config: The run.
+        place: This process.
+        checkpoints: Checkpoints of the run; none may be in progress.
+        log: Log of the run.
+    """
+    everyone: list[Any] = [None] * place.world
+    dist.all_gather_object(everyone, (place.dp_rank, result.batches))
+    packs, first = _packs(everyone), digest(everyone[0][1])
+    values = {"loss": result.loss, **result.extra_losses, "grad_norm": result.grad_norm}
+    file = Path(config.run.out) / f"not-finite-step-{step:08d}.json"
+    shown = {name: str(value) for name, value in values.items()}
+    unlisted = decided(partial(_list, file, {"step": step, "values": shown, "packs": packs}))
+    with contextlib.suppress(ResourceError):  # the error of the step matters more than a full disk
+        log.event("not_finite", step, {**values, "samples": first})
+    named = ", ".join(f"{name} {values[name]}" for name in result.not_finite)
+    latest = checkpoints.latest()
+    kept = "there is no checkpoint yet" if latest is None else f"the last good checkpoint is {latest}"
+    listed = f"are listed in {file}" if unlisted is None else f"could not be listed in {file}: {unlisted}"
+    return NotFiniteError(
+        f"step {step} gave {named}; it was not saved, and {kept}. {_where(packs)} All samples of the step (digest "
+        f"{first} on rank 0) {listed}. Look at them with `vlmdata inspect "
+        f"{config.data.paths[0]} --sample KEY`; try a lower optimizer.lr or optimizer.clip_grad, a longer "
+        "optimizer.warmup_steps, or run.precision=fp32."
+    )
+
+
+def _list(file: Path, what: dict[str, Any]) -> str | None:
+    """Writes the file. Returns the reason if that fails."""
+    try:
+        file.write_text(json.dumps(what, indent=1) + "\n")
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            file.unlink(missing_ok=True)
+        return error.strerror or str(error)
+    return None
+
+
+def _packs(everyone: list[tuple[int, tuple[MicroBatch, ...]]]) -> list[dict[str, Any]]:
+    """Merges the ranks' reports: for each pack of the step, whether its loss is finite on all ranks."""
+    packs: dict[tuple[int, int], dict[str, Any]] = {}
+    for dp_rank, batches in everyone:
+        if dp_rank < 0:  # a rank of a separate tower: it has no losses
+            continue
+        for number, batch in enumerate(batches):
+            name = {"data_parallel_rank": dp_rank, "micro_batch": number}
+            pack = packs.setdefault((dp_rank, number), name | vars(batch) | {"finite": True})
+            pack["finite"] = pack["finite"] and batch.finite is not False
+    return [packs[key] for key in sorted(packs)]
+
+
+def _where(packs: list[dict[str, Any]]) -> str:
+    guilty = [pack for pack in packs if not pack["finite"]]
+    if not guilty:
+        return "The loss of each pack is finite, so the gradient overflowed."
+    first = guilty[0]
+    keys = first["sample_keys"]
+    more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
+    others = f" (and {len(guilty) - 1} other packs)" if len(guilty) > 1 else ""
+    return (
+        f"The loss is not finite in micro-batch {first['micro_batch']} of data-parallel rank "
+        f"{first['data_parallel_rank']}: samples {', '.join(keys[:_NAMED])}{more}{others}."
+    )

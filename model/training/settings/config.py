@@ -1,0 +1,364 @@
+"""Settings of a training run, in five groups. :mod:`model.training.settings.config_loading` reads and checks them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from vlmdata.differences import ABSENT, differing
+from vlmdata.errors import VlmdataError
+from vlmdata.loader.config import (
+    DEFAULT_CAPACITY,
+    DEFAULT_VERIFY,
+    Fetch,
+    OnDamage,
+    Packing,
+    Parallelism,
+    Reading,
+    Service,
+    Verify,
+)
+
+#: The value of ``model.weights`` for random initial weights.
+NO_WEIGHTS = "none"
+
+
+class ConfigError(VlmdataError):
+    """A setting is unknown, of the wrong type, or out of range."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The data and how it is packed.
+
+    Settings with the name of a loader option (:class:`vlmdata.LoaderConfig`) have its meaning and default.
+    The trainer's own defaults are these four: ``capacity`` and ``global_batch``, which the loader must be given;
+    ``workers``, since a step should not wait for its data; and ``pad_to_capacity``, which depends on the device.
+
+    Attributes:
+        paths: Dataset directories or URLs, or a collation service (``grpc://host:8815``).
+        blend: A weight for each dataset, such as [0.7, 0.3]; empty means one pass over each per epoch.
+        blend_by: Meaning of the weights: shares of an epoch's "tokens" or "samples", in any scale, or passes over each
+            dataset per epoch ("epochs", such as [1, 2.5]).
+        capacity: Largest number of tokens in a pack.
+        global_batch: Packs per optimizer step.
+        max_patches: Largest number of vision patches in a pack.
+        pad_to_capacity: Make all packs equally long. Unset means only with CUDA, where some kernels are compiled and
+            tuned per length (flash-linear-attention's convolution: seconds for each new multiple of 1,024 tokens).
+        pad_multiple: Pad samples to a multiple of this, in addition to what the layout needs. With a multiple that
+            suits all layouts (such as 16), they train on the same packs, so runs can be compared or moved.
+        shuffle_window: Shards that are shuffled together.
+        balance: Spread packs over ranks by cost.
+        seed: Seed of packing and order.
+        workers: Loader processes per rank: the loader's ``num_workers``.
+        verify: Data to check against checksums: "pixels", "stored" or "off".
+        on_damage: Effect of damaged samples: "raise" ends the run, "mask" trains on the rest. Evaluation always raises.
+        max_damaged: Most samples of a run that are masked.
+        timeout: Seconds to wait for a batch.
+        fetch: Data to fetch of remote datasets: "shards", "ranges", or "auto", which chooses.
+        cache_dir: Folder for shards of remote datasets.
+        eval_paths: Dataset directories or URLs to evaluate on; each has its own loss.
+        hedge: With a collation service: seconds without an answer after which the next server is asked, too.
+        service_token: File with the token that its servers want.
+        service_insecure: Whether the token may cross a network in clear text.
+        tls_ca: File with the certificates of authorities for ``grpc+tls://``; unset means those of the system.
+        tls_cert: File with a certificate of this client, if the servers want one.
+        tls_key: File with the private key of ``tls_cert``.
+    """
+
+    paths: tuple[str, ...] = ()
+    blend: tuple[float, ...] = ()
+    blend_by: Literal["tokens", "samples", "epochs"] = "tokens"
+    capacity: int = DEFAULT_CAPACITY
+    global_batch: int = 8
+    max_patches: int | None = Packing.max_patches
+    pad_to_capacity: bool | None = None
+    pad_multiple: int = Packing.pad_multiple
+    shuffle_window: int | None = Packing.shuffle_window
+    balance: bool = Packing.balance
+    seed: int = Packing.seed
+    workers: int = 2
+    verify: Verify = DEFAULT_VERIFY
+    on_damage: OnDamage = Reading.on_damage
+    max_damaged: int = Reading.max_damaged
+    timeout: float = Reading.timeout
+    fetch: Fetch = Reading.fetch
+    cache_dir: str | None = None
+    eval_paths: tuple[str, ...] = ()
+    hedge: float = Service.hedge
+    service_token: str | None = None
+    service_insecure: bool = Service.service_insecure
+    tls_ca: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The model.
+
+    Attributes:
+        preset: Name of a size in :func:`model.families.presets`; ignored with ``hf``.
+        hf: Folder, ``config.json`` or hub id of a Hugging Face checkpoint whose architecture is built.
+        ignore_config_fields: Unknown fields of that ``config.json`` to ignore, if harmless.
+        weights: Folder of initial weights: a Hugging Face checkpoint, the output of ``vlmdata convert``, or a run's
+            checkpoint. Unset means those of ``hf``, or random without ``hf``. "none" means random weights.
+        backend: "transformer_engine", "torch", or "auto": Transformer Engine with CUDA, else torch.
+        mtp: Train multi-token prediction; unset means if the architecture has it.
+        mtp_loss_scale: Weight of its loss.
+        moe_aux_loss: Weight of the load-balancing loss; unset means the architecture's.
+        language_only: Train the language model without the vision tower, on data without images.
+        freeze: Parts to freeze: any of "vision", "merger", "language".
+        recompute: Activations of the language model that the backward pass computes again: "none", "selective", "full".
+        vision_recompute: Compute the activations of all vision blocks again in the backward pass.
+        vision_attention: Attention of the vision tower with Transformer Engine: "transformer_engine",
+            "flash_attention_4" (package flash-attn-4), or "auto": FlashAttention 4 if installed.
+        compile: With Transformer Engine, have torch compile some small functions of megatron-core: activation, gates,
+            residual sums. It takes seconds at each start. If not, Triton kernels and plain sums take their place;
+            only experts are compiled then.
+        tune_kernels: Have Triton's autotuner time all configurations of the delta net's kernels at the first start,
+            instead of a few likely ones.
+    """
+
+    preset: str = "tiny"
+    hf: str | None = None
+    ignore_config_fields: tuple[str, ...] = ()
+    weights: str | None = None
+    backend: Literal["auto", "torch", "transformer_engine"] = "auto"
+    mtp: bool | None = None
+    mtp_loss_scale: float = 0.1
+    moe_aux_loss: float | None = None
+    language_only: bool = False
+    freeze: tuple[str, ...] = ()
+    recompute: Literal["none", "selective", "full"] = "none"
+    vision_recompute: bool = False
+    vision_attention: Literal["auto", "transformer_engine", "flash_attention_4"] = "auto"
+    compile: bool = False
+    tune_kernels: bool = False
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the model is split over processes. The rest of the world size is data parallel.
+
+    Attributes:
+        tp: Tensor parallel size.
+        vision_gpus: Processes that hold the vision tower and nothing else: the first ones. The others hold the language
+            model, in the layout of the other settings. 0: all processes share one layout.
+        vision_ahead: With ``vision_gpus``, micro-batches that the tower encodes ahead of those in the language model's
+            pipeline stages. More hide uneven images, and take memory.
+        vision_tp: Tensor parallel size of the vision tower: unset means ``tp``; with 1, each of these ranks encodes
+            some of the images. With ``vision_gpus``: any divisor of it; unset means 1.
+        sp: Sequence parallelism, off by default as in the loader; experts with tensor parallelism need it.
+        cp: Context parallel size.
+        pp: Pipeline stages.
+        ep: Expert parallel size.
+        fsdp: Shard weights, gradients and optimizer state fully over the ranks of data and context parallelism, and
+            gather the weights of a layer right before it is computed.
+        cp_comm: Communication of context-parallel attention (Transformer Engine).
+    """
+
+    tp: int = Parallelism.tensor_parallel
+    vision_gpus: int = 0
+    vision_ahead: int = 1
+    vision_tp: int | None = None
+    sp: bool = False
+    cp: int = Parallelism.context_parallel
+    pp: int = 1
+    ep: int = 1
+    fsdp: bool = False
+    cp_comm: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] = "p2p"
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with linear warm-up.
+
+    Attributes:
+        lr: Peak learning rate.
+        min_lr: Learning rate at the end of the decay; unset means a tenth of ``lr``.
+        warmup_steps: Linear warm-up steps W; step k trains with k / (W + 1) of the peak. Unset means a tenth of the
+            steps, at most 10.
+        decay_steps: Steps until ``min_lr``, including warm-up; unset means all steps of the run.
+        schedule: Shape of the decay.
+        weight_decay: Decoupled weight decay, applied to matrices only.
+        beta1: Adam's first decay rate.
+        beta2: Adam's second decay rate.
+        eps: Adam's epsilon.
+        clip_grad: Largest gradient norm; 0 disables clipping.
+        distributed: Split the optimizer state over data-parallel ranks; unset means only with CUDA.
+        overlap: Reduce gradients during the backward pass; unset means only with CUDA.
+        moments: Type of Adam's moments, "fp32" or "bf16"; the latter needs ``parallel.fsdp``.
+        offload: Keep Adam's moments in host memory, with ``parallel.fsdp``.
+    """
+
+    lr: float = 1e-4
+    min_lr: float | None = None
+    warmup_steps: int | None = None
+    decay_steps: int | None = None
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    clip_grad: float = 1.0
+    distributed: bool | None = None
+    overlap: bool | None = None
+    moments: Literal["fp32", "bf16"] = "fp32"
+    offload: bool = False
+
+    @property
+    def last_lr(self) -> float:
+        """Learning rate at the end of the decay."""
+        return self.lr / 10 if self.min_lr is None else self.min_lr
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Length, outputs and precision of the run.
+
+    Attributes:
+        out: Folder for logs and checkpoints.
+        steps: Total number of optimizer steps, across resumes.
+        seed: Seed of the initial weights.
+        precision: "fp32", "bf16", or "auto": bf16 with CUDA, else fp32.
+        fp8: Compute matrix products in FP8, E4M3 forward and E5M2 backward (Transformer Engine only).
+        fp8_recipe: FP8 scaling: of whole tensors by their current range ("tensorwise") or by that of earlier steps
+            ("delayed"; not saved in checkpoints), or of blocks ("blockwise").
+        save_every: Steps between checkpoints; 0 saves only at the end.
+        keep: Number of newest checkpoints to keep; 0 keeps all.
+        eval_every: Steps between evaluations, starting before step 1; 0 evaluates only at the end.
+        keep_best: Keep the checkpoint with the lowest evaluation loss. An evaluation with a new lowest loss saves a
+            checkpoint.
+        async_save: Write checkpoints in the background; unset means only with CUDA, and without ``optimizer.offload``.
+        verify: Compare a checkpoint with its checksums before loading it.
+        tensorboard: Write TensorBoard files.
+        wandb: Weights & Biases project to log to.
+        profile: First and last step to profile, such as [10, 12]; empty disables profiling.
+        timeout_minutes: The job ends if a rank does not respond for this long.
+    """
+
+    out: str = "runs/default"
+    steps: int = 100
+    seed: int = 1234
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    fp8: bool = False
+    fp8_recipe: Literal["tensorwise", "delayed", "blockwise"] = "tensorwise"
+    save_every: int = 0
+    keep: int = 2
+    eval_every: int = 0
+    keep_best: bool = False
+    async_save: bool | None = None
+    verify: bool = True
+    tensorboard: bool = True
+    wandb: str | None = None
+    profile: tuple[int, ...] = ()
+    timeout_minutes: float = 10.0
+
+
+#: Settings that change neither the computation nor its order.
+WITHOUT_EFFECT_ON_RESULTS = frozenset(
+    [
+        "data.workers",
+        "data.verify",
+        "data.on_damage",
+        "data.max_damaged",
+        "data.timeout",
+        "data.fetch",
+        "data.cache_dir",
+        "data.eval_paths",
+        "data.hedge",
+        "data.service_token",
+        "data.service_insecure",
+        "data.tls_ca",
+        "data.tls_cert",
+        "data.tls_key",
+        "model.ignore_config_fields",
+        "parallel.vision_ahead",
+        "run.out",
+        "run.save_every",
+        "run.keep",
+        "run.eval_every",
+        "run.keep_best",
+        "run.async_save",
+        "run.verify",
+        "run.tensorboard",
+        "run.wandb",
+        "run.profile",
+        "run.timeout_minutes",
+    ]
+)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """All settings of a run."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    @property
+    def decay_steps(self) -> int:
+        """Steps until the last learning rate, including warm-up."""
+        return self.optimizer.decay_steps or self.run.steps
+
+    @property
+    def warmup_steps(self) -> int:
+        """Warm-up steps."""
+        given = self.optimizer.warmup_steps
+        return min(10, self.decay_steps // 10) if given is None else given
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Returns the groups as JSON-compatible dictionaries, with lists for tuples."""
+        return json.loads(json.dumps(dataclasses.asdict(self)))  # type: ignore[no-any-return]
+
+    def hash(self) -> str:
+        """Returns the first 16 hex digits of the SHA-256 of the canonical JSON of settings that affect results.
+
+        Runs that differ only in :data:`WITHOUT_EFFECT_ON_RESULTS` have equal hashes: folder, logs, checkpoint intervals
+        and the way data is read. Layout and back end are included, since they change results by rounding. Paths are
+        included too: for data, a ``config.json`` and weights, only the path is hashed, not the content.
+        """
+        settings = {name: each for name, each in flattened(self.to_dict()) if name not in WITHOUT_EFFECT_ON_RESULTS}
+        text = json.dumps(settings, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def to_toml(self) -> str:
+        """Returns the configuration as TOML, from which ``load_config`` restores an equal one."""
+        import tomli_w
+
+        groups = {name: {k: v for k, v in group.items() if v is not None} for name, group in self.to_dict().items()}
+        return f"# configuration {self.hash()}\n" + tomli_w.dumps(groups)
+
+
+def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Lists the differences of two nested dictionaries, as ``data.capacity: 8192 -> 4096``."""
+    return [
+        f"{name}: {_change(*(None if each is ABSENT else each for each in both))}"
+        for name, *both in differing(old, new)
+    ]
+
+
+def flattened(groups: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields pairs of ``group.name`` and value, at any depth."""
+    for name, value in groups.items():
+        if isinstance(value, Mapping):
+            yield from flattened(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _change(old: Any, new: Any) -> str:
+    """Formats a change. Shortens long lists to their ends, such as the kinds of 64 layers, if those differ."""
+    ends = [
+        f"[{each[0]}, …, {each[-1]}] ({len(each)})" if isinstance(each, list | tuple) and len(each) > 8 else str(each)
+        for each in (old, new)
+    ]
+    return " -> ".join(ends) if ends[0] != ends[1] else f"{old} -> {new}"

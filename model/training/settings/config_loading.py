@@ -1,0 +1,213 @@
+"""Loads a run's settings from defaults, a TOML file and overrides, in that order. Errors name the setting."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Union
+
+from model.training.settings.config import NO_WEIGHTS, ConfigError, DataConfig, RunConfig, TrainConfig, flattened
+from model.training.settings.name_hints import meant
+
+_LEAST = {
+    "data.capacity": 1,
+    "data.global_batch": 1,
+    "data.workers": 0,
+    "data.pad_multiple": 1,
+    "parallel.tp": 1,
+    "parallel.vision_gpus": 0,
+    "parallel.vision_ahead": 0,
+    "parallel.vision_tp": 1,
+    "parallel.cp": 1,
+    "parallel.pp": 1,
+    "parallel.ep": 1,
+    "run.steps": 1,
+    "run.save_every": 0,
+    "run.keep": 0,
+    "run.eval_every": 0,
+    "optimizer.warmup_steps": 0,
+    "optimizer.decay_steps": 1,
+    "optimizer.lr": 0,
+    "optimizer.min_lr": 0,
+    "optimizer.clip_grad": 0,
+    "optimizer.weight_decay": 0,
+    "optimizer.beta1": 0,
+    "optimizer.beta2": 0,
+    "optimizer.eps": 0,
+    "model.mtp_loss_scale": 0,
+    "model.moe_aux_loss": 0,
+}
+
+
+def load_config(file: Path | None = None, overrides: Sequence[str | tuple[str, Any]] = ()) -> TrainConfig:
+    """Loads the configuration: defaults, then a TOML file, then overrides.
+
+    Args:
+        file: TOML file with the groups as tables.
+        overrides: Strings ``"group.name=value"`` with a TOML value or a bare word, or pairs ``("group.name", value)``.
+
+    Raises:
+        ConfigError: Naming the setting, or the nearest one for an unknown name.
+    """
+    config = TrainConfig()
+    if file is not None:
+        config = _merge(config, dict(_settings_of(file)), where=str(file))
+    overridden = set()
+    for override in overrides:
+        name, value = _parse_override(override) if isinstance(override, str) else override
+        config = _merge(config, {name: value}, where="--set" if isinstance(override, str) else "the command line")
+        overridden.add(name)
+    _check(config)
+    if "model.preset" in overridden and config.model.hf is not None:
+        source = "" if "model.hf" in overridden else f", from {file}: --set model.hf=none removes it"
+        raise ConfigError(
+            f"both model.preset ({config.model.preset}) and model.hf ({config.model.hf}{source}) select the model to "
+            "build; give only one of --preset and --hf"
+        )
+    return config
+
+
+def _settings_of(file: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        groups = tomllib.loads(file.read_text())
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: not TOML: {error}") from error
+    for group, settings in groups.items():
+        if not isinstance(settings, dict):
+            names = ", ".join(f"[{name}]" for name in _group_names())
+            raise ConfigError(f"{file}: {group!r} is outside a table; settings belong in one of {names}")
+        yield from ((f"{group}.{name}", value) for name, value in settings.items())
+
+
+def _parse_override(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"--set {text!r}: write it as group.name=value, such as optimizer.lr=1e-4")
+    if value.strip().lower() == NO_WEIGHTS and name.strip() == "model.weights":
+        return "model.weights", NO_WEIGHTS  # "none" is a value here; an empty string unsets it
+    if value.strip().lower() in ("none", ""):
+        return name.strip(), None
+    try:
+        return name.strip(), tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return name.strip(), value  # a bare word is a string
+
+
+def _group_names() -> list[str]:
+    return [each.name for each in dataclasses.fields(TrainConfig)]
+
+
+def _merge(config: TrainConfig, settings: Mapping[str, Any], where: str) -> TrainConfig:
+    for name, value in settings.items():
+        group_name, _, key = name.partition(".")
+        known = {f"{g}.{each.name}" for g in _group_names() for each in dataclasses.fields(getattr(config, g))}
+        if name not in known:
+            raise ConfigError(f"{where}: unknown setting {name!r}; {meant(name, known)}")
+        group = getattr(config, group_name)
+        kind = typing.get_type_hints(type(group))[key]
+        changed = dataclasses.replace(group, **{key: _as_type(kind, value, f"{where}: {name}")})
+        config = dataclasses.replace(config, **{group_name: changed})
+    return config
+
+
+def _as_type(kind: Any, value: Any, what: str) -> Any:
+    """Converts a value to the field's type. Only whole floats become ints, and ints become floats."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (Union, types.UnionType):
+        if value is None:
+            return None
+        (kind,) = (each for each in arguments if each is not type(None))
+        return _as_type(kind, value, what)
+    if origin is Literal:
+        if value is None and "none" in arguments:  # "--set model.recompute=none" is a choice, not an unset setting
+            return "none"
+        if value not in arguments:
+            raise ConfigError(f"{what} is {value!r}; it must be one of {', '.join(map(str, arguments))}")
+        return value
+    if origin is tuple:
+        items = [value] if isinstance(value, str | int) else value
+        if not isinstance(items, list | tuple):
+            raise ConfigError(f"{what} is {value!r}; it must be a list")
+        return tuple(_as_type(arguments[0], item, what) for item in items)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if kind is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ConfigError(f"{what} is {value!r} ({type(value).__name__}); it must be {kind.__name__}")
+    return value
+
+
+def _check(config: TrainConfig) -> None:
+    _check_numbers(config)
+    _check_blend(config.data)
+    _check_profile(config.run)
+    _check_evaluation(config)
+    if config.warmup_steps >= config.decay_steps:
+        raise ConfigError(
+            f"optimizer.warmup_steps {config.warmup_steps} leaves none of the {config.decay_steps} steps for decay; "
+            f"set it below {config.decay_steps}"
+        )
+    if config.optimizer.last_lr > config.optimizer.lr:
+        raise ConfigError(f"optimizer.min_lr {config.optimizer.min_lr} is above optimizer.lr {config.optimizer.lr}")
+    unknown = set(config.model.freeze) - {"vision", "merger", "language"}
+    if unknown:
+        raise ConfigError(
+            f"model.freeze names {sorted(unknown)}; choose from vision, merger, language: --freeze vision,merger, or "
+            """--set 'model.freeze=["vision", "merger"]'"""
+        )
+
+
+def _check_numbers(config: TrainConfig) -> None:
+    values = dict(flattened({name: vars(getattr(config, name)) for name in _group_names()}))
+    for name, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{name} is {value}; it must be a finite number")
+    for name, bound in _LEAST.items():
+        if values[name] is not None and values[name] < bound:
+            raise ConfigError(f"{name} is {values[name]}; it must be at least {bound}")
+    for name in ("optimizer.beta1", "optimizer.beta2"):
+        if values[name] >= 1:
+            raise ConfigError(f"{name} is {values[name]}; it must be below 1")
+    if config.run.timeout_minutes <= 0:
+        raise ConfigError(f"run.timeout_minutes is {config.run.timeout_minutes}; it must be above 0")
+
+
+def _check_blend(data: DataConfig) -> None:
+    weights, paths = data.blend, data.paths
+    if weights and len(weights) != len(paths):
+        named = f": {', '.join(paths)}" if paths else ""
+        raise ConfigError(
+            f"data.blend has {len(weights)} weights for {len(paths)} datasets{named}; give one for each --data, in "
+            "their order"
+        )
+    if weights and (not min(weights) >= 0 or not 0 < sum(weights) < float("inf")):
+        raise ConfigError(f"data.blend is {list(weights)}; weights must be finite, at least 0, and not all 0")
+
+
+def _check_profile(run: RunConfig) -> None:
+    profile = run.profile
+    if profile and (len(profile) != 2 or not 1 <= profile[0] <= profile[1]):
+        raise ConfigError(f"run.profile is {list(profile)}; give the first and last step, counted from 1")
+    if profile and profile[0] > run.steps:
+        raise ConfigError(
+            f"run.profile {list(profile)} starts after the last step, run.steps {run.steps}; profile earlier"
+        )
+
+
+def _check_evaluation(config: TrainConfig) -> None:
+    settings = {"run.eval_every": config.run.eval_every, "run.keep_best": config.run.keep_best}
+    idle = [name for name, value in settings.items() if value]
+    paths = [path.rstrip("/") for path in config.data.eval_paths]
+    if idle and not paths:
+        raise ConfigError(f"{' and '.join(idle)} without evaluation data: give a dataset directory with --eval-data")
+    twice = sorted({path for path in paths if paths.count(path) > 1})
+    if twice:
+        raise ConfigError(f"data.eval_paths lists {', '.join(twice)} twice; list each evaluation set once")

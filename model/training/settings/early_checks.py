@@ -1,0 +1,172 @@
+"""Checks a configuration before importing torch and megatron-core, which takes up to 20 seconds."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from model.architecture import Architecture
+from model.families import preset, presets, spec_of
+from model.network.settings import SettingError
+from model.parallel.layout import require_layout
+from model.training.settings.config import ConfigError, DataConfig, TrainConfig
+from model.training.settings.model_settings import in_the_runs_words, settings_of
+from vlmdata.format.manifest import Manifest
+
+
+def check_early(config: TrainConfig) -> None:
+    """Raises an error for problems that need no torch to detect: in data, preset, layout, or incompatible settings.
+
+    With several processes, datasets are checked later by all ranks together: if one node lacks a folder, all must end.
+    The settings of a checkpoint (``model.hf``) are checked when it is built, since transformers reads its
+    ``config.json``.
+
+    Raises:
+        ConfigError: If a setting is invalid.
+        DatasetFormatError: If a folder is not a finished dataset.
+    """
+    require_preset(config)
+    require_data_named(config.data)
+    _require_folder("run.out", config.run.out)
+    _require_layout(config)
+    architecture = None if config.model.hf is not None else preset(config.model.preset)
+    if architecture is not None:
+        _require_settings(config, architecture)
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        return
+    for path in (*config.data.paths, *config.data.eval_paths):
+        if "://" not in path:
+            manifest = Manifest.read(Path(path))
+            if architecture is not None:
+                require_data_family(architecture, manifest, path)
+
+
+def require_data_named(data: DataConfig) -> None:
+    """Raises an error for a run without data.
+
+    Raises:
+        ConfigError: If no data is given.
+    """
+    if not data.paths:
+        raise ConfigError("no data: give a dataset directory with --data, written by `vlmdata preprocess`")
+
+
+def _require_folder(setting: str, value: str) -> None:
+    if "://" in value:
+        raise ConfigError(
+            f"{setting} is {value!r}: a run's folder must be on a file system. Mount the storage, or copy the folder "
+            "there after the run"
+        )
+
+
+def require_preset(config: TrainConfig) -> None:
+    """Raises an error if the run builds an unknown preset.
+
+    Raises:
+        ConfigError: If the preset is unknown.
+    """
+    if config.model.hf is None and config.model.preset not in presets():
+        raise ConfigError(f"unknown preset {config.model.preset!r}; choose one of {', '.join(presets())}")
+
+
+def require_data_family(architecture: Architecture, manifest: Manifest, data: str) -> None:
+    """Raises an error for a dataset with the patches, placeholders or positions of another model family.
+
+    Args:
+        architecture: The model.
+        manifest: Manifest of the dataset.
+        data: Path or URL of the dataset, for messages.
+
+    Raises:
+        ConfigError: If the model cannot read it.
+    """
+    found, wanted = manifest.model_family.name, spec_of(architecture).data_family
+    if found != wanted:
+        raise ConfigError(
+            f"{data} is for the model family {found}, but the model needs {wanted}: "
+            f"preprocess it with --family {wanted}, or choose a model of the family {found}"
+        )
+
+
+def _require_layout(config: TrainConfig) -> None:
+    """Raises an error if the layout or the global batch does not fit the number of processes."""
+    parallel, world = config.parallel, int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        require_layout(
+            world,
+            tensor=parallel.tp,
+            context=parallel.cp,
+            pipeline=parallel.pp,
+            expert=parallel.ep,
+            vision=parallel.vision_gpus,
+            vision_tensor=parallel.vision_tp or 1,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if config.optimizer.offload and config.run.async_save:
+        raise ConfigError(
+            "optimizer.offload does not go together with run.async_save true: the process that writes in the "
+            "background has no moments then. Leave run.async_save out"
+        )
+    if parallel.fsdp:
+        _require_shardable(config)
+    elif config.optimizer.moments != "fp32" or config.optimizer.offload:
+        settings = config.optimizer
+        name = f"moments={settings.moments}" if settings.moments != "fp32" else "offload=true"
+        raise ConfigError(
+            f"optimizer.{name} needs fully sharded parameters: add --set parallel.fsdp=true, which also works with one "
+            "process"
+        )
+    replicas = (world - parallel.vision_gpus) // (parallel.tp * parallel.cp * parallel.pp)
+    if config.data.global_batch % replicas:
+        raise ConfigError(
+            f"data.global_batch {config.data.global_batch} is not a multiple of the {replicas} data-parallel ranks: "
+            f"choose a multiple of {replicas}"
+        )
+
+
+def _require_shardable(config: TrainConfig) -> None:
+    """Raises an error for settings that do not go together with fully sharded parameters."""
+    parallel = config.parallel
+    reasons = {
+        "parallel.pp": (
+            parallel.pp > 1,
+            "each micro-batch of a pipeline would gather a stage's weights again. Use --tp, --cp or --ep with it, or "
+            "--pp without it",
+        ),
+        "parallel.vision_gpus": (
+            parallel.vision_gpus > 0,
+            "a rank of the tower alone may have no image to gather weights for. Leave it out: the tower is sharded "
+            "over all ranks",
+        ),
+        "parallel.tp": (
+            parallel.tp > 1 and not parallel.sp,
+            "the delta net's output norm needs sequence parallelism then. Add --sp",
+        ),
+        "run.fp8": (
+            config.run.fp8,
+            "Transformer Engine would keep an FP8 copy of all weights on each rank. Train in bf16, or without "
+            "parallel.fsdp",
+        ),
+        "optimizer.distributed": (
+            config.optimizer.distributed is not None,
+            "it shards the optimizer state with the weights. Leave this setting out",
+        ),
+        "optimizer.overlap": (
+            config.optimizer.overlap is not None,
+            "gradients are always reduced during the backward pass then. Leave this setting out",
+        ),
+    }
+    for name, (refused, reason) in reasons.items():
+        if refused:
+            group, _, key = name.partition(".")
+            value = str(getattr(getattr(config, group), key)).lower()
+            raise ConfigError(f"parallel.fsdp does not go together with {name} {value}: {reason}")
+
+
+def _require_settings(config: TrainConfig, architecture: Architecture) -> None:
+    """Raises an error for settings that neither GPU nor CPU supports. "auto" counts as GPU; detecting one is slow."""
+    try:
+        spec_of(architecture).check(settings_of(config, architecture, on_gpu=True), architecture)
+    except SettingError as error:
+        raise in_the_runs_words(error) from error
