@@ -14,15 +14,10 @@ from typing import Any
 
 import pytest
 
-import model.training.kernels
-from model.kernels import ahead, configurations
-from model.kernels.ahead import Kernels, KernelsAhead, hash_triton
-from model.kernels.configurations import CANDIDATES, HOPPER, Configuration, choose_configurations, miscompiled
-from model.kernels.decoder import AttentionShape, DecoderKernels
+from model.kernels.configurations import CANDIDATES, HOPPER, choose_configurations
+from model.kernels.decoder import AttentionShape
 from model.kernels.delta_net import DeltaNetShape
 from model.kernels.tower import TowerKernels
-from model.training.kernels import compile_ahead, needs_compiler
-from model.training.settings.config_loading import load_config
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
 needs_fla = pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="no flash-linear-attention here")
@@ -156,7 +151,7 @@ def of_layers() -> None:
 
     from model.families.qwen3_5.gated_delta_net import KernelGatedDeltaNet
     from model.kernels.compile_ahead import collect, pretend_hopper
-    from model.kernels.decoder import AttentionShape, run_layers
+    from model.kernels.decoder import run_layers
     from model.kernels.gating import SwiGLUActivation
     from model.network.attention import KernelSelfAttention
     from model.parallel.packed import PackParams
@@ -328,190 +323,3 @@ def test_cross_entropy_is_imported_without_what_loads_cuda(tmp_path: Path, monke
     )
     found = in_a_process("of_cross_entropy", tmp_path)
     assert found["lines"] == [[2, 1, 320, "meta", 2, 1, -100, False], [2, 1, 320, 2, 1, 0, 1]]
-
-
-def tuner(*configs: Configuration) -> Any:
-    return SimpleNamespace(
-        configs=[
-            SimpleNamespace(num_warps=each.warps, num_stages=each.stages, kwargs=dict(each.blocks)) for each in configs
-        ]
-    )
-
-
-class TestTheChoice:
-    @pytest.fixture
-    def tuners(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-        """Autotuners of a kernel with all candidates and another, of an unknown one, and of one with others only."""
-        (first, candidates), (second, _) = list(CANDIDATES.items())[:2]
-        other = Configuration(64)
-        found = {first: tuner(other, *candidates), "new_kernel": tuner(other, *candidates), second: tuner(other)}
-        monkeypatch.setattr(configurations, "autotuners", lambda: found)
-        return found
-
-    @needs_triton
-    def test_leaves_the_candidates_of_a_known_kernel(self, tuners: dict[str, Any]) -> None:
-        first, second = list(CANDIDATES)[:2]
-        assert choose_configurations(128, 128, HOPPER) == sorted(["new_kernel", second])
-        left = tuners[first].configs
-        assert len(left) == len(CANDIDATES[first])
-        assert all(any(each.is_that_of(config) for each in CANDIDATES[first]) for config in left)
-        assert len(tuners["new_kernel"].configs) == 1 + len(left)
-        assert len(tuners[second].configs) == 1, "a configuration that the kernel does not have is not invented"
-
-    @pytest.mark.parametrize(("width", "capability"), [(256, HOPPER), (128, (10, 0)), (128, (8, 0))])
-    def test_is_the_autotuners_where_the_table_may_not_fit(
-        self, tuners: dict[str, Any], width: int, capability: tuple[int, int]
-    ) -> None:
-        before = {name: list(each.configs) for name, each in tuners.items()}
-        assert choose_configurations(128, width, capability) == sorted(tuners)
-        assert {name: each.configs for name, each in tuners.items()} == before
-
-
-class TestTheStart:
-    """When the trainer compiles ahead, and for what."""
-
-    @pytest.fixture(autouse=True)
-    def started(self, monkeypatch: pytest.MonkeyPatch) -> list[Kernels]:
-        found: list[Kernels] = []
-        monkeypatch.setattr(model.training.kernels, "can_compile_ahead", lambda: True)
-        monkeypatch.setattr(model.training.kernels, "flash_attention_4_is_installed", lambda: False)
-        monkeypatch.setattr(KernelsAhead, "of", lambda kernels, _: found.append(kernels))
-        monkeypatch.delenv("LOCAL_RANK", raising=False)
-        return found
-
-    def start(self, **settings: Any) -> None:
-        compile_ahead(load_config(None, [(name.replace("__", "."), value) for name, value in settings.items()]))
-
-    def test_with_the_heads_of_a_rank(self, started: list[Kernels]) -> None:
-        self.start(model__preset="4b", parallel__tp=2, parallel__cp=2, data__capacity=8192)
-        attention = AttentionShape(2, 4, 256, 64, gated=True, zero_centered=True, feed_forward=4608)
-        decoder = DecoderKernels(DeltaNetShape(8192, 4, 8, 128, 128, 4), attention)
-        assert started == [Kernels(decoder, tower=TowerKernels(8, 64, 1024, 2048), vocabulary=None, every=False)]
-
-    def test_with_all_configurations_if_they_are_tuned(self, started: list[Kernels]) -> None:
-        self.start(model__preset="2b", model__tune_kernels=True, model__language_only=True)
-        assert [(each.every, each.tower) for each in started] == [(True, None)]
-
-    def test_with_layers_and_cross_entropy(self, started: list[Kernels]) -> None:
-        self.start(model__preset="2b")
-        self.start(model__preset="35b-a3b")
-        self.start(model__preset="35b-a3b", parallel__tp=4, parallel__sp=True)
-        self.start(model__preset="2b", model__compile=True)
-        assert [each.vocabulary for each in started] == [248320, 248320, None, 248320]
-        shapes = [each.decoder.attention for each in started]
-        assert shapes[0] == AttentionShape(2, 4, 256, 64, gated=True, zero_centered=True, feed_forward=6144)
-        assert shapes[1] == AttentionShape(2, 8, 256, 64, gated=True, zero_centered=True, feed_forward=None)
-        assert shapes[2] == AttentionShape(0, 4, 256, 64, gated=True, zero_centered=True, feed_forward=None)
-        assert shapes[3] is None
-
-    def test_for_a_checkpoint(self, started: list[Kernels], tmp_path: Path) -> None:
-        from model.families import architecture_to_hf, preset
-
-        (tmp_path / "config.json").write_text(json.dumps(architecture_to_hf(preset("2b"))))
-        self.start(model__hf=str(tmp_path))
-        assert [each.decoder.delta_net.value_heads for each in started] == [16]
-
-    @pytest.mark.parametrize(
-        "settings",
-        [
-            {"model__preset": "qwen3-vl-2b"},
-            {"model__preset": "2b", "model__backend": "torch"},
-            {"model__preset": "2b", "run__precision": "fp32"},
-            {"model__hf": "somebody/of-the-hub"},
-        ],
-    )
-    def test_not_without_such_kernels(self, started: list[Kernels], settings: dict[str, Any]) -> None:
-        self.start(**settings)
-        assert not started
-
-    def test_once_on_a_node(self, started: list[Kernels], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("LOCAL_RANK", "1")
-        self.start(model__preset="2b")
-        assert not started
-
-
-@pytest.mark.parametrize(
-    ("settings", "compiler"),
-    [
-        ({"model.preset": "2b"}, False),
-        ({"model.preset": "35b-a3b"}, True),
-        ({"model.preset": "2b", "model.compile": True}, True),
-        ({"model.preset": "2b", "model.backend": "torch"}, True),
-        ({"model.hf": "somebody/of-the-hub"}, True),
-    ],
-)
-def test_torchs_compiler_is_needed_by_experts_and_on_request(settings: dict[str, Any], compiler: bool) -> None:
-    assert needs_compiler(load_config(None, list(settings.items()))) == compiler
-
-
-@needs_triton
-def test_triton_is_hashed_once() -> None:
-    from triton.runtime import cache
-
-    cache.triton_key.cache_clear()
-    hash_triton().join()
-    assert cache.triton_key.cache_info().currsize == 1
-
-
-class TestTheWait:
-    """What the trainer says of the process."""
-
-    def said(self, code: str) -> list[str]:
-        lines: list[str] = []
-        with KernelsAhead({"kernel": [sys.executable, "-c", f"import json, sys, os\n{code}"]}) as started:
-            started.wait(lines.append)
-        return lines
-
-    def test_names_what_is_compiled_and_how_long_it_took(self) -> None:
-        lines = self.said(
-            "print('of a library')\nprint(json.dumps({'kernels': 2}), flush=True)\n"
-            "for cached in (False, True): print(json.dumps({'kernel': 'a', 'cached': cached}))"
-        )
-        assert lines[0] == "compiling 2 kernels …"
-        assert lines[1].startswith("compiled 1 kernel in ")
-
-    def test_says_nothing_if_all_were_cached_and_on_other_gpus(self) -> None:
-        assert self.said("print(json.dumps({'kernel': 'a', 'cached': True}))") == []
-        assert self.said("") == []
-
-    def test_a_failure_is_a_warning(self) -> None:
-        (line,) = self.said("print('add: CompilationError: oh', file=sys.stderr); sys.exit(1)")
-        assert line == ("warning: kernels could not be compiled ahead, steps compile them: add: CompilationError: oh")
-
-    def test_training_begins_even_if_compilation_hangs(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(ahead, "_PATIENCE", 0.1)
-        (line,) = self.said("import signal; signal.pause()")
-        assert line == "warning: kernels could not be compiled ahead, steps compile them: exit code -9"
-
-    def test_neither_the_process_nor_its_forks_outlive_the_run(self, tmp_path: Path) -> None:
-        pipe = tmp_path / "pipe"
-        os.mkfifo(pipe)
-        code = f"import os, signal\nfile = open({str(pipe)!r}, 'wb', 0)\nos.fork()\nfile.write(b'x')\nsignal.pause()"
-        started = KernelsAhead({"kernel": [sys.executable, "-c", code]})
-        with pipe.open("rb") as file:
-            assert file.read(2) == b"xx"
-            started.close()
-            assert file.read() == b"", "the pipe ends when all who may write have ended"
-
-    def test_the_modules_end_quietly_without_a_gpu(self) -> None:
-        lines: list[str] = []
-        with KernelsAhead.of(Kernels(DecoderKernels(SHAPE, None), None, None, every=False), 64) as started:
-            started.wait(lines.append)
-        assert lines == []
-
-
-@pytest.mark.parametrize(
-    ("widths", "capability", "version", "wrong"),
-    [
-        ((64, 64), HOPPER, "3.6.0", True),
-        ((128, 33), HOPPER, "3.7.0+git1", True),
-        ((64, 64), HOPPER, "3.7.1", False),
-        ((64, 64), HOPPER, "3.10.0", False),
-        ((32, 128), HOPPER, "3.6.0", False),
-        ((64, 64), (10, 0), "3.6.0", False),
-    ],
-)
-def test_heads_for_which_triton_is_wrong(
-    widths: tuple[int, int], capability: tuple[int, int], version: str, wrong: bool
-) -> None:
-    assert miscompiled(*widths, capability, version) is wrong
