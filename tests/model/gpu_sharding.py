@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -243,7 +244,7 @@ def checkpoints(folder: Path, kind: str) -> None:
             loaded = Run(small(moe), out, other, settings, small_pack, weights=False)
             loaded.checkpoints.load(run.checkpoints.path_of(2), loaded.learner)
             found = [found for each in loaded.steps(2, STEPS) for found in (each.loss, each.grad_norm)]
-            worst = max(abs(a / b - 1) for a, b in zip(found, wanted, strict=True))
+            worst = np.max([abs(a / b - 1) for a, b in zip(found, wanted, strict=True)])  # NaN if any is
             say(f"    saved {names[fsdp]}, continued {names[other]}: {worst:.1e} off the undisturbed run")
             assert worst < (2e-3 if CUDA else 1e-5), (found, wanted)
 
@@ -302,7 +303,7 @@ def moments(_: Path) -> None:
             found = trained(
                 lambda own, dtype=dtype, on_host=on_host: CompactAdamW([{"params": own, **settings}], dtype, on_host)
             )
-            most = max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True))
+            most = np.max([float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True)])  # NaN if any is
             say(f"    {dtype}, {'host' if on_host else 'device'}: largest difference {most:.1e} after steps of 1e-2")
             assert most == 0 if dtype == torch.float32 else 0 < most < 1e-2
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -75,8 +76,12 @@ def _small_qwen3_5(*, moe: bool = False, tied: bool = False, mtp: int = 1, layer
 
 
 def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Relative error: Euclidean norm of the difference over that of what is wanted."""
-    return float((found.detach().double() - wanted.detach().double()).norm() / wanted.detach().double().norm())
+    """Relative error: Euclidean norm of the difference over that of what is wanted.
+
+    Infinite, not NaN, if anything is not finite: ``max`` of several errors would ignore a NaN.
+    """
+    error = float((found.detach().double() - wanted.detach().double()).norm() / wanted.detach().double().norm())
+    return math.inf if math.isnan(error) else error
 
 
 def weights_of(architecture: Any, **options: Any) -> dict[str, torch.Tensor]:
