@@ -88,21 +88,22 @@ def main(
 ) -> None:
     """Train Qwen3.5-VL or Qwen3-VL on datasets that `vlmdata preprocess` wrote.
 
-    Examples:
-        python train.py --data build/demo --preset tiny --steps 50 --capacity 4096 --global-batch 1
+    **Examples**
 
-        torchrun --nproc-per-node 4 --master-addr 127.0.0.1 train.py --data build/demo --preset tiny --tp 2 --cp 2 --sp
+    - `python train.py --data build/demo --preset tiny --steps 50 --capacity 4096 --global-batch 1`
 
-        torchrun --nproc-per-node 8 --master-addr 127.0.0.1 train.py --data data/cord --hf Qwen/Qwen3.5-9B --tp 2 --sp
+    - `torchrun --nproc-per-node 4 --master-addr 127.0.0.1 train.py --data build/demo --preset tiny --tp 2 --cp 2 --sp`
 
-        torchrun --nproc-per-node 8 --master-addr 127.0.0.1 train.py --data D --preset 9b --set parallel.fsdp=true
+    - `torchrun --nproc-per-node 8 --master-addr 127.0.0.1 train.py --data data/cord --hf Qwen/Qwen3.5-9B --tp 2 --sp`
 
-        torchrun --nproc-per-node 8 --master-addr 127.0.0.1 train.py --data D --preset 9b --set parallel.vision_gpus=4
+    - `torchrun --nproc-per-node 8 --master-addr 127.0.0.1 train.py --data D --preset 9b --set parallel.fsdp=true`
 
-        python train.py --config runs/cord/checkpoints/step-00000500/config.toml --resume
+    - `torchrun --nproc-per-node 8 --master-addr 127.0.0.1 train.py --data D --preset 9b --set parallel.vision_gpus=4`
 
-    Exit codes: 0 done; 1 another rank or the program failed; 2 invalid option, data or configuration; 3 out of space or
-    workers; 4 loss or gradient not finite; 130 or 143 interrupted, with a checkpoint saved.
+    - `python train.py --config runs/cord/checkpoints/step-00000500/config.toml --resume`
+
+    **Exit codes**: 0 done; 1 another rank or the program failed; 2 invalid option, data or configuration; 3 out of
+    space or workers; 4 loss or gradient not finite; 130 or 143 interrupted, with a checkpoint saved.
     """
     overrides: list[str | tuple[str, Any]] = []
     for name, setting in _SETTINGS.items():

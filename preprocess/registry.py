@@ -29,7 +29,9 @@ def find(option: str, name: str, registry: Mapping[str, str]) -> Any:
     module, separator, attribute = target.partition(":")
     known, kind = ", ".join(registry), option.removeprefix("--")
     if not separator:
-        raise SourceError(f"{option} {name}: unknown {kind}. Known: {known}; or your own as module:attribute.")
+        raise SourceError(
+            f"{option} {name}: unknown {kind}. Known: {known}; or your own as module:attribute or file.py:attribute."
+        )
     try:
         return getattr(module_named(module), attribute)
     except (ImportError, AttributeError, OSError) as error:

@@ -46,17 +46,18 @@ def convert(
 
     **Examples**
 
-        vlmdata convert models/Qwen3.5-9B --out weights/qwen3.5-9b
+    - `vlmdata convert models/Qwen3.5-9B --out weights/qwen3.5-9b`
 
-        torchrun --nproc-per-node 8 train.py --data data/cord --hf models/Qwen3.5-9B --weights weights/qwen3.5-9b
+    - `torchrun --nproc-per-node 8 --master-addr 127.0.0.1 train.py --data data/cord --hf models/Qwen3.5-9B
+      --weights weights/qwen3.5-9b`
 
-        vlmdata convert runs/cord/checkpoints/step-00000500 --out models/cord
+    - `vlmdata convert runs/cord/checkpoints/step-00000500 --out models/cord`
 
-        vlmdata convert runs/cord/checkpoints/step-00000500 --out models/cord --like models/Qwen3.5-9B
+    - `vlmdata convert runs/cord/checkpoints/step-00000500 --out models/cord --like models/Qwen3.5-9B`
 
     A Hugging Face output folder is complete: AutoProcessor and AutoModelForImageTextToText load it.
 
-    Exit codes: 0 done; 2 tensors missing, unexpected or of the wrong shape (all listed), or invalid paths.
+    **Exit codes**: 0 done; 2 tensors missing, unexpected or of the wrong shape (all listed), or invalid paths.
     """
     # megatron-core takes seconds to import, so check the arguments first.
     to_megatron = _direction(source, out, like, data, dtype)

@@ -15,6 +15,7 @@ from preprocess.config import (
     TrainThink,
     TrainTurns,
 )
+from vlmdata.families import DEFAULT_FAMILY, REGISTRY
 from vlmdata.media.codecs import describe_codecs
 
 _IMAGES, _TEXT, _DATA, _RUN = "Images", "Text and targets", "Data", "Run"
@@ -109,8 +110,7 @@ def preprocess(
     family: Annotated[
         str | None,
         typer.Option(
-            help="Model family: `qwen3_5`, `qwen3_vl` or `qwen2_5_vl`. Default: from the tokenizer's files, else "
-            "qwen3_5.",
+            help=f"Model family: {', '.join(REGISTRY)}. Default: from the tokenizer's files, else {DEFAULT_FAMILY}.",
             rich_help_panel=_TEXT,
         ),
     ] = None,
@@ -179,7 +179,7 @@ def preprocess(
         str,
         typer.Option(
             help="What makes the shards: `local` (processes of this machine), `ray` (a Ray cluster), or your own as "
-            "`module:attribute`.",
+            "`module:attribute` or `file.py:attribute`.",
             rich_help_panel=_RUN,
         ),
     ] = "local",

@@ -8,16 +8,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vlmdata.media.codecs import REGISTRY, codec
+
 if TYPE_CHECKING:
     from rich.console import Console
 
     from preprocess.recode.run import RecodeResult
     from vlmdata.format.manifest import Totals
 
+_CODECS = ", ".join(f"`{name}`" for name in REGISTRY if not codec(name).needs_file)
+
 
 def recode(
     data: Annotated[str, typer.Argument(metavar="DIR", help="A finished dataset: a folder or fsspec URL.")],
-    pixels: Annotated[str, typer.Option(help="How the copy stores images, all lossless: `raw`, `zstd` or `jxl`.")],
+    pixels: Annotated[str, typer.Option(help=f"How the copy stores images, all lossless: {_CODECS}.")],
     out: Annotated[str, typer.Option("--out", "-o", help="Folder of the copy to make or continue.")],
     workers: Annotated[int | None, typer.Option("--workers", "-j", help="Processes. Default: one per core.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Remove a dataset in --out and start over.")] = False,

@@ -22,7 +22,10 @@ from vlmdata.format.schema import shard_name
 from vlmdata.store import Store
 
 #: Engines by name. To add one, add a file here with an Engine class, and a line below.
-REGISTRY: Mapping[str, str] = {"local": "preprocess.engines.local:Local", "ray": "preprocess.engines.ray:Ray"}
+REGISTRY: Mapping[str, str] = {
+    "local": "preprocess.engines.local:Local",
+    "ray": "preprocess.engines.ray:Ray",
+}
 
 
 @dataclass(frozen=True, eq=False)

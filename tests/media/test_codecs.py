@@ -23,6 +23,7 @@ from tests.chat_rows import write_jsonl
 from tests.conftest import build_dataset, tree_bytes
 from tests.loader.helpers import assert_same, stream
 from tests.loader.rows import chat_rows
+from tests.preprocess.extend_pages import write_named_file
 from vlmdata.batch import PackedBatch
 from vlmdata.errors import DatasetFormatError
 from vlmdata.families import Family, family
@@ -35,14 +36,23 @@ from vlmdata.media.codecs import REGISTRY, Grid, Item, codec, decode_item
 from vlmdata.verify.dataset import verify_dataset
 
 NAME = "shuffled-zlib"
+#: Codecs of the pages under docs/extend: the page and the file.
+ON_PAGES = {
+    "zlib": ("codec.md", "vlmdata/media/codecs/zlib_patches.py"),
+    "bz2": ("exercises.md", "vlmdata/media/codecs/bz2_patches.py"),
+}
 ROWS = 24
 OPTIONS = {"recipe": "chat", "image": ImageConfig(1024, 16384), "rows_per_shard": 6}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _registered() -> Iterator[None]:
+def _registered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    folder = tmp_path_factory.mktemp("pages")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(REGISTRY, NAME, "tests.media.shuffled_zlib")
+        patch.syspath_prepend(folder)
+        for name, (page, file) in ON_PAGES.items():
+            patch.setitem(REGISTRY, name, write_named_file(page, file, folder))
         yield
 
 
@@ -104,7 +114,7 @@ def items(draw: st.DrawFn) -> Item:
     return Item(patches, (1, 2 * rows, 2 * columns), made)
 
 
-@pytest.mark.parametrize("name", [*(name for name in REGISTRY if not codec(name).needs_file), NAME])
+@pytest.mark.parametrize("name", [*(name for name in REGISTRY if not codec(name).needs_file), NAME, *ON_PAGES])
 @given(item=items())
 def test_every_codec_gives_back_the_patches(name: str, item: Item) -> None:
     stored = bytes(codec(name).encode(item))

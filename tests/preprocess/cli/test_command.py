@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from preprocess.recipes.base import REGISTRY
 from tests.conftest import cord_row, tree_bytes, write_cord_parquet
 from tests.preprocess.command_line import COMMAND, SMALL_IMAGES, TOKENIZER, Ended, environment, run, start
 from vlmdata import __version__
@@ -255,7 +256,8 @@ class TestExitCodes:
             (["--frobnicate"], "No such option"),
             (
                 ["--recipe", "nope"],
-                "--recipe nope: unknown recipe. Known: cord_v2, chat, text, caption; or your own",
+                f"--recipe nope: unknown recipe. Known: {', '.join(REGISTRY)}; or your own as module:attribute or "
+                "file.py:attribute.",
             ),
             (
                 ["--recipe", "no_such_module:Recipe"],

@@ -185,4 +185,8 @@ class TestCommand:
     def test_lists_the_engines(self, vlmdata: Callable[..., Ended], tmp_path: Path) -> None:
         ended = vlmdata("preprocess", "demo", "--out", tmp_path, "--engine", "spark")
         assert ended.code == 2
-        assert "--engine spark: unknown engine. Known: local, ray; or your own as module:attribute." in ended.stderr
+        known = ", ".join(REGISTRY)
+        assert (
+            f"--engine spark: unknown engine. Known: {known}; or your own as module:attribute or file.py:attribute."
+            in ended.stderr
+        )
