@@ -106,3 +106,16 @@ def test_only_families_know_the_geometry_of_patches() -> None:
         if isinstance(node, ast.Constant) and type(node.value) in (int, float) and node.value in known
     }
     assert not found
+
+
+def test_no_console_turns_words_between_colons_into_pictures() -> None:
+    """``--recipe mine.py:X: cannot load`` must not become a cross."""
+    made = [
+        (f"{path.relative_to(ROOT)}:{node.lineno}", {keyword.arg for keyword in node.keywords})
+        for package in ("vlmdata", "preprocess", "model")
+        for path in (ROOT / package).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Console"
+    ]
+    assert len(made) > 10
+    assert [place for place, options in made if "emoji" not in options] == []

@@ -150,7 +150,7 @@ def _bar(source: Path, quiet: bool) -> Any:
 
     @contextmanager
     def shown() -> Any:
-        console = Console(stderr=True)
+        console = Console(stderr=True, emoji=False)
         with Progress(
             BarColumn(),
             DownloadColumn(),

@@ -84,9 +84,8 @@ def load_tokenizer(name: str = EMBEDDED, revision: str | None = None) -> ChatTok
     try:
         hf = _loaded(name, revision)
     except (OSError, ValueError, ImportError) as error:
-        where = "the folder" if Path(name).exists() else "the hub (is the network reachable?)"
         raise SourceError(
-            f"--tokenizer {name}: cannot load it from {where}: {_first_line(error)}\n"
+            f"--tokenizer {name}: cannot load it{_why_not_loaded(name, error)}\n"
             "Give a hub id such as Qwen/Qwen3.5-9B, a folder with tokenizer.json, or `embedded` (small, for trials)."
         ) from error
     if not getattr(hf, "is_fast", False):
@@ -212,6 +211,19 @@ def _end_of_text(hf: Any) -> int:
 def _template_text(hf: Any) -> str:
     template = hf.chat_template
     return template if isinstance(template, str) else repr(sorted(template.items()))
+
+
+def _why_not_loaded(name: str, error: BaseException) -> str:
+    """Continues the sentence ``cannot load it``: transformers takes a path that does not exist for a hub id."""
+    path = Path(name)
+    if path.is_file():
+        return ": it is a file, not a folder."
+    if path.is_dir():
+        has = (path / "tokenizer.json").exists()
+        return f" from the folder: {_first_line(error) if has else 'it has no tokenizer.json.'}"
+    if path.is_absolute() or name.startswith((".", "~")) or len(path.parts) > 2:
+        return ": there is no such folder."
+    return f" from the hub (is the network reachable?), and there is no such folder: {_first_line(error)}"
 
 
 def _first_line(error: BaseException) -> str:

@@ -56,15 +56,15 @@ def finish(
         if as_json:
             print(json.dumps({"directory": str(store), **_as_json(result)}, indent=2))
         else:
-            _print_missing(Console(highlight=False), str(store), result)
+            _print_missing(Console(highlight=False, emoji=False), str(store), result)
         raise typer.Exit(1)
     report = report_of(store, result, time.monotonic() - begun, max_reject_rate)
     if as_json:
         print(json.dumps({"finished": True, **report.to_json()}, indent=2))
     else:
-        report.print(Console(highlight=False))
+        report.print(Console(highlight=False, emoji=False))
     if report.failure is not None:
-        talk = Console(stderr=True, highlight=False)
+        talk = Console(stderr=True, highlight=False, emoji=False)
         talk.print("[bold red]failed:[/]", end=" ")
         talk.print(report.failure, soft_wrap=True, markup=False)
         raise typer.Exit(1)

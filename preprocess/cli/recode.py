@@ -53,7 +53,7 @@ def recode(
 
     if workers is not None and workers < 1:
         raise typer.BadParameter(f"workers is {workers}; it must be at least 1")
-    talk = Console(stderr=True, highlight=False)
+    talk = Console(stderr=True, highlight=False, emoji=False)
     begun, store = time.monotonic(), output_store(out)
     bar = Progress(*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn(), console=talk)
     bar.disable = not talk.is_terminal
@@ -78,7 +78,7 @@ def recode(
     if as_json:
         print(json.dumps(summary, indent=2))
     else:
-        _print(Console(highlight=False, soft_wrap=True), summary, result.manifest.totals)
+        _print(Console(highlight=False, soft_wrap=True, emoji=False), summary, result.manifest.totals)
 
 
 def _summary(data: str, out: str, pixels: str, result: RecodeResult, seconds: float) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def run_command(
         trace: A row to show instead of making a dataset.
     """
     # stdout is only for the summary; progress and other messages go to stderr.
-    talk = Console(stderr=True, highlight=False)
+    talk = Console(stderr=True, highlight=False, emoji=False)
     spec, store = source_place(spec), None if out is None else output_store(out)
     _check_options(spec, config, given)
     made_by = load_engine(engine, ray_address)
@@ -123,7 +123,7 @@ def run_command(
     for output in outputs:
         report = reports[output.name] = _make(output, run, talk)
         if not as_json:
-            report.print(Console(highlight=False))
+            report.print(Console(highlight=False, emoji=False))
         if report.failure is not None:
             talk.print("[bold red]failed:[/]", end=" ")
             talk.print(report.failure, soft_wrap=True, markup=False)
@@ -250,7 +250,7 @@ def _with_family(config: PreprocessConfig, given: Collection[str], talk: Console
 def _trace(source: Source, config: PreprocessConfig, row: int) -> int:
     tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_revision)
     traced = trace_row(source, recipe_for(source, config), Encoder(config, tokenizer), row)
-    print_trace(Console(highlight=False), traced, config.recipe, tokenizer)
+    print_trace(Console(highlight=False, emoji=False), traced, config.recipe, tokenizer)
     return 0 if traced.accepted else 1
 
 

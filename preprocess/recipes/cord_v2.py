@@ -16,7 +16,7 @@ import xxhash
 from preprocess import json_text
 from preprocess.conversation import Conversation, ImagePart, Message, TextPart
 from preprocess.recipes.keys import HARMLESS_COLUMNS, KeyLog
-from preprocess.recipes.media import MediaLoader
+from preprocess.recipes.media import MediaLoader, place_with_file
 from preprocess.reject import RowRejected, excerpt
 from preprocess.row import Row
 from vlmdata.format.ledger import Reason
@@ -62,10 +62,9 @@ class CordV2:
         answer = donut_tokens(parse) if self._options.target is Target.DONUT else json.dumps(parse, ensure_ascii=False)
         if parse in ({}, [], "", None) or not answer.strip():
             raise RowRejected(Reason.EMPTY_ANSWER, f"the ground truth is empty: {excerpt(parse)}")
-        user = Message(
-            "user",
-            (ImagePart(self._media.load(row.values.get("image"), "image"), "image"), TextPart(self._options.prompt)),
-        )
+        image = row.values.get("image")
+        part = ImagePart(self._media.load(image, "image"), place_with_file(image, "image"))
+        user = Message("user", (part, TextPart(self._options.prompt)))
         keys = KeyLog()
         keys.note(row.values, _USED_COLUMNS, HARMLESS_COLUMNS)
         keys.note(ground_truth, _USED_KEYS, _HARMLESS_KEYS, "ground_truth.")

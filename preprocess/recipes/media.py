@@ -41,6 +41,18 @@ def require_image_root(image_root: str | None) -> None:
         raise SourceError(f"--image-root {image_root}: it {found}; give the base folder of the image paths in the data")
 
 
+def place_with_file(value: Any, field: str) -> str:
+    """Returns the place of an image in its row for messages, with the file or URL that the row names there.
+
+    Args:
+        value: As in :meth:`MediaLoader.load`.
+        field: Place in the row.
+    """
+    if isinstance(value, Mapping):
+        value = None if value.get("bytes") is not None else value.get("path") or value.get("url")
+    return f"{field} ({excerpt(value)})" if isinstance(value, str) and not value.startswith("data:") else field
+
+
 class MediaLoader:
     """Loads image files named by data, within limits.
 

@@ -19,7 +19,7 @@ from preprocess.recipes.chat.row_keys import refuse_row
 from preprocess.recipes.chat.turns import HARMLESS_KEYS, Turn, read_turn
 from preprocess.recipes.chat.weights import ROW_WEIGHTS, TURN_WEIGHTS, row_weight, turn_weight
 from preprocess.recipes.keys import HARMLESS_COLUMNS, KeyLog, filled, is_empty
-from preprocess.recipes.media import MediaLoader
+from preprocess.recipes.media import MediaLoader, place_with_file
 from preprocess.reject import RowRejected, excerpt
 from preprocess.row import Row
 from vlmdata.format.ledger import Reason
@@ -99,7 +99,7 @@ class Text:
                     f"both texts[{i}] and images[{i}] have values, so their order is unknown: {excerpt(text)!r}",
                 )
             if not is_empty(image):
-                yield ImagePart(self._media.load(image, f"images[{i}]"), f"images[{i}]")
+                yield ImagePart(self._media.load(image, f"images[{i}]"), place_with_file(image, f"images[{i}]"))
             elif not is_empty(text):
                 yield _text(text, f"texts[{i}]")
 
@@ -119,8 +119,9 @@ class Text:
                     f"{where}: matched_text_index is {excerpt(place)} of {counted(len(sentences), 'sentence')}, and "
                     f"the image is named by {', '.join(names) or 'neither image_name nor raw_url'}",
                 )
-            field = f"{where}.{names[0]}"
-            before.setdefault(place, []).append(ImagePart(self._media.load(info[names[0]], field), field))
+            field, image = f"{where}.{names[0]}", info[names[0]]
+            loaded = ImagePart(self._media.load(image, field), place_with_file(image, field))
+            before.setdefault(place, []).append(loaded)
         for i, sentence in enumerate(sentences):
             yield from before.get(i, [])
             part = _text(sentence, f"text_list[{i}]")

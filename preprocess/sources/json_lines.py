@@ -13,6 +13,8 @@ from preprocess.sources.counting import Counted, places_of
 from vlmdata.format.ledger import Reason
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+#: Bytes that messages show before one that is not UTF-8.
+_BYTES_BEFORE = 20
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,16 @@ class JsonLinesFile:
         Raises:
             RowRejected: MALFORMED_ROW if the line has none.
         """
-        # Bytes that are not UTF-8 become invalid JSON escapes: the row is rejected and the message shows them.
-        line = record.removeprefix(_BYTE_ORDER_MARK).decode("utf-8", "backslashreplace").rstrip("\r\n")
+        record = record.removeprefix(_BYTE_ORDER_MARK)
+        try:
+            line = record.decode().rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            near = record[max(error.start - _BYTES_BEFORE, 0) :].decode("utf-8", "backslashreplace").rstrip("\r\n")
+            raise RowRejected(
+                Reason.MALFORMED_ROW,
+                f"not UTF-8: byte {error.start} of the line is {record[error.start]:#04x}, near {excerpt(near)}; "
+                "convert the file to UTF-8",
+            ) from error
         if not line.strip():
             raise RowRejected(Reason.MALFORMED_ROW, "a blank line")
         try:

@@ -34,7 +34,7 @@ def join(
     from vlmdata.format.join import describe, join_datasets
     from vlmdata.store import open_store
 
-    talk = Console(stderr=True, highlight=False)
+    talk = Console(stderr=True, highlight=False, emoji=False)
     bar = Progress(*Progress.get_default_columns()[:2], MofNCompleteColumn(), console=talk)
     bar.disable = not talk.is_terminal
     with bar:

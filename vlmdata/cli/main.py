@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -47,6 +48,14 @@ class _Commands(TyperGroup):
         single.command(cmd_name)(found[0].load())
         return typer.main.get_command(single)
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        known = self.list_commands(ctx)
+        if args[0] not in known and not args[0].startswith("-"):
+            close = get_close_matches(args[0], known, n=1)
+            remedy = f"Did you mean {close[0]}?" if close else f"Commands: {', '.join(known)}."
+            ctx.fail(f"No such command {args[0]!r}. {remedy}")
+        return super().resolve_command(ctx, args)
+
 
 _HELP = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(
@@ -88,7 +97,7 @@ def main() -> None:
 def _fail(message: str, code: int) -> None:
     from rich.console import Console
 
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
     console.print("error:", style="bold red", end=" ")
     console.print(message, markup=False)
     sys.exit(code)

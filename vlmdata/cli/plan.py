@@ -45,9 +45,10 @@ def plan(
 
     - `vlmdata plan build/demo --capacity 8192`
 
-    - `vlmdata plan data/cord data/chat --capacity 16384 --global-batch 64 --dp 8 --cp 2 --tp 2 --weights 0.7,0.3`
+    - `vlmdata plan data/cord data/chat --capacity 16384 --global-batch 64 --dp 8 --cp 2 --tp 2 --sp
+      --weights 0.7,0.3`
 
-    - `vlmdata plan data/cord --global-batch 24 --tp 2 --cost 27b --vision-gpus 2 --gpus 8`
+    - `vlmdata plan data/cord --global-batch 24 --tp 2 --sp --cost 27b --vision-gpus 2 --gpus 8`
 
     - `vlmdata plan --run runs/cord --capacity 16384` (a run with another capacity)
 
@@ -100,7 +101,7 @@ def plan(
 def _print(data: list[str], report: PlanReport) -> None:
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     console.print(_table(report))
     if len(data) > 1:
         console.print(_shares(data, report))
@@ -123,7 +124,7 @@ def _print_splits(splits: Sequence[Split], chosen: int, gpus: int) -> None:
         gain = "" if each.gain is None else f"{each.gain:.2f}"
         idle = (f"{each.vision_idle:.0%}", f"{each.language_idle:.0%}")
         table.add_row(f"{each.vision_gpus}", f"{gpus - each.vision_gpus}", *idle, gain, ", ".join(notes))
-    Console(highlight=False).print(table)
+    Console(highlight=False, emoji=False).print(table)
 
 
 def _table(report: PlanReport) -> Table:

@@ -264,7 +264,7 @@ def _print_status(name: str, values: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, emoji=False)
     console.width = max(console.width, _LEAST_WIDTH)  # a narrow table that hides its values is of no use
     memory, packs = values["memory"], values["packs"]
     state = "stopping" if values["draining"] else "up"

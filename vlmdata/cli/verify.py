@@ -70,7 +70,7 @@ def verify(
     from vlmdata.verify.remedy import remedies
     from vlmdata.verify.remote import auditable, named, remedies_at
 
-    talk = Console(stderr=True, highlight=False)
+    talk = Console(stderr=True, highlight=False, emoji=False)
     begun = time.monotonic()
     place = place_of(data)
     bar = Progress(*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn(), console=talk)
@@ -103,7 +103,7 @@ def verify(
         }
         print(json.dumps(fields, indent=2))
     else:
-        out = Console(highlight=False, soft_wrap=True)
+        out = Console(highlight=False, soft_wrap=True, emoji=False)
         for fault in audit.faults[:_SHOWN]:
             out.print(str(fault), markup=False)
         if len(audit.faults) > _SHOWN:

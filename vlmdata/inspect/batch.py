@@ -15,6 +15,7 @@ from vlmdata.loader.loader import StreamingLoader
 from vlmdata.packing.cost import CostModel
 from vlmdata.packing.plan import EMPTY_PACK
 from vlmdata.vision_split import image_owners
+from vlmdata.wording import counted
 
 IntArray = npt.NDArray[np.int64]
 
@@ -211,7 +212,8 @@ def batch_at(loader: StreamingLoader, number: int, epoch: int = 0) -> PackedBatc
     """
     total = num_batches(loader, epoch)
     if not 0 <= number < total:
-        raise NotFoundError(f"no batch {number}: rank {loader.dp_rank} gets {total}, from 0, in epoch {epoch}")
+        has = f"rank {loader.dp_rank} gets {counted(total, 'batch')} in epoch {epoch}"
+        raise NotFoundError(f"no batch {number}: {has}, numbered from 0")
     step, micro_batch = divmod(number, loader.plan_config.global_batch // loader.dp_size)
     loader.load_state_dict({**loader.state_dict(), "epoch": epoch, "step": step, "micro_batch": micro_batch})
     return next(iter(loader))

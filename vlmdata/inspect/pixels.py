@@ -11,6 +11,7 @@ import numpy.typing as npt
 from vlmdata.errors import DatasetFormatError, NotFoundError
 from vlmdata.families import Family
 from vlmdata.format.schema import Sample
+from vlmdata.wording import counted
 
 #: Longest side of an image in the one-file page, in pixels; the served page shows every pixel.
 PAGE_SIDE = 1024
@@ -35,7 +36,9 @@ def rebuild_image(sample: Sample, number: int, family: Family) -> npt.NDArray[np
     """
     grids = sample.image_grid_thw.astype(np.int64)
     if not 0 <= number < len(grids):
-        raise NotFoundError(f"no image {number}: sample {sample.key} has {len(grids)}, from 0")
+        raise NotFoundError(
+            f"no image {number}: sample {sample.key} has {counted(len(grids), 'image')}, numbered from 0"
+        )
     start = int(grids[:number].prod(axis=1).sum())
     _, height, width = grids[number].tolist()
     merge = family.merge_size

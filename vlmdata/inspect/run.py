@@ -225,7 +225,7 @@ class Inspection:
         if self.as_json:
             print(to_json(found, indent=2), flush=True)
         else:
-            draw(Console(highlight=False))
+            draw(Console(highlight=False, emoji=False))
 
 
 def _listen(host: str, port: int) -> socket.socket:

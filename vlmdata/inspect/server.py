@@ -34,6 +34,7 @@ from vlmdata.inspect.query import candidates, parse_query, search
 from vlmdata.inspect.sample import SampleDescriber
 from vlmdata.inspect.serialise import to_json, to_jsonable
 from vlmdata.media.image_file import image_file
+from vlmdata.wording import counted
 
 _SAMPLES_A_PAGE, _PACKS_A_PAGE = 40, 8
 #: After this time, a text search returns partial results, and the page asks again.
@@ -159,7 +160,9 @@ class InspectApp:
     def _index(self, request: Request) -> int:
         index = int(request.path_params["index"])
         if index >= len(self._dataset):
-            raise HTTPException(404, f"no sample {index}: the dataset has {len(self._dataset)}, from 0")
+            raise HTTPException(
+                404, f"no sample {index}: the dataset has {counted(len(self._dataset), 'sample')}, numbered from 0"
+            )
         return index
 
 

@@ -14,6 +14,7 @@ from vlmdata.format.ledger import read_ledger
 from vlmdata.format.schema import LEDGER_NAME, parse_key
 from vlmdata.format.selection import Selection
 from vlmdata.packing.plan import EMPTY_PACK
+from vlmdata.wording import counted
 
 if TYPE_CHECKING:
     from vlmdata.loader.loader import StreamingLoader
@@ -190,9 +191,11 @@ def describe_step(loader: StreamingLoader, epoch: int, step: int, dp_rank: int |
         raise NotFoundError(f"epoch {epoch}: epochs count from 0")
     plan = loader.plan(epoch)
     if not 0 <= step < plan.num_steps:
-        raise NotFoundError(f"no step {step}: epoch {epoch} has {plan.num_steps:,}, from 0")
+        raise NotFoundError(f"no step {step}: epoch {epoch} has {counted(plan.num_steps, 'step')}, numbered from 0")
     if dp_rank is not None and not 0 <= dp_rank < loader.dp_size:
-        raise NotFoundError(f"no data-parallel rank {dp_rank}: there are {loader.dp_size}, from 0")
+        raise NotFoundError(
+            f"no data-parallel rank {dp_rank}: the layout has {counted(loader.dp_size, 'rank')}, numbered from 0"
+        )
     assignment = plan.assignment(step, loader.dp_size)
     packs = []
     for rank in range(loader.dp_size) if dp_rank is None else [dp_rank]:

@@ -260,7 +260,7 @@ class RunLog:
         self._steps = config.run.steps
         self._lines: JsonLines | None = None
         self._sinks: list[Sink] = []
-        self._console = Console(highlight=False, soft_wrap=True, quiet=not speaks)
+        self._console = Console(highlight=False, soft_wrap=True, quiet=not speaks, emoji=False)
         self._bar: Progress | None = None
         if not speaks:
             return

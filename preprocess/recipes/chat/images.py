@@ -9,7 +9,7 @@ from typing import Any
 from preprocess.conversation import ImagePart
 from preprocess.recipes.chat.tools import json_or_text, parse_json
 from preprocess.recipes.keys import KeyLog, filled
-from preprocess.recipes.media import MediaLoader
+from preprocess.recipes.media import MediaLoader, place_with_file
 from preprocess.reject import RowRejected, excerpt
 from vlmdata.format.ledger import Reason
 from vlmdata.wording import counted
@@ -65,7 +65,7 @@ class RowImages:
                 raise RowRejected(Reason.UNSUPPORTED_CONTENT, f"{where} names several images: {', '.join(sources)}")
             self._named += 1
             source = item[sources[0]]
-            part = self._part(self._media.load(self._source(sources[0], source), where), where, source)
+            part = self._part(self._source(sources[0], source), where, source)
         bounds: dict[str, Any] = _bounds(item, where)
         return dataclasses.replace(part, **bounds) if bounds else part
 
@@ -94,7 +94,7 @@ class RowImages:
         field, image = f"{self.column}[{number}]", self._images[number]
         if isinstance(image, Mapping):
             self._keys.note(image, _FILE_KEYS, _FILE_HARMLESS, f"{self.column}[].")
-        return self._part(self._media.load(image, field), field, image)
+        return self._part(image, field, image)
 
     def require_all_used(self) -> None:
         """Checks that every image of the column has its place.
@@ -114,10 +114,11 @@ class RowImages:
             f"{found} for {counted(count, 'image')} in {self.column}; write <image> where each belongs",
         )
 
-    def _part(self, data: bytes, field: str, file: Any) -> ImagePart:
-        """Creates an image with the size requested by the row or its file entry (``{"path": …, "max_pixels": …}``)."""
+    def _part(self, source: Any, field: str, file: Any) -> ImagePart:
+        """Loads an image, with the size requested by the row or its file entry (``{"path": …, "max_pixels": …}``)."""
+        data = self._media.load(source, field)
         own = _bounds(file, field) if isinstance(file, Mapping) else {}
-        return ImagePart(data, field, **{**self._bounds, **own})
+        return ImagePart(data, place_with_file(source, field), **{**self._bounds, **own})
 
     def _source(self, key: str, source: Any) -> Any:
         if isinstance(source, Mapping):

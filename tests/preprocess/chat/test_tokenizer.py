@@ -77,12 +77,24 @@ def test_fingerprints_tell_tokenizers_and_templates_apart(tokenizer: ChatTokeniz
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="cannot load it from the folder"):
+    with pytest.raises(SourceError, match=r"cannot load it from the folder: it has no tokenizer\.json\.\nGive a"):
         load_tokenizer(str(tmp_path))
 
 
+def test_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(SourceError, match=r"tokenizer\.json: cannot load it: it is a file, not a folder\."):
+        load_tokenizer(str(tmp_path / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("name", ["/nowhere/at/all", "./no-model", "../no-model", "models/Qwen/Qwen3.5-9B"])
+def test_a_path_to_nothing_is_not_taken_for_a_hub_id(name: str) -> None:
+    with pytest.raises(SourceError, match="cannot load it: there is no such folder\\."):
+        load_tokenizer(name)
+
+
 def test_a_hub_id_without_network_is_refused_with_a_hint() -> None:
-    with pytest.raises(SourceError, match="is the network reachable"):
+    with pytest.raises(SourceError, match=r"is the network reachable\?\), and there is no such folder: "):
         load_tokenizer("Qwen/Qwen3.5-9B-not-cached-here")
 
 

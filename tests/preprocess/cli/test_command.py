@@ -67,6 +67,17 @@ class TestHelp:
         done = subprocess.run([sys.executable, "-c", program], env=environment(), capture_output=True, text=True)
         assert done.stdout.strip() == "[]", done.stderr
 
+    @pytest.mark.parametrize(
+        ("name", "words"),
+        [("preproces", "Did you mean preprocess?"), ("train", "Commands: preprocess, finish, ")],
+    )
+    def test_an_unknown_command_is_answered_with_known_ones(
+        self, vlmdata: Callable[..., Ended], name: str, words: str
+    ) -> None:
+        ended = vlmdata(name)
+        assert ended.code == 2
+        assert f"No such command '{name}'. {words}" in ended.said
+
     def test_of_the_program_names_its_commands(self, vlmdata: Callable[..., Ended]) -> None:
         ended = vlmdata("--help")
         assert ended.code == 0
@@ -265,6 +276,7 @@ class TestExitCodes:
                 "Set PYTHONPATH to the module's folder, or write path/to/no_such_module.py:Recipe. Built in: cord_v2",
             ),
             (["--recipe", "json:Recipe"], "has no attribute 'Recipe'"),
+            (["--recipe", "mine.py:X"], "--recipe mine.py:X: cannot load mine.py:X: [Errno 2] No such file"),
             (["--tokenizer", "/nowhere/at/all"], "--tokenizer /nowhere/at/all: cannot load it"),
             (["--tokenizer", "Qwen/Qwen3.5-9B"], "--tokenizer Qwen/Qwen3.5-9B: cannot load it from the hub"),
             (["--split", "test"], "--split test"),

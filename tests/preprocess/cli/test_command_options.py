@@ -64,7 +64,7 @@ class TestTokenizer:
         self, preprocess: Command, chats: Path, name: str
     ) -> None:
         ended = preprocess(chats, "--tokenizer", name, tokenizer=False)
-        refused(ended, f"--tokenizer {name}: cannot load it from", opened=False)
+        refused(ended, f"--tokenizer {name}: cannot load it", opened=False)
 
     def test_must_be_named_before_the_source_is_opened(self, preprocess: Command, chats: Path) -> None:
         refused(preprocess(chats, tokenizer=False), "give the tokenizer of your model, e.g. --tokenizer", opened=False)

@@ -179,10 +179,10 @@ class TestImagesInItems:
             conversation = convert({"messages": messages, "images": ["a.png", "b.png"]}, root)
             assert seen(conversation)[0] == ("user", ["[a]", "[b]"])
 
-    def test_each_image_knows_its_field(self, root):
+    def test_each_image_knows_its_field_and_file(self, root):
         content = [text("x"), {"type": "image", "image": "a.png"}]
         (image,) = convert({"messages": user(content)}, root).images
-        assert image.field == "messages[0].content[1]"
+        assert image.field == "messages[0].content[1] (a.png)"
 
 
 ITEM = st.one_of(
@@ -238,9 +238,13 @@ class TestImagesFromAColumn:
         values = {"conversations": human("<image>"), "images": None, "image": "a.png"}
         assert seen(convert(values, root))[0] == ("user", ["[a]"])
 
-    def test_each_image_knows_its_field(self, root):
-        images = convert({"conversations": human("<image><image>"), "images": ["a.png", "b.png"]}, root).images
-        assert [image.field for image in images] == ["images[0]", "images[1]"]
+    def test_each_image_knows_its_field_and_file(self, root):
+        images = convert(
+            {"conversations": human("<image><image>"), "images": ["a.png", {"path": "b.png"}]}, root
+        ).images
+        assert [image.field for image in images] == ["images[0] (a.png)", "images[1] (b.png)"]
+        stored = convert({"conversations": human("<image>"), "images": [{"bytes": b"a", "path": "a.png"}]}, root).images
+        assert [image.field for image in stored] == ["images[0]"], "the row holds the bytes, and no file is read"
 
     def test_a_single_image_beside_an_empty_images_column(self, root):
         values = {"messages": user("<image>\nWhat?"), "images": [], "image": "a.png"}
