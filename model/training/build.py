@@ -71,6 +71,8 @@ def _hf_config(name: str) -> dict[str, object]:
     path = Path(name)
     if path.is_dir():
         path = path / "config.json"
+        if not path.is_file():
+            raise ConfigError(f"model.hf {name!r}: the folder has no config.json")
     if path.is_file():
         try:
             return dict(json.loads(path.read_text()))

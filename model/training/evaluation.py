@@ -26,6 +26,7 @@ from model.training.step import forward_step
 from model.training.vision_side import VisionSide
 from vlmdata import PackedBatch, StreamingLoader
 from vlmdata.loader.open import require_one_tokenizer
+from vlmdata.wording import counted
 
 #: Largest number of loader processes per rank for evaluation data. They exist for one evaluation.
 _WORKERS = 2
@@ -83,7 +84,8 @@ class Evaluation:
             parts += [f"{name} {loss:.4f}" for name, loss in self.losses.items()]
         if self.mtp_loss is not None:
             parts.append(f"mtp {self.mtp_loss:.4f}")
-        return "  ".join([*parts, f"{self.targets:,} targets", f"{self.samples:,} samples", f"{self.seconds:.2f} s"])
+        counts = (counted(self.targets, "target"), counted(self.samples, "sample"))
+        return "  ".join([*parts, *counts, f"{self.seconds:.2f} s"])
 
 
 def open_evaluation_sets(

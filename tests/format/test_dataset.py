@@ -166,6 +166,11 @@ class TestErrors:
         with pytest.raises(DatasetFormatError, match="nowhere: no such directory"):
             vlmdata.open_dataset(tmp_path / "nowhere")
 
+    def test_a_file(self, tmp_path):
+        (tmp_path / "rows.jsonl").write_text("{}")
+        with pytest.raises(DatasetFormatError, match=r"rows\.jsonl: it is a file, not the folder of a dataset"):
+            vlmdata.open_dataset(tmp_path / "rows.jsonl")
+
     def test_a_folder_of_something_else(self, tmp_path):
         with pytest.raises(DatasetFormatError, match=r"has no manifest\.json"):
             vlmdata.open_dataset(tmp_path)

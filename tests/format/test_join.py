@@ -25,6 +25,7 @@ from vlmdata.inspect.trace import describe_row
 from vlmdata.store import open_store
 from vlmdata.store.transfer import How
 from vlmdata.verify.dataset import verify_dataset
+from vlmdata.verify.remedy import remedies
 
 CONFIG = PreprocessConfig(image=ImageConfig(1024, 65_536), rows_per_shard=3)
 
@@ -80,7 +81,10 @@ def test_a_changed_shard_is_found_as_in_any_dataset(two: tuple[Path, Path], tmp_
     data[len(data) // 2] ^= 1
     shard.unlink()  # not the file that the other dataset has
     shard.write_bytes(data)
-    assert {fault.file for fault in verify_dataset(out).faults} == {"shard-000003.tar"}
+    faults = verify_dataset(out).faults
+    assert {fault.file for fault in faults} == {"shard-000003.tar"}
+    (step,) = remedies(str(out), faults, joined=True)
+    assert step.endswith(f"then remove {out} and join them again.")
     assert verify_dataset(two[1]).faults == []
 
 
@@ -176,3 +180,8 @@ def test_command(vlmdata: Callable[..., Ended], two: tuple[Path, Path], tmp_path
     ended = vlmdata("join", *two, "--out", tmp_path / "other")
     assert "10 samples of 12 rows" in ended.stdout
     assert "5 shards: hard links" in ended.stdout
+    (tmp_path / "other" / "shard-000003.tar").unlink()
+    ended = vlmdata("verify", tmp_path / "other")
+    assert ended.code == 1
+    assert "next: This dataset was joined" in ended.stdout
+    assert "vlmdata preprocess" not in ended.stdout

@@ -82,7 +82,9 @@ def test_within_a_step_the_number_of_ranks_is_fixed(chat: Path) -> None:
     ],
 )
 def test_another_plan_is_refused(chat: Path, option: dict[str, Any], listed: str) -> None:
-    assert listed in refusal(state_after(4, chat), chat, **option)
+    message = refusal(state_after(4, chat), chat, **option)
+    assert listed in message
+    assert ("begin a run with a pad_multiple for all of them" in message) is ("pad_multiple" in option)
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,7 @@ def verify(
     from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
     from vlmdata.cli.machine import available_cores
+    from vlmdata.format.join import JOINED
     from vlmdata.format.manifest import Manifest
     from vlmdata.locations import is_url, place_of
     from vlmdata.verify.dataset import verify_dataset
@@ -76,7 +77,8 @@ def verify(
     bar = Progress(*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn(), console=talk)
     bar.disable = not talk.is_terminal
     with auditable(place) as (directory, open_shard), bar:
-        shards = len(Manifest.read(directory).shards)
+        manifest = Manifest.read(directory)
+        shards, joined = len(manifest.shards), manifest.source.get("kind") == JOINED
         task = bar.add_task("shards", total=shards)
         audit = verify_dataset(
             directory,
@@ -89,7 +91,7 @@ def verify(
         )
     seconds = time.monotonic() - begun
     audit = named(audit, directory, place)
-    steps = remedies_at(place, audit.faults) if is_url(place) else remedies(place, audit.faults)
+    steps = (remedies_at if is_url(place) else remedies)(place, audit.faults, joined)
     if as_json:
         fields = {
             "directory": place,

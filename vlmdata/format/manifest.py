@@ -201,7 +201,7 @@ class Manifest:
         path = directory / MANIFEST_NAME
         try:
             content = path.read_bytes()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise DatasetFormatError(_absent(directory)) from None
         except OSError as error:
             raise DatasetFormatError(f"{path}: not a readable manifest: {error}") from error
@@ -251,6 +251,8 @@ def counts_to_json(counts: Totals | ShardInfo) -> dict[str, Any]:
 
 
 def _absent(directory: Path) -> str:
+    if directory.is_file():
+        return f"{directory}: it is a file, not the folder of a dataset"
     if not directory.is_dir():
         return f"{directory}: no such directory"
     if (directory / PROGRESS_DIR).is_dir():

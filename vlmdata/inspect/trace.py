@@ -244,7 +244,7 @@ def describe_row(
     selection = Selection.read(dataset.manifest.source)
     rows = dataset.manifest.totals.rows if selection is None else selection.of_rows
     if not 0 <= source_row < rows:
-        raise NotFoundError(f"no source row {source_row}: the source has {rows:,}, from 0")
+        raise NotFoundError(f"no source row {source_row}: the source has {counted(rows, 'row')}, numbered from 0")
     index = dataset.index
     first, stop = (int(np.searchsorted(index.source_row, source_row, side)) for side in ("left", "right"))
     found = [_sample_trace(dataset, i, loader, epoch) for i in range(first, stop)]

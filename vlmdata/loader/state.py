@@ -95,6 +95,12 @@ def restore(
     if changed:
         listed = "\n".join(f"  {line}" for line in changed)
         remedy = "Restore these, or start a new run."
+        if any(line.startswith("alignment: ") for line in changed):
+            remedy += (
+                " Samples are padded to multiples of the alignment. It follows from tensor parallelism with sequence "
+                "parallelism, from context parallelism and from pad_multiple. If these sizes may change, begin a run "
+                "with a pad_multiple for all of them, such as 16."
+            )
         if any(line.startswith(ALGORITHMS) for line in changed):
             remedy += " An algorithm comes with the version of vlmdata: to resume, install the one that began the run."
         raise ConfigMismatchError(f"the loader state is of another run:\n{listed}\n{remedy}")

@@ -268,7 +268,7 @@ def check_limits(table: SampleTable, config: PlanConfig, key_of: Callable[[int],
     _refuse(
         np.flatnonzero(lengths > usable),
         f"longer than capacity {config.capacity} at alignment {config.alignment} ({counted(usable, 'usable token')})",
-        lambda i: f"{counted(int(table.lengths[i]), 'token')}, {lengths[i]} aligned",
+        lambda i: f"{counted(int(table.lengths[i]), 'token')}, {lengths[i]:,} aligned",
         f"raise capacity to at least {int(lengths.max(initial=0))}",
         key_of,
     )

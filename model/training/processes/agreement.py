@@ -147,6 +147,8 @@ def _write_marker(folder: Path) -> str:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
+    except FileExistsError as error:
+        raise ConfigError(f"run.out {folder.resolve()} is a file; choose another --out") from error
     except OSError as error:
         raise ResourceError(
             f"run.out {folder.resolve()} cannot be written: {error.strerror or error}. Free space or fix permissions, "

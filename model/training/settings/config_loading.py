@@ -13,6 +13,7 @@ from typing import Any, Literal, Union
 
 from model.training.settings.config import NO_WEIGHTS, ConfigError, DataConfig, RunConfig, TrainConfig, flattened
 from model.training.settings.name_hints import meant
+from vlmdata.wording import counted
 
 _LEAST = {
     "data.capacity": 1,
@@ -76,7 +77,9 @@ def _settings_of(file: Path) -> Iterator[tuple[str, Any]]:
     try:
         groups = tomllib.loads(file.read_text())
     except OSError as error:
-        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
+        others = sorted(file.parent.parent.glob(f"step-*/{file.name}")) if file.parent.name.startswith("step-") else []
+        newest = f". The newest checkpoint there has {others[-1]}" if others else ""
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}{newest}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: not TOML: {error}") from error
     for group, settings in groups.items():
@@ -183,10 +186,10 @@ def _check_numbers(config: TrainConfig) -> None:
 def _check_blend(data: DataConfig) -> None:
     weights, paths = data.blend, data.paths
     if weights and len(weights) != len(paths):
-        named = f": {', '.join(paths)}" if paths else ""
+        given, named = counted(len(paths), "dataset"), f": {', '.join(paths)}" if paths else ""
         raise ConfigError(
-            f"data.blend has {len(weights)} weights for {len(paths)} datasets{named}; give one for each --data, in "
-            "their order"
+            f"data.blend has {counted(len(weights), 'weight')} for {given}{named}; give one for each --data, in their "
+            "order"
         )
     if weights and (not min(weights) >= 0 or not 0 < sum(weights) < float("inf")):
         raise ConfigError(f"data.blend is {list(weights)}; weights must be finite, at least 0, and not all 0")

@@ -37,6 +37,11 @@ pytestmark = pytest.mark.slow
 EXACT = ("loss", "grad_norm", "lr", "targets", "tokens", "images", "patches", "samples", "epoch", "mtp_loss")
 
 
+def test_the_line_of_an_evaluation_counts_in_words() -> None:
+    one = Evaluation(5, 0.5, {"validation": 0.5}, None, 1200, 1, 0.25)
+    assert one.line(100) == "eval   5/100  loss 0.5000  1,200 targets  1 sample  0.25 s"
+
+
 def exact(out: Path) -> list[dict[str, Any]]:
     return [{name: line[name] for name in EXACT} for line in steps_of(out)]
 

@@ -213,6 +213,7 @@ class TestTheCommand:
             (["--capacity", "32"], "longer than capacity 32"),
             (["--hf", "a", "--preset", "tiny"], "give only one of --preset and --hf"),
             (["--hf", "nowhere/at-all"], "not a local folder with a config.json, and the hub reports"),
+            (["--hf", "."], "model.hf '.': the folder has no config.json"),
             (["--ep", "2"], "expert"),
         ],
     )

@@ -91,7 +91,7 @@ def write_page(path: Path, document: Document) -> None:
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise ResourceError(f"--html {path}: cannot write the page: {error}") from error
+        raise ResourceError(f"--html {path}: cannot write the page: {error.strerror or error}") from error
 
 
 @cache

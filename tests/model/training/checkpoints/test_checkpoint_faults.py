@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("megatron.core")
 
 import model.training.checkpoints.checkpoint
+from model.training.settings.config import ConfigError
 from tests.conftest import tree_bytes
 from vlmdata.errors import ResourceError
 
@@ -74,6 +75,12 @@ def test_a_folder_that_cannot_be_written_is_reported_before_the_first_step(run: 
     (tmp_path / "file").write_text("")
     with pytest.raises(ResourceError, match=r"run\.out .*file/run cannot be written: Not a directory.*choose another"):
         run("file/run")
+
+
+def test_a_file_is_no_folder_for_a_run(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"run\.out .*/file is a file; choose another --out"):
+        run("file")
 
 
 def test_a_lock_that_cannot_be_written_is_reported(run: Any, tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def test_a_file_that_is_wrong_is_named(tmp_path: Path, text: str, message: str) 
 @pytest.mark.parametrize(
     ("blend", "message"),
     [
-        ("[1]", "data.blend has 1 weights for 2 datasets: a, b; give one for each --data, in their order"),
+        ("[1]", "data.blend has 1 weight for 2 datasets: a, b; give one for each --data, in their order"),
         ("[1, -1]", r"data.blend is \[1.0, -1.0\]; weights must be finite, at least 0, and not all 0"),
         ("[0, 0]", "not all 0"),
         ("[1, inf]", "must be finite"),
@@ -178,6 +178,14 @@ def test_weights_of_datasets(blend: str, message: str) -> None:
 def test_a_file_that_is_absent_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         load_config(tmp_path / "nowhere.toml")
+
+
+def test_a_checkpoint_that_is_no_longer_kept_is_answered_with_the_newest(tmp_path: Path) -> None:
+    for step in ("step-00000008", "step-00000010"):
+        (tmp_path / step).mkdir()
+        (tmp_path / step / "config.toml").write_text("")
+    with pytest.raises(ConfigError, match=r"No such file .* newest checkpoint there has .*/step-00000010/config\.toml"):
+        load_config(tmp_path / "step-00000004" / "config.toml")
 
 
 def test_differences_are_lines() -> None:
