@@ -23,7 +23,7 @@ class DeltaRule(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, bounds: Tensor, chunks: Tensor
     ) -> Tensor:
-        """Computes the rule; see ``gated_delta_rule`` of :mod:`model.families.qwen3_5.gated_delta_net`.
+        """Computes the rule; see ``gated_delta_rule`` of :mod:`model.families.qwen3_5.delta_rule`.
 
         Args:
             ctx: Of autograd.

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.families.qwen3_5.gated_delta_net import gated_delta_rule
+from model.families.qwen3_5.delta_rule import gated_delta_rule
 from model.kernels.ahead import Kernels, KernelsAhead
 from model.kernels.configurations import CANDIDATES, HOPPER, choose_configurations
 from model.kernels.decoder import DecoderKernels

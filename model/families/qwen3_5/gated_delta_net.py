@@ -1,16 +1,15 @@
 """The gated delta net: linear attention with a decaying, error-correcting state.
 
-Mirrors transformers' ``Qwen3_5GatedDeltaNet``, ``Qwen3_5RMSNormGated`` and ``torch_chunk_gated_delta_rule``.
+Mirrors transformers' ``Qwen3_5GatedDeltaNet`` and ``Qwen3_5RMSNormGated``.
 The split tables and the sharded checkpoint are megatron-core's ``GatedDeltaNet``.
 
-Shapes: batch 1, tokens T, value heads h (keys are repeated to match), key width k, value width v, channels c,
-chunks m of 64 tokens.
+Shapes: batch 1, tokens t of this rank and T of the pack, value heads h (keys are repeated to match), value width v,
+channels c, taps K, columns of a projection w.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from abc import abstractmethod
 from functools import partial
 from typing import Any
 
@@ -24,11 +23,10 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
+from model.families.qwen3_5.delta_rule import causal_convolution, gated_delta_rule, l2_normalised
 from model.network.awaited import await_weight
 from model.parallel.exchange import all_tokens_of_some_columns, some_tokens_of_all_columns
 from model.parallel.packed import PackParams
-
-CHUNK = 64
 
 
 class Qwen35GatedDeltaNet(GatedDeltaNet):
@@ -102,11 +100,8 @@ class Qwen35GatedDeltaNet(GatedDeltaNet):
         return cu_seqlens_padded
 
 
-class KernelGatedDeltaNet(Qwen35GatedDeltaNet):
-    """The same with Triton kernels of our own before the delta rule (:mod:`model.kernels.delta_inputs`) and after it.
-
-    megatron-core has torch compile what is around its norms, and calls flash-linear-attention's convolution.
-    """
+class PackedGatedDeltaNet(Qwen35GatedDeltaNet):
+    """The same over the segments of a pack, computed as subclasses choose. Inputs are projected and exchanged here."""
 
     def forward(
         self,
@@ -129,24 +124,13 @@ class KernelGatedDeltaNet(Qwen35GatedDeltaNet):
         Returns:
             (tokens held here, 1, hidden), and no bias.
         """
-        from model.kernels.delta_inputs import DeltaInputs, Heads  # Triton is only available with CUDA
-
         pack = packed_seq_params
         assert isinstance(pack, PackParams)
         assert inference_context is None
         assert not self.conv_bias
         await_weight(self.conv1d)
         projected, _ = self.in_proj(hidden_states)
-        split = self.tp_size * self.cp_size
-        query, key, value, gate, decay, beta = DeltaInputs.apply(
-            self._tokens_for_heads(projected.squeeze(1), pack),
-            self._local_taps(),
-            get_parameter_local_cp(self.A_log, 0, self.pg_collection.cp),
-            get_parameter_local_cp(self.dt_bias, 0, self.pg_collection.cp),
-            pack.sample_starts,
-            Heads(self.num_key_heads // split, self.num_value_heads // split, self.key_head_dim, self.value_head_dim),
-        )
-        out = self._rule(query, key, value, decay, beta, pack)
+        out, gate = self._heads(self._tokens_for_heads(projected.squeeze(1), pack), pack)
         normalise = partial(self._normalise, pack=pack)
         if not self.recompute_norm_out:
             output: tuple[Tensor, Tensor | None] = self.out_proj(normalise(out, gate))
@@ -156,6 +140,39 @@ class KernelGatedDeltaNet(Qwen35GatedDeltaNet):
         output = self.out_proj(self.norm_out_checkpoint.checkpoint(normalise, out, gate))
         self.norm_out_checkpoint.discard_output_and_register_recompute(output[0])
         return output
+
+    @abstractmethod
+    def _heads(self, projected: Tensor, pack: PackParams) -> tuple[Tensor, Tensor]:
+        """Computes the delta rule and what precedes it.
+
+        Args:
+            projected: Query, key, value, gate, beta and alpha of all tokens for some heads, (T, w).
+            pack: The pack.
+
+        Returns:
+            The rule's output and the gate, (T, h, v).
+        """
+
+
+class KernelGatedDeltaNet(PackedGatedDeltaNet):
+    """The same with Triton kernels of our own before the delta rule (:mod:`model.kernels.delta_inputs`) and after it.
+
+    megatron-core has torch compile what is around its norms, and calls flash-linear-attention's convolution.
+    """
+
+    def _heads(self, projected: Tensor, pack: PackParams) -> tuple[Tensor, Tensor]:
+        from model.kernels.delta_inputs import DeltaInputs, Heads  # Triton is only available with CUDA
+
+        split = self.tp_size * self.cp_size
+        query, key, value, gate, decay, beta = DeltaInputs.apply(
+            projected,
+            self._local_taps(),
+            get_parameter_local_cp(self.A_log, 0, self.pg_collection.cp),
+            get_parameter_local_cp(self.dt_bias, 0, self.pg_collection.cp),
+            pack.sample_starts,
+            Heads(self.num_key_heads // split, self.num_value_heads // split, self.key_head_dim, self.value_head_dim),
+        )
+        return self._rule(query, key, value, decay, beta, pack), gate
 
     def _rule(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, pack: PackParams) -> Tensor:
         from model.kernels.delta_rule import DeltaRule  # flash-linear-attention needs CUDA
@@ -171,7 +188,7 @@ class KernelGatedDeltaNet(Qwen35GatedDeltaNet):
         return gated_norm(x, gate, self.out_norm.weight, self.config.layernorm_epsilon)
 
 
-class TorchGatedDeltaNet(Qwen35GatedDeltaNet):
+class TorchGatedDeltaNet(PackedGatedDeltaNet):
     """``Qwen3_5GatedDeltaNet`` in plain torch, for the torch back end on any device.
 
     Parameters, layouts and exchanges are megatron-core's. Its constructor needs both CUDA and fla.
@@ -258,35 +275,9 @@ class TorchGatedDeltaNet(Qwen35GatedDeltaNet):
             for name, value in mark.items():
                 setattr(parameter, name, value)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        inference_context: Any = None,
-        packed_seq_params: PackParams | None = None,
-        sequence_len_offset: int | None = None,
-        **_: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Runs the layer over the segments of a pack.
-
-        Args:
-            hidden_states: (tokens held here, 1, hidden).
-            attention_mask: Ignored.
-            inference_context: Must be None.
-            packed_seq_params: The pack.
-            sequence_len_offset: Ignored.
-
-        Returns:
-            (tokens held here, 1, hidden), and no bias.
-        """
-        pack = packed_seq_params
-        assert isinstance(pack, PackParams)
-        assert inference_context is None
-        await_weight(self.conv1d)
+    def _heads(self, projected: Tensor, pack: PackParams) -> tuple[Tensor, Tensor]:
         cp = self.pg_collection.cp
-        projected, _ = self.in_proj(hidden_states)
-        x_tc = self._tokens_for_heads(projected.squeeze(1), pack)
-        qkv, gate, beta, alpha = torch.split(x_tc, self.feat_dim_split, dim=-1)
+        qkv, gate, beta, alpha = torch.split(projected, self.feat_dim_split, dim=-1)
         tokens = len(qkv)
         qkv = F.silu(causal_convolution(qkv, self._local_taps().squeeze(1), pack.bounds))
         widths = (self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp)
@@ -300,129 +291,9 @@ class TorchGatedDeltaNet(Qwen35GatedDeltaNet):
         )
         value = value.reshape(tokens, -1, self.value_head_dim)
         out = gated_delta_rule(query, key, value, decay, beta, pack.bounds)
-        gate = gate.reshape(tokens, -1, self.value_head_dim)
-        output: tuple[Tensor, Tensor | None] = self.out_proj(self._normalise(out, gate, pack))
-        return output
+        return out, gate.reshape(tokens, -1, self.value_head_dim)
 
     def _apply_gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
         """``Qwen3_5RMSNormGated``: norm first, then the gate, in float32."""
         normed: Tensor = self.out_norm(x.reshape(-1, x.shape[-1]))
         return (normed * F.silu(gate.reshape(-1, gate.shape[-1]).float())).to(x.dtype)
-
-
-def l2_normalised(x: Tensor) -> Tensor:
-    """Scales the last axis to unit length, in at least float32: transformers' ``l2norm``."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
-
-
-def causal_convolution(x: Tensor, taps: Tensor, bounds: Sequence[int]) -> Tensor:
-    """Depthwise causal convolution within segments: ``causal_conv1d_fn`` on each segment.
-
-    Args:
-        x: (T, c).
-        taps: (c, K), the last tap applies to the token itself.
-        bounds: Segment boundaries, from 0 to T.
-
-    Returns:
-        (T, c), without activation.
-    """
-    offset = _offsets(bounds, x.device)
-    width = taps.shape[1]
-    out = x * taps[:, -1]
-    for back in range(1, width):
-        earlier = F.pad(x[:-back], (0, 0, min(back, x.shape[0]), 0)) * (offset >= back)[:, None]
-        out = out + earlier * taps[:, width - 1 - back]
-    return out
-
-
-def gated_delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, bounds: Sequence[int]
-) -> Tensor:
-    """The gated delta rule over the segments of a pack, chunk by chunk: ``torch_chunk_gated_delta_rule``.
-
-    Per head the state S (k x v) starts at zero in every segment and is updated by ``S <- exp(decay) S``, then
-    ``S <- S + beta key (value - key' S)'``; the output is ``query' S / sqrt(k)``. The updates within a chunk are
-    solved together as a triangular system (Yang et al. 2024, "Parallelizing linear transformers with the delta
-    rule"; with decay: "Gated delta networks", 2025). Only states cross chunks. Segments run in parallel, so the
-    sequential part is as long as the longest segment, not the pack.
-
-    Args:
-        query: (T, h, k), of unit length.
-        key: (T, h, k), of unit length.
-        value: (T, h, v).
-        decay: (T, h), logarithm of the decay, at most 0.
-        beta: (T, h), in 0..1.
-        bounds: Segment boundaries, from 0 to T.
-
-    Returns:
-        (T, h, v) in value's dtype; computed in at least float32.
-    """
-    slots, chunk_counts = _chunk_slots(bounds, query.device)
-    wide = torch.promote_types(value.dtype, torch.float32)
-
-    def chunked(x: Tensor) -> Tensor:
-        """(T, h, …) to (m, h, 64, …), with zeros after the end of a segment in its last chunk."""
-        padded = x.new_zeros((sum(chunk_counts) * CHUNK, *x.shape[1:]), dtype=wide).index_copy(0, slots, x.to(wide))
-        chunks: Tensor = padded.unflatten(0, (-1, CHUNK)).transpose(1, 2)
-        return chunks
-
-    q, k, v = chunked(query) * query.shape[-1] ** -0.5, chunked(key), chunked(value)
-    b, g = chunked(beta).unsqueeze(-1), chunked(decay).cumsum(-1)
-    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
-    pairwise = (g.unsqueeze(-1) - g.unsqueeze(-2)).masked_fill(later, float("-inf")).exp()
-    g = g.unsqueeze(-1)
-    system = ((k * b) @ k.transpose(-1, -2)) * pairwise
-    right = torch.cat([v * b, k * b * g.exp()], -1)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    new_values, reads = solved.split([v.shape[-1], k.shape[-1]], -1)
-    within = (q @ k.transpose(-1, -2)) * pairwise
-    last = g[..., -1:, :]
-    out = _scan(q * g.exp(), k * (last - g).exp(), last.exp(), new_values, reads, within, chunk_counts)
-    return out.transpose(1, 2).flatten(0, 1).index_select(0, slots).to(value.dtype)
-
-
-def _scan(
-    queries: Tensor,
-    keys: Tensor,
-    decays: Tensor,
-    new_values: Tensor,
-    reads: Tensor,
-    within: Tensor,
-    chunk_counts: Sequence[int],
-) -> Tensor:
-    """Carries the states across the chunks of each segment. Arguments are (m, h, …); returns (m, h, 64, v)."""
-    counts = torch.tensor(chunk_counts, device=queries.device)
-    first = counts.cumsum(0) - counts
-    longest_first = torch.argsort(counts, descending=True, stable=True)
-    first, counts = first[longest_first], counts[longest_first]
-    state = queries.new_zeros(len(chunk_counts), queries.shape[1], queries.shape[-1], new_values.shape[-1])
-    outs, places = [], []
-    for step in range(max(chunk_counts)):
-        active = sum(count > step for count in chunk_counts)
-        state = state[:active]
-        at = first[:active] + step
-        updates = new_values[at] - reads[at] @ state
-        outs.append(queries[at] @ state + within[at] @ updates)
-        places.append(at)
-        state = state * decays[at] + keys[at].transpose(-1, -2) @ updates
-    order = torch.argsort(torch.cat(places))
-    return torch.cat(outs).index_select(0, order)
-
-
-def _offsets(bounds: Sequence[int], device: torch.device) -> Tensor:
-    """Returns the offset of each token in its segment, int64 (T,)."""
-    edges = torch.tensor(bounds, device=device)
-    lengths = edges.diff()
-    return torch.arange(bounds[-1], device=device) - torch.repeat_interleave(edges[:-1], lengths)
-
-
-def _chunk_slots(bounds: Sequence[int], device: torch.device) -> tuple[Tensor, list[int]]:
-    """Returns the slot of each token if segments are padded to whole chunks, and the chunk count of each segment."""
-    edges = torch.tensor(bounds, device=device)
-    lengths = edges.diff()
-    chunks = (lengths + CHUNK - 1) // CHUNK
-    first = (chunks.cumsum(0) - chunks) * CHUNK
-    slots = _offsets(bounds, device) + torch.repeat_interleave(first, lengths)
-    counts = [(stop - start + CHUNK - 1) // CHUNK for start, stop in itertools.pairwise(bounds)]
-    return slots, counts

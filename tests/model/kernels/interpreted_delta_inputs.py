@@ -68,6 +68,7 @@ def in_the_model() -> None:
 
     from model.families import spec_of
     from model.families.qwen3_5 import gated_delta_net
+    from model.families.qwen3_5.delta_rule import gated_delta_rule
     from model.network.settings import ModelSettings
     from model.parallel import cpu_mode, groups
     from model.weights.mapping import load_from_hf
@@ -75,7 +76,7 @@ def in_the_model() -> None:
 
     def rule(_: Any, *inputs: torch.Tensor) -> torch.Tensor:  # flash-linear-attention's needs CUDA
         *tensors, pack = inputs
-        return gated_delta_net.gated_delta_rule(*tensors, pack.bounds)
+        return gated_delta_rule(*tensors, pack.bounds)
 
     gated_delta_net.KernelGatedDeltaNet._rule = rule
     # Its recomputation asks Transformer Engine, which needs CUDA.

@@ -14,7 +14,7 @@ pytest.importorskip("megatron.core")
 
 import itertools
 
-from model.families.qwen3_5.gated_delta_net import causal_convolution, gated_delta_rule, l2_normalised
+from model.families.qwen3_5.delta_rule import causal_convolution, gated_delta_rule, l2_normalised
 
 
 def recurrence(
