@@ -8,10 +8,14 @@ from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from traceback import extract_tb
 from types import ModuleType
 from typing import Any
 
 from vlmdata.errors import SourceError
+
+#: Names of the files that were loaded as modules, by the name of the module, which depends on the folder.
+_STEMS: dict[str, str] = {}
 
 
 def find(option: str, name: str, registry: Mapping[str, str]) -> Any:
@@ -33,10 +37,31 @@ def find(option: str, name: str, registry: Mapping[str, str]) -> Any:
             f"{option} {name}: unknown {kind}. Known: {known}; or your own as module:attribute or file.py:attribute."
         )
     try:
-        return getattr(module_named(module), attribute)
-    except (ImportError, AttributeError, OSError) as error:
-        remedy = _remedy(error, module, attribute)
-        raise SourceError(f"{option} {name}: cannot load {target}: {error}. {remedy}Built in: {known}.") from error
+        loaded = module_named(module)
+    except Exception as error:  # the module is the user's: its top level may raise anything
+        problem, remedy = _problem(error), _remedy(error, module, attribute)
+        raise SourceError(f"{option} {name}: cannot load {target}: {problem}. {remedy}Built in: {known}.") from error
+    try:
+        return getattr(loaded, attribute)
+    except AttributeError as error:
+        raise SourceError(
+            f"{option} {name}: cannot load {target}: {module} has no attribute {attribute!r}. Built in: {known}."
+        ) from error
+
+
+def _problem(error: Exception) -> str:
+    """Describes why a module cannot be loaded. An error of its code is given with file and line."""
+    if isinstance(error, ImportError | OSError):
+        return str(error)
+    if isinstance(error, SyntaxError):  # its text has them
+        return f"{type(error).__name__}: {error}"
+    last = extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({Path(last.filename).name}, line {last.lineno})"
+
+
+def shown_name(module: str) -> str:
+    """Returns a module's name for messages: of one loaded from a file, the file's, which is equal in any folder."""
+    return _STEMS.get(module, module)
 
 
 def _remedy(error: Exception, module: str, attribute: str) -> str:
@@ -68,6 +93,7 @@ def module_named(name: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[own_name] = module_from_spec(spec)
+    _STEMS[own_name] = path.stem
     try:
         spec.loader.exec_module(module)
     except BaseException:

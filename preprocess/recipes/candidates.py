@@ -9,6 +9,7 @@ from typing import Any
 
 from preprocess.conversation import Conversation, Document
 from preprocess.recipes.base import Recipe
+from preprocess.registry import shown_name
 from preprocess.reject import RowRejected
 from preprocess.row import Row
 from vlmdata.format.ledger import Reason
@@ -84,5 +85,5 @@ def unexpected(error: Exception, recipe: Recipe) -> RowRejected:
     where = ""
     if frames:
         module, line, code = (own or frames)[-1]
-        where = f" (in {code.co_name}, {module.replace('.', '/')}.py:{line})"
+        where = f" (in {code.co_name}, {shown_name(module).replace('.', '/')}.py:{line})"
     return RowRejected(Reason.UNEXPECTED_ERROR, f"{type(error).__name__}: {error}{where}")

@@ -18,7 +18,9 @@ from vlmdata.errors import SourceError
         ("nowhere.mine:Mine", "Set PYTHONPATH to the module's folder, or write path/to/nowhere/mine.py:Mine. Built in"),
         ("json.mine:Mine", "No module named 'json.mine'. Set PYTHONPATH"),
         ("needy.py:Mine", "cannot load needy.py:Mine: No module named 'absent'. Built in: one."),
-        ("mine_here.py:Yours", "has no attribute 'Yours'. Built in: one."),
+        ("mine_here.py:Yours", ": mine_here.py has no attribute 'Yours'. Built in: one."),
+        ("wrong.py:Mine", ": SyntaxError: '(' was never closed (wrong.py, line 2). Built in: one."),
+        ("raising.py:Mine", ": ZeroDivisionError: division by zero (raising.py, line 2). Built in: one."),
     ],
 )
 def test_an_import_error_names_the_remedy(
@@ -28,6 +30,8 @@ def test_an_import_error_names_the_remedy(
     for file in ("mine_here.py", "folder_here/mine.py"):
         (tmp_path / file).write_text("class Mine: ...")
     (tmp_path / "needy.py").write_text("import absent")
+    (tmp_path / "wrong.py").write_text("\nx = (")
+    (tmp_path / "raising.py").write_text("\n1 / 0")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SourceError, match=f"--recipe {name}: cannot load") as raised:
         find("--recipe", name, {"one": "json:load"})

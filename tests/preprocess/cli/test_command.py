@@ -275,7 +275,7 @@ class TestExitCodes:
                 "--recipe no_such_module:Recipe: cannot load no_such_module:Recipe: No module named 'no_such_module'. "
                 "Set PYTHONPATH to the module's folder, or write path/to/no_such_module.py:Recipe. Built in: cord_v2",
             ),
-            (["--recipe", "json:Recipe"], "has no attribute 'Recipe'"),
+            (["--recipe", "json:Recipe"], "json has no attribute 'Recipe'"),
             (["--recipe", "mine.py:X"], "--recipe mine.py:X: cannot load mine.py:X: [Errno 2] No such file"),
             (["--tokenizer", "/nowhere/at/all"], "--tokenizer /nowhere/at/all: cannot load it"),
             (["--tokenizer", "Qwen/Qwen3.5-9B"], "--tokenizer Qwen/Qwen3.5-9B: cannot load it from the hub"),

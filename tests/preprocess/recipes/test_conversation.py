@@ -85,6 +85,18 @@ def test_the_place_of_an_error_may_be_in_another_module_of_the_recipes_package(
     assert unexpected(missing.value, recipe).message == "KeyError: 'a' (in __call__, recipes_of_mine/main.py:6)"
 
 
+def test_the_place_of_an_error_in_a_recipes_file_is_the_same_in_any_folder(tmp_path: Path) -> None:
+    for folder in ("one", "other"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.py").write_text(
+            "class Mine:\n    def __call__(self, row):\n        return row.values['a']\n"
+        )
+        recipe = load_recipe(f"{tmp_path / folder / 'mine.py'}:Mine")
+        with pytest.raises(KeyError) as raised:
+            recipe(Row(0, {}))
+        assert unexpected(raised.value, recipe).message == "KeyError: 'a' (in __call__, mine.py:3)"
+
+
 def test_an_error_outside_the_recipe_is_placed_where_it_was_raised() -> None:
     recipe = load_recipe(NAME)
     with pytest.raises(ValueError, match="not a number") as raised:
