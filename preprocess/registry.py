@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from vlmdata.errors import SourceError
+from vlmdata.wording import with_article
 
 #: Names of the files that were loaded as modules, by the name of the module, which depends on the folder.
 _STEMS: dict[str, str] = {}
@@ -39,18 +40,21 @@ def find(option: str, name: str, registry: Mapping[str, str]) -> Any:
     try:
         loaded = module_named(module)
     except Exception as error:  # the module is the user's: its top level may raise anything
-        problem, remedy = _problem(error), _remedy(error, module, attribute)
+        problem, remedy = problem_of(error), _remedy(error, module, attribute)
         raise SourceError(f"{option} {name}: cannot load {target}: {problem}. {remedy}Built in: {known}.") from error
     try:
-        return getattr(loaded, attribute)
+        found = getattr(loaded, attribute)
     except AttributeError as error:
         raise SourceError(
             f"{option} {name}: cannot load {target}: {module} has no attribute {attribute!r}. Built in: {known}."
         ) from error
+    if not callable(found):
+        raise SourceError(f"{option} {name}: it is {with_article(type(found).__name__)}, not a class.")
+    return found
 
 
-def _problem(error: Exception) -> str:
-    """Describes why a module cannot be loaded. An error of its code is given with file and line."""
+def problem_of(error: Exception) -> str:
+    """Describes an error of the user's code, with file and line, in a sentence without its end."""
     if isinstance(error, ImportError | OSError):
         return str(error)
     if isinstance(error, SyntaxError):  # its text has them

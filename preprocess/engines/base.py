@@ -161,13 +161,15 @@ def load_engine(name: str, ray_address: str | None = None) -> Engine:
         ray_address: Where the engine's cluster is, for one whose constructor takes a ``ray_address``.
 
     Raises:
-        SourceError: If there is none, or it takes no address.
+        SourceError: If there is none, it is no engine, or it takes no address.
     """
     made = find("--engine", name, REGISTRY)
     options = {} if ray_address is None else {"ray_address": ray_address}
     if not options.keys() <= signature(made).parameters.keys():
         raise SourceError(f"--ray-address has no effect with --engine {name}. Leave it out, or choose --engine ray.")
     engine: Engine = made(**options)
+    if not callable(getattr(engine, "run", None)):
+        raise SourceError(f"--engine {name}: it has no method `run`. Derive it from preprocess.engines.base.Engine.")
     return engine
 
 

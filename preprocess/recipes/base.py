@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -13,10 +13,10 @@ from typing import Any, ClassVar, Protocol
 from preprocess.conversation import Conversation, Document
 from preprocess.recipes.media import MediaLoader
 from preprocess.recipes.options import NoOptions, declared_options, listed, make_options
-from preprocess.registry import find, module_named
+from preprocess.registry import find, module_named, problem_of
 from preprocess.reject import RowRejected
 from preprocess.row import Row
-from vlmdata.errors import SourceError
+from vlmdata.errors import SourceError, VlmdataError
 
 
 class Recipe(Protocol):
@@ -78,19 +78,32 @@ def load_recipe(name: str, options: Mapping[str, Any] | None = None, media: Medi
         media: Loads the images that rows name. By default neither paths nor URLs are allowed.
 
     Raises:
-        SourceError: If the recipe is unknown, or the options are invalid.
+        SourceError: If the recipe is unknown, is none or cannot be made, or the options are invalid.
     """
     made, taken = recipe_class(name), constructor_takes(name)
     if _OPTIONS not in taken and options_class(name) is not NoOptions:
         raise SourceError(f"--recipe {name}: it declares Options, but its constructor does not take `{_OPTIONS}`")
     parts = {_OPTIONS: recipe_options(name, options or {}), _MEDIA: media or MediaLoader(None, False)}
-    recipe: Recipe = made(**{part: value for part, value in parts.items() if part in taken})
+    try:
+        recipe: Recipe = made(**{part: value for part, value in parts.items() if part in taken})
+    except VlmdataError:
+        raise
+    except Exception as error:  # the constructor is the user's
+        raise SourceError(f"--recipe {name}: its constructor failed: {problem_of(error)}") from error
+    if not callable(recipe):
+        raise SourceError(f"--recipe {name}: it has no method __call__(self, row), which converts a row.")
     return recipe
 
 
 def options_class(name: str) -> type:
-    """Returns the dataclass of a recipe's options."""
+    """Returns the dataclass of a recipe's options.
+
+    Raises:
+        SourceError: If there is no such recipe, or they are no dataclass.
+    """
     declared: type = getattr(recipe_class(name), "Options", NoOptions)
+    if not is_dataclass(declared):
+        raise SourceError(f"--recipe {name}: its Options must be a frozen dataclass: write @dataclass(frozen=True).")
     return declared
 
 

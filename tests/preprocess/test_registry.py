@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from preprocess.engines.base import load_engine
+from preprocess.recipes.base import load_recipe
 from preprocess.registry import find
 from vlmdata.errors import SourceError
 
@@ -37,3 +39,43 @@ def test_an_import_error_names_the_remedy(
         find("--recipe", name, {"one": "json:load"})
     assert remedy in str(raised.value)
     assert find("--recipe", "mine_here.py:Mine", {}).__name__ == "Mine"
+
+
+OWN = """
+from dataclasses import dataclass
+
+class WithoutCall: ...
+
+class PlainOptions:
+    class Options: ...
+    def __init__(self, options): ...
+    def __call__(self, row): ...
+
+class Failing:
+    def __init__(self): raise KeyError("no model")
+    def __call__(self, row): ...
+
+number = 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("attribute", "words"),
+    [
+        ("WithoutCall", ": it has no method __call__(self, row), which converts a row."),
+        ("PlainOptions", ": its Options must be a frozen dataclass: write @dataclass(frozen=True)."),
+        ("Failing", ": its constructor failed: KeyError: 'no model' (own.py, line 12)"),
+        ("number", ": it is an int, not a class."),
+    ],
+)
+def test_what_is_no_recipe_is_refused(tmp_path: Path, attribute: str, words: str) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    with pytest.raises(SourceError) as raised:
+        load_recipe(f"{tmp_path}/own.py:{attribute}")
+    assert str(raised.value).endswith(f"own.py:{attribute}{words}")
+
+
+def test_what_is_no_engine_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    with pytest.raises(SourceError, match=r"own\.py:WithoutCall: it has no method `run`\. Derive it from"):
+        load_engine(f"{tmp_path}/own.py:WithoutCall", None)
