@@ -111,6 +111,15 @@ def test_every_option_of_packs_is_offered(run: Callable[..., tuple[int, str, str
     assert loader_options()["pad_multiple"].summary.split(",")[0] in " ".join(re.sub("[│]", " ", said).split())
 
 
+def test_plan_shows_the_name_of_a_dataset_as_it_is(
+    chat: Path, tmp_path: Path, run: Callable[..., tuple[int, str, str]]
+) -> None:
+    place = tmp_path / "chat[red]"
+    place.symlink_to(chat)
+    _, said, _ = run("plan", place, chat, "--capacity", 896)
+    assert "[red]" in said
+
+
 def test_plan_estimates_every_split_of_vision_and_language(
     chat: Path, run: Callable[..., tuple[int, str, str]]
 ) -> None:

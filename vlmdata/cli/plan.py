@@ -162,8 +162,9 @@ def _table(report: PlanReport) -> Table:
 
 def _shares(data: list[str], report: PlanReport) -> Table:
     from rich.table import Table
+    from rich.text import Text
 
     table = Table("dataset", "samples", "tokens", "share of tokens", title="blend", title_justify="left")
     for name, share in zip(data, report.datasets, strict=True):
-        table.add_row(name, f"{share.samples:,}", f"{share.tokens:,}", f"{share.token_share:.1%}")
+        table.add_row(Text(name), f"{share.samples:,}", f"{share.tokens:,}", f"{share.token_share:.1%}")
     return table
