@@ -112,7 +112,9 @@ def _direction(source: Path, out: Path, like: Path | None, data: str | None, dty
             f"--out {str(out).replace(':/', '://', 1)}: checkpoints are written to local folders. Give one and copy it "
             "there when it is finished."
         )
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and not out.is_dir():
+        raise VlmdataError(f"--out {out} is a file. It must be an empty folder, or absent.")
+    if out.exists() and any(out.iterdir()):
         raise VlmdataError(f"{out} is not empty; choose another --out")
     if dtype is not None and dtype not in _DTYPES:
         raise VlmdataError(f"--dtype {dtype}: choose one of {', '.join(_DTYPES)}")

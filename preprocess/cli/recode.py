@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -118,4 +119,4 @@ def _print(console: Console, summary: dict[str, Any], totals: Totals) -> None:
         console.print(sizes, markup=False)
     made = f"{counted(summary['shards_made'], 'shard')} made{kept} in {duration(summary['seconds'])}"
     console.print(made, markup=False)
-    console.print(f"every sample checked; next: vlmdata inspect {summary['directory']}", markup=False)
+    console.print(f"every sample checked; next: vlmdata inspect {shlex.quote(summary['directory'])}", markup=False)

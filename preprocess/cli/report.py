@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,10 +89,12 @@ class Report:
         """Reason for exit code 1; None without failure."""
         totals = self.manifest.totals
         if totals.samples == 0:
+            remedy = "Correct the data, or try another --recipe or other options"
+            if set(self.manifest.rejects) == {Reason.MISSING_IMAGE}:
+                remedy = "No image was found: set --image-root to the folder to which the rows' file names are relative"
             return (
-                f"{counted(totals.rows, 'row')} gave no samples, so there is nothing to train on. Correct the data, or "
-                "try another --recipe or other options; --overwrite is not needed. "
-                f"{self._ledger} has each row's reason."
+                f"{counted(totals.rows, 'row')} gave no samples, so there is nothing to train on. {remedy}; "
+                f"--overwrite is not needed. {self._ledger} has each row's reason."
             )
         if self.reject_rate > self.max_reject_rate:
             return (
@@ -148,7 +151,7 @@ class Report:
         if self.repaired:
             lines.append(f"recreated and equal to the manifest: {', '.join(self.repaired)}")
         if self.manifest.totals.samples:
-            lines.append(f"next: vlmdata verify {self.store}")
+            lines.append(f"next: vlmdata verify {shlex.quote(str(self.store))}")
         for line in lines:
             console.print(line, soft_wrap=True, markup=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Annotated
 
 import typer
@@ -58,4 +59,4 @@ def join(
         return
     print(f"{open_store(out)}: {totals.samples:,} samples of {totals.rows:,} rows, {totals.bytes / 1e6:,.1f} MB")
     print(describe(result.transferred))
-    print(f"next: vlmdata verify {open_store(out)}")
+    print(f"next: vlmdata verify {shlex.quote(str(open_store(out)))}")

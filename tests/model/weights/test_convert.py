@@ -301,3 +301,9 @@ def test_a_bucket_is_refused_as_the_place_of_weights(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["convert", str(tmp_path), "--out", "s3://bucket/weights"])
     assert isinstance(result.exception, UsageError)
     assert "--out s3://bucket/weights: checkpoints are written to local folders" in str(result.exception)
+
+
+def test_a_file_is_refused_as_the_place_of_weights(tmp_path: Path) -> None:
+    (file := tmp_path / "weights").touch()
+    result = CliRunner().invoke(app, ["convert", str(tmp_path), "--out", str(file)])
+    assert str(result.exception) == f"--out {file} is a file. It must be an empty folder, or absent."

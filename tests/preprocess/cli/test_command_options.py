@@ -235,6 +235,10 @@ class TestPlaces:
         assert Manifest.read(tmp_path / "my%20out").totals.samples == 2
         assert f"next: vlmdata verify {tmp_path}/my%20out" in ended.stdout
 
+    def test_the_next_command_quotes_a_space(self, vlmdata: Command, chats: Path, tmp_path: Path) -> None:
+        ended = vlmdata("preprocess", chats, "--out", tmp_path / "my out", *TOKENIZER)
+        assert f"next: vlmdata verify '{tmp_path}/my out'" in ended.stdout
+
     @pytest.mark.parametrize("inside", ["", "/deeper/still"])
     def test_out_on_a_file_is_refused(self, vlmdata: Command, chats: Path, inside: str) -> None:
         ended = vlmdata("preprocess", chats, "--out", f"{chats}{inside}", *TOKENIZER)
@@ -265,6 +269,13 @@ class TestNothingAccepted:
         ]
         assert "vlmdata verify" not in ended.stdout
         assert "failed: 7 rows gave no samples, so there is nothing to train on." in ended.stderr
+
+    def test_images_that_are_all_missing_suggest_their_folder(self, preprocess: Command, tmp_path: Path) -> None:
+        turns = [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "A cat."}]
+        source = write_rows(tmp_path / "rows.jsonl", {"messages": turns, "images": ["cat.png"]})
+        ended = preprocess(source, "--recipe", "chat")
+        assert ended.code == 1
+        assert "No image was found: set --image-root to the folder" in ended.stderr
 
     def test_another_recipe_needs_no_overwrite(self, preprocess: Command, tmp_path: Path) -> None:
         rows = [{"messages": [], "image": cord_row(0)["image"], "ground_truth": '{"gt_parse": {"a": "1"}}'}]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from rich.columns import Columns
 from rich.console import Console
 from rich.padding import Padding
@@ -112,8 +114,8 @@ def _print_findings(console: Console, card: DatasetCard) -> None:
     for group in card.findings:
         _print_group(console, group, samples)
     if serious:
-        key = data(serious[0].examples[0].key).plain
-        line = f"next: vlmdata inspect {data(card.directory).plain} --sample {key}"
+        parts = card.directory, "--sample", serious[0].examples[0].key
+        line = f"next: vlmdata inspect {shlex.join(data(part).plain for part in parts)}"
         console.print(Text(line), soft_wrap=True)
 
 
