@@ -192,7 +192,7 @@ class TestSummary:
         out = tmp_path / "[bold]out[/]"
         ended = vlmdata("preprocess", source, "--out", out, "-j", 1, "--limit", 6, *SMALL_IMAGES)
         assert ended.code == 1
-        assert f"next: vlmdata verify {out}" in ended.stdout
+        assert f"next: vlmdata verify '{out}'" in ended.stdout
         assert f"{out / 'rejected.jsonl'} has the reasons" in ended.stderr
 
 
