@@ -155,11 +155,12 @@ def train_step(case: Case, data: Path, weight: float = 1.0, by_count: bool = Fal
         by_count: Whether megatron-core divides the gradients by the number of targets, as it does by itself.
     """
     from megatron.core import parallel_state as state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from model.training.optimizer.learner import TargetWeights, finalize_gradients
     from model.training.optimizer.sharded_model import ShardedModel
+    from model.training.optimizer.small_gradients import GradientBuffers
     from model.weights.mapping import canonical_names
 
     model = build(case, data)
@@ -169,7 +170,7 @@ def train_step(case: Case, data: Path, weight: float = 1.0, by_count: bool = Fal
     wrapped: Any = (
         ShardedModel(model, torch.float32, torch.device("cpu"))
         if case.sharded
-        else DistributedDataParallel(
+        else GradientBuffers(
             model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False), model
         )
     )

@@ -77,11 +77,12 @@ def run_sides(cases: Sequence[SideCase], data: Path) -> list[StepOutcome | None]
 def side_step(case: SideCase, data: Path) -> StepOutcome:
     """Forward, backward and reduction of one step on this side."""
     from megatron.core import parallel_state as state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from model.parallel.separation import separation
     from model.training.optimizer.learner import TargetWeights, finalize_gradients
+    from model.training.optimizer.small_gradients import GradientBuffers
     from model.training.settings.config_loading import load_config
     from model.training.vision_side import VisionSide
     from model.weights.mapping import canonical_names
@@ -90,7 +91,7 @@ def side_step(case: SideCase, data: Path) -> StepOutcome:
     assert sides is not None
     model, weights = _build(case, data, sides.holds_tower), TargetWeights()
     model.config.finalize_model_grads_func = partial(finalize_gradients, weights)
-    wrapped = DistributedDataParallel(
+    wrapped = GradientBuffers(
         model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False), model
     )
     config = load_config(None, [("parallel.vision_ahead", case.ahead)])

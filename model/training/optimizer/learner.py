@@ -15,6 +15,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from model.parallel.separation import Separation, separation
 from model.training.optimizer.compact_adam import CompactAdamW
 from model.training.optimizer.sharded_model import ShardedModel
+from model.training.optimizer.small_gradients import GradientBuffers
 from model.training.optimizer.weight_copies import copy_weights_at_once
 from model.training.settings.config import ConfigError, TrainConfig
 from vlmdata import PackedBatch
@@ -99,7 +100,7 @@ def build_learner(model: torch.nn.Module, config: TrainConfig, device: torch.dev
         raise ConfigError(
             "optimizer.distributed needs CUDA: megatron-core restores its state only with fused Adam. Omit it."
         )
-    wrapped = DistributedDataParallel(
+    wrapped = GradientBuffers(
         model.config,
         DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
