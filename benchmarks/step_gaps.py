@@ -85,11 +85,11 @@ class Steps:
             inner = inner.module
         inner.register_forward_pre_hook(lambda *_: self._mark("until the forward pass"))
         inner.register_forward_hook(lambda *_: self._mark("forward pass launched"))
-        update: Callable[[], Any] = learner.optimizer.step
+        update: Callable[[torch.Tensor], Any] = learner.optimizer.step
 
-        def marked() -> Any:
+        def marked(total: torch.Tensor) -> Any:
             self._mark("backward pass launched, gradients reduced")
-            found = update()
+            found = update(total)
             self._mark("optimizer launched")
             return found
 

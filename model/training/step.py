@@ -2,8 +2,8 @@
 
 The loss is sum(weight x loss) / sum(weight) over all targets of the step, in all micro-batches and data- and
 context-parallel ranks. Each micro-batch yields its sum, megatron-core adds the gradients, and they are divided once by
-the sum of all weights (:func:`model.training.optimizer.learner.finalize_gradients`). Targets weigh 1 unless the data
-differs.
+the sum of all weights (:class:`model.training.optimizer.sums_optimizer.SumsOptimizer`). Targets weigh 1 unless the
+data differs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from model.metrics import named_means
 from model.parallel.packed import to_device
 from model.training.data import RankPlace
 from model.training.device_values import DeviceMoment, DeviceValues
-from model.training.optimizer.learner import Learner, TargetWeights, finalize_gradients, unwrapped
+from model.training.optimizer.learner import Learner, TargetWeights, unwrapped
 from model.training.processes.garbage import collect_after_micro_batch, collect_after_step
 from model.training.vision_side import StepImages, VisionSide
 from vlmdata import PackedBatch
@@ -229,8 +229,6 @@ class Stepper:
         for chunk in learner.model:
             chunk.zero_grad_buffer()
         learner.optimizer.zero_grad()
-        config = unwrapped(learner.model[0]).config
-        config.finalize_model_grads_func = partial(finalize_gradients, counted.weights)
         compute = partial(
             self._forward_backward,
             forward_step_func=forward_step,
@@ -246,7 +244,7 @@ class Stepper:
         else:
             self._vision.waited()  # forgets the waits of an evaluation
             found = self._vision.run(self._images(), counted, compute, False)
-        _, grad_norm, _ = learner.optimizer.step()
+        grad_norm = learner.optimizer.step(counted.weights.over_all_ranks(self._device))
         learner.schedule.step(increment=1)
         results = self._launched = self._reduce(found, counted, grad_norm)
         self._steps += 1
@@ -257,7 +255,7 @@ class Stepper:
         """Whether the device still works on the step that was launched last."""
         return self._launched is not None and not self._launched.ready.has_come()
 
-    def _reduce(self, found: list[dict[str, Any]], counted: _Counted, grad_norm: torch.Tensor | float) -> DeviceValues:
+    def _reduce(self, found: list[dict[str, Any]], counted: _Counted, grad_norm: torch.Tensor) -> DeviceValues:
         """Reduces results over ranks, with one message for sums and one for maxima, and copies them to the host."""
         speaks = self._place.speaks
         whole = speaks and self._place.cp_rank == 0
@@ -267,8 +265,6 @@ class Stepper:
         total = to_device(np.array([0.0, 0.0, 0.0, *(counts if whole else [0.0] * 6)]), self._device)
         if losses is not None:
             total[:3] += losses.sum(0)
-        if not isinstance(grad_norm, torch.Tensor):
-            grad_norm = to_device(np.array([grad_norm], np.float64), self._device)
         memory, retries = device_memory(self._device)
         self._retries, retries = retries, retries - self._retries
         vision_memory = 0 if self._place.vision_rank is None else memory

@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from model.parallel.separation import Separation, separation
+from model.parallel.separation import separation
 from model.training.optimizer.compact_adam import CompactAdamW
 from model.training.optimizer.sharded_model import ShardedModel
 from model.training.optimizer.small_gradients import GradientBuffers
+from model.training.optimizer.sums_optimizer import SumsOptimizer
 from model.training.optimizer.weight_copies import copy_weights_at_once
 from model.training.settings.config import ConfigError, TrainConfig
 from vlmdata import PackedBatch
@@ -28,12 +29,12 @@ class Learner:
     Attributes:
         model: The wrapped model with gradient buffers or shards; a list of one chunk, as megatron-core's schedules
             expect.
-        optimizer: AdamW; on each rank's share of the state if distributed.
+        optimizer: AdamW, which also divides and clips gradients; on each rank's share of the state if distributed.
         schedule: Learning rate by step.
     """
 
     model: list[DistributedDataParallel] | list[ShardedModel]
-    optimizer: MegatronOptimizer
+    optimizer: SumsOptimizer
     schedule: OptimizerParamScheduler
 
     @property
@@ -117,8 +118,7 @@ def build_learner(model: torch.nn.Module, config: TrainConfig, device: torch.dev
         _optimizer_config(config, distributed, overlap and distributed, dtype), [wrapped]
     )
     copy_weights_at_once(optimizer)
-    if sides is not None:
-        optimizer = JointOptimizer(optimizer, sides)
+    optimizer = SumsOptimizer(optimizer, settings.clip_grad or float("inf"), sides)
     schedule = build_schedule(optimizer, config)
     _connect(model.config, wrapped, optimizer, overlap, overlap and distributed)
     return Learner([wrapped], optimizer, schedule)
@@ -127,45 +127,21 @@ def build_learner(model: torch.nn.Module, config: TrainConfig, device: torch.dev
 def _build_sharded(model: torch.nn.Module, config: TrainConfig, device: torch.device, dtype: torch.dtype) -> Learner:
     """Wraps a model for training with fully sharded parameters. Each rank's optimizer has its rows, in float32."""
     wrapped = ShardedModel(model, dtype, device)
-    optimizer = get_megatron_optimizer(_optimizer_config(config, False, False, torch.float32), [wrapped])
-    assert isinstance(optimizer, ChainedOptimizer)
+    optimizer = SumsOptimizer(
+        get_megatron_optimizer(_optimizer_config(config, False, False, torch.float32), [wrapped]),
+        config.optimizer.clip_grad or float("inf"),
+    )
     for part in optimizer.chained_optimizers:
         # All ranks together hold each row once, or mark it as a copy.
         part.grad_stats_parallel_group = torch.distributed.group.WORLD
         if part.optimizer is not None and (config.optimizer.moments != "fp32" or config.optimizer.offload):
             moments = torch.bfloat16 if config.optimizer.moments == "bf16" else torch.float32
             part.optimizer = CompactAdamW(part.optimizer.param_groups, moments, config.optimizer.offload)
-    model.config.grad_scale_func = optimizer.scale_loss  # type: ignore[union-attr]
+    _connect(model.config, wrapped, optimizer, False, False)
     return Learner([wrapped], optimizer, build_schedule(optimizer, config))
 
 
-class JointOptimizer(ChainedOptimizer):
-    """The optimizer of one side, which clips gradients by the norm over both sides.
-
-    Args:
-        optimizer: The optimizer of this side.
-        sides: Both sides.
-    """
-
-    def __init__(self, optimizer: MegatronOptimizer, sides: Separation) -> None:
-        assert isinstance(optimizer, ChainedOptimizer)
-        super().__init__(optimizer.chained_optimizers)
-        self._sides = sides
-
-    @torch.no_grad()
-    def get_grad_norm(self) -> float:
-        """Returns the norm of the gradient over both sides. A collective of all ranks."""
-        own = super().get_grad_norm() or 0.0
-        # All ranks of a side have its norm, and one of them counts. A sum, unlike a maximum, is not finite if one is.
-        speaks = torch.distributed.get_rank() in (0, self._sides.vision)
-        square = torch.tensor(
-            [float(own) ** 2 if speaks else 0.0], dtype=torch.float64, device=torch.cuda.current_device()
-        )
-        torch.distributed.all_reduce(square)
-        return float(square.sqrt().item())
-
-
-def build_schedule(optimizer: MegatronOptimizer, config: TrainConfig) -> OptimizerParamScheduler:
+def build_schedule(optimizer: SumsOptimizer, config: TrainConfig) -> OptimizerParamScheduler:
     """Returns the learning-rate schedule for peak p, minimum m, W warm-up steps and D steps in total.
 
     Step k, from 1, trains with p k / (W + 1) during warm-up, and then with m + (p - m) f(r), where
@@ -203,8 +179,6 @@ def _optimizer_config(
         adam_beta1=settings.beta1,
         adam_beta2=settings.beta2,
         adam_eps=settings.eps,
-        # Infinity disables clipping, but the norm is still computed.
-        clip_grad=settings.clip_grad or float("inf"),
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=distributed,
@@ -248,13 +222,31 @@ class TargetWeights:
             torch.distributed.all_reduce(total, group=replicas)
 
 
+def sum_gradients(model: list[Any], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
+    """Sums gradients over all ranks. Those of a tower whose images the ranks share are summed last.
+
+    megatron-core's own reduction divides by an integer token count from its schedules (docs/decisions/0030), so this
+    function does not pass it one. :class:`SumsOptimizer` divides.
+
+    Args:
+        model: The model's chunks.
+        num_tokens: Count of megatron-core's schedule, which is not used.
+        **kwargs: Arguments of megatron-core's ``finalize_model_grads``.
+    """
+    del num_tokens
+    finalize_model_grads(model, None, **kwargs)
+    for chunk in model:
+        tower = getattr(unwrapped(chunk), "vision", None)
+        if tower is not None:
+            tower.sum_gradients()
+
+
 def finalize_gradients(
     weights: TargetWeights, model: list[Any], num_tokens: torch.Tensor | None = None, **kwargs: Any
 ) -> None:
-    """Reduces gradients over all ranks and divides them by the sum of the weights of the step's targets.
+    """Sums gradients over all ranks and divides them by the sum of the weights of the step's targets.
 
-    megatron-core's own reduction divides by an integer token count from its schedules (docs/decisions/0030), so this
-    function does not pass it one. Gradients of a tower whose images the ranks share are summed last.
+    For optimizers of others; that of this package divides itself.
 
     Args:
         weights: Weights of all batches of the step on this rank.
@@ -262,37 +254,23 @@ def finalize_gradients(
         num_tokens: Count of megatron-core's schedule; only its device is used.
         **kwargs: Arguments of megatron-core's ``finalize_model_grads``.
     """
-    finalize_model_grads(model, None, **kwargs)
+    sum_gradients(model, num_tokens, **kwargs)
     assert num_tokens is not None, "the schedule does not count tokens: calculate_per_token_loss is off"
     total = weights.over_all_ranks(num_tokens.device)
-    # In a step without targets, all gradients are 0 and remain 0.
-    scale = 1.0 / torch.where(total > 0, total, 1.0).float()
     for chunk in model:
-        _scale_gradients(chunk, scale)
-        tower = getattr(unwrapped(chunk), "vision", None)
-        if tower is not None:
-            tower.sum_gradients()
-
-
-def _scale_gradients(chunk: DistributedDataParallel | ShardedModel, scale: torch.Tensor) -> None:
-    """Multiplies all gradients, like the chunk's own method, but with wide loads: twice as fast on an H200."""
-    if isinstance(chunk, ShardedModel):
-        chunk.scale_gradients(scale)
-        return
-    for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-        # In pieces whose elements kernels can count with 32 bits.
-        torch._foreach_mul_([*buffer.grad_data.split(2**29), *buffer.extra_main_grads], scale)
+        # In a step without targets, all gradients are 0 and remain 0.
+        chunk.scale_gradients(1.0 / torch.where(total > 0, total, 1.0).float())
 
 
 def _connect(
     model_config: Any,
-    wrapped: DistributedDataParallel,
-    optimizer: MegatronOptimizer,
+    wrapped: DistributedDataParallel | ShardedModel,
+    optimizer: SumsOptimizer,
     overlap_reduce: bool,
     overlap_gather: bool,
 ) -> None:
-    """Sets the gradient reduction of megatron-core's schedules. Each step supplies its own divisor."""
-    model_config.grad_scale_func = optimizer.scale_loss
+    """Sets the gradient reduction of megatron-core's schedules."""
+    model_config.grad_scale_func, model_config.finalize_model_grads_func = optimizer.scale_loss, sum_gradients
     if overlap_reduce:
         model_config.no_sync_func = wrapped.no_sync
     if overlap_gather:

@@ -102,7 +102,7 @@ class TestSettingsOfTheOptimizer:
             made = build_learner(model, config, torch.device("cuda"), dtype)
             for parameter in model.parameters():
                 parameter.main_grad.fill_(1.0)
-            made.optimizer.step()
+            made.optimizer.step(torch.ones((), dtype=torch.float64))
             return made
 
         old, new = learner("optimizer.lr=1e-2"), learner("optimizer.lr=1e-3", "optimizer.eps=1e-5")

@@ -34,7 +34,7 @@ def step(made: Any, seed: int) -> None:
     for parameter in made.model[0].parameters():
         if parameter.requires_grad:
             parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
-    made.optimizer.step()
+    made.optimizer.step(torch.ones((), dtype=torch.float64))
 
 
 def state(made: Any) -> dict[str, torch.Tensor]:
