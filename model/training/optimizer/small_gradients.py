@@ -25,7 +25,9 @@ class GradientBuffers(DistributedDataParallel):
 
     They are added before a bucket is sent to other ranks, before the end of a step, when a parameter gets another
     gradient, and when too many wait. Each parameter's gradients are added in the order in which they are made, so sums
-    have the same bits.
+    have the same bits. There is one exception: if a gradient waits and a layer then adds another one of the same
+    parameter to ``main_grad`` itself, the order changes. Sums of three or more gradients may then be rounded
+    differently.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -40,7 +42,8 @@ class GradientBuffers(DistributedDataParallel):
 
         def hook(*_: Any) -> None:
             gradient = param.grad
-            # A gradient of a layer that adds itself has no meaning, or is to be added to the layer's.
+            # If a layer has added its gradient to main_grad itself, .grad is a placeholder, or what other layers
+            # contribute to the same weight. megatron-core's hook tells these apart.
             if gradient is None or param.grad_added_to_main_grad or not self._small.take(param, gradient):
                 theirs()
                 return
@@ -69,7 +72,12 @@ class SmallGradients:
         self._bytes = 0
 
     def take(self, parameter: nn.Parameter, gradient: Tensor) -> bool:
-        """Keeps a gradient until :meth:`add`. Returns False for one that is to be added at once, by the caller."""
+        """Keeps a gradient until :meth:`add`, or returns False if the caller must add it at once.
+
+        A kept gradient is not copied, so nothing may write to its memory before :meth:`add`. Autograd does not, because
+        the hook sets ``.grad`` to None. A replay of a CUDA graph would, and :meth:`add` does not wait for other
+        streams than its own. So layers in CUDA graphs, or backward passes on several streams, must not use this class.
+        """
         # One launch adds all, in no order, so only one may be of this parameter; and the first must come first.
         if parameter in self._waiting:
             self.add()

@@ -72,6 +72,7 @@ def of_two_ranks(distributed: bool) -> list[int]:
     import torch.distributed as dist
 
     from model.parallel import groups
+    from model.training.optimizer.small_gradients import _BucketGroup
 
     groups.initialize(backend="gloo")
     generator = torch.Generator().manual_seed(3)
@@ -80,16 +81,30 @@ def of_two_ranks(distributed: bool) -> list[int]:
     add = torch._foreach_add_
     options = {"overlap_grad_reduce": True, "bucket_size": 200, "use_distributed_optimizer": distributed}
     ours, theirs = both(parameters, **options)
-    assert len(ours.bucket_groups) > 4
+    buckets = len(ours.bucket_groups)
+    assert buckets > 4
+    sent: list[int] = []
+    send = _BucketGroup.start_grad_sync
+
+    def counted(self: Any, *arguments: Any, **named: Any) -> None:
+        sent[-1] += torch._C._current_graph_task_id() != -1  # -1 outside of a backward pass
+        send(self, *arguments, **named)
+
     # As in a model, each pass uses all parameters; some twice, in a pass of their own.
     uses = [(number, False) for number in range(40)] + [(number, True) for number in (3, 17, 39)]
     order = [uses[place] for place in torch.randperm(43, generator=generator)]
     for number in range(3):
         seed = 2 * number + dist.get_rank()
-        with patch.object(torch, "_foreach_add_", lambda own, *rest: (launches.append(len(own)), add(own, *rest))):
+        sent.append(0)
+        with (
+            patch.object(torch, "_foreach_add_", lambda own, *rest: (launches.append(len(own)), add(own, *rest))),
+            patch.object(_BucketGroup, "start_grad_sync", counted),
+        ):
             own = step(ours, [order, order], seed)
         for name, (each, wanted) in enumerate(zip(own, step(theirs, [order, order], seed), strict=True)):
             assert torch.equal(each, wanted), f"step {number}, parameter {name}"
+    # In the first step, megatron-core counts the gradients of each bucket, and sends all at the end.
+    assert sent == [0, buckets, buckets]
     return launches
 
 
