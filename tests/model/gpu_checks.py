@@ -41,7 +41,7 @@ from model.network.settings import ModelSettings, vocabulary_rows
 from model.network.vision_attention import FlashAttention
 from model.parallel import groups
 from model.weights.mapping import canonical_names, load_from_hf
-from tests.model.gpu_gradients import small_gradients
+from tests.model.gpu_gradients import small_gradients, sums_optimizer
 from tests.model.gpu_kernels import KERNELS
 from tests.model.helpers import IMAGE, VIDEO, VISION_END, VISION_START, make_sample, pack, relative, weights_of
 from vlmdata.batch import PackedBatch
@@ -316,6 +316,7 @@ def main() -> int:
     choose_configurations(128, 128, torch.cuda.get_device_capability())
     checks: dict[str, Any] = KERNELS | {
         "small gradients": small_gradients,
+        "sums optimizer": sums_optimizer,
         "engine against torch, dense": lambda: engine_against_torch(moe=False),
         "engine against torch, experts": lambda: engine_against_torch(moe=True),
         "with torch's compiler, dense": lambda: engine_against_torch(moe=False, compiled=True),

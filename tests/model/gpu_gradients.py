@@ -1,4 +1,4 @@
-"""A check of small gradients, which are added together, on one GPU. It is part of :mod:`tests.model.gpu_checks`."""
+"""Checks of gradients on one GPU, for :mod:`tests.model.gpu_checks`: small ones together, and one pass over all."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from model.training.optimizer.small_gradients import GradientBuffers
 from tests.model.training.optimizer.toy_gradients import FORMS, Kind, step, wrapped
+from tests.model.training.optimizer.two_passes import compare, divisor, learner, set_gradients
 
 SHAPES = [(), (1,), (7,), (1024,), (6144,), (6144, 1, 4), (16, 128), (1536, 768), (1031,)]
 
@@ -39,6 +40,27 @@ def small_gradients() -> None:
         added = [_kernels(partial(step, chunk, passes[2:], 9)) for chunk in (ours, theirs)]
         print(f"  overlap {overlap}: kernels that add gradients, ours {added[0]}, megatron-core's {added[1]}")
         assert sum(added[0].values()) < sum(added[1].values()) / 3
+
+
+def sums_optimizer() -> None:
+    """Norms and weights of one pass are those of megatron-core's two, also if gradients are not aligned."""
+    unaligned = 0
+    for dtype, distributed, moe in [
+        (torch.float32, False, False),
+        (torch.float32, True, False),
+        (torch.bfloat16, False, True),
+        (torch.bfloat16, True, False),
+    ]:
+        for clip in (0.0, 1.0):
+            ours, theirs = (learner(clip, dtype, distributed, False, moe) for _ in range(2))
+            norms = compare(ours, theirs, clip)
+            unaligned += sum(each.grad.data_ptr() % 16 > 0 for each in ours.optimizer.get_parameters())
+            print(f"  {dtype}, distributed {distributed}, experts {moe}, clip {clip}: norms {norms}")
+        set_gradients(ours, 1.0, 0)
+        next(iter(ours.model[0].parameters())).main_grad.view(-1)[3] = torch.nan
+        assert not ours.optimizer.step(divisor(5.0)).isfinite()
+    print(f"  {unaligned} gradients were not aligned to 16 bytes")
+    assert unaligned > 0
 
 
 def _kernels(work: Any) -> Counter[str]:

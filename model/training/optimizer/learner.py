@@ -246,7 +246,8 @@ def finalize_gradients(
 ) -> None:
     """Sums gradients over all ranks and divides them by the sum of the weights of the step's targets.
 
-    For optimizers of others; that of this package divides itself.
+    For training loops with another optimizer. The trainer calls :func:`sum_gradients`, and :class:`SumsOptimizer`
+    divides.
 
     Args:
         weights: Weights of all batches of the step on this rank.
