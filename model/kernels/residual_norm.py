@@ -42,8 +42,8 @@ class Tiling(NamedTuple):
 FORWARD, BACKWARD, OF_BIAS = Tiling(2, 256, 528, 3), Tiling(4, 256, 264, 3), Tiling(4, 256, 396, 3)
 
 
-#: Largest row, in bytes, with several tiles in work at once. GPUs before Hopper can hold the tiles of such rows.
-_WIDEST_STAGED = 4096
+#: Largest tile, in bytes, with several in work at once. GPUs before Hopper can hold them.
+_LARGEST_STAGED = 16384
 
 
 class SumAndNorm(torch.autograd.Function):
@@ -149,8 +149,8 @@ def run_residual_norm(width: int, device: str) -> None:
     torch.autograd.backward(made, [torch.ones_like(each) for each in made])
 
 
-def _grid(x: Tensor, tiling: Tiling) -> tuple[int, int, dict[str, int]]:
-    """Returns the number of programs, the tiles of each program, and the constants of a launch."""
+def grid(x: Tensor, tiling: Tiling) -> tuple[int, int, dict[str, int]]:
+    """Returns the number of programs for (R, c), the tiles of each program, and the constants of a launch."""
     rows, width = x.shape
     columns, tiles = triton.next_power_of_2(width), triton.cdiv(rows, tiling.height)
     programs = min(tiles, tiling.programs)
@@ -158,7 +158,7 @@ def _grid(x: Tensor, tiling: Tiling) -> tuple[int, int, dict[str, int]]:
         "width": width,
         "columns": columns,
         "height": tiling.height,
-        "stages": tiling.stages if columns * x.element_size() <= _WIDEST_STAGED else 1,
+        "stages": tiling.stages if tiling.height * columns * x.element_size() <= _LARGEST_STAGED else 1,
         "num_warps": min(16, max(1, columns // tiling.per_warp)),
     }
     return programs, triton.cdiv(tiles, max(1, programs)), constants
@@ -174,7 +174,7 @@ def _forward(
     moments: Tensor,
     eps: float,
 ) -> None:
-    programs, tiles, constants = _grid(x, FORWARD)
+    programs, tiles, constants = grid(x, FORWARD)
     _sum_and_norm[(programs,)](
         x,
         x if y is None else y.contiguous(),
@@ -200,7 +200,7 @@ def _backward(gradient: Tensor, norm: tuple[Tensor, ...] | None, of_bias: bool, 
         wanted. Those of the norm have no meaning if they are not wanted.
     """
     rows, width = gradient.shape
-    programs, tiles, constants = _grid(gradient, OF_BIAS if norm is None else BACKWARD)
+    programs, tiles, constants = grid(gradient, OF_BIAS if norm is None else BACKWARD)
     kinds = of_bias + (0 if norm is None else 2)
     parts = gradient.new_empty((kinds, programs if of_bias or of_norm else 0, width), dtype=torch.float32)
     _sum_and_norm_backward[(programs,)](

@@ -1,13 +1,12 @@
 """Decoder layer specs for both back ends.
 
 Mirrors transformers' ``Qwen3VLTextDecoderLayer``, ``Qwen3VLTextMLP``, ``Qwen3VLMoeTextSparseMoeBlock`` and, with a
-shared expert, ``Qwen3_5MoeSparseMoeBlock``. The layer, the MLP and the expert layer are megatron-core's. A *provider*
-selects their linear layers, norms and attention.
+shared expert, ``Qwen3_5MoeSparseMoeBlock``. The MLP and the expert layer are megatron-core's, the layer a
+subclass of its class. A *provider* selects their linear layers, norms and attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,10 +20,11 @@ from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-from torch import Tensor, nn
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from torch import nn
 
 from model.network.attention import KernelSelfAttention, RotatedSelfAttention
+from model.network.fused_layer import FusedLayer, residual_sum
 from model.network.provider import Provider
 from model.network.router import BalancedRouter
 
@@ -66,7 +66,7 @@ def first_linear(provider: Provider) -> Any:
 
 
 def layer_spec(
-    config: TransformerConfig, provider: Provider, mixer: Mixer, module: type[TransformerLayer] = TransformerLayer
+    config: TransformerConfig, provider: Provider, mixer: Mixer, module: type[FusedLayer] = FusedLayer
 ) -> ModuleSpec:
     """Returns the spec of a decoder layer, with experts if the configuration has any.
 
@@ -78,7 +78,7 @@ def layer_spec(
     """
     fused, moe = provider.fuse_layernorm_and_linear(), config.num_moe_experts is not None
     norm = provider.layer_norm(rms_norm=True)
-    add = get_bias_dropout_add if provider.compiled else _residual_sum
+    add = get_bias_dropout_add if provider.compiled else residual_sum
     # Transformer Engine keeps a norm's weight in the linear layer that follows. Both back ends use its checkpoint keys.
     keys = {}
     if not fused:
@@ -87,6 +87,7 @@ def layer_spec(
             keys["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     return ModuleSpec(
         module=module,
+        params={"projection": mixer.projection},
         submodules=TransformerLayerSubmodules(
             input_layernorm=IdentityOp if fused else norm,
             self_attention=mixer.spec,
@@ -97,17 +98,6 @@ def layer_spec(
             sharded_state_dict_keys_map=keys,
         ),
     )
-
-
-def _residual_sum(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
-    """Takes the place of megatron-core's ``get_bias_dropout_add``, which torch compiles: there is no dropout here."""
-
-    def add(output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
-        x, bias = output
-        assert dropout == 0
-        return residual + (x if bias is None else x + bias)
-
-    return add
 
 
 def _dense(provider: Provider) -> Any:

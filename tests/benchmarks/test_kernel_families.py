@@ -24,6 +24,8 @@ NAMES = {
     "nvjet_sm90_tst_192x192_64x4_1x2_h_bz_coopB_TNT": "matrix products",
     "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x>": "matrix products",
     "void transformer_engine::normalization::rmsnorm_bwd_tuned_kernel": "norms",
+    "_sum_and_norm_backward": "norms",
+    "_sum_and_rms_norm": "norms",
     "void at::native::vectorized_elementwise_kernel<4, at::native::GeluCUDAKernelImpl>": "GELU, SwiGLU",
     "_gelu_with_bias_backward": "GELU, SwiGLU",
     "Memcpy HtoD (Pinned -> Device)": "copies and fills",

@@ -30,11 +30,14 @@ def decoder_kernels(architecture: Qwen35Architecture, settings: ModelSettings, t
         value_width=language.linear_value_head_dim,
         taps=language.linear_conv_kernel_dim,
     )
-    return DecoderKernels(delta_net, None if settings.compile else _attention_shape(language, settings.tensor_parallel))
+    return DecoderKernels(delta_net, None if settings.compile else _attention_shape(language, settings))
 
 
-def _attention_shape(language: Qwen35LanguageArchitecture, ranks: int) -> AttentionShape:
+def _attention_shape(language: Qwen35LanguageArchitecture, settings: ModelSettings) -> AttentionShape:
+    ranks = settings.tensor_parallel
     groups = language.num_key_value_heads // ranks
+    # model.network.fused_layer
+    fused = language.moe is None and ranks == 1 and settings.recompute != "selective"
     return AttentionShape(
         groups=groups,
         queries=language.num_attention_heads // ranks // max(1, groups),
@@ -43,4 +46,5 @@ def _attention_shape(language: Qwen35LanguageArchitecture, ranks: int) -> Attent
         gated=True,
         zero_centered=True,
         feed_forward=language.intermediate_size // ranks if language.moe is None else None,
+        stream=language.hidden_size if fused else None,
     )

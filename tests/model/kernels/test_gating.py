@@ -15,7 +15,8 @@ def test_a_decoder_layer_takes_them_if_torch_shall_not_compile(monkeypatch: pyte
     from megatron.core.transformer.mlp import MLP
 
     from model.families.qwen3_5.build import language_config
-    from model.network.decoder_layer import _residual_sum, full_attention, layer_spec
+    from model.network.decoder_layer import full_attention, layer_spec
+    from model.network.fused_layer import residual_sum
     from model.network.provider import TorchProvider
     from model.network.settings import ModelSettings
 
@@ -29,7 +30,7 @@ def test_a_decoder_layer_takes_them_if_torch_shall_not_compile(monkeypatch: pyte
     assert layer.self_attention.module.__name__ == "KernelSelfAttention"
     x, residual = torch.randn(2, 3, 4)
     for each in (layer.self_attn_bda, layer.mlp_bda):
-        assert each is _residual_sum
+        assert each is residual_sum
         assert torch.equal(each(True, True)((x, None), residual, 0.0), residual + x)
     assert layer.mlp.keywords["submodules"].activation_func(config).__class__.__name__ == "SwiGLUActivation"
     assert layer.mlp.func.__self__ is MLP
