@@ -1,7 +1,7 @@
 """Triton kernels for the residual sums and the RMS norms of a decoder layer.
 
 One pass computes ``s = x + y`` and ``normed = RMSNorm(s)``. Backward, one pass combines the gradients of both outputs,
-where torch had a norm's kernels and a sum of two gradients (docs/decisions/0063). All is computed in float32. s is
+where torch had a norm's kernels and a sum of two gradients (docs/decisions/0067). All is computed in float32. s is
 rounded before it is normalised, so that the backward pass can start from what is stored: s, and the inverse root mean
 square of each row.
 
