@@ -24,8 +24,8 @@ def interpreted() -> None:
     accept_scalar_bounds()
     chosen = random.Random(1)
     default = residual_rms_norm.FORWARD, residual_rms_norm.BACKWARD
-    cases: list[tuple[int, ...]] = [(5, 1, 2048), (3, 1024), (1, 1, 2560), (2, 5120), (0, 1, 64), (1, 1), (200, 1, 40)]
-    cases += [(chosen.randint(1, 70), chosen.randint(2, 300)) for _ in range(6)]
+    cases: list[tuple[int, ...]] = [(5, 1, 2048), (3, 1024), (1, 1, 2560), (2, 5120), (0, 1, 64), (1, 1), (90, 1, 40)]
+    cases += [(chosen.randint(1, 70), chosen.randint(2, 300)) for _ in range(4)]
     for number, shape in enumerate(cases):
         # Few programs have several tiles each, the last ones in part or not at all.
         few = tuple(Tiling(2 ** chosen.randint(0, 3), 256, chosen.randint(1, 4)) for _ in range(2))
@@ -34,11 +34,10 @@ def interpreted() -> None:
         residual_rms_norm._SUMMED_PARTS = chosen.choice((2, 128))  # fewer than programs, and more
         for dtype, limit in LIMITS.items():
             for function in INPUTS:
-                for zero_centered in (True, False):
-                    errors = compared(function, shape, zero_centered, dtype)
-                    # In rows of one column, gradients of the norm cancel out but for eps.
-                    judged = errors if shape[-1] > 1 else {name: errors[name] for name in ("s", "normed")}
-                    assert max(judged.values()) < limit, (function, shape, dtype, tilings, errors)
+                errors = compared(function, shape, number % 3 > 0, dtype)
+                # In rows of one column, gradients of the norm cancel out but for eps.
+                judged = errors if shape[-1] > 1 else {name: errors[name] for name in ("s", "normed")}
+                assert max(judged.values()) < limit, (function, shape, dtype, tilings, errors)
 
 
 def with_frozen_inputs() -> None:
