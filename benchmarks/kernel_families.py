@@ -27,7 +27,7 @@ FAMILIES = {
     "rotation in the tower": r"_split_and_rotate|rope",
     "AdamW, gradient norm and scaling": r"multi_tensor",
     "matrix products": r"nvjet|gemm|cublas|cutlass|splitKreduce",
-    "norms": r"_sum_and_(rms_)?norm|rmsnorm|layer_?norm|::ln_(fwd|bwd)|normalization",
+    "norms": r"_sum_and_(rms_)?norm|_sum_of_parts|rmsnorm|layer_?norm|::ln_(fwd|bwd)|normalization",
     "GELU, SwiGLU": r"[Gg]elu|[Ss]wi?glu|sigmoid_silu|mul_silu",
     "copies and fills": r"[Mm]emcpy|[Mm]emset|copy_kernel|FillFunctor|CatArray",
 }

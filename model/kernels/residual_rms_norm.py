@@ -13,7 +13,7 @@ Shapes: rows R (tokens, any number of axes), width c. Parts of the weight's grad
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -30,23 +30,13 @@ FORWARD, BACKWARD = Tiling(4, 256, 528, 3), Tiling(4, 256, 264, 3)
 _SUMMED_COLUMNS, _SUMMED_PARTS = 16, 128
 
 
-class RMSNorm(NamedTuple):
-    """How a norm is computed.
-
-    Attributes:
-        eps: Added to the mean square.
-        zero_centered: Whether the scale is 1 + weight, instead of the weight itself.
-    """
-
-    eps: float
-    zero_centered: bool
-
-
 class SumAndRMSNorm(torch.autograd.Function):
     """Maps x and y (…, c) and weight (c,) to s and normed, both (…, c). Without y, s is x."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor | None, weight: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, y: Tensor | None, weight: Tensor, eps: float, zero_centered: bool
+    ) -> tuple[Tensor, Tensor]:
         """Computes s and normed, and saves what the backward pass needs."""
         x = x.contiguous()
         out = x if y is None else torch.empty_like(x)
@@ -63,20 +53,20 @@ class SumAndRMSNorm(torch.autograd.Function):
             rates,
             len(rates),
             tiles,
-            norm.eps,
+            eps,
             summed=y is not None,
-            zero_centered=norm.zero_centered,
+            zero_centered=zero_centered,
             **constants,
         )
         ctx.save_for_backward(out, rates, weight)
-        ctx.norm = norm
+        ctx.zero_centered = zero_centered
         return out, normed
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Returns the gradients of all inputs. Those of x and y are the same tensor, as in torch's sum."""
         out, rates, weight = ctx.saved_tensors
-        of_x, of_y, of_weight, _ = ctx.needs_input_grad
+        of_x, of_y, of_weight, *_ = ctx.needs_input_grad
         gradient, dnormed = (each.contiguous() for each in grads)
         d = torch.empty_like(out)
         programs, tiles, constants = _grid(out, BACKWARD)
@@ -92,32 +82,33 @@ class SumAndRMSNorm(torch.autograd.Function):
             len(rates),
             tiles,
             of_weight=of_weight,
-            zero_centered=ctx.norm.zero_centered,
+            zero_centered=ctx.zero_centered,
             **constants,
         )
         dweight = _total(parts, weight) if of_weight else None
-        return d if of_x else None, d if of_y else None, dweight, None
+        return d if of_x else None, d if of_y else None, dweight, None, None
 
 
-def sum_and_rms_norm(x: Tensor, y: Tensor, weight: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+def sum_and_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
     """Adds a layer's output to the residual stream and normalises the sum.
 
     Args:
         x: (…, c).
         y: (…, c), the product of a layer.
         weight: (c,), the norm's weight.
-        norm: How the norm is computed.
+        eps: Added to the mean square.
+        zero_centered: Whether the scale is 1 + weight, instead of the weight itself.
 
     Returns:
         ``x + y`` and its RMS norm, (…, c), in the dtype of x.
     """
-    both: tuple[Tensor, Tensor] = SumAndRMSNorm.apply(x, y, weight, norm)
+    both: tuple[Tensor, Tensor] = SumAndRMSNorm.apply(x, y, weight, eps, zero_centered)
     return both
 
 
-def keep_and_rms_norm(x: Tensor, weight: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+def keep_and_rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
     """Returns x (…, c) and its RMS norm. The gradients of both are added in the norm's backward pass."""
-    both: tuple[Tensor, Tensor] = SumAndRMSNorm.apply(x, None, weight, norm)
+    both: tuple[Tensor, Tensor] = SumAndRMSNorm.apply(x, None, weight, eps, zero_centered)
     return both
 
 
@@ -133,8 +124,8 @@ def run_residual_rms_norm(width: int, zero_centered: bool, device: str) -> None:
         torch.empty(shape, dtype=torch.bfloat16, device=device, requires_grad=True)
         for shape in ((1, width), (1, width), (width,))
     )
-    norm = RMSNorm(1e-6, zero_centered)
-    made = [*keep_and_rms_norm(x, weight, norm), *sum_and_rms_norm(x, y, weight, norm)]
+    norm = weight, 1e-6, zero_centered
+    made = [*keep_and_rms_norm(x, *norm), *sum_and_rms_norm(x, y, *norm)]
     torch.autograd.backward(made, [torch.ones_like(each) for each in made])
 
 

@@ -40,9 +40,10 @@ def residual_sum(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor 
 
 
 class FusedLayer(TransformerLayer):
-    """A decoder layer that normalises within its residual stream, where its two first linear layers go the short way.
+    """A decoder layer that normalises within its residual stream, if its linear layers allow it.
 
-    The sum at the layer's end is megatron-core's.
+    The first linear layer of attention and that of the feed-forward part must take the short way
+    (:mod:`model.network.linear`). The sum at the layer's end is megatron-core's.
 
     Args:
         projection: Name of the first linear layer of attention, or of what is in its place.
@@ -72,19 +73,15 @@ class FusedLayer(TransformerLayer):
         if args or not self._fuses(hidden_states, kwargs):
             plain: tuple[Tensor, Tensor | None] = super().forward(hidden_states, *args, **kwargs)
             return plain
-        from model.kernels.residual_rms_norm import (  # Triton is only available with CUDA
-            RMSNorm,
-            keep_and_rms_norm,
-            sum_and_rms_norm,
-        )
+        # Triton is only available with CUDA.
+        from model.kernels.residual_rms_norm import keep_and_rms_norm, sum_and_rms_norm
 
         first, second = self._linears()
-        norm = RMSNorm(first.eps, first.zero_centered_gamma)
-        stream, normed = keep_and_rms_norm(hidden_states, _norm_weight(first), norm)
+        stream, normed = keep_and_rms_norm(hidden_states, *_norm(first))
         with first.given(normed):
             attended, bias = self.self_attention(normed, **{name: kwargs.get(name) for name in _OF_ATTENTION})
         assert bias is None
-        stream, normed = sum_and_rms_norm(stream, attended, _norm_weight(second), norm)
+        stream, normed = sum_and_rms_norm(stream, attended, *_norm(second))
         with second.given(normed):
             product = self.mlp(normed)
         return self._forward_post_mlp(product, stream), kwargs.get("context")
@@ -101,7 +98,8 @@ class FusedLayer(TransformerLayer):
         config = self.config
         if self.is_moe_layer or not all(isinstance(each, ShortNormLinear) for each in self._linears()):
             return False
-        chunked = config.mlp_chunks_for_training > 1 or self.recompute_mlp  # fc1 sees other tensors than the layer's
+        # A part that is computed in chunks, or again, calls its linear layer with another tensor than the layer's.
+        chunked = config.mlp_chunks_for_training > 1 or config.recompute_granularity == "selective"
         plain = self.submodules_config.self_attn_bda is residual_sum and not config.add_bias_linear
         return plain and not (chunked or config.fp32_residual_connection)
 
@@ -110,6 +108,7 @@ class FusedLayer(TransformerLayer):
         return getattr(self.self_attention, self._projection), self.mlp.linear_fc1
 
 
-def _norm_weight(linear: ShortNormLinear) -> Any:
+def _norm(linear: ShortNormLinear) -> tuple[Any, float, bool]:
+    """Returns the norm's weight, once it has arrived, eps, and whether its scale is 1 + weight."""
     await_weight(linear)
-    return linear.layer_norm_weight
+    return linear.layer_norm_weight, linear.eps, linear.zero_centered_gamma

@@ -26,6 +26,7 @@ NAMES = {
     "void transformer_engine::normalization::rmsnorm_bwd_tuned_kernel": "norms",
     "_sum_and_norm_backward": "norms",
     "_sum_and_rms_norm": "norms",
+    "_sum_of_parts": "norms",
     "void at::native::vectorized_elementwise_kernel<4, at::native::GeluCUDAKernelImpl>": "GELU, SwiGLU",
     "_gelu_with_bias_backward": "GELU, SwiGLU",
     "Memcpy HtoD (Pinned -> Device)": "copies and fills",

@@ -36,7 +36,7 @@ def decoder_kernels(architecture: Qwen35Architecture, settings: ModelSettings, t
 def _attention_shape(language: Qwen35LanguageArchitecture, settings: ModelSettings) -> AttentionShape:
     ranks = settings.tensor_parallel
     groups = language.num_key_value_heads // ranks
-    # model.network.fused_layer
+    # As FusedLayer decides for a built layer (model.network.fused_layer).
     fused = language.moe is None and ranks == 1 and settings.recompute != "selective"
     return AttentionShape(
         groups=groups,

@@ -42,8 +42,7 @@ def compared(
     inputs = [drawn(*(shape if name in "xy" else (width,))) for name in names]
     wide = [each.double().requires_grad_(name not in frozen) for name, each in zip(names, inputs, strict=True)]
     inputs = [each.requires_grad_(name not in frozen) for name, each in zip(names, inputs, strict=True)]
-    norm = residual_rms_norm.RMSNorm(EPS, zero_centered)
-    ours = getattr(residual_rms_norm, function)(*inputs, norm)
+    ours = getattr(residual_rms_norm, function)(*inputs, EPS, zero_centered)
     exact = plain(zero_centered, ours[0], *wide)
     assert all(each.dtype == dtype and each.shape == shape for each in ours)
     # Gradients as a kernel may give them: not contiguous.

@@ -62,6 +62,12 @@ class TestTheStart:
         )
         assert shapes[3] is None
 
+    def test_without_the_norms_of_layers_that_are_recomputed_in_part(self, started: list[Kernels]) -> None:
+        self.start(model__preset="2b", model__recompute="selective")
+        assert started[0].decoder.attention == AttentionShape(
+            2, 4, 256, 64, gated=True, zero_centered=True, feed_forward=6144, stream=None
+        )
+
     def test_for_a_checkpoint(self, started: list[Kernels], tmp_path: Path) -> None:
         from model.families import architecture_to_hf, preset
 
