@@ -1,8 +1,10 @@
-"""flash-linear-attention's gated delta rule, without what its function asks of the GPU and of the host.
+"""The gated delta rule with flash-linear-attention's kernels, but fewer waits and launches than its own function has.
 
 ``chunk_gated_delta_rule`` copies the boundaries of samples from the GPU to count chunks, for which the host waits until
 the GPU has done all that is queued, and goes through several decorators in each layer. The trainer knows the boundaries
-on the host. This calls the same kernels, with chunks counted there (:attr:`PackParams.delta_chunks`).
+on the host. This calls the same kernels in the same order (``fla/ops/gated_delta_rule/chunk.py``, version 0.4.2), with
+chunks counted there (:attr:`PackParams.delta_chunks`). It can also keep what flash-linear-attention computes again in
+the backward pass.
 
 Shapes: tokens T, value heads h, key width k, value width v, chunks m of 64 tokens.
 """
@@ -12,8 +14,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
+from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu, chunk_gated_delta_rule_fwd_h
+from fla.ops.common.chunk_o import chunk_bwd_dqkwg, chunk_bwd_dv_local, chunk_fwd_o
+from fla.ops.common.chunk_scaled_dot_kkt import chunk_scaled_dot_kkt_fwd
+from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd, recompute_w_u_fwd
+from fla.ops.utils import chunk_local_cumsum, solve_tril
 from torch import Tensor
+
+_CHUNK = 64
 
 
 class DeltaRule(torch.autograd.Function):
@@ -21,7 +29,15 @@ class DeltaRule(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, bounds: Tensor, chunks: Tensor
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        bounds: Tensor,
+        chunks: Tensor,
+        keep: bool = False,
     ) -> Tensor:
         """Computes the rule; see ``gated_delta_rule`` of :mod:`model.families.qwen3_5.delta_rule`.
 
@@ -34,44 +50,58 @@ class DeltaRule(torch.autograd.Function):
             beta: (T, h).
             bounds: int32 (samples + 1,), boundaries of samples.
             chunks: int32 (m, 2), the sample of each chunk and its number in it.
+            keep: Whether to keep the states of chunks, (m, h, k, v), and two tensors of the size of key and value,
+                instead of computing them again in the backward pass.
 
         Returns:
             (T, h, v).
         """
-        total, out, system, *_ = chunk_gated_delta_rule_fwd(
-            q=query[None],
-            k=key[None],
-            v=value[None],
-            g=decay[None],
-            beta=beta[None],
-            scale=key.shape[-1] ** -0.5,
-            initial_state=None,
-            output_final_state=False,
-            cu_seqlens=bounds,
-            chunk_indices=chunks,
-        )
-        ctx.save_for_backward(query, key, value, total, beta, system, bounds, chunks)
+        packed = {"cu_seqlens": bounds, "chunk_indices": chunks}
+        q, k, v, g, b = (each[None] for each in (query, key, value, decay, beta))
+        total = chunk_local_cumsum(g, chunk_size=_CHUNK, **packed)
+        products = chunk_scaled_dot_kkt_fwd(k=k, g=total, beta=b, output_dtype=torch.float32, **packed)
+        system = solve_tril(A=products, output_dtype=k.dtype, **packed)
+        kept = _states(k, v, total, b, system, packed)
+        _, states, changes = kept
+        out = chunk_fwd_o(q=q, k=k, v=changes, h=states, g=total, scale=key.shape[-1] ** -0.5, **packed)
+        ctx.save_for_backward(query, key, value, total, beta, system, bounds, chunks, *(kept if keep else ()))
         result: Tensor = out[0].to(query.dtype)
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Returns the gradients."""
-        query, key, value, total, beta, system, bounds, chunks = ctx.saved_tensors
-        found = chunk_gated_delta_rule_bwd(
-            q=query[None],
-            k=key[None],
-            v=value[None],
-            g=total,
-            beta=beta[None],
-            A=system,
-            scale=key.shape[-1] ** -0.5,
-            initial_state=None,
-            do=grads[0].contiguous()[None],
-            dht=None,
-            cu_seqlens=bounds,
-            chunk_indices=chunks,
+        query, key, value, total, beta, system, bounds, chunks, *kept = ctx.saved_tensors
+        packed = {"cu_seqlens": bounds, "chunk_indices": chunks}
+        q, k, v, b = (each[None] for each in (query, key, value, beta))
+        scale, do = key.shape[-1] ** -0.5, grads[0].contiguous()[None]
+        w, states, changes = kept or _states(k, v, total, b, system, packed)
+        dv = chunk_bwd_dv_local(q=q, k=k, g=total, do=do, scale=scale, **packed)
+        dstates, _, dv = chunk_gated_delta_rule_bwd_dhu(
+            q=q, k=k, w=w, g=total, h0=None, dht=None, do=do, dv=dv, scale=scale, **packed
         )
-        dquery, dkey, dvalue, dbeta, ddecay, _ = found
+        dquery, dkey, dw, ddecay = chunk_bwd_dqkwg(
+            q=q, k=k, v=changes, w=w, g=total, h=states, dv=dv, do=do, dh=dstates, scale=scale, **packed
+        )
+        more_dkey, dvalue, dbeta, more_ddecay = prepare_wy_repr_bwd(
+            k=k, v=v, beta=b, g=total, A=system, dw=dw, du=dv, **packed
+        )
+        dkey += more_dkey
+        ddecay += more_ddecay
+        ddecay = chunk_local_cumsum(ddecay, chunk_size=_CHUNK, reverse=True, **packed)
         of = (dquery, query), (dkey, key), (dvalue, value), (ddecay, total), (dbeta, beta)
-        return *(gradient[0].to(tensor.dtype) for gradient, tensor in of), None, None
+        return *(gradient[0].to(tensor.dtype) for gradient, tensor in of), None, None, None
+
+
+def _states(
+    k: Tensor, v: Tensor, total: Tensor, beta: Tensor, system: Tensor, packed: dict[str, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the keys that read a state, (1, T, h, k), each chunk's first state, (1, m, h, k, v), and what tokens add.
+
+    What tokens add are values less those that the state already has for their keys, (1, T, h, v).
+    """
+    w, u = recompute_w_u_fwd(k=k, v=v, beta=beta, A=system, g=total, **packed)
+    states, changes, _ = chunk_gated_delta_rule_fwd_h(
+        k=k, w=w, u=u, g=total, initial_state=None, output_final_state=False, **packed
+    )
+    return w, states, changes

@@ -81,8 +81,8 @@ class ModelSettings:
         mtp_layers: Multi-token prediction layers to train, at most the architecture's; None means all of them.
         mtp_loss_scale: Weight of their loss.
         moe_aux_loss: Weight of the load-balancing loss; None means the architecture's.
-        recompute: What the backward pass computes again: nothing, feed-forward layers (``selective``) or whole
-            layers (``full``).
+        recompute: What the backward pass computes again: nothing, feed-forward layers and the delta rule's states
+            (``selective``) or whole layers (``full``).
         vision_recompute: Whether the backward pass computes the vision tower's blocks again.
         vision_attention: Attention of the vision tower with the Transformer Engine back end: Transformer Engine's own
             (cuDNN kernels), FlashAttention 4, or ``auto`` for FlashAttention 4 if installed and made for the GPU.

@@ -208,13 +208,17 @@ def delta_rule() -> None:
     pull = torch.randn(2048, 8, 128, device=CUDA, generator=generator).bfloat16()
     tensors = [*unit.bfloat16(), heads[2].bfloat16(), -rates[0], rates[1].bfloat16()]
     tensors = [each.detach().clone().requires_grad_() for each in tensors]
-    ours = DeltaRule.apply(*tensors, packed.cu_seqlens_q, packed.delta_chunks)
     query, key, value, decay, beta = (each[None] for each in tensors)
     theirs, _ = chunk_gated_delta_rule(query, key, value, g=decay, beta=beta, cu_seqlens=packed.cu_seqlens_q)
-    found, wanted = (torch.autograd.grad(out, tensors, pull) for out in (ours, theirs[0]))
-    errors = [relative(a, b) for a, b in zip((ours, *found), (theirs[0], *wanted), strict=True)]
-    print(f"  relative differences {errors}")
-    assert max(errors) < 1e-3
+    wanted = theirs[0], *torch.autograd.grad(theirs[0], tensors, pull)
+    runs = []
+    for keep in (False, True):
+        ours = DeltaRule.apply(*tensors, packed.cu_seqlens_q, packed.delta_chunks, keep)
+        runs.append([ours, *torch.autograd.grad(ours, tensors, pull)])
+        errors = [relative(a, b) for a, b in zip(runs[-1], wanted, strict=True)]
+        print(f"  states {'kept' if keep else 'computed again'}: relative differences {errors}")
+        assert max(errors) < 1e-3
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 #: Checks by name.

@@ -177,7 +177,10 @@ class KernelGatedDeltaNet(PackedGatedDeltaNet):
     def _rule(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, pack: PackParams) -> Tensor:
         from model.kernels.delta_rule import DeltaRule  # flash-linear-attention needs CUDA
 
-        out: Tensor = DeltaRule.apply(query, key, value, decay, beta, pack.cu_seqlens_q_padded, pack.delta_chunks)
+        bounds, chunks = pack.cu_seqlens_q_padded, pack.delta_chunks
+        # With full recomputation, what is kept lives until the layer's own backward pass only.
+        keep = self.config.recompute_granularity != "selective"
+        out: Tensor = DeltaRule.apply(query, key, value, decay, beta, bounds, chunks, keep)
         return out
 
     def _apply_gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:

@@ -113,7 +113,8 @@ class ModelConfig:
         moe_aux_loss: Weight of the load-balancing loss; unset means the architecture's.
         language_only: Train the language model without the vision tower, on data without images.
         freeze: Parts to freeze: any of "vision", "merger", "language".
-        recompute: Activations of the language model that the backward pass computes again: "none", "selective", "full".
+        recompute: Activations of the language model that the backward pass computes again: "none"; "selective" for
+            feed-forward layers and the delta rule's states; "full" for whole layers.
         vision_recompute: Compute the activations of all vision blocks again in the backward pass.
         vision_attention: Attention of the vision tower with Transformer Engine: "transformer_engine",
             "flash_attention_4" (package flash-attn-4), or "auto": FlashAttention 4 if installed.

@@ -119,12 +119,12 @@ def of_the_rule() -> None:
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
 
-    def rule() -> None:
+    def rule(keep: bool) -> None:
         parts = [empty(SHAPE.tokens, SHAPE.value_heads, 128) for _ in range(3)]
         rates = [empty(SHAPE.tokens, SHAPE.value_heads, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
         bounds = torch.tensor([0, SHAPE.tokens], dtype=torch.int32)
         chunks = torch.tensor([[0, number] for number in range(SHAPE.tokens // 64)], dtype=torch.int32)
-        out = DeltaRule.apply(*parts, *rates, bounds, chunks)
+        out = DeltaRule.apply(*parts, *rates, bounds, chunks, keep)
         out.backward(torch.ones_like(out))
 
     def kernels(run: Any) -> list[str]:
@@ -133,15 +133,17 @@ def of_the_rule() -> None:
         found = [each for each in cells if hasattr(each, "constants")]
         return sorted(f"{each.name} {each.signature} {each.constants} {each.attrs}" for each in found)
 
-    print(json.dumps({"ours": kernels(rule), "theirs": kernels(lambda: SHAPE.run("meta", rule_only=True))}))
+    ways = {"computed again": lambda: rule(False), "kept": lambda: rule(True)}
+    ours = {name: kernels(way) for name, way in ways.items()}
+    print(json.dumps({"ours": ours, "theirs": kernels(lambda: SHAPE.run("meta", rule_only=True))}))
 
 
 @needs_fla
 def test_the_rule_launches_what_is_compiled_ahead(tmp_path: Path) -> None:
     found = in_a_process("of_the_rule", tmp_path)
     rules = [each for name, each in CANDIDATES.items() if not name.startswith(("causal_conv1d", "l2norm"))]
-    assert len(found["ours"]) >= sum(map(len, rules))
-    assert found["ours"] == found["theirs"]
+    assert len(found["theirs"]) >= sum(map(len, rules))
+    assert all(each == found["theirs"] for each in found["ours"].values())
 
 
 def of_layers() -> None:

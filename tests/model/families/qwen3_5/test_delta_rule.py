@@ -13,8 +13,14 @@ from tests.model.helpers import relative
 pytest.importorskip("megatron.core")
 
 import itertools
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+from torch import nn
 
 from model.families.qwen3_5.delta_rule import causal_convolution, gated_delta_rule, l2_normalised
+from model.families.qwen3_5.gated_delta_net import KernelGatedDeltaNet
 
 
 def recurrence(
@@ -84,3 +90,16 @@ def test_convolution_stays_within_segments(lengths: list[int]) -> None:
         if b > a
     ]
     torch.testing.assert_close(causal_convolution(x, taps, bounds), torch.cat(pieces), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("recompute", "kept"), [(None, True), ("full", True), ("selective", False)])
+def test_states_are_kept_unless_recomputation_is_selective(
+    monkeypatch: pytest.MonkeyPatch, recompute: str | None, kept: bool
+) -> None:
+    """The kernels' module needs flash-linear-attention; here it gives back its last argument."""
+    rule = SimpleNamespace(apply=lambda *given: given[-1])
+    monkeypatch.setitem(sys.modules, "model.kernels.delta_rule", SimpleNamespace(DeltaRule=rule))  # type: ignore[arg-type]
+    layer: Any = KernelGatedDeltaNet.__new__(KernelGatedDeltaNet)
+    nn.Module.__init__(layer)
+    layer.config = SimpleNamespace(recompute_granularity=recompute)
+    assert layer._rule(*[None] * 5, SimpleNamespace(cu_seqlens_q_padded=None, delta_chunks=None)) is kept
