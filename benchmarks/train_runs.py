@@ -91,6 +91,21 @@ CASES = {
         3,
     ),
     "4b": Case("memory", 1, f"--preset 4b --capacity 8192 --global-batch 1 {_FULL}", 6, 3),
+    "4b-fp8": Case(
+        "4b in FP8",
+        1,
+        "--preset 4b --capacity 8192 --global-batch 4 --set run.fp8=true --set model.mtp=false "
+        "--set model.recompute=selective",
+        9,
+        4,
+    ),
+    "4b-bf16": Case(
+        "4b in bf16, to compare",
+        1,
+        "--preset 4b --capacity 8192 --global-batch 4 --set model.mtp=false --set model.recompute=selective",
+        9,
+        4,
+    ),
     "9b-dp": Case("memory", 2, f"--preset 9b --capacity 8192 --global-batch 2 {_FULL}", 6, 3),
     "2b-dp": Case("speed, memory", 2, f"--preset 2b --capacity 8192 --global-batch 2 {_FULL}", 10, 4, profile=1),
     "2b-fsdp": Case(
@@ -101,7 +116,12 @@ CASES = {
     ),
     "9b-fsdp-16k": Case("speed, memory", 2, f"--preset 9b --capacity 16384 --global-batch 2 {_FULL} {_FSDP}", 6, 3),
     "9b-fsdp-1": Case(
-        "memory", 1, f"--preset 9b --capacity 8192 --global-batch 1 {_FULL} {_FSDP} --set optimizer.moments=bf16", 6, 3
+        "memory, profile",
+        1,
+        f"--preset 9b --capacity 8192 --global-batch 1 {_FULL} {_FSDP} --set optimizer.moments=bf16",
+        6,
+        3,
+        profile=1,
     ),
     "27b-fsdp-2": Case(
         "memory",
