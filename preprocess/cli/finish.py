@@ -50,7 +50,7 @@ def finish(
     if not 0 <= max_reject_rate <= 1:
         raise typer.BadParameter(f"max_reject_rate is {max_reject_rate}; it must be between 0 and 1")
     quiet_libraries()
-    store, begun = output_store(out), time.monotonic()
+    store, begun = output_store(out, "OUT"), time.monotonic()
     result = finish_dataset(store)
     if isinstance(result, Missing):
         if as_json:

@@ -24,8 +24,12 @@ def source_place(spec: str) -> str:
     return spec
 
 
-def output_store(out: str) -> Store:
-    """Returns the store of ``--out``: a folder, or the URL of a folder in an object store.
+def output_store(out: str, called: str = "--out") -> Store:
+    """Returns the store at a command's output: a folder, or the URL of a folder in an object store.
+
+    Args:
+        out: The folder or URL.
+        called: What the command calls it.
 
     Raises:
         SourceError: If the path, or part of it, is a file.
@@ -33,14 +37,14 @@ def output_store(out: str) -> Store:
     """
     place = place_of(out)
     if not is_url(place):
-        _refuse_file(out, Path(place))
+        _refuse_file(f"{called} {out}", Path(place))
     return open_store(place)
 
 
-def _refuse_file(out: str, directory: Path) -> None:
+def _refuse_file(what: str, directory: Path) -> None:
     for place in (directory, *directory.parents):
         if place.is_dir():
             return
         if place.exists():
             inside = "" if place == directory else f", so the folder {directory} cannot exist"
-            raise SourceError(f"--out {out}: {place} is a file{inside}. --out must be a folder, or absent.")
+            raise SourceError(f"{what}: {place} is a file{inside}. Give a folder.")

@@ -245,6 +245,9 @@ class TestPlaces:
         refused(ended, f"--out {chats}{inside}: {chats} is a file", opened=False)
         assert chats.read_text().count("\n") == 2
 
+    def test_finish_of_a_file_is_refused(self, vlmdata: Command, chats: Path) -> None:
+        refused(vlmdata("finish", chats), f"OUT {chats}: {chats} is a file. Give a folder.", opened=False)
+
     @pytest.mark.parametrize(
         ("url", "words"),
         [
