@@ -21,6 +21,10 @@ except ImportError:
     _engine = None
 
 
+#: Larger sums of squares count as infinite on a CPU, too: AdamW keeps squares of gradients in float32.
+_LARGEST_SQUARE = torch.finfo(torch.float32).max
+
+
 class SumsOptimizer(ChainedOptimizer):
     """AdamW on gradients that are sums.
 
@@ -44,7 +48,8 @@ class SumsOptimizer(ChainedOptimizer):
                 targets it is 0. All gradients are then 0 and remain 0.
 
         Returns:
-            Norm of the divided gradient before clipping, float64 (1,). It is not finite if a gradient is not.
+            Norm of the divided gradient before clipping, float64 (1,). It is not finite if a gradient is not,
+            or if its square exceeds float32.
         """
         overflow = self.prepare_grads()
         assert not overflow  # always False without a loss scaler, which only float16 has
@@ -73,7 +78,7 @@ class SumsOptimizer(ChainedOptimizer):
             if torch.distributed.get_rank() not in (0, self._sides.vision):
                 total.zero_()
             torch.distributed.all_reduce(total)
-        return total.sqrt()
+        return total.masked_fill(total > _LARGEST_SQUARE, torch.inf).sqrt()
 
 
 def _square(gradients: list[Tensor], factor: Tensor) -> Tensor:
