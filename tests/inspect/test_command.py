@@ -102,6 +102,11 @@ def test_a_page_that_cannot_be_written_ends_with_3(demo: Path, tmp_path: Path, c
     code, _, error = command(demo, "--html", tmp_path / "no" / "page.html", "--samples", 1)
     assert code == 3
     assert error.endswith("cannot write the page: No such file or directory\n"), "not the name of a temporary file"
+    file = tmp_path / "file"
+    file.touch()
+    code, _, error = command(demo, "--html", file / "page.html", "--samples", 1)
+    assert code == 3
+    assert error.endswith("cannot write the page: Not a directory\n")
 
 
 def test_several_datasets_are_for_packs_and_steps(demo: Path, mixed: Path, command: Command) -> None:

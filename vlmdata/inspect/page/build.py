@@ -6,6 +6,7 @@ import base64
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -90,7 +91,8 @@ def write_page(path: Path, document: Document) -> None:
         temporary.write_text(document.html, encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # nothing was made, and the folder may be read-only or a file
+            temporary.unlink()
         raise ResourceError(f"--html {path}: cannot write the page: {error.strerror or error}") from error
 
 
