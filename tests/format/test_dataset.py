@@ -19,6 +19,7 @@ import pytest
 
 import vlmdata
 from tests.chat_rows import MIXED_ACCEPTED
+from tests.verify.rewriting import rewrite_manifest, sha256
 from vlmdata.errors import DatasetFormatError
 from vlmdata.format.schema import INDEX_NAME, MANIFEST_NAME
 
@@ -195,6 +196,17 @@ class TestErrors:
         with pytest.raises(DatasetFormatError, match="index has 5 rows, but the manifest has 6 samples"):
             vlmdata.open_dataset(mixed_copy)
 
+    def test_a_changed_index(self, mixed_copy):
+        """A shorter length would cut a sample, and no checksum of its arrays would differ."""
+        table = pq.read_table(mixed_copy / INDEX_NAME)
+        lengths = table["length"].to_pylist()
+        column = pa.array([lengths[0] - 5, *lengths[1:]], table.schema.field("length").type)
+        place = table.schema.get_field_index("length")
+        pq.write_table(table.set_column(place, table.schema.field(place), column), mixed_copy / INDEX_NAME)
+        for opened in (vlmdata.open_dataset, lambda path: vlmdata.StreamingLoader(path, capacity=4096, global_batch=1)):
+            with pytest.raises(DatasetFormatError, match=r"index\.parquet: its sha256 is \w+…, the manifest says"):
+                opened(mixed_copy)
+
     @pytest.mark.parametrize("keep", [0, 512, -1])
     def test_a_cut_shard_is_an_error_and_not_a_crash(self, mixed_copy, keep):
         shard = mixed_copy / "shard-000000.tar"
@@ -239,4 +251,5 @@ class TestForwardCompatibility:
         before = vlmdata.open_dataset(mixed_copy)
         expected = [before[i].input_ids.tolist() for i in range(len(before))]
         pq.write_table(table, mixed_copy / INDEX_NAME)
+        rewrite_manifest(mixed_copy, index_sha256=sha256(mixed_copy / INDEX_NAME))
         assert [sample.input_ids.tolist() for sample in vlmdata.open_dataset(mixed_copy)] == expected

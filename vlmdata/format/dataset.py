@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import mmap
 import operator
@@ -58,6 +59,7 @@ class VlmDataset:
                 f"{self.name}: the index has {counted(len(self.index), 'row')}, but the manifest has "
                 f"{counted(self.manifest.totals.samples, 'sample')}. Run `vlmdata verify` on it."
             )
+        self._require_unchanged_index()
         for member in OPTIONAL_MEMBERS:
             if member.feature in self.manifest.features and member.name not in self.index.optional_members:
                 raise DatasetFormatError(
@@ -66,6 +68,20 @@ class VlmDataset:
                 )
         self._maps: dict[int, mmap.mmap] = {}
         self._lock = threading.Lock()
+
+    def _require_unchanged_index(self) -> None:
+        """Raises an error if the index is not the file that the manifest was written for.
+
+        Checksums of samples would not show it: they are in the index themselves. A changed length would cut a sample.
+        """
+        with open(self.directory / INDEX_NAME, "rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != (expected := self.manifest.index_sha256):
+            raise DatasetFormatError(
+                f"{self.name}/{INDEX_NAME}: its sha256 is {found[:16]}…, the manifest says {expected[:16]}…; the index "
+                "or the manifest changed after preprocessing. Run `vlmdata verify` on the dataset to see how to repair "
+                "it."
+            )
 
     def __len__(self) -> int:
         return len(self.index)
