@@ -11,10 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import vlmdata.inspect.trace
-from vlmdata import Blend, LoaderConfig, StreamingLoader
+from vlmdata import Blend, LoaderConfig, StreamingLoader, open_dataset
 from vlmdata.cli.main import main
 from vlmdata.errors import UsageError
 from vlmdata.loader import config as declared
@@ -154,11 +155,42 @@ def test_sequence_parallelism_is_off_unless_asked_for(caplog: pytest.LogCaptureF
         ({"capacity": 64, "global_batch": 1, "parts": ["sound"]}, "parts .* 'sound' is not one of tokens"),
         ({"capacity": 64, "global_batch": 1, "context_parallel_rank": 1}, "context_parallel_rank 1 of context_parall"),
         ({"capacity": 64, "global_batch": 1, "cost": "70b"}, "no cost model for '70b'"),
+        ({"capacity": "64"}, "capacity is '64'; it must be an integer"),
+        ({"capacity": 64.0}, "capacity is 64.0; it must be an integer"),
+        ({"capacity": True}, "capacity is True; it must be an integer"),
+        ({"capacity": 64, "dp_rank": "0", "dp_size": "4"}, "dp_rank is '0'; it must be an integer"),
+        ({"capacity": 64, "num_workers": "2"}, "num_workers is '2'; it must be an integer"),
+        ({"capacity": 64, "timeout": "60"}, "timeout is '60'; it must be a number"),
+        ({"capacity": 64, "pad_to_capacity": "false"}, "pad_to_capacity is 'false'; it must be True or False"),
+        ({"capacity": 64, "parts": "tokens"}, r"parts is 'tokens'; it must be a list, such as \['tokens'\]"),
+        ({"capacity": 64, "blend": (0.5, 0.5)}, r"blend is \(0.5, 0.5\); it must be a Blend"),
     ],
 )
 def test_wrong_options_are_named(options: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         LoaderConfig.of(**{"global_batch": 1, **options} if "capacity" in options else options)
+
+
+def test_numbers_may_be_of_numpy_and_options_none() -> None:
+    plain = LoaderConfig.of(capacity=64, global_batch=1, timeout=60, pad_to_capacity=True)
+    config = LoaderConfig.of(
+        capacity=np.int64(64), global_batch=np.int32(1), timeout=np.float32(60), pad_to_capacity=np.True_, dp_rank=None
+    )
+    assert config.plan_config() == plain.plan_config()
+
+
+def test_weights_of_text_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"blend weights \['1', '2'\]: need numbers, not text"):
+        Blend("tokens", ("1", "2"))  # type: ignore[arg-type]
+
+
+def test_data_and_configuration_of_other_types_are_refused(chat: Path) -> None:
+    for data in (None, 3, [chat, None], open_dataset(chat)):
+        with pytest.raises(UsageError, match=r"^data is .*; it must be a folder, a URL, or a list of them$"):
+            StreamingLoader(data, capacity=896, global_batch=1)  # type: ignore[arg-type]
+    for config in (896, {"capacity": 896}):
+        with pytest.raises(UsageError, match=r"^config is .*; it must be a LoaderConfig"):
+            StreamingLoader(chat, config)  # type: ignore[arg-type]
 
 
 def test_an_unknown_option_has_a_nearest_one(chat: Path) -> None:

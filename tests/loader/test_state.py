@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.loader.helpers import packs_of, stream
-from vlmdata.errors import ConfigMismatchError, DatasetFormatError
+from vlmdata.errors import ConfigMismatchError, DatasetFormatError, UsageError
 from vlmdata.format.manifest import Manifest
 from vlmdata.loader.loader import StreamingLoader
 from vlmdata.packing.config import Blend
@@ -131,6 +131,18 @@ def test_a_refused_state_changes_nothing(chat: Path) -> None:
 
 def test_a_state_of_a_later_version_is_refused(chat: Path) -> None:
     assert "version 2" in refusal({**state_after(1, chat), "version": 2}, chat)
+
+
+def test_what_is_no_state_is_refused(chat: Path) -> None:
+    with stream(chat) as loader:
+        state = loader.state_dict()
+        for text in (None, json.dumps(state)):
+            with pytest.raises(UsageError, match=r"it must be what state_dict\(\) returned, a dictionary"):
+                loader.load_state_dict(text)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="the loader state has no 'step'"):
+            loader.load_state_dict({name: value for name, value in state.items() if name != "step"})
+        with pytest.raises(UsageError, match=r"micro_batch=-1\); all three count from 0"):
+            loader.load_state_dict({**state, "micro_batch": -1})
 
 
 def test_datasets_of_different_tokenizers_are_refused_by_name(chat: Path, chat_copy: Path) -> None:

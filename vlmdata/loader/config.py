@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from numbers import Real
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -66,6 +67,11 @@ class Packing:
     balance: bool = True
     cost: CostModel | str = DEFAULT_COST
 
+    def __post_init__(self) -> None:
+        _require_types(self)
+        if not isinstance(self.blend, Blend | None):
+            raise UsageError(f"blend is {self.blend!r}; it must be a Blend, such as Blend('tokens', (0.7, 0.3))")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
@@ -97,6 +103,7 @@ class Parallelism:
     vision_rank: int | None = None
 
     def __post_init__(self) -> None:
+        _require_types(self)
         rank, size = self.context_parallel_rank, self.context_parallel
         if rank is not None and not 0 <= rank < size:
             raise UsageError(f"context_parallel_rank {rank} of context_parallel {size}: ranks count from 0")
@@ -154,6 +161,9 @@ class Reading:
     multiprocessing_context: str | None = None
 
     def __post_init__(self) -> None:
+        _require_types(self)
+        if isinstance(self.parts, str):
+            raise UsageError(f"parts is {self.parts!r}; it must be a list, such as {[self.parts]}")
         unknown = [name for name in self.parts if name.lower() not in PARTS]
         if unknown:
             raise UsageError(f"parts {list(self.parts)}: {unknown[0]!r} is not one of {', '.join(PARTS)}")
@@ -215,6 +225,7 @@ class Service:
     shared_memory: bool = True
 
     def __post_init__(self) -> None:
+        _require_types(self)
         if not self.hedge > 0:
             raise UsageError(f"hedge is {self.hedge}; it must be more than 0 seconds")
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -289,6 +300,21 @@ class LoaderConfig:
             balance=packing.balance,
             cost=cost_model(packing.cost) if isinstance(packing.cost, str) else packing.cost,
         )
+
+
+def _require_types(group: Any) -> None:
+    """Raises an error if an option that is a number or a bool is something else, such as text of the environment."""
+    for each in dataclasses.fields(group):
+        value, wanted = getattr(group, each.name), str(each.type).removesuffix(" | None")
+        if value is None and wanted != each.type:
+            continue
+        # numpy's integers count as integers, and 0 and 1 as bools. A bool is no number.
+        if wanted == "int" and (isinstance(value, bool) or not hasattr(value, "__index__")):
+            raise UsageError(f"{each.name} is {value!r}; it must be an integer")
+        if wanted == "float" and (isinstance(value, bool) or not isinstance(value, Real)):
+            raise UsageError(f"{each.name} is {value!r}; it must be a number")
+        if wanted == "bool" and value not in (False, True):
+            raise UsageError(f"{each.name} is {value!r}; it must be True or False")
 
 
 @cache

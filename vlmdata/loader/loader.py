@@ -20,7 +20,7 @@ from vlmdata.errors import ConfigMismatchError, UsageError
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.loader.config import LoaderConfig, takes_loader_options
 from vlmdata.loader.damage import DamagedSample, SampleId, look_up, require_few
-from vlmdata.loader.open import fetched_as_chosen, open_data, require_one_tokenizer, sample_table
+from vlmdata.loader.open import fetched_as_chosen, locations_of, open_data, require_one_tokenizer, sample_table
 from vlmdata.loader.plans import EpochPlans
 from vlmdata.loader.ranks import DataParallel, data_parallel, given_data_parallel
 from vlmdata.loader.session import BatchSource, CurrentSession, LoadedBatch, Session
@@ -87,12 +87,12 @@ class StreamingLoader:
 
     @takes_loader_options
     def __init__(self, data: Location | Sequence[Location], config: LoaderConfig | None = None, **options: Any) -> None:
+        if not isinstance(config, LoaderConfig | None):
+            raise UsageError(f"config is {config!r}; it must be a LoaderConfig. Give single options by name")
         self.config = LoaderConfig.of(**options) if config is None else config.with_options(**options)
         self._data = data
         self._ranks = self._settle_ranks()
-        locations = [data] if isinstance(data, str | PathLike) else list(data)
-        if not locations:
-            raise UsageError("data: no datasets given")
+        locations = locations_of(data)
         reading, layout = self.config.reading, self.config.parallelism
         cache = Path(reading.cache_dir) if reading.cache_dir is not None else None
         opened = open_data(locations, cache, reading.cache_bytes, self.config.service)
@@ -233,6 +233,7 @@ class StreamingLoader:
             state: Result of :meth:`state_dict`, from any number of ranks if between steps.
 
         Raises:
+            UsageError: If it is no saved state.
             ConfigMismatchError: If data or plan have changed; lists every difference.
         """
         position = restore(state, self.dp_size, self.fingerprints, self.plan_config)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -72,6 +72,24 @@ def open_for_loading(
     else:
         source, dataset = LocalShards(Path(name)), VlmDataset(name)
     return dataset, dataset_shards(name, dataset.manifest, source)
+
+
+def locations_of(data: Any) -> list[str | PathLike[str]]:
+    """Returns the locations that a user gave: one, or several of them.
+
+    Raises:
+        UsageError: If there are none, or anything else was given.
+    """
+    if isinstance(data, str | PathLike):
+        return [data]
+    found: list[str | PathLike[str]] = []
+    for each in data if isinstance(data, Iterable) else [data]:
+        if not isinstance(each, str | PathLike):  # an opened dataset yields samples: stop at the first
+            raise UsageError(f"data is {data!r:.200}; it must be a folder, a URL, or a list of them")
+        found.append(each)
+    if not found:
+        raise UsageError("data: no datasets given")
+    return found
 
 
 @dataclass(frozen=True, eq=False)

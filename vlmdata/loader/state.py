@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vlmdata.errors import ConfigMismatchError
+from vlmdata.errors import ConfigMismatchError, UsageError
 from vlmdata.packing.config import ALGORITHMS, PlanConfig, concerns_assignment, config_differences
 
 STATE_VERSION = 1
@@ -70,13 +70,21 @@ def restore(
         plan: Current configuration of the plan.
 
     Raises:
+        UsageError: If it is no saved state.
         ConfigMismatchError: Listing every difference.
     """
+    if not isinstance(state, Mapping):
+        raise UsageError(f"the loader state is {state!r:.80}; it must be what state_dict() returned, a dictionary")
     if state.get("version") != STATE_VERSION:
         raise ConfigMismatchError(
             f"the loader state has version {state.get('version')}, but this vlmdata reads {STATE_VERSION}"
         )
+    for name in ("epoch", "step", "micro_batch", "dp_size", "plan", "datasets"):
+        if name not in state:
+            raise UsageError(f"the loader state has no {name!r}; it must be what state_dict() returned")
     position = Position(int(state["epoch"]), int(state["step"]), int(state["micro_batch"]))
+    if min(position.epoch, position.step, position.micro_batch) < 0:
+        raise UsageError(f"the loader state is at {position}; all three count from 0")
     differences = config_differences(dict(state["plan"]), plan)
     # Between steps it does not matter which rank ran which pack. Within a step it determines the remaining packs.
     changed = [line for line in differences if position.micro_batch or not concerns_assignment(line)]

@@ -8,6 +8,7 @@ import json
 import operator
 from dataclasses import dataclass, field
 from fractions import Fraction
+from numbers import Real
 from typing import Any, Literal
 
 from vlmdata.differences import differing
@@ -47,6 +48,8 @@ class Blend:
     def __post_init__(self) -> None:
         if self.by not in ("epochs", "tokens", "samples"):
             raise UsageError(f"blend by {self.by!r}: must be 'epochs', 'tokens' or 'samples'")
+        if not all(isinstance(weight, Real) for weight in self.weights):
+            raise UsageError(f"blend weights {list(self.weights)}: need numbers, not text")
         if not self.weights or min(self.weights) < 0 or not 0 < sum(self.weights) < float("inf"):
             raise UsageError(f"blend weights {list(self.weights)}: need numbers >= 0, not all 0")
         # 2 and 2.0 are the same weight and must have the same fingerprint.
