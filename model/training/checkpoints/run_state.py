@@ -105,10 +105,14 @@ def require_resumable(
     alone = [each.get("language_only", False) for each in (old, new)]
     if alone[0] != alone[1]:
         differences.append(f"model.language_only: {alone[0]} -> {alone[1]}".lower())
-    spread = [state.layout["ep"], config["parallel"]["ep"]]
-    if architecture.language.moe is not None and (spread[0] > 1) != (spread[1] > 1):
-        # Expert-parallel experts have their own optimizer.
-        differences.append(f"parallel.ep: {spread[0]} -> {spread[1]}")
+    sizes = [{name: layout[name] for name in ("tp", "ep")} for layout in (state.layout, config["parallel"])]
+    spread = [max(each.values()) > 1 for each in sizes]
+    if architecture.language.moe is not None and spread[0] != spread[1]:
+        # megatron-core gives experts an optimizer of their own if their ranks differ from those of the other layers:
+        # with expert parallelism, and with tensor parallelism, which divides no expert.
+        differences += [
+            f"parallel.{name}: {size} -> {sizes[1][name]}" for name, size in sizes[0].items() if size != sizes[1][name]
+        ]
     before, after = form_of(path, state), optimizer_form(learner)
     decisive = ("weights",) if learner.sharded is not None else tuple(before)
     differences += [

@@ -79,6 +79,19 @@ def test_settings_of_two_optimizers_in_a_chain_win(chats: Path, tmp_path: Path) 
         assert {(group["max_lr"], group["eps"]) for group in state[part]["param_groups"]} == {(5e-4, 1e-6)}
 
 
+def test_tensor_parallelism_gives_experts_an_optimizer_of_their_own(chats: Path, tmp_path: Path) -> None:
+    """Like --ep above 1, --tp above 1 spreads experts over ranks. A run may change between the two, not leave them."""
+    out = tmp_path / "run"
+    options = ("--preset", "tiny-moe", "--set", "data.global_batch=2", "--set", "data.pad_multiple=2")
+    first = Ranks(arguments_of(chats, out, *options, "--tp", "2", "--sp", steps=1), tmp_path / "first", 2)
+    assert first.wait() == [0, 0], first.said(0) + first.said(1)
+    alone = Ranks(arguments_of(chats, out, *options, "--resume", steps=2), tmp_path / "alone")
+    assert alone.wait() == [2]
+    assert "optimizer state does not fit: parallel.tp: 2 -> 1. Resume with the old settings" in alone.said(0)
+    second = Ranks(arguments_of(chats, out, *options, "--ep", "2", "--resume", steps=2), tmp_path / "second", 2)
+    assert second.wait() == [0, 0], second.said(0) + second.said(1)
+
+
 @pytest.mark.parametrize("layout", [("--tp", "2", "--sp"), ("--set", "parallel.fsdp=true")])
 def test_a_rank_that_cannot_write_ends_all_of_them(layout: tuple[str, ...], chats: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
