@@ -183,7 +183,10 @@ class Checkpoints:
         Raises:
             ConfigError: If the checkpoint is damaged, or of another model or optimizer.
         """
-        state = read_state(path)
+        try:
+            state = read_state(path)
+        except ValueError as error:
+            raise self._unreadable(path, str(error)) from error
         with self._reading(path):
             require_resumable(path, state, self._config.to_dict(), self._architecture, learner)
             notes = on_all_ranks(partial(self._check_files, path)) if self._config.run.verify else []

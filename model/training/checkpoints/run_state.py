@@ -47,12 +47,14 @@ def read_state(path: Path) -> RunState:
     """Reads the run state of a checkpoint.
 
     Raises:
-        ConfigError: If the folder is not a checkpoint.
+        ValueError: If its run.json is missing or damaged.
     """
     try:
         return RunState(**json.loads((path / "run.json").read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{path} is not a checkpoint of a run: {error}") from error
+    except OSError as error:
+        raise ValueError(f"run.json cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"run.json does not describe a run: {error}") from error
 
 
 def optimizer_form(learner: Learner) -> dict[str, str]:

@@ -302,6 +302,8 @@ class TestDamage:
             (".metadata", _truncate),
             (".metadata", Path.unlink),
             ("random-*.pt", _truncate),
+            ("run.json", _truncate),
+            ("run.json", Path.unlink),
         ],
     )
     def test_is_reported_with_the_checkpoint_before(
