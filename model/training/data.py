@@ -18,6 +18,7 @@ from vlmdata.errors import UsageError
 from vlmdata.format.manifest import Manifest
 from vlmdata.loader.config import Packing, Parallelism, Reading, Service
 from vlmdata.loader.open import DEFAULT_CACHE_BYTES, open_data
+from vlmdata.wording import counted
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def open_loader(
     """Opens the loader of this rank. Packs are balanced over ranks by this model's cost, given its frozen parts.
 
     Raises:
-        ConfigError: If no data is given, or sizes are incompatible.
+        ConfigError: If no data is given, sizes are incompatible, or data has images and the model no vision tower.
     """
     data, parallel, model = config.data, config.parallel, config.model
     require_data_named(data)
@@ -158,9 +159,24 @@ def open_loader(
             ),
             service_of(data),
         )
-        return StreamingLoader(data.paths, options)
+        loader = StreamingLoader(data.paths, options)
     except UsageError as error:
         raise ConfigError(str(error)) from error
+    if model.language_only:
+        _require_no_images(data, loader)
+    return loader
+
+
+def _require_no_images(data: DataConfig, loader: StreamingLoader) -> None:
+    """Raises an error if a dataset that the run reads has images."""
+    shares = data.blend or (1.0,) * len(loader.datasets)
+    for dataset, share in zip(loader.datasets, shares, strict=True):
+        images = dataset.manifest.totals.images
+        if images and share > 0:
+            raise ConfigError(
+                f"{dataset.name} has {counted(images, 'image')}, but model.language_only builds no vision tower: give "
+                "data without images, or leave model.language_only out"
+            )
 
 
 def manifest_of(config: TrainConfig) -> Manifest:

@@ -17,6 +17,8 @@ pytest.importorskip("megatron.core")
 from megatron.core import dist_checkpointing
 
 from model.training.settings.config import ConfigError
+from tests.chat_rows import write_jsonl
+from tests.conftest import build_dataset
 from tests.model.training.conftest import steps_of, train_here
 from vlmdata import StreamingLoader
 
@@ -40,6 +42,14 @@ def first(one_process: None, chats: Path, tmp_path_factory: pytest.TempPathFacto
     out = tmp_path_factory.mktemp("first") / "run"
     trained(chats, out, run__steps=2, run__save_every=1)
     return out
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Chats without images."""
+    folder = tmp_path_factory.mktemp("texts")
+    rows = [{"messages": [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "1"}]}] * 8
+    return build_dataset(write_jsonl(folder / "chat.jsonl", rows), folder / "texts", recipe="chat", pad_multiple=16)
 
 
 @pytest.fixture
@@ -126,7 +136,6 @@ class TestWhatCannotChange:
         [
             ({"model__freeze": ["vision"]}, r"model.freeze: \[\] -> \['vision'\]"),
             ({"model__mtp": False}, "model.mtp: true -> false"),
-            ({"model__language_only": True}, "model.language_only: false -> true"),
             ({"run__precision": "bf16"}, "optimizer weights: fp32 -> bf16"),
         ],
     )
@@ -136,13 +145,18 @@ class TestWhatCannotChange:
         newest = checkpoint(out, 2)
         with pytest.raises(ConfigError, match=f"{message}.*--weights {newest} and another --out"):
             trained(chats, out, resume=True, run__steps=3, **settings)
-        if settings.keys() & {"run__precision", "model__language_only"}:  # slow on a CPU; these chats have images
+        if "run__precision" in settings:  # slow on a CPU
             return
         # The way out is one: with a learning rate of zero the weights are those of the checkpoint.
         trained(chats, tmp_path / "new", model__weights=str(newest), optimizer__lr=0, optimizer__min_lr=0, **settings)
         old, new = weights_of(newest), weights_of(checkpoint(tmp_path / "new", 1))
         assert new.keys() == {name for name in old if settings != {"model__mtp": False} or "predictor" not in name}
         assert all(torch.equal(new[name], old[name].to(new[name].dtype)) for name in new)
+
+    def test_includes_the_vision_tower(self, one_process: None, texts: Path, tmp_path: Path) -> None:
+        trained(texts, tmp_path / "run")
+        with pytest.raises(ConfigError, match=r"model\.language_only: false -> true.*--weights .* and another --out"):
+            trained(texts, tmp_path / "run", resume=True, run__steps=2, model__language_only=True)
 
     def test_reports_checkpoints_that_do_not_say_what_they_are(self, chats: Path, out: Path) -> None:
         file = checkpoint(out, 2) / "run.json"
@@ -234,6 +248,17 @@ def _flip(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
+
+
+def test_images_for_a_model_without_a_tower_are_refused(chats: Path, texts: Path, run: Any) -> None:
+    message = r"chat has [0-9]+ images, but model\.language_only builds no vision tower: give data without images, or"
+    with pytest.raises(ConfigError, match=message):
+        run(model__language_only=True)
+    with pytest.raises(ConfigError, match=rf"data\.eval_paths {chats}: .*{message}"):
+        run(data__paths=[str(texts)], data__eval_paths=[str(chats)], model__language_only=True)
+    # No sample of a dataset without weight is read.
+    of_texts = {"data__paths": [str(chats), str(texts)], "data__blend": [0.0, 1.0], "data__global_batch": 1}
+    assert run(**of_texts, model__language_only=True, run__steps=1).steps == 1
 
 
 def test_settings_that_came_after_a_checkpoint_are_no_change(chats: Path, out: Path, capsys: Any) -> None:
