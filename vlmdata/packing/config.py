@@ -24,6 +24,9 @@ WINDOWS_VERSION = 2
 #: Names of the versions in :meth:`PlanConfig.to_dict`.
 ALGORITHMS = ("algorithm:", "windows_algorithm:")
 
+#: Boundaries in a pack are int32, a plan has at most that many samples, and patches are added up in int64.
+_MOST = {"capacity": 2**31 - 1, "global_batch": 2**31 - 1, "max_patches": 2**63 - 1}
+
 #: Settings that determine which rank runs which pack of a step. They change no pack and no step.
 ASSIGNMENT_SETTINGS = ("balance", "cost")
 
@@ -102,6 +105,8 @@ class PlanConfig:
             object.__setattr__(self, name, operator.index(value))
             if name != "seed" and value < 1:
                 raise UsageError(f"{name} is {value}; it must be at least 1")
+            if value > (most := _MOST.get(name, value)):
+                raise UsageError(f"{name} is {value}; it must be at most {most}")
         if self.last not in ("drop", "pad", "keep"):
             raise UsageError(f"last is {self.last!r}; it must be 'drop', 'pad' or 'keep'")
         if self.capacity < self.alignment:
