@@ -127,7 +127,24 @@ def load_weights(
     load = _load_distributed if (path / ".metadata").exists() else partial(_load_hf, place=place)
     notes = load(path, learner, config, architecture)
     learner.optimizer.reload_model_params()
-    return notes
+    return notes + _other_settings(path, config, architecture)
+
+
+def _other_settings(path: Path, config: TrainConfig, architecture: Architecture) -> list[str]:
+    """Returns a line if the weights' model computes differently, such as with other rotary frequencies.
+
+    Its tensors fit, or loading would have failed. Missing multi-token prediction has a line of its own.
+    """
+    if config.model.weights is None:  # those of the model
+        return []
+    differences = _differences(path, architecture, config.model.ignore_config_fields)
+    lines = [line for line in differences if "mtp" not in line]
+    if not lines:
+        return []
+    return [
+        f"the weights in {path} are of a model with other settings ({'; '.join(lines)}); this run uses those of "
+        "--preset or --hf. To train the weights' model, select it with --hf"
+    ]
 
 
 def _load_hf(
@@ -210,9 +227,13 @@ def _without_prediction(path: Path, fresh: bool) -> str:
 
 def _difference(path: Path, architecture: Architecture, ignore: Collection[str] = ()) -> str:
     """Describes how the weights' model differs from this one, if known."""
+    lines = _differences(path, architecture, ignore)
+    return f"they are of another model ({'; '.join(lines)}): " if lines else ""
+
+
+def _differences(path: Path, architecture: Architecture, ignore: Collection[str] = ()) -> list[str]:
     try:
         theirs = read_architecture(path, ignore)
     except VlmdataError:
-        return ""
-    lines = config_differences({"model": architecture_to_hf(theirs)}, {"model": architecture_to_hf(architecture)})
-    return f"they are of another model ({'; '.join(lines)}): " if lines else ""
+        return []
+    return config_differences({"model": architecture_to_hf(theirs)}, {"model": architecture_to_hf(architecture)})

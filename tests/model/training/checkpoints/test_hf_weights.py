@@ -162,6 +162,23 @@ def test_weights_of_another_model_are_reported(
         run(model__preset="tiny-moe", model__weights=str(checkpoint[0]), run__steps=1)
 
 
+def test_weights_of_a_model_that_computes_otherwise_are_pointed_out(
+    run: Callable[..., Any], checkpoint: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their tensors fit the preset, which has another rotary frequency."""
+    folder = Path(shutil.copytree(checkpoint[0], tmp_path / "rotated"))
+    settings = json.loads((folder / "config.json").read_text())
+    theta = settings["text_config"]["rope_parameters"]["rope_theta"]
+    settings["text_config"]["rope_parameters"]["rope_theta"] = 5 * theta
+    (folder / "config.json").write_text(json.dumps(settings))
+    line = f"other settings (model.text_config.rope_parameters.rope_theta: {5 * theta} -> {theta}); this run uses"
+    run("preset", model__weights=str(folder), run__steps=1)
+    assert line in capsys.readouterr().out
+    run("equal", model__weights=str(checkpoint[0]), run__steps=1)
+    run("theirs", model__hf=str(folder), run__steps=1)
+    assert "other settings" not in capsys.readouterr().out
+
+
 def test_files_without_prediction_need_a_word(run: Callable[..., Any], chats: Path, tmp_path: Path) -> None:
     """As transformers saves them."""
     write_checkpoint(tmp_path / "tiny", chats, mtp=False)
