@@ -69,7 +69,9 @@ def main(
     cp: Annotated[int | None, typer.Option(help=_LOADER["context_parallel"].summary)] = None,
     pp: Annotated[int | None, typer.Option(help="Pipeline stages.")] = None,
     ep: Annotated[int | None, typer.Option(help="Expert parallel size.")] = None,
-    freeze: Annotated[str | None, typer.Option(help="Parts to freeze, such as vision,merger.")] = None,
+    freeze: Annotated[
+        list[str] | None, typer.Option(help="Parts to freeze, such as vision,merger; may be repeated.")
+    ] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
     out: Annotated[str | None, typer.Option(help="Folder for logs and checkpoints.")] = None,
     save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints; 0: only at the end.")] = None,
@@ -109,7 +111,7 @@ def main(
     for name, setting in _SETTINGS.items():
         value = context.params[name]
         if value is not None and value not in ([], ()):  # typer passes either for an option that was not given
-            parts = [each for each in value.split(",") if each] if name == "freeze" else value
+            parts = [part for each in value for part in each.split(",") if part] if name == "freeze" else value
             overrides.append((setting, parts))
     raise typer.Exit(_run(config, [*overrides, *(set_ or [])], resume))
 

@@ -53,6 +53,11 @@ def test_what_is_named_wins(passed_on: Any) -> None:
     }
 
 
+def test_all_parts_of_a_repeated_option_are_frozen(passed_on: Any) -> None:
+    given = ("--freeze", "vision", "--freeze", "merger,language")
+    assert passed_on(*given)[1] == [("model.freeze", ["vision", "merger", "language"])]
+
+
 def test_parts_can_be_thawed(passed_on: Any) -> None:
     assert passed_on("--freeze", "")[1] == [("model.freeze", [])]
 
