@@ -7,6 +7,7 @@ import math
 import os
 import shlex
 import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -376,4 +377,6 @@ class _Loop:
         if world > int(os.environ.get("LOCAL_WORLD_SIZE", str(world))) or "SLURM_PROCID" in os.environ:
             start = "(launcher as before)"
         config = self._checkpoints.path_of(step) / "config.toml"
-        return f"{start} train.py --config {shlex.quote(str(config))} --resume"
+        # As the user named it: it may be called from another folder.
+        script = shlex.quote(sys.argv[0]) if Path(sys.argv[0]).name == "train.py" else "train.py"
+        return f"{start} {script} --config {shlex.quote(str(config))} --resume"

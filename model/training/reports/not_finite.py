@@ -18,6 +18,7 @@ from model.training.reports.logs import RunLog
 from model.training.settings.config import TrainConfig
 from model.training.step import MicroBatch, StepResult, digest
 from vlmdata.errors import ResourceError
+from vlmdata.wording import counted
 
 #: Number of samples in the message; the file lists all.
 _NAMED = 4
@@ -91,7 +92,7 @@ def _where(packs: list[dict[str, Any]]) -> str:
     first = guilty[0]
     keys = first["sample_keys"]
     more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
-    others = f" (and {len(guilty) - 1} other packs)" if len(guilty) > 1 else ""
+    others = f" (and {counted(len(guilty) - 1, 'other pack')})" if len(guilty) > 1 else ""
     return (
         f"The loss is not finite in micro-batch {first['micro_batch']} of data-parallel rank "
         f"{first['data_parallel_rank']}: samples {', '.join(keys[:_NAMED])}{more}{others}."

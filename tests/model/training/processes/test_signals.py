@@ -8,6 +8,7 @@ import shlex
 import signal
 import stat
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -111,6 +112,18 @@ class TestInTheProcess:
         said = capsys.readouterr().out
         assert "interrupted: step 2 is saved" in said
         assert said.rstrip().endswith(f"python train.py --config {checkpoint / 'config.toml'} --resume")
+
+    def test_the_next_command_names_the_script_as_the_user_did(
+        self,
+        run: Callable[..., Any],
+        signal_at: Callable[[int], None],
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        monkeypatch.setattr(sys, "argv", ["/my code/train.py"])
+        signal_at(3)
+        run(**SMALL)
+        assert "python '/my code/train.py' --config " in capsys.readouterr().out
 
     def test_a_signal_in_the_last_step_does_not_interrupt(
         self, run: Callable[..., Any], signal_at: Callable[[int], None], capsys: pytest.CaptureFixture[str]
