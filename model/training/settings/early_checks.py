@@ -48,7 +48,7 @@ def require_data_named(data: DataConfig) -> None:
         ConfigError: If no data is given.
     """
     if not data.paths:
-        raise ConfigError("no data: give a dataset directory with --data, written by `vlmdata preprocess`")
+        raise ConfigError("no data: give a dataset directory with --data, written by `vlmdata preprocess`, or --config")
 
 
 def _require_folder(setting: str, value: str) -> None:

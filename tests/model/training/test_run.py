@@ -229,5 +229,6 @@ class TestTheCommand:
         process = Ranks(arguments, tmp_path / "said")
         assert process.wait() == [2]
         assert (
-            process.said(0) == "error: no data: give a dataset directory with --data, written by `vlmdata preprocess`\n"
+            process.said(0) == "error: no data: give a dataset directory with --data, written by "
+            "`vlmdata preprocess`, or --config\n"
         )
