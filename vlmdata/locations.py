@@ -14,7 +14,7 @@ from functools import lru_cache
 from os import PathLike, fspath
 from typing import Any
 
-from vlmdata.errors import SourceError
+from vlmdata.errors import SourceError, UsageError
 
 _FILE_URL = re.compile(r"file://(?:localhost)?(?=/)", re.IGNORECASE)
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -35,8 +35,13 @@ def without_file_scheme(location: str) -> str:
 
 
 def place_of(location: str | PathLike[str]) -> str:
-    """Returns the location of a dataset without a trailing slash. A ``file:///…`` URL becomes a path."""
-    place = without_file_scheme(fspath(location))
+    """Returns the location of a dataset without a trailing slash. A ``file:///…`` URL becomes a path.
+
+    Raises:
+        UsageError: If it is empty, as ``"$OUT"`` is without that variable.
+    """
+    if not (place := without_file_scheme(fspath(location))):
+        raise UsageError('a folder or URL is empty, like "$OUT" if OUT is not set; "." is the current folder')
     return place.rstrip("/") or place
 
 

@@ -16,9 +16,11 @@ def source_place(spec: str) -> str:
     """Returns the source as a path, URL, hub id or ``demo``; a ``file:///…`` URL becomes a path.
 
     Raises:
-        SourceError: If it is the URL of a whole hub dataset.
+        SourceError: If it is empty, or the URL of a whole hub dataset.
     """
     spec = without_file_scheme(spec)
+    if not spec:
+        raise SourceError('SOURCE is empty, like "$DATA" if DATA is not set; "." is the current folder')
     if _HUB_DATASET.fullmatch(spec):
         raise SourceError(f"SOURCE {spec}: give only the id of a hub dataset, such as naver-clova-ix/cord-v2")
     return spec

@@ -20,7 +20,7 @@ import pytest
 import vlmdata
 from tests.chat_rows import MIXED_ACCEPTED
 from tests.verify.rewriting import rewrite_manifest, sha256
-from vlmdata.errors import DatasetFormatError
+from vlmdata.errors import DatasetFormatError, UsageError
 from vlmdata.format.schema import INDEX_NAME, MANIFEST_NAME
 
 ACCEPTED = [row for rows in MIXED_ACCEPTED for row in rows]
@@ -206,6 +206,19 @@ class TestErrors:
         for opened in (vlmdata.open_dataset, lambda path: vlmdata.StreamingLoader(path, capacity=4096, global_batch=1)):
             with pytest.raises(DatasetFormatError, match=r"index\.parquet: its sha256 is \w+…, the manifest says"):
                 opened(mixed_copy)
+
+    def test_a_manifest_without_its_last_shard(self, mixed_copy):
+        manifest = json.loads((mixed_copy / MANIFEST_NAME).read_text())
+        manifest["shards"].pop()
+        (mixed_copy / MANIFEST_NAME).write_text(json.dumps(manifest))
+        with pytest.raises(DatasetFormatError, match=r"shards of the manifest have \d samples?, but"):
+            vlmdata.open_dataset(mixed_copy)
+
+    def test_an_empty_place_is_not_the_current_folder(self, mixed_dataset, monkeypatch):
+        monkeypatch.chdir(mixed_dataset)
+        assert len(vlmdata.open_dataset(".")) == 6
+        with pytest.raises(UsageError, match="a folder or URL is empty"):
+            vlmdata.open_dataset("")
 
     @pytest.mark.parametrize("keep", [0, 512, -1])
     def test_a_cut_shard_is_an_error_and_not_a_crash(self, mixed_copy, keep):

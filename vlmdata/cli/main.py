@@ -23,6 +23,10 @@ EXIT_OK, EXIT_FAILED_CHECK, EXIT_USAGE, EXIT_RESOURCES, EXIT_INTERRUPTED = 0, 1,
 _ORDER = ("preprocess", "finish", "join", "verify", "inspect", "plan", "serve", "recode", "convert")
 
 
+#: Commands that continue where an interrupted one ended.
+_CONTINUING = (["preprocess"], ["join"], ["recode"])
+
+
 class _Interrupted(Exception):
     """Ctrl-C. typer itself would exit silently."""
 
@@ -88,7 +92,11 @@ def main() -> None:
     except VlmdataError as error:
         _fail(str(error), EXIT_RESOURCES if isinstance(error, ResourceError) else EXIT_USAGE)
     except (KeyboardInterrupt, _Interrupted):
-        _fail("interrupted; finished work is kept, and the same command continues", EXIT_INTERRUPTED)
+        continues = sys.argv[1:2] in _CONTINUING
+        _fail(
+            "interrupted" + ("; finished work is kept, and the same command continues" if continues else ""),
+            EXIT_INTERRUPTED,
+        )
     except BrokenPipeError:  # `vlmdata … | head` is not an error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_OK)

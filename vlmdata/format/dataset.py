@@ -59,6 +59,11 @@ class VlmDataset:
                 f"{self.name}: the index has {counted(len(self.index), 'row')}, but the manifest has "
                 f"{counted(self.manifest.totals.samples, 'sample')}. Run `vlmdata verify` on it."
             )
+        if (held := sum(shard.samples for shard in self.manifest.shards)) != len(self.index):
+            raise DatasetFormatError(
+                f"{self.name}: the shards of the manifest have {counted(held, 'sample')}, but the index has "
+                f"{counted(len(self.index), 'row')}. Run `vlmdata verify` on it."
+            )
         self._require_unchanged_index()
         for member in OPTIONAL_MEMBERS:
             if member.feature in self.manifest.features and member.name not in self.index.optional_members:

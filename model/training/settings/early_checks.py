@@ -52,6 +52,8 @@ def require_data_named(data: DataConfig) -> None:
 
 
 def _require_folder(setting: str, value: str) -> None:
+    if not value:
+        raise ConfigError(f'{setting} is empty, like "$OUT" if OUT is not set; "." is the current folder')
     if "://" in value:
         raise ConfigError(
             f"{setting} is {value!r}: a run's folder must be on a file system. Mount the storage, or copy the folder "

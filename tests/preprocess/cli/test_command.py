@@ -374,6 +374,16 @@ class TestExitCodes:
         assert ended.stderr.endswith("error: interrupted; finished work is kept, and the same command continues\n")
         assert "Traceback" not in ended.stderr
 
+    def test_ctrl_c_promises_nothing_of_a_command_that_only_reads(
+        self, vlmdata: Callable[..., Ended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def interrupted(*_: Any, **__: Any) -> Any:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("vlmdata.format.manifest.Manifest.read", interrupted)
+        ended = vlmdata("verify", tmp_path)
+        assert (ended.code, ended.stderr) == (130, "error: interrupted\n")
+
     def test_a_reader_that_goes_away_is_no_error_of_ours(self) -> None:
         piped = subprocess.Popen(
             [*COMMAND, "preprocess", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()

@@ -245,6 +245,10 @@ class TestPlaces:
         refused(ended, f"--out {chats}{inside}: {chats} is a file", opened=False)
         assert chats.read_text().count("\n") == 2
 
+    def test_empty_places_are_not_the_current_folder(self, vlmdata: Command, chats: Path) -> None:
+        refused(vlmdata("preprocess", chats, "--out", "", *TOKENIZER), "a folder or URL is empty", opened=False)
+        refused(vlmdata("preprocess", "", "--out", "out", *TOKENIZER), "SOURCE is empty", opened=False)
+
     def test_finish_of_a_file_is_refused(self, vlmdata: Command, chats: Path) -> None:
         refused(vlmdata("finish", chats), f"OUT {chats}: {chats} is a file. Give a folder.", opened=False)
 

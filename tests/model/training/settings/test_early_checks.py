@@ -44,6 +44,12 @@ def test_it_is_refused_before_torch_and_again_when_the_model_is_chosen(
             refuse(config)
 
 
+def test_an_empty_folder_for_the_run_is_refused(chats: Path) -> None:
+    config = load_config(None, [("data.paths", [str(chats)]), ("run.out", "")])
+    with pytest.raises(ConfigError, match=r"run\.out is empty"):
+        check_early(config)
+
+
 def test_a_url_for_the_runs_folder_is_refused(chats: Path) -> None:
     config = load_config(None, [("data.paths", [str(chats)]), ("run.out", "s3://bucket/run")])
     with pytest.raises(ConfigError, match=r"run\.out is 's3://bucket/run': a run's folder must be on a file system"):
