@@ -60,7 +60,7 @@ def target_size(
     try:
         return _target_size(height, width, request, bounds, family, what)
     except AspectRatioError as error:
-        raise MediaError(Reason.ASPECT_RATIO, str(error)) from error
+        raise MediaError(Reason.ASPECT_RATIO, f"{what}: {error}") from error
 
 
 def _target_size(

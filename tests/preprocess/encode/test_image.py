@@ -27,8 +27,9 @@ def test_what_media_refuses_rejects_the_row() -> None:
 
 @pytest.mark.parametrize(("width", "height"), [(402, 2), (2, 402), (603, 3)])
 def test_aspect_ratio_over_200(width: int, height: int) -> None:
-    with pytest.raises(RowRejected, match=f"{width}x{height} pixels: aspect ratio 201.0, over 200") as raised:
-        encode_image(ImagePart(encoded_image(width, height)), ImageConfig(), FAMILY, "image")
+    with pytest.raises(RowRejected) as raised:
+        encode_image(ImagePart(encoded_image(width, height)), ImageConfig(), FAMILY, "images[3]")
+    assert raised.value.message == f"images[3]: {width}x{height} pixels: aspect ratio 201.0, over 200"
     assert raised.value.reason is Reason.ASPECT_RATIO
 
 
