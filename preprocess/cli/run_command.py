@@ -107,6 +107,7 @@ def run_command(
                 revision=revision,
                 limit=limit,
                 hash_source=hash_source,
+                image_root=config.media.image_root,
                 drawn=drawn,
             )
             for name in names

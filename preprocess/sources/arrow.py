@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +23,15 @@ _NO_ROWS = ("SchemaInferenceError", "corresponds to no data")
 
 @dataclass(frozen=True, eq=False)
 class ArrowRows:
-    """Rows of a ``datasets.Dataset`` in Arrow format, so images come as stored bytes. Workers map the same files."""
+    """Rows of a ``datasets.Dataset`` in Arrow format, so images come as stored bytes. Workers map the same files.
+
+    Attributes:
+        dataset: The dataset.
+        image_roots: Names of the folder that paths of image files become relative to if they are below it.
+    """
 
     dataset: Any
+    image_roots: tuple[Path, ...] = ()
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -37,7 +44,8 @@ class ArrowRows:
         """Column values of one row."""
         record = self.dataset[number : number + 1].to_pylist()[0]
         features = self.dataset.features
-        return {name: decode_json(value, features[name]) for name, value in record.items()}
+        values = {name: decode_json(value, features[name]) for name, value in record.items()}
+        return {name: _relative(value, self.image_roots) for name, value in values.items()}
 
 
 def open_files(builder: str, files: Sequence[Path], split: str | None, root: Path) -> Source:
@@ -61,15 +69,25 @@ def open_files(builder: str, files: Sequence[Path], split: str | None, root: Pat
     return _source(dataset, identity, str(root))
 
 
-def open_folder(folder: Path, split: str | None, config_name: str | None) -> Source:
-    """Opens a folder by the rules of ``datasets``: an image folder, or one whose dataset card describes it."""
+def open_folder(folder: Path, split: str | None, config_name: str | None, image_root: str | None) -> Source:
+    """Opens a folder by the rules of ``datasets``: an image folder, or one whose dataset card describes it.
+
+    Args:
+        folder: The folder.
+        split: The split to read.
+        config_name: The requested configuration.
+        image_root: Folder that image paths are relative to; None for ``folder``.
+    """
     what = f"SOURCE {folder}"
     builder = _guarded(what, "load_dataset_builder", str(folder), config_name)
     data_files = builder.config.data_files or {}
     name = choose_split(what, data_files, split)
     identity = {"kind": "files", "split": name, **_identify([Path(file) for file in data_files[name]], folder)}
     dataset = _guarded(what, "load_dataset", str(folder), config_name, split=name, cache_dir=_cache_for(identity))
-    return _source(dataset, identity, str(folder))
+    # `datasets` gives absolute paths. A copy of the folder elsewhere must have the same rows.
+    root = str(folder) if image_root is None else image_root
+    roots = (Path(os.path.abspath(root)), Path(root).resolve())
+    return Source.whole(ArrowRows(dataset.with_format("arrow"), roots), identity, str(folder))
 
 
 def open_saved(path: Path, split: str | None) -> Source:
@@ -144,6 +162,19 @@ def _identify(files: Sequence[Path], root: Path) -> dict[str, Any]:
 
 def _source(dataset: Any, identity: Mapping[str, Any], image_root: str | None) -> Source:
     return Source.whole(ArrowRows(dataset.with_format("arrow")), identity, image_root)
+
+
+def _relative(value: Any, roots: Sequence[Path]) -> Any:
+    """Makes the paths of image files below one of ``roots`` relative to it."""
+    if isinstance(value, Mapping) and value.keys() == {"bytes", "path"}:
+        path = value["path"]
+        if value["bytes"] is None and isinstance(path, str):
+            for root in roots:
+                if Path(path).is_relative_to(root):
+                    return {"bytes": None, "path": Path(path).relative_to(root).as_posix()}
+    elif isinstance(value, list):
+        return [_relative(item, roots) for item in value]
+    return value
 
 
 def _guarded(what: str, function: str, *arguments: Any, hub: bool = False, **options: Any) -> Any:

@@ -57,6 +57,7 @@ def open_source(
     revision: str | None = None,
     limit: int | None = None,
     hash_source: bool = False,
+    image_root: str | None = None,
     drawn: Callable[[int], None] | None = None,
 ) -> Source:
     """Opens a source of rows.
@@ -70,6 +71,7 @@ def open_source(
         revision: Hub branch, tag or commit.
         limit: Number of first rows to read; for the demo, number of rows to draw.
         hash_source: Whether to identify all files by their bytes.
+        image_root: Folder or URL that image paths are relative to; None for the source's folder.
         drawn: Called with the number of demo rows drawn so far.
 
     Raises:
@@ -82,7 +84,7 @@ def open_source(
     elif is_url(spec):
         source = _remote(spec, split, hash_source)
     elif (path := Path(spec)).exists() or glob.has_magic(spec):
-        source = _local(path, split, config_name, hash_source)
+        source = _local(path, split, config_name, hash_source, image_root)
     elif _HUB_ID.fullmatch(spec) and kind_of(spec) is None:
         source = _hub(HubDataset.find(spec, split, config_name, revision))
     else:
@@ -105,11 +107,13 @@ def _demo(layout: str, rows: int, on_row: Callable[[int], None] | None) -> Sourc
     return dataclasses.replace(drawn, identity=identity, image_root=None)
 
 
-def _local(path: Path, split: str | None, config_name: str | None, hash_source: bool) -> Source:
+def _local(
+    path: Path, split: str | None, config_name: str | None, hash_source: bool, image_root: str | None = None
+) -> Source:
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         return arrow.open_saved(path, split)
     if path.is_dir():
-        return _folder(path, split, config_name, hash_source)
+        return _folder(path, split, config_name, hash_source, image_root)
     files = matching(str(path))
     return _named_files(str(path), files, split, hash_source)
 
@@ -139,7 +143,9 @@ def _named_files(spec: str, files: Sequence[DataFile], split: str | None, hash_s
     return _files(kind, files, None, parent(files[0].place), hash_source)
 
 
-def _folder(folder: Path, split: str | None, config_name: str | None, hash_source: bool) -> Source:
+def _folder(
+    folder: Path, split: str | None, config_name: str | None, hash_source: bool, image_root: str | None
+) -> Source:
     content = FolderContent.look(folder)
     if not content.is_for_datasets and config_name is None:
         kind, name, names = content.choose(split)
@@ -149,7 +155,7 @@ def _folder(folder: Path, split: str | None, config_name: str | None, hash_sourc
             f"SOURCE {folder}: `datasets` takes a folder whose path holds *, ? or [ for a pattern; "
             "rename it, link to it by another name, or give its files"
         )
-    return arrow.open_folder(folder, split, config_name)
+    return arrow.open_folder(folder, split, config_name, image_root)
 
 
 def _hub(dataset: HubDataset) -> Source:

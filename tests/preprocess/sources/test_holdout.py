@@ -24,7 +24,7 @@ from preprocess.sources.open import open_source
 from preprocess.sources.rows import Source
 from preprocess.sources.selected import SelectedRows
 from tests.chat_rows import write_jsonl
-from tests.conftest import tree_bytes
+from tests.conftest import encoded_image, tree_bytes
 from vlmdata.errors import SourceError
 from vlmdata.format.dataset import open_dataset
 from vlmdata.format.ledger import read_ledger
@@ -259,3 +259,21 @@ class TestVerify:
     def test_a_selection_of_the_wrong_form(self, divided, tmp_path):
         with pytest.raises(Exception, match=r"manifest.json: source.selection has the wrong form: 7"):
             self.faults(divided, tmp_path, source={"selection": 7})
+
+
+def test_a_copy_of_an_image_folder_elsewhere_is_the_same_source(tmp_path: Path) -> None:
+    """Its paths are relative to the folder, whatever the folder is called, or to the named root."""
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    for i in range(12):
+        (photos / f"{i}.png").write_bytes(encoded_image(64, 64))
+    write_jsonl(photos / "metadata.jsonl", [{"file_name": f"{i}.png", "text": f"a photo, {i}"} for i in range(12)])
+    shutil.copytree(photos, tmp_path / "elsewhere" / "copy")
+    (tmp_path / "link").symlink_to(photos)
+    first = open_source(str(photos))
+    assert first.row(3).values["image"] == {"bytes": None, "path": "3.png"}
+    assert open_source(str(photos), image_root=str(tmp_path)).row(3).values["image"]["path"] == "photos/3.png"
+    for other in ("elsewhere/copy", "link"):
+        source = open_source(str(tmp_path / other))
+        assert source.identity == first.identity
+        assert [source.row(number).values for number in range(12)] == [first.row(number).values for number in range(12)]
