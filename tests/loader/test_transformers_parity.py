@@ -235,3 +235,20 @@ def test_the_loop_of_the_guide_learns(receipts: Path, guide: dict[str, Callable[
         after = guide["token_losses"](learner, first).sum()
         guide["keep_samples_apart"](before := copy.deepcopy(model))
         assert float(after) < 0.9 * float(guide["token_losses"](before, first).sum())
+
+
+def test_the_loop_of_the_guide_takes_the_steps_of_the_plan(
+    chat: Path, guide: dict[str, Callable[..., Any]], model: Any
+) -> None:
+    """Also if a run continues within a step, whose remaining packs are then fewer."""
+    learner = copy.deepcopy(model).train()
+    optimizer = torch.optim.SGD(learner.parameters(), lr=0.0)
+    with stream(chat, global_batch=3, capacity=1024) as loader:
+        next(iter(loader))
+        at = loader.position
+        assert at.micro_batch == 1
+        stepped = []
+        optimizer.register_step_post_hook(lambda *_: stepped.append(loader.position))
+        guide["train"](learner, optimizer, loader, 1)
+        assert {each.micro_batch for each in stepped} == {0}
+        assert len(stepped) == loader.steps(0) > 1
