@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -210,3 +211,14 @@ def test_a_row_of_several_samples_leads_to_each_of_them(lists: Path) -> None:
 def test_the_default_capacity_holds_the_longest_sample(demo_dataset: VlmDataset, demo_raw: list[RawSample]) -> None:
     assert default_capacity([demo_dataset]) == 8192
     assert max(sample.length for sample in demo_raw) < 8192
+
+
+def test_the_python_code_of_the_page_runs(demo: Path) -> None:
+    """``docs/inspect.md``, with a dataset of eight receipts."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "inspect.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert blocks
+    for block in blocks:
+        code = block.replace("data/cord", str(demo)).replace("000000017", "000000007")
+        code = code.replace("dataset, 17", "dataset, 7")
+        exec(compile(code, "docs/inspect.md", "exec"), {})
