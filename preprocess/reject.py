@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vlmdata.format.ledger import Reason
-from vlmdata.wording import excerpt
+from vlmdata.wording import encodable, excerpt
 
 __all__ = ["RowRejected", "excerpt"]
 
@@ -17,6 +17,6 @@ class RowRejected(Exception):
     """
 
     def __init__(self, reason: Reason, message: str):
-        super().__init__(f"{reason.value}: {message}")
         self.reason = reason
-        self.message = message
+        self.message = encodable(message)
+        super().__init__(f"{reason.value}: {self.message}")

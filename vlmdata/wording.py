@@ -41,6 +41,11 @@ def excerpt(value: object, limit: int = 80) -> str:
     return text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"
 
 
+def encodable(text: str) -> str:
+    """Text of a row as it can be written anywhere: half of a character (a lone surrogate) becomes its escape."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def _plural(noun: str) -> str:
     if noun.endswith(("s", "x", "z", "ch", "sh")):
         return f"{noun}es"

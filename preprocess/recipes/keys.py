@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from vlmdata.wording import encodable
+
 #: Columns about the origin or topic of a row that do not affect learning.
 HARMLESS_COLUMNS = frozenset(
     {
@@ -86,7 +88,7 @@ class KeyLog:
         for key in values.keys() - used:
             if not is_empty(values[key]):
                 known = key in harmless or key.endswith("_id")
-                (self._harmless if known else self._unknown).add(where + key)
+                (self._harmless if known else self._unknown).add(encodable(where + key))
 
     @property
     def harmless(self) -> tuple[str, ...]:

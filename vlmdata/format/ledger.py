@@ -12,6 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from vlmdata.errors import DatasetFormatError
+from vlmdata.wording import encodable
 
 
 class Reason(StrEnum):
@@ -57,7 +58,7 @@ class Rejection:
     Attributes:
         row: Source row.
         reason: Reason for the rejection.
-        message: Description of the problem, with field and value.
+        message: Description of the problem, with field and value. Halves of characters in it become text.
         sample: Number within the row's list; None if the whole row was rejected.
     """
 
@@ -66,10 +67,13 @@ class Rejection:
     message: str
     sample: int | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", encodable(self.message))
+
     def to_line(self) -> bytes:
         """Returns the ledger line with its newline. ``sample`` is included only if it is not None."""
         fields = {name: value for name, value in asdict(self).items() if value is not None}
-        return (json.dumps(fields, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+        return (json.dumps(fields, ensure_ascii=False) + "\n").encode()
 
 
 def read_ledger(path: Path) -> Iterator[Rejection]:

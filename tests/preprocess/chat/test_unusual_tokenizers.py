@@ -34,6 +34,7 @@ from tests.preprocess.chat.unusual import (
 )
 from vlmdata.errors import SourceError
 from vlmdata.format.ledger import Reason, read_ledger
+from vlmdata.format.manifest import Manifest
 from vlmdata.verify.dataset import verify_dataset
 
 IMAGES = ImageConfig(1024, 65_536)
@@ -356,6 +357,19 @@ def test_a_lone_surrogate_is_a_reason_of_its_own_with_its_place(tmp_path: Path) 
     assert [(each.row, each.reason) for each in found] == [(0, Reason.INVALID_UNICODE), (1, Reason.INVALID_UNICODE)]
     assert found[0].message.startswith("message 2 of 2 (assistant): character 5 is the lone surrogate \\ud800")
     assert "after 'Good '" in found[0].message
+    assert verify_dataset(tmp_path / "out").faults == []
+
+
+def test_surrogates_in_keys_and_messages_do_not_stop_the_dataset(tmp_path: Path) -> None:
+    """Where text goes into a file or to the terminal, they are written out."""
+    good = {"messages": [turn("user", "Hi"), turn("assistant", "b")]}
+    rows: list[Any] = [good | {"k\ud800": 1}, {"messages": [turn("us\udfffer", "Hi"), turn("assistant", "b")]}]
+    source = open_source(str(write_jsonl(tmp_path / "rows.jsonl", rows)), layout="chat")
+    preprocess_dataset(source, tmp_path / "out", PreprocessConfig(recipe="chat", image=IMAGES))
+    assert Manifest.read(tmp_path / "out").unknown_keys == {"k\\ud800": 1}
+    (found,) = read_ledger(tmp_path / "out" / "rejected.jsonl")
+    assert found.message.startswith("messages[0].role is us\\udfffer")
+    assert rb"us\\udfffer" in (tmp_path / "out" / "rejected.jsonl").read_bytes()  # not half of a character in JSON
     assert verify_dataset(tmp_path / "out").faults == []
 
 
