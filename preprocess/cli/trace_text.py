@@ -35,7 +35,9 @@ def print_trace(console: Console, traced: TracedRow, recipe: str, tokenizer: Cha
     """
     console.print(Text(f"source row {traced.number:,} of {traced.rows:,}", "bold"))
     if traced.row is not None:
-        console.print(facts(*((str(name), data(_shown(value)), "") for name, value in traced.row.values.items())))
+        console.print(
+            facts(*((visible(str(name)), data(_shown(value)), "") for name, value in traced.row.values.items()))
+        )
     console.print()
     if traced.error is not None:
         _print_error(console, traced.error, "the row is rejected" if traced.row is None else f"recipe {recipe}")

@@ -75,6 +75,14 @@ def test_keys_that_are_not_used_are_shown(trace: Trace, tmp_path: Path) -> None:
     assert "unused keys id harmless unused keys mood unknown to the recipe" in words
 
 
+def test_characters_of_keys_that_a_terminal_cannot_show_are_escaped(trace: Trace, tmp_path: Path) -> None:
+    row = {"messages": [turn("user", "Hi"), turn("assistant", "b")], "k\ud800": 1, "k\x1b[31m": 2}
+    code, out, _ = trace(0, of=write_jsonl(tmp_path / "chat.jsonl", [row]), recipe="chat")
+    assert code == 0
+    assert r"k\ud800" in out
+    assert r"k\x1b[31m" in out.partition("recipe chat")[0]
+
+
 def test_a_split_document_shows_its_pieces(trace: Trace, tmp_path: Path) -> None:
     picture = data_uri(width=128, height=128)
     row = {"text": "A picture: <image><image>" + "word " * 20, "images": [picture, picture]}
