@@ -157,6 +157,9 @@ def test_a_join_needs_two_and_a_place_of_its_own(two: tuple[Path, Path]) -> None
         join(two[0], out=two[1])
     with pytest.raises(UsageError, match="it is one of the datasets"):
         join(*two, out=two[1])
+    with pytest.raises(UsageError, match=r"or in one \(.*b/out\)"):
+        join(*two, out=two[1] / "joined")
+    assert not (two[1] / "joined").exists()
 
 
 def test_an_object_store_copies_the_shards_itself(

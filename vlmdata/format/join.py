@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from vlmdata.format.schema import (
 )
 from vlmdata.format.selection import SELECTION, Selection, rows_digest
 from vlmdata.format.shard import ABSENT
+from vlmdata.locations import is_url
 from vlmdata.store import LockedError, Store
 from vlmdata.store.hashing import Hashing
 from vlmdata.store.transfer import How, transfer
@@ -130,12 +132,13 @@ def join_datasets(
             readers assume to be equal, or ``out`` has other contents.
         DatasetFormatError: If a dataset cannot be read.
         ResourceError: If the disk is full, or another command is at work in ``out``.
-        UsageError: If there are fewer than two datasets, or ``out`` is one of them.
+        UsageError: If there are fewer than two datasets, or ``out`` is one of them or within one.
     """
     if len(sources) < 2:
         raise UsageError("vlmdata join: give at least two datasets")
-    if out.place in [each.place for each in sources]:
-        raise UsageError(f"--out {out}: it is one of the datasets to join; give another folder")
+    for each in sources:
+        if f"{_place(out)}/".startswith(f"{_place(each)}/"):
+            raise UsageError(f"--out {out}: it is one of the datasets to join, or in one ({each}); give another folder")
     parts = _parts(sources)
     plan = json.dumps([part.manifest.fingerprint for part in parts]).encode()
     try:
@@ -204,6 +207,10 @@ def _require_alike(store: Store, one: Manifest, other_store: Store, other: Manif
 def _option(manifest: Manifest, name: str) -> Any:
     options = manifest.config.get("options")
     return options.get(name) if isinstance(options, Mapping) else None
+
+
+def _place(store: Store) -> str:
+    return store.place if is_url(store.place) else os.path.realpath(store.place)
 
 
 def _begin(out: Store, plan: bytes) -> None:
