@@ -247,7 +247,8 @@ def test_sigterm_to_torchrun_saves_and_ends_all(chats: Path, tmp_path: Path, run
     assert saved < 200
     assert f"interrupted: step {saved} is saved" in stdout
     checkpoint = out / "checkpoints" / f"step-{saved:08d}" / "config.toml"
-    assert f"torchrun --nproc-per-node 2 --master-addr 127.0.0.1 train.py --config {checkpoint} --resume" in stdout
+    launcher = "torchrun --nproc-per-node 2 --master-addr 127.0.0.1"
+    assert f"{launcher} {ROOT / 'train.py'} --config {checkpoint} --resume" in stdout
     # torchrun itself always ends like this; our ranks add nothing to it.
     assert process.returncode == 1
     assert "train.py" not in stderr
