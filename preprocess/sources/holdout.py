@@ -1,13 +1,14 @@
 """Holds out a share of the rows for validation, by their content.
 
 A row is held out if a hash of its content is below the share. Its position and the other rows do not matter. A row
-stays on its side with more rows, another order or another kind of file. Equal rows are on the same side. A larger
-share includes the rows of a smaller one.
+stays on its side with more rows, another order or another kind of file (docs/decisions/0071). Equal rows are on the
+same side. A larger share includes the rows of a smaller one.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
@@ -31,6 +32,10 @@ TRAIN, VALIDATION = "train", "validation"
 _ROWS_PER_JOB = 1024
 #: Smaller sources use no workers, which take seconds to start.
 _SECONDS_ALONE = 3.0
+#: JSON's and Arrow's text of truth values, as Python and pandas write it.
+_TRUTHS = {"true": "True", "false": "False"}
+#: Length of the longest float that Python writes.
+_LONGEST_FLOAT = 24
 
 
 def hold_out(
@@ -77,15 +82,42 @@ def is_held_out(values: Mapping[str, Any], share: float) -> bool:
 
 
 def content_hash(values: Mapping[str, Any]) -> int:
-    """Returns a 64-bit hash of a row's content.
+    """Returns a 64-bit hash of a row's content, equal for every kind of file that holds the row.
 
-    Images stored in the row are hashed by their bytes, regardless of name, and image files by their path. Keys without
-    a value count as absent, and 1.0 as 1, because both depend on other rows in some kinds of files. The key of a
-    WebDataset sample is ignored.
+    Columns are hashed as text, because CSV holds text only. Images stored in the row are hashed by their bytes,
+    regardless of name, and image files by their path. Keys without a value count as absent, and 1.0 as 1, because both
+    depend on other rows in some kinds of files. The key of a WebDataset sample is ignored.
     """
     digest = xxhash.xxh3_64()
-    _feed(digest.update, {name: value for name, value in values.items() if name != KEY_COLUMN})
+    columns = {name: _as_text(value) for name, value in values.items() if name != KEY_COLUMN and value is not None}
+    _feed(digest.update, {name: value for name, value in columns.items() if value != ""})  # as an empty field of CSV
     return digest.intdigest()
+
+
+def _as_text(value: Any) -> Any:
+    """Returns a column's value as text; lists, mappings and bytes unchanged, and parsed if the text is their JSON.
+
+    Text that no conversion writes for a number or a truth value stays as it is: ``007``, ``1.50``.
+    """
+    if isinstance(value, Mapping | list | tuple | bytes):
+        return value
+    text = str(value)
+    if text.lstrip()[:1] in ("{", "["):
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            return text
+    if text in _TRUTHS:
+        return _TRUTHS[text]
+    # Some kinds of files hold whole numbers as floats if other rows have fractions or no value.
+    if len(text) <= _LONGEST_FLOAT and text[-1:].isdecimal() and (text.endswith(".0") or "e+" in text):
+        try:
+            number = float(text)
+        except ValueError:
+            return text
+        if repr(number) == text:
+            return str(int(number))
+    return text
 
 
 def _feed(update: Callable[[bytes], object], value: Any) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -43,6 +44,8 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=8,
 )
+#: Values of columns that CSV holds as text.
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
 ROWS = st.dictionaries(st.text(max_size=3), VALUES, max_size=4)
 
 
@@ -93,9 +96,9 @@ class TestTheChoice:
 
     def test_sees_every_difference_in_content(self):
         rows: list[dict[str, Any]] = [
-            {"a": "1"}, {"a": 1}, {"a": b"1"}, {"a": True}, {"a": [1]}, {"a": [[1]]}, {"a": {"1": 1}}, {"b": 1}, {},
+            {"a": "1"}, {"a": b"1"}, {"a": True}, {"a": [1]}, {"a": ["1"]}, {"a": [[1]]}, {"a": {"1": 1}}, {"b": 1},
             {"a": "x", "b": "y"}, {"a": "xy", "b": ""}, {"a": 1.5}, {"a": ["ab", "c"]}, {"a": ["a", "bc"]}, {"a": []},
-            {"a": [None]}, {"a": {}},
+            {"a": [None]}, {"a": {}}, {"a": "01"}, {"a": "1.50"}, {"a": "[1"}, {},
         ]  # fmt: skip
         assert len({content_hash(row) for row in rows}) == len(rows)
 
@@ -119,6 +122,39 @@ class TestTheChoice:
         ]
         assert numbers[0] == numbers[1] == numbers[2]
 
+    @settings(max_examples=40)
+    @given(st.lists(SCALARS, min_size=1, max_size=9))
+    def test_is_that_of_the_text_of_a_column(self, values):
+        row = {str(n): value for n, value in enumerate(values)}
+        assert content_hash({name: None if value is None else str(value) for name, value in row.items()}) == (
+            content_hash(row)
+        )
+
+    def test_survives_conversion_to_csv_and_parquet(self, tmp_path):
+        """By pandas, whose columns of numbers are floats if one has no value."""
+        rows = [
+            {
+                "n": n, "score": n / 4, "big": float(10 ** (n % 20)), "flag": n % 3 == 0, "text": f'row {n}, "x"\n',
+                "some": None if n % 7 == 0 else n, "input": "" if n % 2 else "more", "code": f"{n:04d}",
+                "messages": [{"role": "user", "content": f"é {n}", "n": n}, {"role": "assistant", "content": ""}],
+            }
+            for n in range(300)
+        ]  # fmt: skip
+        write_jsonl(tmp_path / "rows.jsonl", rows)
+        table = pd.DataFrame(rows)
+        table.to_parquet(tmp_path / "rows.parquet")
+        table["messages"] = table["messages"].map(json.dumps)
+        table.to_csv(tmp_path / "rows.csv", index=False)
+        table.replace({True: "true", False: "false"}).to_csv(tmp_path / "lower.tsv", index=False, sep="\t")
+        texts = pd.read_csv(tmp_path / "rows.csv", dtype=str, keep_default_na=False)
+        texts.to_parquet(tmp_path / "texts.parquet")
+        numbers = {
+            name: list(hold_out(open_source(str(tmp_path / name)), 0.3)[VALIDATION].numbers)
+            for name in ("rows.jsonl", "rows.parquet", "rows.csv", "lower.tsv", "texts.parquet")
+        }
+        assert len({tuple(found) for found in numbers.values()}) == 1, numbers
+        assert 60 < len(numbers["rows.csv"]) < 120
+
     def test_takes_about_the_share(self):
         held = sum(is_held_out({"n": n}, 0.02) for n in range(20_000))
         assert 320 < held < 480
@@ -126,6 +162,9 @@ class TestTheChoice:
     def test_is_as_it_ever_was(self):
         """A dataset made by an earlier version stays divided as it is."""
         assert content_hash({"a": [1, "x", b"y", None, 2.5, {"b": True}]}) == 10394704407535950286
+        assert content_hash({"text": "x", "code": "007"}) == 11341216432328862708
+        assert content_hash({"text": "[Music] hi", "none": None}) == 9233065940024795659
+        assert content_hash({"price": "12.50", "truth": "True"}) == 1148487003052019725
 
     @pytest.mark.parametrize(("share", "side"), [(0.999, "train"), (1e-9, "validation")])
     def test_that_leaves_a_side_empty_is_refused(self, share, side):
