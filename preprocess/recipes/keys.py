@@ -90,6 +90,14 @@ class KeyLog:
                 known = key in harmless or key.endswith("_id")
                 (self._harmless if known else self._unknown).add(encodable(where + key))
 
+    def note_padding(self, where: str) -> None:
+        """Records that a struct of Arrow lost keys without a value.
+
+        Args:
+            where: Prefix of the keys, such as ``tools[].``.
+        """
+        self._harmless.add(f"{where}* (null)")
+
     @property
     def harmless(self) -> tuple[str, ...]:
         """Returns the harmless keys, sorted."""

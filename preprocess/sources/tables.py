@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from preprocess.row import Struct
 from preprocess.sources.arrow_ipc import ArrowReader, count_arrow
 from preprocess.sources.data_files import DataFile
 from preprocess.sources.kept import kept
@@ -169,11 +170,11 @@ class TableRows:
 
 
 def decode_json(value: Any, feature: Any) -> Any:
-    """Parses values of ``datasets``' Json features, which are JSON text in Arrow. Returns other values unchanged."""
+    """Parses values of ``datasets``' Json features, which are JSON text in Arrow. Other structs become ``Struct``."""
     if value is None:
         return None
     if isinstance(feature, Mapping):
-        return {name: decode_json(value.get(name), inner) for name, inner in feature.items()}
+        return Struct({name: decode_json(value.get(name), inner) for name, inner in feature.items()})
     if type(feature).__name__ == "Json":
         return json.loads(value) if isinstance(value, str | bytes) else value
     inner = getattr(feature, "feature", None)

@@ -49,7 +49,8 @@ class Chat:
         messages = tuple(_message(turn, reader, keys) for turn in form.turns)
         images.require_all_used()
         refuse_box_marks(values, messages)
-        return Conversation(messages, read_tools(values), row_weight(values), keys.harmless, keys.unknown)
+        tools = read_tools(values, keys)
+        return Conversation(messages, tools, row_weight(values), keys.harmless, keys.unknown)
 
 
 def _message(turn: Turn, reader: ContentReader, keys: KeyLog) -> Message:

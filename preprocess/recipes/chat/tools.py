@@ -9,6 +9,7 @@ from typing import Any
 from preprocess import json_text
 from preprocess.recipes.keys import KeyLog, is_empty
 from preprocess.reject import RowRejected, excerpt
+from preprocess.row import Struct
 from vlmdata.format.ledger import Reason
 
 _CALL_KEYS = frozenset({"id", "type", "function", "name", "arguments"})
@@ -31,40 +32,44 @@ def read_calls(calls: Any, where: str, keys: KeyLog) -> Iterator[Mapping[str, An
         keys.note(call, _CALL_KEYS, _CALL_HARMLESS, "messages[].tool_calls[].")
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
-            arguments = parse_json(arguments, f"{field}.arguments")  # a null in JSON text is intended
+            arguments = parse_json(arguments, f"{field}.arguments")
         else:
-            arguments = without_nulls(arguments)
+            arguments = _without_padding(arguments, "messages[].tool_calls[].arguments.", keys)
         if not isinstance(arguments, Mapping):
             raise RowRejected(Reason.MALFORMED_MESSAGES, f"{field}.arguments is not an object: {excerpt(arguments)}")
         yield {"name": function["name"], "arguments": arguments}
 
 
-def read_tools(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+def read_tools(values: Mapping[str, Any], keys: KeyLog) -> tuple[Mapping[str, Any], ...]:
     """Returns the tool definitions in the columns ``tools`` (unmodified) and ``functions`` (OpenAI's earlier form).
+
+    Structs of Arrow lose their nulls.
 
     Raises:
         RowRejected: MALFORMED_MESSAGES.
     """
-    functions = _definitions(values, "functions")
-    return (*_definitions(values, "tools"), *({"type": "function", "function": each} for each in functions))
+    functions = _definitions(values, "functions", keys)
+    return (*_definitions(values, "tools", keys), *({"type": "function", "function": each} for each in functions))
 
 
-def _definitions(values: Mapping[str, Any], column: str) -> tuple[Mapping[str, Any], ...]:
+def _definitions(values: Mapping[str, Any], column: str, keys: KeyLog) -> tuple[Mapping[str, Any], ...]:
     tools = values.get(column)
     if is_empty(tools):
         return ()
-    tools = parse_json(tools, column) if isinstance(tools, str) else without_nulls(tools)
+    tools = parse_json(tools, column) if isinstance(tools, str) else _without_padding(tools, f"{column}[].", keys)
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise RowRejected(Reason.MALFORMED_MESSAGES, f"{column} is not a list of objects: {excerpt(tools)}")
     return tuple(tools)
 
 
-def without_nulls(value: Any) -> Any:
-    """Returns the value without null keys, since Arrow gives every struct all keys."""
-    if isinstance(value, Mapping):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+def _without_padding(value: Any, where: str, keys: KeyLog) -> Any:
+    """Returns the value without the nulls of Arrow's structs, and records that there were some."""
+    if isinstance(value, Struct):
+        if None in value.values():
+            keys.note_padding(where)
+        return {key: _without_padding(item, where, keys) for key, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [without_nulls(item) for item in value]
+        return [_without_padding(item, where, keys) for item in value]
     return value
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from datasets import Dataset, Features, Json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +18,8 @@ from preprocess.conversation import Conversation, TextPart
 from preprocess.recipes.chat import Chat
 from preprocess.recipes.media import MediaLoader
 from preprocess.row import Row
+from preprocess.sources.open import open_source
+from tests.chat_rows import write_jsonl
 
 NAMES = ("a", "b", "c")
 
@@ -289,11 +293,10 @@ class TestTools:
         expected = {"name": "crop", "arguments": {"box": [1, 2], "why": None}}
         assert convert({"messages": messages}).messages[0].tool_calls == (expected,)
 
-    def test_arguments_as_an_object_lose_the_nulls_that_arrow_adds(self):
-        call = {"function": {"name": "crop", "arguments": {"box": [1], "why": None, "at": {"x": 1, "y": None}}}}
-        messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
-        expected = {"name": "crop", "arguments": {"box": [1], "at": {"x": 1}}}
-        assert convert({"messages": messages}).messages[0].tool_calls == (expected,)
+    def test_arguments_as_an_object_keep_their_nulls(self):
+        call = {"name": "crop", "arguments": {"box": [None], "why": None, "at": {"x": 1, "y": None}}}
+        messages = [{"role": "assistant", "content": "", "tool_calls": [{"function": call}]}]
+        assert convert({"messages": messages}).messages[0].tool_calls == (call,)
 
     @pytest.mark.parametrize("arguments", [{}, None, "", "{}"])
     def test_a_call_without_arguments(self, arguments):
@@ -312,10 +315,30 @@ class TestTools:
         values = {"messages": user("x"), "tools": json.dumps(tools) if as_text else tools}
         assert convert(values).tools == tuple(tools)
 
-    def test_nulls_in_tools_are_kept_in_text_and_dropped_from_arrow(self):
-        tool = {"name": "crop", "default": None}
-        assert convert({"messages": user("x"), "tools": json.dumps([tool])}).tools == (tool,)
-        assert convert({"messages": user("x"), "tools": [tool]}).tools == ({"name": "crop"},)
+    def test_nulls_of_json_are_kept_and_those_of_structs_dropped_and_counted(self, tmp_path):
+        """A struct has the keys of all rows. A JSON column, and JSON text, have their own."""
+        calls = [{"name": "crop", "arguments": {"box": [1], "why": None}}]
+        messages = [{"role": "assistant", "content": "", "tool_calls": calls}]
+        tools = [{"name": "crop", "parameters": {"x": {"default": None}}}]
+        rows = [{"messages": messages, "tools": tools}, {"messages": user("x"), "tools": [{"name": "g", "n": 1}]}]
+        write_jsonl(tmp_path / "rows.jsonl", rows)
+        table = pa.Table.from_pylist(rows)
+        pq.write_table(table, tmp_path / "rows.parquet")
+        Dataset(table).save_to_disk(tmp_path / "saved")
+        as_text = [{"messages": json.dumps(row["messages"]), "tools": json.dumps(row["tools"])} for row in rows]
+        pq.write_table(pa.Table.from_pylist(as_text), tmp_path / "text.parquet")
+        encoded = Dataset.from_list(rows, features=Features({"messages": Json(), "tools": Json()}))
+        encoded.to_parquet(tmp_path / "json.parquet")
+        for name in ("rows.jsonl", "text.parquet", "json.parquet"):
+            conversation = convert(dict(open_source(str(tmp_path / name)).row(0).values))
+            assert conversation.tools == tuple(tools), name
+            assert conversation.messages[0].tool_calls == tuple(calls), name
+            assert conversation.unused == (), name
+        for name in ("rows.parquet", "saved"):
+            conversation = convert(dict(open_source(str(tmp_path / name)).row(0).values))
+            assert conversation.tools == ({"name": "crop", "parameters": {"x": {}}},), name
+            assert conversation.messages[0].tool_calls == ({"name": "crop", "arguments": {"box": [1]}},), name
+            assert conversation.unused == ("messages[].tool_calls[].arguments.* (null)", "tools[].* (null)")
 
     @pytest.mark.parametrize("tools", [None, [], "", "[]"])
     def test_no_tools(self, tools):
@@ -340,7 +363,10 @@ def test_rows_of_unlike_shapes_survive_arrow_which_fills_them_with_nulls(root):
         },
         {"conversations": [{"from": "human", "value": "<image>hi"}], "image": "c.png"},
     ]
-    filled = pa.Table.from_pylist([{name: row.get(name) for name in rows[2] | rows[3]} for row in rows]).to_pylist()
+    table = pa.Table.from_pylist([{name: row.get(name) for name in rows[2] | rows[3]} for row in rows])
+    pq.write_table(table, root / "rows.parquet")
+    source = open_source(str(root / "rows.parquet"))
+    filled = [dict(source.row(number).values) for number in range(len(rows))]
     assert filled != rows
     conversations = [convert(row, root) for row in filled]
     assert [seen(conversation) for conversation in conversations] == [
