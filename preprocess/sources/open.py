@@ -33,7 +33,8 @@ from preprocess.sources.kinds import Kind, kind_of, the_kind
 from preprocess.sources.records import RecordFile, RecordRows
 from preprocess.sources.rows import Rows, Source
 from preprocess.sources.tables import TABLES, TableRows
-from preprocess.sources.webdataset import INDEX_ENDING, TarFile
+from preprocess.sources.tar_index import INDEX_ENDING, TarIndex
+from preprocess.sources.webdataset import TarFile
 from vlmdata.errors import SourceError
 from vlmdata.format.manifest import canonical_hash
 from vlmdata.locations import is_url
@@ -41,11 +42,7 @@ from vlmdata.locations import is_url
 DEMO = "demo"
 DEMO_ROWS = 64
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_RECORDS: Mapping[Kind, Callable[[ByteFile], RecordFile]] = {
-    Kind.JSON_LINES: JsonLinesFile,
-    Kind.DELIMITED: DelimitedFile.read_header,
-    Kind.TAR: TarFile,
-}
+_RECORDS = (Kind.JSON_LINES, Kind.DELIMITED, Kind.TAR)
 
 
 def open_source(
@@ -176,9 +173,8 @@ def _files(kind: Kind, files: Sequence[DataFile], split: str | None, root: str, 
         rows, digests = TableRows.count(kind, files)
         metadata = list(digests)
     elif kind in _RECORDS:
-        counted = _count(kind, files)
-        byte_files = [ByteFile(file, each.restart_points) for file, each in zip(files, counted, strict=True)]
-        rows = RecordRows.of([_RECORDS[kind](file) for file in byte_files], counted)
+        record_files, counted = _count(kind, files)
+        rows = RecordRows.of(record_files, counted)
         contents, metadata = [each.content for each in counted], [each.metadata for each in counted]
     elif files[0].is_remote:
         raise SourceError(
@@ -200,11 +196,24 @@ def _files(kind: Kind, files: Sequence[DataFile], split: str | None, root: str, 
     return dataclasses.replace(Source.whole(rows, identity, root, times), is_remote=files[0].is_remote)
 
 
-def _count(kind: Kind, files: Sequence[DataFile]) -> list[Counted]:
+def _count(kind: Kind, files: Sequence[DataFile]) -> tuple[list[RecordFile], list[Counted]]:
+    """Counts the records of files. Returns the files to read them from, too."""
+    indexes: Mapping[str, TarIndex] = {}
+    record_file: Callable[[ByteFile], RecordFile]
     if kind is Kind.JSON_LINES:
-        return count_records(kind.value, files, JsonLinesFile.pass_over, lines=True)
-    if kind is Kind.DELIMITED:
-        return count_records(kind.value, files, DelimitedFile.pass_over, lines=False)
-    indexes = beside(files, INDEX_ENDING)
-    pass_over = partial(TarFile.pass_over, indexes=indexes)
-    return count_records(kind.value, files, pass_over, lines=False, beside=list(indexes.values()))
+        counted = count_records(kind.value, files, JsonLinesFile.pass_over, lines=True)
+        record_file = JsonLinesFile
+    elif kind is Kind.DELIMITED:
+        counted = count_records(kind.value, files, DelimitedFile.pass_over, lines=False)
+        record_file = DelimitedFile.read_header
+    else:
+        found = beside(files, INDEX_ENDING)
+        indexes = {file.place: TarIndex(found[file.place], file) for file in files if file.place in found}
+        pass_over = partial(TarFile.pass_over, indexes=indexes)
+        counted = count_records(kind.value, files, pass_over, lines=False, beside=list(found.values()))
+
+        def record_file(file: ByteFile) -> RecordFile:
+            return TarFile(file, indexes.get(file.path))
+
+    byte_files = [ByteFile(file, each.restart_points) for file, each in zip(files, counted, strict=True)]
+    return [record_file(file) for file in byte_files], counted

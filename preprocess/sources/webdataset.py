@@ -14,25 +14,22 @@ from __future__ import annotations
 import re
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
-import numpy as np
 import xxhash
 
 from preprocess import json_text
 from preprocess.reject import RowRejected, excerpt
 from preprocess.sources.byte_files import ByteFile
 from preprocess.sources.counting import Counted, places_of
-from preprocess.sources.data_files import DataFile
 from preprocess.sources.kinds import IMAGE_ENDINGS
+from preprocess.sources.tar_index import TarIndex
 from vlmdata.errors import SourceError
 from vlmdata.format.ledger import Reason
 from vlmdata.wording import counted
 
 KEY_COLUMN = "__key__"
-#: Ending of a tar's index, appended to the full name of the tar.
-INDEX_ENDING = ".idx"
 #: Bytes per request to a remote tar when only headers are read.
 _HEADER_BYTES = 64 << 10
 #: Splits names like WebDataset: folders belong to the key, as do files without a dot or with nothing before it.
@@ -46,7 +43,10 @@ _MEDIA = {
 
 @dataclass(frozen=True)
 class _Member:
-    """A file in a tar: name, extension in lower case, place of its bytes, and time."""
+    """A file in a tar: name, extension in lower case, place of its bytes, and time.
+
+    Identities of sources contain a hash of the representation. So new fields have none.
+    """
 
     name: str
     extension: str
@@ -54,6 +54,7 @@ class _Member:
     size: int
     is_link: bool
     time: float
+    is_sparse: bool = field(default=False, repr=False)
 
     @property
     def suffix(self) -> str:
@@ -69,9 +70,15 @@ class _Sample:
 
 @dataclass(frozen=True)
 class TarFile:
-    """A tar of samples."""
+    """A tar of samples.
+
+    Attributes:
+        file: The tar.
+        index: Its index, if it has one.
+    """
 
     file: ByteFile
+    index: TarIndex | None = None
 
     @property
     def path(self) -> str:
@@ -83,7 +90,7 @@ class TarFile:
         return self.file.open(offset)
 
     @staticmethod
-    def pass_over(file: ByteFile, block: int, indexes: Mapping[str, DataFile]) -> Counted:
+    def pass_over(file: ByteFile, block: int, indexes: Mapping[str, TarIndex]) -> Counted:
         """Counts the samples of a tar by its index, else by its headers.
 
         Args:
@@ -94,9 +101,11 @@ class TarFile:
         Raises:
             SourceError: If the tar is damaged, members of a sample are not adjacent, or the index is of another tar.
         """
-        if (index := indexes.get(file.path)) is not None:
-            return _count_by_index(file.file, index, block)
-        tar, digest = TarFile(file), xxhash.xxh3_128()
+        tar, digest = TarFile(file, indexes.get(file.path)), xxhash.xxh3_128()
+        if tar.index is not None:
+            tar._require_index(tar.index)
+            count, places = places_of(tar.index.offsets[:-1].tolist(), block)
+            return Counted(count, places, metadata=tar.index.digest)
 
         def offsets(stream: BinaryIO) -> Iterator[int]:
             for offset, sample in tar.records(stream):
@@ -107,18 +116,34 @@ class TarFile:
             count, places = places_of(offsets(stream), block)
         return Counted(count, places, metadata=digest.hexdigest())
 
+    def _require_index(self, index: TarIndex) -> None:
+        """Checks the first sample and the last in the index. The others are checked when they are read."""
+        offsets = index.offsets
+        with self.file.open(0, _HEADER_BYTES, counting=True) as stream:
+            first = next(self.records(stream), None)
+            if (first is None) != (len(offsets) == 1):
+                raise index.wrong(f"it names {counted(len(offsets) - 1, 'sample')}, and the tar has none")
+            if len(offsets) > 1:
+                stream.seek(int(offsets[-2]))
+                for _ in self.records(stream):
+                    pass
+
     def records(self, stream: BinaryIO) -> Iterator[tuple[int, _Sample]]:
         """Yields the samples and the offsets of their first headers. Reads only headers.
 
         Raises:
-            SourceError: If the tar is damaged, or members of a sample are not adjacent.
+            SourceError: If the tar is damaged, members of a sample are not adjacent, or the index is of another tar.
         """
         seen: set[str] = set()
         key, begins, members = "", 0, list[_Member]()
         for offset, member_key, member in self._members(stream):
-            if members and member_key != key:
+            if members and (member is None or member_key != key):
+                if self.index is not None:
+                    self.index.require_sample(begins, offset)
                 yield begins, _Sample(key, tuple(members))
                 members = []
+            if member is None:
+                return
             if not members:
                 key, begins = member_key, offset
                 if key in seen:
@@ -128,10 +153,9 @@ class TarFile:
                     )
                 seen.add(key)
             members.append(member)
-        if members:
-            yield begins, _Sample(key, tuple(members))
 
-    def _members(self, stream: BinaryIO) -> Iterator[tuple[int, str, _Member]]:
+    def _members(self, stream: BinaryIO) -> Iterator[tuple[int, str, _Member | None]]:
+        """Yields offset, key and member of each file, and the end with None."""
         try:
             with tarfile.open(fileobj=stream, mode="r:") as tar:
                 while (info := tar.next()) is not None:
@@ -139,12 +163,23 @@ class TarFile:
                     name = _NAME.fullmatch(info.name)
                     if name is not None and (info.isreg() or info.issym() or info.islnk()):
                         member = _Member(
-                            info.name, name[2].lower(), info.offset_data, info.size, not info.isreg(), info.mtime
+                            info.name,
+                            name[2].lower(),
+                            info.offset_data,
+                            info.size,
+                            not info.isreg(),
+                            info.mtime,
+                            info.issparse(),
                         )
                         yield info.offset, name[1], member
                 self._require_end(stream, tar.offset)
-        except tarfile.TarError as error:
-            raise SourceError(f"SOURCE {self.path}: the tar is damaged or cut off: {error}") from error
+                yield tar.offset, "", None
+        except (tarfile.TarError, ValueError) as error:  # a ValueError of numbers in the map of a sparse file
+            raise self._damaged(error) from error
+
+    def _damaged(self, problem: object) -> SourceError:
+        suspect = "" if self.index is None else f", or the index {self.index.file.place} is of another tar"
+        return SourceError(f"SOURCE {self.path}: the tar is damaged or cut off{suspect}: {problem}")
 
     def _require_end(self, stream: BinaryIO, offset: int) -> None:
         """Checks that the tar ends here. ``tarfile`` stops silently at a damaged header."""
@@ -152,7 +187,7 @@ class TarFile:
         end = stream.read(tarfile.BLOCKSIZE)
         if end != bytes(tarfile.BLOCKSIZE):
             found = "the file ends without an end mark" if not end else "there is no header"
-            raise SourceError(f"SOURCE {self.path}: the tar is damaged or cut off: at byte {offset} {found}")
+            raise self._damaged(f"at byte {offset} {found}")
         while chunk := stream.read(1 << 20):
             if chunk.count(0) != len(chunk):
                 raise SourceError(
@@ -171,6 +206,10 @@ class TarFile:
         for member in record.members:
             if member.is_link:
                 raise _malformed(record.key, f"{member.name} is a link; make the tar with --dereference")
+            if member.is_sparse:
+                raise _malformed(
+                    record.key, f"{member.name} is stored as a sparse file; make the tar without --sparse (-S)"
+                )
             stream.seek(member.offset)
             data = stream.read(member.size)
             if f".{member.suffix}" in IMAGE_ENDINGS:
@@ -179,21 +218,6 @@ class TarFile:
                 columns.add_member(member, data)
         columns.add_images(images)
         return columns.values
-
-
-def _count_by_index(tar: DataFile, index: DataFile, block: int) -> Counted:
-    """Counts by a Megatron-Energon index: the offsets of all samples and of the end, as 64-bit numbers."""
-    with index.open(index.size, counting=True) as stream:
-        data = stream.read()
-    offsets = np.frombuffer(data[: len(data) // 8 * 8], "<u8").astype(np.int64)
-    end_bytes = tar.size - int(offsets[-1]) if len(offsets) else -1
-    if len(data) % 8 or end_bytes < 0 or (np.diff(offsets) <= 0).any() or (offsets % tarfile.BLOCKSIZE).any():
-        raise SourceError(
-            f"SOURCE {index.place}: it is not the index of {tar.place} ({tar.size} bytes); make it again with "
-            "`energon prepare`, or remove it"
-        )
-    count, places = places_of(offsets[:-1].tolist(), block)
-    return Counted(count, places, metadata=xxhash.xxh3_128_hexdigest(data))
 
 
 class _Columns:

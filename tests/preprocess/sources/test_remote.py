@@ -18,7 +18,7 @@ import pytest
 
 from preprocess.config import ImageConfig, PreprocessConfig
 from preprocess.run.dataset import preprocess_dataset
-from preprocess.sources import counting, data_files
+from preprocess.sources import counting, data_files, webdataset
 from preprocess.sources.open import open_source
 from preprocess.sources.rows import Source
 from tests.conftest import cord_row, tree_bytes, write_cord_parquet
@@ -275,12 +275,15 @@ def test_the_command_makes_the_dataset_of_the_same_files_on_disk(tmp_path, objec
 
 
 class TestIndex:
-    def test_saves_reading_headers(self, tmp_path, object_store, proxy):
+    def test_saves_reading_headers(self, tmp_path, object_store, proxy, monkeypatch):
         url = object_store.put(write(tmp_path / "data", "tar with index"))
+        monkeypatch.setattr(webdataset, "_HEADER_BYTES", 4 << 10)
         assert open_source(url).num_rows == len(ROWS)
-        assert not proxy.gets(".tar")
+        assert (
+            sum(each.sent for each in proxy.gets(".tar")) < 100_000 < (tmp_path / "data" / "train-b.tar").stat().st_size
+        )
 
-    @pytest.mark.parametrize("damage", ["longer", "odd", "unordered", "unaligned"])
+    @pytest.mark.parametrize("damage", ["longer", "odd", "unordered", "unaligned", "empty", "end alone"])
     def test_of_another_tar_is_refused(self, tmp_path, damage):
         write_tar(tmp_path / "a.tar", ROWS[:9], index=True)
         index = tmp_path / "a.tar.idx"
@@ -292,15 +295,69 @@ class TestIndex:
                 offsets[3] = offsets[4]
             case "unaligned":
                 offsets[3] += 1
+            case "empty":
+                offsets = offsets[:0]
+            case "end alone":
+                offsets = offsets[-1:]
         index.write_bytes(offsets.tobytes() + (b"x" if damage == "odd" else b""))
-        with pytest.raises(SourceError, match=r"a.tar.idx: it is not the index of .*; make it again"):
+        with pytest.raises(SourceError, match=self.WRONG):
             open_source(str(tmp_path / "a.tar"))
 
-    def test_that_names_other_samples_is_noticed_when_they_are_read(self, tmp_path):
-        write_tar(tmp_path / "a.tar", ROWS[:9], index=True)
+    WRONG = r"a.tar.idx: it is not the index of \S*a.tar \(\d+ bytes\): .*\. Remove the index, or make it again with"
+
+    @pytest.mark.parametrize(
+        "kept", [slice(0, None, 2), slice(1, None), slice(None, -2), slice(0, 0)], ids=["half", "late", "early", "none"]
+    )
+    def test_that_lacks_samples_is_refused(self, tmp_path, kept):
+        """Its end is right. Each offset has a header."""
+        write_tar(tmp_path / "a.tar", ROWS[:40], index=True)
         index = tmp_path / "a.tar.idx"
         offsets = np.frombuffer(index.read_bytes(), "<u8")
-        index.write_bytes(np.delete(offsets, 4).tobytes())
-        source = open_source(str(tmp_path / "a.tar"))
-        with pytest.raises(SourceError, match=r"record 4 is not where it was counted; .* its index \(.idx\) belongs"):
-            [source.row(number) for number in source.numbers]
+        index.write_bytes(np.append(offsets[:-1][kept], offsets[-1]).tobytes())
+        with pytest.raises(SourceError, match=self.WRONG):
+            open_source(str(tmp_path / "a.tar"))
+
+    @pytest.mark.parametrize(("before", "now"), [(10, 40), (40, 10), (0, 10), (10, 0)])
+    def test_of_the_tar_before_rows_were_added_or_removed_is_refused(self, tmp_path, before, now):
+        write_tar(tmp_path / "a.tar", ROWS[:before], index=True)
+        write_tar(tmp_path / "a.tar", ROWS[:now], index=False)
+        with pytest.raises(SourceError, match=self.WRONG):
+            open_source(str(tmp_path / "a.tar"))
+
+    def test_of_a_tar_of_equal_size_is_refused(self, tmp_path):
+        write_tar(tmp_path / "a.tar", ROWS[:9], index=True)
+        write_tar(tmp_path / "a.tar", ROWS[8::-1], index=False)
+        with pytest.raises(SourceError, match=self.WRONG):
+            open_source(str(tmp_path / "a.tar"))
+
+    def test_that_points_between_headers_is_refused(self, tmp_path):
+        write_tar(tmp_path / "a.tar", ROWS[:9], index=True)
+        index = tmp_path / "a.tar.idx"
+        offsets = np.frombuffer(index.read_bytes(), "<u8").copy()
+        offsets[-2] += 512
+        index.write_bytes(offsets.tobytes())
+        with pytest.raises(SourceError, match=r"damaged or cut off, or the index \S*a.tar.idx is of another tar: "):
+            open_source(str(tmp_path / "a.tar"))
+
+    @pytest.mark.parametrize("at", range(1, 39))
+    def test_that_lacks_one_sample_is_noticed_when_it_is_read(self, tmp_path, at):
+        write_tar(tmp_path / "a.tar", ROWS[:40], index=True)
+        index = tmp_path / "a.tar.idx"
+        offsets = np.frombuffer(index.read_bytes(), "<u8")
+        index.write_bytes(np.delete(offsets, at).tobytes())
+        with pytest.raises(SourceError, match=self.WRONG):
+            values(open_source(str(tmp_path / "a.tar")))
+
+    def test_of_a_tar_with_files_that_are_no_samples(self, tmp_path):
+        """Energon passes over them, and so do its offsets."""
+        offsets = []
+        with tarfile.open(tmp_path / "a.tar", "w") as tar:
+            for name in ("README", "0.txt", "folder", "0.json", "LICENSE", "1.txt", "NOTICE"):
+                if name in ("0.txt", "1.txt"):
+                    offsets.append(tar.offset)
+                info = tarfile.TarInfo(name)
+                info.size = 2
+                tar.addfile(info, io.BytesIO(b"{}"))
+            offsets.append(tar.offset)
+        (tmp_path / "a.tar.idx").write_bytes(np.array(offsets, "<u8").tobytes())
+        assert [row["txt"] for row in values(open_source(str(tmp_path / "a.tar")))] == ["{}", "{}"]

@@ -148,6 +148,60 @@ def test_samples_are_those_of_webdataset(tmp_path, names, long):
     assert [each["__key__"] for each in ours] == [each["__key__"] for each in theirs]
 
 
+def sparse(name: str, kind: str, data: bytes, hole: int) -> bytes:
+    """The header and content of a file that begins with data and goes on with a hole."""
+    info = tarfile.TarInfo(name)
+    if kind == "gnu":
+        info.type, info.size = tarfile.GNUTYPE_SPARSE, len(data)
+        header = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+        header[386:410] = f"{0:011o}\0{len(data):011o}\0".encode()
+        header[483:495] = tarfile.itn(len(data) + hole, 12, tarfile.GNU_FORMAT)
+        header[148:156] = b" " * 8
+        header[148:156] = f"{sum(header):06o}\0 ".encode()
+        stored = data
+        content = bytes(header)
+    else:
+        size = str(len(data) + hole)
+        info.name = f"GNUSparseFile.0/{name}"
+        pax = {"GNU.sparse.name": name, "GNU.sparse.size": size}
+        stored = data
+        match kind:
+            case "pax 0.0":
+                pax |= {"GNU.sparse.numblocks": "1", "GNU.sparse.offset": "0", "GNU.sparse.numbytes": str(len(data))}
+            case "pax 0.1":
+                pax |= {"GNU.sparse.numblocks": "1", "GNU.sparse.map": f"0,{len(data)}"}
+            case _:
+                pax = {"GNU.sparse.name": name, "GNU.sparse.realsize": size}
+                pax |= {"GNU.sparse.major": "1", "GNU.sparse.minor": "0"}
+                stored = f"1\n0\n{len(data)}\n".encode().ljust(512, b"\0") + data
+        info.size, info.pax_headers = len(stored), pax
+        content = info.tobuf(tarfile.PAX_FORMAT)
+    return content + stored.ljust(-(-len(stored) // 512) * 512, b"\0")
+
+
+@pytest.mark.parametrize("kind", ["gnu", "pax 0.0", "pax 0.1", "pax 1.0"])
+@pytest.mark.parametrize("hole", [3000, 900 << 30])
+def test_a_sparse_member_costs_its_row(tmp_path, kind, hole):
+    ends = write_tar(tmp_path / "rows.tar", [("0.txt", b"x"), ("2.txt", b"y")]).read_bytes()
+    middle = sparse("1.png", kind, b"data", hole)
+    (tmp_path / "rows.tar").write_bytes(ends[:1024] + middle + ends[1024:])
+    with tarfile.open(tmp_path / "rows.tar") as tar:
+        assert [(member.name, member.issparse(), member.size) for member in tar.getmembers()][1] == (
+            "1.png", True, 4 + hole,
+        )  # fmt: skip
+    source = open_source(str(tmp_path / "rows.tar"))
+    assert [source.row(number).values["txt"] for number in (0, 2)] == ["x", "y"]
+    with pytest.raises(RowRejected, match=r"sample 1: 1.png is stored as a sparse file; make the tar without --sparse"):
+        source.row(1)
+
+
+def test_a_damaged_map_of_a_sparse_member_is_an_error_of_the_tar(tmp_path):
+    path = write_tar(tmp_path / "rows.tar", [])
+    path.write_bytes(sparse("1.png", "pax 1.0", b"data", 9).replace(b"1\n0\n4\n", b"1\n0\nx\n") + path.read_bytes())
+    with pytest.raises(SourceError, match=r"rows.tar: the tar is damaged or cut off: invalid literal"):
+        open_source(str(path))
+
+
 class TestPlaces:
     def test_any_order_and_several_tars(self, tmp_path, monkeypatch):
         monkeypatch.setattr(counting, "_BLOCK_BYTES", 4096)
