@@ -95,10 +95,19 @@ class MediaConfig:
     Attributes:
         image_root: Folder or URL that image paths in the data are relative to and may not leave. None: the source's.
         allow_urls: Whether http(s) image URLs in the data are fetched.
+        private_hosts: Hosts in private networks that such URLs may name, as ``host`` or ``host:port``.
     """
 
     image_root: str | None = None
     allow_urls: bool = False
+    private_hosts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for host in self.private_hosts:
+            if not host or "/" in host or "@" in host:
+                raise ValueError(
+                    f"--allow-private-host {host!r} is no host; write it as images.example or 10.0.0.7:8000"
+                )
 
 
 @dataclass(frozen=True)
@@ -165,4 +174,7 @@ class PreprocessConfig:
         """Returns the configuration as nested JSON, with the defaults of the family filled in."""
         least, most = self.image.bounds(self.model_family)
         image = dataclasses.replace(self.image, min_pixels=least, max_pixels=most)
-        return dataclasses.asdict(dataclasses.replace(self, image=image))
+        options = dataclasses.asdict(dataclasses.replace(self, image=image))
+        if not self.media.private_hosts:  # earlier versions had no such option
+            del options["media"]["private_hosts"]
+        return options

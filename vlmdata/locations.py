@@ -18,6 +18,7 @@ from vlmdata.errors import SourceError, UsageError
 
 _FILE_URL = re.compile(r"file://(?:localhost)?(?=/)", re.IGNORECASE)
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_WEB = re.compile(r"https?://", re.IGNORECASE)
 _AUTHORITY = re.compile(r"[^/]*//[^/]*")
 #: What must be installed to read a kind of URL.
 _EXTRAS = {
@@ -48,6 +49,11 @@ def place_of(location: str | PathLike[str]) -> str:
 def is_url(place: str) -> bool:
     """True if a place is a URL, not a path."""
     return _URL.match(place) is not None
+
+
+def is_web(place: str) -> bool:
+    """True if a place is a web address, ``http://`` or ``https://``."""
+    return _WEB.match(place) is not None
 
 
 def file_system(url: str) -> tuple[Any, str]:

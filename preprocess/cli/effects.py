@@ -14,7 +14,7 @@ from vlmdata.errors import SourceError
 from vlmdata.locations import is_url
 
 _TURN_OPTIONS = frozenset({"train_turns", "train_think"})
-_MEDIA_OPTIONS = frozenset({"image_root", "allow_urls"})
+_MEDIA_OPTIONS = frozenset({"image_root", "allow_urls", "allow_private_host"})
 #: Options of the command that have no effect with some recipes.
 RECIPE_DEPENDENT = _TURN_OPTIONS | _MEDIA_OPTIONS
 
@@ -89,7 +89,7 @@ def _without_effect(spec: str, tokenizer: str) -> list[tuple[tuple[str, ...], st
     path = Path(spec)
     if spec == DEMO:
         found.append((("split", "subset", "revision"), "the demo has one split, drawn on this machine"))
-        found.append((("image_root", "allow_urls"), "the demo's rows contain their images"))
+        found.append((("image_root", "allow_urls", "allow_private_host"), "the demo's rows contain their images"))
     elif is_url(spec):
         found.append((("subset", "revision"), f"SOURCE {spec} is a URL; they belong to hub datasets"))
     elif path.exists() or glob.has_magic(spec):

@@ -95,6 +95,16 @@ def preprocess(
     allow_urls: Annotated[
         bool, typer.Option("--allow-urls", help="Download http(s) images named in the data.", rich_help_panel=_DATA)
     ] = False,
+    allow_private_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST",
+            help="With --allow-urls: a host in a private network, or on this machine, that may be asked; "
+            "`host` or `host:port`. Repeatable.",
+            rich_help_panel=_DATA,
+            show_default=False,
+        ),
+    ] = None,
     tokenizer: Annotated[
         str,
         typer.Option(
@@ -274,6 +284,8 @@ def preprocess(
         print(describe_options([recipe] if "recipe" in given else None))
         raise typer.Exit
     try:
+        if allow_private_host and not allow_urls:
+            raise ValueError("--allow-private-host has no effect without --allow-urls")
         own_options = _by_name(recipe_option or [])
         config = PreprocessConfig(
             recipe=recipe,
@@ -283,7 +295,7 @@ def preprocess(
             image=ImageConfig(min_pixels, max_pixels, max_source_pixels),
             pixels=pixels,
             recipe_options=own_options,
-            media=MediaConfig(image_root, allow_urls),
+            media=MediaConfig(image_root, allow_urls, tuple(allow_private_host or ())),
             train_turns=train_turns,
             train_think=train_think,
             max_length=max_length,

@@ -58,7 +58,7 @@ def recipe_for(source: Source, config: PreprocessConfig, media: MediaLoader | No
 
 def media_for(source: Source, config: PreprocessConfig) -> MediaLoader:
     """What loads images; their paths are relative to the source's folder where the config names none."""
-    return MediaLoader(image_root_of(source, config), config.media.allow_urls)
+    return MediaLoader(image_root_of(source, config), config.media.allow_urls, config.media.private_hosts)
 
 
 def image_root_of(source: Source, config: PreprocessConfig) -> str | None:

@@ -8,12 +8,11 @@ from __future__ import annotations
 import base64
 import binascii
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
 
 from preprocess.recipes import image_files
 from preprocess.recipes.ahead import Ahead, image_names
@@ -21,11 +20,7 @@ from preprocess.recipes.remote_root import MAX_FILE_BYTES, FetchProblem, RemoteR
 from preprocess.reject import RowRejected, excerpt
 from vlmdata.errors import SourceError
 from vlmdata.format.ledger import Reason
-from vlmdata.locations import is_url, place_of
-
-_TIMEOUT_SECONDS = (10, 60)  # for connecting, and between two packets
-#: Seconds before the second and third attempt.
-_PAUSES = (0.1, 0.5)
+from vlmdata.locations import is_url, is_web, place_of
 
 
 def require_image_root(image_root: str | None) -> None:
@@ -61,13 +56,16 @@ class MediaLoader:
     Args:
         image_root: Folder or URL that paths are relative to and may not leave; None allows no paths.
         allow_urls: Whether http(s) URLs are fetched.
+        private_hosts: Hosts in private networks that URLs may name, in addition to that of ``image_root``.
     """
 
-    def __init__(self, image_root: str | None, allow_urls: bool):
+    def __init__(self, image_root: str | None, allow_urls: bool, private_hosts: Sequence[str] = ()):
         place = None if image_root is None else place_of(image_root)
         self._remote = RemoteRoot(place) if place is not None and is_url(place) else None
         self._root = Path(image_root).resolve() if image_root is not None and self._remote is None else None
         self._allow_urls = allow_urls
+        named = [urlsplit(place).netloc.rpartition("@")[2]] if place is not None and is_web(place) else []
+        self._private_hosts = (*private_hosts, *named)
         self._ahead = Ahead()
 
     @property
@@ -81,7 +79,7 @@ class MediaLoader:
         for text in image_names(values):
             if text.startswith(("http://", "https://")):
                 if self._allow_urls:
-                    wanted[text] = partial(_download, text)
+                    wanted[text] = partial(self._download, text)
             elif self._remote is not None:
                 try:
                     name = self._remote.name_of(text)
@@ -171,37 +169,14 @@ class MediaLoader:
         if not self._allow_urls:
             raise RowRejected(Reason.IMAGE_FETCH, f"{field}: {excerpt(url)} is a URL; --allow-urls fetches such images")
         try:
-            return self._ahead.get(url, partial(_download, url))
+            return self._ahead.get(url, partial(self._download, url))
         except FetchProblem as problem:
             raise RowRejected(problem.reason, f"{field}: {problem}") from problem
 
+    def _download(self, url: str) -> bytes:
+        from preprocess.recipes.web_images import download
 
-def _download(url: str) -> bytes:
-    import requests
-
-    problem: object = None
-    for pause in (0.0, *_PAUSES):
-        time.sleep(pause)
-        try:
-            with requests.get(url, stream=True, timeout=_TIMEOUT_SECONDS) as response:
-                if 400 <= response.status_code < 500 and response.status_code != 429:
-                    raise FetchProblem(Reason.IMAGE_FETCH, f"{excerpt(url)}: HTTP status {response.status_code}")
-                response.raise_for_status()
-                return _limited(response.iter_content(1 << 20), url)
-        except (requests.RequestException, ValueError) as error:
-            problem = error
-    raise FetchProblem(
-        Reason.IMAGE_FETCH, f"{excerpt(url)}: {len(_PAUSES) + 1} attempts failed, the last with: {problem}"
-    )
-
-
-def _limited(chunks: Any, url: str) -> bytes:
-    received = bytearray()
-    for chunk in chunks:
-        received += chunk
-        if len(received) > MAX_FILE_BYTES:
-            raise FetchProblem(Reason.IMAGE_TOO_LARGE, f"{excerpt(url)} gives more than {MAX_FILE_BYTES} bytes")
-    return bytes(received)
+        return download(url, self._private_hosts)
 
 
 def _data_uri(uri: str, field: str) -> bytes:

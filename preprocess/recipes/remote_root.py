@@ -7,17 +7,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
+from urllib.parse import quote, unquote
 
 from preprocess.reject import excerpt
 from vlmdata.attempts import FAILED, AttemptsFailed, attempts
 from vlmdata.errors import SourceError
 from vlmdata.format.ledger import Reason
-from vlmdata.locations import file_system
+from vlmdata.locations import file_system, is_web
 
 #: A file larger than this is not read or downloaded.
 MAX_FILE_BYTES = 256 * 1024 * 1024
 #: Names that fsspec file systems use for the time of an object's last change.
 _TIMES = ("LastModified", "last_modified", "mtime", "updated")
+#: A path that is still encoded after so many decodings is refused.
+_DECODINGS = 4
 
 
 class FetchProblem(Exception):
@@ -55,9 +58,14 @@ class RemoteRoot:
         """
         inside = path.removeprefix(f"{self.url}/") if path.startswith(f"{self.url}/") else path
         name = posixpath.normpath(inside)
-        if name == ".." or name.startswith(("../", "/")) or "://" in inside or "\0" in name:
+        outside = name == ".." or name.startswith(("../", "/")) or "://" in inside or "\0" in name
+        if outside or (is_web(self.url) and _climbs(name)):
             raise FetchProblem(Reason.IMAGE_PATH, f"{excerpt(path)} is outside the image root")
         return name
+
+    def _address(self, name: str) -> str:
+        """Returns the URL of a name. In a web address, ``?``, ``#`` and ``%`` of the name are quoted."""
+        return f"{self.url}/{quote(name, errors='surrogatepass') if is_web(self.url) else name}"
 
     def fetch(self, name: str) -> bytes:
         """Fetches the bytes of an object.
@@ -65,7 +73,7 @@ class RemoteRoot:
         Raises:
             FetchProblem: MISSING_IMAGE, IMAGE_TOO_LARGE or IMAGE_FETCH.
         """
-        shown, url = excerpt(name), f"{self.url}/{name}"
+        shown, url = excerpt(name), self._address(name)
         try:
             data = attempts(lambda: _read(url))
         except (FileNotFoundError, IsADirectoryError) as error:
@@ -83,7 +91,7 @@ class RemoteRoot:
         Raises:
             SourceError: If the store does not respond.
         """
-        url = f"{self.url}/{self.name_of(path)}"
+        url = self._address(self.name_of(path))
         files, place = file_system(url)
         try:
             details: Mapping[str, Any] = attempts(lambda: files.info(place))
@@ -111,6 +119,13 @@ def require_remote_root(url: str) -> None:
         raise SourceError(f"--image-root {url}: {error}. Check the name, endpoint and credentials.") from error
     if not found:
         raise SourceError(f"--image-root {url}: nothing found below it; give the base of the image paths in the data")
+
+
+def _climbs(path: str) -> bool:
+    """Returns whether a server that decodes a path, even more than once, may find ``..`` in it."""
+    for _ in range(_DECODINGS):
+        path = unquote(path)
+    return unquote(path) != path or ".." in path.replace("\\", "/").split("/") or "\0" in path
 
 
 def _read(url: str) -> bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import io
 import os
-import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,12 +14,11 @@ from typing import Any, BinaryIO, cast
 from preprocess.sources.remote_stream import RemoteStream, version_of
 from vlmdata.attempts import FAILED, attempts
 from vlmdata.errors import SourceError
-from vlmdata.locations import file_system, is_url
+from vlmdata.locations import file_system, is_url, is_web
 
 #: Bytes per request of a sequential reader of a remote object.
 STREAM_BYTES = 8 << 20
 _THREADS = 16
-_WEB = re.compile(r"https?://", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -112,12 +110,12 @@ def relative_name(place: str, root: str) -> str:
 
 def is_pattern(place: str) -> bool:
     """Returns whether a path or URL has wildcards. Web addresses have none, because their query starts with ``?``."""
-    return not _WEB.match(place) and glob.has_magic(place)
+    return not is_web(place) and glob.has_magic(place)
 
 
 def without_query(place: str) -> str:
     """Returns the place; for a web address, without its query."""
-    return place.partition("?")[0] if _WEB.match(place) else place
+    return place.partition("?")[0] if is_web(place) else place
 
 
 def list_remote(url: str) -> Listing:
@@ -171,7 +169,7 @@ def beside(files: Sequence[DataFile], ending: str) -> dict[str, DataFile]:
     """Finds files named like the given ones plus an ending. Returns them by the given file's place."""
     found: dict[str, DataFile] = {}
     # Web servers do not list folders.
-    for folder in sorted({parent(file.place) for file in files if file.is_remote and not _WEB.match(file.place)}):
+    for folder in sorted({parent(file.place) for file in files if file.is_remote and not is_web(file.place)}):
         for entry in _asked(folder, lambda fs, path: fs.ls(path, detail=True)):
             if entry["type"] == "file" and entry["name"].endswith(ending):
                 file = _data_file(folder, entry)

@@ -24,6 +24,7 @@ CHAT = {"messages": [{"role": "user", "content": "Hi?"}, {"role": "assistant", "
 VALUES = {
     "image_root": (".",),
     "allow_urls": (),
+    "allow_private_host": ("localhost", "--allow-urls"),
     "train_turns": ("last",),
     "train_think": ("never",),
 }
@@ -123,6 +124,19 @@ class TestOptionsWithoutEffect:
             refused(ended, "SOURCE missing.parquet: no such file", opened=True)
         else:
             refused(ended, f"{flag(option)} has no effect with --recipe {recipe}. Omit it", opened=False)
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            (("localhost",), "--allow-private-host has no effect without --allow-urls"),
+            (("http://localhost/", "--allow-urls"), "'http://localhost/' is no host; write it as images.example"),
+        ],
+    )
+    def test_a_private_host_needs_urls_and_is_a_host(
+        self, preprocess: Command, chats: Path, options: tuple[str, ...], words: str
+    ) -> None:
+        ended = preprocess(chats, "--allow-private-host", *options)
+        assert (ended.code, words in " ".join(ended.stderr.split())) == (2, True), ended.stderr
 
     @pytest.mark.parametrize("recipe", REGISTRY)
     def test_splitting_needs_documents(self, preprocess: Command, recipe: str) -> None:

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from preprocess.recipes import media
+from preprocess.recipes import media, web_images
 from preprocess.recipes.media import MediaLoader
 from preprocess.reject import RowRejected
 from vlmdata.format.ledger import Reason
@@ -35,6 +35,11 @@ def root(tmp_path: Path) -> Path:
     (tmp_path / "pictures-twin").mkdir()
     (tmp_path / "pictures-twin" / "secret.png").write_bytes(SECRET)
     return folder
+
+
+def loader(*private_hosts: str) -> MediaLoader:
+    """A loader of URLs that may ask the loopback by its number."""
+    return MediaLoader(None, True, private_hosts or ("127.0.0.1",))
 
 
 def rejection(loader: MediaLoader, value: Any) -> RowRejected:
@@ -137,7 +142,7 @@ class TestDataUris:
 
 @pytest.mark.parametrize("value", [None, "", "  ", 7, [], {}, {"bytes": None, "path": None}, {"path": ""}])
 def test_nothing_is_a_missing_image(value):
-    assert rejection(MediaLoader(None, True), value).reason is Reason.MISSING_IMAGE
+    assert rejection(loader(), value).reason is Reason.MISSING_IMAGE
 
 
 class Site(ThreadingHTTPServer):
@@ -145,6 +150,7 @@ class Site(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         self.visits: Counter[str] = Counter()
+        self.over = threading.Event()
         super().__init__(("127.0.0.1", 0), Page)
 
     def url(self, path: str) -> str:
@@ -167,6 +173,18 @@ class Page(BaseHTTPRequestHandler):
             self.send_response(302)
             self.send_header("Location", "file:///etc/passwd")
             self.end_headers()
+        elif self.path.startswith("/to?"):
+            self.send_response(302)
+            self.send_header("Location", self.path.partition("?")[2])
+            self.end_headers()
+        elif self.path == "/drip.png":
+            self.send_response(200)
+            self.end_headers()
+            self.drip(b"x")
+        elif self.path == "/drip-headers.png":
+            self.send_response_only(200)
+            self.flush_headers()
+            self.drip(b"X")
         elif self.path == "/cut.png":
             self.reply(200, b"ima", promised=5)
         elif self.path == "/endless.png":
@@ -189,6 +207,11 @@ class Page(BaseHTTPRequestHandler):
         except OSError:
             pass
 
+    def drip(self, byte: bytes) -> None:
+        with suppress(OSError):
+            while not self.server.over.wait(0.02):
+                self.wfile.write(byte)
+
     def log_message(self, *arguments: Any) -> None:
         pass
 
@@ -200,6 +223,7 @@ def site(monkeypatch) -> Iterator[Site]:
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     yield server
+    server.over.set()
     server.shutdown()
     server.server_close()
 
@@ -216,30 +240,30 @@ class TestUrls:
 
     @pytest.mark.parametrize("path", ["/a.png", "/moved.png"])
     def test_are_fetched_where_allowed(self, site, path):
-        assert MediaLoader(None, True).load(site.url(path), "image") == b"image"
+        assert loader().load(site.url(path), "image") == b"image"
 
     def test_a_passing_failure_is_tried_again(self, site):
-        assert MediaLoader(None, True).load(site.url("/flaky.png"), "image") == b"image"
+        assert loader().load(site.url("/flaky.png"), "image") == b"image"
         assert site.visits["/flaky.png"] == 3
 
     def test_not_found_is_not_tried_again(self, site):
-        found = rejection(MediaLoader(None, True), site.url("/missing.png"))
+        found = rejection(loader(), site.url("/missing.png"))
         assert found.reason is Reason.IMAGE_FETCH
         assert found.message.endswith("/missing.png: HTTP status 404")
         assert site.visits["/missing.png"] == 1
 
     def test_a_lasting_failure_is_given_up(self, site):
-        found = rejection(MediaLoader(None, True), site.url("/broken.png"))
+        found = rejection(loader(), site.url("/broken.png"))
         assert found.reason is Reason.IMAGE_FETCH
         assert "3 attempts failed, the last with: 503" in found.message
         assert site.visits["/broken.png"] == 3
 
     def test_half_an_image_is_no_image(self, site):
-        assert rejection(MediaLoader(None, True), site.url("/cut.png")).reason is Reason.IMAGE_FETCH
+        assert rejection(loader(), site.url("/cut.png")).reason is Reason.IMAGE_FETCH
 
     def test_a_download_stops_at_the_limit(self, site, monkeypatch):
-        monkeypatch.setattr(media, "MAX_FILE_BYTES", 1 << 20)
-        found = rejection(MediaLoader(None, True), site.url("/endless.png"))
+        monkeypatch.setattr(web_images, "MAX_FILE_BYTES", 1 << 20)
+        found = rejection(loader(), site.url("/endless.png"))
         assert found.reason is Reason.IMAGE_TOO_LARGE
         assert found.message.endswith("gives more than 1048576 bytes")
 
@@ -248,16 +272,87 @@ class TestUrls:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        found = rejection(MediaLoader(None, True), f"http://127.0.0.1:{port}/a.png")
+        found = rejection(loader(), f"http://127.0.0.1:{port}/a.png")
         assert found.reason is Reason.IMAGE_FETCH
         assert "3 attempts failed" in found.message
 
     @pytest.mark.parametrize("url", ["http://", "http://[::1", "https:///x.png", "http://127.0.0.1:99999/a.png"])
     def test_what_is_no_url(self, url):
-        assert rejection(MediaLoader(None, True), url).reason is Reason.IMAGE_FETCH
+        assert rejection(loader(), url).reason is Reason.IMAGE_FETCH
 
     def test_a_redirect_does_not_lead_to_a_local_file(self, site):
-        assert rejection(MediaLoader(None, True), site.url("/to-file")).reason is Reason.IMAGE_FETCH
+        assert rejection(loader(), site.url("/to-file")).reason is Reason.IMAGE_FETCH
+
+    @pytest.mark.parametrize("path", ["/drip.png", "/drip-headers.png"])
+    def test_a_server_that_never_ends_is_left_after_a_time(self, site, path, monkeypatch):
+        monkeypatch.setattr(web_images, "_DEADLINE_SECONDS", 0.3)
+        found = rejection(loader(), site.url(path))
+        assert found.reason is Reason.IMAGE_FETCH
+        assert found.message.endswith(f"{path}: the image did not arrive within 0.3 seconds")
+        assert site.visits[path] == 1
 
     def test_other_schemes_are_paths_that_do_not_exist(self, root):
         assert rejection(MediaLoader(str(root), True), "ftp://example.org/a.png").reason is Reason.MISSING_IMAGE
+
+
+class TestPrivateNetworks:
+    """A row's address may lead to what only this machine reaches."""
+
+    @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "2130706433", "0.0.0.0", "[::ffff:127.0.0.1]"])
+    def test_are_not_asked(self, site, host):
+        url = site.url("/a.png").replace("127.0.0.1", host)
+        found = rejection(loader("other.example"), url)
+        assert found.reason is Reason.IMAGE_FETCH
+        assert "which is not public; if it may be asked, give --allow-private-host" in found.message
+        assert not site.visits
+
+    def test_are_not_asked_by_a_redirect(self, site, monkeypatch):
+        target = site.url("/a.png").replace("127.0.0.1", "localhost")
+        found = rejection(loader(), site.url(f"/to?{target}"))
+        assert "host localhost has the address" in found.message
+        assert site.visits == {f"/to?{target}": 1}, "a refusal is not tried again"
+
+    def test_are_not_asked_by_a_name_that_changes_its_address(self, site, monkeypatch):
+        monkeypatch.setattr(web_images, "_addresses", lambda host, port: ["8.8.8.8"])
+        found = rejection(loader("other.example"), site.url("/a.png"))
+        assert "host 127.0.0.1 has the address 127.0.0.1" in found.message
+        assert not site.visits
+
+    @pytest.mark.parametrize("named", ["localhost", "LOCALHOST", "localhost:{port}"])
+    def test_are_asked_if_the_user_named_the_host(self, site, named):
+        port = site.server_address[1]
+        url = site.url("/a.png").replace("127.0.0.1", "localhost")
+        assert loader(named.format(port=port)).load(url, "image") == b"image"
+        assert "not public" in rejection(loader("localhost:1"), url).message
+
+    def test_are_asked_if_the_image_root_is_there(self, site):
+        host = MediaLoader(site.url("/images"), True)
+        assert host.load(site.url("/a.png"), "image") == b"image"
+        assert "not public" in rejection(host, "http://localhost/a.png").message
+
+    def test_are_not_asked_by_a_proxy(self, site, monkeypatch):
+        """The proxy itself may be there. It alone knows some names."""
+        for name in ("http_proxy", "HTTP_PROXY"):
+            monkeypatch.setenv(name, site.url(""))
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.setenv(name, "")
+        found = rejection(loader("other.example"), "http://169.254.169.254/a.png")
+        assert "host 169.254.169.254 has the address 169.254.169.254" in found.message
+        assert not site.visits
+        monkeypatch.setattr(web_images, "_addresses", lambda host, port: [])
+        rejection(loader("other.example"), "http://images.example/missing.png")
+        assert site.visits == {"http://images.example/missing.png": 3}
+
+    @pytest.mark.parametrize(
+        ("address", "public"),
+        [
+            ("8.8.8.8", True), ("2606:4700::1111", True), ("::ffff:8.8.8.8", True), ("64:ff9b::808:808", True),
+            ("10.0.0.1", False), ("172.16.0.1", False), ("192.168.1.1", False), ("127.8.8.8", False),
+            ("169.254.169.254", False), ("100.64.0.1", False), ("0.0.0.0", False), ("224.0.0.1", False),
+            ("255.255.255.255", False), ("198.18.0.1", False), ("::1", False), ("::", False), ("fe80::1%eth0", False),
+            ("fd00:ec2::254", False), ("fec0::1", False), ("ff02::1", False), ("::ffff:10.0.0.1", False),
+            ("2002:7f00:1::", False), ("64:ff9b::a00:1", False), ("::127.0.0.1", False),
+        ],
+    )  # fmt: skip
+    def test_are_known_by_their_addresses(self, address, public):
+        assert web_images.is_public(address) is public

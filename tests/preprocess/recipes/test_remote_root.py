@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -146,6 +148,53 @@ def test_a_path_may_not_leave_the_root(path):
     assert problem.value.reason is Reason.IMAGE_PATH
     with pytest.raises(RowRejected, match=r"image: .* is outside the image root"):
         MediaLoader("s3://bucket/images", False).load(path, "image")
+
+
+class TestWebAddress:
+    """An image root on a web server, where a path may be read in several ways."""
+
+    @pytest.fixture
+    def root(self, tmp_path: Path) -> Iterator[str]:
+        """``tmp_path/images`` behind a server; ``tmp_path/secret.png`` is outside."""
+        (tmp_path / "images" / "sub").mkdir(parents=True)
+        (tmp_path / "secret.png").write_bytes(b"secret")
+        for name in self.NAMES:
+            (tmp_path / "images" / name).write_bytes(name.encode())
+
+        class Handler(SimpleHTTPRequestHandler):
+            def log_message(self, *_: object) -> None:
+                pass
+
+        with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(tmp_path))) as server:
+            threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+            yield f"http://127.0.0.1:{server.server_port}/images"
+            server.shutdown()
+
+    NAMES = ("a.png", "a b.png", "what?.png", "a#1.png", "100%.png", "a%20b.png", "é.png", "a+b;c&d.png", "sub/b.png")
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_a_path_is_the_name_of_a_file(self, root, name):
+        assert MediaLoader(root, False).load(name, "image") == name.encode()
+        assert MediaLoader(root, False).load(f"sub/../{name}", "image") == name.encode()
+
+    @pytest.mark.parametrize(
+        "path",
+        [
+            "%2e%2e/secret.png", "%2E%2e/secret.png", ".%2e/secret.png", "sub/%2e%2e/%2e%2e/secret.png",
+            "%2e%2e%2fsecret.png", "..%2fsecret.png", "%252e%252e/secret.png", "%25252e%25252e/secret.png",
+            "..\\secret.png", "..%5csecret.png", "%2525252525252e", "a.png%00", "../secret.png", "%2e%2e",
+        ],
+    )  # fmt: skip
+    def test_a_path_that_a_server_may_read_as_leaving_the_root(self, root, path):
+        with pytest.raises(RowRejected, match="is outside the image root") as rejected:
+            MediaLoader(root, False).load(path, "image")
+        assert rejected.value.reason is Reason.IMAGE_PATH
+
+    @pytest.mark.parametrize("path", ["?/../secret.png", "a.png?b", "a.png#b", "#/../../secret.png"])
+    def test_a_query_or_fragment_is_part_of_the_name(self, root, path):
+        with pytest.raises(RowRejected) as rejected:
+            MediaLoader(root, False).load(path, "image")
+        assert rejected.value.reason in (Reason.MISSING_IMAGE, Reason.IMAGE_PATH)
 
 
 def test_the_url_itself_is_a_path():
