@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from preprocess.sources.remote_stream import RemoteStream, version_of
-from vlmdata.attempts import FAILED, attempts
+from preprocess.sources.web_object import WebVersion, look_up
+from vlmdata.attempts import FAILED, FINAL, attempts
 from vlmdata.errors import SourceError
 from vlmdata.locations import file_system, is_url, is_web
 
@@ -30,11 +31,13 @@ class DataFile:
         size: Size in bytes.
         version: On disk, the modification time. In a bucket, the store's checksum or version; None if it reports
             neither.
+        web: On a web server, its version in full.
     """
 
     place: str
     size: int
     version: str | None
+    web: WebVersion | None = None
 
     @classmethod
     def local(cls, path: Path | str) -> DataFile:
@@ -64,7 +67,7 @@ class DataFile:
             SourceError: If a file on disk is missing or has changed. Remote objects are checked when read.
         """
         if self.is_remote:
-            raw = RemoteStream(self.place, self.size, self.version, pinned=not counting)
+            raw = RemoteStream(self.place, self.size, self.version, pinned=not counting, web=self.web)
             return cast(BinaryIO, io.BufferedReader(raw, buffered) if buffered else raw)
         self.require_unchanged()
         return open(self.place, "rb")
@@ -162,7 +165,8 @@ def at_addresses(urls: Sequence[str]) -> list[DataFile]:
         with ThreadPoolExecutor(_THREADS) as threads:
             return list(threads.map(lambda url: files.info(file_system(url)[1]), urls))
 
-    return [_data_file(url, entry) for url, entry in zip(urls, _asked(urls[0], look), strict=True)]
+    with ThreadPoolExecutor(_THREADS) as threads:
+        return list(threads.map(_data_file, urls, _asked(urls[0], look)))
 
 
 def beside(files: Sequence[DataFile], ending: str) -> dict[str, DataFile]:
@@ -198,7 +202,7 @@ def _asked(url: str, ask: Any) -> Any:
     files, path = file_system(url)
     files.invalidate_cache()
     try:
-        return attempts(lambda: ask(files, path))
+        return attempts(lambda: ask(files, path), (*FINAL, SourceError))
     except FileNotFoundError as error:
         raise SourceError(f"SOURCE {url}: there is no such object") from error
     except FAILED as error:
@@ -212,7 +216,12 @@ def _data_file(near: str, entry: dict[str, Any]) -> DataFile:
     files, _ = file_system(near)
     if entry.get("size") is None:
         raise SourceError(f"SOURCE {entry['name']}: the server does not report its size; download the file")
-    return DataFile(files.unstrip_protocol(entry["name"]), int(entry["size"]), version_of(entry))
+    place, size, version = files.unstrip_protocol(entry["name"]), int(entry["size"]), version_of(entry)
+    if not is_web(place):
+        return DataFile(place, size, version)
+    web: WebVersion = _asked(place, lambda files, path: look_up(files, path, size))
+    # The version is that of the bytes that are read, if the object was replaced since it was listed.
+    return DataFile(place, size, version_of({"ETag": web.etag}) or version, web)
 
 
 def _path(url: str) -> str:

@@ -6,16 +6,13 @@ import io
 from collections.abc import Mapping
 from typing import Any
 
+from preprocess.sources.web_object import Changed, WebVersion, read_range
 from vlmdata.attempts import FAILED, FINAL, AttemptsFailed, attempts
 from vlmdata.errors import SourceError
 from vlmdata.locations import file_system
 
 #: Names that fsspec file systems use for the checksum or version of an object, best first.
 _CHECKSUMS = ("md5Hash", "sha256", "ETag", "etag", "blob_id", "crc32c")
-
-
-class _Changed(Exception):
-    """The object was replaced since it was listed."""
 
 
 def version_of(details: Mapping[str, Any]) -> str | None:
@@ -36,11 +33,12 @@ class RemoteStream(io.RawIOBase):
         size: Its size in bytes.
         version: Its version, from :func:`version_of`.
         pinned: Whether to read only this version, which takes one more request.
+        web: Its version on a web server. Only this version is read, without further requests.
     """
 
-    def __init__(self, url: str, size: int, version: str | None, *, pinned: bool = True):
+    def __init__(self, url: str, size: int, version: str | None, *, pinned: bool = True, web: WebVersion | None = None):
         super().__init__()
-        self._url, self._size, self._version, self._pinned = url, size, version, pinned
+        self._url, self._size, self._version, self._pinned, self._web = url, size, version, pinned, web
         self._at = 0
         self._file: Any = None
 
@@ -73,8 +71,8 @@ class RemoteStream(io.RawIOBase):
             return 0
         where = f"SOURCE {self._url}"
         try:
-            data = attempts(lambda: self._fetch(wanted), (*FINAL, _Changed))
-        except (_Changed, FileNotFoundError) as error:
+            data = attempts(lambda: self._fetch(wanted), (*FINAL, Changed, SourceError))
+        except (Changed, FileNotFoundError) as error:
             raise SourceError(
                 f"{where}: the object was replaced or removed while it was being read ({error}). Restore it, or give "
                 "another --out and start over."
@@ -90,19 +88,22 @@ class RemoteStream(io.RawIOBase):
         return wanted
 
     def _fetch(self, wanted: int) -> bytes:
+        data: bytes
         try:
-            if self._pinned:
+            if self._web is not None:
+                data = read_range(*file_system(self._url), self._size, self._web, self._at, self._at + wanted)
+            elif self._pinned:
                 if self._file is None:
                     self._file = self._opened()
                 self._file.seek(self._at)
-                data: bytes = self._file.read(wanted)
+                data = self._file.read(wanted)
             else:
                 files, path = file_system(self._url)
                 data = files.cat_file(path, start=self._at, end=self._at + wanted)
         except Exception as error:
             self._close_file()
             if type(error).__name__ == "FileExpired":  # s3fs: the ETag differs from that at opening
-                raise _Changed(str(error)) from error
+                raise Changed(str(error)) from error
             raise
         if len(data) != wanted:
             self._close_file()
@@ -113,12 +114,12 @@ class RemoteStream(io.RawIOBase):
         files, path = file_system(self._url)
         file = files.open(path, "rb", cache_type="none")
         details = getattr(file, "details", None) or {}
-        if version_of(details) is None:  # such as from a web server
+        if version_of(details) is None:
             details = files.info(path)
         found, size = version_of(details), details.get("size")
         if (self._version is not None and found != self._version) or size not in (None, self._size):
             file.close()
-            raise _Changed(f"version {found}, {size} bytes; it was {self._version}, {self._size} bytes")
+            raise Changed(f"version {found}, {size} bytes; it was {self._version}, {self._size} bytes")
         return file
 
     def _close_file(self) -> None:
