@@ -175,6 +175,7 @@ class PreprocessConfig:
         least, most = self.image.bounds(self.model_family)
         image = dataclasses.replace(self.image, min_pixels=least, max_pixels=most)
         options = dataclasses.asdict(dataclasses.replace(self, image=image))
-        if not self.media.private_hosts:  # earlier versions had no such option
-            del options["media"]["private_hosts"]
+        hosts = options["media"].pop("private_hosts")
+        if hosts:  # earlier versions had no such option
+            options["media"]["private_hosts"] = list(hosts)
         return options

@@ -19,6 +19,7 @@ from preprocess.encode import EncodedSample, Encoder
 from preprocess.recipes.base import load_recipe
 from preprocess.reject import RowRejected
 from preprocess.sources.open import open_source
+from tests.chat_rows import write_jsonl
 from tests.conftest import SHARED_DATA, encoded_image
 from tests.families.reference import rope_index
 from vlmdata.families import family
@@ -251,3 +252,30 @@ def test_the_stored_shards_equal_the_processor_too(tokenizer: Any, tmp_path: Pat
         assert sample.input_ids[:n].tolist() == outputs["input_ids"][0].tolist()
         assert torch.equal(FAMILY.pixel_values(torch.from_numpy(sample.patches.copy())), outputs["pixel_values"])
         assert np.array_equal(sample.position_ids[:, :n], positions_of(outputs, FAMILY.name))
+
+
+def test_nulls_of_tools_and_arguments_are_those_of_the_template(tokenizer: Any, tmp_path: Path) -> None:
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": "crop", "parameters": {"type": "object", "default": None, "enum": ["a", None]}},
+        }
+    ]
+    call = {
+        "type": "function",
+        "function": {"name": "crop", "arguments": {"box": None, "at": {"x": None, "y": [None]}}},
+    }
+    row = {
+        "messages": [
+            {"role": "user", "content": "Crop it."},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "done"},
+            {"role": "assistant", "content": "Here."},
+        ],
+        "tools": tools,
+    }
+    conversation = load_recipe("chat")(open_source(str(write_jsonl(tmp_path / "rows.jsonl", [row]))).row(0))
+    sample = Encoder(PreprocessConfig(recipe="chat", image=SMALL), tokenizer).encode(conversation)
+    text = tokenizer.hf.apply_chat_template(row["messages"], tools=tools, tokenize=False)
+    assert text.count("null") >= 4
+    assert sample.input_ids[: sample.length].tolist() == tokenizer.hf(text, add_special_tokens=False)["input_ids"]
