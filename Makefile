@@ -8,15 +8,17 @@ LOCK := requirements/lock.txt
 DEMO_DIR ?= build/demo
 DEMO_ROWS ?= 64
 DEMO_STEPS ?= 20
+MINUTES ?= 10
 
 # Where nothing compiled is kept, every process compiles half of torch and megatron-core anew: 15 s instead of 5.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help env demo test browser check docs bench lock clean
+.PHONY: help env demo test explore browser check docs bench lock clean
 
 help:
 	@echo "make demo    draw receipts, make shards, verify, plan, look at them, train on them  ($(DEMO_DIR))"
 	@echo "make test    the whole test suite (what .ci/run calls)"
+	@echo "make explore the property tests with other examples each time, for MINUTES=$(MINUTES)"
 	@echo "make check   ruff, mypy strict, import boundaries"
 	@echo "make docs    the documentation as a site, in build/docs; a broken link is an error"
 	@echo "make bench   benchmarks; results are written under benchmarks/results/"
@@ -71,6 +73,9 @@ browser:
 # Many tests wait for processes and clocks: four at a time keep two cores busy, each with one thread.
 test: .venv/.stamp-compiled browser
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+explore: .venv/.stamp-compiled
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(PY) -m tests.explore --minutes $(MINUTES) $(TESTS)
 
 check: .venv/.stamp-dev
 	.venv/bin/ruff check .

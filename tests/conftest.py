@@ -15,14 +15,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from PIL import Image
 
+from tests import property_tests
 from tests.object_store import object_store, object_store_server  # noqa: F401
 
-# A first example pays for imports; slow machines are no fault of the code.
-settings.register_profile("vlmdata", deadline=None)
-settings.load_profile("vlmdata")
+property_tests.load_profiles()
 
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     # Where nothing may be compiled beside the libraries, every start would compile half of torch anew (15 s).
@@ -48,6 +46,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     slow = {item.path.parent for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path.parent not in slow)
+
+
+def pytest_collection_finish() -> None:
+    """All modules of the session's tests are imported."""
+    property_tests.fix_constants()
 
 
 @pytest.fixture(scope="session", autouse=True)
