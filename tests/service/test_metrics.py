@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import socket
+import struct
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
 from socketserver import ThreadingMixIn
 from types import SimpleNamespace
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 
 from vlmdata.errors import UsageError
 from vlmdata.service import metrics
 from vlmdata.service.counting import counting
+from vlmdata.service.packs import PackCounts
 
 
 def test_their_package_is_needed_only_with_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,18 +33,92 @@ def test_their_package_is_needed_only_with_a_port(monkeypatch: pytest.MonkeyPatc
         counting(server)
 
 
-def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has a thread until its request has arrived, and nobody needs a token for one."""
-    answered: list[Any] = []
-    refused: list[Any] = []
-    monkeypatch.setattr(ThreadingMixIn, "process_request", lambda _, request, __: answered.append(request))
-    monkeypatch.setattr(ThreadingMixIn, "process_request_thread", lambda *_: None)
-    with metrics._Threads(("127.0.0.1", 0), metrics._Quiet) as server:
-        monkeypatch.setattr(server, "shutdown_request", refused.append)
-        for number in range(metrics._MAX_CONNECTIONS + 2):
-            server.process_request(number, None)
-        assert answered == list(range(metrics._MAX_CONNECTIONS))
-        assert refused == [metrics._MAX_CONNECTIONS, metrics._MAX_CONNECTIONS + 1]
-        server.process_request_thread(0, None)
-        server.process_request(99, None)
-        assert answered[-1] == 99
+class Sized(list[None]):
+    given_up = 0
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Of a server that counts nothing."""
+    state: Any = SimpleNamespace(
+        config=SimpleNamespace(host="127.0.0.1", metrics_port=0, plan_memory=1),
+        packs=SimpleNamespace(counts=PackCounts(), memory=SimpleNamespace(bytes_in_use=0, limit=1)),
+        answers=Sized(),
+        files=Sized(),
+        plans=SimpleNamespace(bytes_in_use=0),
+        restarts=0,
+        damaged_files=0,
+        is_draining=False,
+    )
+    shown = metrics.Metrics(state)
+    shown.serve()
+    assert shown.port is not None
+    yield shown.port
+    shown.close()
+
+
+def get(port: int, path: str) -> str:
+    with urlopen(f"http://127.0.0.1:{port}{path}", timeout=60) as answer:
+        text: str = answer.read().decode()
+    return text
+
+
+class TestConnections:
+    def test_slow_ones_give_way(self, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """More than there is room for hang in the middle of a request, and more come all the time."""
+        monkeypatch.setattr(metrics, "_SECONDS_OF_A_CONNECTION", 1e9)
+        slow = []
+        for _ in range(3):
+            for _ in range(metrics._MAX_CONNECTIONS):
+                slow.append(socket.create_connection(("127.0.0.1", port)))
+                slow[-1].sendall(b"GET /healthz HTTP/1.1\r\nHost: h")
+            assert get(port, "/healthz") == "OK\n"
+            assert "vlmdata_packs_made_total 0.0" in get(port, "/metrics")
+        for each in slow:
+            each.close()
+
+    def test_each_has_an_end(
+        self, port: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """Also if a byte comes now and then."""
+        monkeypatch.setattr(metrics, "_SECONDS_OF_A_CONNECTION", 0.2)
+        with socket.create_connection(("127.0.0.1", port)) as slow:
+            slow.settimeout(0.05)
+            slow.sendall(b"GET / HTTP/1.1\r\nX: ")
+            deadline = time.monotonic() + 60
+            with suppress(ConnectionError):
+                while time.monotonic() < deadline:
+                    slow.sendall(b"x")
+                    with suppress(TimeoutError):
+                        if not slow.recv(1):
+                            break
+            assert time.monotonic() < deadline, "the connection is still open"
+        assert capfd.readouterr().err == ""
+
+    def test_their_errors_write_nothing(self, port: int, capfd: pytest.CaptureFixture[str]) -> None:
+        for sent in (b"\x16\x03\x01\x00", b"GET /metrics HTTP/1.1\r\n\r\n", b"nonsense\r\n\r\n"):
+            with socket.create_connection(("127.0.0.1", port)) as stranger:
+                stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # ends with a reset
+                stranger.sendall(sent)
+        assert get(port, "/healthz") == "OK\n"
+        assert capfd.readouterr().err == ""
+
+    def test_their_threads_are_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """One that does not end when it is told to keeps its place, and the next connection is closed."""
+        answered: list[Any] = []
+        refused: list[Any] = []
+        monkeypatch.setattr(metrics, "_SECONDS_TO_GIVE_WAY", 0.01)
+        monkeypatch.setattr(ThreadingMixIn, "process_request", lambda _, request, __: answered.append(request))
+        monkeypatch.setattr(ThreadingMixIn, "process_request_thread", lambda *_: None)
+        with metrics._Threads(("127.0.0.1", 0), metrics._Quiet) as server:
+            monkeypatch.setattr(server, "shutdown_request", refused.append)
+            sockets = [socket.socket() for _ in range(metrics._MAX_CONNECTIONS + 3)]
+            *first, one, two, three = sockets
+            for each in (*first, one, two):
+                server.process_request(each, None)
+            assert (answered, refused) == (first, [one, two])
+            server.process_request_thread(first[0], None)
+            server.process_request(three, None)
+            assert answered == [*first, three]
+            for each in sockets:
+                each.close()

@@ -202,32 +202,11 @@ def parse_bytes(text: str) -> int:
 
 
 def _log_to_stderr(as_json: bool) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_LogFormat(as_json))
+    from vlmdata.service.log import LogHandler
+
     logger = logging.getLogger("vlmdata")
-    logger.addHandler(handler)
+    logger.addHandler(LogHandler(sys.stderr, as_json))
     logger.setLevel(logging.INFO)
-
-
-class _LogFormat(logging.Formatter):
-    """One line a record: time, level, message and fields."""
-
-    _KNOWN = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
-
-    def __init__(self, as_json: bool):
-        super().__init__()
-        self._as_json = as_json
-
-    def format(self, record: logging.LogRecord) -> str:
-        fields = {name: value for name, value in record.__dict__.items() if name not in self._KNOWN}
-        if record.exc_info:
-            fields["traceback"] = self.formatException(record.exc_info)
-        time = self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z")
-        if self._as_json:
-            values = {"time": time, "level": record.levelname.lower(), "message": record.getMessage(), **fields}
-            return json.dumps(values, default=str)
-        words = [time, record.levelname, record.getMessage(), *(f"{name}={value}" for name, value in fields.items())]
-        return " ".join(words)
 
 
 def _show_status(place: str, token: Path | None, ca: Path | None, as_json: bool) -> None:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import logging
+import math
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -17,10 +23,16 @@ from vlmdata.service.counting import Counting
 if TYPE_CHECKING:
     from vlmdata.service.server import CollationServer
 
+_log = logging.getLogger("vlmdata.service")
+
 disable_created_metrics()  # type: ignore[no-untyped-call] # one more line a counter, which nobody reads
 
 #: Connections at the same time. The port asks for no token, so strangers must not get threads without limit.
 _MAX_CONNECTIONS = 32
+#: Time for a request and its answer. It bounds the whole connection, however little of it comes at a time.
+_SECONDS_OF_A_CONNECTION = 5.0
+#: Time for the thread of a connection that gives way to end.
+_SECONDS_TO_GIVE_WAY = 1.0
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
@@ -84,7 +96,12 @@ class Metrics(Counting):
         def application(environment: dict[str, Any], start: Any) -> Iterable[bytes]:
             path = environment.get("PATH_INFO")
             if path == "/metrics":
-                return metrics(environment, start)  # type: ignore[no-any-return]
+                try:
+                    return metrics(environment, start)  # type: ignore[no-any-return]
+                except Exception:
+                    _log.exception("metrics cannot be shown")
+                    start("500 Internal Server Error", [("Content-Type", "text/plain")])
+                    return [b"metrics cannot be shown; the server's log has the details\n"]
             status = "404 Not Found" if path != "/healthz" else "200 OK"
             if path == "/healthz" and self._server.is_draining:
                 status = "503 Service Unavailable"
@@ -125,19 +142,31 @@ class _State:
 
 
 class _Threads(ThreadingMixIn, WSGIServer):
+    """Answers each connection in a thread of its own, within bounds that silent and slow clients cannot use up."""
+
     daemon_threads = True  # one that waits for a silent connection must not hold up others
     request_queue_size = _MAX_CONNECTIONS
 
     def __init__(self, *arguments: Any, **options: Any):
         self._free = threading.Semaphore(_MAX_CONNECTIONS)
+        self._lock = threading.Lock()
+        self._open: dict[socket.socket, float] = {}  # and when they came, the oldest first
         super().__init__(*arguments, **options)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answers in a thread of its own; closes connections beyond the limit."""
-        if self._free.acquire(blocking=False):
+        """Answers in a thread of its own. Where all are taken, the oldest connection ends and gives way."""
+        if not self._free.acquire(blocking=False):
+            self._end_older(than=math.inf, most=1)
+            if not self._free.acquire(timeout=_SECONDS_TO_GIVE_WAY):
+                self.shutdown_request(request)
+                return
+        with self._lock:
+            self._open[request] = time.monotonic()
+        try:
             super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+        except RuntimeError:  # no thread to be had
+            self._free.release()
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answers, and makes room for another connection."""
@@ -146,9 +175,32 @@ class _Threads(ThreadingMixIn, WSGIServer):
         finally:
             self._free.release()
 
+    def shutdown_request(self, request: Any) -> None:
+        """Closes a connection."""
+        with self._lock:
+            self._open.pop(request, None)
+            super().shutdown_request(request)  # with the lock: nobody ends a connection that is closed
+
+    def service_actions(self) -> None:
+        """Ends connections that have taken too long; called twice a second."""
+        self._end_older(than=time.monotonic() - _SECONDS_OF_A_CONNECTION)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Writes nothing: a client that goes away, or is sent away, is no error. Others are logged where they arise."""
+
+    def _end_older(self, than: float, most: int = _MAX_CONNECTIONS) -> None:
+        with self._lock:
+            for request in [each for each, came in self._open.items() if came < than][:most]:
+                del self._open[request]
+                with suppress(OSError):
+                    request.shutdown(socket.SHUT_RDWR)  # ends the wait of its thread, which closes it
+
 
 class _Quiet(WSGIRequestHandler):
-    timeout = 5.0  # seconds for a request to arrive
+    """Writes nothing to stderr, neither requests nor that a client went away."""
 
     def log_message(self, *_: Any) -> None:
         pass
+
+    def get_stderr(self) -> Any:
+        return io.StringIO()

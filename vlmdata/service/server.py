@@ -53,6 +53,9 @@ from vlmdata.service.plans import PlanBook
 
 _log = logging.getLogger("vlmdata.service")
 
+# gRPC's own log is a line for each failed handshake, in a thread that serves others and waits while stderr is full.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
 #: The files of a dataset that clients may have.
 _FILES = (MANIFEST_NAME, INDEX_NAME)
 _FILES_AT_ONCE = 16
