@@ -189,7 +189,7 @@ def manifest_of(config: TrainConfig) -> Manifest:
     data = config.data
     require_data_named(data)
     cache = None if data.cache_dir is None else Path(data.cache_dir)
-    return open_data(data.paths[:1], cache, DEFAULT_CACHE_BYTES, service_of(data)).datasets[0].manifest
+    return open_data(data.paths[:1], cache, DEFAULT_CACHE_BYTES, service_of(data), data.timeout).datasets[0].manifest
 
 
 def service_of(data: DataConfig) -> Service:
@@ -200,7 +200,7 @@ def service_of(data: DataConfig) -> Service:
     """
     return Service(
         hedge=data.hedge,
-        service_token=data.service_token,
+        service_token_file=data.service_token_file,
         service_insecure=data.service_insecure,
         tls_ca=data.tls_ca,
         tls_cert=data.tls_cert,

@@ -41,10 +41,14 @@ def first_batch(place: str, **options: Any) -> Any:
 
 def without_answer(place: str, **options: Any) -> None:
     """Asserts that no server answers. Only this is worth a short wait: what is served may take long to come."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vlmdata.loader.served.open._SECONDS_TO_OPEN", 2.0)
-        with pytest.raises(ResourceError, match="no server answered"):
-            first_batch(place, **options)
+    with pytest.raises(ResourceError, match="no server answered within 2 s"):
+        first_batch(place, timeout=2.0, **options)
+
+
+def refused(message: str, place: str, **options: Any) -> None:
+    """Asserts that the loader is refused at once: with this patience, the test would not end otherwise."""
+    with pytest.raises(UsageError, match=message):
+        first_batch(place, timeout=1e6, **options)
 
 
 @pytest.fixture(scope="module")
@@ -70,15 +74,15 @@ class TestTokens:
         mine.write_text("old\n")
         with serving(chat, token_file=tokens) as port:
             place = f"grpc://127.0.0.1:{port}"
-            assert first_batch(place, service_token=mine)
-            kept = StreamingLoader(place, service_token=mine, **OPTIONS | {"timeout": 60.0})
+            assert first_batch(place, service_token_file=mine)
+            kept = StreamingLoader(place, service_token_file=mine, **OPTIONS | {"timeout": 60.0})
             batches = iter(kept)
             next(batches)
             for given in ("wrong", "ol", "# first"):
                 mine.write_text(given)
                 with pytest.raises(UsageError, match="the token was refused"):
-                    first_batch(place, service_token=mine)
-            with pytest.raises(UsageError, match=r"wants a token\. Give a file with one: service_token"):
+                    first_batch(place, service_token_file=mine)
+            with pytest.raises(UsageError, match=r"wants a token\. Give a file that holds one: service_token_file"):
                 first_batch(place)
             tokens.write_text("new\n")
             os.utime(tokens, ns=(1, 1))
@@ -86,7 +90,7 @@ class TestTokens:
             deadline = datetime.datetime.now() + datetime.timedelta(seconds=60)
             while True:
                 try:
-                    first_batch(place, service_token=mine)
+                    first_batch(place, service_token_file=mine)
                     break
                 except UsageError:
                     assert datetime.datetime.now() < deadline, "the file is not read again"
@@ -94,7 +98,7 @@ class TestTokens:
             kept.close()
             mine.write_text("old")
             with pytest.raises(UsageError, match="the token was refused"):
-                first_batch(place, service_token=mine)
+                first_batch(place, service_token_file=mine)
 
     def test_a_file_without_tokens_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="cannot be read: No such file"):
@@ -112,7 +116,9 @@ class TestTls:
             assert first_batch(f"grpc+tls://localhost:{port}", tls_ca=ca_file)
             stranger = tmp_path / "stranger.pem"
             trustme.CA().cert_pem.write_to_path(str(stranger))
-            without_answer(f"grpc+tls://localhost:{port}", tls_ca=stranger)
+            refused(
+                r"certificate verify failed.* \(give the authority", f"grpc+tls://localhost:{port}", tls_ca=stranger
+            )
 
     def test_an_expired_certificate_is_no_certificate(
         self, chat: Path, tmp_path: Path, authority: tuple[trustme.CA, Path]
@@ -121,7 +127,24 @@ class TestTls:
         past = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)
         cert, key = certificate(ca, tmp_path, "localhost", not_after=past)
         with serving(chat, tls_cert=cert, tls_key=key) as port:
-            without_answer(f"grpc+tls://localhost:{port}", tls_ca=ca_file)
+            refused("certificate has expired", f"grpc+tls://localhost:{port}", tls_ca=ca_file)
+
+    def test_wrong_certificates_end_in_one_message(
+        self,
+        chat: Path,
+        tmp_path: Path,
+        authority: tuple[trustme.CA, Path],
+        capfd: pytest.CaptureFixture[str],
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        """Of a server by another name, and of one without a certificate. Neither gRPC nor the loader log more."""
+        ca, ca_file = authority
+        cert, key = certificate(ca, tmp_path, "elsewhere.example")
+        with serving(chat, tls_cert=cert, tls_key=key) as port:
+            refused("name the server as its certificate does", f"grpc+tls://127.0.0.1:{port}", tls_ca=ca_file)
+        with serving(chat) as port:
+            refused("use grpc:// instead", f"grpc+tls://127.0.0.1:{port}", tls_ca=ca_file)
+        assert (capfd.readouterr().err, caplog.messages) == ("", [])
 
     def test_servers_check_the_clients(self, chat: Path, tmp_path: Path, authority: tuple[trustme.CA, Path]) -> None:
         ca, ca_file = authority
@@ -202,3 +225,5 @@ def test_rates_are_limited_for_each_machine(monkeypatch: pytest.MonkeyPatch) -> 
     assert sum(limit.allows("a") for _ in range(100)) == 5
     assert machine_of("ipv4:10.0.0.7:41234") == "ipv4:10.0.0.7"
     assert machine_of("ipv6:[::1]:41234") == "ipv6:[::1]"
+    assert machine_of("ipv6:%5B::1%5D:41234") == "ipv6:[::1]"  # as gRPC has it
+    assert machine_of("ipv6:%5Bfe80::1%25eth0%5D:41234") == "ipv6:[fe80::1%eth0]"

@@ -85,8 +85,8 @@ def serve(
             metavar="HOST:PORT", help="Show the clients and the state of a server, and exit.", rich_help_panel=_CLIENT
         ),
     ] = None,
-    service_token: Annotated[
-        Path | None, typer.Option(help="With --status: file with the token.", rich_help_panel=_CLIENT)
+    service_token_file: Annotated[
+        Path | None, typer.Option(help="With --status: file that holds the token.", rich_help_panel=_CLIENT)
     ] = None,
     tls_ca: Annotated[
         Path | None,
@@ -110,7 +110,7 @@ def serve(
     **Exit codes**: 0 stopped; 2 invalid option, no dataset, or the address is taken; 3 no answer from --status.
     """
     if status is not None:
-        _show_status(status, service_token, tls_ca, as_json)
+        _show_status(status, service_token_file, tls_ca, as_json)
         return
     if not data:
         raise UsageError("DATA: give at least one dataset to serve")
@@ -216,7 +216,7 @@ def _show_status(place: str, token: Path | None, ca: Path | None, as_json: bool)
     from vlmdata.loader.served.protocol import STATUS
 
     address = parse_address(place if is_service(place) else f"{'grpc+tls' if ca else 'grpc'}://{place}")
-    options = Service(service_token=token, tls_ca=ca)
+    options = Service(service_token_file=token, tls_ca=ca)
     found: dict[str, dict[str, Any]] = {}
     problems: dict[str, VlmdataError] = {}
     for server in address.servers():

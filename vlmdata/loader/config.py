@@ -127,7 +127,8 @@ class Reading:
         parts: Parts that this rank needs: any of "tokens", "labels", "pixels". A middle pipeline stage needs none.
         num_workers: Worker processes; 0 makes batches in this process, on request.
         prefetch_factor: Batches in progress per worker.
-        timeout: Seconds to wait for a batch before a stuck worker is an error.
+        timeout: Seconds to wait for a batch before a stuck worker is an error; also for a collation service to answer
+            when the loader opens it.
         verify: Data to check against checksums. "stored": every byte that is read, before decoding. "pixels":
             also the decoded patches of images. "off": nothing. True means the default, False means "off".
         on_damage: Effect of a sample whose stored bytes changed. "raise": an error. "mask": the sample keeps its place
@@ -207,7 +208,7 @@ class Service:
     Attributes:
         hedge: Seconds without an answer after which the next server is asked, too; at least three times the usual
             time of an answer.
-        service_token: File with the token that the servers want.
+        service_token_file: File that holds the token that the servers want, not the token itself.
         service_insecure: Whether the token may cross a network in clear text, without TLS.
         tls_ca: File with the certificates of trusted authorities, PEM; None means those of the system.
         tls_cert: File with this client's certificate, PEM, if the servers want one.
@@ -217,7 +218,7 @@ class Service:
     """
 
     hedge: float = 1.0
-    service_token: str | PathLike[str] | None = None
+    service_token_file: str | PathLike[str] | None = None
     service_insecure: bool = False
     tls_ca: str | PathLike[str] | None = None
     tls_cert: str | PathLike[str] | None = None

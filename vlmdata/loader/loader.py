@@ -95,7 +95,7 @@ class StreamingLoader:
         locations = locations_of(data)
         reading, layout = self.config.reading, self.config.parallelism
         cache = Path(reading.cache_dir) if reading.cache_dir is not None else None
-        opened = open_data(locations, cache, reading.cache_bytes, self.config.service)
+        opened = open_data(locations, cache, reading.cache_bytes, self.config.service, reading.timeout)
         self.datasets: tuple[VlmDataset, ...] = opened.datasets
         self._shards = fetched_as_chosen(
             opened.shards, reading, slices=layout.context_parallel_rank is not None or layout.vision_rank is not None

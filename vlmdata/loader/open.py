@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from vlmdata.loader.served.servers import Servers
 
 DEFAULT_CACHE_BYTES = Reading.cache_bytes
+_SECONDS_TO_OPEN = 30.0
 #: A host and a port, without a scheme.
 _PORT = re.compile(r"^[\w.-]+:\d+$")
 
@@ -108,7 +109,11 @@ class OpenedData:
 
 
 def open_data(
-    locations: Sequence[str | PathLike[str]], cache_dir: Path | None, cache_bytes: int, service: Service
+    locations: Sequence[str | PathLike[str]],
+    cache_dir: Path | None,
+    cache_bytes: int,
+    service: Service,
+    timeout: float = _SECONDS_TO_OPEN,
 ) -> OpenedData:
     """Opens all data of a loader.
 
@@ -117,6 +122,7 @@ def open_data(
         cache_dir: Folder for remote shards.
         cache_bytes: Largest size of the cache in bytes.
         service: Options of a collation service.
+        timeout: Seconds for such a service to answer.
 
     Raises:
         UsageError: If a service is mixed with other data.
@@ -129,7 +135,7 @@ def open_data(
             raise UsageError(f"{other}: cannot be mixed with a collation service; serve it, too (`vlmdata serve A B`)")
         from vlmdata.loader.served.open import open_service  # gRPC is loaded on use
 
-        servers, opened = open_service(places, cache_dir, service)
+        servers, opened = open_service(places, cache_dir, service, timeout)
     else:
         if unnamed := next((place for place in places if _PORT.search(place) and not Path(place).exists()), None):
             raise UsageError(f"{unnamed}: no such directory. A collation service is grpc://{unnamed}")

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pyarrow.flight as flight
 
@@ -111,5 +112,5 @@ class RateLimit:
 
 
 def machine_of(peer: str) -> str:
-    """Returns the machine in the name of a peer, such as ``ipv4:10.0.0.7:41234``."""
-    return peer.rpartition(":")[0]
+    """Returns the machine in the name of a peer, such as ``ipv4:10.0.0.7:41234`` or ``ipv6:%5B::1%5D:41234``."""
+    return unquote(peer).rpartition(":")[0]

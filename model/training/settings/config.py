@@ -63,7 +63,7 @@ class DataConfig:
         cache_dir: Folder for shards of remote datasets.
         eval_paths: Dataset directories or URLs to evaluate on; each has its own loss.
         hedge: With a collation service: seconds without an answer after which the next server is asked, too.
-        service_token: File with the token that its servers want.
+        service_token_file: File that holds the token that its servers want.
         service_insecure: Whether the token may cross a network in clear text.
         tls_ca: File with the certificates of authorities for ``grpc+tls://``; unset means those of the system.
         tls_cert: File with a certificate of this client, if the servers want one.
@@ -90,7 +90,7 @@ class DataConfig:
     cache_dir: str | None = None
     eval_paths: tuple[str, ...] = ()
     hedge: float = Service.hedge
-    service_token: str | None = None
+    service_token_file: str | None = None
     service_insecure: bool = Service.service_insecure
     tls_ca: str | None = None
     tls_cert: str | None = None
@@ -273,7 +273,7 @@ WITHOUT_EFFECT_ON_RESULTS = frozenset(
         "data.cache_dir",
         "data.eval_paths",
         "data.hedge",
-        "data.service_token",
+        "data.service_token_file",
         "data.service_insecure",
         "data.tls_ca",
         "data.tls_cert",

@@ -69,7 +69,7 @@ class TestTokens:
 
     def test_go_in_a_header(self, token: Any) -> None:
         for place in ("grpc://127.0.0.1", "grpc+tls://data.internal"):
-            assert authorization(parse_address(place), Service(service_token=token)) == [
+            assert authorization(parse_address(place), Service(service_token_file=token)) == [
                 (b"authorization", b"Bearer secret")
             ]
         assert authorization(parse_address("grpc://data.internal"), Service()) == []
@@ -77,15 +77,21 @@ class TestTokens:
     def test_do_not_cross_a_network_in_clear_text(self, token: Any) -> None:
         address = parse_address("grpc://localhost,data.internal")
         with pytest.raises(UsageError, match=r"clear text over the network. Use grpc\+tls://"):
-            authorization(address, Service(service_token=token))
-        assert authorization(address, Service(service_token=token, service_insecure=True))
+            authorization(address, Service(service_token_file=token))
+        assert authorization(address, Service(service_token_file=token, service_insecure=True))
 
-    def test_that_cannot_be_used_are_refused(self, tmp_path: Any) -> None:
-        with pytest.raises(UsageError, match=r"service_token .*none: cannot be read: No such file"):
-            authorization(parse_address("grpc://localhost"), Service(service_token=tmp_path / "none"))
-        (tmp_path / "two").write_text("a\nb\n")
-        with pytest.raises(UsageError, match="must hold one token"):
-            authorization(parse_address("grpc://localhost"), Service(service_token=tmp_path / "two"))
+    @pytest.mark.parametrize("given", ["5ecr3t", "5ecr3t" * 100, "5ecr3t\0"])
+    def test_given_for_the_path_are_not_shown(self, given: str) -> None:
+        with pytest.raises(UsageError, match="Give the path of a file that holds the token, not the token") as raised:
+            authorization(parse_address("grpc://localhost"), Service(service_token_file=given))
+        assert "5ecr3t" not in str(raised.value)
+
+    @pytest.mark.parametrize(("text", "found"), [("5ecr3t\n\n5ecr3t\n", "2 lines"), ("\n", "0 lines")])
+    def test_must_be_alone_in_their_file(self, tmp_path: Any, text: str, found: str) -> None:
+        (tmp_path / "file").write_text(text)
+        with pytest.raises(UsageError, match=f"the file has {found}; it must hold one token, on one line") as raised:
+            authorization(parse_address("grpc://localhost"), Service(service_token_file=tmp_path / "file"))
+        assert "5ecr3t" not in str(raised.value)
 
 
 def test_options_that_contradict_are_refused() -> None:

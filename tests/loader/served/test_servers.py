@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from tests.service.servers import wait_until
-from vlmdata.errors import UsageError
+from vlmdata import StreamingLoader
+from vlmdata.errors import ResourceError, UsageError
 from vlmdata.loader.buffers import BufferPool
 from vlmdata.loader.config import Service
 from vlmdata.loader.damage import Filled
 from vlmdata.loader.served import servers as module
 from vlmdata.loader.served.address import Server, parse_address
-from vlmdata.loader.served.connection import ServerLostError
+from vlmdata.loader.served.connection import CertificateError, ServerLostError
 from vlmdata.loader.served.servers import Servers
 
 
@@ -136,9 +137,52 @@ def test_failures_of_long_ago_do_not_count(clock: Clock) -> None:
     assert servers.order(0) == [first, second]  # a first failure again: half a second
 
 
+def test_servers_share_the_time_for_a_question(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    """One that does not answer leaves time for the next."""
+    servers = servers_of("grpc://10.0.0.1,10.0.0.2,10.0.0.3")
+    monkeypatch.setattr(servers, "connection", lambda server: server)
+    asked: list[tuple[str, float]] = []
+
+    def question(server: Any, seconds: float) -> str:
+        asked.append((server.host, seconds))
+        if len(asked) < 3:
+            clock.now += seconds
+            raise ServerLostError(f"server {server}: no answer")
+        return "here"
+
+    assert servers.ask(question, 3.0) == "here"
+    assert asked == [("10.0.0.1", 1.0), ("10.0.0.2", 1.0), ("10.0.0.3", 1.0)]
+
+
+def test_wrong_certificates_are_an_error_only_if_no_other_server_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers = servers_of("grpc://10.0.0.1,10.0.0.2")
+    monkeypatch.setattr(servers, "connection", lambda server: server)
+    sound = {"10.0.0.2"}
+
+    def question(server: Any, _: float) -> str:
+        if server.host not in sound:
+            raise CertificateError(f"server {server}: certificate verify failed")
+        return "here"
+
+    assert servers.ask(question, 1e6) == "here"
+    sound.clear()
+    with pytest.raises(
+        UsageError, match=r"server 10\.0\.0\.1:8815: certificate .*; server 10\.0\.0\.2:8815: certificate"
+    ):
+        servers.ask(question, 1e6)
+
+
+def test_a_loader_is_as_patient_as_its_timeout() -> None:
+    """Also with a server that takes the connection and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        place = f"grpc://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(ResourceError, match=r"no server answered within 0\.3 s"):
+            StreamingLoader(place, capacity=1024, global_batch=2, timeout=0.3)
+
+
 def test_a_token_file_that_is_absent_for_a_moment_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     servers = servers_of("grpc://10.0.0.1")
-    answers: list[Any] = [UsageError("service_token token: cannot be read: No such file or directory")] * 2
+    answers: list[Any] = [UsageError("service_token_file: cannot be read: No such file or directory")] * 2
 
     def connection(server: Server) -> Any:
         if answers:
@@ -150,7 +194,7 @@ def test_a_token_file_that_is_absent_for_a_moment_is_read_again(monkeypatch: pyt
     pool = BufferPool()
     with pytest.raises(UsageError, match="cannot be read"):  # twice
         servers.fetch(query, 5, pool, True, 60.0, threading.Event())
-    answers.append(UsageError("service_token token: cannot be read: No such file or directory"))
+    answers.append(UsageError("service_token_file: cannot be read: No such file or directory"))
     lease, filled = servers.fetch(query, 5, pool, True, 60.0, threading.Event())
     assert filled == Filled(5)
     assert np.asarray(lease.memory()).size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -30,8 +31,12 @@ from vlmdata.loader.served.protocol import (
     decode_error,
 )
 from vlmdata.loader.served.shared_memory import Maps, SharedMemoryError, this_place
+from vlmdata.wording import counted
 
 _log = logging.getLogger("vlmdata.loader.served")
+
+# gRPC would write a line to stderr for each attempt whose handshake fails; the error that is raised says the same.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -42,11 +47,14 @@ _SECONDS_TO_DESCRIBE = 10.0
 _MOST_SHARED_FAILURES = 3
 
 
-#: Why connecting failed, in gRPC's words, if the cause is in the caller's settings, and the remedy.
-_REMEDIES = {
+#: Why connecting failed, in gRPC's words, if asking again cannot help, and the remedy.
+_LASTING = {
     "wrong version number": "this server speaks clear text: use grpc:// instead of grpc+tls://",
     "certificate verify failed": "give the authority of its certificate (tls_ca), or that of this client (tls_cert)",
     "is not in peer certificate": "name the server as its certificate does",
+}
+#: The same, if the cause may be in the caller's settings.
+_REMEDIES = _LASTING | {
     "Expected SETTINGS frame": "this port speaks no gRPC: is it that of --metrics-port, or of another program?",
     "Socket closed": "does the server have a certificate? Then use grpc+tls://, and tls_cert if it wants yours",
 }
@@ -59,6 +67,10 @@ class ServerLostError(Exception):
     def has_remedy(self) -> bool:
         """Whether the message says what the caller can do."""
         return any(remedy in str(self) for remedy in _REMEDIES.values())
+
+
+class CertificateError(ServerLostError):
+    """A server's certificate is not one that this client accepts, or it has none. It will not have another one soon."""
 
 
 class TokenRefusedError(UsageError):
@@ -120,15 +132,18 @@ class Connection:
             f"{'grpc+tls' if address.tls else 'grpc'}://{server}", generic_options=arguments, **tls
         )
 
-    def describe(self) -> Description:
+    def describe(self, timeout: float = _SECONDS_TO_DESCRIBE) -> Description:
         """Asks the server for its datasets.
+
+        Args:
+            timeout: Seconds for the answer.
 
         Raises:
             ServerLostError: If it does not answer.
             VlmdataError: If it refuses.
         """
         try:
-            answer = list(self._client.do_action(DESCRIBE, self._options(_SECONDS_TO_DESCRIBE)))
+            answer = list(self._client.do_action(DESCRIBE, self._options(min(timeout, _SECONDS_TO_DESCRIBE))))
         except (pa.ArrowException, OSError) as error:
             raise self._translated(error) from error
         description = Description.decode(answer[0].body.to_pybytes() if answer else b"")
@@ -260,12 +275,16 @@ class Connection:
             return decode_error(error.extra_info, str(self.server))
         if isinstance(error, flight.FlightUnauthenticatedError | flight.FlightUnauthorizedError):
             if not self._headers:
-                return TokenRefusedError(f"server {self.server}: wants a token. Give a file with one: service_token")
+                return TokenRefusedError(
+                    f"server {self.server}: wants a token. Give a file that holds one: service_token_file"
+                )
             return TokenRefusedError(
-                f"server {self.server}: the token was refused. Check service_token, or ask for a valid one."
+                f"server {self.server}: the token was refused. Put a valid one into the file of service_token_file."
             )
         self._maps.clear()  # it may be gone, and its memory with it
-        return ServerLostError(f"server {self.server}: {_brief(error)}")
+        message = f"server {self.server}: {_brief(error)}"
+        lasting = any(remedy in message for remedy in _LASTING.values())
+        return CertificateError(message) if lasting else ServerLostError(message)
 
 
 def _bytes(chunk: Any) -> Bytes:
@@ -286,17 +305,31 @@ def authorization(address: ServiceAddress, options: Service) -> list[tuple[bytes
     Raises:
         UsageError: If the token cannot be read, or would cross a network in clear text.
     """
-    if options.service_token is None:
+    if options.service_token_file is None:
         return []
     if not (address.tls or address.is_local or options.service_insecure):
         raise UsageError(
             f"{address.text}: would send the token in clear text over the network. Use grpc+tls://, or "
             "service_insecure=True if the network is trusted."
         )
-    token = (_read(options.service_token, "service_token") or b"").strip()
-    if not token or b"\n" in token:
-        raise UsageError(f"{options.service_token}: must hold one token")
-    return [(b"authorization", b"Bearer " + token)]
+    return [(b"authorization", b"Bearer " + _token(options.service_token_file))]
+
+
+def _token(path: str | os.PathLike[str]) -> bytes:
+    """Returns the token in a file. Errors do not show the path: some give the token itself in its place."""
+    try:
+        lines = [line for line in map(bytes.strip, Path(path).read_bytes().splitlines()) if line]
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no path"
+        raise UsageError(
+            f"service_token_file: cannot be read: {reason}. Give the path of a file that holds the token, not the "
+            "token itself."
+        ) from None
+    if len(lines) != 1:
+        raise UsageError(
+            f"service_token_file: the file has {counted(len(lines), 'line')}; it must hold one token, on one line"
+        )
+    return lines[0]
 
 
 def _read(path: Any, option: str) -> bytes | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError, UsageError
 from vlmdata.format.dataset import VlmDataset
+from vlmdata.format.schema import MANIFEST_NAME
 from vlmdata.loader.config import Service
 from vlmdata.loader.open import dataset_shards, default_cache_dir, fetch_tables
 from vlmdata.loader.served.address import Server, ServiceAddress, parse_address
@@ -18,10 +19,8 @@ from vlmdata.loader.served.protocol import Description, FileQuery, ServedDataset
 from vlmdata.loader.served.servers import Servers
 from vlmdata.loader.shards import DatasetShards, ShardFile
 
-#: Seconds for a service to answer when a loader opens it.
-_SECONDS_TO_OPEN = 30.0
-#: Seconds for an index: 96 bytes a sample.
-_SECONDS_FOR_A_FILE = 600.0
+#: Seconds for an index, however long others may take: 96 bytes a sample. A server that is gone is noticed before.
+_SECONDS_FOR_AN_INDEX = 600.0
 _LEAST_FINGERPRINT = 8
 
 
@@ -48,7 +47,7 @@ class ServedShards:
 
 
 def open_service(
-    places: Sequence[str], cache_dir: Path | None, options: Service
+    places: Sequence[str], cache_dir: Path | None, options: Service, timeout: float
 ) -> tuple[Servers, list[tuple[VlmDataset, DatasetShards]]]:
     """Connects to a service and opens its datasets.
 
@@ -57,9 +56,11 @@ def open_service(
             servers.
         cache_dir: Folder for manifests and indices, which are kept by content; None means the default.
         options: Options of the service.
+        timeout: Seconds for the service to answer each of the questions: what it has, a manifest, an index.
 
     Raises:
-        UsageError: If an address is malformed, the service has no such dataset, or refuses the token.
+        UsageError: If an address is malformed, the service has no such dataset, refuses the token, or has a wrong
+            certificate.
         ConfigMismatchError: If servers have different data.
         ResourceError: If no server answers.
         DatasetFormatError: If a file does not match its fingerprint.
@@ -70,9 +71,9 @@ def open_service(
         raise UsageError(f"{first.text} and {other.text} are different services; a loader reads from one")
     servers = Servers(first, options)
     opened = []
-    for served in _agreed(addresses, servers.describe(_SECONDS_TO_OPEN)):
+    for served in _agreed(addresses, servers.describe(timeout)):
         name = f"{first.base}/{served.name}"
-        directory = fetch_tables(name, cache_dir or default_cache_dir(), partial(_fetch, servers, served))
+        directory = fetch_tables(name, cache_dir or default_cache_dir(), partial(_fetch, servers, served, timeout))
         dataset = VlmDataset(directory, name=name, open_shard=_no_shard)
         if dataset.manifest.fingerprint != served.fingerprint:
             raise DatasetFormatError(
@@ -117,13 +118,13 @@ def _chosen(address: ServiceAddress, datasets: Sequence[ServedDataset]) -> list[
     return found
 
 
-def _fetch(servers: Servers, served: ServedDataset, name: str, to: Path, sha256: str | None) -> None:
+def _fetch(servers: Servers, served: ServedDataset, timeout: float, name: str, to: Path, sha256: str | None) -> None:
     query = FileQuery(served.fingerprint, name)
 
-    def copy(connection: Connection) -> None:
+    def copy(connection: Connection, seconds: float) -> None:
         digest = hashlib.sha256()
         with open(to, "wb") as target:
-            for chunk in connection.file(query, _SECONDS_FOR_A_FILE):
+            for chunk in connection.file(query, seconds if name == MANIFEST_NAME else _SECONDS_FOR_AN_INDEX):
                 digest.update(chunk)
                 target.write(chunk)
         if sha256 not in (None, digest.hexdigest()):
@@ -132,7 +133,7 @@ def _fetch(servers: Servers, served: ServedDataset, name: str, to: Path, sha256:
                 f"manifest says {sha256}"
             )
 
-    servers.ask(copy, _SECONDS_TO_OPEN)
+    servers.ask(copy, timeout)
 
 
 def _no_shard(info: object) -> int:

@@ -210,7 +210,7 @@ class Race:
 
 def more_telling(earlier: Exception | None, error: Exception) -> Exception:
     """Returns the error of a server to show: the latest one, unless only an earlier one says what to do."""
-    if isinstance(earlier, ServerLostError) and earlier.has_remedy and type(error) is ServerLostError:
+    if isinstance(earlier, ServerLostError) and earlier.has_remedy and isinstance(error, ServerLostError):
         return error if error.has_remedy else earlier
     return error
 

@@ -18,7 +18,7 @@ from vlmdata.loader.buffers import BufferPool, Lease
 from vlmdata.loader.config import Service
 from vlmdata.loader.damage import DAMAGE, Filled, damaged_file
 from vlmdata.loader.served.address import Server, ServiceAddress
-from vlmdata.loader.served.connection import Connection
+from vlmdata.loader.served.connection import CertificateError, Connection
 from vlmdata.loader.served.protocol import BatchQuery, Description
 from vlmdata.loader.served.race import OF_ONE_SERVER, Race, in_thread, more_telling
 
@@ -31,6 +31,8 @@ _PAUSE_BETWEEN_ROUNDS = 0.25
 #: A slow answer is hedged after this many times the usual time of an answer, if that is more than ``hedge``.
 _USUAL_TIMES = 3.0
 _LATENCIES = 32
+#: Seconds that a server has for an answer, if hardly any are left.
+_LEAST_SECONDS = 0.1
 #: Seconds between two look-ups of names, while servers fail and while all are well.
 _SECONDS_BETWEEN_LOOKUPS, _SECONDS_BETWEEN_LOOKUPS_WHEN_WELL = 10.0, 60.0
 #: Seconds between two looks whether the batch is still wanted.
@@ -64,28 +66,36 @@ class Servers:
         self._damaged: set[tuple[Server, str]] = set()  # servers and files, each logged once
         self._latencies: deque[float] = deque(maxlen=_LATENCIES)
 
-    def ask[Answer](self, question: Callable[[Connection], Answer], timeout: float) -> Answer:
+    def ask[Answer](self, question: Callable[[Connection, float], Answer], timeout: float) -> Answer:
         """Returns the first server's answer to a question, the next one's if that fails, and so on.
 
         Args:
-            question: Asks one server.
-            timeout: Seconds after which no further server is asked.
+            question: Asks one server, which has this many seconds to answer.
+            timeout: Seconds after which no further server is asked. In each round, servers share what is left of it.
 
         Raises:
             ResourceError: If no server answers; names all.
+            UsageError: If the certificates of all servers are wrong.
             VlmdataError: If a server refuses.
         """
         deadline, problems = time.monotonic() + timeout, dict[Server, Exception]()
         while True:
-            for server in self.order(0):
+            servers = self.order(0)
+            for number, server in enumerate(servers):
+                seconds = max((deadline - time.monotonic()) / (len(servers) - number), _LEAST_SECONDS)
                 try:
-                    answer = question(self.connection(server))
+                    answer = question(self.connection(server), seconds)
                 except OF_ONE_SERVER as error:
                     problems[server] = more_telling(problems.get(server), error)
-                    self.failed(server, error)
+                    if len(servers) > 1 or not isinstance(error, CertificateError):  # which is raised
+                        self.failed(server, error)
                     continue
                 self.succeeded(server)
                 return answer
+            if all(isinstance(error, CertificateError) for error in problems.values()):
+                raise UsageError(
+                    f"{self.address.text}: " + "; ".join(str(problems[server]) for server in sorted(problems))
+                )
             if all(isinstance(error, (ConfigMismatchError, UsageError, *DAMAGE)) for error in problems.values()):
                 raise next(iter(problems.values()))
             if time.monotonic() + _PAUSE_BETWEEN_ROUNDS > deadline:
@@ -100,7 +110,10 @@ class Servers:
             VlmdataError: If all that answer refuse.
         """
         self.ask(Connection.describe, timeout)
-        asked = {server: in_thread(partial(Connection.describe, self.connection(server))) for server in self.order(0)}
+        asked = {
+            server: in_thread(partial(Connection.describe, self.connection(server), timeout))
+            for server in self.order(0)
+        }
         wait(asked.values(), timeout)
         return {server: each.result() for server, each in asked.items() if each.done() and each.exception() is None}
 
@@ -212,7 +225,7 @@ class Servers:
     def _nobody(self, problems: dict[Server, Exception], timeout: float) -> ResourceError:
         listed = "\n".join(f"  {error}" for error in problems.values()) or "  no server is known"
         return ResourceError(
-            f"{self.address.text}: no server answered within {timeout:.0f} s:\n{listed}\n"
+            f"{self.address.text}: no server answered within {timeout:.3g} s:\n{listed}\n"
             "Check that `vlmdata serve` runs there (`vlmdata serve --status HOST:PORT`); the loader's state is valid."
         )
 
