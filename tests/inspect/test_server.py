@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import sys
@@ -12,10 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from starlette.applications import Starlette
+from starlette.responses import Response
+from starlette.routing import Route
 
 from tests.inspect.raw import RawSample
 from tests.inspect.serving import Client, serving
 from tests.verify.rewriting import rewrite_sample
+from vlmdata.errors import UsageError
+from vlmdata.inspect.server import Guard, _ours
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +118,68 @@ def test_on_all_interfaces_addresses_are_answered_and_strange_names_are_not(demo
             assert client.ask("/", hosts=[f"{host}:1"]).status == 421
         for host in ("evil.example", "192.168.1.5.evil.example", "0x7f.1"):
             assert client.ask("/", hosts=[f"{host}:{client.port}"]).status == 421
+
+
+def answers(port: int, host: str, *names: str) -> Callable[..., int]:
+    """The guard of a server at a port that a test may not have; gives the status for a host and an origin."""
+    hosts, origins = _ours(host, port, names)
+    app = Starlette(routes=[Route("/", lambda _: Response("fine"))])
+    guarded = Guard(app, hosts, origins, any_address=host == "0.0.0.0", port=port)
+
+    async def ask(headers: list[tuple[bytes, bytes]]) -> int:
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "GET", "path": "/", "query_string": b"", "headers": headers}
+        await guarded(scope, receive, send)
+        return int(sent[0]["status"])
+
+    def status(host: str, origin: str | None = None) -> int:
+        headers = [(b"host", host.encode())] + ([(b"origin", origin.encode())] if origin is not None else [])
+        return asyncio.run(ask(headers))
+
+    return status
+
+
+def test_browsers_leave_out_port_80() -> None:
+    status = answers(80, "127.0.0.1")
+    for host in ("localhost", "127.0.0.1", "[::1]", "localhost:80"):
+        assert status(host) == 200
+        assert status(host, f"http://{host}") == 200
+        assert status(host, f"https://{host}") == 403
+    for host in ("evil.example", "localhost:443", "localhost.evil.example", "10.0.0.7", ":80", "[::2]"):
+        assert status(host) == 421
+        assert status("localhost", f"http://{host}") == 403
+    everywhere = answers(80, "0.0.0.0")
+    for host in ("10.0.0.7", "10.0.0.7:80", "[fe80::1]", "[fe80::1]:80"):
+        assert everywhere(host, f"http://{host}") == 200
+    for host in ("10.0.0.7:8765", "evil.example", "[10.0.0.7", "10.0.0.7:00080x"):
+        assert everywhere(host) == 421
+    assert answers(443, "127.0.0.1")("localhost") == 421  # HTTP at port 443: browsers name the port
+
+
+def test_a_proxy_has_the_usual_ports() -> None:
+    status = answers(8765, "127.0.0.1", "Data.Example.com", "other.example:8443", "fe80::7")
+    for host in ("data.example.com", "data.example.com:8765", "DATA.example.com:443", "data.example.com:80"):
+        assert status(host, "https://data.example.com") == 200
+        assert status(host, "http://data.example.com") == 200
+    assert status("[fe80::7]") == 200
+    assert status("other.example:8443", "https://other.example:8443") == 200
+    for host in ("other.example", "data.example.com:8443", "localhost", "evil.data.example.com"):
+        assert status(host) == 421
+    for origin in ("https://other.example", "https://localhost:8765", "null", "https://evil.example"):
+        assert status("data.example.com", origin) == 403
+
+
+@pytest.mark.parametrize("name", ["https://data.example.com", "", "data.example.com/"])
+def test_a_url_is_no_name(name: str) -> None:
+    with pytest.raises(UsageError, match=f"--allow-host {name}: give a host name, such as data.example.com"):
+        _ours("127.0.0.1", 8765, [name])
 
 
 ELSEWHERE = ["/../manifest.json", "/manifest.json", "/%2e%2e/%2e%2e/etc/passwd", "//etc/passwd", "/shard-000000.tar"]

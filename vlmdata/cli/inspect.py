@@ -73,7 +73,11 @@ def inspect(
         int, typer.Option(min=0, max=65535, help="Port to serve on; 0 picks a free one.", rich_help_panel=_PAGE)
     ] = 8765,
     allow_host: Annotated[
-        list[str] | None, typer.Option(help="Additional host name of the server.", rich_help_panel=_PAGE)
+        list[str] | None,
+        typer.Option(
+            help="Additional host name of the server or of a proxy, for its port, 80 and 443; or NAME:PORT.",
+            rich_help_panel=_PAGE,
+        ),
     ] = None,
     epoch: Annotated[int, typer.Option(min=0, help="For --pack, --row and pages.", rich_help_panel=_LOOK)] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,

@@ -39,6 +39,8 @@ from vlmdata.wording import counted
 _SAMPLES_A_PAGE, _PACKS_A_PAGE = 40, 8
 #: After this time, a text search returns partial results, and the page asks again.
 _SEARCH_SECONDS = 0.4
+_HTTP, _HTTPS = 80, 443
+_USUAL = {"http": _HTTP, "https": _HTTPS}
 _HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
@@ -171,14 +173,16 @@ class Guard:
 
     Args:
         app: The guarded application.
-        hosts: Allowed host headers, lower case, with port.
+        hosts: Allowed host headers, lower case.
+        origins: Allowed origins, lower case.
         any_address: Whether to allow any IP address with ``port`` too. A server on all interfaces does not know its
             names, but a site that rebinds its name sends that name.
         port: The port.
     """
 
-    def __init__(self, app: ASGIApp, hosts: frozenset[str], any_address: bool, port: int):
-        self._app, self._hosts, self._any_address, self._port = app, hosts, any_address, port
+    def __init__(self, app: ASGIApp, hosts: frozenset[str], origins: frozenset[str], any_address: bool, port: int):
+        self._app, self._hosts, self._origins = app, hosts, origins
+        self._any_address, self._port = any_address, port
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles or rejects a request."""
@@ -199,23 +203,23 @@ class Guard:
         await (refusal or self._app)(scope, receive, send_safely)
 
     def _refusal(self, method: str, headers: Headers) -> Response | None:
-        if not self._is_ours(headers.getlist("host")):
-            return _refuse(421, "this server does not serve that host")
-        origin = headers.get("origin")
-        if origin is not None and not self._is_ours([origin.removeprefix("http://")]):
+        if not self._is_ours(headers.getlist("host"), self._hosts, ""):
+            return _refuse(421, "this server does not serve that host; --allow-host adds its name")
+        origins = headers.getlist("origin")
+        if origins and not self._is_ours(origins, self._origins, "http://"):
             return _refuse(403, "requests from other sites are rejected")
         if headers.get("sec-fetch-site") == "cross-site" and headers.get("sec-fetch-mode") != "navigate":
             return _refuse(403, "requests from other sites are rejected")
         return None if method == "GET" else _refuse(405, "only GET is allowed", {"allow": "GET"})
 
-    def _is_ours(self, hosts: Sequence[str]) -> bool:
-        if len(hosts) != 1:
+    def _is_ours(self, values: Sequence[str], ours: frozenset[str], scheme: str) -> bool:
+        if len(values) != 1:
             return False
-        host = hosts[0].lower()
-        if host in self._hosts:
+        value = values[0].lower()
+        if value in ours:
             return True
-        name, _, port = host.rpartition(":")
-        return self._any_address and port == str(self._port) and _is_address(name)
+        name, port = _name_and_port(value.removeprefix(scheme))
+        return self._any_address and value.startswith(scheme) and (port or _HTTP) == self._port and _is_address(name)
 
 
 def build_app(
@@ -229,13 +233,40 @@ def build_app(
         packs: Source of packs.
         host: Address to listen on.
         port: Port to listen on.
-        names: Additional host names.
+        names: Additional host names, with a port or for the usual ones.
+
+    Raises:
+        UsageError: If such a name is none.
     """
-    ours = frozenset(f"{_bracketed(name)}:{port}".lower() for name in ("127.0.0.1", "localhost", "::1", host, *names))
+    hosts, origins = _ours(host, port, names)
     everywhere = _is_address(_bracketed(host)) and ipaddress.ip_address(host.strip("[]")).is_unspecified
-    guard = Middleware(Guard, hosts=ours, any_address=everywhere, port=port)
+    guard = Middleware(Guard, hosts=hosts, origins=origins, any_address=everywhere, port=port)
     handlers: Any = {HTTPException: _http_error, VlmdataError: _data_error, Exception: _unexpected}
     return Starlette(routes=InspectApp(dataset, card, packs).routes(), middleware=[guard], exception_handlers=handlers)
+
+
+def _ours(host: str, port: int, names: Sequence[str]) -> tuple[frozenset[str], frozenset[str]]:
+    """Returns the host headers and the origins that are this server's.
+
+    Browsers leave out port 80 of HTTP and 443 of HTTPS. ``names`` may be those of a proxy, which may serve either.
+    """
+    hosts, origins = set[str](), set[str]()
+
+    def add(scheme: str, name: str, port: int) -> None:
+        places = [f"{name}:{port}".lower()] + [name.lower()] * (_USUAL[scheme] == port)
+        hosts.update(places)
+        origins.update(f"{scheme}://{place}" for place in places)
+
+    for own in ("127.0.0.1", "localhost", "::1", host):
+        add("http", _bracketed(own), port)
+    for given in names:
+        name, at = _name_and_port(given)
+        if not name or set("/@ ") & set(name):
+            raise UsageError(f"--allow-host {given}: give a host name, such as data.example.com, without http://")
+        for each in (port, _HTTP, _HTTPS) if at is None else (at,):
+            add("http", name, each)
+            add("https", name, each)
+    return frozenset(hosts), frozenset(origins)
 
 
 def _http_error(request: Request, error: Exception) -> Response:
@@ -274,6 +305,15 @@ def _is_address(host: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _name_and_port(host: str) -> tuple[str, int | None]:
+    """Splits ``name:8765``, ``[::1]:8765``, or either of them without a port. An IPv6 address gets brackets."""
+    if not _is_address(host):
+        name, _, port = host.rpartition(":")
+        if name and port.isascii() and port.isdecimal() and len(port) <= 5:
+            return name, int(port)
+    return _bracketed(host), None
 
 
 def _bracketed(host: str) -> str:
