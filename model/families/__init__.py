@@ -72,8 +72,13 @@ def adopts_vocabulary(name: str) -> bool:
 
 
 def preset_costs() -> dict[str, CostModel]:
-    """Cost models of all presets with all parts trained, an entry point for ``vlmdata plan --cost NAME``."""
-    return {name: spec_of(each).step_flops(each, True, ()).cost_model() for name, each in presets().items()}
+    """Cost models of all presets with all parts trained, an entry point for ``vlmdata plan --cost NAME``.
+
+    The names of families of data stand for typical presets.
+    """
+    costs = {name: spec_of(each).step_flops(each, True, ()).cost_model() for name, each in presets().items()}
+    specs = map(model_spec, REGISTRY)
+    return costs | {spec.data_family: costs[spec.typical] for spec in specs}
 
 
 def architecture_from_hf(config: Mapping[str, Any] | Any, *, ignore: Collection[str] = ()) -> Architecture:

@@ -56,6 +56,7 @@ class ModelSpec[A: Architecture]:
         data_family: Family in :mod:`vlmdata.families` of the datasets that its models train on.
         model_types: Values of ``model_type`` in ``config.json`` that ``from_hf`` accepts.
         presets: Architectures by name; names are unique across families.
+        typical: Name of the preset whose cost balances packs of the family's data if no size is named.
         small: Names of the presets that adopt a dataset's vocabulary; the others keep their own.
         from_hf: Reads the content of a ``config.json`` or a transformers config. The second argument names unknown
             fields that are known to be harmless. Raises ValueError for anything that the model does not compute.
@@ -72,6 +73,7 @@ class ModelSpec[A: Architecture]:
     data_family: str
     model_types: tuple[str, ...]
     presets: Mapping[str, A]
+    typical: str
     small: frozenset[str]
     from_hf: Callable[[Mapping[str, Any] | Any, Collection[str]], A]
     to_hf: Callable[[A], dict[str, Any]]

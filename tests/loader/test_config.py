@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import logging
@@ -15,11 +16,15 @@ import numpy as np
 import pytest
 
 import vlmdata.inspect.trace
+from tests.chat_rows import write_jsonl
+from tests.conftest import build_dataset
+from tests.loader.rows import chat_rows
 from vlmdata import Blend, LoaderConfig, StreamingLoader, open_dataset
 from vlmdata.cli.main import main
 from vlmdata.errors import UsageError
 from vlmdata.loader import config as declared
 from vlmdata.loader.config import Packing, Parallelism, Reading, loader_options
+from vlmdata.loader.run_record import RunRecord
 from vlmdata.packing.cost import cost_model
 
 #: A value of each option that decides packs, other than its default, and the flags that give it.
@@ -101,6 +106,23 @@ def test_commands_make_the_loaders_plan(
     if name != "dp_size":  # which decides no pack
         base = LoaderConfig.of(capacity=832, global_batch=1) if name == "capacity" else LoaderConfig.of(**SIZES)
         assert expected.plan_config() != base.plan_config()
+
+
+def test_costs_are_those_of_the_family_unless_told(
+    chat: Path, tmp_path: Path, run: Callable[..., tuple[int, str, str]]
+) -> None:
+    """Of the loader, of ``plan``, and of the record that ``--run`` reads."""
+    source = write_jsonl(tmp_path / "chat.jsonl", chat_rows(4))
+    other = build_dataset(source, tmp_path / "other", recipe="chat", family="qwen3_vl")
+    for data, name in ((chat, "4b"), (other, "qwen3-vl-4b")):
+        expected = dataclasses.asdict(cost_model(name))
+        with StreamingLoader(data, **SIZES | {"dp_rank": 0, "dp_size": 1}) as loader:
+            assert dataclasses.asdict(loader.plan_config.cost) == expected
+            RunRecord.of(loader, tmp_path).write()
+        assert json.loads(run("plan", data, "--capacity", 896, "--json")[1])["config"]["cost"] == expected
+        assert json.loads(run("plan", "--run", tmp_path, "--json")[1])["config"]["cost"] == expected
+        told = run("plan", data, "--capacity", 896, "--cost", "qwen3-vl-8b", "--json")[1]
+        assert json.loads(told)["config"]["cost"] == dataclasses.asdict(cost_model("qwen3-vl-8b"))
 
 
 @pytest.mark.parametrize("command", ["plan", "inspect"])

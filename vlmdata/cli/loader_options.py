@@ -25,6 +25,7 @@ _FALLBACKS = {
     "capacity": "8192, or room for the longest sample",
     "global_batch": "one per rank",
     "dp_size": "1",
+    "cost": "the 4b of the dataset's family",
     "sequence_parallel": "off",
 }
 

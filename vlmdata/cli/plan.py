@@ -69,7 +69,7 @@ def plan(
         choice.run.require_same_data(datasets)
     require_one_tokenizer(datasets)
     loader_config = choice.config(datasets)
-    config = loader_config.plan_config()
+    config = loader_config.plan_config(datasets[0].family.name)
     table = sample_table(datasets)
     offsets = table.dataset_offsets()
 

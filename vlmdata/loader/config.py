@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from vlmdata.alignment import alignment
 from vlmdata.errors import UsageError
+from vlmdata.families import DEFAULT_FAMILY
 from vlmdata.packing.config import Blend, LastStep, PlanConfig
-from vlmdata.packing.cost import DEFAULT_COST, CostModel, cost_model
+from vlmdata.packing.cost import CostModel, cost_model, default_cost
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +53,8 @@ class Packing:
         seed: Seed of packing and order.
         blend: Shares of several datasets; None means one pass over each per epoch.
         balance: Whether packs are spread over ranks by estimated cost.
-        cost: Cost model, or the name of a model size such as 0.8b, 2b, 4b, 9b or 27b.
+        cost: Cost model, or the name of a model size such as 2b, 27b or qwen3-vl-8b. None means that of the 4b of the
+            dataset's family.
     """
 
     capacity: int
@@ -65,7 +67,7 @@ class Packing:
     seed: int = 0
     blend: Blend | None = None
     balance: bool = True
-    cost: CostModel | str = DEFAULT_COST
+    cost: CostModel | str | None = None
 
     def __post_init__(self) -> None:
         _require_types(self)
@@ -279,13 +281,18 @@ class LoaderConfig:
         groups = _grouped(options)
         return LoaderConfig(**{name: dataclasses.replace(getattr(self, name), **groups[name]) for name in _GROUPS})
 
-    def plan_config(self) -> PlanConfig:
+    def plan_config(self, family: str = DEFAULT_FAMILY) -> PlanConfig:
         """Returns the options on which a plan depends.
+
+        Args:
+            family: Family of the datasets, whose cost is the default.
 
         Raises:
             UsageError: If an option is out of range, or options are incompatible.
         """
         packing, layout = self.packing, self.parallelism
+        cost = default_cost(family) if packing.cost is None else packing.cost
+        cost = cost_model(cost) if isinstance(cost, str) else cost
         return PlanConfig(
             capacity=packing.capacity,
             global_batch=packing.global_batch,
@@ -299,7 +306,7 @@ class LoaderConfig:
             seed=packing.seed,
             blend=packing.blend,
             balance=packing.balance,
-            cost=cost_model(packing.cost) if isinstance(packing.cost, str) else packing.cost,
+            cost=cost,
         )
 
 

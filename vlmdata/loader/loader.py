@@ -111,7 +111,7 @@ class StreamingLoader:
         if "pixels" in self._parts and self._servers is None:
             for dataset in self.datasets:
                 require_codecs(dataset.manifest.features)
-        self.plan_config = self.config.plan_config()
+        self.plan_config = self.config.plan_config(self.datasets[0].family.name)
         names = [shards.name for shards in self._shards]
         self._plans = EpochPlans(sample_table(self.datasets), self.plan_config, self.datasets, names)
         self._context_parallel = (

@@ -58,7 +58,7 @@ class RunRecord:
             path=folder / RECORD_NAME,
             data=tuple(places),
             fingerprints=tuple(fingerprint for _, fingerprint in loader.fingerprints),
-            config=LoaderConfig(loader.config.packing, layout),
+            config=LoaderConfig(dataclasses.replace(loader.config.packing, cost=loader.plan_config.cost), layout),
             plan=loader.plan_config.to_dict(),
         )
 

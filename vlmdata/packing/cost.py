@@ -22,7 +22,8 @@ import numpy.typing as npt
 from vlmdata.errors import UsageError
 from vlmdata.wording import counted
 
-#: Each entry is a function without arguments that returns cost models by the name of the model size.
+#: Each entry is a function without arguments that returns cost models by the name of the model size. The name of a
+#: family (:mod:`vlmdata.families`) stands for the size that balances its data if none is named.
 GROUP = "vlmdata.cost_models"
 #: The default model size for costs.
 DEFAULT_COST = "4b"
@@ -101,7 +102,7 @@ def cost_model(name: str) -> CostModel:
     """Returns the cost model of a named model size, with all parts of the model trained.
 
     Args:
-        name: Model size, such as "0.8b", "2b", "4b" or "9b".
+        name: Model size, such as "0.8b", "2b", "4b" or "9b", or a family.
 
     Raises:
         UsageError: If no installed package has this size.
@@ -110,6 +111,11 @@ def cost_model(name: str) -> CostModel:
     if name not in known:
         raise UsageError(f"no cost model for {name!r}; known sizes: {', '.join(known) or 'none'}")
     return known[name]
+
+
+def default_cost(family: str) -> CostModel:
+    """Returns the cost model for data of a family if no size is named: the one of the family's name, else of "4b"."""
+    return _named().get(family) or cost_model(DEFAULT_COST)
 
 
 #: Qwen3.5-4b with all parts trained. It is duplicated here, so that a loader's default needs no installed models.

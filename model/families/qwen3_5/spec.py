@@ -39,6 +39,7 @@ SPEC = ModelSpec[Qwen35Architecture](
     data_family="qwen3_5",
     model_types=MODEL_TYPES,
     presets=PRESETS,
+    typical="4b",
     small=SMALL,
     from_hf=from_hf,
     to_hf=to_hf,

@@ -35,6 +35,7 @@ SPEC = ModelSpec[Qwen3VLArchitecture](
     data_family="qwen3_vl",
     model_types=MODEL_TYPES,
     presets=PRESETS,
+    typical="qwen3-vl-4b",
     small=frozenset(SMALL),
     from_hf=from_hf,
     to_hf=to_hf,

@@ -16,6 +16,8 @@ def test_a_family_is_whole(name: str) -> None:
     spec = model_spec(name)
     assert spec.name == name
     assert spec.data_family in DATA_FAMILIES
+    assert spec.typical in set(spec.presets) - spec.small
+    assert preset_costs()[spec.data_family] == preset_costs()[spec.typical]
     for made in spec.presets.values():
         assert spec_of(made) is spec
         written = spec.to_hf(made)
