@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import os
@@ -12,6 +13,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
@@ -64,6 +66,7 @@ class Ray(Engine):
             import ray
         except ImportError as error:
             raise SourceError(f"--engine ray needs Ray ({error}). Install it: pip install 'vlmdata[ray]'.") from error
+        _ignore_interrupts_at_exit()
         self._ray: Any = ray
         self._address = ray_address or os.environ.get("RAY_ADDRESS") or "local"
         self._connected_here = False
@@ -343,6 +346,15 @@ def _name_on_workers(recipe: str) -> str:
 
 def _first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+@cache
+def _ignore_interrupts_at_exit() -> None:
+    """Keeps a further ctrl-C from ending Ray's shutdown in a traceback, with some of its processes still running.
+
+    Call it once Ray is imported: what is registered last runs first, and Ray's shutdown runs at exit, too.
+    """
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
 
 
 class _Interrupts:

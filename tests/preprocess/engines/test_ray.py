@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
@@ -230,6 +231,27 @@ def test_an_interrupt_waits_for_calls_of_ray() -> None:
     with pytest.raises(KeyboardInterrupt), engine._Interrupts():
         press_ctrl_c()  # after the last check
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+_ENDS_SLOWLY = """
+import atexit, os, signal
+
+def shutdown():
+    os.kill(os.getpid(), signal.SIGINT)
+    print("shut down", flush=True)
+
+import ray
+atexit.register(shutdown)  # as Ray registers its own
+from preprocess.engines.base import load_engine
+load_engine("ray")
+load_engine("ray")
+raise SystemExit(130)
+"""
+
+
+def test_an_interrupt_while_ray_shuts_down_at_the_exit_shows_no_traceback() -> None:
+    ended = subprocess.run([sys.executable, "-c", _ENDS_SLOWLY], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "shut down\n", "")
 
 
 def test_a_shard_that_kills_its_workers_ends_the_run(
