@@ -18,7 +18,7 @@ from vlmdata.alignment import alignment
 from vlmdata.errors import UsageError
 from vlmdata.families import DEFAULT_FAMILY
 from vlmdata.packing.config import Blend, LastStep, PlanConfig
-from vlmdata.packing.cost import CostModel, cost_model, default_cost
+from vlmdata.packing.cost import CostModel, chosen_cost
 
 if TYPE_CHECKING:
     import torch
@@ -53,8 +53,7 @@ class Packing:
         seed: Seed of packing and order.
         blend: Shares of several datasets; None means one pass over each per epoch.
         balance: Whether packs are spread over ranks by estimated cost.
-        cost: Cost model, or the name of a model size such as 2b, 27b or qwen3-vl-8b. None means that of the 4b of the
-            dataset's family.
+        cost: Cost model, or the name of a model size such as 2b or qwen3-vl-8b. None: the 4b of the dataset's family.
     """
 
     capacity: int
@@ -129,8 +128,7 @@ class Reading:
         parts: Parts that this rank needs: any of "tokens", "labels", "pixels". A middle pipeline stage needs none.
         num_workers: Worker processes; 0 makes batches in this process, on request.
         prefetch_factor: Batches in progress per worker.
-        timeout: Seconds to wait for a batch before a stuck worker is an error; also for a collation service to answer
-            when the loader opens it.
+        timeout: Seconds to wait for a batch, or for a service to open, before a stuck worker or server is an error.
         verify: Data to check against checksums. "stored": every byte that is read, before decoding. "pixels":
             also the decoded patches of images. "off": nothing. True means the default, False means "off".
         on_damage: Effect of a sample whose stored bytes changed. "raise": an error. "mask": the sample keeps its place
@@ -282,17 +280,12 @@ class LoaderConfig:
         return LoaderConfig(**{name: dataclasses.replace(getattr(self, name), **groups[name]) for name in _GROUPS})
 
     def plan_config(self, family: str = DEFAULT_FAMILY) -> PlanConfig:
-        """Returns the options on which a plan depends.
-
-        Args:
-            family: Family of the datasets, whose cost is the default.
+        """Returns the options on which a plan depends; ``family`` is that of the datasets, for the default cost.
 
         Raises:
             UsageError: If an option is out of range, or options are incompatible.
         """
         packing, layout = self.packing, self.parallelism
-        cost = default_cost(family) if packing.cost is None else packing.cost
-        cost = cost_model(cost) if isinstance(cost, str) else cost
         return PlanConfig(
             capacity=packing.capacity,
             global_batch=packing.global_batch,
@@ -306,7 +299,7 @@ class LoaderConfig:
             seed=packing.seed,
             blend=packing.blend,
             balance=packing.balance,
-            cost=cost,
+            cost=chosen_cost(packing.cost, family),
         )
 
 

@@ -113,9 +113,15 @@ def cost_model(name: str) -> CostModel:
     return known[name]
 
 
-def default_cost(family: str) -> CostModel:
-    """Returns the cost model for data of a family if no size is named: the one of the family's name, else of "4b"."""
-    return _named().get(family) or cost_model(DEFAULT_COST)
+def chosen_cost(choice: CostModel | str | None, family: str) -> CostModel:
+    """Returns the cost model of a choice. None is that of the family's name, or of "4b" if there is none.
+
+    Raises:
+        UsageError: If no installed package has this size.
+    """
+    if choice is None:
+        return _named().get(family) or cost_model(DEFAULT_COST)
+    return cost_model(choice) if isinstance(choice, str) else choice
 
 
 #: Qwen3.5-4b with all parts trained. It is duplicated here, so that a loader's default needs no installed models.
