@@ -31,7 +31,7 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device("cuda")
     stored = torch.randint(0, 256, (options.patches, 768), dtype=torch.uint8)
-    embed = PatchEmbed(PRESETS["2b"].vision, torch.bfloat16, device)
+    embed = PatchEmbed(PRESETS["2b"].vision, FAMILY, torch.bfloat16, device)
     ways = {
         "uint8 patches": stored.pin_memory(),
         "bf16 pixel_values": FAMILY.pixel_values(stored, torch.bfloat16).pin_memory(),

@@ -293,7 +293,7 @@ def measure(name: str, datasets: list[VlmDataset], options: argparse.Namespace) 
     from model.training.build import architecture_of
     from model.training.settings.config_loading import load_config
 
-    wanted = spec_of(preset(name)).data_family
+    wanted = preset(name).data_family
     found = [dataset for dataset in datasets if dataset.manifest.model_family.name == wanted]
     if not found:
         raise SystemExit(f"{name} needs data of the family {wanted}: add --data with such a dataset")

@@ -180,6 +180,8 @@ class Architecture:
 
     #: Name of the model family, in :data:`model.families.REGISTRY`.
     family: ClassVar[str]
+    #: Family of the datasets that its models train on, in :data:`vlmdata.families.REGISTRY`.
+    data_family: ClassVar[str]
 
     vision: VisionArchitecture
     language: LanguageArchitecture

@@ -78,7 +78,7 @@ def preset_costs() -> dict[str, CostModel]:
     """
     costs = {name: spec_of(each).step_flops(each, True, ()).cost_model() for name, each in presets().items()}
     specs = map(model_spec, REGISTRY)
-    return costs | {spec.data_family: costs[spec.typical] for spec in specs}
+    return costs | {spec.presets[spec.typical].data_family: costs[spec.typical] for spec in specs}
 
 
 def architecture_from_hf(config: Mapping[str, Any] | Any, *, ignore: Collection[str] = ()) -> Architecture:

@@ -53,7 +53,6 @@ class ModelSpec[A: Architecture]:
 
     Attributes:
         name: Name in :data:`model.families.REGISTRY`; the ``family`` of its architectures.
-        data_family: Family in :mod:`vlmdata.families` of the datasets that its models train on.
         model_types: Values of ``model_type`` in ``config.json`` that ``from_hf`` accepts.
         presets: Architectures by name; names are unique across families.
         typical: Name of the preset whose cost balances packs of the family's data if no size is named.
@@ -70,7 +69,6 @@ class ModelSpec[A: Architecture]:
     """
 
     name: str
-    data_family: str
     model_types: tuple[str, ...]
     presets: Mapping[str, A]
     typical: str

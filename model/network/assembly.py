@@ -19,6 +19,7 @@ from model.network.router import BalancedRouter, RouterState
 from model.network.saved_model import SavedModel
 from model.network.settings import Field, ModelSettings, SettingError
 from model.network.vision import VisionTower
+from vlmdata.families import family
 
 
 def process_groups(settings: ModelSettings) -> ProcessGroupCollection:
@@ -101,6 +102,7 @@ def tower_of(
     return VisionTower(
         vision_config(architecture, settings),
         architecture.vision,
+        family(architecture.data_family),
         provider,
         groups,
         sharing_group,

@@ -4,8 +4,9 @@ Mirrors transformers' ``Qwen3_5VisionPatchEmbed``, whose 3D convolution with equ
 a patch's 1,536 values ``(C, T=2, 16, 16)``.
 
 Both frames of an image are equal, so the map of the 768 stored values is the sum of the kernel's two halves. The
-normalisation ``(u - 127.5) / 127.5`` is folded in too: the subtraction is exact in bfloat16 (``u - 127.5`` has 8
-significant bits), and the division goes into the weight. A patch needs neither its second copy nor its float form.
+normalisation ``(u - mean) / std`` of the data family is folded in too. The values enter as ``u - 127.5``, which is
+exact in bfloat16 (8 significant bits). The division goes into the weight, and what the mean is off 127.5 into the bias:
+nothing for Qwen3.5 and Qwen3-VL. A patch needs neither its second copy nor its float form.
 """
 
 from __future__ import annotations
@@ -15,17 +16,28 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.architecture import VisionArchitecture
-from vlmdata.families.qwen3_5 import FAMILY
+from vlmdata.families import Family
 
-#: Mean and scale of pixel values from 0 to 255. The family's mean and standard deviation are equal.
-PIXEL_MEAN = PIXEL_SCALE = 255.0 * FAMILY.image_mean[0]
+#: Middle of the pixel values from 0 to 255.
+_MIDDLE = 127.5
 
 
 class PatchEmbed(nn.Module):
-    """``Qwen3_5VisionPatchEmbed``, with the convolution's weight flattened to (hidden, 1536)."""
+    """``Qwen3_5VisionPatchEmbed``, with the convolution's weight flattened to (hidden, 1536).
 
-    def __init__(self, architecture: VisionArchitecture, dtype: torch.dtype, device: torch.device) -> None:
+    Args:
+        architecture: Sizes of the tower.
+        family: Family of the data, with the mean and standard deviation of each channel.
+        dtype: Data type of the parameters.
+        device: Their device.
+    """
+
+    def __init__(
+        self, architecture: VisionArchitecture, family: Family, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__()
+        self._scales = tuple(255.0 * each for each in family.image_std)
+        self._offsets = tuple(255.0 * each - _MIDDLE for each in family.image_mean)
         self.frames = architecture.temporal_patch_size
         self.channels = architecture.in_channels
         shape = (architecture.hidden_size, architecture.patch_values)
@@ -58,6 +70,18 @@ class PatchEmbed(nn.Module):
     def _folded(self, patches: Tensor) -> Tensor:
         halves = self.weight.unflatten(1, (self.channels, self.frames, -1))
         wide = torch.promote_types(self.weight.dtype, torch.float32)
-        weight = halves.to(wide).sum(2).flatten(1) / PIXEL_SCALE
-        centred = patches.to(self.weight.dtype) - PIXEL_MEAN
-        return F.linear(centred, weight.to(self.weight.dtype), self.bias)
+        weight = halves.to(wide).sum(2)
+        weight = (weight / _by_channel(self._scales, weight)).to(self.weight.dtype)
+        bias = self.bias
+        if any(self._offsets):
+            moved = (weight.to(wide) * _by_channel(self._offsets, weight)).sum((1, 2))
+            bias = (bias.to(wide) - moved).to(bias.dtype)
+        return F.linear(patches.to(self.weight.dtype) - _MIDDLE, weight.flatten(1), bias)
+
+
+def _by_channel(values: tuple[float, ...], like: Tensor) -> Tensor | float:
+    """Returns a factor for (hidden, channels, values); one number if all channels have the same."""
+    if len(set(values)) == 1:
+        return values[0]
+    wide = torch.promote_types(like.dtype, torch.float32)
+    return torch.tensor(values, dtype=wide, device=like.device)[:, None]

@@ -35,6 +35,7 @@ from model.network.patch_geometry import Grid, PatchGeometry
 from model.network.provider import Provider
 from model.network.residual import residual
 from model.network.vision_attention import core_attention
+from vlmdata.families import Family
 
 
 class VisionTower(MegatronModule):
@@ -43,6 +44,7 @@ class VisionTower(MegatronModule):
     Args:
         config: Configuration of the tower, without sequence and context parallelism.
         architecture: Sizes of the tower.
+        family: Family of the data.
         provider: The back end.
         pg_collection: Process groups; ``tp`` is the tower's.
         sharing_group: Ranks that hold the same weights and encode different images of a common set.
@@ -54,6 +56,7 @@ class VisionTower(MegatronModule):
         self,
         config: TransformerConfig,
         architecture: VisionArchitecture,
+        family: Family,
         provider: Provider,
         pg_collection: Any,
         sharing_group: dist.ProcessGroup,
@@ -66,7 +69,7 @@ class VisionTower(MegatronModule):
         self.sharing_group = sharing_group
         device = torch.get_default_device() if config.use_cpu_initialization else torch.device("cuda")
         dtype = config.params_dtype
-        self.patch_embed = PatchEmbed(architecture, dtype, device)
+        self.patch_embed = PatchEmbed(architecture, family, dtype, device)
         self.pos_embed = nn.Embedding(
             architecture.num_position_embeddings, architecture.hidden_size, device=device, dtype=dtype
         )

@@ -12,7 +12,7 @@ import torch
 from model.architecture import Architecture
 from model.families import spec_of
 from model.training.settings.config import ConfigError, DataConfig, TrainConfig
-from model.training.settings.early_checks import require_data_named
+from model.training.settings.early_checks import require_data_family, require_data_named
 from vlmdata import Blend, LoaderConfig, PackedBatch, StreamingLoader
 from vlmdata.errors import UsageError
 from vlmdata.format.manifest import Manifest
@@ -162,6 +162,8 @@ def open_loader(
         loader = StreamingLoader(data.paths, options)
     except UsageError as error:
         raise ConfigError(str(error)) from error
+    for dataset in loader.datasets:
+        require_data_family(architecture, dataset.manifest, dataset.name)
     if model.language_only:
         _require_no_images(data, loader)
     return loader

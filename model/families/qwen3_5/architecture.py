@@ -71,6 +71,7 @@ class Qwen35Architecture(Architecture):
     """
 
     family: ClassVar[str] = "qwen3_5"
+    data_family: ClassVar[str] = "qwen3_5"
 
     language: Qwen35LanguageArchitecture
     image_token_id: int = 248_056

@@ -36,7 +36,6 @@ def _parameter_maps(architecture: Qwen35Architecture, **options: Any) -> dict[st
 
 SPEC = ModelSpec[Qwen35Architecture](
     name="qwen3_5",
-    data_family="qwen3_5",
     model_types=MODEL_TYPES,
     presets=PRESETS,
     typical="4b",

@@ -36,6 +36,7 @@ class Qwen3VLArchitecture(Architecture):
     """
 
     family: ClassVar[str] = "qwen3_vl"
+    data_family: ClassVar[str] = "qwen3_vl"
 
     language: Qwen3VLLanguageArchitecture
     image_token_id: int = 151_655

@@ -32,7 +32,6 @@ def _parameter_maps(architecture: Qwen3VLArchitecture, **options: Any) -> dict[s
 
 SPEC = ModelSpec[Qwen3VLArchitecture](
     name="qwen3_vl",
-    data_family="qwen3_vl",
     model_types=MODEL_TYPES,
     presets=PRESETS,
     typical="qwen3-vl-4b",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from model.architecture import Architecture
 from model.families import preset, presets, spec_of
@@ -11,6 +13,8 @@ from model.network.settings import SettingError
 from model.parallel.layout import require_layout
 from model.training.settings.config import ConfigError, DataConfig, TrainConfig
 from model.training.settings.model_settings import in_the_runs_words, settings_of
+from vlmdata.families import family
+from vlmdata.format.join import JOINED
 from vlmdata.format.manifest import Manifest
 
 
@@ -72,7 +76,10 @@ def require_preset(config: TrainConfig) -> None:
 
 
 def require_data_family(architecture: Architecture, manifest: Manifest, data: str) -> None:
-    """Raises an error for a dataset with the patches, placeholders or positions of another model family.
+    """Raises an error for a dataset with the patches, pixels, placeholders or positions of another model.
+
+    The family must be that of the model. The constants with which the images were made, which the manifest records,
+    must be those of this family and of the model's vision tower.
 
     Args:
         architecture: The model.
@@ -82,12 +89,33 @@ def require_data_family(architecture: Architecture, manifest: Manifest, data: st
     Raises:
         ConfigError: If the model cannot read it.
     """
-    found, wanted = manifest.model_family.name, spec_of(architecture).data_family
+    found, wanted = manifest.model_family.name, architecture.data_family
     if found != wanted:
         raise ConfigError(
             f"{data} is for the model family {found}, but the model needs {wanted}: "
             f"preprocess it with --family {wanted}, or choose a model of the family {found}"
         )
+    rules, vision = family(wanted), architecture.vision
+    constants = {
+        "patch_size": vision.patch_size,
+        "merge_size": vision.spatial_merge_size,
+        "temporal_patch_size": vision.temporal_patch_size,
+        "image_mean": list(rules.image_mean),
+        "image_std": list(rules.image_std),
+    }
+    for recorded in _processors(manifest):
+        for name, value in constants.items():
+            if name in recorded and recorded[name] != value:
+                raise ConfigError(
+                    f"{data}: its images were made with {name} {recorded[name]}, but the model needs {value}. "
+                    "Preprocess it again for this model, or choose the model for which it was made"
+                )
+
+
+def _processors(manifest: Manifest) -> list[Mapping[str, Any]]:
+    """Returns the constants of images that a dataset records; a joined one records those of each part."""
+    configs = [manifest.config, *manifest.config.get(JOINED, [])]
+    return [each.get("fingerprints", {}).get("processor", {}) for each in configs]
 
 
 def _require_layout(config: TrainConfig) -> None:

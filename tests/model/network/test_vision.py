@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.model.helpers import relative, small_architecture
+from vlmdata import families
 from vlmdata.families.qwen3_5 import FAMILY
 
 pytest.importorskip("megatron.core")
@@ -65,7 +67,7 @@ def test_angles_equal_transformers() -> None:
 def test_folded_patches_equal_the_convolution(dtype: torch.dtype) -> None:
     """All 256 values in all places. The tolerance is a few units in the last place of the dtype."""
     architecture = small_architecture().vision
-    embed = PatchEmbed(architecture, dtype, torch.device("cpu"))
+    embed = PatchEmbed(architecture, FAMILY, dtype, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         embed.weight.copy_(torch.randn(embed.weight.shape, generator=generator) * 0.03)
@@ -83,9 +85,27 @@ def test_folded_patches_equal_the_convolution(dtype: torch.dtype) -> None:
     assert relative(embed(values.to(dtype)), wanted) < tolerance
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_another_family_brings_its_mean_and_deviation(dtype: torch.dtype) -> None:
+    """Those of Qwen2.5-VL differ between channels."""
+    family = families.family("qwen2_5_vl")
+    vision = dataclasses.replace(small_architecture().vision, patch_size=family.patch_size)
+    embed = PatchEmbed(vision, family, dtype, CPU)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        embed.weight.copy_(torch.randn(embed.weight.shape, generator=generator) * 0.03)
+        embed.bias.copy_(torch.randn(embed.bias.shape, generator=generator))
+    patches = torch.randint(0, 256, (64, family.patch_bytes), dtype=torch.uint8, generator=generator)
+    values = family.pixel_values(patches, torch.float32).double()
+    wanted = torch.nn.functional.linear(values, embed.weight.double(), embed.bias.double())
+    # float64 is compared with constants and values in float32
+    tolerance = 16 * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+    assert relative(embed(patches), wanted) < tolerance
+
+
 def test_gradients_of_folded_patches_equal_the_unfolded_ones() -> None:
     architecture = small_architecture().vision
-    embed = PatchEmbed(architecture, torch.float64, torch.device("cpu"))
+    embed = PatchEmbed(architecture, FAMILY, torch.float64, torch.device("cpu"))
     patches = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (32, 768), dtype=np.uint8))
     gradients = []
     for rows in (patches, expanded(patches)):
@@ -98,7 +118,7 @@ def test_gradients_of_folded_patches_equal_the_unfolded_ones() -> None:
 
 @pytest.mark.parametrize("rows", [torch.zeros(4, 768), torch.zeros(4, 1536, dtype=torch.uint8), torch.zeros(4, 100)])
 def test_other_patches_are_refused(rows: torch.Tensor) -> None:
-    embed = PatchEmbed(small_architecture().vision, torch.float32, torch.device("cpu"))
+    embed = PatchEmbed(small_architecture().vision, FAMILY, torch.float32, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"uint8 \(P, 768\) or floating point \(P, 1536\)"):
         embed(rows)
 
