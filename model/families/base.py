@@ -14,7 +14,7 @@ from model.network.settings import ModelSettings
 if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
 
-    from model.weights.mapping import ParameterMap
+    from model.weights.mapping import ParameterMap, Shape
 
 
 class Build[A: Architecture](Protocol):
@@ -34,7 +34,8 @@ class ParameterMaps[A: Architecture](Protocol):
     """Makes the weight name table of a model, keyed by canonical name in layer order.
 
     Embedding rows beyond the vocabulary (``vocab_rows``) are zero and are not written to Hugging Face files.
-    ``checkpoint_names`` lists the tensors of the checkpoint to read, for families whose checkpoints differ in naming.
+    ``stored`` has the shapes of the tensors of the checkpoint to read, by name, for families whose checkpoints differ in
+    names or layout. Without it, the table is that of the checkpoints to write.
     """
 
     def __call__(  # noqa: D102
@@ -43,7 +44,7 @@ class ParameterMaps[A: Architecture](Protocol):
         *,
         mtp: bool = True,
         vocab_rows: int | None = None,
-        checkpoint_names: Collection[str] = (),
+        stored: Mapping[str, Shape] | None = None,
     ) -> dict[str, ParameterMap]: ...
 
 

@@ -89,6 +89,11 @@ class HfTensors:
                 self.tensors[name] = tensor
         self._require_all_files()
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all tensors, by name."""
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
+
     def read(self, name: str, entry: int | None = None) -> Tensor:
         """Reads a tensor, or one entry of its first axis (an expert), into its own memory. Reads nothing else."""
         with safe_open(self.tensors[name].file, framework="pt") as file:

@@ -57,10 +57,10 @@ def table_of(files: HfTensors, architecture: Architecture, *, mtp: bool, rows: i
     Raises:
         WeightsError: If tensors are missing, unexpected or of another shape; lists all of them.
     """
-    maps = spec_of(architecture).parameter_maps(architecture, mtp=mtp, vocab_rows=rows, checkpoint_names=files.tensors)
+    maps = spec_of(architecture).parameter_maps(architecture, mtp=mtp, vocab_rows=rows, stored=files.shapes)
     have = {
-        name: tensor.shape
-        for name, tensor in files.tensors.items()
+        name: shape
+        for name, shape in files.shapes.items()
         # Some tools write a tied output layer nevertheless. It equals the embedding.
         if not name.endswith(_IGNORED) and not (architecture.tie_embeddings and name == "lm_head.weight")
     }
@@ -88,7 +88,7 @@ def fill_from_folder(model: nn.Module, folder: Path, architecture: Architecture,
     files = HfTensors(folder)
     rows = vocabulary_rows(architecture.language.vocab_size, part.tensor_parallel)
     table_of(files, architecture, mtp=holds_prediction(files), rows=rows)
-    maps = spec_of(architecture).parameter_maps(architecture, vocab_rows=rows, checkpoint_names=files.tensors)
+    maps = spec_of(architecture).parameter_maps(architecture, vocab_rows=rows, stored=files.shapes)
     load_from_hf(
         model,
         maps,

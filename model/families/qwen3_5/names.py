@@ -6,7 +6,7 @@ Conversion and tests use it. The Hugging Face names are those of ``Qwen3_5ForCon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,7 +24,7 @@ from model.weights.language_names import (
     norm_maps,
     router_map,
 )
-from model.weights.mapping import ParameterMap, Source, join, joined, only, parts, same
+from model.weights.mapping import ParameterMap, Shape, Source, join, joined, only, parts, same
 from model.weights.vision_names import vision_maps
 
 
@@ -33,7 +33,7 @@ def parameter_maps(
     *,
     mtp: bool = True,
     vocab_rows: int | None = None,
-    checkpoint_names: Collection[str] = (),
+    stored: Mapping[str, Shape] | None = None,
 ) -> dict[str, ParameterMap]:
     """Returns the table of a model.
 
@@ -42,7 +42,7 @@ def parameter_maps(
         mtp: Whether to include the multi-token prediction layer, if the architecture has one.
         vocab_rows: Rows of the embedding table (see ``vocabulary_rows``); None means the vocabulary size.
             Rows beyond the vocabulary are zero and are not written to Hugging Face files.
-        checkpoint_names: Names of the tensors of the checkpoint to read. transformers stores all experts of a layer
+        stored: Shapes of the tensors of the checkpoint to read, by name. transformers stores all experts of a layer
             in one tensor (``experts.gate_up_proj``). Published checkpoints store the experts of some layers one by one
             (``experts.0.gate_proj.weight``). A layer whose experts are listed here one by one is mapped that way;
             any other layer is mapped as in transformers.
@@ -52,7 +52,7 @@ def parameter_maps(
     """
     language = architecture.language
     rows = language.vocab_size if vocab_rows is None else vocab_rows
-    layers = _Layers(language, frozenset(checkpoint_names))
+    layers = _Layers(language, frozenset(stored or ()))
     maps = [
         *vision_maps(architecture.vision),
         embedding_map(language, rows),
@@ -97,7 +97,7 @@ class _Layers:
     """Makes the maps of decoder layers."""
 
     language: Qwen35LanguageArchitecture
-    checkpoint_names: frozenset[str]
+    stored: frozenset[str]
 
     def maps(self, ours: str, theirs: str, *, linear: bool) -> list[ParameterMap]:
         """Maps one layer, given its prefix on each side."""
@@ -157,7 +157,7 @@ class _Layers:
     def _expert(self, ours: str, theirs: str, expert: int, moe: MoeArchitecture) -> list[ParameterMap]:
         width, wide, count = self.language.hidden_size, moe.intermediate_size, moe.num_experts
         ours, into, out = f"{ours}experts.local_experts.{expert}.", (2 * wide, width), (width, wide)
-        if f"{theirs}experts.0.gate_proj.weight" not in self.checkpoint_names:
+        if f"{theirs}experts.0.gate_proj.weight" not in self.stored:
             first = (Source(theirs + "experts.gate_up_proj", (count, *into), expert),)
             second = Source(theirs + "experts.down_proj", (count, *out), expert)
             split: Callable[[Tensor], list[Tensor]] = lambda x: [x]  # noqa: E731

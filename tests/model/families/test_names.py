@@ -85,8 +85,8 @@ def test_experts_one_by_one_give_the_same_parameters() -> None:
     """Published checkpoints have a layer's experts in one tensor or each by itself."""
     architecture = small_architecture(moe=True)
     fused = parameter_maps(architecture)
-    single = {"mtp.layers.0.mlp.experts.0.gate_proj.weight"}
-    mixed = parameter_maps(architecture, checkpoint_names=single)
+    single = {"mtp.layers.0.mlp.experts.0.gate_proj.weight": (40, 64)}
+    mixed = parameter_maps(architecture, stored=single)
     assert set(fused) == set(mixed)
     name = "language.predictor.layer.mlp.experts.local_experts.1.linear_fc1.weight"
     gate, up = torch.randn(40, 64), torch.randn(40, 64)
