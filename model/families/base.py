@@ -34,8 +34,8 @@ class ParameterMaps[A: Architecture](Protocol):
     """Makes the weight name table of a model, keyed by canonical name in layer order.
 
     Embedding rows beyond the vocabulary (``vocab_rows``) are zero and are not written to Hugging Face files.
-    ``stored`` has the shapes of the tensors of the checkpoint to read, by name, for families whose checkpoints differ in
-    names or layout. Without it, the table is that of the checkpoints to write.
+    ``stored`` has the shapes of the tensors of the checkpoint to read, by name, for families whose checkpoints differ
+    in names or layout. Without it, the table is that of the checkpoints to write.
     """
 
     def __call__(  # noqa: D102

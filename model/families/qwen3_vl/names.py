@@ -95,9 +95,7 @@ def _feed_forward(
             turn = _turn if transposed else only
             turn_back = _turn_back if transposed else _as_it_is
             source = Source(name, whole, expert)
-            maps.append(
-                ParameterMap(f"{to}{kind}.weight", (rows, columns), (source,), turn, turn_back, expert=expert)
-            )
+            maps.append(ParameterMap(f"{to}{kind}.weight", (rows, columns), (source,), turn, turn_back, expert=expert))
     return maps
 
 
