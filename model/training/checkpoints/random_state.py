@@ -5,10 +5,21 @@ from __future__ import annotations
 import io
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import torch.serialization
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from numpy._core import multiarray
+
+#: What the pickled state of NumPy's generator consists of, also under its name before NumPy 2.
+_NUMPY: list[Any] = [
+    *((multiarray._reconstruct, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
+    np.ndarray,
+    np.dtype,
+    type(np.dtype(np.uint32)),
+]
 
 
 def write_random_state(path: Path) -> None:
@@ -31,8 +42,15 @@ def write_random_state(path: Path) -> None:
 
 
 def restore_random_state(path: Path) -> None:
-    """Restores all generators from a file of :func:`write_random_state`."""
-    state = torch.load(path, weights_only=False)
+    """Restores all generators from a file of :func:`write_random_state`.
+
+    The file may come from elsewhere, so nothing but numbers, tensors and NumPy's arrays is read from it.
+
+    Raises:
+        pickle.UnpicklingError: If it holds anything else.
+    """
+    with torch.serialization.safe_globals(_NUMPY):
+        state = torch.load(path, weights_only=True)
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])  # noqa: NPY002
     torch.set_rng_state(state["torch"])
