@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from model.training.evaluation import Evaluation
+from model.training.reports.earlier_logs import move_earlier_logs
 from model.training.settings.config import ConfigError, TrainConfig
 from model.training.step import StepResult
 from vlmdata.errors import ResourceError
@@ -266,6 +267,11 @@ class RunLog:
             return
         out = Path(config.run.out)
         out.mkdir(parents=True, exist_ok=True)
+        if resumed_at is None:
+            with _writing(out):
+                moved = move_earlier_logs(out)
+            for note in moved:
+                self.say(note)
         self._lines = JsonLines(out / "metrics.jsonl", resumed_at)
         if config.run.tensorboard:
             self._sinks.append(TensorBoard(out / "tensorboard", resumed_at))

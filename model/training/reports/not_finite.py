@@ -14,6 +14,7 @@ from model.training.checkpoints.checkpoint import Checkpoints
 from model.training.data import RankPlace
 from model.training.processes.agreement import decided
 from model.training.processes.failure import NotFiniteError
+from model.training.reports.good_checkpoint import describe_last_good
 from model.training.reports.logs import RunLog
 from model.training.settings.config import TrainConfig
 from model.training.step import MicroBatch, StepResult, digest
@@ -50,8 +51,9 @@ def not_finite_error(
     with contextlib.suppress(ResourceError):  # the error of the step matters more than a full disk
         log.event("not_finite", step, {**values, "samples": first})
     named = ", ".join(f"{name} {values[name]}" for name in result.not_finite)
-    latest = checkpoints.latest()
-    kept = "there is no checkpoint yet" if latest is None else f"the last good checkpoint is {latest}"
+    lines = Path(config.run.out) / "metrics.jsonl"
+    loss_is_finite = set(result.not_finite) == {"grad_norm"}
+    kept = decided(partial(describe_last_good, checkpoints.all(), lines, step, loss_is_finite))
     listed = f"are listed in {file}" if unlisted is None else f"could not be listed in {file}: {unlisted}"
     return NotFiniteError(
         f"step {step} gave {named}; it was not saved, and {kept}. {_where(packs)} All samples of the step (digest "
