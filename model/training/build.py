@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from model.training.data import RankPlace, manifest_of
 from model.training.settings.config import ConfigError, TrainConfig
 from model.training.settings.early_checks import require_data_family, require_preset
 from model.training.settings.model_settings import in_the_runs_words, precision_of, settings_of
+from model.weights.convert import read_architecture
 
 if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
@@ -34,11 +36,15 @@ def parameter_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if precision_of(config, device.type == "cuda") == "bf16" else torch.float32
 
 
-def architecture_of(config: TrainConfig) -> Architecture:
+def architecture_of(config: TrainConfig, resumed: Path | None = None) -> Architecture:
     """Returns the configured architecture, with an embedding for every token of the data.
 
     A small preset adopts the data's vocabulary. A published size keeps its own vocabulary, which must be at least as
     large. A checkpoint must have the same ids as the data.
+
+    Args:
+        config: The run.
+        resumed: Checkpoint of the run to resume from. It tells the architecture if ``model.hf`` is gone.
 
     Raises:
         ConfigError: If the preset is unknown, the data is for another model family, or the vocabularies do not
@@ -47,10 +53,7 @@ def architecture_of(config: TrainConfig) -> Architecture:
     manifest = manifest_of(config)
     tokenizer = manifest.tokenizer
     if config.model.hf is not None:
-        try:
-            made = architecture_from_hf(_hf_config(config.model.hf), ignore=config.model.ignore_config_fields)
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"model.hf {config.model.hf}: {error}") from error
+        made = _architecture_of_hf(config.model.hf, config.model.ignore_config_fields, resumed)
         require_data_family(made, manifest, config.data.paths[0])
         if made.image_token_id != tokenizer.image or made.language.vocab_size < tokenizer.vocab_size:
             raise ConfigError(
@@ -64,6 +67,19 @@ def architecture_of(config: TrainConfig) -> Architecture:
     require_data_family(made, manifest, config.data.paths[0])
     size = max(made.language.vocab_size, tokenizer.vocab_size)
     return made.with_vocabulary(tokenizer, tokenizer.vocab_size if adopts_vocabulary(config.model.preset) else size)
+
+
+def _architecture_of_hf(name: str, ignore: Collection[str], resumed: Path | None) -> Architecture:
+    try:
+        found = _hf_config(name)
+    except ConfigError:
+        if resumed is None or not (resumed / "run.json").is_file():
+            raise
+        return read_architecture(resumed)
+    try:
+        return architecture_from_hf(found, ignore=ignore)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"model.hf {name}: {error}") from error
 
 
 def _hf_config(name: str) -> dict[str, object]:

@@ -22,6 +22,7 @@ from model.kernels.ahead import KernelsAhead
 from model.training.build import architecture_of, build, computed_by, parameter_dtype
 from model.training.checkpoints.best import Best
 from model.training.checkpoints.checkpoint import Checkpoints, megabytes
+from model.training.checkpoints.folder import newest_in
 from model.training.checkpoints.starting_point import find_start, load_start
 from model.training.damage import name_damage_once, settle_damage
 from model.training.data import RankPlace, endless, open_loader
@@ -79,7 +80,8 @@ def train(config: TrainConfig, device: torch.device, resume: bool, kernels: Kern
     with contextlib.ExitStack() as stack:
         # Data comes first, so that its errors appear before a large model is built.
         with together():
-            architecture = architecture_of(config)
+            newest = newest_in(Path(config.run.out) / "checkpoints") if resume else None
+            architecture = architecture_of(config, newest)
             loader = stack.enter_context(open_loader(config, place, architecture, device))
             sets = open_evaluation_sets(config, place, architecture, device, loader)
         for each in sets:

@@ -11,10 +11,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -32,10 +31,18 @@ from model.families import architecture_to_hf
 from model.parallel.separation import separation
 from model.training.checkpoints.best import BestCheckpoint
 from model.training.checkpoints.common_state import with_common_state_of
+from model.training.checkpoints.folder import checkpoints_in, newest_in, put_aside, remove, remove_leftovers
 from model.training.checkpoints.learner_state import gather_weights, load_state, state_to_save
 from model.training.checkpoints.model_state import content
 from model.training.checkpoints.random_state import restore_random_state, write_random_state
-from model.training.checkpoints.run_state import RunState, optimizer_form, read_state, require_resumable
+from model.training.checkpoints.run_state import (
+    RunState,
+    changes_since,
+    optimizer_form,
+    read_state,
+    require_resumable,
+    unsuitable,
+)
 from model.training.checkpoints.write_results import start_write_results
 from model.training.data import RankPlace
 from model.training.optimizer.learner import Learner
@@ -46,8 +53,6 @@ from model.training.settings.config import ConfigError, TrainConfig
 from model.weights.checksums import damaged_files, unchecked_files, without_checksum, write_checksums
 from model.weights.store import save_strategy
 from vlmdata.errors import ResourceError, VlmdataError
-
-_NAME = re.compile(r"step-(\d{8})")
 
 
 class Checkpoints:
@@ -88,15 +93,17 @@ class Checkpoints:
 
     def _tidy(self) -> str | None:
         self._lock = claim(self._folder.parent)
-        for leftover in self._folder.glob(".step-*.tmp"):
-            shutil.rmtree(leftover, ignore_errors=True)
+        remove_leftovers(self._folder)
         found = self.latest()
         return None if found is None else found.name
 
     def latest(self) -> Path | None:
         """Returns the newest complete checkpoint that this rank sees."""
-        found = checkpoints_in(self._folder)
-        return found[-1] if found else None
+        return newest_in(self._folder)
+
+    def all(self) -> list[Path]:
+        """Returns the complete checkpoints that this rank sees, oldest first."""
+        return checkpoints_in(self._folder)
 
     def path_of(self, step: int) -> Path:
         """Returns the path of a step's checkpoint, which may not exist yet."""
@@ -190,6 +197,8 @@ class Checkpoints:
         with self._reading(path):
             require_resumable(path, state, self._config.to_dict(), self._architecture, learner)
             notes = on_all_ranks(partial(self._check_files, path)) if self._config.run.verify else []
+        sound = self._config.run.verify and not notes
+        with self._reading(path, state, sound):
             load_state(path, state, learner)
         if state.layout == self._layout():
             on_all_ranks(partial(self._load_random_state, path))
@@ -244,13 +253,16 @@ class Checkpoints:
             return
         with self._writing(temporary):
             if final.exists():  # a run resumed from an earlier step writes the same step again
-                shutil.rmtree(final)
-            os.rename(temporary, final)
+                replaced = put_aside(final)
+                os.rename(temporary, final)
+                shutil.rmtree(replaced)
+            else:
+                os.rename(temporary, final)
             self.best.note(final.name)
             keep = self._config.run.keep
             for old in checkpoints_in(self._folder)[:-keep] if keep else []:
                 if old.name != self.best.name:
-                    shutil.rmtree(old)
+                    remove(old)
 
     @contextlib.contextmanager
     def _writing(self, temporary: Path | None) -> Iterator[None]:
@@ -288,16 +300,24 @@ class Checkpoints:
         )
 
     @contextlib.contextmanager
-    def _reading(self, path: Path) -> Iterator[None]:
-        """Converts errors of megatron-core and torch on damaged files to :class:`ConfigError` with a remedy."""
+    def _reading(self, path: Path, state: RunState | None = None, sound: bool = False) -> Iterator[None]:
+        """Converts errors of megatron-core and torch to :class:`ConfigError` with a remedy.
+
+        Args:
+            path: The checkpoint.
+            state: Its run's state, if it was read.
+            sound: Whether all files equal their checksums. Then the run does not fit the checkpoint.
+        """
         try:
             yield
         except VlmdataError:
             raise
         except (Exception, CheckpointException) as error:
-            raise self._unreadable(path, reason(error)) from error
+            changes = [] if state is None else changes_since(state, self._config.to_dict())
+            made = unsuitable(path, reason(error), changes) if sound else self._unreadable(path, reason(error), changes)
+            raise made from error
 
-    def _unreadable(self, path: Path, why: str) -> ConfigError:
+    def _unreadable(self, path: Path, why: str, changes: Sequence[str] = ()) -> ConfigError:
         earlier = [each for each in checkpoints_in(self._folder) if each.name < path.name]
         way_out = (
             f"To continue from {earlier[-1].name}, the previous checkpoint, move {path.name} out of {self._folder} and "
@@ -306,7 +326,8 @@ class Checkpoints:
             if earlier
             else "There is no earlier checkpoint: start a new run with another --out"
         )
-        return ConfigError(f"{path} cannot be loaded; its files seem damaged: {why}. {way_out}")
+        other = f", unless changed settings are the reason ({'; '.join(changes)})" if changes else ""
+        return ConfigError(f"{path} cannot be loaded; its files seem damaged: {why}{other}. {way_out}")
 
 
 def _note_checksums(path: Path, rank: int) -> None:
@@ -316,12 +337,6 @@ def _note_checksums(path: Path, rank: int) -> None:
     except OSError as error:
         if path.is_dir():  # it may have been removed as an old checkpoint
             print(f"warning: {path}: complete, but without checksums: {error.strerror}", file=sys.stderr, flush=True)
-
-
-def checkpoints_in(folder: Path) -> list[Path]:
-    """Lists complete checkpoints, oldest first."""
-    found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: path.name)
 
 
 def _bytes_of(sharded: dict[str, Any]) -> int:

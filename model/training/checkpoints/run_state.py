@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from model.architecture import Architecture
 from model.families import architecture_to_hf
 from model.training.optimizer.learner import Learner
-from model.training.settings.config import ConfigError, config_differences
+from model.training.settings.config import ConfigError, TrainConfig, config_differences
 
 #: Fields that identify a parameter group of an optimizer, independent of the run's settings.
 _GROUP = ("is_expert_parallel", "is_decoupled_lr", "wd_mult", "lr_mult")
@@ -57,6 +58,15 @@ def read_state(path: Path) -> RunState:
         raise ValueError(f"run.json does not describe a run: {error}") from error
 
 
+def changes_since(state: RunState, config: dict[str, Any]) -> list[str]:
+    """Lists the settings that changed since a checkpoint, as ``optimizer.lr: 0.001 -> 0.0001``.
+
+    Newer settings have no entry in the checkpoint. They count as unset there, because they had no effect then.
+    """
+    old = {name: group | state.config.get(name, {}) for name, group in TrainConfig().to_dict().items()}
+    return config_differences(old, config)
+
+
 def optimizer_form(learner: Learner) -> dict[str, str]:
     """Returns what decides whether an optimizer can load the state of another.
 
@@ -96,7 +106,10 @@ def require_resumable(
     ours = architecture_to_hf(architecture)
     if state.architecture != ours:
         lines = "; ".join(config_differences({"model": state.architecture}, {"model": ours}))
-        raise ConfigError(f"{path} contains another model: {lines}")
+        raise ConfigError(
+            f"{path} contains another model: {lines}. Resume with the model of {path / 'config.toml'}, or start a new "
+            "run with another --out"
+        )
     old, new = state.config.get("model", {}), config["model"]
     differences = []
     if sorted(old.get("freeze", [])) != sorted(new["freeze"]):
@@ -128,6 +141,22 @@ def require_resumable(
             f"with the old settings, or start a new run from its weights: without --resume, with --weights {path} and "
             "another --out"
         )
+
+
+def unsuitable(path: Path, why: str, changes: Sequence[str]) -> ConfigError:
+    """Returns the error for a checkpoint whose files are sound, but which does not fit the run.
+
+    Args:
+        path: The checkpoint.
+        why: What loading it reported.
+        changes: Settings that changed since.
+    """
+    changed = f"Changed since: {'; '.join(changes)}. " if changes else "No setting has changed. "
+    return ConfigError(
+        f"{path} cannot be loaded by this run: {why}. Its files equal their checksums, so settings or versions of "
+        f"libraries do not fit. {changed}Resume as it was begun, with --config {path / 'config.toml'} --resume, or "
+        f"start a new run from its weights: without --resume, with --weights {path} and another --out"
+    )
 
 
 def form_of(path: Path, state: RunState) -> dict[str, str]:

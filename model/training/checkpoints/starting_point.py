@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from model.architecture import Architecture
 from model.training.checkpoints.checkpoint import Checkpoints
+from model.training.checkpoints.run_state import changes_since
 from model.training.checkpoints.weights import find_weights, load_weights
 from model.training.data import RankPlace
 from model.training.optimizer.learner import Learner
-from model.training.settings.config import ConfigError, TrainConfig, config_differences
+from model.training.settings.config import ConfigError, TrainConfig
 from vlmdata import StreamingLoader
 
 
@@ -77,11 +77,6 @@ def load_start(
         return 0, load_weights(start.weights, learner, config, architecture, place)
     state, notes = checkpoints.load(start.checkpoint, learner)
     loader.load_state_dict(state.loader)
-    changes = [f"  {line}" for line in config_differences(_with_defaults(state.config), config.to_dict())]
+    changes = [f"  {line}" for line in changes_since(state, config.to_dict())]
     said = [f"resumed from {start.checkpoint}", *notes, *(["changed since:", *changes] if changes else [])]
     return state.step, said
-
-
-def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
-    """Adds newer settings to a checkpoint's configuration, with values that had no effect then."""
-    return {name: group | config.get(name, {}) for name, group in TrainConfig().to_dict().items()}

@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from model.architecture import Architecture
 from model.families import architecture_to_hf
-from model.training.checkpoints.checkpoint import checkpoints_in, reason
+from model.training.checkpoints.checkpoint import reason
+from model.training.checkpoints.folder import checkpoints_in
 from model.training.checkpoints.model_state import sharded_model
 from model.training.checkpoints.run_state import predicts
 from model.training.checkpoints.sharded_state import pieces_of, sharded_weights

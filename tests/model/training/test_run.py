@@ -19,6 +19,7 @@ import torch
 pytest.importorskip("megatron.core")
 
 import model.training.loop
+from model.training.processes.failure import NotFiniteError
 from model.training.settings.config import ConfigError
 from tests.model.training.conftest import SETTINGS, steps_of, train_here
 from tests.model.training.ranks import Ranks, arguments_of
@@ -27,6 +28,15 @@ from vlmdata.errors import ConfigMismatchError
 pytestmark = pytest.mark.slow
 
 EXACT = ("loss", "grad_norm", "lr", "targets", "tokens", "images", "patches", "samples", "epoch", "mtp_loss")
+
+
+#: The first step changes the weights by about the learning rate, so the second one overflows.
+DIVERGING = {"optimizer__lr": 1e30, "optimizer__min_lr": 0.0, "optimizer__warmup_steps": 0}
+
+
+def lines_of(out: Path) -> list[dict[str, Any]]:
+    """All lines of a log."""
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def exact(out: Path) -> list[dict[str, Any]]:
@@ -139,6 +149,38 @@ class TestResuming:
             ConfigError, match=r"contains the checkpoint step-00000001 of an earlier run: continue with --resume"
         ):
             run(run__steps=2)
+
+    def test_the_logs_of_a_run_that_died_before_its_first_checkpoint_are_kept_aside(
+        self, run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        out = tmp_path / "run"
+        for number in (1, 2):
+            with pytest.raises(NotFiniteError):
+                run(run__tensorboard=True, **DIVERGING)
+            events = [line.get("event") for line in lines_of(out)]
+            assert events == [None, "not_finite"], "of this run alone"
+            assert capsys.readouterr().out.count("had logs of an earlier run without a checkpoint") == number - 1
+        assert len(list((out / "tensorboard").iterdir())) == 1
+        run(run__steps=1)
+        aside = [out / f"earlier-run-{number}" for number in (1, 2)]
+        assert f"{out} had logs of an earlier run without a checkpoint: they are now in {aside[1]}" in (
+            capsys.readouterr().out
+        )
+        assert [line["step"] for line in lines_of(out)] == [1]
+        assert not list(out.glob("not-finite-*"))
+        for folder in aside:
+            assert [line["step"] for line in lines_of(folder)] == [1, 2]
+            assert sorted(path.name for path in folder.iterdir()) == [
+                "metrics.jsonl", "not-finite-step-00000002.json", "tensorboard",
+            ]  # fmt: skip
+        run(resume=True, run__steps=2)
+        assert [line.get("event", line["step"]) for line in lines_of(out)] == [1, "resumed", 2]
+
+    def test_a_run_that_ended_before_its_first_step_leaves_nothing_to_keep(self, run: Any, tmp_path: Path) -> None:
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "metrics.jsonl").write_text("")
+        run(run__steps=1)
+        assert not (tmp_path / "run" / "earlier-run-1").exists()
 
     def test_nothing_to_resume_is_reported(self, run: Any) -> None:
         with pytest.raises(ConfigError, match="contains no checkpoint to resume from"):

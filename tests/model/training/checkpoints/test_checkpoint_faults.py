@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 pytest.importorskip("megatron.core")
 
 import model.training.checkpoints.checkpoint
+from model.training.checkpoints.folder import checkpoints_in, remove
 from model.training.settings.config import ConfigError
 from tests.conftest import tree_bytes
 from vlmdata.errors import ResourceError
@@ -115,3 +117,35 @@ def test_a_save_that_fails_while_there_is_room_does_not_ask_for_room(
         "The folder accepts files. Continue with --resume; if it happens again, set run.async_save=false"
     )
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
+def test_a_run_that_is_killed_while_it_removes_a_checkpoint_leaves_none_without_weights(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed when some files of it are gone: what is left is no checkpoint, and the next start removes it."""
+    run(run__steps=2, run__save_every=1)
+    folder = tmp_path / "run" / "checkpoints"
+
+    def killed(path: Path, *_: Any, **__: Any) -> None:
+        if (Path(path) / "run.json").exists():
+            next(Path(path).glob("*.distcp")).unlink()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(resume=True, run__steps=3, run__save_every=1)
+    left = checkpoints_in(folder)
+    assert [path.name for path in left] == ["step-00000002", "step-00000003"]
+    assert all(list(path.glob("*.distcp")) for path in left)
+    assert (folder / ".step-00000001.removed").exists()
+    run(resume=True, run__steps=4)
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000003", "step-00000004"]
+
+
+def test_a_half_removed_checkpoint_does_not_keep_another_of_its_step_from_being_removed(tmp_path: Path) -> None:
+    for name in ("step-00000003", ".step-00000003.removed"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    remove(tmp_path / "step-00000003")
+    assert list(tmp_path.iterdir()) == []

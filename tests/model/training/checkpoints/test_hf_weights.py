@@ -54,6 +54,23 @@ def test_the_first_loss_is_transformers_loss(
     assert f"weights: Hugging Face checkpoint {checkpoint[0]}, 0.0" in capsys.readouterr().out
 
 
+def test_a_run_is_resumed_after_the_folder_is_gone(
+    run: Callable[..., Any], checkpoint: tuple[Path, Any], tmp_path: Path
+) -> None:
+    """Its own checkpoint has the architecture. A new run still needs the folder, and so does one without run.json."""
+    folder = Path(shutil.copytree(checkpoint[0], tmp_path / "hf"))
+    run(model__hf=str(folder), run__steps=1)
+    shutil.rmtree(folder)
+    assert run(model__hf=str(folder), run__steps=2, resume=True).steps == 2
+    (tmp_path / "run" / "checkpoints" / "step-00000002" / "run.json").unlink()
+    for again in (
+        lambda: run("new", model__hf=str(folder), run__steps=1),
+        lambda: run(model__hf=str(folder), run__steps=3, resume=True),
+    ):
+        with pytest.raises(ConfigError, match=f"model.hf '{folder}' is not a local folder with a config.json"):
+            again()
+
+
 @pytest.mark.slow
 def test_also_where_each_rank_reads_its_part(
     chats: Path, validation: Path, checkpoint: tuple[Path, Any], first_loss: float, tmp_path: Path

@@ -153,6 +153,27 @@ class TestWhatCannotChange:
         assert new.keys() == {name for name in old if settings != {"model__mtp": False} or "predictor" not in name}
         assert all(torch.equal(new[name], old[name].to(new[name].dtype)) for name in new)
 
+    @pytest.mark.parametrize("checksums", [True, False])
+    def test_is_no_damage(self, chats: Path, out: Path, monkeypatch: pytest.MonkeyPatch, checksums: bool) -> None:
+        """If megatron-core cannot load sound files, the settings are to blame. Without checksums nobody knows."""
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise RuntimeError("Missing keys: ['optimizer.state.exp_avg']")
+
+        if not checksums:
+            (checkpoint(out, 2) / "checksums-00000.json").unlink()
+        monkeypatch.setattr("model.training.checkpoints.checkpoint.load_state", refuse)
+        with pytest.raises(ConfigError, match=r"RuntimeError: Missing keys.*optimizer\.eps: 1e-08 -> 1e-05") as caught:
+            trained(chats, out, resume=True, run__steps=3, optimizer__eps=1e-5)
+        path, message = checkpoint(out, 2), str(caught.value)
+        if checksums:
+            assert "damaged" not in message
+            assert f"with --config {path}/config.toml --resume" in message
+            assert f"without --resume, with --weights {path} and another --out" in message
+        else:
+            assert "its files seem damaged" in message
+            assert "unless changed settings are the reason" in message
+
     def test_includes_the_vision_tower(self, one_process: None, texts: Path, tmp_path: Path) -> None:
         trained(texts, tmp_path / "run")
         with pytest.raises(ConfigError, match=r"model\.language_only: false -> true.*--weights .* and another --out"):
