@@ -10,13 +10,17 @@ from typing import Annotated, Any
 
 import typer
 
+from model.weights.places import TEMPORARY, newest_checkpoint_in
 from vlmdata.errors import UsageError, VlmdataError
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(help="Folder of a Hugging Face or Megatron checkpoint.")],
+    source: Annotated[
+        Path,
+        typer.Argument(help="Folder of a Hugging Face or Megatron checkpoint, or of a run: its newest checkpoint."),
+    ],
     out: Annotated[Path, typer.Option(help="Output folder; must be empty or absent.")],
     like: Annotated[
         Path | None,
@@ -51,15 +55,19 @@ def convert(
     - `torchrun --nproc-per-node 8 --master-addr 127.0.0.1 train.py --data data/cord --hf models/Qwen3.5-9B
       --weights weights/qwen3.5-9b`
 
-    - `vlmdata convert runs/cord/checkpoints/step-00000500 --out models/cord`
+    - `vlmdata convert runs/cord --out models/cord`
 
     - `vlmdata convert runs/cord/checkpoints/step-00000500 --out models/cord --like models/Qwen3.5-9B`
 
     A Hugging Face output folder is complete: AutoProcessor and AutoModelForImageTextToText load it.
 
-    **Exit codes**: 0 done; 2 tensors missing, unexpected or of the wrong shape (all listed), or invalid paths.
+    **Exit codes**: 0 done; 2 tensors missing, unexpected or of the wrong shape (all listed), damaged files, or invalid
+    paths; 3 the output could not be written. After an error, nothing is left in --out.
     """
     # megatron-core takes seconds to import, so check the arguments first.
+    if (newest := newest_checkpoint_in(source)) is not None:
+        typer.echo(f"converting {newest}, the newest checkpoint in {source}", err=True)
+        source = newest
     to_megatron = _direction(source, out, like, data, dtype)
     from model.parallel.environment import before_megatron
 
@@ -84,7 +92,12 @@ def convert(
     seconds = time.perf_counter() - begun
     kind_of = "Megatron distributed checkpoint" if to_megatron else "Hugging Face checkpoint"
     if json:
-        result: dict[str, Any] = {"out": str(out), "format": "megatron" if to_megatron else "hf", **vars(done)}
+        result: dict[str, Any] = {
+            "source": str(source),
+            "out": str(out),
+            "format": "megatron" if to_megatron else "hf",
+            **vars(done),
+        }
         typer.echo(jsonlib.dumps({**result, "seconds": round(seconds, 2)}))
         return
     without = "" if done.mtp else ", without multi-token prediction (the source has none)"
@@ -114,7 +127,7 @@ def _direction(source: Path, out: Path, like: Path | None, data: str | None, dty
         )
     if out.exists() and not out.is_dir():
         raise VlmdataError(f"--out {out} is a file. It must be an empty folder, or absent.")
-    if out.exists() and any(out.iterdir()):
+    if out.exists() and any(path.name != TEMPORARY for path in out.iterdir()):
         raise VlmdataError(f"{out} is not empty; choose another --out")
     if dtype is not None and dtype not in _DTYPES:
         raise VlmdataError(f"--dtype {dtype}: choose one of {', '.join(_DTYPES)}")
@@ -124,7 +137,7 @@ def _direction(source: Path, out: Path, like: Path | None, data: str | None, dty
         return False
     if not any(source.glob("*.safetensors")):
         raise VlmdataError(
-            f"{source} holds neither *.safetensors nor a distributed checkpoint (.metadata){_within(source)}"
+            f"{source} holds neither *.safetensors nor a distributed checkpoint (.metadata), nor checkpoints of a run"
         )
     if like is not None or data is not None or dtype is not None:
         raise VlmdataError(
@@ -135,12 +148,6 @@ def _direction(source: Path, out: Path, like: Path | None, data: str | None, dty
 
 def _size(count: int) -> str:
     return f"{count / 1e6:.1f} MB" if count < 1e9 else f"{count / 1e9:.2f} GB"
-
-
-def _within(folder: Path) -> str:
-    """Suggests the newest checkpoint if ``folder`` is a run's folder or contains one."""
-    found = sorted(each.parent for each in [*folder.glob("step-*/.metadata"), *folder.glob("*/step-*/.metadata")])
-    return f"; {found[-1]} is one" if found else ""
 
 
 def _bar(source: Path, quiet: bool) -> Any:

@@ -46,6 +46,7 @@ from model.weights.hf_folder import CONFIG, architecture_in, config_for, copy_sm
 from model.weights.hf_load import TOWER, holds_prediction, table_of, tower_of
 from model.weights.hf_processor import choose_dataset, opened, write_processor
 from model.weights.mapping import ParameterMap, canonical_names, hf_names
+from model.weights.output import reading_from, writing_to
 from model.weights.streaming import StreamingSave
 from model.weights.vision_names import VISUAL
 
@@ -88,6 +89,7 @@ def to_megatron(
 
     Raises:
         WeightsError: If tensors are missing, unexpected or of the wrong shape; lists all of them.
+        ResourceError: If the files cannot be written. Nothing is left of them.
     """
     architecture = read_architecture(source, ignore)
     files = HfTensors(source)
@@ -110,12 +112,12 @@ def to_megatron(
         return data
 
     pieces.set_dtypes({ours: _dtype(files, maps[canonical]) for ours, canonical in pieces.canonical.items()})
-    out.mkdir(parents=True, exist_ok=True)
     # Copies, because saving modifies its input.
     state = {name: copy.copy(entry) for name, entry in pieces.state.items()}
-    dist_checkpointing.save(state, str(out), sharded_strategy=StreamingSave(resolve))
-    (out / CONFIG).write_text(json.dumps(architecture_to_hf(architecture), indent=2) + "\n")
-    write_checksums(out)
+    with writing_to(out) as folder:
+        dist_checkpointing.save(state, str(folder), sharded_strategy=StreamingSave(resolve))
+        (folder / CONFIG).write_text(json.dumps(architecture_to_hf(architecture), indent=2) + "\n")
+        write_checksums(folder)
     return Converted(len(wanted), sum(files.bytes(name) for name in wanted), mtp)
 
 
@@ -145,15 +147,18 @@ def to_hf(
             ``like``, or else of the run's own dataset.
 
     Raises:
-        WeightsError: If the checkpoint is damaged, or it or ``like`` is of another architecture.
+        WeightsError: If the checkpoint is damaged or was removed meanwhile, or it or ``like`` is of another
+            architecture.
+        ResourceError: If the files cannot be written. Nothing is left of them.
     """
     architecture = read_architecture(source)
     unchecked = _check_files(source)
     config = config_for(architecture, like, ignore)
     chosen, notes = choose_dataset(source, like, data, architecture)
     reader = torch_strategies._get_filesystem_reader(str(source))
-    metadata = reader.read_metadata()
-    reader.set_up_storage_reader(metadata, True)
+    with reading_from(source):
+        metadata = reader.read_metadata()
+        reader.set_up_storage_reader(metadata, True)
     stored = {k: each for k, each in metadata.state_dict_metadata.items() if isinstance(each, TensorStorageMetadata)}
     mtp = any(key.startswith("language.predictor.") for key in stored)
     alone = not any(key.startswith(TOWER) for key in stored)
@@ -169,7 +174,9 @@ def to_hf(
 
     @lru_cache(maxsize=1)  # q, k and v are one parameter and are consecutive
     def parameter(canonical: str) -> list[Tensor]:
-        return maps[canonical].to_hf(pieces.load(by_canonical[canonical], reader, stored))
+        with reading_from(source):
+            loaded = pieces.load(by_canonical[canonical], reader, stored)
+        return maps[canonical].to_hf(loaded)
 
     owners = _owners(maps)
     first_keys = pieces.first_keys()
@@ -193,14 +200,14 @@ def to_hf(
         whole = owners[name][0][2] is None
         return parts[0] if whole else torch.stack(parts)
 
-    out.mkdir(parents=True, exist_ok=True)
-    if like is not None:
-        copy_small_files(like, out)
-    if chosen is not None:
-        with opened(chosen) as dataset:
-            write_processor(dataset, out)
-    write_tensors(out, planned, tensor, file_bytes, progress)
-    (out / CONFIG).write_text(json.dumps(with_dtypes(config, planned), indent=2) + "\n")
+    with writing_to(out) as folder:
+        if like is not None:
+            copy_small_files(like, folder)
+        if chosen is not None:
+            with opened(chosen) as dataset:
+                write_processor(dataset, folder)
+        write_tensors(folder, planned, tensor, file_bytes, progress)
+        (folder / CONFIG).write_text(json.dumps(with_dtypes(config, planned), indent=2) + "\n")
     total = sum(each.bytes for each in planned.values())
     return Converted(len(planned), total, mtp, unchecked, chosen, tuple(notes))
 

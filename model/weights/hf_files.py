@@ -8,6 +8,7 @@ beforehand, so the header is written first and the tensors follow in order.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import struct
@@ -96,7 +97,7 @@ class HfTensors:
 
     def read(self, name: str, entry: int | None = None) -> Tensor:
         """Reads a tensor, or one entry of its first axis (an expert), into its own memory. Reads nothing else."""
-        with safe_open(self.tensors[name].file, framework="pt") as file:
+        with _readable(self.tensors[name].file), safe_open(self.tensors[name].file, framework="pt") as file:
             tensor: Tensor = file.get_tensor(name) if entry is None else file.get_slice(name)[entry]
         return tensor
 
@@ -121,7 +122,10 @@ class HfTensors:
         path = self.folder / _INDEX
         if not path.exists():
             return
-        listed = json.loads(path.read_text())["weight_map"]
+        try:
+            listed = dict(json.loads(path.read_text())["weight_map"])
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise WeightsError(f"{path} is no index of tensors: {error}. Download it again") from error
         gone = sorted({file for name, file in listed.items() if name not in self.tensors})
         if gone:
             raise WeightsError(
@@ -131,11 +135,16 @@ class HfTensors:
 
 
 def _contents(file: Path) -> Iterator[tuple[str, StoredTensor]]:
+    with _readable(file), safe_open(file, framework="pt") as opened:
+        for name in opened.keys():  # noqa: SIM118 (not a mapping)
+            part = opened.get_slice(name)
+            yield name, StoredTensor(file, tuple(part.get_shape()), part.get_dtype())
+
+
+@contextlib.contextmanager
+def _readable(file: Path) -> Iterator[None]:
     try:
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 (not a mapping)
-                part = opened.get_slice(name)
-                yield name, StoredTensor(file, tuple(part.get_shape()), part.get_dtype())
+        yield
     except (SafetensorError, OSError) as error:
         raise WeightsError(f"{file}: cannot be read: {error}; download it again") from error
 

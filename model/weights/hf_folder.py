@@ -63,7 +63,7 @@ def architecture_in(path: Path, config: Mapping[str, Any], ignore: Collection[st
     """
     try:
         return architecture_from_hf(config, ignore=ignore)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise WeightsError(f"{path}: {error}") from error
 
 

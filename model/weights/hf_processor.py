@@ -24,6 +24,9 @@ from vlmdata.format.tokenizer_files import tokenizer_findings
 from vlmdata.loader.remote import download
 
 _IMAGES, _VIDEOS, _GENERATION = "preprocessor_config.json", "video_preprocessor_config.json", "generation_config.json"
+_JOINT = "processor_config.json"
+#: Any of these is a tokenizer.
+_TOKENIZERS = ("tokenizer.json", "vocab.json", "tokenizer.model", "vocab.txt")
 _PROCESSOR = "Qwen3VLProcessor"
 #: As in published checkpoints; datasets hold no videos.
 _VIDEO_SIZE = {"shortest_edge": 4096, "longest_edge": 25_165_824}
@@ -89,7 +92,8 @@ def choose_dataset(
 
     Args:
         source: The checkpoint. A checkpoint of a run names the run's datasets.
-        like: A Hugging Face folder whose tokenizer and processor are kept, unless ``data`` is given.
+        like: A Hugging Face folder whose tokenizer and processor are kept, unless ``data`` is given or it lacks one of
+            them.
         data: The requested dataset; None means the first readable dataset of the run.
         architecture: Architecture of the weights.
 
@@ -113,6 +117,11 @@ def choose_dataset(
         except (VlmdataError, OSError) as error:
             notes.append(f"the run's dataset {location} is not used: {error}")
     first = next(iter(readable), None)
+    if like is not None and (lacking := _lacking(like)):
+        what = " and ".join(lacking)
+        if first is None:
+            return None, [*notes, f"without {what}: {like} has none. Add --data DATASET to write them"]
+        return first, [f"{like} has no {what}: tokenizer and processor are those of {first}"]
     if like is not None:
         theirs = _bounds_in(like)
         if first is None or theirs in (None, readable[first]):
@@ -129,6 +138,12 @@ def choose_dataset(
         if bounds != readable[first]
     ]
     return first, notes
+
+
+def _lacking(folder: Path) -> list[str]:
+    """Returns what a Hugging Face folder lacks of tokenizer and processor."""
+    files = {"tokenizer": _TOKENIZERS, "processor": (_IMAGES, _JOINT)}
+    return [what for what, names in files.items() if not any((folder / name).is_file() for name in names)]
 
 
 def _recorded(source: Path) -> list[str]:
@@ -173,7 +188,7 @@ def write_processor(dataset: DatasetFiles, out: Path) -> None:
     tokenizer = dataset.manifest.tokenizer
     stops = [tokenizer.im_end, *([tokenizer.pad] if tokenizer.pad != tokenizer.im_end else [])]
     # Remove processor files of other transformers versions, which would take precedence over these.
-    (out / "processor_config.json").unlink(missing_ok=True)
+    (out / _JOINT).unlink(missing_ok=True)
     _write(
         out / _IMAGES,
         {
@@ -208,7 +223,7 @@ def _generation(path: Path, stops: list[int], pad: int) -> dict[str, Any]:
 
 def _bounds_in(folder: Path) -> tuple[int, int] | None:
     """Reads the pixel bounds of a Hugging Face folder's processor; None if it has none."""
-    for name in (_IMAGES, "processor_config.json"):
+    for name in (_IMAGES, _JOINT):
         try:
             found = json.loads((folder / name).read_text())
             size: Mapping[str, Any] = found.get("image_processor", found)["size"]

@@ -225,18 +225,6 @@ class TestWhatIsWrongIsListed:
         (tmp_path / "megatron" / "checksums-00000.json").unlink()
         assert to_hf(tmp_path / "megatron", tmp_path / "out").unchecked == 2
 
-    @pytest.mark.parametrize("named", ["", "checkpoints"])
-    def test_a_folder_around_checkpoints(self, tmp_path: Path, named: str) -> None:
-        from model.weights.command import _direction
-
-        for step in (4, 12):
-            folder = tmp_path / "checkpoints" / f"step-{step:08d}"
-            folder.mkdir(parents=True)
-            (folder / ".metadata").touch()
-        newest = tmp_path / "checkpoints" / "step-00000012"
-        with pytest.raises(VlmdataError, match=rf"holds neither .*; {newest} is one$"):
-            _direction(tmp_path / named, tmp_path / "out", None, None, None)
-
     def test_a_checkpoint_of_another_model(self, tmp_path: Path) -> None:
         hf_folder(tmp_path / "hf", "dense")
         to_megatron(tmp_path / "hf", tmp_path / "megatron")

@@ -166,6 +166,25 @@ class TestWhereTheFilesComeFrom:
         done = to_hf(weights, tmp_path / "hf")
         assert done.notes[0].startswith("the run's dataset gone is not used: gone: no such directory")
 
+    def test_a_folder_without_a_tokenizer_has_that_of_the_run(
+        self, checkpoint: Path, weights: Path, folder: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        like = tmp_path / "like"
+        shutil.copytree(folder, like)
+        for file in like.glob("*token*"):
+            file.unlink()
+        done = to_hf(checkpoint, tmp_path / "hf", like=like)
+        assert done.data == str(chats)
+        assert done.notes == (f"{like} has no tokenizer: tokenizer and processor are those of {chats}",)
+        for file in folder.iterdir():
+            assert (tmp_path / "hf" / file.name).read_bytes() == file.read_bytes(), file.name
+        (like / "preprocessor_config.json").unlink()
+        done = to_hf(weights, tmp_path / "without", like=like)
+        assert (done.data, done.notes) == (
+            None,
+            (f"without tokenizer and processor: {like} has none. Add --data DATASET to write them",),
+        )
+
     @pytest.mark.parametrize("url", [False, True])
     def test_data_can_be_named(self, weights: Path, chats: Path, folder: Path, tmp_path: Path, url: bool) -> None:
         to_hf(weights, tmp_path / "hf", data=f"file://{chats}" if url else str(chats))

@@ -1,0 +1,27 @@
+"""Folders of a conversion: the checkpoint to read, and where the output is written first. Needs no torch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+#: Name of the temporary folder, or the end of its name.
+TEMPORARY = ".vlmdata-convert"
+_STEP = re.compile(r"step-\d{8}")
+
+
+def newest_checkpoint_in(folder: Path) -> Path | None:
+    """Returns the newest complete checkpoint of a run, given its folder or the one of its checkpoints.
+
+    None if the folder holds weights itself, or no checkpoint.
+    """
+    if (folder / ".metadata").exists() or any(folder.glob("*.safetensors")):
+        return None
+    found = [path for place in (folder, folder / "checkpoints") for path in place.glob("step-*")]
+    complete = [path for path in found if _STEP.fullmatch(path.name) and (path / ".metadata").exists()]
+    return max(complete, key=lambda path: path.name, default=None)
+
+
+def temporary_of(out: Path) -> Path:
+    """Returns the temporary folder of an output folder: beside it, or in it if it exists."""
+    return out / TEMPORARY if out.is_dir() else out.with_name(f".{out.name}{TEMPORARY}")
