@@ -50,9 +50,18 @@ class DatasetFiles:
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """Minimum and maximum pixels per image."""
-        image = self.manifest.config["options"]["image"]
-        return int(image["min_pixels"]), int(image["max_pixels"])
+        """Minimum and maximum pixels per image.
+
+        Raises:
+            WeightsError: If it joins datasets with different ones.
+        """
+        try:
+            image = self.manifest.config["options"]["image"]
+            return int(image["min_pixels"]), int(image["max_pixels"])
+        except KeyError as error:
+            raise WeightsError(
+                f"{self.name} joins datasets with different pixel bounds: give one of them with --data"
+            ) from error
 
 
 @contextmanager

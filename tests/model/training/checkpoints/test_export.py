@@ -185,6 +185,22 @@ class TestWhereTheFilesComeFrom:
             (f"without tokenizer and processor: {like} has none. Add --data DATASET to write them",),
         )
 
+    def test_a_join_of_different_bounds_is_reported(
+        self, checkpoint: Path, weights: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        joined = Path(shutil.copytree(chats, tmp_path / "joined"))
+        manifest = json.loads((joined / "manifest.json").read_text())
+        del manifest["config"]["options"]["image"]["max_pixels"]
+        (joined / "manifest.json").write_text(json.dumps(manifest))
+        state = json.loads((checkpoint / "run.json").read_text())
+        state["config"]["data"]["paths"] = [str(joined)]
+        (weights / "run.json").write_text(json.dumps(state))
+        message = f"{joined} joins datasets with different pixel bounds: give one of them with --data"
+        assert to_hf(weights, tmp_path / "hf").notes[0] == f"the run's dataset {joined} is not used: {message}"
+        with pytest.raises(WeightsError, match=f"^{message}"):
+            to_hf(weights, tmp_path / "two", data=str(joined))
+        assert not (tmp_path / "two").exists()
+
     @pytest.mark.parametrize("url", [False, True])
     def test_data_can_be_named(self, weights: Path, chats: Path, folder: Path, tmp_path: Path, url: bool) -> None:
         to_hf(weights, tmp_path / "hf", data=f"file://{chats}" if url else str(chats))
