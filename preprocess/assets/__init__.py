@@ -1,4 +1,4 @@
-"""Files in the package: the embedded tokenizer and the scripts that build it."""
+"""The embedded tokenizer, which `tools/embedded_tokenizer` builds."""
 
 from importlib.resources import files
 from pathlib import Path

@@ -1,6 +1,6 @@
 """Builds the embedded tokenizer: a small byte-level BPE with Qwen3.5's pre-tokenizer and special tokens.
 
-    python -m preprocess.assets.build_tokenizer [--out DIRECTORY]
+    python -m tools.embedded_tokenizer.build [--out DIRECTORY]
 
 It serves tests, the demo and trials; a real run uses the model's tokenizer. A rebuild with the pinned `tokenizers` is
 byte-identical, which a test checks. The chat template is written by hand and stored with the built files; a build
@@ -26,7 +26,7 @@ from tokenizers import (
 from tokenizers.models import BPE
 
 from preprocess.assets import EMBEDDED_TOKENIZER
-from preprocess.assets.corpus import corpus
+from tools.embedded_tokenizer.corpus import corpus
 
 # 6,144 in total with the 26 added tokens: an embedding table of that size splits evenly over the usual ranks.
 VOCABULARY_SIZE = 6_118

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from preprocess.assets.corpus_receipts import Draw, receipt_texts
+from tools.embedded_tokenizer.corpus_receipts import Draw, receipt_texts
 
 _TEXT_DIR = Path(__file__).parent / "corpus_text"
 _LICENSE = Path(__file__).parents[2] / "LICENSE"
