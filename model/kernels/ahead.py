@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -44,54 +44,14 @@ class Kernels:
 
 
 class KernelsAhead:
-    """Processes that compile kernels into caches.
-
-    They run :mod:`model.kernels.compile_ahead` and :mod:`model.kernels.compile_flash`.
+    """A process that compiles kernels into Triton's cache: :mod:`model.kernels.compile_ahead`.
 
     Args:
-        commands: The command line of each process, by the name of what it compiles.
+        command: Its command line.
     """
 
-    def __init__(self, commands: Mapping[str, Sequence[str]]):
-        self._processes = [_Compiling(what, command) for what, command in commands.items()]
-
-    @classmethod
-    def of(cls, kernels: Kernels | None, flash_width: int | None = None) -> KernelsAhead:
-        """Starts processes that compile kernels.
-
-        Args:
-            kernels: Triton kernels to compile; None for none.
-            flash_width: Width of the heads for which to compile FlashAttention 4; None compiles nothing of it.
-        """
-        python, commands = [sys.executable, "-W", "ignore", "-m"], {}
-        if kernels is not None:
-            commands["kernel"] = [*python, "model.kernels.compile_ahead", json.dumps(dataclasses.asdict(kernels))]
-        if flash_width is not None:
-            commands["FlashAttention 4 kernel"] = [*python, "model.kernels.compile_flash", str(flash_width)]
-        return cls(commands)
-
-    def wait(self, say: Callable[[str], None]) -> None:
-        """Waits until all processes end, and says how many kernels each compiled, or why it failed."""
-        for process in self._processes:
-            process.wait(say)
-
-    def close(self) -> None:
-        """Ends the processes and their forks."""
-        for process in self._processes:
-            process.close()
-
-    def __enter__(self) -> KernelsAhead:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class _Compiling:
-    """One process that compiles, with its output and its time limit."""
-
-    def __init__(self, what: str, command: Sequence[str]):
-        self._what, self._begun = what, time.perf_counter()
+    def __init__(self, command: Sequence[str]):
+        self._begun = time.perf_counter()
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed in close()
         paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         # In a session of its own: ctrl-C is the trainer's, which ends this process.
@@ -104,6 +64,12 @@ class _Compiling:
             text=True,
         )
 
+    @classmethod
+    def of(cls, kernels: Kernels) -> KernelsAhead:
+        """Starts to compile kernels."""
+        request = json.dumps(dataclasses.asdict(kernels))
+        return cls([sys.executable, "-W", "ignore", "-m", "model.kernels.compile_ahead", request])
+
     def wait(self, say: Callable[[str], None]) -> None:
         """Waits until the process ends, and says how many kernels it compiled, or why it failed."""
         compiled, waited = 0, self._process.poll() is None
@@ -113,16 +79,16 @@ class _Compiling:
         try:
             for found in self._lines():
                 if "kernels" in found and waited:
-                    say(f"compiling {counted(found['kernels'], self._what)} …")
+                    say(f"compiling {counted(found['kernels'], 'kernel')} …")
                 compiled += found.get("cached") is False
             failed = self._process.wait()
         finally:
             timer.cancel()
         if failed:
-            say(f"warning: {self._what}s could not be compiled ahead, steps compile them: {self._last_error()}")
+            say(f"warning: kernels could not be compiled ahead, steps compile them: {self._last_error()}")
         elif compiled:
             took = duration(time.perf_counter() - self._begun)
-            say(f"compiled {counted(compiled, self._what)} in {took}, during the start")
+            say(f"compiled {counted(compiled, 'kernel')} in {took}, during the start")
 
     def _lines(self) -> Iterator[dict[str, Any]]:
         """Yields the reports of the process, one per line of JSON. Skips what libraries print."""
@@ -143,12 +109,19 @@ class _Compiling:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
+        """Ends the process and its forks."""
         if self._process.poll() is None:
             self._kill()
             self._process.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()
         self._errors.close()
+
+    def __enter__(self) -> KernelsAhead:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def hash_triton() -> threading.Thread:

@@ -5,22 +5,14 @@ Without the cache, the package compiles its kernels at each start.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
-import hashlib
 import importlib.metadata
-import json
 import os
 import stat
-import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 _ENABLED, _FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
-#: What compiled kernels depend on, apart from the GPU and Python.
-_PACKAGES = ("flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels", "apache-tvm-ffi", "torch")
 
 
 def flash_attention_4_is_installed() -> bool:
@@ -40,11 +32,6 @@ def flash_attention_4_takes(width: int) -> bool:
     kernels for such widths (pull request 2715).
     """
     return width % 32 == 0
-
-
-def compiled_kernels_are_kept() -> bool:
-    """True if the cache is on, by :func:`keep_compiled` or by the user."""
-    return os.environ.get(_ENABLED) == "1"
 
 
 def keep_compiled() -> Path | None:
@@ -73,54 +60,6 @@ def keep_compiled() -> Path | None:
         return None
     os.environ[_ENABLED], os.environ[_FOLDER] = "1", str(folder)
     return folder
-
-
-@dataclass(frozen=True)
-class CompiledAhead:
-    """A note in the cache's folder, that the kernels for a width of heads are there.
-
-    Without it, finding out takes seconds of imports. It is of one version of each package.
-
-    Attributes:
-        file: The note; None if the folder is FlashAttention 4's own, which others could write to.
-    """
-
-    file: Path | None
-
-    @classmethod
-    def of(cls, width: int) -> CompiledAhead:
-        """The note for heads of a width, in the folder of this process's environment."""
-        if _FOLDER not in os.environ:
-            return cls(None)
-        parts = [width, sys.version_info[:2], *map(_version, _PACKAGES)]
-        name = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-        return cls(Path(os.environ[_FOLDER]) / f"ahead-{name[:16]}.json")
-
-    def holds(self) -> bool:
-        """True if there is a note, and all files that it names."""
-        if self.file is None:
-            return False
-        try:
-            files = json.loads(self.file.read_text())
-            return all((self.file.parent / each).stat().st_size > 0 for each in files)
-        except (OSError, ValueError):
-            return False
-
-    def note(self, files: Sequence[Path]) -> None:
-        """Writes the note that these files are there."""
-        if self.file is None:
-            return
-        temporary = self.file.with_name(f".{self.file.name}.{os.getpid()}")
-        with contextlib.suppress(OSError):  # without it, the next start looks again
-            temporary.write_text(json.dumps([os.path.relpath(each, self.file.parent) for each in files]))
-            temporary.replace(self.file)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _is_ours(folder: Path) -> bool:

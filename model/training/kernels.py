@@ -9,13 +9,6 @@ from pathlib import Path
 from model.architecture import Architecture
 from model.families import architecture_from_hf, preset, spec_of
 from model.kernels.ahead import Kernels, KernelsAhead, can_compile_ahead
-from model.kernels.flash_cache import (
-    CompiledAhead,
-    compiled_kernels_are_kept,
-    flash_attention_4_is_installed,
-    flash_attention_4_takes,
-    keep_compiled,
-)
 from model.kernels.tower import TowerKernels
 from model.network.settings import ModelSettings, vocabulary_rows
 from model.training.settings.config import TrainConfig
@@ -31,10 +24,10 @@ def compile_ahead(config: TrainConfig) -> KernelsAhead | None:
     architecture = _architecture_without_torch(config)
     if architecture is None or os.environ.get("LOCAL_RANK", "0") != "0":
         return None
-    settings = settings_of(config, architecture, on_gpu=True)
-    kernels = _triton_kernels(config, architecture, settings) if can_compile_ahead() else None
-    width = flash_width(architecture, settings)
-    return None if kernels is None and width is None else KernelsAhead.of(kernels, width)
+    if not can_compile_ahead():
+        return None
+    kernels = _triton_kernels(config, architecture, settings_of(config, architecture, on_gpu=True))
+    return None if kernels is None else KernelsAhead.of(kernels)
 
 
 def _triton_kernels(config: TrainConfig, architecture: Architecture, settings: ModelSettings) -> Kernels | None:
@@ -52,22 +45,6 @@ def _triton_kernels(config: TrainConfig, architecture: Architecture, settings: M
         vocabulary=vocabulary_rows(architecture.language.vocab_size, 1) if settings.tensor_parallel == 1 else None,
         every=settings.tune_kernels,
     )
-
-
-def flash_width(architecture: Architecture, settings: ModelSettings) -> int | None:
-    """Returns the width of the tower's heads if FlashAttention 4 is to be compiled for it; turns its cache on.
-
-    None if the tower does not use it (:func:`model.network.vision_attention.core_attention`), if nothing compiled is
-    kept, and if all is compiled already.
-    """
-    engine = settings.backend == "transformer_engine" and settings.precision == "bf16"
-    if not engine or settings.language_only or settings.vision_attention == "transformer_engine":
-        return None
-    width = architecture.vision.head_dim
-    if not (flash_attention_4_is_installed() and flash_attention_4_takes(width)):
-        return None
-    keep_compiled()  # before the process starts that inherits the environment
-    return width if compiled_kernels_are_kept() and not CompiledAhead.of(width).holds() else None
 
 
 def needs_compiler(config: TrainConfig) -> bool:

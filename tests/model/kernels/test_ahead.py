@@ -1,4 +1,4 @@
-"""The processes that compile kernels ahead: what the trainer says of them, and that they end."""
+"""The process that compiles kernels ahead: what the trainer says of it, and that it ends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TestTheWait:
 
     def said(self, code: str) -> list[str]:
         lines: list[str] = []
-        with KernelsAhead({"kernel": [sys.executable, "-c", f"import json, sys, os\n{code}"]}) as started:
+        with KernelsAhead([sys.executable, "-c", f"import json, sys, os\n{code}"]) as started:
             started.wait(lines.append)
         return lines
 
@@ -62,14 +62,14 @@ class TestTheWait:
         pipe = tmp_path / "pipe"
         os.mkfifo(pipe)
         code = f"import os, signal\nfile = open({str(pipe)!r}, 'wb', 0)\nos.fork()\nfile.write(b'x')\nsignal.pause()"
-        started = KernelsAhead({"kernel": [sys.executable, "-c", code]})
+        started = KernelsAhead([sys.executable, "-c", code])
         with pipe.open("rb") as file:
             assert file.read(2) == b"xx"
             started.close()
             assert file.read() == b"", "the pipe ends when all who may write have ended"
 
-    def test_the_modules_end_quietly_without_a_gpu(self) -> None:
+    def test_the_module_ends_quietly_without_a_gpu(self) -> None:
         lines: list[str] = []
-        with KernelsAhead.of(Kernels(DecoderKernels(SHAPE, None), None, None, every=False), 64) as started:
+        with KernelsAhead.of(Kernels(DecoderKernels(SHAPE, None), None, None, every=False)) as started:
             started.wait(lines.append)
         assert lines == []

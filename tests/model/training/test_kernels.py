@@ -26,8 +26,7 @@ class TestTheStart:
     def started(self, monkeypatch: pytest.MonkeyPatch) -> list[Kernels]:
         found: list[Kernels] = []
         monkeypatch.setattr(model.training.kernels, "can_compile_ahead", lambda: True)
-        monkeypatch.setattr(model.training.kernels, "flash_attention_4_is_installed", lambda: False)
-        monkeypatch.setattr(KernelsAhead, "of", lambda kernels, _: found.append(kernels))
+        monkeypatch.setattr(KernelsAhead, "of", lambda kernels: found.append(kernels))
         monkeypatch.delenv("LOCAL_RANK", raising=False)
         return found
 
