@@ -96,7 +96,7 @@ def test_version_is_raised_when_the_texts_change() -> None:
     looks = [repr(demo_page(row)[2]) for row in range(16)]
     talks = [demo_conversation(row) for row in range(32)]
     digest = sha(json.dumps([said, looks, talks]).encode())
-    assert (DEMO_VERSION, digest[:16]) == (2, "508ddaf5d55d08ec")
+    assert (DEMO_VERSION, digest[:16]) == (3, "508ddaf5d55d08ec")
 
 
 @pytest.mark.skipif(
@@ -104,7 +104,7 @@ def test_version_is_raised_when_the_texts_change() -> None:
 )
 def test_version_is_raised_when_the_print_changes() -> None:
     digest = sha(b"".join(demo_page(row)[0].print().tobytes() for row in range(12)))
-    assert (DEMO_VERSION, digest[:16]) == (2, "00feaadd41703efa")
+    assert (DEMO_VERSION, digest[:16]) == (3, "00feaadd41703efa")
 
 
 # --- content ---
