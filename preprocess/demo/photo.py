@@ -126,7 +126,7 @@ def _smooth(noise: np.random.Generator, size: tuple[int, int], cells: tuple[int,
 
 
 def _noisy(scene: Image.Image, em: int, noise: np.random.Generator, most: float) -> Image.Image:
-    """Adds sensor noise of a standard deviation of ``most`` grey levels, less on small letters. One tile is repeated."""
+    """Adds sensor noise of a standard deviation of ``most`` grey levels, less on small letters. One tile repeats."""
     tile = noise.normal(128, most * min(1.0, em / 22), (512, 512)).astype(np.uint8)
     grain = np.tile(tile, (-(-scene.height // 512), -(-scene.width // 512)))[: scene.height, : scene.width]
     return ImageChops.add(scene, Image.fromarray(grain), 1.0, -128)
