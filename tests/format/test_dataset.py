@@ -20,7 +20,7 @@ import pytest
 import vlmdata
 from tests.chat_rows import MIXED_ACCEPTED
 from tests.verify.rewriting import rewrite_manifest, sha256
-from vlmdata.errors import DatasetFormatError, UsageError
+from vlmdata.errors import ChangedDataError, DatasetFormatError, UsageError
 from vlmdata.format.schema import INDEX_NAME, MANIFEST_NAME
 
 ACCEPTED = [row for rows in MIXED_ACCEPTED for row in rows]
@@ -244,6 +244,34 @@ class TestErrors:
         edit_manifest(mixed_copy, schema_version="2.0")
         with pytest.raises(DatasetFormatError, match=r"schema version 2\.0, but this vlmdata reads 1\."):
             vlmdata.open_dataset(mixed_copy)
+
+    @pytest.mark.parametrize(
+        "member", ["input_ids", "loss_mask", "position_ids", "image_grid_thw", "patches of image 1"]
+    )
+    def test_changed_bytes_of_a_sample(self, mixed_copy, member):
+        i = ACCEPTED.index(2)
+        before = vlmdata.open_dataset(mixed_copy)
+        if member.startswith("patches"):
+            offset = int(before.index.item_offsets[int(before.index.grid_offsets[i]) + 1])
+        else:
+            offset = int(before.index.data_offsets[member][i])
+        shard = before.shard_path(int(before.index.shard[i]))
+        with open(shard, "r+b") as file:
+            file.seek(offset)
+            (byte,) = file.read(1)
+            file.seek(offset)
+            file.write(bytes([byte ^ 1]))
+        dataset = vlmdata.open_dataset(mixed_copy)
+        words = rf"{shard}: row 2 key 000000002 {member}: the data changed after preprocessing: xxh3 is \w+, expected"
+        for read in (lambda: dataset[i], lambda: list(dataset), lambda: dataset.sample("000000002")):
+            with pytest.raises(ChangedDataError, match=words):
+                read()
+        assert dataset[0].key == "000000000", "other samples are still read"
+        if member.startswith("patches"):
+            assert dataset.without_pixels(i).length > 0
+        else:
+            with pytest.raises(ChangedDataError, match=words):
+                dataset.without_pixels(i)
 
 
 class TestForwardCompatibility:

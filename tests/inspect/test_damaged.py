@@ -96,6 +96,8 @@ def test_a_grid_that_does_not_fit_leaves_the_picture_out_and_the_rest_in(
     code, out, _ = command(copy, "--sample", 0)
     assert code == 0
     assert "✖ grid" in out
+    assert "✖ checksum" in out
+    assert f"{path}: row 0 key {KEY} image_grid_thw: the data changed after preprocessing" in " ".join(out.split())
     with serving(copy, check=0) as client:
         answer = client.ask("/api/samples/0/images/0")
         assert answer.status == 500

@@ -8,15 +8,17 @@ import mmap
 import operator
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Buffer, Callable, Iterator
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
-from vlmdata.errors import DatasetFormatError
+from vlmdata.errors import ChangedDataError, DatasetFormatError
+from vlmdata.format.checksum import changed_data
 from vlmdata.format.index import DatasetIndex
 from vlmdata.format.manifest import Manifest, ShardInfo
 from vlmdata.format.schema import INDEX_NAME, MEMBER_BY_NAME, OPTIONAL_MEMBERS, Sample
@@ -31,13 +33,15 @@ OpenShard = Callable[[ShardInfo], int]
 class VlmDataset:
     """A finished dataset directory.
 
-    ``dataset[i]`` and iteration return :class:`Sample`; negative indices count from the end. Only accessed pages
-    are read. Instances may be shared between threads and pickled to worker processes.
+    ``dataset[i]`` and iteration return :class:`Sample`, after comparing its stored bytes with the checksums of the
+    index; negative indices count from the end. Only the pages of accessed samples are read. Instances may be shared
+    between threads and pickled to worker processes.
 
     Args:
         directory: Folder of the dataset. For a URL, a folder with all files except the shards.
         name: Location that the user gave, if not the folder.
         open_shard: Opens a shard that is not in the folder. The caller closes the file descriptor.
+        open_sound: As ``open_shard``, for a shard of which damaged bytes were read.
 
     Attributes:
         directory: The folder.
@@ -47,10 +51,17 @@ class VlmDataset:
         index: Index columns.
     """
 
-    def __init__(self, directory: str | PathLike[str], *, name: str | None = None, open_shard: OpenShard | None = None):
+    def __init__(
+        self,
+        directory: str | PathLike[str],
+        *,
+        name: str | None = None,
+        open_shard: OpenShard | None = None,
+        open_sound: OpenShard | None = None,
+    ):
         self.directory = Path(directory)
         self.name = name or str(self.directory)
-        self._open_shard = open_shard
+        self._open_shard, self._open_sound = open_shard, open_sound
         self.manifest = Manifest.read(self.directory)
         self.family = self.manifest.model_family
         self.index = DatasetIndex.read(self.directory / INDEX_NAME, self.family.patch_bytes)
@@ -72,6 +83,7 @@ class VlmDataset:
                     f"{member.name}_offset. Run `vlmdata verify` on it."
                 )
         self._maps: dict[int, mmap.mmap] = {}
+        self._renewed: set[int] = set()
         self._lock = threading.Lock()
 
     def _require_unchanged_index(self) -> None:
@@ -102,15 +114,42 @@ class VlmDataset:
         return (self[i] for i in range(len(self)))
 
     def __getitem__(self, i: int) -> Sample:
+        """Returns a sample.
+
+        Raises:
+            IndexError: If there is no such sample.
+            ChangedDataError: If its stored bytes do not have the checksums of the index.
+            DatasetFormatError: If the shard is missing or has another size, or an image does not decode.
+        """
         return self._sample(self._resolve(i), pixels=True)
 
     def without_pixels(self, i: int) -> Sample:
-        """As ``dataset[i]``, but decodes no image: its ``patches`` are all 0 and take no memory."""
+        """As ``dataset[i]``, but reads and decodes no image: its ``patches`` are all 0 and take no memory."""
         return self._sample(self._resolve(i), pixels=False)
 
+    def as_stored(self, i: int, *, pixels: bool = True) -> Sample:
+        """As ``dataset[i]``, but returns changed bytes, too, to show what is wrong with a sample.
+
+        Args:
+            i: Position of the sample.
+            pixels: Whether to read and decode images; otherwise ``patches`` are all 0 and take no memory.
+        """
+        i = self._resolve(i)
+        return self._read(i, self._map(int(self.index.shard[i])), pixels=pixels, checked=False)
+
     def _sample(self, i: int, *, pixels: bool) -> Sample:
+        shard = int(self.index.shard[i])
+        data = self._map(shard)
+        try:
+            return self._read(i, data, pixels=pixels)
+        except ChangedDataError:
+            if (renewed := self._renew(shard, data)) is None:
+                raise
+            return self._read(i, renewed, pixels=pixels)
+
+    def _read(self, i: int, data: mmap.mmap, *, pixels: bool, checked: bool = True) -> Sample:
+        """Returns a sample of a mapped shard, by default after comparing it with its checksums."""
         index = self.index
-        data = self._map(int(index.shard[i]))
         padded, images = int(index.padded_lengths[i]), int(index.image_counts[i])
         patches_shape = (int(index.num_patches[i]), self.family.patch_bytes)
 
@@ -119,15 +158,18 @@ class VlmDataset:
             offset = int(index.data_offsets[name][i]) if name in index.data_offsets else -1
             if offset < 0:
                 return None
-            count = int(np.prod(shape))
-            return np.frombuffer(data, dtype=dtype, count=count, offset=offset).reshape(shape)
+            array = np.frombuffer(data, dtype=dtype, count=int(np.prod(shape)), offset=offset)
+            if checked and name in index.member_checksums:  # images have their own
+                self._require_unchanged(i, name, array, int(index.member_checksums[name][i]))
+            return array.reshape(shape)
 
         if not pixels:
             patches = np.broadcast_to(np.uint8(0), patches_shape)
-        elif int(index.data_offsets["patches"][i]) >= 0:
-            patches = view("patches", patches_shape)
         else:
-            patches = self._decoded(i, data)
+            if checked:
+                self._require_unchanged_images(i, data)
+            raw = view("patches", patches_shape)
+            patches = self._decoded(i, data) if raw is None else raw
         return Sample(
             key=index.key(i),
             length=int(index.lengths[i]),
@@ -138,6 +180,23 @@ class VlmDataset:
             patches=patches,
             loss_weights=view("loss_weights", (padded,)),
         )
+
+    def _require_unchanged_images(self, i: int, data: mmap.mmap) -> None:
+        """Compares the stored bytes of a sample's images with their checksums."""
+        index, stored = self.index, memoryview(data)
+        first = int(index.grid_offsets[i])
+        for number in range(first, int(index.grid_offsets[i + 1])):
+            offset = int(index.item_offsets[number])
+            payload = stored[offset : offset + int(index.item_bytes[number])]
+            self._require_unchanged(
+                i, f"patches of image {number - first}", payload, int(index.image_checksums[number])
+            )
+
+    def _require_unchanged(self, i: int, field: str, data: Buffer, checksum: int) -> None:
+        if xxhash.xxh3_64_intdigest(data) != checksum:
+            index = self.index
+            path = f"{self.name}/{self.manifest.shards[int(index.shard[i])].name}"
+            raise changed_data(f"{path}: row {index.source_row[i]} key {index.key(i)} {field}", data, checksum)
 
     def _decoded(self, i: int, data: mmap.mmap) -> npt.NDArray[np.uint8]:
         """Decodes and checks the patches of a sample with encoded items, (P, bytes per patch)."""
@@ -182,14 +241,24 @@ class VlmDataset:
             return found
         with self._lock:
             if shard not in self._maps:
-                self._maps[shard] = self._open(shard)
+                self._maps[shard] = self._open(shard, self._open_shard)
             return self._maps[shard]
 
-    def _open(self, shard: int) -> mmap.mmap:
+    def _renew(self, shard: int, damaged: mmap.mmap) -> mmap.mmap | None:
+        """Maps a sound copy of a shard, once per shard. Returns None if there is none."""
+        if self._open_sound is None:
+            return None
+        with self._lock:
+            if shard not in self._renewed:
+                self._renewed.add(shard)
+                self._maps[shard] = self._open(shard, self._open_sound)
+            return None if self._maps[shard] is damaged else self._maps[shard]
+
+    def _open(self, shard: int, open_shard: OpenShard | None) -> mmap.mmap:
         info = self.manifest.shards[shard]
         path = f"{self.name}/{info.name}"
         try:
-            file = os.open(self.shard_path(shard), os.O_RDONLY) if self._open_shard is None else self._open_shard(info)
+            file = os.open(self.shard_path(shard), os.O_RDONLY) if open_shard is None else open_shard(info)
             try:
                 mapped = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
             finally:
@@ -207,7 +276,8 @@ class VlmDataset:
         return mapped
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"directory": self.directory, "name": self.name, "open_shard": self._open_shard}
+        opening = {"open_shard": self._open_shard, "open_sound": self._open_sound}
+        return {"directory": self.directory, "name": self.name, **opening}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]

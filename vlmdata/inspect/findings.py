@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from vlmdata.errors import DatasetFormatError
+from vlmdata.errors import ChangedDataError, DatasetFormatError
 from vlmdata.families import Family
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.index import DatasetIndex
@@ -163,7 +163,16 @@ class ContentCheck:
 
     def of(self, i: int) -> list[Finding]:
         """Returns the findings of sample ``i``: the audit of ``vlmdata verify``, and the starts of its answers."""
-        sample = self.dataset.without_pixels(i)
+        sample = self.dataset.as_stored(i, pixels=False)
+        return [*self._changed(i), *self._of(i, sample)]
+
+    def _changed(self, i: int) -> Iterator[Finding]:
+        try:
+            self.dataset.without_pixels(i)
+        except ChangedDataError as error:
+            yield finding("checksum", str(error))
+
+    def _of(self, i: int, sample: Sample) -> list[Finding]:
         document = self._rules is not None and self._rules.documents and int(self.dataset.index.target_turns[i]) == 0
         if not document and not (sample.input_ids[: sample.length] == self.dataset.manifest.tokenizer.im_start).any():
             # The audit assumes that there is a turn.

@@ -209,7 +209,7 @@ def search(
 
 def sample_text(dataset: VlmDataset, texts: TokenTexts, i: int) -> str:
     """Decodes the text of a sample, with each run of image tokens as one token."""
-    sample = dataset.without_pixels(i)
+    sample = dataset.as_stored(i, pixels=False)
     ids = sample.input_ids[: sample.length]
     repeated = np.zeros(len(ids), np.bool_)
     repeated[1:] = (ids[1:] == ids[:-1]) & (ids[1:] == dataset.manifest.tokenizer.image)

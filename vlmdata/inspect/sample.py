@@ -180,7 +180,7 @@ class SampleDescriber:
     def __call__(self, i: int) -> SampleDescription:
         """Describes the sample at position ``i``."""
         dataset = self.dataset
-        row, sample = dataset.index.row(i), dataset[i]
+        row, sample = dataset.index.row(i), dataset.as_stored(i)
         if not 0 < sample.length <= len(sample.input_ids):
             raise DatasetFormatError(
                 f"{dataset.name}/{dataset.shard_path(row.shard).name}: sample {row.key} has "
@@ -219,7 +219,7 @@ class SampleDescriber:
 
     def first_words(self, i: int) -> str:
         """Returns the start of the first target of sample ``i``, or of its text without targets."""
-        sample, info = self.dataset.without_pixels(i), self.dataset.manifest.tokenizer
+        sample, info = self.dataset.as_stored(i, pixels=False), self.dataset.manifest.tokenizer
         ids, mask = sample.input_ids[: sample.length], sample.loss_mask[: sample.length] != 0
         text = ids[mask] if mask.any() else ids[(ids != info.image) & (ids != info.video)]
         return self.texts.decode(text[:_FIRST_TOKENS].tolist()).strip()

@@ -152,7 +152,7 @@ class InspectApp:
 
     def _pixels(self, request: Request, number: int) -> npt.NDArray[np.uint8]:
         try:
-            return rebuild_image(self._dataset[self._index(request)], number, self._dataset.family)
+            return rebuild_image(self._dataset.as_stored(self._index(request)), number, self._dataset.family)
         except NotFoundError as error:
             raise HTTPException(404, str(error)) from error
 

@@ -66,7 +66,7 @@ def _with_images(describe: SampleDescriber, i: int) -> dict[str, Any]:
 def _image_uri(describe: SampleDescriber, i: int, number: int, longest: int) -> str | None:
     """Returns an image as a ``data:`` URL; None if missing or damaged (its findings report damage)."""
     try:
-        pixels = rebuild_image(describe.dataset[i], number, describe.dataset.family)
+        pixels = rebuild_image(describe.dataset.as_stored(i), number, describe.dataset.family)
     except (IndexError, DatasetFormatError):
         return None
     return data_uri(image_file(pixels, "webp", longest), "webp")
