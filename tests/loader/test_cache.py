@@ -9,18 +9,22 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import fsspec
+import numpy as np
 import pytest
 
 from tests.loader.helpers import assert_same, epoch_of, packs_of, stream, wait_until
 from tests.loader.remote_fs import TroubledFileSystem
+from tests.verify.rewriting import rewrite_manifest, sha256
 from vlmdata.errors import DatasetFormatError, ResourceError
-from vlmdata.format.dataset import VlmDataset
+from vlmdata.format.dataset import VlmDataset, open_dataset
+from vlmdata.loader import cache as cache_module
 from vlmdata.loader import remote
-from vlmdata.loader.cache import RemoteShards
-from vlmdata.loader.open import default_cache_dir
+from vlmdata.loader.cache import CACHE_FOLDER, RemoteShards, cache_folder
 from vlmdata.loader.shards import ShardFile
 
 PLENTY = 1 << 40
@@ -41,7 +45,7 @@ def cache(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def shards(chats: VlmDataset) -> list[ShardFile]:
-    return [ShardFile(shard.name, shard.bytes, shard.sha256) for shard in chats.manifest.shards]
+    return [shard_file(chats, number) for number in range(len(chats.manifest.shards))]
 
 
 def fetch(source: RemoteShards, shard: ShardFile) -> bytes:
@@ -50,6 +54,11 @@ def fetch(source: RemoteShards, shard: ShardFile) -> bytes:
         return os.pread(file, shard.bytes + 1, 0)
     finally:
         os.close(file)
+
+
+def shard_file(dataset: VlmDataset, number: int) -> ShardFile:
+    shard = dataset.manifest.shards[number]
+    return ShardFile(shard.name, shard.bytes, shard.sha256)
 
 
 def cached(cache: Path) -> set[str]:
@@ -112,7 +121,7 @@ class TestLoading:
         size = max(shard.bytes for shard in shards)
         found = epoch_of(f"troubled://{chat}", cache_dir=cache, cache_bytes=2 * size, num_workers=2)
         assert_same(found, epoch_of(chat))
-        assert sum(path.stat().st_size for path in cache.glob("*.tar")) <= 2 * size
+        assert 0 < sum(path.stat().st_size for path in (cache / CACHE_FOLDER).glob("*.tar")) <= 2 * size
         assert len(troubled.opened()) >= 8
 
     def test_a_dataset_made_anew_under_the_same_url_is_not_mistaken(
@@ -152,7 +161,8 @@ class TestLoading:
 
     def test_the_cache_lies_where_the_environment_says(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("VLMDATA_CACHE", str(tmp_path / "here"))
-        assert default_cache_dir() == tmp_path / "here" / "shards"
+        assert cache_folder() == tmp_path / "here" / CACHE_FOLDER
+        assert cache_folder(tmp_path / "there") == tmp_path / "there" / CACHE_FOLDER
 
 
 class TestTrouble:
@@ -200,7 +210,7 @@ class TestTrouble:
         shard = next(shard for shard in shards if shard.name in str(found.value))
         assert f"troubled://{chat}/{shard.name}: cannot be fetched, 4 attempts" in str(found.value)
         assert f"the manifest says {shard.sha256}" in str(found.value)
-        assert cached(cache) == set()
+        assert cached(cache / CACHE_FOLDER) == set()
         assert troubled.opened(shard.name) == [shard.name] * 4
 
     def test_a_missing_remote_shard_is_not_asked_for_again(
@@ -223,24 +233,121 @@ class TestTrouble:
         assert len(troubled.opened()) == 1  # trying again would change nothing
         assert temporaries(cache) == []
 
-    def test_a_damaged_copy_is_distinguished_from_a_damaged_original(
-        self, chat: Path, chats: VlmDataset, cache: Path, troubled: type[TroubledFileSystem]
-    ) -> None:
-        epoch_of(f"troubled://{chat}", cache_dir=cache)
-        path = cache / f"{chats.manifest.shards[2].sha256[:32]}.tar"
-        with open(path, "r+b") as file:
-            file.seek(int(chats.index.data_offsets["input_ids"][12]))
-            file.write(b"\xff")
-        with pytest.raises(
-            DatasetFormatError, match=rf"troubled://{chat}/shard-000002.tar \(read from {path}\): row 12"
-        ):
-            epoch_of(f"troubled://{chat}", cache_dir=cache)
-
     def test_a_copy_cut_short_is_fetched_again(self, chat: Path, cache: Path, shards: list[ShardFile]) -> None:
         source = RemoteShards(f"file://{chat}", cache, PLENTY)
         fetch(source, shards[0])
         os.truncate(source.local_path(shards[0]), 100)
         assert fetch(source, shards[0]) == (chat / shards[0].name).read_bytes()
+
+
+class TestRot:
+    """Bytes of the copy in the cache that change, by a failing disk or a careless hand."""
+
+    @pytest.fixture
+    def rotten(self, chat: Path, chats: VlmDataset, cache: Path, troubled: type[TroubledFileSystem]) -> Path:
+        """A shard in the cache that lost a byte, at an equal size."""
+        epoch_of(f"troubled://{chat}", cache_dir=cache)
+        path = RemoteShards("", cache / CACHE_FOLDER, PLENTY).local_path(shard_file(chats, 2))
+        with open(path, "r+b") as file:
+            file.seek(int(chats.index.data_offsets["input_ids"][12]))
+            file.write(b"\xff")
+        troubled.log.write_text("")
+        return path
+
+    @pytest.mark.parametrize("on_damage", ["raise", "mask"])
+    @pytest.mark.parametrize("num_workers", [0, 2])
+    def test_is_found_and_the_shard_fetched_again_once(
+        self,
+        rotten: Path,
+        chat: Path,
+        cache: Path,
+        troubled: type[TroubledFileSystem],
+        on_damage: str,
+        num_workers: int,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        options = {"cache_dir": cache, "num_workers": num_workers, "on_damage": on_damage}
+        assert_same(epoch_of(f"troubled://{chat}", **options), epoch_of(chat))
+        assert troubled.opened() == ["shard-000002.tar"]
+        assert rotten.read_bytes() == (chat / "shard-000002.tar").read_bytes()
+        if num_workers == 0:  # a worker logs to its own standard error
+            assert f"{rotten}: the cached copy is damaged. troubled://{chat}/shard-000002.tar is fetched" in caplog.text
+
+    def test_is_an_error_if_the_shard_cannot_be_fetched(
+        self, rotten: Path, chat: Path, cache: Path, troubled: type[TroubledFileSystem]
+    ) -> None:
+        troubled.forged = b"not what was written"
+        with pytest.raises(DatasetFormatError, match=r"shard-000002.tar: cannot be fetched, 4 attempts"):
+            epoch_of(f"troubled://{chat}", cache_dir=cache, on_damage="mask")
+        assert not rotten.exists()
+
+    def test_of_the_dataset_itself_is_damage(
+        self, chat_copy: Path, cache: Path, chats: VlmDataset, troubled: type[TroubledFileSystem]
+    ) -> None:
+        shard = chat_copy / "shard-000002.tar"
+        with open(shard, "r+b") as file:
+            file.seek(int(chats.index.data_offsets["input_ids"][12]))
+            file.write(b"\xff")
+        infos = list(chats.manifest.shards)
+        infos[2] = replace(infos[2], sha256=sha256(shard))
+        rewrite_manifest(chat_copy, shards=tuple(infos))
+        with pytest.raises(
+            DatasetFormatError, match=rf"troubled://{chat_copy}/shard-000002.tar \(read from .*\): row 12"
+        ):
+            epoch_of(f"troubled://{chat_copy}", cache_dir=cache)
+        with stream(f"troubled://{chat_copy}", cache_dir=cache, on_damage="mask") as loader:
+            list(loader)
+            assert [each.row for each in loader.stats.damaged] == [12]
+        assert troubled.opened("shard-000002.tar") == ["shard-000002.tar"]
+
+    def test_that_the_disk_reports_is_the_same(
+        self, rotten: Path, chat: Path, cache: Path, troubled: type[TroubledFileSystem], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        read, bad = os.preadv, os.stat(rotten).st_ino
+
+        def preadv(file: int, *rest: Any) -> int:
+            if os.fstat(file).st_ino == bad:
+                raise OSError(errno.EIO, "Input/output error")
+            return read(file, *rest)
+
+        monkeypatch.setattr(os, "preadv", preadv)
+        assert_same(epoch_of(f"troubled://{chat}", cache_dir=cache), epoch_of(chat))
+        assert troubled.opened() == ["shard-000002.tar"]
+
+    def test_is_fetched_again_for_random_access(
+        self,
+        rotten: Path,
+        chat: Path,
+        chats: VlmDataset,
+        cache: Path,
+        troubled: type[TroubledFileSystem],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setenv("VLMDATA_CACHE", str(cache))
+        opened = open_dataset(f"troubled://{chat}")
+        for i in (12, 13, 12):
+            np.testing.assert_array_equal(opened[i].input_ids, chats[i].input_ids)
+        assert troubled.opened() == ["shard-000002.tar"]
+
+    def test_of_a_power_cut_is_prevented(
+        self, chat: Path, cache: Path, shards: list[ShardFile], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Content is on the disk before its name, and the name when the shard is used."""
+        done: list[str] = []
+        flush, rename = cache_module.sync, os.replace
+
+        def sync(path: Path) -> None:
+            done.append("content" if path.suffix == ".tmp" else "folder")
+            flush(path)
+
+        def renamed(old: Path, new: Path) -> None:
+            done.append("name")
+            rename(old, new)
+
+        monkeypatch.setattr(cache_module, "sync", sync)
+        monkeypatch.setattr(os, "replace", renamed)
+        fetch(RemoteShards(f"file://{chat}", cache, PLENTY), shards[0])
+        assert done == ["content", "name", "folder"]
 
 
 class TestRoom:
@@ -273,6 +380,23 @@ class TestRoom:
         assert not source.local_path(shards[0]).exists()
         assert os.pread(file, shards[0].bytes, 0) == (chat / shards[0].name).read_bytes()
         os.close(file)
+
+    def test_nothing_is_removed_that_the_cache_did_not_make(
+        self, chat: Path, cache: Path, shards: list[ShardFile], troubled: type[TroubledFileSystem]
+    ) -> None:
+        """The user may name a folder that holds other things, such as a disk of tars."""
+        own = cache / CACHE_FOLDER
+        (own / "shard-0123.tar").mkdir(parents=True)
+        names = ["cc3m-00000.tar", "shard-000000.tar", f"{shards[0].sha256[:32]}.tar", ".a.tar.17.tmp"]
+        foreign = {folder / name: name.encode() * 1000 for name in names for folder in (cache, own)}
+        for path, content in foreign.items():
+            path.write_bytes(content)
+            os.utime(path, (0, 0))
+        size = max(shard.bytes for shard in shards)
+        assert_same(epoch_of(f"troubled://{chat}", cache_dir=cache, cache_bytes=size), epoch_of(chat))
+        assert {path: path.read_bytes() for path in foreign} == foreign
+        assert {path.name for path in cache.iterdir()} == {*names, CACHE_FOLDER}
+        assert len(cached(own) - {*names, "shard-0123.tar"}) == 1
 
 
 class TestManyProcesses:

@@ -170,7 +170,7 @@ class TestVerify:
         result = run("verify", place, "-j", "1")
         assert result.exit_code == 1
         assert "shard-000000.tar: sha256" in " ".join(result.stdout.split())
-        assert [path for path in (tmp_path / "cache" / "shards").iterdir() if path.name.startswith("tmp")] == []
+        assert [path for path in (tmp_path / "cache" / "vlmdata-cache").iterdir() if path.name.startswith("tmp")] == []
 
 
 @pytest.mark.parametrize("command", [["verify"], ["inspect"], ["plan", "--capacity", "900"]])

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 
 from tests.service.servers import Server, assert_equal, serving
 from vlmdata import PackedBatch, StreamingLoader
 from vlmdata.errors import ChangedDataError, DatasetFormatError, ResourceError, UnreadableDataError
 from vlmdata.format.dataset import VlmDataset
+from vlmdata.loader.cache import CACHE_FOLDER
 from vlmdata.loader.config import Service
 from vlmdata.loader.damage import Filled
 from vlmdata.loader.open import open_for_loading
@@ -23,6 +25,8 @@ from vlmdata.loader.served.address import parse_address
 from vlmdata.loader.served.connection import Connection
 from vlmdata.loader.served.servers import Servers
 from vlmdata.loader.shards import ShardStore
+from vlmdata.service.config import ServerConfig
+from vlmdata.service.server import CollationServer
 
 OPTIONS: dict[str, Any] = {"capacity": 1024, "global_batch": 2, "timeout": 240.0, "hedge": 240.0}
 
@@ -191,6 +195,22 @@ def test_an_index_that_one_server_damages_is_asked_of_the_other(
             StreamingLoader(alone, cache_dir=tmp_path / "two", **OPTIONS)
     finally:
         index.write_bytes(sound)
+
+
+def test_a_server_keeps_its_cache_in_a_folder_of_its_own(chat: Path, tmp_path: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    memory.put(str(chat), "/bucket/chat", recursive=True)
+    foreign = tmp_path / "cc3m-00000.tar"
+    foreign.write_bytes(b"not ours")
+    config = ServerConfig(port=0, workers=1, drain=1.0, cache_dir=tmp_path, cache_bytes=1)
+    try:
+        with closing(CollationServer(["memory://bucket/chat"], config)):
+            _, shards = open_for_loading("memory://bucket/chat", config.cache_dir, config.cache_bytes)
+            ShardStore([shards], "stored").read(0, 0, 512, memoryview(bytearray(8)), None, "row 3")
+    finally:
+        memory.rm("/bucket", recursive=True)
+    assert foreign.read_bytes() == b"not ours"
+    assert {path.name for path in tmp_path.iterdir()} == {foreign.name, CACHE_FOLDER}
 
 
 def test_a_bad_sector_is_damage(chat: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,11 +200,12 @@ def read_members(
     for number, of, file, begin, a, b in zip(*(column.tolist() for column in reads), strict=True):
         store.read(of, file, begin, memory[a:b], None, what(number))
     inside = starts + np.repeat(at - starts[first], np.diff(first, append=len(starts)))
-    spans = zip(place.tolist(), inside.tolist(), (inside + sizes).tolist(), checksums.tolist(), strict=True)
-    for number, (into, a, b, checksum) in enumerate(spans):
-        array = found[into] = scratch[a:b]
-        if not store.is_sound(array, checksum):
-            raise store.changed(int(dataset[number]), int(shard[number]), array, checksum, what(number))
+    columns = (place, dataset, shard, starts, inside, inside + sizes, checksums)
+    for number, (into, of, file, begin, a, b, checksum) in enumerate(
+        zip(*(column.tolist() for column in columns), strict=True)
+    ):
+        store.require_sound(of, file, begin, memory[a:b], checksum, what(number))
+        found[into] = scratch[a:b]
     return {member: found[j :: len(members)] for j, member in enumerate(members)}
 
 

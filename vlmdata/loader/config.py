@@ -142,8 +142,8 @@ class Reading:
             other processes of the node. "ranges": the bytes of each batch, which are not kept. "auto": ranges from
             object stores if shards would not fit into ``cache_bytes`` or ``context_parallel_rank`` is given, else
             shards.
-        cache_dir: Folder for shards of remote datasets.
-        cache_bytes: Largest size of that folder in bytes.
+        cache_dir: Folder for shards of remote datasets. They are kept in the folder ``vlmdata-cache`` in it.
+        cache_bytes: Largest size of these shards in bytes.
         multiprocessing_context: Start method of workers; None means PyTorch's default.
     """
 

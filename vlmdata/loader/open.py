@@ -22,7 +22,7 @@ from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.manifest import Manifest, ShardInfo
 from vlmdata.format.schema import IMAGE_FILES, IMAGE_FILES_NAME, INDEX_NAME, LEDGER_NAME, MANIFEST_NAME, TOKENIZER_DIR
 from vlmdata.format.tokenizer_files import tokenizer_file_names
-from vlmdata.loader.cache import RemoteShards
+from vlmdata.loader.cache import RemoteShards, cache_folder
 from vlmdata.loader.config import DEFAULT_CAPACITY, Reading, Service
 from vlmdata.loader.ranges import RemoteRanges
 from vlmdata.loader.remote import download
@@ -39,15 +39,6 @@ DEFAULT_CACHE_BYTES = Reading.cache_bytes
 _SECONDS_TO_OPEN = 30.0
 #: A host and a port, without a scheme.
 _PORT = re.compile(r"^[\w.-]+:\d+$")
-
-
-def default_cache_dir() -> Path:
-    """Returns the default cache of remote shards: ``$VLMDATA_CACHE``, else the user's cache folder."""
-    if not (folder := os.environ.get("VLMDATA_CACHE")):
-        from platformdirs import user_cache_path
-
-        folder = str(user_cache_path("vlmdata"))
-    return Path(folder) / "shards"
 
 
 def open_for_loading(
@@ -67,9 +58,10 @@ def open_for_loading(
     name = place_of(location)
     source: ShardSource
     if is_url(name):
-        source = RemoteShards(name, cache_dir or default_cache_dir(), cache_bytes)
-        tables = fetch_tables(name, source.cache_dir, partial(_download, name))
-        dataset = VlmDataset(tables, name=name, open_shard=_Cached(source))
+        source = RemoteShards(name, cache_folder(cache_dir), cache_bytes)
+        tables = fetch_tables(name, source.folder, partial(_download, name))
+        opened, sound = (_Cached(opening) for opening in (source.open, source.open_sound))
+        dataset = VlmDataset(tables, name=name, open_shard=opened, open_sound=sound)
     else:
         source, dataset = LocalShards(Path(name)), VlmDataset(name)
     return dataset, dataset_shards(name, dataset.manifest, source)
@@ -168,7 +160,7 @@ def fetched_as_chosen(shards: Sequence[DatasetShards], reading: Reading, *, slic
 def shards_of(location: str | PathLike[str], manifest: Manifest) -> DatasetShards:
     """Where the shards of a dataset are read from, remote ones through the default cache."""
     name = place_of(location)
-    source = RemoteShards(name, default_cache_dir(), DEFAULT_CACHE_BYTES) if is_url(name) else LocalShards(Path(name))
+    source = RemoteShards(name, cache_folder(), DEFAULT_CACHE_BYTES) if is_url(name) else LocalShards(Path(name))
     return dataset_shards(name, manifest, source)
 
 
@@ -213,10 +205,10 @@ def open_remote(url: str) -> VlmDataset:
 class _Cached:
     """Opens shards through the cache."""
 
-    source: RemoteShards
+    opening: Callable[[ShardFile], int]
 
     def __call__(self, info: ShardInfo) -> int:
-        return self.source.open(_shard_file(info))
+        return self.opening(_shard_file(info))
 
 
 def _shard_file(info: ShardInfo) -> ShardFile:
@@ -236,7 +228,7 @@ def fetch_tables(url: str, cache: Path, fetch: FetchFile) -> Path:
 
     Args:
         url: Place of the dataset, for messages.
-        cache: Folder of the cache.
+        cache: The cache's own folder; see :func:`vlmdata.loader.cache.cache_folder`.
         fetch: Fetches a file.
 
     Returns:

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from vlmdata.errors import ChangedDataError, DatasetFormatError, ResourceError, UnreadableDataError
+from vlmdata.errors import DatasetFormatError, ResourceError, UnreadableDataError
+from vlmdata.format.checksum import changed_data
 from vlmdata.loader.config import Verify
 from vlmdata.loader.ranges import Extents, FetchedRanges, RemoteRanges
 from vlmdata.media.pixel_check import require_pixels
@@ -47,6 +48,13 @@ class ShardSource(Protocol):
             VlmdataError: If the shard is not available.
         """
 
+    def open_sound(self, shard: ShardFile) -> int | None:
+        """Opens a sound copy of a shard of which damaged bytes were read; None if there is no other copy.
+
+        Raises:
+            VlmdataError: If no sound copy can be fetched.
+        """
+
 
 @dataclass(frozen=True)
 class LocalShards:
@@ -76,6 +84,9 @@ class LocalShards:
                 "remedy."
             ) from error
 
+    def open_sound(self, shard: ShardFile) -> None:
+        """Returns None: the file in the folder is the only one."""
+
 
 @dataclass(frozen=True)
 class DatasetShards:
@@ -99,7 +110,8 @@ class ShardStore:
 
     Reads use ``preadv`` directly into the batch's buffer: as fast as copying from a memory map, without page
     faults, and a truncated file is an error instead of a SIGBUS. Of shards read by ranges, the caller names the bytes
-    to come (:meth:`fetched`).
+    to come (:meth:`fetched`). If bytes of a cached shard are damaged, the copy in the cache is compared with the
+    manifest, fetched again if it differs, and read once more: only then are the bytes an error.
 
     Args:
         datasets: The datasets by number.
@@ -110,6 +122,7 @@ class ShardStore:
         self._datasets = datasets
         self._verify = verify
         self._open: OrderedDict[tuple[int, int], int] = OrderedDict()
+        self._renewed: set[tuple[int, int]] = set()
         remote = {n: each.source.url for n, each in enumerate(datasets) if isinstance(each.source, RemoteRanges)}
         self._ranges = FetchedRanges(remote, [[file.name for file in each.files] for each in datasets])
         self.fetches_ranges = bool(remote)
@@ -136,7 +149,7 @@ class ShardStore:
             shard: Shard number.
             offset: First byte.
             into: Writable bytes to fill completely.
-            checksum: Expected xxh3-64; None leaves the check to the caller (:meth:`is_sound`).
+            checksum: Expected xxh3-64; None leaves the check to the caller (:meth:`require_sound`).
             what: Row, key and field, for messages.
 
         Raises:
@@ -148,10 +161,55 @@ class ShardStore:
         else:
             self._read_file(dataset, shard, offset, into, what)
         self.bytes_read += into.nbytes
-        if checksum is not None and not self.is_sound(into, checksum):
-            raise self.changed(dataset, shard, into, checksum, what)
+        if checksum is not None:
+            self.require_sound(dataset, shard, offset, into, checksum, what)
+
+    def require_sound(self, dataset: int, shard: int, offset: int, data: memoryview, checksum: int, what: str) -> None:
+        """Checks stored bytes, if these are verified. Damaged bytes of a cached shard are replaced by sound ones.
+
+        Args:
+            dataset: Dataset number.
+            shard: Shard number.
+            offset: First byte.
+            data: The bytes, writable.
+            checksum: Expected xxh3-64.
+            what: Row, key and field, for messages.
+
+        Raises:
+            ChangedDataError: If the bytes have changed.
+            VlmdataError: If a damaged copy in the cache cannot be fetched again.
+        """
+        if self._is_sound(data, checksum):
+            return
+        if self._renew(dataset, shard):
+            self._read_file(dataset, shard, offset, data, what)
+            if self._is_sound(data, checksum):
+                return
+        raise changed_data(f"{self.path(dataset, shard)}: {what}", data, checksum)
 
     def _read_file(self, dataset: int, shard: int, offset: int, into: memoryview, what: str) -> None:
+        try:
+            self._read_once(dataset, shard, offset, into, what)
+        except UnreadableDataError:
+            if not self._renew(dataset, shard):
+                raise
+            self._read_once(dataset, shard, offset, into, what)
+
+    def _renew(self, dataset: int, shard: int) -> bool:
+        """Opens a sound copy of a shard, once per shard. Returns False if there is none."""
+        key, source = (dataset, shard), self._datasets[dataset].source
+        if key in self._renewed or isinstance(source, RemoteRanges):
+            return False
+        self._renewed.add(key)
+        file = source.open_sound(self._datasets[dataset].files[shard])
+        if file is None:
+            return False
+        if (old := self._open.pop(key, None)) is not None:
+            os.close(old)
+        self._open[key] = file
+        return True
+
+    def _read_once(self, dataset: int, shard: int, offset: int, into: memoryview, what: str) -> None:
         file = self._file(dataset, shard)
         done = 0
         while done < into.nbytes:
@@ -170,8 +228,7 @@ class ShardStore:
                 )
             done += got
 
-    def is_sound(self, data: Buffer, checksum: int) -> bool:
-        """True if stored bytes match their checksum, or if these are not verified."""
+    def _is_sound(self, data: Buffer, checksum: int) -> bool:
         return self._verify == "off" or xxhash.xxh3_64_intdigest(data) == checksum
 
     def require_pixels(
@@ -184,14 +241,6 @@ class ShardStore:
         """
         if self._verify == "pixels":
             require_pixels(patches, checksum, self._datasets[dataset].libraries, f"{self.path(dataset, shard)}: {what}")
-
-    def changed(self, dataset: int, shard: int, data: Buffer, checksum: int, what: str) -> ChangedDataError:
-        """Returns the error for bytes that are not :meth:`is_sound`."""
-        return ChangedDataError(
-            f"{self.path(dataset, shard)}: {what}: the data changed after preprocessing: xxh3 is "
-            f"{xxhash.xxh3_64_intdigest(data):016x}, expected {checksum:016x}. Run `vlmdata verify` on the "
-            "dataset to see how to repair it."
-        )
 
     def _file(self, dataset: int, shard: int) -> int:
         key = (dataset, shard)

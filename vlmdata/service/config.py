@@ -41,8 +41,8 @@ class ServerConfig:
         metrics_port: Port for ``/metrics`` and ``/healthz`` over HTTP, on ``host``; 0 means a free one, None means
             none.
         drain: Seconds for queries under way to end when the server is stopped.
-        cache_dir: Folder for shards of remote datasets.
-        cache_bytes: Largest size of that folder in bytes.
+        cache_dir: Folder for shards of remote datasets. They are kept in the folder ``vlmdata-cache`` in it.
+        cache_bytes: Largest size of these shards in bytes.
 
     Raises:
         UsageError: If options are incompatible, or clients or tokens would be exposed to a network.

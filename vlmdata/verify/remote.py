@@ -21,7 +21,7 @@ from vlmdata.format.schema import (
     TOKENIZER_DIR,
 )
 from vlmdata.format.tokenizer_files import tokenizer_file_names
-from vlmdata.loader.open import default_cache_dir
+from vlmdata.loader.cache import cache_folder
 from vlmdata.loader.remote import download
 from vlmdata.locations import file_system, is_url, place_of
 from vlmdata.store.objects import ATOMIC
@@ -87,7 +87,7 @@ def auditable(location: str | PathLike[str]) -> Iterator[tuple[Path, FetchedShar
     if not is_url(place):
         yield Path(place), None
         return
-    cache = default_cache_dir()
+    cache = cache_folder()
     try:
         cache.mkdir(parents=True, exist_ok=True)
         holder = TemporaryDirectory(dir=cache)

@@ -11,8 +11,9 @@ from pathlib import Path
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError, UsageError
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.schema import MANIFEST_NAME
+from vlmdata.loader.cache import cache_folder
 from vlmdata.loader.config import Service
-from vlmdata.loader.open import dataset_shards, default_cache_dir, fetch_tables
+from vlmdata.loader.open import dataset_shards, fetch_tables
 from vlmdata.loader.served.address import Server, ServiceAddress, parse_address
 from vlmdata.loader.served.connection import Connection
 from vlmdata.loader.served.protocol import Description, FileQuery, ServedDataset
@@ -45,6 +46,9 @@ class ServedShards:
             "URL to read samples."
         )
 
+    def open_sound(self, shard: ShardFile) -> None:
+        """Returns None: no shard is opened here."""
+
 
 def open_service(
     places: Sequence[str], cache_dir: Path | None, options: Service, timeout: float
@@ -73,7 +77,7 @@ def open_service(
     opened = []
     for served in _agreed(addresses, servers.describe(timeout)):
         name = f"{first.base}/{served.name}"
-        directory = fetch_tables(name, cache_dir or default_cache_dir(), partial(_fetch, servers, served, timeout))
+        directory = fetch_tables(name, cache_folder(cache_dir), partial(_fetch, servers, served, timeout))
         dataset = VlmDataset(directory, name=name, open_shard=_no_shard)
         if dataset.manifest.fingerprint != served.fingerprint:
             raise DatasetFormatError(
