@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import vlmdata
 from tests.loader.helpers import assert_same, packs_of, stream, wait_until, worker_pids
+from vlmdata.errors import UsageError
 from vlmdata.format.dataset import VlmDataset
+from vlmdata.loader.passes import Pass, Passes
 from vlmdata.loader.state import Position
 
 FAST: dict[str, Any] = {"parts": ()}
@@ -135,6 +140,64 @@ class TestDataset:
             batches.load_state_dict(state)
             assert packs_of(batches) == epochs[0][stop:]
             assert packs_of(batches) == epochs[1]
+
+
+def in_thread(work: Callable[[], Any]) -> Any:
+    """Result or error of work in another thread."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
+
+
+class TestThreads:
+    @pytest.mark.parametrize("num_workers", [0, 1])
+    def test_a_second_one_is_refused_and_the_first_goes_on(self, chat: Path, num_workers: int) -> None:
+        with stream(chat, **FAST) as loader:
+            whole = packs_of(loader)
+        with stream(chat, num_workers=num_workers, **FAST) as loader:
+            batches = iter(loader)
+            taken = [next(batches)]
+            for _ in range(2):
+                with pytest.raises(UsageError, match=r"thread MainThread is iterating: one thread at a time iterates"):
+                    in_thread(lambda: list(loader))
+                taken.append(next(batches))
+            assert packs_of([*taken, *batches]) == whole
+
+    def test_a_shared_iterator_is_refused_while_the_other_waits(self) -> None:
+        waiting, go = threading.Event(), threading.Event()
+
+        def items() -> Iterator[int]:
+            waiting.set()
+            assert go.wait(60)
+            yield from (1, 2)
+
+        shared = Pass(Passes[int](), items())
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(next, shared)
+            assert waiting.wait(60)
+            try:
+                with pytest.raises(UsageError, match="one thread at a time"):
+                    next(shared)
+            finally:
+                go.set()
+            assert first.result() == 1
+        assert next(shared) == 2  # one after another is no harm
+
+    def test_one_after_another_may_iterate(self, chat: Path) -> None:
+        with stream(chat, **FAST) as loader:
+            whole = packs_of(loader)
+        kept = []
+
+        def leave(keep: bool) -> list[Any]:
+            batches = iter(loader)
+            if keep:
+                kept.append(batches)
+            return [next(batches)]
+
+        with stream(chat, **FAST) as loader:
+            taken = leave(keep=False)  # the iterator is gone
+            taken += in_thread(lambda: leave(keep=True))  # its thread is gone
+            taken += in_thread(lambda: list(loader))
+            assert packs_of(taken) == whole
 
 
 def test_a_sample_as_tensors_has_its_true_length_and_the_usual_dtypes(chats: VlmDataset) -> None:

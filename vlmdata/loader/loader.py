@@ -21,6 +21,7 @@ from vlmdata.format.dataset import VlmDataset
 from vlmdata.loader.config import LoaderConfig, takes_loader_options
 from vlmdata.loader.damage import DamagedSample, SampleId, look_up, require_few
 from vlmdata.loader.open import fetched_as_chosen, locations_of, open_data, require_one_tokenizer, sample_table
+from vlmdata.loader.passes import Pass, Passes
 from vlmdata.loader.plans import EpochPlans
 from vlmdata.loader.ranks import DataParallel, data_parallel, given_data_parallel
 from vlmdata.loader.session import BatchSource, CurrentSession, LoadedBatch, Session
@@ -121,6 +122,7 @@ class StreamingLoader:
         )
         self._device = torch.device(reading.device) if reading.device is not None else None
         self._position = Position()
+        self._passes: Passes[PackedBatch] = Passes()
         self._session = CurrentSession()
         # Not __del__: a finalizer still runs at the interpreter's exit.
         weakref.finalize(self, self._session.end)
@@ -198,6 +200,9 @@ class StreamingLoader:
         return self._position
 
     def __iter__(self) -> Iterator[PackedBatch]:
+        return Pass(self._passes, self._batches())
+
+    def _batches(self) -> Iterator[PackedBatch]:
         self._follow_process_group()
         epoch = self._position.epoch
         while self._position.epoch == epoch:
