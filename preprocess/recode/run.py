@@ -37,7 +37,7 @@ from vlmdata.format.schema import (
 )
 from vlmdata.locations import is_url
 from vlmdata.media.codecs import REGISTRY, codec
-from vlmdata.store import Store, open_store
+from vlmdata.store import Lock, Store, open_store
 
 _COMMAND = "vlmdata recode"
 _PRELOADED = ["preprocess.recode.run"]
@@ -119,7 +119,7 @@ def recode_dataset(
                 records[number] = record
                 shard_done(record)
         lock.check()
-        manifest = _close(store, old, config, [records[job.number] for job in jobs])
+        manifest = _close(store, lock, old, config, [records[job.number] for job in jobs])
         return RecodeResult(old.manifest, old.pixels, manifest, made=len(missing), kept=kept)
 
 
@@ -235,7 +235,7 @@ def _of_dataset(manifest: Manifest, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _close(store: Store, old: OldDataset, config: dict[str, Any], records: list[ShardRecord]) -> Manifest:
+def _close(store: Store, lock: Lock, old: OldDataset, config: dict[str, Any], records: list[ShardRecord]) -> Manifest:
     """Merges the index, copies the other files, and writes the manifest last."""
     features = tuple(sorted({feature for record in records for feature in record.features}))
     with merged_index(store, store, range(len(records)), features) as index:
@@ -258,7 +258,7 @@ def _close(store: Store, old: OldDataset, config: dict[str, Any], records: list[
         schema_version=SCHEMA_VERSION,
         created_by=f"vlmdata {__version__}",
     )
-    store.put(MANIFEST_NAME, manifest.to_json())
+    lock.commit(MANIFEST_NAME, manifest.to_json())
     return manifest
 
 

@@ -31,7 +31,7 @@ from vlmdata.format.schema import (
     TOKENIZER_DIR,
 )
 from vlmdata.format.tokenizer_files import hash_tokenizer_files
-from vlmdata.store import Store
+from vlmdata.store import Lock, Store
 from vlmdata.store.hashing import Hashing
 from vlmdata.wording import counted
 
@@ -40,9 +40,9 @@ _MOST_ROW_GROUPS = 1000
 
 
 def close_dataset(
-    store: Store, identity: Mapping[str, Any], records: list[ShardRecord], tokenizer: ChatTokenizer
+    store: Store, lock: Lock, identity: Mapping[str, Any], records: list[ShardRecord], tokenizer: ChatTokenizer
 ) -> Manifest:
-    """Merges the shards' records, then writes the manifest."""
+    """Merges the shards' records, then writes the manifest, if no other run took over."""
     try:
         features = tuple(sorted({feature for record in records for feature in record.features}))
         shards = range(len(records))
@@ -77,7 +77,7 @@ def close_dataset(
             created_by=f"vlmdata {__version__}",
             tokenizer_files=tokenizer_files,
         )
-        store.put(MANIFEST_NAME, manifest.to_json())
+        lock.commit(MANIFEST_NAME, manifest.to_json())
     except OSError as error:
         raise ResourceError(
             f"{store}: {counted(len(records), 'shard')} made, but completing the dataset failed: "

@@ -122,7 +122,7 @@ def preprocess_dataset(
         engine.warm_up(workers)
     run = _Run.prepared(source, store, config, engine, workers, hash_source)
     _prepare(store)
-    with resource_errors(store, "the run failed"), whole_claim(store) as lock, tidied(store):
+    with resource_errors(store, "the run failed"), whole_claim(store) as lock, tidied(store, lock):
         if overwrite:
             clear_place(store)
         finished = begin(store, run.identity, restart=True)
@@ -131,7 +131,7 @@ def preprocess_dataset(
             return _recreate_lost(run, finished, watcher)
         (ShardPlan.read(store) or run.plan).write(store)
         records, made = run.make(run.jobs, watcher, lock)
-        manifest = close_dataset(store, run.identity, records, run.tokenizer)
+        manifest = close_dataset(store, lock, run.identity, records, run.tokenizer)
         return RunResult(manifest, made=made, kept=len(records) - made)
 
 

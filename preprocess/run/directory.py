@@ -19,7 +19,7 @@ from vlmdata.format.schema import (
     MANIFEST_NAME,
     PROGRESS_DIR,
 )
-from vlmdata.store import Store
+from vlmdata.store import Lock, LockedError, Store
 
 _PLAN_FILE = f"{PROGRESS_DIR}/plan.json"
 _RECORD = re.compile(r"shard-\d{6,}\.json")
@@ -109,7 +109,7 @@ def read_identity(store: Store) -> dict[str, Any] | None:
 
 
 @contextmanager
-def tidied(store: Store) -> Iterator[None]:
+def tidied(store: Store, lock: Lock) -> Iterator[None]:
     """Removes incomplete files before and after a run, and all progress files after the dataset is complete.
 
     For a run that has locked the store while no part is at work, so that no other run uses the removed files.
@@ -118,7 +118,9 @@ def tidied(store: Store) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(OSError, ResourceError):  # the error that ended the run is more useful
+        # The error that ended the run is more useful. If another run took over, the files are that run's.
+        with suppress(OSError, ResourceError, LockedError):
+            lock.check()
             store.tidy(PROGRESS_DIR)
             if store.size(MANIFEST_NAME) is not None or store.size(RUN_FILE) is None:
                 store.delete_folder(PROGRESS_DIR)

@@ -83,10 +83,10 @@ def finish_dataset(out: Store | str | PathLike[str]) -> RunResult | Missing:
             raise ResourceError(
                 f"{store}: all shards are made, but {named(at_work)} still at work there; wait for it or stop it"
             )
-        with tidied(store):
+        with tidied(store, lock):
             tokenizer = _tokenizer(store, identity)
             lock.check()
-            manifest = close_dataset(store, identity, [records[job.number] for job in jobs], tokenizer)
+            manifest = close_dataset(store, lock, identity, [records[job.number] for job in jobs], tokenizer)
             return RunResult(manifest, made=0, kept=len(records))
 
 

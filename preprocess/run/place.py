@@ -71,7 +71,9 @@ def locked(store: Store, command: str = "vlmdata preprocess") -> Iterator[Lock]:
             try:
                 yield lock
             finally:
-                with suppress(OSError, ResourceError):  # the error that ended the run is more useful
+                # The error that ended the run is more useful. If another run took over, the files are that run's.
+                with suppress(OSError, ResourceError, LockedError):
+                    lock.check()
                     store.tidy(PROGRESS_DIR)
                     # Removed while locked, so that no other run can be using it.
                     if store.size(MANIFEST_NAME) is not None or store.size(RUN_FILE) is None:

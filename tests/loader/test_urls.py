@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 
 from tests.loader.helpers import assert_same, epoch_of
 from tests.loader.remote_fs import TroubledFileSystem
+from tests.object_store import ObjectStore
 from vlmdata import open_dataset
 from vlmdata.cli.main import app
 from vlmdata.errors import DatasetFormatError
@@ -52,6 +53,18 @@ def url(request: pytest.FixtureRequest, chat: Path, memory: Callable[[Path], str
     """The chats at a URL."""
     forms = {"file": f"file://{chat}", "file-localhost": f"file://localhost{chat}/", "remote": f"troubled://{chat}"}
     return memory(chat) if request.param == "memory" else forms[request.param]
+
+
+def test_a_replaced_dataset_is_opened_after_its_folder_was_listed(
+    object_store: ObjectStore, chat: Path, receipts: Path
+) -> None:
+    """fsspec gives the caller the file system that we use, with the listings that it keeps."""
+    url = object_store.put(chat, "data")
+    assert len(open_dataset(url)) == len(VlmDataset(chat))
+    fsspec.filesystem("s3").ls(f"{object_store.bucket}/data", detail=True)
+    object_store.put(receipts, "data")
+    opened = open_dataset(url)
+    assert [sample.key for sample in opened] == [sample.key for sample in VlmDataset(receipts)]
 
 
 def run(*arguments: str) -> Result:

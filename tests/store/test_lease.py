@@ -15,7 +15,10 @@ import pytest
 
 from tests.object_store import ObjectStore, forget_file_systems
 from tests.proxy import Trouble, troubled
-from vlmdata.store import LockedError, Store, lease, open_store
+from vlmdata.errors import ResourceError
+from vlmdata.store import Lock, LockedError, Store, lease, open_store
+from vlmdata.store.lease import OwnLock
+from vlmdata.store.objects import Objects
 
 LOCK = ".progress/lock"
 
@@ -36,7 +39,8 @@ def other_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatc
 
 
 def locks(store: Store) -> list[str]:
-    return sorted(store.listing(LOCK))
+    """Numbers of the locks of which any object exists."""
+    return sorted({name.partition(".")[0] for name in store.listing(LOCK)})
 
 
 def test_a_run_that_was_killed_on_this_machine_is_in_nobodys_way(
@@ -81,6 +85,94 @@ def test_a_run_that_was_taken_over_gives_up(store: Store) -> None:
         store.put(f"{LOCK}/2", b"{}")
         with pytest.raises(LockedError, match="took over"):
             _check_until(lock.check, 60)
+
+
+class TestFencing:
+    """A run that cannot reach the store for longer than another run waits does not complete the dataset."""
+
+    @pytest.fixture
+    def cut_off(
+        self, store: Store, other_machine: pytest.MonkeyPatch, monkeypatch: pytest.MonkeyPatch
+    ) -> Iterator[Lock]:
+        """The lock of a run on another machine that does not get through with its renewals."""
+        monkeypatch.setattr(lease, "RENEWED_EVERY", 600.0)
+        with store.lock(LOCK) as lock:
+            other_machine.undo()
+            yield lock
+
+    def test_it_completes_nothing_while_another_run_is_at_work(self, store: Store, cut_off: Lock) -> None:
+        with store.lock(LOCK) as successor:
+            with pytest.raises(LockedError, match="could not reach the store"):
+                cut_off.commit("manifest.json", b"old")
+            assert store.size("manifest.json") is None
+            successor.check()
+            successor.commit("manifest.json", b"new")
+        assert store.read("manifest.json") == b"new"
+
+    def test_nor_after_that_run_has_ended(self, store: Store, cut_off: Lock) -> None:
+        with store.lock(LOCK) as successor:
+            successor.commit("manifest.json", b"new")
+        with pytest.raises(LockedError):
+            cut_off.commit("manifest.json", b"old")
+        assert store.read("manifest.json") == b"new"
+
+    def test_nor_if_a_late_renewal_brings_its_lock_back(self, store: Store, cut_off: OwnLock) -> None:
+        with store.lock(LOCK) as successor:
+            successor.commit("manifest.json", b"new")
+        store.put(f"{LOCK}/1", cut_off.content())
+        with pytest.raises(LockedError):
+            cut_off.commit("manifest.json", b"old")
+        assert store.read("manifest.json") == b"new"
+
+    def test_nor_if_a_later_run_has_the_same_number(self, store: Store, cut_off: Lock) -> None:
+        with store.lock(LOCK):
+            pass
+        with store.lock(LOCK) as later:
+            assert locks(store) == ["1"]
+            with pytest.raises(LockedError):
+                cut_off.commit("manifest.json", b"old")
+            later.commit("manifest.json", b"new")
+        assert store.read("manifest.json") == b"new"
+
+    def test_nor_if_its_last_request_arrives_late(
+        self, store: Store, cut_off: Lock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The run looked, and had the lock. Then its request to the store was on the way for as long as others wait."""
+        copy = Objects.copy
+
+        def late(self: Objects, name: str, to: str) -> None:
+            with store.lock(LOCK):
+                copy(self, name, to)
+
+        monkeypatch.setattr(Objects, "copy", late)
+        with pytest.raises(LockedError):
+            cut_off.commit("manifest.json", b"old")
+        assert store.size("manifest.json") is None
+        assert locks(store) == []
+
+    def test_it_finds_out_at_the_next_check(self, store: Store, cut_off: Lock) -> None:
+        cut_off.check()
+        with store.lock(LOCK), pytest.raises(LockedError, match="took over"):
+            cut_off.check()
+
+    def test_it_goes_on_if_nobody_took_over(self, store: Store, cut_off: Lock) -> None:
+        time.sleep(2 * lease.PATIENCE)  # nobody asked in this time
+        cut_off.check()
+        cut_off.commit("manifest.json", b"mine")
+        assert store.read("manifest.json") == b"mine"
+
+    def test_an_unreachable_store_is_an_error_and_not_a_loss(
+        self, store: Store, cut_off: Lock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def unreachable(self: Objects, folder: str = "") -> None:
+            raise ResourceError("no network")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Objects, "listing", unreachable)
+            with pytest.raises(ResourceError, match="no network"):
+                cut_off.commit("manifest.json", b"mine")
+        cut_off.commit("manifest.json", b"mine")
+        assert store.read("manifest.json") == b"mine"
 
 
 def _check_until(check, seconds):

@@ -14,7 +14,9 @@ import pytest
 from tests.object_store import ObjectStore
 from vlmdata.errors import ResourceError, UsageError
 from vlmdata.format.atomic import temporary_path
+from vlmdata.locations import file_system
 from vlmdata.store import LockedError, Store, open_store
+from vlmdata.store.upload import Upload
 
 #: More than two parts of a multipart upload.
 LARGE = os.urandom(1 << 20) * 37
@@ -74,6 +76,48 @@ def test_a_large_file_is_there_whole_or_not_at_all(store: Store) -> None:
         with pytest.raises(InterruptedError):
             stop(name, content)
     assert dict(store.listing()) == {"large": len(LARGE)}
+
+
+@pytest.mark.parametrize("new", [LARGE[::-1], b"new"], ids=["large", "small"])
+@pytest.mark.parametrize("arrived", [False, True], ids=["request lost", "response lost"])
+def test_an_older_object_of_equal_size_is_not_taken_for_the_new_one(
+    object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch, new: bytes, arrived: bool
+) -> None:
+    """A completion that failed may have arrived all the same: the object's content tells."""
+    store = open_store(f"{object_store.url}/data")
+    store.put("shard", bytes(len(new)))
+    complete = Upload.complete
+
+    def fails(self: Upload) -> None:
+        if arrived:
+            complete(self)
+        raise ResourceError("the connection was cut")
+
+    def write() -> None:
+        with store.writing("shard") as file:
+            file.write(new)
+
+    monkeypatch.setattr(Upload, "complete", fails)
+    if arrived:
+        write()
+        assert store.read("shard") == new
+        return
+    with pytest.raises(ResourceError, match="the connection was cut"):
+        write()
+    assert store.read("shard") == bytes(len(new))
+
+
+def test_a_copy_is_of_the_object_as_it_is_now(object_store: ObjectStore) -> None:
+    """Whoever listed the folder before, in the same process, shares the file system and what it remembers."""
+    store = open_store(f"{object_store.url}/data")
+    store.put("a", b"1")
+    files, root = file_system(store.place)
+    files.ls(root)
+    object_store.file_system().pipe_file(f"{root}/a", b"22")
+    object_store.file_system().pipe_file(f"{root}/b", b"333")
+    for name, to in (("a", "c"), ("b", "d")):
+        store.move(name, to)
+    assert everything(store) == {"c": b"22", "d": b"333"}
 
 
 def test_many_files_are_read_in_order(store: Store) -> None:
@@ -176,11 +220,12 @@ def test_what_killed_processes_left_is_removed(store: Store, tmp_path: Path, req
         return
     files = request.getfixturevalue("object_store").file_system()
     bucket, key = store.place.removeprefix("s3://").split("/", 1)
-    for name in (f"{key}/shard-000000.tar", "another"):
+    foreign = {"another", f"{key}2/shard-000000.tar", f"{key}/v2/shard-000000.tar", f"{key}/.progress/v2/x"}
+    for name in (f"{key}/shard-000000.tar", f"{key}/.progress/x", *foreign):
         files.call_s3("create_multipart_upload", Bucket=bucket, Key=name)
-    store.tidy()
-    (left,) = files.call_s3("list_multipart_uploads", Bucket=bucket)["Uploads"]
-    assert left["Key"] == "another"
+    store.tidy(".progress")
+    left = files.call_s3("list_multipart_uploads", Bucket=bucket)["Uploads"]
+    assert {each["Key"] for each in left} == foreign
 
 
 class TestUrls:

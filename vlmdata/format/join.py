@@ -147,8 +147,7 @@ def join_datasets(
             _begin(out, plan)
             transferred = _transfer(parts, out, on_shard)
             manifest = _close(parts, out)
-            lock.check()
-            out.put(MANIFEST_NAME, manifest.to_json())
+            lock.commit(MANIFEST_NAME, manifest.to_json())
             out.tidy(PROGRESS_DIR)
             out.delete_folder(PROGRESS_DIR)
     except LockedError as error:

@@ -154,7 +154,9 @@ def _chunks(url: str) -> Iterator[bytes]:
     # Reading as a stream needs no range requests.
     options = {"block_size": 0} if url.startswith(("http://", "https://")) else {}
     try:
-        remote: Any = fsspec.open(url, "rb", **options)
+        files, path = fsspec.url_to_fs(url, **options)
+        files.invalidate_cache(path)  # the caller may share the file system, and have listed what was replaced since
+        remote: Any = files.open(path, "rb")
         with remote as source:
             while chunk := source.read(_CHUNK):
                 yield chunk

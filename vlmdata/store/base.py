@@ -27,7 +27,16 @@ class Lock(Protocol):
         """Checks that this process still has the lock.
 
         Raises:
-            LockedError: If another run took it over because this process was suspended for too long.
+            LockedError: If another run took it over because this process was suspended, or could not reach the store,
+                for too long.
+            ResourceError: If that cannot be found out.
+        """
+
+    def commit(self, name: str, content: bytes) -> None:
+        """Writes the small file that completes a dataset, while this process still has the lock.
+
+        Raises:
+            LockedError: If another run took it over. The file is not written.
         """
 
 

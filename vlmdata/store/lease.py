@@ -2,10 +2,17 @@
 
 A run creates the object ``NAME/1`` with a conditional put, and renews it. A second run that finds it stops, unless
 the holder is dead: its process has ended (on the same machine), or it has not renewed its lock for half a minute. The
-second run then creates ``NAME/2``; of several that try, one succeeds. A suspended holder that finds a higher number, or
-its own object missing, gives up. Only the holder of the highest renewed number continues.
+second run then creates ``NAME/2``; of several that try, one succeeds. It removes the objects of lower numbers before it
+does anything else. A holder that finds a higher number, or its own objects missing, gives up.
 
-In a store that ignores the condition, two runs that start within two seconds may both continue.
+A run that could not reach the store for a while must not complete the dataset under its successor's hands, however long
+a request of it was on the way. So it has a second object, ``NAME/1.TOKEN``, which it never writes again: a renewal that
+arrives late may bring back ``NAME/1``, but never this proof. And it completes the dataset in three steps
+(:meth:`OwnLock.commit`): it writes the last file as ``NAME/1.TOKEN.last``, then looks whether it still holds the lock,
+then has the store copy that object to its name. A successor that came before the look is seen. One that comes later
+removes the object before it works, so a copy that arrives after that finds no source.
+
+In a store that ignores the condition of a put, two runs that start within two seconds may both continue.
 """
 
 from __future__ import annotations
@@ -63,14 +70,15 @@ class Lease:
         if set(self.numbers()) - {*known, own.number}:  # another run started at the same time
             self.store.delete([self.object_name(own.number)])
             raise LockedError("it began at the same moment")
-        self.store.delete(self.object_name(number) for number in known)
+        self.store.put(own.proof, own.content())
+        self.store.delete(f"{self.name}/{name}" for name in self.names() if _number(name) < own.number)
         own.start()
         try:
             yield own
         finally:
             own.stop()
             with suppress(ResourceError):
-                self.store.delete([self.object_name(own.number)])
+                self.store.delete([self.object_name(own.number), own.proof, own.last])
 
     def is_locked(self) -> bool:
         """Returns whether a living run has the lock."""
@@ -83,9 +91,13 @@ class Lease:
             return True
         return False
 
+    def names(self) -> set[str]:
+        """Returns the names of all objects of locks, without the folder."""
+        return {name for name in self.store.listing(self.name) if _number(name)}
+
     def numbers(self) -> list[int]:
         """Returns the numbers of the existing lock objects."""
-        return [int(name) for name in self.store.listing(self.name) if name.isdecimal()]
+        return [int(name) for name in self.names() if name.isdecimal()]
 
     def object_name(self, number: int) -> str:
         """Returns the name of a lock object."""
@@ -140,14 +152,20 @@ class OwnLock:
 
     Attributes:
         number: Number of the lock object.
+        proof: Name of the object that exists as long as no other run took over.
+        last: Name of the object that becomes the last file.
     """
 
     def __init__(self, lease: Lease, number: int, process: Mapping[str, Any]):
         self.number = number
         self._lease = lease
-        self._fields = {**process, "token": uuid.uuid4().hex}
+        token = uuid.uuid4().hex
+        self.proof = f"{lease.object_name(number)}.{token}"
+        self.last = f"{self.proof}.last"
+        self._fields = {**process, "token": token}
         self._renewals = 0
         self._lost = False
+        self._renewed_at = _now()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="vlmdata-lease", daemon=True)
 
@@ -156,13 +174,44 @@ class OwnLock:
         return json.dumps({**self._fields, "renewals": self._renewals}, sort_keys=True).encode()
 
     def check(self) -> None:
-        """Checks that no other run took over.
+        """Checks that no other run took over. Asks the store if the last renewal is too long ago.
 
         Raises:
             LockedError: If one did.
+            ResourceError: If the store cannot be reached.
         """
+        if not self._lost and _now() - self._renewed_at > PATIENCE:
+            self._look()
         if self._lost:
-            raise LockedError("it took over while this one was stopped")
+            raise LockedError("it took over while this one was stopped or could not reach the store")
+
+    def commit(self, name: str, content: bytes) -> None:
+        """Writes the file that completes the dataset, unless another run took over.
+
+        Raises:
+            LockedError: If one did.
+            ResourceError: If the file cannot be written.
+        """
+        store = self._lease.store
+        store.put(self.last, content)
+        self._look()
+        self.check()
+        try:
+            store.copy(self.last, name)
+        except (FileNotFoundError, ResourceError):
+            self._look()
+            self.check()
+            raise
+
+    def _look(self) -> None:
+        """Asks the store whether this process still has the lock."""
+        began = _now()
+        lease, names = self._lease, self._lease.names()
+        own = {lease.object_name(self.number), self.proof}
+        if own - {f"{lease.name}/{name}" for name in names} or any(_number(name) > self.number for name in names):
+            self._lost = True
+        else:
+            self._renewed_at = began
 
     def start(self) -> None:
         """Starts renewing the lock."""
@@ -177,12 +226,22 @@ class OwnLock:
         lease = self._lease
         while not self._stopping.wait(RENEWED_EVERY):
             with suppress(ResourceError, OSError):  # the store may be unreachable; the next renewal tries again
-                numbers = lease.numbers()
-                if max(numbers, default=0) != self.number:
-                    self._lost = True
+                self._look()
+                if self._lost:
                     return
                 self._renewals += 1
                 lease.store.put(lease.object_name(self.number), self.content())
+
+
+def _number(name: str) -> int:
+    """Returns the number of the lock to which an object belongs; 0 for another object."""
+    number = name.partition(".")[0]
+    return int(number) if number.isdecimal() else 0
+
+
+def _now() -> float:
+    """Returns seconds of a clock that goes on while the machine is suspended, where there is one."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def _this_process() -> dict[str, Any]:

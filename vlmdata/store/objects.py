@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Buffer, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,86 +20,16 @@ from vlmdata.errors import ResourceError, UsageError
 from vlmdata.locations import file_system
 from vlmdata.store.base import Lock
 from vlmdata.store.lease import Lease
+from vlmdata.store.upload import Upload, told
 
 #: Stores in which a put or a completed upload replaces an object in one step.
 ATOMIC = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
-#: Bytes of a part. S3 takes 10,000 parts, so 160 GB a shard; a writer holds up to four of them.
-_PART_BYTES = 16 * 1024 * 1024
+#: Bytes read at a time of a large object.
+_READ_BYTES = 16 * 1024 * 1024
 #: Number of small objects read or removed in parallel.
 _AT_ONCE = 32
 #: Characters that fsspec interprets as patterns.
 _PATTERNS = frozenset("*?[]")
-
-
-class Upload:
-    """An object that is being written.
-
-    Args:
-        file: The fsspec file, which sends its parts as it is written.
-        url: The object, for messages.
-    """
-
-    closed = False
-
-    def __init__(self, file: Any, url: str):
-        self._file = file
-        self._url = url
-        self._part = bytearray()
-        self._position = 0
-        self._completed = False
-        self._sender = ThreadPoolExecutor(1, thread_name_prefix="vlmdata-upload")
-        self._sending: Future[Any] | None = None
-
-    def write(self, data: Buffer) -> int:
-        """Appends bytes; a full part is sent in the background, one at a time."""
-        view = memoryview(data).cast("B")
-        at = 0
-        while at < view.nbytes:
-            piece = view[at : at + _PART_BYTES - len(self._part)]
-            self._part += piece
-            at += piece.nbytes
-            if len(self._part) == _PART_BYTES:
-                self._sent()
-                self._sending = self._sender.submit(self._file.write, self._part)
-                self._part = bytearray()
-        self._position += at
-        return at
-
-    def tell(self) -> int:
-        """Bytes written so far."""
-        return self._position
-
-    def flush(self) -> None:
-        """Does nothing."""
-
-    def finish(self) -> None:
-        """Waits for the current part and passes on the rest, which completing the upload sends."""
-        self._sent()
-        if self._part:
-            with _told(self._url, "written"):
-                self._file.write(self._part)
-            self._part = bytearray()
-
-    def complete(self) -> None:
-        """Makes the object appear."""
-        self.finish()
-        with _told(self._url, "written"):
-            self._file.close()
-        self._completed = True
-
-    def abandon(self) -> None:
-        """Aborts the upload, which leaves no object, unless it is completed."""
-        self._sender.shutdown(wait=True, cancel_futures=True)
-        if not self._completed:
-            with suppress(Exception):  # the store may be unreachable
-                self._file.discard()
-            self._file.closed = True  # otherwise the garbage collector would complete it
-
-    def _sent(self) -> None:
-        sending, self._sending = self._sending, None
-        if sending is not None:
-            with _told(self._url, "written"):
-                sending.result()
 
 
 @dataclass(frozen=True)
@@ -155,7 +85,7 @@ class Objects:
     def listing(self, folder: str = "") -> Mapping[str, int | None]:
         """Returns names -> bytes, None for folders."""
         files, path = self._at(folder)
-        with _told(self.path(folder), "listed"):
+        with told(self.path(folder), "listed"):
             files.invalidate_cache(path)
             try:
                 entries = files.ls(path, detail=True)
@@ -173,7 +103,7 @@ class Objects:
     def size(self, name: str) -> int | None:
         """Bytes of an object; None if there is none."""
         files, path = self._at(name)
-        with _told(self.path(name), "read"):
+        with told(self.path(name), "read"):
             files.invalidate_cache(path)
             try:
                 info = files.info(path)
@@ -184,7 +114,7 @@ class Objects:
     def read(self, name: str) -> bytes:
         """Content of an object."""
         files, path = self._at(name)
-        with _told(self.path(name), "read"):
+        with told(self.path(name), "read"):
             content: bytes = files.cat_file(path)
             return content
 
@@ -201,17 +131,21 @@ class Objects:
 
     def sha256(self, name: str) -> str:
         """sha256 of an object; empty if there is none."""
-        files, path = self._at(name)
         digest = hashlib.sha256()
-        with _told(self.path(name), "read"):
-            try:
-                files.invalidate_cache(path)
-                with files.open(path, "rb", block_size=_PART_BYTES) as file:
-                    while content := file.read(_PART_BYTES):
-                        digest.update(content)
-            except FileNotFoundError:
-                return ""
+        try:
+            for chunk in self._chunks(name):
+                digest.update(chunk)
+        except FileNotFoundError:
+            return ""
         return digest.hexdigest()
+
+    def _chunks(self, name: str) -> Iterator[bytes]:
+        files, path = self._at(name)
+        with told(self.path(name), "read"):
+            files.invalidate_cache(path)
+            with files.open(path, "rb", block_size=_READ_BYTES) as file:
+                while content := file.read(_READ_BYTES):
+                    yield content
 
     @contextmanager
     def local(self, *names: str) -> Iterator[Path]:
@@ -221,7 +155,7 @@ class Objects:
                 files, path = self._at(name)
                 target = Path(folder) / name
                 target.parent.mkdir(parents=True, exist_ok=True)
-                with _told(self.path(name), "read"):
+                with told(self.path(name), "read"):
                     try:
                         files.get_file(path, str(target))
                     except FileNotFoundError:
@@ -231,7 +165,7 @@ class Objects:
     def modified_ns(self, name: str) -> int:
         """Returns when an object was written, by the store's clock, to the second."""
         files, path = self._at(name)
-        with _told(self.path(name), "read"):
+        with told(self.path(name), "read"):
             files.invalidate_cache(path)
             return int(files.modified(path).timestamp()) * 10**9
 
@@ -241,13 +175,13 @@ class Objects:
     def put(self, name: str, content: bytes) -> None:
         """Writes an object, replacing an existing one."""
         files, path = self._at(name)
-        with _told(self.path(name), "written"):
+        with told(self.path(name), "written"):
             files.pipe_file(path, content)
 
     def create(self, name: str, content: bytes) -> bool:
         """Writes an object unless it exists, by a conditional put."""
         files, path = self._at(name)
-        with _told(self.path(name), "written"):
+        with told(self.path(name), "written"):
             try:
                 files.pipe_file(path, content, mode="create")
             except OSError as error:
@@ -261,15 +195,16 @@ class Objects:
     def writing(self, name: str) -> Iterator[Upload]:
         """Uploads an object in parts while it is written; it appears when the upload is completed."""
         files, path = self._at(name)
-        with _told(self.path(name), "written"):
-            upload = Upload(files.open(path, "wb", block_size=_PART_BYTES), self.path(name))
+        with told(self.path(name), "written"):
+            upload = Upload(files, path, self.path(name))
         try:
             yield upload
             try:
                 upload.complete()
             except (ResourceError, FileNotFoundError):
-                # If the response to a completion is lost, the retry no longer finds the upload.
-                if self.size(name) != upload.tell():
+                # If the response to a completion is lost, the retry no longer finds the upload. The object's size does
+                # not tell: an older object of this name may have it, too.
+                if self.size(name) != upload.tell() or not upload.is_stored_in(self._chunks(name)):
                     raise
         finally:
             upload.abandon()
@@ -286,10 +221,15 @@ class Objects:
 
     def move(self, name: str, to: str) -> None:
         """Copies an object within the store and removes it."""
-        files, path = self._at(name)
-        with _told(self.path(to), "written"):
-            files.cp_file(path, self._at(to)[1])
+        self.copy(name, to)
         self.delete([name])
+
+    def copy(self, name: str, to: str) -> None:
+        """Copies an object within the store, in one step."""
+        files, path = self._at(name)
+        with told(self.path(to), "written"):
+            files.invalidate_cache(path)  # a kept size would decide how much is copied
+            files.cp_file(path, self._at(to)[1])
 
     def delete(self, names: Iterable[str]) -> None:
         """Removes objects."""
@@ -297,7 +237,7 @@ class Objects:
         paths = [self._at(name)[1] for name in names]
         if not paths:
             return
-        with _told(self.url, "written"):
+        with told(self.url, "written"):
             if _is_s3(files):
                 files.rm(paths)  # a thousand per request
                 return
@@ -312,7 +252,7 @@ class Objects:
     def delete_folder(self, folder: str, keep: Iterable[str] = ()) -> None:
         """Removes all objects in a folder except those to keep."""
         files, path = self._at(folder)
-        with _told(self.path(folder), "listed"):
+        with told(self.path(folder), "listed"):
             files.invalidate_cache(path)
             found = [each.removeprefix(f"{path}/") for each in files.find(path)]
         kept = tuple(keep)
@@ -324,12 +264,19 @@ class Objects:
         files, path = self._at("")
         if not _is_s3(files):
             return  # the other stores remove them after a week
-        bucket, prefix, _ = files.split_path(path)
-        with suppress(OSError, ResourceError), _told(self.url, "listed"):  # permission to list uploads is often missing
-            found = files.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/" if prefix else "")
-            for each in found.get("Uploads", ()):
-                with suppress(FileNotFoundError):
-                    files.call_s3("abort_multipart_upload", Bucket=bucket, Key=each["Key"], UploadId=each["UploadId"])
+        bucket, key, _ = files.split_path(path)
+        for folder in ("", *folders):
+            prefix = "".join(f"{part}/" for part in (key, folder) if part)
+            # Permission to list uploads is often missing.
+            with suppress(OSError, ResourceError), told(self.path(folder), "listed"):
+                found = files.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix)
+                for each in found.get("Uploads", ()):
+                    if "/" in each["Key"].removeprefix(prefix):
+                        continue  # of another dataset, in a folder below
+                    with suppress(FileNotFoundError):
+                        files.call_s3(
+                            "abort_multipart_upload", Bucket=bucket, Key=each["Key"], UploadId=each["UploadId"]
+                        )
 
     def final_name(self, name: str) -> str:
         """Returns the name itself: an object that is being written is not listed."""
@@ -361,33 +308,3 @@ def _exists_already(error: OSError) -> bool:
     return isinstance(error, FileExistsError) or any(
         word in told for word in ("PreconditionFailed", "pre-conditions", "ConditionalRequestConflict")
     )
-
-
-@contextmanager
-def _told(url: str, what: str) -> Iterator[None]:
-    """Converts any exception of a store's library to an error with the URL and the remedy.
-
-    FileNotFoundError is kept, except for writes, where it means that the bucket is missing.
-    """
-    try:
-        yield
-    except ResourceError:
-        raise
-    except FileNotFoundError as error:
-        if what != "written":
-            raise FileNotFoundError(url) from error
-        bucket = "/".join(url.split("/")[:3])
-        raise ResourceError(
-            f"{url}: cannot be {what}: {_cause(error)}. Is there a bucket {bucket}? Create it, or give another one."
-        ) from error
-    except Exception as error:  # each store's library raises its own types
-        if isinstance(error, PermissionError) or "Credential" in type(error).__name__:
-            remedy = "Give credentials that may list, read, write and delete there (docs/object-storage.md)"
-        else:
-            remedy = "Finished work is kept; run the same command again when the store can be reached"
-        raise ResourceError(f"{url}: cannot be {what}: {_cause(error)}. {remedy}.") from error
-
-
-def _cause(error: BaseException) -> str:
-    text = " ".join(str(error).split()).rstrip(".")
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

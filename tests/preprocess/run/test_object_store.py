@@ -9,10 +9,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from preprocess.config import ImageConfig, PreprocessConfig
+from preprocess.run import closing
 from preprocess.run.dataset import RunResult, preprocess_dataset
 from preprocess.sources.open import open_source
 from tests.chat_rows import write_jsonl
@@ -23,7 +25,7 @@ from tests.preprocess.command_line import SMALL_IMAGES, Ended, environment
 from tests.proxy import Proxy, Trouble, troubled
 from vlmdata import open_dataset
 from vlmdata.errors import ConfigMismatchError, ResourceError
-from vlmdata.store import objects, open_store
+from vlmdata.store import open_store, upload
 from vlmdata.verify.dataset import verify_dataset
 from vlmdata.verify.remote import auditable
 
@@ -37,7 +39,7 @@ PART = 5 * 1024 * 1024
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(objects, "_PART_BYTES", PART)
+    monkeypatch.setattr(upload, "PART_BYTES", PART)
     monkeypatch.setenv("VLMDATA_CACHE", str(tmp_path / "cache"))
 
 
@@ -111,8 +113,8 @@ import sys
 from preprocess.run.dataset import preprocess_dataset
 from preprocess.sources.open import open_source
 from tests.preprocess.run.test_object_store import CONFIG, PART
-from vlmdata.store import objects
-objects._PART_BYTES = PART
+from vlmdata.store import upload
+upload.PART_BYTES = PART
 preprocess_dataset(open_source(sys.argv[1]), sys.argv[2], CONFIG)
 """
 
@@ -249,6 +251,27 @@ def test_two_runs_at_once_are_refused(source: Path, place: str) -> None:
     with open_store(place).lock(".progress/lock"), pytest.raises(ResourceError) as caught:
         make(source, place)
     assert str(caught.value).startswith(f"{place}: another `vlmdata preprocess` is using it (process ")
+
+
+def test_a_run_that_was_taken_over_completes_nothing_and_leaves_the_others_uploads(
+    source: Path, place: str, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run took over while this one was merging the index, and is uploading now."""
+    merged, (bucket, key) = closing.merged_ledger, place.removeprefix("s3://").split("/", 1)
+
+    def taken_over(*given: Any) -> Any:
+        store = open_store(place)
+        store.put(".progress/lock/2", b"{}")
+        store.delete(f".progress/lock/{name}" for name in store.listing(".progress/lock") if name != "2")
+        object_store.file_system().call_s3("create_multipart_upload", Bucket=bucket, Key=f"{key}/shard-000000.tar")
+        return merged(*given)
+
+    monkeypatch.setattr(closing, "merged_ledger", taken_over)
+    with pytest.raises(ResourceError, match="took over while this one was stopped or could not reach the store"):
+        make(source, place)
+    assert open_store(place).size("manifest.json") is None
+    assert uploads(object_store) == [f"{key}/shard-000000.tar"]
+    assert list(open_store(place).listing(".progress/lock")) == ["2"]
 
 
 def test_image_files_are_recorded_and_compared(place: str, tmp_path: Path) -> None:
