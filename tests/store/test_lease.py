@@ -16,7 +16,7 @@ import pytest
 from tests.object_store import ObjectStore, forget_file_systems
 from tests.proxy import Trouble, troubled
 from vlmdata.errors import ResourceError
-from vlmdata.store import Lock, LockedError, Store, lease, open_store
+from vlmdata.store import LockedError, Store, lease, open_store
 from vlmdata.store.lease import OwnLock
 from vlmdata.store.objects import Objects
 
@@ -93,14 +93,14 @@ class TestFencing:
     @pytest.fixture
     def cut_off(
         self, store: Store, other_machine: pytest.MonkeyPatch, monkeypatch: pytest.MonkeyPatch
-    ) -> Iterator[Lock]:
+    ) -> Iterator[OwnLock]:
         """The lock of a run on another machine that does not get through with its renewals."""
         monkeypatch.setattr(lease, "RENEWED_EVERY", 600.0)
         with store.lock(LOCK) as lock:
             other_machine.undo()
             yield lock
 
-    def test_it_completes_nothing_while_another_run_is_at_work(self, store: Store, cut_off: Lock) -> None:
+    def test_it_completes_nothing_while_another_run_is_at_work(self, store: Store, cut_off: OwnLock) -> None:
         with store.lock(LOCK) as successor:
             with pytest.raises(LockedError, match="could not reach the store"):
                 cut_off.commit("manifest.json", b"old")
@@ -109,7 +109,7 @@ class TestFencing:
             successor.commit("manifest.json", b"new")
         assert store.read("manifest.json") == b"new"
 
-    def test_nor_after_that_run_has_ended(self, store: Store, cut_off: Lock) -> None:
+    def test_nor_after_that_run_has_ended(self, store: Store, cut_off: OwnLock) -> None:
         with store.lock(LOCK) as successor:
             successor.commit("manifest.json", b"new")
         with pytest.raises(LockedError):
@@ -124,7 +124,7 @@ class TestFencing:
             cut_off.commit("manifest.json", b"old")
         assert store.read("manifest.json") == b"new"
 
-    def test_nor_if_a_later_run_has_the_same_number(self, store: Store, cut_off: Lock) -> None:
+    def test_nor_if_a_later_run_has_the_same_number(self, store: Store, cut_off: OwnLock) -> None:
         with store.lock(LOCK):
             pass
         with store.lock(LOCK) as later:
@@ -135,7 +135,7 @@ class TestFencing:
         assert store.read("manifest.json") == b"new"
 
     def test_nor_if_its_last_request_arrives_late(
-        self, store: Store, cut_off: Lock, monkeypatch: pytest.MonkeyPatch
+        self, store: Store, cut_off: OwnLock, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The run looked, and had the lock. Then its request to the store was on the way for as long as others wait."""
         copy = Objects.copy
@@ -150,19 +150,39 @@ class TestFencing:
         assert store.size("manifest.json") is None
         assert locks(store) == []
 
-    def test_it_finds_out_at_the_next_check(self, store: Store, cut_off: Lock) -> None:
+    def test_it_finds_out_at_the_next_check(self, store: Store, cut_off: OwnLock) -> None:
         cut_off.check()
         with store.lock(LOCK), pytest.raises(LockedError, match="took over"):
             cut_off.check()
 
-    def test_it_goes_on_if_nobody_took_over(self, store: Store, cut_off: Lock) -> None:
+    def test_it_goes_on_if_nobody_took_over(self, store: Store, cut_off: OwnLock) -> None:
         time.sleep(2 * lease.PATIENCE)  # nobody asked in this time
         cut_off.check()
         cut_off.commit("manifest.json", b"mine")
         assert store.read("manifest.json") == b"mine"
 
+    def test_it_waits_for_a_store_that_copies_after_its_answer(
+        self, store: Store, cut_off: OwnLock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        copy, read, begun = Objects.copy, Objects.read, threading.Event()
+
+        def answered(self: Objects, name: str, to: str) -> None:
+            self.put(to, b"")
+
+        def looked_at(self: Objects, name: str) -> bytes:
+            found = read(self, name)
+            if name == "manifest.json" and not begun.is_set():
+                begun.set()
+                copy(self, cut_off.last, name)
+            return found
+
+        monkeypatch.setattr(Objects, "copy", answered)
+        monkeypatch.setattr(Objects, "read", looked_at)
+        cut_off.commit("manifest.json", b"mine")
+        assert read(store, "manifest.json") == b"mine"
+
     def test_an_unreachable_store_is_an_error_and_not_a_loss(
-        self, store: Store, cut_off: Lock, monkeypatch: pytest.MonkeyPatch
+        self, store: Store, cut_off: OwnLock, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def unreachable(self: Objects, folder: str = "") -> None:
             raise ResourceError("no network")

@@ -202,6 +202,13 @@ class OwnLock:
             self._look()
             self.check()
             raise
+        ends = time.monotonic() + PATIENCE
+        while store.read(name) != content:  # Azure may answer before it has copied
+            if time.monotonic() > ends:
+                raise ResourceError(
+                    f"{store.path(name)}: the store has not copied it from {self.last}. Run the same command again."
+                )
+            time.sleep(PATIENCE / 300)
 
     def _look(self) -> None:
         """Asks the store whether this process still has the lock."""
