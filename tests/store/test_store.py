@@ -14,7 +14,6 @@ import pytest
 from tests.object_store import ObjectStore
 from vlmdata.errors import ResourceError, UsageError
 from vlmdata.format.atomic import temporary_path
-from vlmdata.locations import file_system
 from vlmdata.store import LockedError, Store, open_store
 from vlmdata.store.upload import Upload
 
@@ -105,19 +104,6 @@ def test_an_older_object_of_equal_size_is_not_taken_for_the_new_one(
     with pytest.raises(ResourceError, match="the connection was cut"):
         write()
     assert store.read("shard") == bytes(len(new))
-
-
-def test_a_copy_is_of_the_object_as_it_is_now(object_store: ObjectStore) -> None:
-    """Whoever listed the folder before, in the same process, shares the file system and what it remembers."""
-    store = open_store(f"{object_store.url}/data")
-    store.put("a", b"1")
-    files, root = file_system(store.place)
-    files.ls(root)
-    object_store.file_system().pipe_file(f"{root}/a", b"22")
-    object_store.file_system().pipe_file(f"{root}/b", b"333")
-    for name, to in (("a", "c"), ("b", "d")):
-        store.move(name, to)
-    assert everything(store) == {"c": b"22", "d": b"333"}
 
 
 def test_many_files_are_read_in_order(store: Store) -> None:

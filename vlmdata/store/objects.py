@@ -228,7 +228,6 @@ class Objects:
         """Copies an object within the store, in one step."""
         files, path = self._at(name)
         with told(self.path(to), "written"):
-            files.invalidate_cache(path)  # a kept size would decide how much is copied
             files.cp_file(path, self._at(to)[1])
 
     def delete(self, names: Iterable[str]) -> None:

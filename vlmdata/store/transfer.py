@@ -43,7 +43,6 @@ def transfer(source: Store, name: str, target: Store, to: str) -> How:
             return How.LINKED
     elif _scheme(source) == _scheme(target):
         system, path = file_system(source.path(name))
-        system.invalidate_cache(path)  # a kept size would decide how much is copied
         system.cp_file(path, file_system(target.path(to))[1])
         return How.IN_STORE
     with source.local(name) as folder, open(folder / name, "rb") as file, target.writing(to) as copy:
