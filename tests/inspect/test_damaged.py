@@ -81,6 +81,19 @@ def test_what_stands_before_the_first_turn_is_no_turns(mixed: Path, copy_of: Cal
     assert (turns[0].start, turns[0].stop) == (0, turns[1].start)
 
 
+def test_changed_pixels_are_shown_and_named(mixed: Path, copy_of: Callable[[Path], Path]) -> None:
+    copy = copy_of(mixed)
+    dataset = open_dataset(copy)
+    with open(dataset.shard_path(0), "r+b") as file:
+        file.seek(int(dataset.index.item_offsets[0]))
+        (byte,) = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))
+    (found,) = [each for each in describe_sample(open_dataset(copy), KEY).findings if each.kind == "checksum"]
+    assert "row 0 key 000000000 patches of image 0: the data changed after preprocessing" in found.message
+    assert found.severity is Severity.FAULT
+
+
 def test_a_grid_that_does_not_fit_leaves_the_picture_out_and_the_rest_in(
     mixed: Path, copy_of: Callable[[Path], Path], tmp_path: Path, command: Command
 ) -> None:

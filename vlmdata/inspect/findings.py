@@ -7,7 +7,7 @@ a time: the audit of ``vlmdata verify`` and a few checks of this module.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -164,13 +164,7 @@ class ContentCheck:
     def of(self, i: int) -> list[Finding]:
         """Returns the findings of sample ``i``: the audit of ``vlmdata verify``, and the starts of its answers."""
         sample = self.dataset.as_stored(i, pixels=False)
-        return [*self._changed(i), *self._of(i, sample)]
-
-    def _changed(self, i: int) -> Iterator[Finding]:
-        try:
-            self.dataset.without_pixels(i)
-        except ChangedDataError as error:
-            yield finding("checksum", str(error))
+        return [*changed_data_of(lambda: self.dataset.without_pixels(i)), *self._of(i, sample)]
 
     def _of(self, i: int, sample: Sample) -> list[Finding]:
         document = self._rules is not None and self._rules.documents and int(self.dataset.index.target_turns[i]) == 0
@@ -217,6 +211,14 @@ class ContentCheck:
         begin = thought.end() if thought else 0
         skipped_tokens = int(np.searchsorted(np.cumsum([len(piece) for piece in pieces]), begin, side="right"))
         return turn.body + (skipped_tokens if begin else 0), one_line(text[begin:], _QUOTED)
+
+
+def changed_data_of(read: Callable[[], object]) -> Iterator[Finding]:
+    """Finds stored bytes that do not have their checksum, by reading them."""
+    try:
+        read()
+    except ChangedDataError as error:
+        yield finding("checksum", str(error))
 
 
 def flat_images(sample: Sample) -> Iterator[Finding]:

@@ -17,7 +17,7 @@ from vlmdata.families import Family
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.schema import IGNORE_INDEX, Sample
 from vlmdata.inspect.dataset import source_name
-from vlmdata.inspect.findings import ContentCheck, Finding, IndexFindings, Severity, flat_images
+from vlmdata.inspect.findings import ContentCheck, Finding, IndexFindings, Severity, changed_data_of, flat_images
 from vlmdata.inspect.tokens import TokenTexts, Turn, find_turns
 from vlmdata.wording import counted
 
@@ -181,6 +181,9 @@ class SampleDescriber:
         """Describes the sample at position ``i``."""
         dataset = self.dataset
         row, sample = dataset.index.row(i), dataset.as_stored(i)
+        findings = self.findings(i)
+        if all(found.kind != "checksum" for found in findings):  # these read no pixels
+            findings += tuple(changed_data_of(lambda: dataset[i]))
         if not 0 < sample.length <= len(sample.input_ids):
             raise DatasetFormatError(
                 f"{dataset.name}/{dataset.shard_path(row.shard).name}: sample {row.key} has "
@@ -210,7 +213,7 @@ class SampleDescriber:
             spans=spans,
             images=_images(sample, row.image_starts, dataset.metadata(i), dataset.family),
             tokens=_table(sample, self.texts, numbers),
-            findings=_by_severity([*self.findings(i), *flat_images(sample)]),
+            findings=_by_severity([*findings, *flat_images(sample)]),
         )
 
     def findings(self, i: int) -> tuple[Finding, ...]:
