@@ -18,7 +18,12 @@ from preprocess.recode.old import OldDataset
 from preprocess.recode.shard import RecodeWork, named_shard, recode_shard
 from preprocess.run.closing import merged_index
 from preprocess.run.place import clear_place, locked, prepare_place, read_manifest, resource_errors
-from preprocess.shards.fingerprints import codec_fingerprints, tokenizer_identity
+from preprocess.shards.fingerprints import (
+    CODEC_FINGERPRINTS,
+    as_recorded,
+    codec_fingerprints,
+    tokenizer_identity,
+)
 from preprocess.shards.job import RUN_FILE, ShardJob, ShardRecord, finished_records
 from preprocess.workers import WorkersDied, run_in_workers
 from vlmdata import __version__
@@ -136,7 +141,7 @@ def _require_codec(pixels: str) -> None:
 
 def _config(old: Manifest, pixels: str) -> dict[str, Any]:
     """Returns the configuration of the copy: the old one with the new codec and its libraries."""
-    fingerprints = {name: found for name, found in old.config["fingerprints"].items() if name != "codec"}
+    fingerprints = {name: found for name, found in old.config["fingerprints"].items() if name not in CODEC_FINGERPRINTS}
     return {
         **old.config,
         "options": {**old.config["options"], "pixels": pixels},
@@ -194,7 +199,8 @@ def _continue(store: Store, old: OldDataset, config: dict[str, Any]) -> Manifest
     manifest = read_manifest(store)
     remedy = "Give another --out, or use --overwrite to start over."
     if manifest is not None:
-        changed = differences(_of_dataset(manifest, dict(manifest.config)), _of_dataset(old.manifest, config))
+        known = as_recorded(config, manifest.config)
+        changed = differences(_of_dataset(manifest, dict(manifest.config)), _of_dataset(old.manifest, known))
         if changed:
             listed = "\n".join(f"  {line}" for line in changed)
             raise ConfigMismatchError(f"{store}: contains another finished dataset:\n{listed}\n{remedy}")
@@ -209,7 +215,8 @@ def _continue(store: Store, old: OldDataset, config: dict[str, Any]) -> Manifest
     # Preprocessing the source makes the same shards but different records, so neither continues the other.
     identity = {"config": config, "recoded_from": old.manifest.fingerprint}
     if store.size(RUN_FILE) is not None:
-        changed = differences(json.loads(store.read(RUN_FILE)), identity)
+        before = json.loads(store.read(RUN_FILE))
+        changed = differences(before, {**identity, "config": as_recorded(config, before.get("config", {}))})
         if changed:
             listed = "\n".join(f"  {line}" for line in changed)
             raise ConfigMismatchError(f"{store}: contains an unfinished run of another dataset:\n{listed}\n{remedy}")

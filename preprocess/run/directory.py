@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from preprocess.run.place import SHARD_FILE, clear_place, read_manifest, some
-from preprocess.shards.fingerprints import identity_changes, tokenizer_identity
+from preprocess.shards.fingerprints import tokenizer_identity
+from preprocess.shards.identity_changes import identity_changes, refusal
 from preprocess.shards.job import RUN_FILE, ShardJob, ShardRecord, plan_shards
 from vlmdata.errors import ConfigMismatchError, ResourceError
 from vlmdata.format.manifest import Manifest
@@ -92,11 +93,7 @@ def begin(store: Store, identity: Mapping[str, Any], *, restart: bool = False) -
         return None
     if changed:
         state = "a finished dataset" if manifest else "an unfinished run"
-        listed = "\n".join(f"  {line}" for line in changed)
-        raise ConfigMismatchError(
-            f"{store}: contains {state} of another configuration:\n{listed}\n"
-            "Repeat the earlier options to continue it, give another --out, or use --overwrite to start over."
-        )
+        raise ConfigMismatchError(refusal(store, state, changed, before, identity))
     return manifest
 
 

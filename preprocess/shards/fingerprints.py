@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import version
@@ -10,20 +9,23 @@ from typing import Any
 
 from preprocess.config import PreprocessConfig
 from preprocess.recipes.base import recipe_fingerprint, recipe_options
+from preprocess.shards.source_code import source_fingerprint
 from vlmdata import __version__
-from vlmdata.format.manifest import TokenizerInfo, differences
+from vlmdata.families import REGISTRY as FAMILIES
+from vlmdata.format.manifest import TokenizerInfo
 from vlmdata.format.schema import SCHEMA_VERSION
-from vlmdata.media.codecs import codec
+from vlmdata.media.codecs import RAW, codec
+from vlmdata.media.codecs import REGISTRY as CODECS
 from vlmdata.media.versions import decoder_versions
 
 #: Libraries that can change pixels (decoders, resize) or tokens (tokenizer, template engine).
 _LIBRARIES = ("jinja2", "pillow", "tokenizers", "torch", "torchvision", "transformers")
 
-_TOUCHED = (
-    "(source files were touched since the run began; whether their bytes changed is known only of runs that began with "
-    "--hash-source. Copies that keep the times, as cp -p and rsync -t make them, do.)"
-)
-_OTHER_MARKS = "(runs of earlier versions, and with --hash-source, know a source by its bytes: give --hash-source)"
+_FAMILY_SOURCE, _CODEC, _CODEC_SOURCE = "family_source", "codec", "codec_source"
+#: Names of what :func:`codec_fingerprints` returns.
+CODEC_FINGERPRINTS = frozenset({_CODEC, _CODEC_SOURCE})
+#: Fingerprints that earlier versions did not record.
+_LATER = (_FAMILY_SOURCE, _CODEC_SOURCE)
 
 
 def fingerprints(config: PreprocessConfig, tokenizer: TokenizerInfo) -> dict[str, Any]:
@@ -35,6 +37,7 @@ def fingerprints(config: PreprocessConfig, tokenizer: TokenizerInfo) -> dict[str
         "tokenizer": tokenizer.fingerprint,
         "chat_template": tokenizer.chat_template,
         "recipe": recipe_fingerprint(config.recipe),
+        _FAMILY_SOURCE: source_fingerprint(FAMILIES[config.family], made),
         "processor": {
             "patch_size": made.patch_size,
             "merge_size": made.merge_size,
@@ -49,9 +52,15 @@ def fingerprints(config: PreprocessConfig, tokenizer: TokenizerInfo) -> dict[str
 
 
 def codec_fingerprints(name: str) -> dict[str, Any]:
-    """Versions of the libraries that encode pixels; empty for a codec without libraries."""
-    libraries = codec(name).libraries()
-    return {"codec": dict(libraries)} if libraries else {}
+    """Returns the versions of the libraries that encode pixels, if any, and the hash of the codec's source code.
+
+    Empty for ``raw``, whose items are written without it.
+    """
+    if name == RAW:
+        return {}
+    made = codec(name)
+    libraries = made.libraries()
+    return ({_CODEC: dict(libraries)} if libraries else {}) | {_CODEC_SOURCE: source_fingerprint(CODECS[name], made)}
 
 
 def run_identity(
@@ -93,21 +102,9 @@ def tokenizer_identity(tokenizer: TokenizerInfo) -> dict[str, Any]:
     return fields
 
 
-def identity_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Lists the differences between two runs' identities, one line each; empty if one can continue the other.
-
-    Ignores tokenizer data that earlier versions did not record.
-    """
-    known = dict(now)
-    if "source_times" not in before:
-        known.pop("source_times", None)
-    if "tokenizer" not in before:
-        del known["tokenizer"]
-    else:
-        known["tokenizer"] = {name: value for name, value in now["tokenizer"].items() if name in before["tokenizer"]}
-    found = differences(before, json.loads(json.dumps(known)))
-    if before.get("source") == known["source"] and any(line.startswith("source_times") for line in found):
-        found.append(_TOUCHED)
-    elif any("xxh3_128" in line for line in found):
-        found.append(_OTHER_MARKS)
-    return found
+def as_recorded(config: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a run's ``config`` without fingerprints that an earlier version did not record in ``before``."""
+    known = before.get("fingerprints", {})
+    left_out = {name for name in _LATER if name not in known}
+    found = {name: value for name, value in config["fingerprints"].items() if name not in left_out}
+    return {**config, "fingerprints": found}

@@ -1,0 +1,57 @@
+"""Hashes the source code of a family or codec, which decides bytes of a dataset as a recipe's does."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+#: Packages whose modules hold rules that a family's or codec's module takes from elsewhere.
+_PACKAGES = ("vlmdata.families", "vlmdata.media.codecs")
+
+
+def source_fingerprint(name: str, made: object) -> str:
+    """Returns the sha256 of the source code of a family or codec.
+
+    The source code is the module, the modules of the classes that ``made`` is derived from, and what these modules
+    import by name from their own package, from :mod:`vlmdata.families` or from :mod:`vlmdata.media.codecs`.
+
+    Args:
+        name: The module in the registry.
+        made: The family or codec in it.
+    """
+    start = import_module(name)
+    found: dict[str, ModuleType] = {}
+    waiting = [start, *(module for module in _modules_of(type(made).__mro__) if not _is_pythons(module))]
+    own = {*_PACKAGES, *(module.__package__ for module in waiting if module.__package__)}
+    while waiting:
+        module = waiting.pop()
+        if module.__name__ not in found:
+            found[module.__name__] = module
+            waiting += [each for each in _modules_of(vars(module).values()) if _holds_rules(each, own)]
+    digest = hashlib.sha256()
+    for module_name in sorted(found):
+        source = inspect.getsource(found[module_name]).encode()
+        digest.update(f"{module_name} {len(source)}\n".encode() + source)
+    return digest.hexdigest()
+
+
+def _modules_of(values: Any) -> Iterator[ModuleType]:
+    """Yields the modules among some values, and those that define classes and functions among them."""
+    for value in tuple(values):
+        module = value if isinstance(value, ModuleType) else inspect.getmodule(value) if callable(value) else None
+        if module is not None:
+            yield module
+
+
+def _is_pythons(module: ModuleType) -> bool:
+    return module.__name__.partition(".")[0] in sys.stdlib_module_names
+
+
+def _holds_rules(module: ModuleType, packages: set[str]) -> bool:
+    """True for modules of some packages, except the packages themselves, whose registries list other modules."""
+    return module.__package__ in packages and not hasattr(module, "__path__")
