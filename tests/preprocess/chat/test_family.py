@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from preprocess.config import ImageConfig
 from tests.chat_rows import image_item, turn, write_jsonl
 from tests.conftest import build_dataset, encoded_image
 from tests.families.reference import image_processor
+from tests.preprocess.command_line import Ended
 from vlmdata import StreamingLoader, open_dataset
 from vlmdata.errors import ConfigMismatchError
 from vlmdata.families import REGISTRY, family
@@ -80,7 +82,9 @@ def test_families_are_not_mixed(built: dict[str, Path]) -> None:
     [
         ("config.json", {"model_type": "qwen2_5_vl"}, "qwen2_5_vl"),
         ("config.json", {"model_type": "qwen3_vl_moe"}, "qwen3_vl"),
-        ("config.json", {"model_type": "llama"}, "qwen3_5"),
+        ("config.json", {"model_type": "qwen3_5_moe_text"}, "qwen3_5"),
+        ("config.json", {"model_type": "qwen2_5_vl_text"}, "qwen2_5_vl"),
+        ("config.json", {"architectures": ["Other"]}, "qwen3_5"),
         ("preprocessor_config.json", {"processor_class": "Qwen2_5_VLProcessor"}, "qwen2_5_vl"),
         ("preprocessor_config.json", {"processor_class": "Qwen3VLProcessor"}, "qwen3_5"),
         ("preprocessor_config.json", ["no object"], "qwen3_5"),
@@ -90,6 +94,24 @@ def test_the_tokenizers_files_tell_its_family(tmp_path: Path, file: str, fields:
     folder = shutil.copytree(EMBEDDED_TOKENIZER, tmp_path / "tokenizer")
     (folder / file).write_text(json.dumps(fields))
     assert family_of(str(folder)) == expected
+
+
+@pytest.mark.parametrize(
+    ("file", "field", "value"),
+    [("config.json", "model_type", "qwen2_vl"), ("preprocessor_config.json", "processor_class", "Qwen2VLProcessor")],
+)
+def test_a_model_of_no_family_needs_a_familys_name(
+    tmp_path: Path, vlmdata: Callable[..., Ended], file: str, field: str, value: str
+) -> None:
+    folder = shutil.copytree(EMBEDDED_TOKENIZER, tmp_path / "tokenizer")
+    (folder / file).write_text(json.dumps({field: value}))
+    options = ("demo", "--limit", 2, "--tokenizer", folder, "--out", tmp_path / "out", "--max-pixels", 204_800)
+    refused = vlmdata("preprocess", *options)
+    assert refused.code == 2
+    assert f"its {file} says {field} '{value}', which is of none of the families {', '.join(REGISTRY)}" in refused.said
+    assert "give it as --family" in refused.said
+    assert not (tmp_path / "out").exists()
+    assert vlmdata("preprocess", *options, "--family", "qwen2_5_vl").code == 0
 
 
 def test_a_tokenizer_that_is_not_there_has_the_default_family(tmp_path: Path) -> None:
