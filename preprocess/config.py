@@ -77,10 +77,13 @@ class ImageConfig:
         """
         least = family.min_pixels if self.min_pixels is None else self.min_pixels
         most = family.max_pixels if self.max_pixels is None else self.max_pixels
+        default = f" (the default of family {family.name})"
         if least < family.factor**2:
-            raise UsageError(f"min_pixels is {least}; it must be at least {family.factor**2} ({family.factor}²)")
+            raise UsageError(
+                f"min_pixels is {least}{default if self.min_pixels is None else ''}; with family {family.name} it must "
+                f"be at least {family.factor**2} ({family.factor}², one token)"
+            )
         if most < least:
-            default = f" (the default of family {family.name})"
             raise UsageError(
                 f"max_pixels is {most}{default if self.max_pixels is None else ''}, less than min_pixels {least}"
                 f"{default if self.min_pixels is None else ''}. Set both."

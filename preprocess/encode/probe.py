@@ -43,8 +43,9 @@ def require_usable(tokenizer: ChatTokenizer, config: PreprocessConfig) -> None:
             f"--tokenizer {tokenizer.info.name}: its chat template uses {name}, which writes {what}, so the same rows "
             "would give different tokens each time. Replace it by a constant in a copy of its chat_template.jinja."
         )
+    least = config.model_family.factor**2
     config = dataclasses.replace(
-        config, image=ImageConfig(1024, 4096), train_turns=TrainTurns.ALL, max_length=1 << 20, pad_multiple=16
+        config, image=ImageConfig(least, 4 * least), train_turns=TrainTurns.ALL, max_length=1 << 20, pad_multiple=16
     )
     encoder = Encoder(config, tokenizer)
     rules = SampleRules(tokenizer.info, config.pad_multiple, True, config.model_family)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import BrokenExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
+from pickle import PicklingError
 from typing import Protocol
 
 from preprocess.config import PreprocessConfig
-from preprocess.registry import find
+from preprocess.registry import find, problem_of, shown_name
 from preprocess.shards.counters import Counters
 from preprocess.shards.job import RowOutcome, ShardContext, ShardJob, ShardRecord, run_shard
 from preprocess.sources.rows import Source
+from preprocess.workers import WorkerError
 from vlmdata.cli.machine import available_cores
-from vlmdata.errors import ResourceError, SourceError
+from vlmdata.errors import ResourceError, SourceError, VlmdataError
 from vlmdata.format.manifest import TokenizerInfo
 from vlmdata.format.schema import shard_name
 from vlmdata.store import Store
@@ -139,10 +142,11 @@ def make_shards(
     """Makes shards with an engine. Yields number and record of each finished shard.
 
     Raises:
+        SourceError: If the engine is the user's and fails.
         RuntimeError: If the engine yields an unexpected shard, one twice, or too few.
     """
     waiting = {shard_name(job.number): job.number for job in jobs}
-    with closing(engine.run(work, jobs, workers, counters)) as made:
+    with closing(_named(engine, engine.run(work, jobs, workers, counters))) as made:
         for record in made:
             number = waiting.pop(record.info.name, None)
             if number is None:
@@ -151,6 +155,30 @@ def make_shards(
             yield number, record
     if waiting:
         raise RuntimeError(f"engine {type(engine).__name__} ended without {', '.join(waiting)}")
+
+
+def _named(engine: Engine, made: Generator[ShardRecord]) -> Generator[ShardRecord]:
+    """Yields the engine's records; names it in errors of a user's engine."""
+    module = type(engine).__module__
+    try:
+        with closing(made):
+            yield from made
+    except (VlmdataError, WorkerError):
+        raise
+    except Exception as error:
+        if module.startswith(f"{__package__}."):
+            raise
+        shown, kind = shown_name(module), type(engine).__name__
+        own_file, remedy = shown != module, ""
+        if own_file and (isinstance(error, PicklingError | BrokenExecutor) or module in str(error)):
+            remedy = (
+                " Other processes cannot import what is given as file.py:attribute, so its functions and classes "
+                f"cannot be sent to them: set PYTHONPATH to the file's folder and give --engine {shown}:{kind}."
+            )
+        raise SourceError(
+            f"--engine {shown}{'.py' if own_file else ''}:{kind}: it failed: {problem_of(error)}. Finished shards are "
+            f"kept.{remedy}"
+        ) from error
 
 
 def load_engine(name: str, ray_address: str | None = None) -> Engine:

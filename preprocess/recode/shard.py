@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.parquet as pq
 
+from preprocess.shards.items import encode_item
 from preprocess.shards.job import ShardRecord, progress_name, totals_of
 from preprocess.shards.key_counts import KeyCounts
 from vlmdata.format.index import DatasetIndex
@@ -20,7 +21,7 @@ from vlmdata.format.manifest import Manifest, ShardInfo
 from vlmdata.format.schema import MEMBERS, OPTIONAL_MEMBERS, Member, supported_features
 from vlmdata.format.shard import EncodedItem, ShardWriter
 from vlmdata.loader.shards import DatasetShards, ShardStore
-from vlmdata.media.codecs import RAW, Grid, Item, codec, decode_item
+from vlmdata.media.codecs import RAW, Grid, Item, decode_item
 from vlmdata.store import Store
 
 Patches = npt.NDArray[np.uint8]
@@ -88,9 +89,10 @@ def _recode_sample(row: IndexRow, reader: _SampleReader, work: RecodeWork, write
         empty = np.zeros((0, work.manifest.model_family.patch_bytes), np.uint8)
         pieces["patches"] = list(reader.patches(row, sample)) or [empty]
     else:
-        encode, family = codec(work.pixels).encode, work.manifest.model_family
+        family = work.manifest.model_family
         for patches, grid, item in zip(reader.patches(row, sample), row.image_grid_thw, row.items, strict=True):
-            payload = encode(Item(patches, grid, family))
+            what = f"key {row.key}, image {len(items)}"
+            payload = encode_item(work.pixels, Item(patches, grid, family), what)
             items.append(EncodedItem(payload, work.pixels, item.pixel_checksum, item.kind))
     # In a joined dataset the index counts rows on, and the shard keeps its own keys.
     return replace(row, placement=writer.add(metadata["key"], metadata, pieces, items))

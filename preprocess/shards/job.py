@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pyarrow.parquet as pq
-import xxhash
 
 from preprocess.chat.tokenizer import load_tokenizer
 from preprocess.config import Overlong, PreprocessConfig
@@ -27,6 +26,7 @@ from preprocess.recipes.image_files import recording, write_files
 from preprocess.recipes.media import MediaLoader
 from preprocess.reject import RowRejected
 from preprocess.row import Row
+from preprocess.shards.items import encoded_items
 from preprocess.shards.key_counts import KeyCounts
 from preprocess.shards.read_ahead import rows_of
 from preprocess.sources.rows import Source
@@ -35,8 +35,7 @@ from vlmdata.format.index_row import IndexRow, index_table, used_features
 from vlmdata.format.ledger import Reason, Rejection
 from vlmdata.format.manifest import ShardInfo, TokenizerInfo, Totals, differences
 from vlmdata.format.schema import PROGRESS_DIR, sample_key, shard_name, supported_features
-from vlmdata.format.shard import EncodedItem, Placement, ShardWriter
-from vlmdata.media.codecs import RAW, Item, codec
+from vlmdata.format.shard import Placement, ShardWriter
 from vlmdata.store import Store
 
 RUN_FILE = f"{PROGRESS_DIR}/run.json"
@@ -324,7 +323,7 @@ def _write_sample(
         metadata["sample"] = place.sample
     if encoded.turn_weights:
         metadata["turn_weights"] = encoded.turn_weights
-    pieces, items = _pieces(encoded), _encoded_items(encoded, config)
+    pieces, items = _pieces(encoded), encoded_items(encoded, key, config)
     if items:
         del pieces["patches"]
     placement: Placement = writer.add(key, metadata, pieces, items)
@@ -341,21 +340,6 @@ def _write_sample(
         image_grid_thw=grids,
         image_starts=encoded.image_starts,
     )
-
-
-def _encoded_items(encoded: EncodedSample, config: PreprocessConfig) -> list[EncodedItem]:
-    """Encodes the images with the run's codec; empty if patches are stored raw."""
-    if config.pixels == RAW:
-        return []
-    encode, family = codec(config.pixels).encode, config.model_family
-    return [
-        EncodedItem(
-            encode(Item(image.patches, image.grid, family, image.file)),
-            config.pixels,
-            xxhash.xxh3_64_intdigest(image.patches),
-        )
-        for image in encoded.images
-    ]
 
 
 def _pieces(encoded: EncodedSample) -> dict[str, list[Any]]:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import vlmdata
 from preprocess.config import ImageConfig, PreprocessConfig
+from preprocess.recode.run import recode_dataset
 from tests.chat_rows import write_jsonl
 from tests.conftest import build_dataset, tree_bytes
 from tests.loader.helpers import assert_same, stream
@@ -26,7 +27,7 @@ from tests.loader.rows import chat_rows
 from tests.preprocess.extend_pages import write_named_file
 from tests.verify.rewriting import rewrite_manifest, sha256
 from vlmdata.batch import PackedBatch
-from vlmdata.errors import DatasetFormatError
+from vlmdata.errors import DatasetFormatError, UsageError
 from vlmdata.families import Family, family
 from vlmdata.families.qwen3_5 import FAMILY
 from vlmdata.format.index_row import ITEM_COLUMNS
@@ -290,8 +291,23 @@ class TestDamage:
 
     def test_a_codec_that_this_vlmdata_lacks_is_named(self, encoded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(REGISTRY, NAME)
-        with pytest.raises(DatasetFormatError, match=f"needs features this vlmdata lacks: patches-{NAME}"):
+        with pytest.raises(DatasetFormatError, match=f"needs features this vlmdata lacks: patches-{NAME}") as caught:
             vlmdata.open_dataset(encoded)
+        assert f"If codec {NAME} is your own, register it here (docs/extend/codec.md). Read it" in str(caught.value)
+        assert "Upgrade" not in str(caught.value)
+
+    def test_a_codec_that_cannot_encode_is_named_with_the_sample(
+        self, source: Path, raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def encode(self: object, item: Item) -> Buffer:
+            raise OSError(f"no codes for {item.grid}")
+
+        monkeypatch.setattr(type(codec(NAME)), "encode", encode)
+        found = rf"--pixels {NAME}: the codec cannot encode key 0000000\d\d, image 0 \(\d+x\d+ patches\): no codes for"
+        with pytest.raises(UsageError, match=found):
+            build_dataset(source, tmp_path / "out", pixels=NAME, **OPTIONS)
+        with pytest.raises(UsageError, match=found):
+            recode_dataset(raw, tmp_path / "recoded", NAME)
 
     def test_an_unknown_codec_is_refused_as_an_option(self) -> None:
         with pytest.raises(ValueError, match="unknown codec 'webp'; known codecs: raw"):

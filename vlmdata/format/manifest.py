@@ -16,6 +16,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from vlmdata.errors import DatasetFormatError
 from vlmdata.families import DEFAULT_FAMILY, REGISTRY, Family, family
 from vlmdata.format.schema import FORMAT_NAME, MANIFEST_NAME, PROGRESS_DIR, SCHEMA_VERSION, supported_features
+from vlmdata.media.codecs import codec_feature
 from vlmdata.media.versions import recorded_pixel_libraries
 
 
@@ -225,8 +226,8 @@ class Manifest:
         if not isinstance(fields, dict) or fields.pop("format", None) != FORMAT_NAME:
             raise DatasetFormatError(f'{path}: not a vlmdata manifest ("format" is not "{FORMAT_NAME}")')
         try:
-            _check_version(path, str(fields.get("schema_version")), fields.get("features", []))
-            _check_family(path, fields.get("family") or DEFAULT_FAMILY)
+            _check_version(path, fields)
+            _check_family(path, fields)
             fields["tokenizer"] = _build(TokenizerInfo, fields["tokenizer"])
             fields["totals"] = _build(Totals, fields["totals"])
             if not isinstance(fields["shards"], list):
@@ -284,7 +285,8 @@ def _build[T](kind: type[T], fields: Mapping[str, Any]) -> T:
     return kind(**values)
 
 
-def _check_version(path: str, version: str, features: Any) -> None:
+def _check_version(path: str, fields: Mapping[str, Any]) -> None:
+    version, features = str(fields.get("schema_version")), fields.get("features", [])
     if version.split(".")[0] != SCHEMA_VERSION.split(".")[0]:
         raise DatasetFormatError(
             f"{path}: schema version {version}, but this vlmdata reads {SCHEMA_VERSION}. Use a matching vlmdata."
@@ -293,16 +295,25 @@ def _check_version(path: str, version: str, features: Any) -> None:
         raise TypeError(f"features is {features!r}, not a list")
     known = supported_features()
     unknown = [str(feature) for feature in features if feature not in known]
+    codecs = [feature.removeprefix(codec_feature("")) for feature in unknown if feature.startswith(codec_feature(""))]
     if unknown:
-        raise DatasetFormatError(f"{path}: needs features this vlmdata lacks: {', '.join(unknown)}. Upgrade vlmdata.")
-
-
-def _check_family(path: str, family: Any) -> None:
-    if family not in REGISTRY:
+        own = f"If codec {codecs[0]} is your own, register it here (docs/extend/codec.md). " if codecs else ""
         raise DatasetFormatError(
-            f"{path}: the dataset is for the model family {family!r}; this vlmdata supports {', '.join(REGISTRY)}. "
-            "Upgrade vlmdata."
+            f"{path}: needs features this vlmdata lacks: {', '.join(unknown)}. {own}{_remedy(fields)}"
         )
+
+
+def _check_family(path: str, fields: Mapping[str, Any]) -> None:
+    found = fields.get("family") or DEFAULT_FAMILY
+    if found not in REGISTRY:
+        raise DatasetFormatError(
+            f"{path}: the dataset is for the model family {found!r}; this vlmdata supports {', '.join(REGISTRY)}. If "
+            f"it is your own, register it here (docs/extend/family.md). {_remedy(fields)}"
+        )
+
+
+def _remedy(fields: Mapping[str, Any]) -> str:
+    return f"Read it with the version that made it, {fields.get('created_by') or 'unknown'}, or a later one."
 
 
 def canonical_hash(value: Any) -> str:

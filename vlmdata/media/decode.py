@@ -8,6 +8,7 @@ qwen_vl_utils each get some of these wrong.)
 from __future__ import annotations
 
 import io
+import re
 import struct
 import threading
 import warnings
@@ -88,8 +89,10 @@ def decode_image(data: bytes, max_source_pixels: int, what: str = "image") -> De
 def _open(data: bytes, max_source_pixels: int, what: str) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(data))
-    except Image.DecompressionBombError as error:
-        raise MediaError(Reason.IMAGE_TOO_LARGE, f"{what}: {error}") from error
+    except Image.DecompressionBombError as error:  # its text has twice the limit: Pillow only warns in between
+        found = re.search(r"\((\d+) pixels\)", str(error))
+        pixels = found[1] if found else f"over {2 * max_source_pixels}"
+        raise MediaError(Reason.IMAGE_TOO_LARGE, f"{what}: {pixels} pixels, {_over(max_source_pixels)}") from error
     except UnidentifiedImageError:
         raise _not_opened(data, recognise(data), what) from None
     except (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, zlib.error) as error:
@@ -104,10 +107,13 @@ def _open(data: bytes, max_source_pixels: int, what: str) -> Image.Image:
     if image.width * image.height > max_source_pixels:
         raise MediaError(
             Reason.IMAGE_TOO_LARGE,
-            f"{what}: {image.width}x{image.height} = {image.width * image.height} pixels, over the limit of "
-            f"{max_source_pixels} (--max-source-pixels)",
+            f"{what}: {image.width}x{image.height} = {image.width * image.height} pixels, {_over(max_source_pixels)}",
         )
     return image
+
+
+def _over(max_source_pixels: int) -> str:
+    return f"over the limit of {max_source_pixels} (--max-source-pixels)"
 
 
 def _not_opened(data: bytes, found: Found | None, what: str) -> MediaError:

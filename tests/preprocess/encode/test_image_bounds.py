@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from preprocess.chat.tokenizer import ChatTokenizer
 from preprocess.config import ImageConfig, PreprocessConfig
 from preprocess.conversation import ImagePart
 from preprocess.encode import encode_image
+from preprocess.encode.probe import require_usable
 from tests.conftest import encoded_image
 from tests.preprocess.recipes.chat_recipe import check_rejected, convert, user
 from vlmdata.errors import UsageError
@@ -58,12 +60,24 @@ def test_bounds_default_to_those_of_the_family() -> None:
             r"max_pixels is 8192 \(the default of family qwen3_5\), less than min_pixels 9000",
         ),
         (ImageConfig(5000, 4000), r"max_pixels is 4000, less than min_pixels 5000\. Set both"),
-        (ImageConfig(min_pixels=1023), r"min_pixels is 1023; it must be at least 1024"),
+        (ImageConfig(min_pixels=1023), r"min_pixels is 1023; with family qwen3_5 it must be at least 1024"),
     ],
 )
 def test_bounds_that_contradict_each_other_are_refused(given: ImageConfig, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         given.bounds(replace(FAMILY, min_pixels=4096, max_pixels=8192))
+
+
+def test_a_family_of_large_tokens_is_tried_with_images_of_its_own_size(
+    tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A side of 56 pixels to a token: more than the 32 of built-in families."""
+    large = replace(FAMILY, patch_size=28, min_pixels=4096, max_pixels=8192)
+    monkeypatch.setattr(PreprocessConfig, "model_family", large)
+    require_usable(tokenizer, PreprocessConfig(image=ImageConfig(max_pixels=20_000)))
+    small = replace(large, min_pixels=1024)
+    with pytest.raises(UsageError, match=r"min_pixels is 1024 \(the default of family qwen3_5\); with family"):
+        ImageConfig().bounds(small)
 
 
 def item(**bounds: Any) -> dict[str, Any]:

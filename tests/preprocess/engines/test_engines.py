@@ -190,3 +190,53 @@ class TestCommand:
             f"--engine spark: unknown engine. Known: {known}; or your own as module:attribute or file.py:attribute."
             in ended.stderr
         )
+
+
+POOL = """
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+from preprocess.engines.base import Engine, make_shard
+
+
+def make(work, job):
+    return make_shard(job, work.prepare())
+
+
+class Pool(Engine):
+    def run(self, work, jobs, workers, counters):
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            for job in jobs:
+                yield pool.submit(make, work, job).result()
+
+
+class Broken(Engine):
+    def run(self, work, jobs, workers, counters):
+        yield jobs[0].rows
+"""
+
+
+class TestAnEngineOfTheUsers:
+    def test_whose_functions_cannot_be_sent_says_how_to_give_it(
+        self, vlmdata: Callable[..., Ended], cord_parquet: Path, tmp_path: Path
+    ) -> None:
+        file = tmp_path / "pool_engine.py"
+        file.write_text(POOL)
+        options = (*SMALL_IMAGES, "--recipe", "cord_v2", "--limit", 2, "--engine", f"{file}:Pool")
+        ended = vlmdata("preprocess", cord_parquet, "--out", tmp_path / "out", *options)
+        assert ended.code == 2
+        assert "--engine pool_engine.py:Pool: it failed: " in ended.said
+        assert "set PYTHONPATH to the file's folder and give --engine pool_engine:Pool." in ended.said
+        assert "_engine_" not in ended.said, "the module's own name says nothing to the user"
+
+    def test_that_fails_is_named_with_file_and_line(
+        self, vlmdata: Callable[..., Ended], cord_parquet: Path, tmp_path: Path
+    ) -> None:
+        file = tmp_path / "broken_engine.py"
+        file.write_text(POOL)
+        options = (*SMALL_IMAGES, "--recipe", "cord_v2", "--limit", 2, "--engine", f"{file}:Broken")
+        ended = vlmdata("preprocess", cord_parquet, "--out", tmp_path / "out", *options)
+        assert ended.code == 2
+        assert "--engine broken_engine.py:Broken: it failed: AttributeError: 'ShardJob' object has no" in ended.said
+        assert "(broken_engine.py, line 21). Finished shards are kept." in ended.said
+        assert "PYTHONPATH" not in ended.said
