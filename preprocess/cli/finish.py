@@ -58,7 +58,8 @@ def finish(
         else:
             _print_missing(Console(highlight=False, emoji=False), str(store), result)
         raise typer.Exit(1)
-    report = report_of(store, result, time.monotonic() - begun, max_reject_rate)
+    command = "the `vlmdata preprocess` command, in place of --part,"
+    report = report_of(store, result, time.monotonic() - begun, max_reject_rate, command)
     if as_json:
         print(json.dumps({"finished": True, **report.to_json()}, indent=2))
     else:

@@ -21,11 +21,13 @@ class Output:
         name: Name of the split or side, and of its folder in ``--out``; None for a single dataset.
         source: Its rows.
         store: Destination of the dataset.
+        split: Its split, if the command names several.
     """
 
     name: str | None
     source: Source
     store: Store
+    split: str | None = None
 
 
 def split_names(split: str | None, *, holdout: float | None, trace: int | None) -> list[str | None]:
@@ -75,7 +77,7 @@ def divide(
             f"{store}: is itself a dataset, so it cannot contain one per split; give another --out"
         )
     if holdout is None:
-        return [Output(name, source, store.below(str(name))) for name, source in sources.items()]
+        return [Output(name, source, store.below(str(name)), name) for name, source in sources.items()]
     (source,) = sources.values()
     sides = hold_out(source, holdout, workers=workers, preload=PRELOADED, on_rows=on_rows)
     return [Output(side, rows, store.below(side)) for side, rows in sides.items()]

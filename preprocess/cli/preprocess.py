@@ -213,7 +213,11 @@ def preprocess(
         ),
     ] = None,
     max_reject_rate: Annotated[
-        float, typer.Option(help="Exit with code 1 if a larger share of the rows is rejected.", rich_help_panel=_RUN)
+        float,
+        typer.Option(
+            help="Exit with code 1 if a larger share of the rows is rejected, not counting rows of weight 0.",
+            rich_help_panel=_RUN,
+        ),
     ] = 0.01,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Remove a dataset in --out and start over.", rich_help_panel=_RUN)
@@ -317,8 +321,6 @@ def preprocess(
         raise typer.BadParameter("missing; give the dataset directory to make", param_hint="--out")
     if trace is not None and as_json:
         raise typer.BadParameter("--trace prints text; omit --json")
-    if trace is not None and holdout is not None:
-        raise typer.BadParameter("--trace shows one row and makes no dataset; omit --holdout")
     if part is not None and trace is not None:
         raise typer.BadParameter("--trace shows one row and makes no shards; omit --part")
     if part is not None and overwrite:

@@ -66,6 +66,7 @@ class Report:
         max_reject_rate: Largest rejected share without failure.
         examples: The first rejection for each of the most common reasons, the most common first.
         failed_row: The first row with an unexpected error, if any.
+        command: The command to which to add ``--trace``, in words.
     """
 
     store: Store
@@ -78,11 +79,17 @@ class Report:
     max_reject_rate: float
     examples: tuple[Rejection, ...]
     failed_row: int | None
+    command: str = "the command"
 
     @property
     def reject_rate(self) -> float:
-        """Rejected share of the candidates."""
-        return self.manifest.totals.rejected / max(self.manifest.totals.candidates, 1)
+        """Rejected share of the candidates, without those that the data says are not to be learned (weight 0)."""
+        return self._lost / max(self.manifest.totals.candidates, 1)
+
+    @property
+    def _lost(self) -> int:
+        """Rejected candidates that were meant to be learned."""
+        return self.manifest.totals.rejected - self.manifest.rejects.get(Reason.NO_TARGETS, 0)
 
     @property
     def failure(self) -> str | None:
@@ -98,7 +105,7 @@ class Report:
             )
         if self.reject_rate > self.max_reject_rate:
             return (
-                f"{totals.rejected:,} of {_candidates(totals)} rejected ({100 * self.reject_rate:.1f} %), more than "
+                f"{self._lost:,} of {_candidates(totals)} rejected ({100 * self.reject_rate:.1f} %), more than "
                 f"--max-reject-rate {self.max_reject_rate} allows. The dataset is complete without them. "
                 f"{self._ledger} has the reasons."
             )
@@ -147,7 +154,7 @@ class Report:
         if self.examples:
             lines.append(f"rejected rows, with reasons: {self._ledger}")
         if self.failed_row is not None:
-            lines.append(f"unexpected errors: add --trace {self.failed_row} to the command for the first traceback")
+            lines.append(f"unexpected errors: add --trace {self.failed_row} to {self.command} for the first traceback")
         if self.repaired:
             lines.append(f"recreated and equal to the manifest: {', '.join(self.repaired)}")
         if self.manifest.totals.samples:
@@ -194,17 +201,21 @@ class Report:
             f"{totals.bytes:,}",
             f"{totals.bytes / 1e6:,.1f} MB in {counted(len(self.manifest.shards), 'shard')}",
         )
-        rejected = f"{100 * self.reject_rate:.2f} % of {'samples of the rows' if totals.extra_candidates else 'rows'}"
+        share = totals.rejected / max(totals.candidates, 1)
+        rejected = f"{100 * share:.2f} % of {'samples of the rows' if totals.extra_candidates else 'rows'}"
         table.add_row("rejected", f"{totals.rejected:,}", rejected)
         for reason, count in _commonest_first(self.manifest):
             style = "bold red" if reason == Reason.UNEXPECTED_ERROR else "yellow"
-            table.add_row(f"  {reason}", f"{count:,}", "", style=style)
+            remark = "not counted for --max-reject-rate" if reason == Reason.NO_TARGETS else ""
+            table.add_row(f"  {reason}", f"{count:,}", remark, style=style)
         table.add_row("time", duration(self.seconds), done)
         return table
 
 
-def report_of(store: Store, result: RunResult, seconds: float, max_reject_rate: float) -> Report:
-    """Creates the report of a finished run."""
+def report_of(
+    store: Store, result: RunResult, seconds: float, max_reject_rate: float, command: str = "the command"
+) -> Report:
+    """Creates the report of a finished run; for ``command`` see :class:`Report`."""
     manifest = result.manifest
     shown = [reason for reason, _ in _commonest_first(manifest)[:_EXAMPLES]]
     if manifest.rejects.get(Reason.UNEXPECTED_ERROR):
@@ -224,6 +235,7 @@ def report_of(store: Store, result: RunResult, seconds: float, max_reject_rate: 
         max_reject_rate=max_reject_rate,
         examples=tuple(first[reason] for reason in dict.fromkeys(shown[:_EXAMPLES]) if reason in first),
         failed_row=None if failed is None else failed.row,
+        command=command,
     )
 
 
@@ -252,7 +264,7 @@ def _first_rejections(ledger: Path, reasons: Collection[str]) -> dict[str, Rejec
 
 def _shown(counts: Mapping[str, int]) -> str:
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    shown = ", ".join(f"{key} ({counted(count, 'sample')})" for key, count in ordered[:_SHOWN_KEYS])
+    shown = ", ".join(f"{one_line(key)} ({counted(count, 'sample')})" for key, count in ordered[:_SHOWN_KEYS])
     rest = len(ordered) - _SHOWN_KEYS
     return f"{shown}, and {counted(rest, 'other')}" if rest > 0 else shown
 

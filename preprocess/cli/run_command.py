@@ -27,7 +27,7 @@ from preprocess.config import EMBEDDED, PreprocessConfig
 from preprocess.encode import Encoder
 from preprocess.engines.base import Engine, load_engine
 from preprocess.recipes.base import load_recipe
-from preprocess.recipes.choice import choose_recipe, misfit, recipe_for
+from preprocess.recipes.choice import choose_recipe, first_rows, misfit, recipe_for
 from preprocess.recipes.image_files import listed
 from preprocess.recipes.media import require_image_root
 from preprocess.run.dataset import PartResult, RunResult, Watcher, preprocess_dataset, preprocess_part
@@ -192,7 +192,8 @@ def _make(output: Output, run: Run, talk: Console) -> Report | PartReport:
     seconds = time.monotonic() - begun
     if isinstance(made, PartResult):
         return PartReport(output.store, made, seconds)
-    return report_of(output.store, made, seconds, run.max_reject_rate)
+    command = "the command" if output.split is None else f"the command, with only --split {output.split},"
+    return report_of(output.store, made, seconds, run.max_reject_rate, command)
 
 
 def _print_changed_files(talk: Console, changed: Mapping[int, Sequence[str]]) -> None:
@@ -228,7 +229,8 @@ def _with_recipe(
             listed = ", ".join(f"{recipe} for {name}" for name, recipe in chosen.items())
             raise SourceError(f"SOURCE {spec}: the columns of its splits select several recipes ({listed}). Set one.")
         config = dataclasses.replace(config, recipe=next(iter(chosen.values())))
-        talk.print(f"recipe {config.recipe}, chosen by the columns", markup=False)
+        rows = first_rows(sources.values())
+        talk.print(f"recipe {config.recipe}, chosen by the columns{rows}", markup=False)
     refuse_foreign_options(config, given)
     return config
 

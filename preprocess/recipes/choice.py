@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from preprocess.config import PreprocessConfig
 from preprocess.recipes.base import REGISTRY, Recipe, load_recipe, recipe_class
 from preprocess.recipes.candidates import candidates_of
 from preprocess.recipes.media import MediaLoader
-from preprocess.reject import RowRejected
+from preprocess.reject import RowRejected, excerpt
 from preprocess.row import Row
 from preprocess.sources.rows import Source
 from vlmdata.errors import SourceError
@@ -97,6 +97,33 @@ def misfit(source: Source, spec: str, config: PreprocessConfig) -> str | None:
     if source.rows.columns() is not None or source.num_rows <= _READ_ROWS:
         raise SourceError(why)
     return why
+
+
+def first_rows(sources: Iterable[Source]) -> str:
+    """Returns "of the first rows" in words, with a space before it, if only those of a source tell its columns."""
+    partly = any(source.rows.columns() is None and source.num_rows > _READ_ROWS for source in sources)
+    return f" of the first {_READ_ROWS} rows" if partly else ""
+
+
+def other_form(name: str, source: Source, row: Row) -> str:
+    """Says for a rejection that a row of a source whose rows differ is meant for another recipe; empty if it is not.
+
+    Args:
+        name: The recipe that rejected it.
+        source: The rows.
+        row: The row.
+    """
+    fits = getattr(recipe_class(name), "fits", None)
+    if fits is None or source.rows.columns() is not None:
+        return ""
+    columns = tuple(key for key, value in row.values.items() if value is not None)
+    others = [other for other in REGISTRY if recipe_class(other).fits(columns)]
+    if not others or fits(columns):
+        return ""
+    return (
+        f"; the row is of another form: its columns, {excerpt(', '.join(columns))}, are meant for recipe "
+        f"{' or '.join(others)}, not {name}. Put such rows in a source of their own"
+    )
 
 
 def columns_of(source: Source) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from preprocess.config import Overlong, PreprocessConfig
 from preprocess.encode import EncodedSample, Encoder
 from preprocess.recipes.base import Recipe
 from preprocess.recipes.candidates import Candidate, candidates_of, unexpected
-from preprocess.recipes.choice import media_for, recipe_for
+from preprocess.recipes.choice import media_for, other_form, recipe_for
 from preprocess.recipes.image_files import recording, write_files
 from preprocess.recipes.media import MediaLoader
 from preprocess.reject import RowRejected
@@ -234,12 +234,14 @@ def _process_row(
     keys: KeyCounts,
 ) -> RowOutcome:
     """Adds the row's samples to the shard and ``rows``, and rejections to ``rejections``."""
+    row = None
     try:
         row = read()
         with _foreseen(context.recipe):
             candidates = candidates_of(context.recipe, row)
     except RowRejected as error:
-        rejections.append(Rejection(number, error.reason, error.message))
+        other = "" if row is None else other_form(context.encoder.config.recipe, context.source, row)
+        rejections.append(Rejection(number, error.reason, error.message + other))
         return RowOutcome(0, 0, 0, (error.reason,))
     images = tokens = size = file_bytes = 0
     rejects: list[Reason] = []

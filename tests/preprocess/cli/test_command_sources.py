@@ -126,7 +126,6 @@ class TestSplits:
             (("--split", "train,validation", "--holdout", "0.1"), "--holdout divides one split; give one"),
             (("--split", "train,validation", "--trace", "1"), "--trace shows a row of one split; give one"),
             (("--holdout", "0"), "holdout is 0.0; it must be between 0 and 1"),
-            (("--holdout", "0.1", "--trace", "1"), "omit --holdout"),
         ],
     )
     def test_what_is_refused_before_any_work(self, tmp_path, vlmdata, source, options, message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -129,7 +130,15 @@ def test_a_run_with_unexpected_errors_suggests_it(
     with pytest.raises(SystemExit) as ended:
         main()
     assert not ended.value.code
-    assert "unexpected errors: add --trace 6 to the command" in capsys.readouterr().out
+    suggested = "unexpected errors: add --trace 6 to the command for the first traceback"
+    assert suggested in capsys.readouterr().out
+    monkeypatch.setattr(
+        sys, "argv", ["vlmdata", "preprocess", *arguments[:-1], str(tmp_path / "both"), "--holdout", "0.5"]
+    )
+    with pytest.raises(SystemExit):
+        main()
+    assert re.search(r"unexpected errors: add --trace [68] to the command", capsys.readouterr().out)
+    assert 'raise KeyError("answer")' in trace(6, "--holdout", "0.5")[1]
     lines = [json.loads(line) for line in (tmp_path / "out" / "rejected.jsonl").read_text().splitlines()]
     (found,) = [line["message"] for line in lines if line["row"] == 6]
     assert found.startswith("KeyError: 'answer' (in _made, tests/list_recipe.py:")
