@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
+from preprocess.recipes.file_versions import ABSENT, FileVersions
 from preprocess.recipes.remote_root import FetchProblem, RemoteRoot
 from preprocess.sources.identity import file_digest
 from vlmdata.store import Store, Writing
@@ -33,8 +34,6 @@ SCHEMA = pa.schema(
         pa.field("xxh3_128", pa.string(), nullable=False),
     ]
 )
-#: Size of a missing file.
-_ABSENT = -1
 #: Clocks of file servers and this machine may differ, so files modified shortly before the run are read too.
 _MARGIN_NS = 60 * 10**9
 _THREADS = 16
@@ -86,7 +85,7 @@ def record(root: Path, path: str, full: Path | None, size: int | None, data: byt
         path = absolute.relative_to(root).as_posix() if absolute.is_relative_to(root) else path
     path = path.encode("utf-8", "backslashreplace").decode()
     digest = "" if data is None else xxhash.xxh3_128_hexdigest(data)
-    files[path] = ImageFile(path, _ABSENT if size is None else size, digest)
+    files[path] = ImageFile(path, ABSENT if size is None else size, digest)
 
 
 def record_remote(name: str, size: int | None, data: bytes | None) -> None:
@@ -101,7 +100,7 @@ def record_remote(name: str, size: int | None, data: bytes | None) -> None:
     if files is not None:
         name = name.encode("utf-8", "backslashreplace").decode()
         digest = "" if data is None else xxhash.xxh3_128_hexdigest(data)
-        files[name] = ImageFile(name, _ABSENT if size is None else size, digest)
+        files[name] = ImageFile(name, ABSENT if size is None else size, digest)
 
 
 def write_files(store: Store, name: str, shard: int, files: Mapping[str, ImageFile]) -> None:
@@ -114,12 +113,13 @@ def write_files(store: Store, name: str, shard: int, files: Mapping[str, ImageFi
         pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), unfinished)
 
 
-def merge_files(lists: Iterable[bytes], merged: Writing) -> dict[str, int]:
+def merge_files(lists: Iterable[bytes], merged: Writing, versions: FileVersions) -> dict[str, int]:
     """Joins lists of files, one row group each.
 
     Args:
         lists: Lists of :func:`write_files`, in the order of shards.
         merged: Destination of the joined list.
+        versions: Collects their contents.
 
     Returns:
         Number of ``files``, number of ``missing`` ones, and total ``bytes`` of the others.
@@ -129,10 +129,11 @@ def merge_files(lists: Iterable[bytes], merged: Writing) -> dict[str, int]:
         for content in lists:
             table = pq.read_table(io.BytesIO(content), schema=SCHEMA)
             writer.write_table(table)
+            versions.add(table)
             sizes = table.column("bytes").to_pylist()
             counts["files"] += len(sizes)
-            counts["missing"] += sizes.count(_ABSENT)
-            counts["bytes"] += sum(size for size in sizes if size != _ABSENT)
+            counts["missing"] += sizes.count(ABSENT)
+            counts["bytes"] += sum(size for size in sizes if size != ABSENT)
     return counts
 
 
@@ -171,8 +172,8 @@ def _is_changed(root: Path, since_ns: int | None, file: ImageFile) -> bool:
         is_file = path.is_file()
     except (OSError, ValueError):
         is_file = False
-    if not is_file or file.bytes == _ABSENT:
-        return is_file != (file.bytes != _ABSENT)
+    if not is_file or file.bytes == ABSENT:
+        return is_file != (file.bytes != ABSENT)
     if status.st_size != file.bytes:
         return True
     # A copy with the old modification time, or a new file with the old name, still has a new change time.
@@ -187,8 +188,8 @@ def _is_changed(root: Path, since_ns: int | None, file: ImageFile) -> bool:
 
 def _is_changed_remote(root: RemoteRoot, since_ns: int | None, file: ImageFile) -> bool:
     size, seconds = root.state(file.path)
-    if size is None or file.bytes == _ABSENT:
-        return (size is None) != (file.bytes == _ABSENT)
+    if size is None or file.bytes == ABSENT:
+        return (size is None) != (file.bytes == ABSENT)
     if not file.xxh3_128:
         return False
     if size != file.bytes:

@@ -14,11 +14,13 @@ import pyarrow.parquet as pq
 
 from preprocess.chat.tokenizer import ChatTokenizer
 from preprocess.engines.base import system_message
+from preprocess.recipes.file_versions import FileVersions, shards_of_paths
 from preprocess.recipes.image_files import merge_files
+from preprocess.run.part import Part, job_array
 from preprocess.shards.job import FILES_SUFFIX, RUN_FILE, ShardRecord, progress_name
 from preprocess.shards.key_counts import KeyCounts
 from vlmdata import __version__
-from vlmdata.errors import ResourceError
+from vlmdata.errors import ConfigMismatchError, ResourceError
 from vlmdata.format.index_row import index_schema
 from vlmdata.format.manifest import Manifest, Totals, canonical_hash
 from vlmdata.format.schema import (
@@ -40,20 +42,38 @@ _MOST_ROW_GROUPS = 1000
 
 
 def close_dataset(
-    store: Store, lock: Lock, identity: Mapping[str, Any], records: list[ShardRecord], tokenizer: ChatTokenizer
+    store: Store,
+    lock: Lock,
+    identity: Mapping[str, Any],
+    records: list[ShardRecord],
+    tokenizer: ChatTokenizer,
+    parts: int = 1,
 ) -> Manifest:
-    """Merges the shards' records, then writes the manifest, if no other run took over."""
+    """Merges the shards' records, then writes the manifest, if no other run took over.
+
+    Args:
+        store: The dataset.
+        lock: Its lock.
+        identity: The run's identity.
+        records: Of all shards.
+        tokenizer: The tokenizer.
+        parts: Number of parts of the run, for messages.
+
+    Raises:
+        ConfigMismatchError: If an image file had different contents for different shards. Writes nothing.
+        ResourceError: If the disk is full.
+    """
     try:
+        with merged_image_files(store, store, parts) as files:
+            image_files = {} if files is None else {IMAGE_FILES: files}
+        if files is not None:
+            store.stamp(IMAGE_FILES_NAME, store.modified_ns(RUN_FILE))
         features = tuple(sorted({feature for record in records for feature in record.features}))
         shards = range(len(records))
         with merged_index(store, store, shards, features) as index:
             index_hash = index.sha256
         with merged_ledger(store, store, [n for n in shards if records[n].info.rejected]) as ledger:
             ledger_hash = ledger.sha256
-        with merged_image_files(store, store) as files:
-            image_files = {} if files is None else {IMAGE_FILES: files}
-        if files is not None:
-            store.stamp(IMAGE_FILES_NAME, store.modified_ns(RUN_FILE))
         with saved_tokenizer(store, tokenizer) as folder:
             tokenizer_files = hash_tokenizer_files(folder)
         keys = KeyCounts.sum(record.keys for record in records).to_json()
@@ -133,7 +153,7 @@ def merged_ledger(store: Store, records: Store, shards: Sequence[int]) -> Iterat
 
 
 @contextmanager
-def merged_image_files(store: Store, records: Store) -> Iterator[dict[str, Any] | None]:
+def merged_image_files(store: Store, records: Store, parts: int = 1) -> Iterator[dict[str, Any] | None]:
     """Merges the image file lists of shards. Yields the list's manifest entry, then renames the list.
 
     Yields None, and writes nothing, if no row named an image file. The caller sets the list's modification time
@@ -143,6 +163,10 @@ def merged_image_files(store: Store, records: Store) -> Iterator[dict[str, Any] 
     Args:
         store: The dataset.
         records: Where the shards' records are.
+        parts: Number of parts of the run, for messages.
+
+    Raises:
+        ConfigMismatchError: If a file had different contents for different shards.
     """
     found = [name for name in records.listing(PROGRESS_DIR) if name.endswith(f".{FILES_SUFFIX}")]
     if not found:
@@ -150,9 +174,27 @@ def merged_image_files(store: Store, records: Store) -> Iterator[dict[str, Any] 
         return
     with store.writing(IMAGE_FILES_NAME) as unnamed:
         file = Hashing(unnamed)
-        by_number = sorted(found, key=lambda name: (len(name), name))
-        counts = merge_files(records.read_all(f"{PROGRESS_DIR}/{name}" for name in by_number), file)
+        names = [f"{PROGRESS_DIR}/{name}" for name in sorted(found, key=lambda name: (len(name), name))]
+        versions = FileVersions()
+        counts = merge_files(records.read_all(names), file, versions)
+        if several := versions.several():
+            raise _changed_files(store, shards_of_paths(records.read_all(names), several), parts)
         yield {**counts, "sha256": file.sha256}
+
+
+def _changed_files(store: Store, changed: Mapping[str, Sequence[int]], parts: int) -> ConfigMismatchError:
+    shards = sorted({shard for each in changed.values() for shard in each})
+    path, its = next(iter(changed.items()))
+    more = f" and {counted(len(changed) - 1, 'other file')}" if len(changed) > 1 else ""
+    again = "the same command"
+    if parts > 1:
+        numbers = job_array(Part.for_shard(shard, parts) for shard in shards)
+        again = f"the parts {numbers} of {parts}, whose shards name such files,"
+    return ConfigMismatchError(
+        f"{store}: image files changed while the shards were made: {path}{more} had different contents for shards "
+        f"{its[0]} and {its[-1]}. Run {again} again: shards of earlier contents are recreated"
+        f"{', then `vlmdata finish`' if parts > 1 else ''}."
+    )
 
 
 @contextmanager

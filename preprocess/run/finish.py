@@ -55,7 +55,7 @@ def finish_dataset(out: Store | str | PathLike[str]) -> RunResult | Missing:
         The finished dataset, or the missing shards. If shards are missing, nothing is written.
 
     Raises:
-        ConfigMismatchError: If the tokenizer has changed since the shards were made.
+        ConfigMismatchError: If the tokenizer has changed since the shards were made, or image files changed in between.
         DatasetFormatError: If the directory has no run.
         ResourceError: If another run or the last part is still at work there, or the disk is full.
         SourceError: If the tokenizer cannot be loaded.
@@ -86,7 +86,8 @@ def finish_dataset(out: Store | str | PathLike[str]) -> RunResult | Missing:
         with tidied(store, lock):
             tokenizer = _tokenizer(store, identity)
             lock.check()
-            manifest = close_dataset(store, lock, identity, [records[job.number] for job in jobs], tokenizer)
+            made = [records[job.number] for job in jobs]
+            manifest = close_dataset(store, lock, identity, made, tokenizer, plan.parts)
             return RunResult(manifest, made=0, kept=len(records))
 
 

@@ -20,7 +20,9 @@ from preprocess.recipes import image_files
 from preprocess.recipes.image_files import changed_files, recording, write_files
 from preprocess.recipes.media import MediaLoader
 from preprocess.reject import RowRejected
-from preprocess.run.dataset import RunResult, Watcher, preprocess_dataset
+from preprocess.run.dataset import RunResult, Watcher, preprocess_dataset, preprocess_part
+from preprocess.run.finish import finish_dataset
+from preprocess.run.part import Part
 from preprocess.sources.open import open_source
 from tests.chat_rows import write_jsonl
 from tests.conftest import encoded_image, tree_bytes
@@ -72,7 +74,7 @@ def stop_after(shards: int, source: Path, out: Path) -> None:
         preprocess(source, out, watcher=Watcher(shard_done=shard_done))
 
 
-def repaint(source: Path, n: int, seed: int = 99) -> None:
+def repaint(source: Path, n: int | str, seed: int = 99) -> None:
     """Another picture; of noise, so that its file has another size."""
     (source.parent / "images" / f"{n}.png").write_bytes(encoded_image(seed=seed, width=32))
 
@@ -81,6 +83,52 @@ def continued(source: Path, out: Path, **options: Any) -> tuple[RunResult, dict[
     said: list[Mapping[int, Sequence[str]]] = [{}]
     result = preprocess(source, out, watcher=Watcher(files_changed=said.append), **options)
     return result, {shard: list(paths) for shard, paths in said[-1].items()}
+
+
+@pytest.fixture
+def shared(source: Path) -> Path:
+    """The rows of shard 0 and of shard 3 name one picture, and those of 1 and 2 one that is missing."""
+    rows = [json.loads(line) for line in source.read_text().splitlines()]
+    for number, name in ((0, "shared.png"), (7, "shared.png"), (2, "later.png"), (4, "later.png")):
+        rows[number]["image"] = name
+    (source.parent / "images" / "shared.png").write_bytes(encoded_image(seed=50))
+    return write_jsonl(source, rows)
+
+
+class TestFilesThatChangeWhileShardsAreMade:
+    def make(self, source: Path, out: Path, number: int) -> None:
+        root = MediaConfig(image_root=str(source.parent / "images"))
+        config = PreprocessConfig(recipe="chat", rows_per_shard=2, image=ImageConfig(1024, 65536), media=root)
+        preprocess_part(Part(number, 4), open_source(str(source)), out, config)
+
+    @pytest.mark.parametrize("changed", ["shared.png", "later.png"])
+    def test_finish_names_them_and_the_parts_to_make_again(self, tmp_path: Path, shared: Path, changed: str) -> None:
+        out = tmp_path / "out"
+        for number in (1, 2):
+            self.make(shared, out, number)
+        (shared.parent / "images" / changed).write_bytes(encoded_image(seed=51))
+        for number in (3, 4):
+            self.make(shared, out, number)
+        before = tree_bytes(out)
+        shards, parts = ("0 and 3", "1,4") if changed == "shared.png" else ("1 and 2", "2-3")
+        with pytest.raises(ConfigMismatchError) as caught:
+            finish_dataset(out)
+        assert f"{changed} had different contents for shards {shards}. Run the parts {parts} of 4" in str(caught.value)
+        assert str(caught.value).endswith("again: shards of earlier contents are recreated, then `vlmdata finish`.")
+        assert tree_bytes(out).keys() - before.keys() == {".progress/lock"}
+        for number in (1, 2, 3, 4):
+            self.make(shared, out, number)
+        assert isinstance(finish_dataset(out), RunResult)
+        preprocess(shared, tmp_path / "fresh")
+        assert tree_bytes(out) == tree_bytes(tmp_path / "fresh")
+
+    def test_a_run_without_parts_names_them_too(self, tmp_path: Path, shared: Path) -> None:
+        watcher = Watcher(shard_done=lambda record: repaint(shared, "shared"))
+        with pytest.raises(ConfigMismatchError, match=r"for shards 0 and 3\. Run the same command again: shards of"):
+            preprocess(shared, tmp_path / "out", watcher=watcher)
+        assert not (tmp_path / "out" / "manifest.json").exists()
+        assert preprocess(shared, tmp_path / "out").made == 1
+        assert verify_dataset(tmp_path / "out").faults == []
 
 
 class TestAnUnfinishedRun:
