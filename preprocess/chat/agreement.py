@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from preprocess.chat.length import require_length
 from preprocess.chat.render import Rendered, Renderer
 from preprocess.chat.targets import Tokens, Turn, find_turns, tokenize
 from preprocess.chat.tokenizer import ASSISTANT_HEADER, IM_START, ChatTokenizer
@@ -28,10 +29,11 @@ def encode_turns(renderer: Renderer, conversation: Conversation) -> tuple[Render
 
     Raises:
         RowRejected: TEMPLATE_ERROR if the result is not the conversation: a turn, an image or a text is missing or
-            misplaced. SPECIAL_TOKEN_TEXT if the data forged a special token.
+            misplaced. SPECIAL_TOKEN_TEXT if the data forged a special token. OVERLONG if the text is far too long.
     """
     tokenizer = renderer.tokenizer
     rendered = renderer.render(conversation)
+    require_length(tokenizer, rendered.text, renderer.most_tokens)
     tokens = tokenize(tokenizer, rendered)
     _require_reserved(rendered, tokens, tokenizer)
     turns = find_turns(rendered.text, tokens, tokenizer.info)
@@ -52,9 +54,12 @@ def encode_document_text(renderer: Renderer, document: Document) -> Tokens:
     """Tokenizes a document, with one placeholder per image and the end of text last.
 
     Raises:
-        RowRejected: SPECIAL_TOKEN_TEXT if the data forged a special token, TEMPLATE_ERROR if one was lost.
+        RowRejected: SPECIAL_TOKEN_TEXT if the data forged a special token, TEMPLATE_ERROR if one was lost, OVERLONG if
+            the text is far too long.
     """
     rendered = renderer.render_document(document)
+    hint = "; --overlong split makes several samples of such documents"
+    require_length(renderer.tokenizer, rendered.text, renderer.most_tokens, hint)
     tokens = tokenize(renderer.tokenizer, rendered)
     _require_reserved(rendered, tokens, renderer.tokenizer)
     return tokens

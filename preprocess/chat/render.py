@@ -46,10 +46,12 @@ class Renderer:
     Attributes:
         tokenizer: Tokenizer with the template and special tokens.
         special_text: Handling of data with the text of a reserved token.
+        most_tokens: Texts of far more tokens are rejected before they are tokenized whole; None tokenizes all.
     """
 
     tokenizer: ChatTokenizer
     special_text: SpecialText
+    most_tokens: int | None = None
 
     def render(self, conversation: Conversation) -> Rendered:
         """Renders a conversation with the template.

@@ -10,7 +10,7 @@ from preprocess.chat.agreement import encode_document_text
 from preprocess.chat.render import Renderer
 from preprocess.config import Overlong, PreprocessConfig
 from preprocess.conversation import Document
-from preprocess.encode.image import encode_images
+from preprocess.encode.image import encode_images, image_tokens
 from preprocess.encode.sample import EncodedSample, WeightedTokens, finish_sample
 from preprocess.encode.weights import document_weight
 from preprocess.reject import RowRejected
@@ -43,7 +43,11 @@ def encode_document(
     info = renderer.tokenizer.info
     # Text first: it is cheap, and rejected documents need no image decoding.
     ids = encode_document_text(renderer, document).ids
-    images = encode_images(document.images, config)
+    parts = document.images
+    tokens_of_images = image_tokens(parts, config, more_than=config.max_length - len(ids) + len(parts))
+    if tokens_of_images is not None and config.overlong == Overlong.REJECT:
+        raise _overlong(len(ids) - len(parts) + tokens_of_images, len(parts), config)
+    images = encode_images(parts, config)
     learned = ~np.isin(ids, (info.image, info.vision_start, info.vision_end))
     tokens = WeightedTokens(ids, learned * np.float32(weight)).with_images(images, info.image)
     token_counts = np.array([image.tokens for image in images], dtype=np.int64)
@@ -69,13 +73,17 @@ def _bounds(length: int, blocks: list[Block], config: PreprocessConfig) -> list[
     if length <= most:
         return [0, length]
     if config.overlong == Overlong.REJECT:
-        raise RowRejected(
-            Reason.OVERLONG,
-            f"{length} tokens ({counted(len(blocks), 'image')}), over --max-length {most}; --overlong split makes "
-            "several samples of such documents",
-        )
+        raise _overlong(length, len(blocks), config)
     bounds = cut(length, blocks, most)
     return bounds[:2] if config.overlong == Overlong.TRUNCATE else bounds
+
+
+def _overlong(length: int, images: int, config: PreprocessConfig) -> RowRejected:
+    return RowRejected(
+        Reason.OVERLONG,
+        f"{length} tokens ({counted(images, 'image')}), over --max-length {config.max_length}; --overlong split makes "
+        "several samples of such documents",
+    )
 
 
 def cut(length: int, blocks: list[Block], most: int) -> list[int]:

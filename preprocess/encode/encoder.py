@@ -12,7 +12,7 @@ from preprocess.chat.tokenizer import ChatTokenizer
 from preprocess.config import Overlong, PreprocessConfig, TrainTurns
 from preprocess.conversation import Conversation, Document
 from preprocess.encode.document import encode_document
-from preprocess.encode.image import encode_images
+from preprocess.encode.image import encode_images, image_tokens
 from preprocess.encode.sample import EncodedImage, EncodedSample, WeightedTokens, finish_sample
 from preprocess.encode.weights import turn_weights
 from preprocess.reject import RowRejected, excerpt
@@ -32,7 +32,8 @@ class Encoder:
     def __init__(self, config: PreprocessConfig, tokenizer: ChatTokenizer):
         self.config = config
         self.tokenizer = tokenizer
-        self.renderer = Renderer(tokenizer, config.special_text)
+        most = config.max_length if config.overlong == Overlong.REJECT else None
+        self.renderer = Renderer(tokenizer, config.special_text, most)
 
     def encode_all(self, made: Conversation | Document) -> list[EncodedSample | RowRejected]:
         """Encodes a recipe's result to one sample, or to several for a split document.
@@ -57,8 +58,12 @@ class Encoder:
         _check_answers(conversation, weights)
         # Text first: it is cheap, and rejected rows need no image decoding.
         ids, spans = self._encode_text(conversation, weights)
-        images = encode_images(conversation.images, self.config)
-        return self._assemble(ids, spans, images)
+        # Their sizes next: neither do samples that are too long.
+        parts = conversation.images
+        tokens = image_tokens(parts, self.config, more_than=self.config.max_length - len(ids) + len(parts))
+        if tokens is not None:
+            self._kept_length(len(ids) - len(parts) + tokens, len(ids), spans, len(parts))
+        return self._assemble(ids, spans, encode_images(parts, self.config))
 
     def _require_known_keys(self, made: Conversation | Document) -> None:
         if self.config.strict and made.unknown:
@@ -83,9 +88,7 @@ class Encoder:
         tokens = WeightedTokens(ids, spans.weights).with_images(images, self.tokenizer.info.image)
         length = len(tokens)
         if truncated := length > self.config.max_length:
-            grown = length - len(ids)  # all images are before the last answer, or truncation is rejected
-            most = self._truncated_length(length, spans.last[0] + grown, spans.last[1] + grown, len(images))
-            tokens = tokens[:most]
+            tokens = tokens[: self._kept_length(length, len(ids), spans, len(images))]
         chosen = spans.turn_weights if self.config.train_turns is TrainTurns.ALL else spans.turn_weights[-1:]
         return finish_sample(
             tokens,
@@ -97,8 +100,20 @@ class Encoder:
             turn_weights=() if set(chosen) == {1.0} else spans.turn_weights,
         )
 
-    def _truncated_length(self, length: int, start: int, stop: int, images: int) -> int:
-        """Returns the truncated length: within the last answer ``[start, stop)``, which must end the sequence."""
+    def _kept_length(self, length: int, text: int, spans: TargetSpans, images: int) -> int:
+        """Returns the length of a sample that is too long once its last answer, which must end it, is truncated.
+
+        Args:
+            length: Its tokens.
+            text: Its tokens with one for each image.
+            spans: Its targets, in tokens of text.
+            images: Number of its images.
+
+        Raises:
+            RowRejected: If it is not to be truncated, or cannot be.
+        """
+        grown = length - text  # all images are before the last answer, or truncation is rejected
+        start, stop = spans.last[0] + grown, spans.last[1] + grown
         most = self.config.max_length
         what = f"{counted(length, 'token')} ({counted(images, 'image')}), over --max-length {most}"
         if self.config.overlong != Overlong.TRUNCATE:  # a conversation is not split

@@ -1,4 +1,4 @@
-"""Encodes the bytes of an image file to stored patches."""
+"""Encodes the bytes of image files to stored patches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from preprocess.conversation import ImagePart
 from preprocess.encode.sample import EncodedImage
 from preprocess.reject import RowRejected
 from vlmdata.families import Family
-from vlmdata.media.decode import DecodedImage, decode_image
+from vlmdata.media.decode import DecodedImage, decode_image, header_size
 from vlmdata.media.error import MediaError
 from vlmdata.media.resize import resize_to_patches
 from vlmdata.media.size import SizeRequest, target_size
@@ -22,11 +22,10 @@ def encode_image(part: ImagePart, config: ImageConfig, family: Family, what: str
     Raises:
         RowRejected: If the image cannot be used.
     """
-    request = SizeRequest(part.min_pixels, part.max_pixels, part.resized_height, part.resized_width)
     try:
         decoded = decode_image(part.data, config.max_source_pixels, what)
         source_height, source_width = decoded.memory.shape[:2]
-        height, width = target_size(source_height, source_width, request, config.bounds(family), family, what)
+        height, width = target_size(source_height, source_width, _request(part), config.bounds(family), family, what)
     except MediaError as error:
         raise RowRejected(error.reason, error.message) from error
     patches = resize_to_patches(decoded.memory, height, width, family)
@@ -36,12 +35,67 @@ def encode_image(part: ImagePart, config: ImageConfig, family: Family, what: str
 
 
 def encode_images(parts: Sequence[ImagePart], config: PreprocessConfig) -> tuple[EncodedImage, ...]:
-    """Encodes the images of a sample.
+    """Encodes the images of a sample. References to equal files of equal size share one :class:`EncodedImage`.
 
     Raises:
         RowRejected: If an image cannot be used.
     """
-    return tuple(encode_image(part, config.image, config.model_family, part.field) for part in parts)
+    made: dict[tuple[bytes, SizeRequest], EncodedImage] = {}
+    for part in parts:
+        same = part.data, _request(part)
+        if same not in made:
+            made[same] = encode_image(part, config.image, config.model_family, part.field)
+    return tuple(made[part.data, _request(part)] for part in parts)
+
+
+def image_tokens(parts: Sequence[ImagePart], config: PreprocessConfig, more_than: int) -> int | None:
+    """Returns the number of tokens of some images, from the headers of their files.
+
+    So a sample that is too long is rejected without decoding its images.
+
+    Args:
+        parts: The images.
+        config: The options.
+        more_than: Only larger numbers are of interest.
+
+    Returns:
+        The number of tokens; None if it is not larger than ``more_than``, or not certain before decoding.
+    """
+    family = config.model_family
+    bounds = config.image.bounds(family)
+    requests = [_request(part) for part in parts]
+    if set(requests) <= {SizeRequest()} and len(parts) * bounds[1] <= more_than * family.factor**2:
+        return None
+    counts: dict[tuple[bytes, SizeRequest], int | None] = {}
+    tokens = 0
+    for part, request in zip(parts, requests, strict=True):
+        same = part.data, request
+        if same not in counts:
+            counts[same] = _tokens_of(part, config.image, family, bounds)
+        count = counts[same]
+        if count is None:
+            return None
+        tokens += count
+    return tokens if tokens > more_than else None
+
+
+def _tokens_of(part: ImagePart, config: ImageConfig, family: Family, bounds: tuple[int, int]) -> int | None:
+    """Returns the number of tokens of an image; None if its header is damaged, or does not tell it."""
+    try:
+        width, height = header_size(part.data, config.max_source_pixels, part.field)
+        # Decoding turns images as their EXIF says, which some formats have after the pixels.
+        upright, turned = (
+            target_size(*sides, _request(part), bounds, family, part.field)
+            for sides in ((height, width), (width, height))
+        )
+    except MediaError:
+        return None
+    areas = {upright[0] * upright[1], turned[0] * turned[1]}
+    return areas.pop() // family.factor**2 if len(areas) == 1 else None
+
+
+def _request(part: ImagePart) -> SizeRequest:
+    return SizeRequest(part.min_pixels, part.max_pixels, part.resized_height, part.resized_width)
 
 
 def _origin(decoded: DecodedImage) -> dict[str, Any]:

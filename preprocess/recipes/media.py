@@ -8,7 +8,8 @@ from __future__ import annotations
 import base64
 import binascii
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,16 @@ class MediaLoader:
         named = [urlsplit(place).netloc.rpartition("@")[2]] if place is not None and is_web(place) else []
         self._private_hosts = (*private_hosts, *named)
         self._ahead = Ahead()
+        self._of_row: dict[str, bytes] | None = None
+
+    @contextmanager
+    def row(self) -> Iterator[None]:
+        """Reads each file that a row names once, so that many references to it take no more memory than one."""
+        self._of_row = {}
+        try:
+            yield
+        finally:
+            self._of_row = None
 
     @property
     def is_remote(self) -> bool:
@@ -121,6 +132,8 @@ class MediaLoader:
         return self._read(value, field) if self._remote is None else self._read_remote(self._remote, value, field)
 
     def _read(self, path: str, field: str) -> bytes:
+        if self._of_row is not None and path in self._of_row:
+            return self._of_row[path]
         shown = excerpt(path)
         if self._root is None:
             raise RowRejected(Reason.IMAGE_PATH, f"{field}: {shown} is a path; set --image-root to its base folder")
@@ -142,6 +155,8 @@ class MediaLoader:
                 raise RowRejected(Reason.IMAGE_TOO_LARGE, f"{field}: {shown} has {size} bytes, over {MAX_FILE_BYTES}")
             data = full.read_bytes()
             size = len(data)
+            if self._of_row is not None:
+                self._of_row[path] = data
             return data
         except OSError as error:
             raise RowRejected(Reason.MISSING_IMAGE, f"{field}: cannot read {shown}: {error.strerror}") from error

@@ -237,7 +237,7 @@ def _process_row(
     row = None
     try:
         row = read()
-        with _foreseen(context.recipe):
+        with _foreseen(context.recipe), context.media.row():
             candidates = candidates_of(context.recipe, row)
     except RowRejected as error:
         other = "" if row is None else other_form(context.encoder.config.recipe, context.source, row)

@@ -70,7 +70,7 @@ def decode_image(data: bytes, max_source_pixels: int, what: str = "image") -> De
         MediaError: With NOT_AN_IMAGE, UNSUPPORTED_IMAGE, TRUNCATED_IMAGE, IMAGE_TOO_LARGE, EMPTY_IMAGE or PIXEL_RANGE.
     """
     if not data:
-        raise MediaError(Reason.EMPTY_IMAGE, f"{what}: the file has 0 bytes")
+        raise _empty(what)
     with _pillow_limit(max_source_pixels):
         image = _open(data, max_source_pixels, what)
         try:
@@ -84,6 +84,27 @@ def decode_image(data: bytes, max_source_pixels: int, what: str = "image") -> De
                 f"does not decode: {type(error).__name__}: {error}",
             ) from error
         return _normalise(image, what)
+
+
+def header_size(data: bytes, max_source_pixels: int, what: str = "image") -> tuple[int, int]:
+    """Returns (width, height) as the header of an image file has them, before EXIF orientation.
+
+    Args:
+        data: The file's bytes.
+        max_source_pixels: Larger images are rejected.
+        what: As in :func:`decode_image`.
+
+    Raises:
+        MediaError: If the header cannot be read, or the image is not supported or too large.
+    """
+    if not data:
+        raise _empty(what)
+    with _pillow_limit(max_source_pixels):
+        return _open(data, max_source_pixels, what).size
+
+
+def _empty(what: str) -> MediaError:
+    return MediaError(Reason.EMPTY_IMAGE, f"{what}: the file has 0 bytes")
 
 
 def _open(data: bytes, max_source_pixels: int, what: str) -> Image.Image:
