@@ -20,7 +20,7 @@ from typing import Any
 from vlmdata.errors import VlmdataError
 
 #: Number of workers that may die on the same job before an error.
-_MAX_DEATHS = 5
+MAX_DEATHS = 5
 #: A worker ends immediately when told to, unless it is blocked in a read or write.
 _SECONDS_TO_END = 30.0
 
@@ -31,12 +31,14 @@ class WorkersDied(Exception):
     Attributes:
         job: The job.
         deaths: Number of dead workers.
+        cause: How the last one ended, in words.
     """
 
-    def __init__(self, job: Any, deaths: int):
-        super().__init__(f"{deaths} worker processes died in a row on {job}")
+    def __init__(self, job: Any, deaths: int, cause: str):
+        super().__init__(f"{deaths} worker processes died in a row on {job}: {cause}")
         self.job = job
         self.deaths = deaths
+        self.cause = cause
 
 
 class WorkerError(Exception):
@@ -62,7 +64,13 @@ def start_worker_server(preload: Sequence[str]) -> None:
 
 
 def run_in_workers[J, R](
-    prepare: Callable[[], Callable[[J], R]], jobs: Sequence[J], workers: int, preload: Sequence[str]
+    prepare: Callable[[], Callable[[J], R]],
+    jobs: Sequence[J],
+    workers: int,
+    preload: Sequence[str],
+    *,
+    on_death: Callable[[J], J] = lambda job: job,
+    most_deaths: int = MAX_DEATHS,
 ) -> Generator[R]:
     """Runs jobs in worker processes and yields results in any order.
 
@@ -74,20 +82,27 @@ def run_in_workers[J, R](
         jobs: Picklable.
         workers: Number of processes.
         preload: Modules to import before workers are forked.
+        on_death: Called with a job whose worker died; returns the job to run in its place. Deaths on another job are
+            counted anew.
+        most_deaths: Number of workers that may die on the same job before an error.
 
     Raises:
         WorkersDied: If a job killed its worker repeatedly.
         VlmdataError: If the function raised one.
         WorkerError: If it raised anything else.
     """
+    jobs = list(jobs)
     waiting = deque(range(len(jobs)))
     deaths: Counter[int] = Counter()
     pool: dict[Connection[Any, Any], _Worker] = {}
 
-    def died(job: int) -> None:
+    def died(job: int, exit_code: int | None = None) -> None:
         deaths[job] += 1
-        if deaths[job] >= _MAX_DEATHS:
-            raise WorkersDied(jobs[job], deaths[job])
+        again = on_death(jobs[job])
+        if again != jobs[job]:
+            jobs[job], deaths[job] = again, 0
+        if deaths[job] >= most_deaths:
+            raise WorkersDied(jobs[job], deaths[job], _cause(exit_code))
         waiting.appendleft(job)
 
     def hire(job: int) -> None:
@@ -111,7 +126,7 @@ def run_in_workers[J, R](
         del pool[worker.pipe]
         worker.end()
         if worker.job is not None:
-            died(worker.job)
+            died(worker.job, worker.exit_code)
 
     try:
         while waiting or any(worker.job is not None for worker in pool.values()):
@@ -156,6 +171,11 @@ class _Worker:
             pipe.close()
             lifeline.close()
 
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code of the ended process; negative for a signal, None if unknown."""
+        return self._process.exitcode
+
     def end(self) -> None:
         """Ends the process in any state and waits until it is gone."""
         self._lifeline.close()
@@ -186,6 +206,19 @@ def _serve(
         except Exception:
             answer = None, WorkerError(f"in a worker process:\n{traceback.format_exc()}")
         pipe.send(answer)
+
+
+def _cause(exit_code: int | None) -> str:
+    if exit_code is None:
+        return "for an unknown cause"
+    if exit_code >= 0:
+        return f"with exit code {exit_code}"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        name = f"signal {-exit_code}"
+    meaning = {"SIGKILL": ", as when memory is short", "SIGSEGV": ", a crash in a library"}.get(name, "")
+    return f"by {name}{meaning}"
 
 
 def _exit_with(lifeline: Connection[Any, Any]) -> None:

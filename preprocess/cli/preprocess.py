@@ -203,6 +203,16 @@ def preprocess(
             show_default=False,
         ),
     ] = None,
+    reject_after_deaths: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="With --engine local: reject a row, as `worker_died`, after it has ended N worker processes (out of "
+            "memory, or a crash in a library). Default: the fifth death ends the run and names the row.",
+            rich_help_panel=_RUN,
+            show_default=False,
+        ),
+    ] = None,
     part: Annotated[
         str | None,
         typer.Option(
@@ -315,6 +325,8 @@ def preprocess(
             raise ValueError(f"holdout is {holdout}; it must be between 0 and 1")
         if workers is not None and workers < 1:
             raise ValueError(f"workers is {workers}; it must be at least 1")
+        if reject_after_deaths is not None and reject_after_deaths < 1:
+            raise ValueError(f"reject_after_deaths is {reject_after_deaths}; it must be at least 1")
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     if out is None and trace is None:
@@ -337,6 +349,7 @@ def preprocess(
         holdout=holdout,
         engine=engine,
         ray_address=ray_address,
+        reject_after_deaths=reject_after_deaths,
         part=None if part is None else Part.parse(part),
         workers=workers,
         overwrite=overwrite,

@@ -56,6 +56,7 @@ def run_command(
     holdout: float | None,
     engine: str,
     ray_address: str | None = None,
+    reject_after_deaths: int | None = None,
     part: Part | None = None,
     workers: int | None,
     overwrite: bool,
@@ -78,6 +79,7 @@ def run_command(
         holdout: Share of the rows to hold out as a separate dataset.
         engine: Name of the engine that makes shards.
         ray_address: The cluster of an engine that takes one.
+        reject_after_deaths: Deaths of workers on a row after which it is rejected, for an engine that takes it.
         part: The part of the shards to make; None is all.
         workers: Workers; None is as many as the engine finds.
         overwrite: Whether to remove a dataset that stands in the output folder.
@@ -90,7 +92,7 @@ def run_command(
     talk = Console(stderr=True, highlight=False, emoji=False)
     spec, store = source_place(spec), None if out is None else output_store(out)
     _check_options(spec, config, given)
-    made_by = load_engine(engine, ray_address)
+    made_by = load_engine(engine, ray_address, reject_after_deaths)
     names = split_names(split, holdout=holdout, trace=trace)
     quiet_libraries()
     if config.tokenizer != EMBEDDED:

@@ -181,21 +181,28 @@ def _named(engine: Engine, made: Generator[ShardRecord]) -> Generator[ShardRecor
         ) from error
 
 
-def load_engine(name: str, ray_address: str | None = None) -> Engine:
+def load_engine(name: str, ray_address: str | None = None, reject_after_deaths: int | None = None) -> Engine:
     """Loads an engine by registered name or as ``module:attribute``.
 
     Args:
         name: The name.
         ray_address: Where the engine's cluster is, for one whose constructor takes a ``ray_address``.
+        reject_after_deaths: Deaths after which a row is rejected, for one whose constructor takes it.
 
     Raises:
-        SourceError: If there is none, it is no engine, or it takes no address.
+        SourceError: If there is none, it is no engine, or it does not take an option.
     """
     made = find("--engine", name, REGISTRY)
-    options = {} if ray_address is None else {"ray_address": ray_address}
-    if not options.keys() <= signature(made).parameters.keys():
-        raise SourceError(f"--ray-address has no effect with --engine {name}. Leave it out, or choose --engine ray.")
-    engine: Engine = made(**options)
+    taken = signature(made).parameters.keys()
+    options = {"ray_address": ray_address, "reject_after_deaths": reject_after_deaths}
+    given: dict[str, object] = {option: value for option, value in options.items() if value is not None}
+    for option, engine_with_it in (("ray_address", "ray"), ("reject_after_deaths", "local")):
+        if option in given and option not in taken:
+            flag = f"--{option.replace('_', '-')}"
+            raise SourceError(
+                f"{flag} has no effect with --engine {name}. Leave it out, or choose --engine {engine_with_it}."
+            )
+    engine: Engine = made(**given, **({"watch": True} if "watch" in taken else {}))
     if not callable(getattr(engine, "run", None)):
         raise SourceError(f"--engine {name}: it has no method `run`. Derive it from preprocess.engines.base.Engine.")
     return engine

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from functools import partial
 
 from preprocess.engines.base import Engine, ShardWork, make_shard, rows_of
+from preprocess.engines.deaths import REJECTING, Deaths, watched
 from preprocess.shards.counters import Counters
 from preprocess.shards.job import ShardJob, ShardRecord
-from preprocess.workers import WorkersDied, run_in_workers, start_worker_server
+from preprocess.workers import MAX_DEATHS, WorkersDied, run_in_workers, start_worker_server
 from vlmdata.errors import ResourceError
 
 #: Modules that workers import once, in the server from which they are forked.
@@ -26,44 +27,63 @@ PRELOADED = [
 class Local(Engine):
     """Runs one worker or one job in this process, and several in separate processes."""
 
+    def __init__(self, reject_after_deaths: int | None = None, *, watch: bool = False):
+        """Sets what happens if a row ends the process that processes it.
+
+        Args:
+            reject_after_deaths: Deaths of worker processes on a row after which it is rejected; None ends the run after
+                five. If given, even one worker is a process of its own.
+            watch: Whether to say where the process ended, if it makes shards itself and dies.
+        """
+        self._reject_after = reject_after_deaths
+        self._watch = watch
+
     def warm_up(self, workers: int) -> None:
         """Imports the libraries of workers while this process is still busy."""
-        if workers > 1:
+        if workers > 1 or self._reject_after is not None:
             start_worker_server(PRELOADED)
 
     def run(
         self, work: ShardWork, jobs: Sequence[ShardJob], workers: int, counters: Counters
     ) -> Generator[ShardRecord]:
         """Makes shards; see :meth:`Engine.run`."""
-        if workers <= 1 or len(jobs) <= 1:
-            return _run_here(work, jobs, counters)
-        return _run_in_processes(work, jobs, min(workers, len(jobs)), counters)
+        if self._reject_after is None and (workers <= 1 or len(jobs) <= 1):
+            return _run_here(work, jobs, counters, self._watch)
+        return _run_in_processes(work, jobs, min(workers, len(jobs)), counters, self._reject_after)
 
 
-def _run_here(work: ShardWork, jobs: Sequence[ShardJob], counters: Counters) -> Generator[ShardRecord]:
+def _run_here(work: ShardWork, jobs: Sequence[ShardJob], counters: Counters, watch: bool) -> Generator[ShardRecord]:
     import torch
 
     threads = torch.get_num_threads()
     try:
         context = work.prepare()
-        for job in jobs:
-            yield make_shard(job, context, counters)
+        with watched() if watch else nullcontext() as watcher:
+            for job in jobs:
+                counting = counters if watcher is None else watcher.counting(job, work.source, counters)
+                yield make_shard(job, context, counting)
     finally:
         torch.set_num_threads(threads)
 
 
 def _run_in_processes(
-    work: ShardWork, jobs: Sequence[ShardJob], workers: int, counters: Counters
+    work: ShardWork, jobs: Sequence[ShardJob], workers: int, counters: Counters, reject_after: int | None
 ) -> Generator[ShardRecord]:
-    with closing(run_in_workers(partial(_prepare, work, counters), jobs, workers, PRELOADED)) as records:
+    deaths = Deaths(work.source, counters, reject_after)
+    most = max(MAX_DEATHS, reject_after or 0)
+    prepare = partial(_prepare, work, counters)
+    with closing(run_in_workers(prepare, jobs, workers, PRELOADED, on_death=deaths.again, most_deaths=most)) as records:
         try:
             yield from records
         except WorkersDied as error:
             job: ShardJob = error.job
+            row = deaths.last_row
+            at = "" if row is None else f", at row {row}"
+            rejecting = "" if row is None else f" If row {row} itself is the cause, {REJECTING}."
             raise ResourceError(
                 f"{work.store}: {error.deaths} worker processes died in a row on shard {job.number} "
-                f"({rows_of(job, work.source)}). Out of memory? Finished shards are kept; use fewer --workers or a "
-                "lower --max-source-pixels and run the same command again to continue."
+                f"({rows_of(job, work.source)}), the last one {error.cause}{at}. Finished shards are kept; use fewer "
+                f"--workers or a lower --max-source-pixels and run the same command again to continue.{rejecting}"
             ) from None
 
 

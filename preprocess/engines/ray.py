@@ -191,7 +191,7 @@ class _Run:
                 f"{self._work.store}: {_MAX_DEATHS} workers were lost in succession over shard {job.number} "
                 f"({rows_of(job, self._work.source)}); the last one: {_first_line(error)}. Out of memory? "
                 "Finished shards are kept; use fewer --workers or a lower --max-source-pixels and run the same command "
-                "again to continue."
+                "again to continue. With --engine local it names the row and can reject it."
             ) from error
         if isinstance(outcome, Exception):
             raise outcome

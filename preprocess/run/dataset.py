@@ -18,7 +18,7 @@ from preprocess.run.directory import ShardPlan, begin, tidied
 from preprocess.run.earlier_files import EarlierFiles
 from preprocess.run.part import Part
 from preprocess.run.place import clear_place, prepare_place, resource_errors
-from preprocess.run.repair import Repair, find_damage
+from preprocess.run.repair import Repair, find_damage, with_deadly_rows
 from preprocess.shards.counters import Counters
 from preprocess.shards.fingerprints import run_identity
 from preprocess.shards.job import ShardJob, ShardRecord, finished_records
@@ -249,7 +249,8 @@ class _Run:
 
 def _recreate_lost(run: _Run, manifest: Manifest, watcher: Watcher) -> RunResult:
     """Makes again what a finished dataset lost, if anything."""
-    repair = Repair(run.work, manifest, run.jobs, run.tokenizer, run.engine, run.workers, run.counters)
+    jobs = with_deadly_rows(run.jobs, run.work.store, manifest)
+    repair = Repair(run.work, manifest, jobs, run.tokenizer, run.engine, run.workers, run.counters)
     damage = find_damage(run.work.store, manifest)
     if not damage:
         return RunResult(manifest, made=0, kept=len(manifest.shards))

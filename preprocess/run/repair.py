@@ -19,6 +19,7 @@ from preprocess.shards.counters import Counters
 from preprocess.shards.job import ShardJob, ShardRecord, progress_name
 from vlmdata.errors import DatasetFormatError
 from vlmdata.format.index_row import index_table
+from vlmdata.format.ledger import Reason, read_ledger
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.reindex import index_rows_of
 from vlmdata.format.schema import (
@@ -83,6 +84,22 @@ def find_damage(store: Store, manifest: Manifest) -> Damage:
         image_files=image_files is not None and store.sha256(IMAGE_FILES_NAME) != image_files["sha256"],
         tokenizer=tokenizer,
     )
+
+
+def with_deadly_rows(jobs: Sequence[ShardJob], store: Store, manifest: Manifest) -> list[ShardJob]:
+    """Returns jobs that reject the rows again that ended their workers, as an intact ledger tells.
+
+    Args:
+        jobs: All shards.
+        store: The dataset.
+        manifest: Its manifest.
+    """
+    if Reason.WORKER_DIED not in manifest.rejects or store.sha256(LEDGER_NAME) != manifest.ledger_sha256:
+        return list(jobs)
+    with store.local(LEDGER_NAME) as folder:
+        rejected = read_ledger(folder / LEDGER_NAME)
+        deadly = frozenset(each.row for each in rejected if each.reason == Reason.WORKER_DIED)
+    return [replace(job, deadly=deadly) for job in jobs]
 
 
 @dataclass(frozen=True, eq=False)

@@ -49,6 +49,7 @@ class Counters:
 
     def __init__(self, shards: int):
         self._shared = multiprocessing.RawArray("q", shards * (4 + len(_REASONS)))
+        self._begun = multiprocessing.RawArray("b", shards)
 
     def table(self) -> npt.NDArray[np.int64]:
         """int64 (shards, 4 + reasons): rows, images, tokens, bytes, and rejects by reason; a live view."""
@@ -61,6 +62,13 @@ class Counters:
     def start(self, shard: int) -> None:
         """Resets the counts of an earlier attempt at the shard."""
         self.table()[shard] = 0
+        self._begun[shard] = 1
+
+    def stop(self, shard: int) -> int | None:
+        """Returns how many rows of a shard were done when its worker died; None if it had not begun the shard."""
+        done = int(self.table()[shard, 0]) if self._begun[shard] else None
+        self._begun[shard] = 0
+        return done
 
     def add(self, shard: int, outcome: RowOutcome) -> None:
         """Counts a row."""

@@ -44,11 +44,15 @@ FILES_SUFFIX = "files"
 
 @dataclass(frozen=True)
 class ShardJob:
-    """Shard ``number``, made from rows ``[row_start, row_stop)`` of ``Source.numbers``."""
+    """Shard ``number``, made from rows ``[row_start, row_stop)`` of ``Source.numbers``.
+
+    Rows ``deadly`` of the source are rejected without a try, as they end the processes that try.
+    """
 
     number: int
     row_start: int
     row_stop: int
+    deadly: frozenset[int] = frozenset()
 
 
 def plan_shards(rows: int, rows_per_shard: int) -> list[ShardJob]:
@@ -202,7 +206,7 @@ def run_shard(job: ShardJob, context: ShardContext, on_row: Callable[[RowOutcome
         recording() as files,
         store.writing(name) as file,
         ShardWriter(file) as writer,
-        closing(rows_of(context.source, numbers, context.media)) as read,
+        closing(rows_of(context.source, numbers, context.media, job.deadly)) as read,
     ):
         for number, row in read:
             outcome = _process_row(number, row, job.number, context, writer, rows, rejections, keys)

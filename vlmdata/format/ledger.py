@@ -48,6 +48,7 @@ class Reason(StrEnum):
     IMAGE_BOUNDS = "image_bounds"
     PIXEL_RANGE = "pixel_range"
     OVERLONG = "overlong"
+    WORKER_DIED = "worker_died"
     UNEXPECTED_ERROR = "unexpected_error"
 
 
