@@ -18,7 +18,8 @@ _SHOWN = 8
 def finish(
     out: Annotated[str, typer.Argument(metavar="OUT", help="The --out of the parts.")],
     max_reject_rate: Annotated[
-        float, typer.Option(help="Exit with code 1 if a larger share of the rows is rejected.")
+        float,
+        typer.Option(help="Exit with code 1 if a larger share of the rows is rejected, not counting rows of weight 0."),
     ] = 0.01,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary, or the missing shards, as JSON.")] = False,
 ) -> None:
@@ -35,7 +36,7 @@ def finish(
     - `vlmdata finish data/chat --json | jq -r .array` (the parts to make again, for `sbatch --array`)
 
     **Exit codes**: 0 done; 1 shards are missing, too many rows are rejected, or all are; 2 no run to finish, or the
-    tokenizer has changed; 3 out of space, or parts are still at work.
+    tokenizer or image files have changed; 3 out of space, or parts are still at work.
     """
     import json
     import time

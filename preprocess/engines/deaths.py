@@ -98,12 +98,16 @@ class Watch:
 @contextmanager
 def watched() -> Iterator[Watch]:
     """Starts a process that reports on stderr if this process ends inside the block other than by an exception."""
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _WATCH],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C is for this process
-    )
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _WATCH],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for this process
+        )
+    except OSError:  # no memory or no processes left: the run can do without
+        yield Watch(-1)
+        return
     assert process.stdin is not None
     pipe = process.stdin.fileno()
     os.set_blocking(pipe, False)  # a process that does not read must not hold up the run
