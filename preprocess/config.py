@@ -80,8 +80,8 @@ class ImageConfig:
         default = f" (the default of family {family.name})"
         if least < family.factor**2:
             raise UsageError(
-                f"min_pixels is {least}{default if self.min_pixels is None else ''}; with family {family.name} it must "
-                f"be at least {family.factor**2} ({family.factor}², one token)"
+                f"min_pixels is {least}{default if self.min_pixels is None else ''}; it must be at least "
+                f"{family.factor**2} ({family.factor}², one token of family {family.name})"
             )
         if most < least:
             raise UsageError(

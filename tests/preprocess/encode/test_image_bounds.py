@@ -60,7 +60,10 @@ def test_bounds_default_to_those_of_the_family() -> None:
             r"max_pixels is 8192 \(the default of family qwen3_5\), less than min_pixels 9000",
         ),
         (ImageConfig(5000, 4000), r"max_pixels is 4000, less than min_pixels 5000\. Set both"),
-        (ImageConfig(min_pixels=1023), r"min_pixels is 1023; with family qwen3_5 it must be at least 1024"),
+        (
+            ImageConfig(min_pixels=1023),
+            r"min_pixels is 1023; it must be at least 1024 \(32², one token of family qwen3_5",
+        ),
     ],
 )
 def test_bounds_that_contradict_each_other_are_refused(given: ImageConfig, message: str) -> None:
@@ -76,7 +79,9 @@ def test_a_family_of_large_tokens_is_tried_with_images_of_its_own_size(
     monkeypatch.setattr(PreprocessConfig, "model_family", large)
     require_usable(tokenizer, PreprocessConfig(image=ImageConfig(max_pixels=20_000)))
     small = replace(large, min_pixels=1024)
-    with pytest.raises(UsageError, match=r"min_pixels is 1024 \(the default of family qwen3_5\); with family"):
+    with pytest.raises(
+        UsageError, match=r"min_pixels is 1024 \(the default of family qwen3_5\); it must be at least 3136"
+    ):
         ImageConfig().bounds(small)
 
 
