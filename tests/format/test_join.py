@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from preprocess.config import ImageConfig, PreprocessConfig
+from preprocess.recode.run import recode_dataset
 from preprocess.run.dataset import preprocess_dataset
 from preprocess.sources.holdout import hold_out
 from preprocess.sources.open import open_source
@@ -18,11 +20,12 @@ from tests.conftest import cord_row, tree_bytes, write_cord_parquet
 from tests.object_store import ObjectStore
 from tests.preprocess.command_line import Ended
 from tests.preprocess.conftest import vlmdata  # noqa: F401 (a fixture)
-from vlmdata.errors import ConfigMismatchError, ResourceError, UsageError
+from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError, UsageError
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.join import join_datasets
 from vlmdata.inspect.trace import describe_row
 from vlmdata.store import open_store
+from vlmdata.store.folder import Folder
 from vlmdata.store.transfer import How
 from vlmdata.verify.dataset import verify_dataset
 from vlmdata.verify.remedy import remedies
@@ -160,6 +163,87 @@ def test_a_join_needs_two_and_a_place_of_its_own(two: tuple[Path, Path]) -> None
     with pytest.raises(UsageError, match=r"or in one \(.*b/out\)"):
         join(*two, out=two[1] / "joined")
     assert not (two[1] / "joined").exists()
+
+
+class TestDuplicates:
+    """Datasets that repeat each other's samples are refused, with both names, unless that is asked for."""
+
+    def test_the_same_dataset_by_any_path(self, two: tuple[Path, Path], tmp_path: Path) -> None:
+        link = tmp_path / "link"
+        link.symlink_to(two[0])
+        for other in (link, two[0] / ".." / "out"):
+            with pytest.raises(UsageError, match=rf"{two[0]} and {other} are one\. .*--allow-duplicates"):
+                join(two[0], two[1], other, out=tmp_path / "out")
+        with pytest.raises(UsageError, match=rf"{two[0]} is given twice"):
+            join(two[0], two[0], out=tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+    def test_a_copy_and_a_join_that_has_it(self, two: tuple[Path, Path], tmp_path: Path) -> None:
+        copy, both = Path(shutil.copytree(two[1], tmp_path / "copy")), join(*two, out=tmp_path / "both")
+        for one, other, shard in ((two[1], copy, 0), (two[1], both, 3)):
+            words = (
+                rf"{one} and {other} have 2 equal shards with 4 samples, such as shard-000000.tar of the first and "
+                rf"shard-00000{shard}.tar of the second"
+            )
+            with pytest.raises(UsageError, match=words):
+                join(one, other, out=tmp_path / "out")
+
+    def test_the_same_rows_in_another_codec(self, two: tuple[Path, Path], tmp_path: Path) -> None:
+        recode_dataset(two[0], tmp_path / "zstd", "zstd")
+        with pytest.raises(UsageError, match="were made of the same rows with the same options"):
+            join(two[0], tmp_path / "zstd", out=tmp_path / "out")
+
+    def test_they_are_joined_on_demand(
+        self,
+        vlmdata: Callable[..., Ended],  # noqa: F811
+        two: tuple[Path, Path],
+        tmp_path: Path,
+    ) -> None:
+        ended = vlmdata("join", two[0], two[0], "--out", tmp_path / "out")
+        assert (ended.code, "is given twice" in ended.stderr) == (2, True)
+        ended = vlmdata("join", two[0], two[0], "--out", tmp_path / "out", "--allow-duplicates")
+        assert ended.code == 0, ended.stderr
+        assert contents(tmp_path / "out") == 2 * contents(two[0])
+        assert verify_dataset(tmp_path / "out").faults == []
+
+
+class TestDamagedInputs:
+    @pytest.fixture
+    def copy(self, two: tuple[Path, Path], tmp_path: Path) -> Path:
+        return Path(shutil.copytree(two[1], tmp_path / "copy"))
+
+    @pytest.mark.parametrize("name", ["index.parquet", "rejected.jsonl", "tokenizer/tokenizer.json"])
+    def test_a_changed_file_is_found_before_anything_is_written(
+        self, two: tuple[Path, Path], copy: Path, tmp_path: Path, name: str
+    ) -> None:
+        content = bytearray((copy / name).read_bytes())
+        content[len(content) // 2] ^= 1
+        (copy / name).write_bytes(content)
+        with pytest.raises(DatasetFormatError, match=rf"^{copy}: {name}.* sha256 .*`vlmdata verify {copy}`"):
+            join(two[0], copy, out=tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+    @pytest.mark.parametrize("name", ["index.parquet", "rejected.jsonl", "shard-000001.tar", "tokenizer/tokenizer.json"])
+    def test_a_missing_file_is_named(self, two: tuple[Path, Path], copy: Path, tmp_path: Path, name: str) -> None:
+        (copy / name).unlink()
+        with pytest.raises(DatasetFormatError, match=rf"^{copy}: {name}.* (is missing|not found)\. Run `vlmdata verify"):
+            join(two[0], copy, out=tmp_path / "out")
+
+    def test_a_short_shard_is_named(self, two: tuple[Path, Path], copy: Path, tmp_path: Path) -> None:
+        size = (copy / "shard-000000.tar").stat().st_size
+        os.truncate(copy / "shard-000000.tar", 7000)
+        with pytest.raises(DatasetFormatError, match=rf"shard-000000.tar has 7000 bytes, but the manifest says {size}"):
+            join(two[0], copy, out=tmp_path / "out")
+
+    def test_an_unreadable_file_is_no_lack_of_space(
+        self, two: tuple[Path, Path], copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def denied(self: Folder, name: str) -> str:
+            raise PermissionError(13, "Permission denied", self.path(name))
+
+        monkeypatch.setattr(Folder, "sha256", denied)
+        with pytest.raises(ResourceError, match=r"a/out: cannot be read: .*index\.parquet.* Fix its permissions"):
+            join(two[0], copy, out=tmp_path / "out")
 
 
 def test_an_object_store_copies_the_shards_itself(

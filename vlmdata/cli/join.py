@@ -11,6 +11,9 @@ import typer
 def join(
     data: Annotated[list[str], typer.Argument(metavar="DIR…", help="Finished datasets, in this order.")],
     out: Annotated[str, typer.Option("--out", "-o", help="Folder or URL of the new dataset.")],
+    allow_duplicates: Annotated[
+        bool, typer.Option("--allow-duplicates", help="Join datasets that repeat each other's samples.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Join finished datasets of one family and tokenizer into one. The datasets stay unchanged.
@@ -25,7 +28,8 @@ def join(
 
     - `vlmdata join s3://bucket/may s3://bucket/june --out s3://bucket/summer`
 
-    **Exit codes**: 0 done; 2 the datasets do not fit together, or --out is not empty; 3 out of space.
+    **Exit codes**: 0 done; 2 the datasets are damaged, do not fit together or share samples, or --out is not empty; 3
+    out of space.
     """
     import json
 
@@ -43,6 +47,7 @@ def join(
         result = join_datasets(
             [open_store(place) for place in data],
             open_store(out),
+            allow_duplicates=allow_duplicates,
             on_shard=lambda done, shards: bar.update(task, completed=done, total=shards),
         )
     totals = result.manifest.totals

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from vlmdata import __version__
-from vlmdata.errors import ConfigMismatchError, ResourceError, UsageError
+from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError, UsageError
+from vlmdata.format.index import DatasetIndex
 from vlmdata.format.index_row import index_schema
+from vlmdata.format.join_checks import real_place, require_alike, require_distinct, require_whole
 from vlmdata.format.ledger import Rejection, read_ledger
 from vlmdata.format.manifest import Manifest, ShardInfo, Totals, canonical_hash
 from vlmdata.format.schema import (
@@ -31,7 +33,6 @@ from vlmdata.format.schema import (
     LEDGER_NAME,
     MANIFEST_NAME,
     PROGRESS_DIR,
-    SCHEMA_VERSION,
     TOKENIZER_DIR,
     shard_name,
 )
@@ -46,8 +47,6 @@ from vlmdata.wording import counted
 #: ``source.kind`` of a joined dataset.
 JOINED = "joined"
 _LOCK, _PLAN = f"{PROGRESS_DIR}/lock", f"{PROGRESS_DIR}/join.json"
-#: Options that readers assume to be equal for all samples.
-_SHARED_OPTIONS = ("pad_multiple", "train_turns")
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ class _Part:
     def index(self, schema: pa.Schema) -> pa.Table:
         """Returns its index as rows of the new index; fills in columns of absent optional members."""
         with self.store.local(INDEX_NAME) as folder:
-            table = pq.read_table(folder / INDEX_NAME)
+            table = DatasetIndex.read(folder / INDEX_NAME).table
         rows = pc.add(table["source_row"], self.row_offset)
         columns = {
             "key": shifted_keys(table["key"].to_pylist(), self.row_offset),
@@ -118,28 +117,34 @@ class _Part:
 
 
 def join_datasets(
-    sources: Sequence[Store], out: Store, *, on_shard: Callable[[int, int], None] = lambda done, shards: None
+    sources: Sequence[Store],
+    out: Store,
+    *,
+    allow_duplicates: bool = False,
+    on_shard: Callable[[int, int], None] = lambda done, shards: None,
 ) -> JoinResult:
     """Joins finished datasets. The datasets stay unchanged.
 
     Args:
         sources: At least two datasets, in the order of the new one.
         out: Directory of the new dataset: empty, new, or with an interrupted join of the same datasets.
+        allow_duplicates: Whether datasets may repeat the samples of others.
         on_shard: Called with the number of transferred shards and of all shards.
 
     Raises:
         ConfigMismatchError: If the datasets differ in family, tokenizer, format version or another property that
             readers assume to be equal, or ``out`` has other contents.
-        DatasetFormatError: If a dataset cannot be read.
+        DatasetFormatError: If a dataset is damaged: its index, ledger or tokenizer does not match its manifest, or a
+            shard is missing or has another size. The contents of shards are not read.
         ResourceError: If the disk is full, or another command is at work in ``out``.
-        UsageError: If there are fewer than two datasets, or ``out`` is one of them or within one.
+        UsageError: If there are fewer than two datasets, one repeats another, or ``out`` is one of them or within one.
     """
     if len(sources) < 2:
         raise UsageError("vlmdata join: give at least two datasets")
     for each in sources:
-        if f"{_place(out)}/".startswith(f"{_place(each)}/"):
+        if f"{real_place(out)}/".startswith(f"{real_place(each)}/"):
             raise UsageError(f"--out {out}: it is one of the datasets to join, or in one ({each}); give another folder")
-    parts = _parts(sources)
+    parts = _parts(sources, allow_duplicates)
     plan = json.dumps([part.manifest.fingerprint for part in parts]).encode()
     try:
         out.prepare(PROGRESS_DIR, TOKENIZER_DIR)
@@ -159,57 +164,33 @@ def join_datasets(
     return JoinResult(manifest, transferred)
 
 
-def _parts(sources: Sequence[Store]) -> list[_Part]:
-    manifests = []
-    for store in sources:
-        with store.local(MANIFEST_NAME) as folder:
-            manifests.append(Manifest.read(folder))
-    for store, manifest in zip(sources[1:], manifests[1:], strict=True):
-        _require_alike(sources[0], manifests[0], store, manifest)
+def _parts(sources: Sequence[Store], allow_duplicates: bool) -> list[_Part]:
+    manifests = [_manifest(store) for store in sources]
+    inputs = list(zip(sources, manifests, strict=True))
+    for each in inputs[1:]:
+        require_alike(inputs[0], each)
+    if not allow_duplicates:
+        require_distinct(inputs)
+    for store, manifest in inputs:
+        require_whole(store, manifest)
     shards = accumulate((len(manifest.shards) for manifest in manifests), initial=0)
     rows = accumulate((manifest.totals.rows for manifest in manifests), initial=0)
     numbers = accumulate((_row_numbers(manifest) for manifest in manifests), initial=0)
     return [_Part(*part) for part in zip(sources, manifests, shards, rows, numbers, strict=False)]
 
 
+def _manifest(store: Store) -> Manifest:
+    if not is_url(store.place):
+        return Manifest.read(Path(store.place))
+    try:
+        return Manifest.from_json(store.read(MANIFEST_NAME), store.path(MANIFEST_NAME))
+    except FileNotFoundError:
+        raise DatasetFormatError(f"{store}: has no {MANIFEST_NAME}, so it is not a vlmdata dataset") from None
+
+
 def _row_numbers(manifest: Manifest) -> int:
     selection = Selection.read(manifest.source)
     return manifest.totals.rows if selection is None else selection.of_rows
-
-
-def _require_alike(store: Store, one: Manifest, other_store: Store, other: Manifest) -> None:
-    facts: list[tuple[str, Any, Any]] = [
-        ("format version", one.schema_version, other.schema_version),
-        ("family", one.model_family.name, other.model_family.name),
-        *(
-            (f"tokenizer.{name}", value, getattr(other.tokenizer, name))
-            for name, value in dataclasses.asdict(one.tokenizer).items()
-            if name != "name"
-        ),
-        ("tokenizer files", dict(one.tokenizer_files), dict(other.tokenizer_files)),
-        *((f"--{name.replace('_', '-')}", _option(one, name), _option(other, name)) for name in _SHARED_OPTIONS),
-    ]
-    different = [f"{name}: {a} in {store}, {b} in {other_store}" for name, a, b in facts if a != b]
-    if different:
-        listed = "\n".join(f"  {line}" for line in different)
-        raise ConfigMismatchError(
-            f"these datasets cannot be joined:\n{listed}\nPreprocess one of them again. A loader can read "
-            "several datasets without joining them, if family and tokenizer are equal."
-        )
-    if one.schema_version != SCHEMA_VERSION:
-        raise ConfigMismatchError(
-            f"{store}: format version {one.schema_version}, but only datasets of version {SCHEMA_VERSION} can be "
-            "joined. Preprocess it again."
-        )
-
-
-def _option(manifest: Manifest, name: str) -> Any:
-    options = manifest.config.get("options")
-    return options.get(name) if isinstance(options, Mapping) else None
-
-
-def _place(store: Store) -> str:
-    return store.place if is_url(store.place) else os.path.realpath(store.place)
 
 
 def _begin(out: Store, plan: bytes) -> None:
