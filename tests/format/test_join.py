@@ -23,6 +23,7 @@ from tests.preprocess.conftest import vlmdata  # noqa: F401 (a fixture)
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError, UsageError
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.join import join_datasets
+from vlmdata.inspect.sample import describe_sample
 from vlmdata.inspect.trace import describe_row
 from vlmdata.store import open_store
 from vlmdata.store.folder import Folder
@@ -75,6 +76,23 @@ def test_the_samples_are_those_of_the_datasets_and_the_audit_is_clean(two: tuple
     )
     assert (out / "shard-000003.tar").samefile(two[1] / "shard-000000.tar")
     assert describe_row(VlmDataset(out), 8).candidates[0].reason == "malformed_ground_truth"
+
+
+def test_a_row_of_a_joined_dataset_is_traced_to_the_row_of_its_source(two: tuple[Path, Path], tmp_path: Path) -> None:
+    once = join(*two, out=tmp_path / "once")
+    again = join(made(tmp_path / "c", 90, 4), once, out=tmp_path / "again")
+    for place, i, words in (
+        (once, 0, "2 joined datasets: row 0 of dataset 1, files: train.parquet"),
+        (once, 6, "2 joined datasets: row 0 of dataset 2, files: train.parquet"),
+        (once, 8, "2 joined datasets: row 3 of dataset 2, files: train.parquet"),
+        (
+            again,
+            11,
+            "2 joined datasets: row 10 of dataset 2, 2 joined datasets: row 3 of dataset 2, files: train.parquet",
+        ),
+    ):
+        sample = describe_sample(VlmDataset(place), i)
+        assert (sample.source, sample.source_row) == (words, VlmDataset(place).index.source_row[i])
 
 
 def test_a_changed_shard_is_found_as_in_any_dataset(two: tuple[Path, Path], tmp_path: Path) -> None:
@@ -223,10 +241,12 @@ class TestDamagedInputs:
             join(two[0], copy, out=tmp_path / "out")
         assert not (tmp_path / "out").exists()
 
-    @pytest.mark.parametrize("name", ["index.parquet", "rejected.jsonl", "shard-000001.tar", "tokenizer/tokenizer.json"])
+    @pytest.mark.parametrize(
+        "name", ["index.parquet", "rejected.jsonl", "shard-000001.tar", "tokenizer/tokenizer.json"]
+    )
     def test_a_missing_file_is_named(self, two: tuple[Path, Path], copy: Path, tmp_path: Path, name: str) -> None:
         (copy / name).unlink()
-        with pytest.raises(DatasetFormatError, match=rf"^{copy}: {name}.* (is missing|not found)\. Run `vlmdata verify"):
+        with pytest.raises(DatasetFormatError, match=rf"^{copy}: {name}.* (missing|not found)\. Run `vlmdata verify"):
             join(two[0], copy, out=tmp_path / "out")
 
     def test_a_short_shard_is_named(self, two: tuple[Path, Path], copy: Path, tmp_path: Path) -> None:

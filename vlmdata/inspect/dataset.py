@@ -218,6 +218,17 @@ def source_name(source: Mapping[str, Any]) -> str:
     return name
 
 
+def source_of_row(source: Mapping[str, Any], row: int) -> str:
+    """Describes the source of a row. In a joined dataset, also names the dataset and the row's number in it."""
+    name = source_name(source)
+    if not isinstance(joined := source.get("datasets"), list):
+        return name
+    # The last dataset that begins at or before the row: one without rows begins where the next does.
+    number, found = [(n, each) for n, each in enumerate(joined, start=1) if each["row_offset"] <= row][-1]
+    inner = row - found["row_offset"]
+    return f"{name}: row {inner:,} of dataset {number}, {source_of_row(found['source'], inner)}"
+
+
 def _histograms(dataset: VlmDataset, facts: IndexFindings) -> tuple[Histogram, ...]:
     index = dataset.index
     grids = index.grids.astype(np.int64)

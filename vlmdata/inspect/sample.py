@@ -16,7 +16,7 @@ from vlmdata.errors import DatasetFormatError, NotFoundError
 from vlmdata.families import Family
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.schema import IGNORE_INDEX, Sample
-from vlmdata.inspect.dataset import source_name
+from vlmdata.inspect.dataset import source_of_row
 from vlmdata.inspect.findings import ContentCheck, Finding, IndexFindings, Severity, changed_data_of, flat_images
 from vlmdata.inspect.tokens import TokenTexts, Turn, find_turns
 from vlmdata.wording import counted
@@ -124,7 +124,7 @@ class SampleDescription:
         key: Its key.
         index: Its position in the dataset.
         source_row: Source row of the sample.
-        source: Short description of the source.
+        source: Short description of the source; in a joined dataset also the row's number in its own dataset.
         shard: File name of the shard.
         offset: Offset in the shard, in bytes.
         size: Size in bytes.
@@ -199,7 +199,7 @@ class SampleDescriber:
             key=row.key,
             index=i,
             source_row=row.source_row,
-            source=source_name(dataset.manifest.source),
+            source=source_of_row(dataset.manifest.source, row.source_row),
             shard=dataset.shard_path(row.shard).name,
             offset=row.placement.offset,
             size=row.placement.size,
