@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 from vlmdata.errors import DatasetFormatError
 from vlmdata.format.manifest import Manifest
-from vlmdata.format.schema import IMAGE_FILES, IMAGE_FILES_NAME, INDEX_NAME, LEDGER_NAME
-from vlmdata.format.tokenizer_files import tokenizer_findings
+from vlmdata.format.schema import JOINED
+from vlmdata.format.small_files import small_file_problems
 from vlmdata.loader.open import open_remote, shards_of
 from vlmdata.loader.shards import DatasetShards
 from vlmdata.locations import is_url, place_of
@@ -46,7 +47,7 @@ class OldDataset:
         directory = open_remote(name).directory if is_url(name) else Path(name)
         manifest = Manifest.read(directory)
         found = cls(name, manifest, directory, shards_of(name, manifest))
-        problems = list(found._problems())
+        problems = list(small_file_problems(Folder(directory), manifest))
         if problems:
             raise DatasetFormatError(
                 f"{name}: {'; '.join(problems)}. Run `vlmdata verify` on it to see how to repair it."
@@ -54,19 +55,15 @@ class OldDataset:
         return found
 
     @property
-    def pixels(self) -> str:
-        """Name of its codec."""
-        options = self.manifest.config.get("options")
-        return str(options.get("pixels", RAW)) if isinstance(options, dict) else RAW
+    def codecs(self) -> tuple[str, ...]:
+        """Names of the codecs that it was made with: one, or several if datasets of different codecs were joined."""
+        return tuple(dict.fromkeys(_codecs(self.manifest.config)))
 
-    def _problems(self) -> Iterator[str]:
-        hashes = {INDEX_NAME: self.manifest.index_sha256, LEDGER_NAME: self.manifest.ledger_sha256}
-        if IMAGE_FILES in self.manifest.source:
-            hashes[IMAGE_FILES_NAME] = self.manifest.source[IMAGE_FILES]["sha256"]
-        here = Folder(self.directory)
-        for name, expected in hashes.items():
-            if (digest := here.sha256(name)) != expected:
-                yield (
-                    f"{name} has sha256 {digest}, but the manifest says {expected}" if digest else f"{name} is missing"
-                )
-        yield from (f"{file}: {message}" for file, _, message in tokenizer_findings(self.directory, self.manifest))
+
+def _codecs(config: Mapping[str, Any]) -> Iterator[str]:
+    if JOINED in config:
+        for each in config[JOINED]:
+            yield from _codecs(each)
+    else:
+        options = config.get("options")
+        yield str(options.get("pixels", RAW)) if isinstance(options, Mapping) else RAW

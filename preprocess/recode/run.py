@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +33,7 @@ from vlmdata.format.schema import (
     IMAGE_FILES,
     IMAGE_FILES_NAME,
     INDEX_NAME,
+    JOINED,
     LEDGER_NAME,
     MANIFEST_NAME,
     PROGRESS_DIR,
@@ -55,7 +56,7 @@ class RecodeResult:
 
     Attributes:
         old: Manifest of the old dataset.
-        was: Name of the old codec.
+        was: Name of the old codec; of a join of several codecs, their names.
         manifest: Manifest of the new dataset.
         made: Number of shards made in this run.
         kept: Number of shards that were already finished.
@@ -97,10 +98,11 @@ def recode_dataset(
         ConfigMismatchError: If ``out`` contains another dataset or other files.
         ResourceError: If ``out`` is full or not writable, another run is using it, or workers keep dying.
     """
-    _require_codec(pixels)
+    if pixels not in REGISTRY:
+        raise UsageError(f"--pixels {pixels}: unknown codec; known codecs: {', '.join(REGISTRY)}")
     old, store = OldDataset.open(location), open_store(out) if isinstance(out, str | PathLike) else out
     _require_change(old, store, pixels)
-    config = _config(old.manifest, pixels)
+    was, config = " and ".join(old.codecs), _config(old.manifest.config, pixels)
     work = RecodeWork(old.manifest, old.directory / INDEX_NAME, old.shards, pixels, store)
     with resource_errors(store, "cannot be written"):
         prepare_place(store)
@@ -111,7 +113,7 @@ def recode_dataset(
         finished = _continue(store, old, config)
         if finished is not None:
             started(len(jobs), len(jobs))
-            return RecodeResult(old.manifest, old.pixels, finished, made=0, kept=len(jobs))
+            return RecodeResult(old.manifest, was, finished, made=0, kept=len(jobs))
         records = finished_records(store, jobs)
         kept = len(records)
         started(len(jobs), kept)
@@ -125,36 +127,38 @@ def recode_dataset(
                 shard_done(record)
         lock.check()
         manifest = _close(store, lock, old, config, [records[job.number] for job in jobs])
-        return RecodeResult(old.manifest, old.pixels, manifest, made=len(missing), kept=kept)
-
-
-def _require_codec(pixels: str) -> None:
-    if pixels not in REGISTRY:
-        raise UsageError(f"--pixels {pixels}: unknown codec; known codecs: {', '.join(REGISTRY)}")
-    if codec(pixels).needs_file:
-        raise UsageError(
-            f"--pixels {pixels}: it stores the original files, which the dataset does not have. Run its `vlmdata "
-            f"preprocess` command with --pixels {pixels} and another --out."
-        )
-    codec(pixels).libraries()  # raises an error if the codec's package is not installed
-
-
-def _config(old: Manifest, pixels: str) -> dict[str, Any]:
-    """Returns the configuration of the copy: the old one with the new codec and its libraries."""
-    fingerprints = {name: found for name, found in old.config["fingerprints"].items() if name not in CODEC_FINGERPRINTS}
-    return {
-        **old.config,
-        "options": {**old.config["options"], "pixels": pixels},
-        "fingerprints": fingerprints | codec_fingerprints(pixels),
-    }
+        return RecodeResult(old.manifest, was, manifest, made=len(missing), kept=kept)
 
 
 def _require_change(old: OldDataset, store: Store, pixels: str) -> None:
-    if old.pixels == pixels:
-        raise UsageError(f"{old.name}: already stores its images with {pixels}; give another --pixels")
+    if old.codecs == (pixels,):
+        others = ", ".join(name for name in REGISTRY if name != pixels and not codec(name).needs_file)
+        raise UsageError(f"{old.name}: already stores its images with {pixels}; give another --pixels ({others})")
+    if codec(pixels).needs_file:
+        remedy = f"Run its `vlmdata preprocess` command with --pixels {pixels} and another --out."
+        if JOINED in old.manifest.config:
+            remedy = (
+                f"Run the `vlmdata preprocess` commands of the joined datasets with --pixels {pixels}, and join the "
+                "results."
+            )
+        raise UsageError(f"--pixels {pixels}: it stores the original files, which the dataset does not have. {remedy}")
+    codec(pixels).libraries()  # raises an error if the codec's package is not installed
     local = not (is_url(old.name) or is_url(store.place))
     if old.name == store.place or (local and Path(old.name).resolve() == Path(store.place).resolve()):
         raise UsageError(f"--out {store}: is the dataset to read; give another folder")
+
+
+def _config(config: Mapping[str, Any], pixels: str) -> dict[str, Any]:
+    """Returns the configuration of the copy: the old one, and those of joined datasets, with codec and libraries."""
+    fingerprints = {name: found for name, found in config["fingerprints"].items() if name not in CODEC_FINGERPRINTS}
+    changed = {
+        **config,
+        "options": {**config["options"], "pixels": pixels},
+        "fingerprints": fingerprints | codec_fingerprints(pixels),
+    }
+    if JOINED in config:
+        changed[JOINED] = [_config(each, pixels) for each in config[JOINED]]
+    return changed
 
 
 def _recoded(work: RecodeWork, numbers: Sequence[int], workers: int) -> Generator[tuple[int, ShardRecord]]:

@@ -64,8 +64,8 @@ def verify(
     from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
     from vlmdata.cli.machine import available_cores
-    from vlmdata.format.join import JOINED
     from vlmdata.format.manifest import Manifest
+    from vlmdata.format.schema import JOINED
     from vlmdata.locations import is_url, place_of
     from vlmdata.verify.dataset import verify_dataset
     from vlmdata.verify.remedy import remedies

@@ -30,6 +30,7 @@ from vlmdata.format.ledger import Rejection, read_ledger
 from vlmdata.format.manifest import Manifest, ShardInfo, Totals, canonical_hash
 from vlmdata.format.schema import (
     INDEX_NAME,
+    JOINED,
     LEDGER_NAME,
     MANIFEST_NAME,
     PROGRESS_DIR,
@@ -44,8 +45,6 @@ from vlmdata.store.hashing import Hashing
 from vlmdata.store.transfer import How, transfer
 from vlmdata.wording import counted
 
-#: ``source.kind`` of a joined dataset.
-JOINED = "joined"
 _LOCK, _PLAN = f"{PROGRESS_DIR}/lock", f"{PROGRESS_DIR}/join.json"
 
 

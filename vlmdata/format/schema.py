@@ -34,6 +34,8 @@ TOKENIZER_DIR = "tokenizer"
 PROGRESS_DIR = ".progress"
 #: Present only if rows name image files by path.
 IMAGE_FILES_NAME = "image_files.parquet"
+#: ``source.kind`` of a dataset that ``vlmdata join`` made; its ``config`` lists the joined ones' under this name.
+JOINED = "joined"
 #: Field of the manifest's ``source`` with the number of these files and the hash of their list.
 IMAGE_FILES = "image_files"
 

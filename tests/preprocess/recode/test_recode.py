@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 
 import vlmdata
 from preprocess.recode.run import recode_dataset
@@ -21,9 +23,13 @@ from tests.preprocess.command_line import Ended, environment
 from tests.preprocess.recode.rows import build, write_source
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError, UsageError
 from vlmdata.format.index_row import ITEM_COLUMNS
+from vlmdata.format.join import join_datasets
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import IMAGE_FILES_NAME, INDEX_NAME, MANIFEST_NAME
+from vlmdata.inspect.dataset import describe_dataset
+from vlmdata.inspect.terminal.card import print_card
 from vlmdata.media.codecs import REGISTRY
+from vlmdata.store import open_store
 from vlmdata.verify.dataset import verify_dataset
 
 pytestmark = pytest.mark.slow
@@ -114,6 +120,56 @@ def test_a_dataset_at_a_url_is_recoded(datasets: dict[str, Path], tmp_path: Path
     assert tree_bytes(tmp_path / "out") == tree_bytes(datasets[ZLIB])
 
 
+class TestJoined:
+    """A join of two codecs has one codec afterwards, in all its records."""
+
+    @pytest.fixture
+    def joined(self, datasets: dict[str, Path], tmp_path: Path) -> Path:
+        places = [open_store(datasets[name]) for name in ("raw", ZLIB)]
+        join_datasets(places, open_store(tmp_path / "joined"), allow_duplicates=True)
+        return tmp_path / "joined"
+
+    @pytest.mark.parametrize("pixels", ["raw", ZLIB])
+    def test_it_equals_the_join_of_recoded_datasets(
+        self, datasets: dict[str, Path], joined: Path, tmp_path: Path, pixels: str
+    ) -> None:
+        assert recode_dataset(joined, tmp_path / "out", pixels).was == f"raw and {ZLIB}"
+        both = [open_store(datasets[pixels])] * 2
+        join_datasets(both, open_store(tmp_path / "expected"), allow_duplicates=True)
+        assert verify_dataset(tmp_path / "out").faults == []
+        made, expected = (tree_bytes(tmp_path / name) for name in ("out", "expected"))
+        # Row groups of the index are shards here, datasets there. The manifest names the datasets that were joined.
+        assert {name for name in expected if made.get(name) != expected[name]} == {INDEX_NAME, MANIFEST_NAME}
+        indexes = [pq.read_table(tmp_path / name / INDEX_NAME) for name in ("out", "expected")]
+        assert indexes[0].equals(indexes[1])
+        manifests = [json.loads(each[MANIFEST_NAME]) for each in (made, expected)]
+        for manifest in manifests:
+            del manifest["index_sha256"]
+            for each in manifest["source"]["datasets"]:
+                del each["fingerprint"]
+        assert manifests[0] == manifests[1]
+        with pytest.raises(UsageError, match=f"out: already stores its images with {pixels}"):
+            recode_dataset(tmp_path / "out", tmp_path / "again", pixels)
+
+    def test_a_third_codec_and_a_join_of_joins(self, datasets: dict[str, Path], joined: Path, tmp_path: Path) -> None:
+        places = [open_store(place) for place in (joined, datasets[ZLIB])]
+        join_datasets(places, open_store(tmp_path / "more"), allow_duplicates=True)
+        assert recode_dataset(tmp_path / "more", tmp_path / "out", "zstd").was == f"raw and {ZLIB}"
+        assert verify_dataset(tmp_path / "out").faults == []
+        config = json.dumps(Manifest.read(tmp_path / "out").config)
+        assert ZLIB not in config
+        assert config.count('"pixels": "zstd"') == 5
+
+    def test_inspect_names_both_codecs(self, joined: Path) -> None:
+        console = Console(record=True, width=200, file=io.StringIO())
+        print_card(console, describe_dataset(vlmdata.open_dataset(joined)))
+        assert f"raw and {ZLIB}: " in console.export_text()
+
+    def test_source_has_a_remedy_that_helps(self, joined: Path, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match="commands of the joined datasets with --pixels source, and join"):
+            recode_dataset(joined, tmp_path / "out", "source")
+
+
 def test_dying_at_any_step_on_disk_leaves_no_trace_in_the_result(in_memory: Path) -> None:
     driver = [sys.executable, "-W", "ignore", "-m", "tests.preprocess.recode.crash_driver", str(in_memory)]
     root = Path(__file__).resolve().parents[3]
@@ -131,6 +187,8 @@ class TestRefused:
         }.items():
             with pytest.raises(UsageError, match=message):
                 recode_dataset(datasets["raw"], tmp_path / "out", pixels)
+        with pytest.raises(UsageError, match=r"already stores its images with source; .*--pixels \(raw, "):
+            recode_dataset(datasets["source"], tmp_path / "out", "source")
         assert not (tmp_path / "out").exists()
 
     def test_the_dataset_itself_as_the_place(self, raw_copy: Path) -> None:

@@ -15,7 +15,7 @@ from vlmdata.format.schema import LEDGER_NAME
 from vlmdata.inspect.dataset import DatasetCard, Extremes, FindingGroup, RejectGroup
 from vlmdata.inspect.findings import Severity
 from vlmdata.inspect.terminal.draw import SEVERITY, columns, data, facts, histogram_table, number
-from vlmdata.media.codecs import RAW
+from vlmdata.media.codecs import codecs_of
 from vlmdata.wording import counted
 
 _HASH_DIGITS = 16
@@ -73,7 +73,7 @@ def _totals(card: DatasetCard) -> Table:
         ("source rows", totals.rows, f"{totals.rejected:,} rejected: {100 * rejected:.2f} %"),
         ("tokens", totals.tokens, f"+ {totals.padding:,} padding"),
         ("target tokens", totals.targets, f"{number(share, 'share')} of tokens"),
-        ("images", totals.images, image_sizes(totals, str(card.options.get("pixels", RAW)))),
+        ("images", totals.images, image_sizes(totals, " and ".join(codecs_of(card.features)))),
         ("patches", totals.patches, each),
         ("bytes", totals.bytes, f"{totals.bytes / 1e6:,.1f} MB in {counted(card.shards, 'shard')}"),
     ):

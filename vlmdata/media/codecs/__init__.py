@@ -32,6 +32,7 @@ __all__ = [
     "ItemCodec",
     "codec",
     "codec_feature",
+    "codecs_of",
     "decode_item",
     "describe_codecs",
     "require_codecs",
@@ -63,6 +64,11 @@ def describe_codecs() -> str:
 def codec_feature(name: str) -> str:
     """Returns the manifest feature of datasets with items of this codec."""
     return f"patches-{name}"
+
+
+def codecs_of(features: Collection[str]) -> list[str]:
+    """Returns the names of the codecs in a manifest's features."""
+    return [name for name in REGISTRY if codec_feature(name) in features]
 
 
 def require_codecs(features: Collection[str]) -> None:
