@@ -17,7 +17,7 @@ from preprocess.engines.base import system_message
 from preprocess.recode.old import OldDataset
 from preprocess.recode.shard import RecodeWork, named_shard, recode_shard
 from preprocess.run.closing import merged_index
-from preprocess.run.place import clear_place, locked, prepare_place, read_manifest, resource_errors
+from preprocess.run.place import clear_place, is_ours, locked, prepare_place, read_manifest, resource_errors
 from preprocess.shards.fingerprints import (
     CODEC_FINGERPRINTS,
     as_recorded,
@@ -41,6 +41,7 @@ from vlmdata.format.schema import (
     TOKENIZER_DIR,
     shard_name,
 )
+from vlmdata.format.tokenizer_files import hash_tokenizer_files
 from vlmdata.locations import is_url
 from vlmdata.media.codecs import REGISTRY, codec
 from vlmdata.store import Lock, Store, open_store
@@ -225,7 +226,7 @@ def _continue(store: Store, old: OldDataset, config: dict[str, Any]) -> Manifest
             listed = "\n".join(f"  {line}" for line in changed)
             raise ConfigMismatchError(f"{store}: contains an unfinished run of another dataset:\n{listed}\n{remedy}")
         return None
-    stray = sorted(name for name in store.listing() if name != PROGRESS_DIR)
+    stray = sorted(name for name in store.listing() if is_ours(name) and name != PROGRESS_DIR)
     if stray:
         raise ConfigMismatchError(
             f"{store}: contains {', '.join(stray[:5])}, but no manifest and no record of the run that made them. "
@@ -257,7 +258,9 @@ def _close(store: Store, lock: Lock, old: OldDataset, config: dict[str, Any], re
         # Changes of image files count from this time.
         store.stamp(IMAGE_FILES_NAME, (old.directory / IMAGE_FILES_NAME).stat().st_mtime_ns)
     with store.writing_folder(TOKENIZER_DIR) as folder:
-        shutil.copytree(old.directory / TOKENIZER_DIR, folder, copy_function=shutil.copyfile, dirs_exist_ok=True)
+        for name in old.manifest.tokenizer_files or hash_tokenizer_files(old.directory / TOKENIZER_DIR):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(old.directory / TOKENIZER_DIR / name, folder / name)
     manifest = dataclasses.replace(
         old.manifest,
         config=config,

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from preprocess.run.place import SHARD_FILE, clear_place, read_manifest, some
+from preprocess.run.place import SHARD_FILE, clear_place, is_ours, read_manifest, some
 from preprocess.shards.fingerprints import tokenizer_identity
 from preprocess.shards.identity_changes import identity_changes, refusal
 from preprocess.shards.job import RUN_FILE, ShardJob, ShardRecord, plan_shards
@@ -76,7 +76,7 @@ def begin(store: Store, identity: Mapping[str, Any], *, restart: bool = False) -
     manifest = read_manifest(store)
     before = read_identity(store) if manifest is None else _identity_of(manifest)
     if before is None:
-        stray = [name for name in store.listing() if name != PROGRESS_DIR]
+        stray = [name for name in store.listing() if is_ours(name) and name != PROGRESS_DIR]
         before = read_identity(store)  # again: another part may have begun; it writes its record before its shards
         if stray and before is None:
             raise ConfigMismatchError(

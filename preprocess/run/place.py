@@ -35,11 +35,11 @@ def prepare_place(store: Store) -> None:
     """Creates the place and its progress folder.
 
     Raises:
-        ConfigMismatchError: If it contains other files.
+        ConfigMismatchError: If it contains other files, and neither a dataset nor a run.
     """
     store.prepare()
-    foreign = [name for name in store.listing() if not _is_ours(store.final_name(name))]
-    if foreign:
+    foreign = [name for name in store.listing() if not is_ours(store.final_name(name))]
+    if foreign and store.size(MANIFEST_NAME) is None and store.size(RUN_FILE) is None:
         raise ConfigMismatchError(f"{store}: contains other files ({some(foreign)}); give an empty or new --out folder")
     store.prepare(PROGRESS_DIR)
 
@@ -50,7 +50,8 @@ def some(names: list[str]) -> str:
     return ", ".join(shown) + (f", … {len(names)} in total" if len(names) > len(shown) else "")
 
 
-def _is_ours(name: str) -> bool:
+def is_ours(name: str) -> bool:
+    """True for the name of a file or folder of a dataset or a run."""
     fixed = (MANIFEST_NAME, INDEX_NAME, LEDGER_NAME, IMAGE_FILES_NAME, TOKENIZER_DIR, PROGRESS_DIR)
     return name in fixed or SHARD_FILE.fullmatch(name) is not None
 
@@ -84,11 +85,15 @@ def locked(store: Store, command: str = "vlmdata preprocess") -> Iterator[Lock]:
 
 
 def clear_place(store: Store) -> None:
-    """Removes a dataset and the remains of unfinished runs."""
+    """Removes a dataset and the remains of unfinished runs. Files of others beside them stay."""
     # The manifest goes first: without it, nothing treats the rest as a dataset. The record of the run goes last: while
     # anything is left of an unfinished run, no run of another configuration can mistake it for its own.
     store.delete([MANIFEST_NAME])
-    store.delete_folder("", keep=[PROGRESS_DIR])
+    ours = [name for name in store.listing() if is_ours(store.final_name(name)) and name != PROGRESS_DIR]
+    store.delete(name for name in ours if store.final_name(name) != TOKENIZER_DIR)
+    for name in ours:
+        if store.final_name(name) == TOKENIZER_DIR:
+            store.delete_folder(name)
     store.delete_folder(PROGRESS_DIR, keep=[name.rpartition("/")[2] for name in (LOCK_FILE, RUN_FILE)])
     store.delete([RUN_FILE])
 

@@ -31,7 +31,7 @@ from vlmdata.format.schema import (
     TOKENIZER_DIR,
     supported_features,
 )
-from vlmdata.format.tokenizer_files import hash_tokenizer_files, tokenizer_file_names, tokenizer_findings
+from vlmdata.format.tokenizer_files import STRAY, hash_tokenizer_files, tokenizer_file_names, tokenizer_findings
 from vlmdata.store import Store
 
 _SCRATCH = f"{PROGRESS_DIR}/repair"
@@ -75,7 +75,8 @@ def find_damage(store: Store, manifest: Manifest) -> Damage:
     """Checks the sizes of shards and the hashes of all other files. ``vlmdata verify`` checks shard contents."""
     sizes = store.listing()
     with store.local(*(f"{TOKENIZER_DIR}/{name}" for name in tokenizer_file_names(manifest))) as folder:
-        tokenizer = any(True for _ in tokenizer_findings(folder, manifest))
+        # Added files are left alone: removing what this program did not make is up to the user.
+        tokenizer = any(check != STRAY for _, check, _ in tokenizer_findings(folder, manifest))
     image_files = manifest.source.get(IMAGE_FILES)
     return Damage(
         shards=tuple(n for n, info in enumerate(manifest.shards) if sizes.get(info.name) != info.bytes),
@@ -157,13 +158,21 @@ class Repair:
                 self._require(IMAGE_FILES_NAME, "none" if files is None else files["sha256"], expected, _OTHER_SOURCE)
             store.stamp(IMAGE_FILES_NAME, scratch.modified_ns(_BEGUN))
         if damage.tokenizer:
-            with saved_tokenizer(store, self.tokenizer) as folder:
-                found = hash_tokenizer_files(folder)
-                for name, expected in self.manifest.tokenizer_files.items():
-                    hint = "the tokenizer's files have changed"
-                    self._require(f"{TOKENIZER_DIR}/{name}", found.get(name, "none"), expected, hint)
+            self._save_tokenizer()
         store.delete_folder(_SCRATCH)
         return damage
+
+    def _save_tokenizer(self) -> None:
+        """Replaces the files of the tokenizer folder one by one, so that files of others in it stay."""
+        with saved_tokenizer(self._scratch, self.tokenizer) as folder:
+            found = hash_tokenizer_files(folder)
+            expected = self.manifest.tokenizer_files or found  # a manifest of format 1.0 lists no files
+            for name, digest in expected.items():
+                hint = "the tokenizer's files have changed"
+                self._require(f"{TOKENIZER_DIR}/{name}", found.get(name, "none"), digest, hint)
+        self.work.store.prepare(*{f"{TOKENIZER_DIR}/{name}".rpartition("/")[0] for name in expected})
+        for name in expected:
+            self.work.store.move(f"{_SCRATCH}/{TOKENIZER_DIR}/{name}", f"{TOKENIZER_DIR}/{name}")
 
     def shards_to_make(self, damage: Damage) -> set[int]:
         """Returns the numbers of the shards whose rows are needed.

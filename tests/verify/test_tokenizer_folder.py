@@ -11,7 +11,10 @@ import pytest
 from tests.verify.rewriting import rewrite_manifest, rotate_ids
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import TOKENIZER_DIR
+from vlmdata.format.small_files import small_file_problems
+from vlmdata.store.folder import Folder
 from vlmdata.verify.dataset import verify_dataset
+from vlmdata.verify.remedy import remedies
 
 FILES = ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json")
 
@@ -43,6 +46,34 @@ def test_a_missing_folder_is_found(directory: Path) -> None:
 def test_a_missing_file_is_found(directory: Path, name: str) -> None:
     (directory / TOKENIZER_DIR / name).unlink()
     assert (f"tokenizer/{name}", "missing") in found(directory)
+
+
+@pytest.mark.parametrize("name", ["added_tokens.json", "special_tokens_map.json", "vocab.json", "sub/folder.py"])
+def test_an_added_file_is_found_because_it_can_change_ids(directory: Path, name: str) -> None:
+    path = directory / TOKENIZER_DIR / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text('{"<|another|>": 6145}')
+    faults = verify_dataset(directory).faults
+    assert [(fault.file, fault.check) for fault in faults] == [(f"tokenizer/{name}", "stray")]
+    assert remedies(str(directory), faults) == [f"Remove {directory}/tokenizer/{name}."]
+    (problem,) = small_file_problems(Folder(directory), Manifest.read(directory))
+    assert problem.startswith(f"tokenizer/{name}: ")
+
+
+def test_a_further_chat_template_of_format_1_0_is_not_taken_for_an_added_file(damaged: Path) -> None:
+    rewrite_manifest(damaged, tokenizer_files={})
+    (damaged / TOKENIZER_DIR / "additional_chat_templates").mkdir()
+    (damaged / TOKENIZER_DIR / "additional_chat_templates" / "tools.jinja").write_text("")
+    assert ("tokenizer/additional_chat_templates/tools.jinja", "stray") not in found(damaged)
+
+
+def test_files_that_harm_nobody_are_named_and_are_no_faults(directory: Path) -> None:
+    for name in ("notes.txt", ".DS_Store", "tokenizer/.DS_Store", "photos/a.png"):
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).touch()
+    audit = verify_dataset(directory)
+    assert audit.faults == []
+    assert audit.foreign == (".DS_Store", "notes.txt", "photos", "tokenizer/.DS_Store")
 
 
 def test_rotated_ids_are_found(directory: Path) -> None:

@@ -70,6 +70,36 @@ def test_json_of_a_sound_dataset(verify, sound_dataset):
     assert json.loads(out)["sound"] is True
 
 
+def test_foreign_files_are_named_and_the_dataset_is_sound(verify, damaged):
+    for number in range(7):
+        (damaged / f"notes{number}.txt").touch()
+    code, out, _ = verify(damaged, "-j", "1")
+    foreign, verdict = out.splitlines()
+    assert (code, verdict.partition(":")[0]) == (0, "sound")
+    assert foreign == (
+        "not part of the dataset, and not checked: "
+        "notes0.txt, notes1.txt, notes2.txt, notes3.txt, notes4.txt and 2 more"
+    )
+    code, out, _ = verify(damaged, "--json", "-j", "1")
+    assert json.loads(out)["foreign"] == [f"notes{number}.txt" for number in range(7)]
+
+
+def test_added_files_at_a_url_are_found(verify, sound_dataset, tmp_path, monkeypatch):
+    import fsspec
+
+    monkeypatch.setenv("VLMDATA_CACHE", str(tmp_path))
+    url = f"memory://{tmp_path}/added"
+    system, root = fsspec.core.url_to_fs(url)
+    system.put(str(sound_dataset), root, recursive=True)
+    system.pipe_file(f"{root}/notes.txt", b"mine")
+    assert verify(url)[0] == 0
+    system.pipe_file(f"{root}/tokenizer/added_tokens.json", b"{}")
+    code, out, _ = verify(url)
+    stray, foreign, *_ = out.splitlines()
+    assert (code, stray.partition(": a file")[0]) == (1, "tokenizer/added_tokens.json: stray")
+    assert foreign.endswith(": notes.txt")
+
+
 def test_many_faults_are_cut_short_for_people_and_not_for_programs(verify, damaged):
     for number in range(100, 200):
         (damaged / f"shard-{number:06d}.tar").touch()

@@ -48,6 +48,9 @@ def verify(
     each target turn has one end token among the targets; no pad, vision or header token is a target; no image block is
     cut; patches and positions match the grids. In a document, all text is a target, and an end-of-text token ends it.
 
+    Added shards and files added to the tokenizer are faults, because readers would use them. Other files that are no
+    part of the dataset are named, and are no faults.
+
     **Examples**
 
     - `vlmdata verify build/demo`
@@ -68,7 +71,7 @@ def verify(
     from vlmdata.format.schema import JOINED
     from vlmdata.locations import is_url, place_of
     from vlmdata.verify.dataset import verify_dataset
-    from vlmdata.verify.remedy import remedies
+    from vlmdata.verify.remedy import first_names, remedies
     from vlmdata.verify.remote import auditable, named, remedies_at
 
     talk = Console(stderr=True, highlight=False, emoji=False)
@@ -101,6 +104,7 @@ def verify(
             "shards": shards,
             "bytes": audit.bytes,
             "faults": [dataclasses.asdict(fault) for fault in audit.faults],
+            "foreign": audit.foreign,
             "remedies": steps,
         }
         print(json.dumps(fields, indent=2))
@@ -110,6 +114,8 @@ def verify(
             out.print(str(fault), markup=False)
         if len(audit.faults) > _SHOWN:
             out.print(f"… and {len(audit.faults) - _SHOWN:,} more; --json lists them all")
+        if audit.foreign:
+            out.print(f"not part of the dataset, and not checked: {first_names(audit.foreign)}", markup=False)
         size = f"{counted(audit.samples, 'sample')}, {counted(shards, 'shard')}, {audit.bytes / 1e6:,.1f} MB"
         verdict = f"[bold red]{counted(len(audit.faults), 'fault')}[/]" if audit.faults else "[bold green]sound[/]"
         out.print(f"{verdict}: {size} in {duration(seconds)}")

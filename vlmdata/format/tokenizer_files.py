@@ -1,10 +1,10 @@
-"""Checks that a dataset's tokenizer folder is unchanged."""
+"""Checks that a dataset's tokenizer folder is unchanged: no file changed, removed or added."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 VOCABULARY_FILE = "tokenizer.json"
 _CONFIG_FILE = "tokenizer_config.json"
 _TEMPLATE_FILE = "chat_template.jinja"
+_MORE_TEMPLATES = "additional_chat_templates"
+#: Check of a file that the manifest does not name.
+STRAY = "stray"
 
 Finding = tuple[str, str, str]
 """(file within the dataset, check, message)."""
@@ -29,8 +32,7 @@ def fingerprint_of(tokenizer: Tokenizer) -> str:
 
 def hash_tokenizer_files(folder: Path) -> dict[str, str]:
     """Returns the sha256 of each file in a tokenizer folder, by relative path."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): _sha256(path) for path in files}
+    return {name: _sha256(folder / name) for name in files_below(folder)}
 
 
 def tokenizer_file_names(manifest: Manifest) -> tuple[str, ...]:
@@ -38,11 +40,41 @@ def tokenizer_file_names(manifest: Manifest) -> tuple[str, ...]:
     return tuple(manifest.tokenizer_files) or (VOCABULARY_FILE, _CONFIG_FILE, _TEMPLATE_FILE)
 
 
+def added_tokenizer_files(names: Iterable[str], manifest: Manifest) -> list[str]:
+    """Returns the files of a tokenizer folder that its writer did not make, sorted.
+
+    Any of them may change ids: transformers reads many names, such as ``added_tokens.json``. It reads no hidden files.
+
+    Args:
+        names: Paths relative to the tokenizer folder.
+        manifest: The dataset's manifest.
+    """
+    known = set(tokenizer_file_names(manifest))
+    return sorted(
+        name
+        for name in names
+        if name not in known
+        and not is_hidden(name)
+        and (manifest.tokenizer_files or not name.startswith(f"{_MORE_TEMPLATES}/"))
+    )
+
+
+def is_hidden(name: str) -> bool:
+    """True for a file that systems hide, or in such a folder: ``.DS_Store``."""
+    return any(part.startswith(".") for part in name.split("/"))
+
+
+def files_below(folder: Path) -> list[str]:
+    """Returns the paths of all files in a folder, relative to it, sorted; none if the folder does not exist."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
 def tokenizer_findings(directory: Path, manifest: Manifest) -> Iterator[Finding]:
     """Yields all faults in the tokenizer folder of a dataset.
 
     Compares the files with the hashes in the manifest. A manifest of format 1.0 has none; then this function compares
-    the vocabulary with the tokenizer's fingerprint, the template with its hash and the pad token with its id.
+    the vocabulary with the tokenizer's fingerprint, the template with its hash and the pad token with its id. Added
+    files are found too; their check is ``STRAY``.
     """
     folder = directory / TOKENIZER_DIR
     for name in tokenizer_file_names(manifest):
@@ -52,6 +84,13 @@ def tokenizer_findings(directory: Path, manifest: Manifest) -> Iterator[Finding]
         problem = _problem(folder, name, manifest)
         if problem:
             yield f"{TOKENIZER_DIR}/{name}", "tokenizer", problem
+    for name in added_tokenizer_files(files_below(folder), manifest):
+        yield stray_tokenizer_file(name)
+
+
+def stray_tokenizer_file(name: str) -> Finding:
+    """The finding of a file that was added to the tokenizer folder."""
+    return f"{TOKENIZER_DIR}/{name}", STRAY, "a file that is not in the manifest; with it, the tokenizer may be another"
 
 
 def vocabulary_problem(directory: Path, manifest: Manifest) -> str:
@@ -70,7 +109,7 @@ def _problem(folder: Path, name: str, manifest: Manifest) -> str:
         return "" if found == expected else f"sha256 {found}, but the manifest says {expected}"
     info = manifest.tokenizer
     if name == _TEMPLATE_FILE:
-        if (folder / "additional_chat_templates").is_dir():
+        if (folder / _MORE_TEMPLATES).is_dir():
             return ""  # the hash covers all templates together
         found = _sha256(folder / name)
         return "" if found == info.chat_template else f"sha256 {found}, but the manifest says {info.chat_template}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -34,9 +33,10 @@ from vlmdata.format.schema import (
     parse_key,
 )
 from vlmdata.format.selection import SELECTION, Selection
-from vlmdata.format.tokenizer_files import tokenizer_findings
+from vlmdata.format.tokenizer_files import STRAY, tokenizer_findings
 from vlmdata.media.codecs import codec_feature
-from vlmdata.verify.fault import STRAY, Fault
+from vlmdata.verify.fault import Fault
+from vlmdata.verify.file_names import foreign_files, listed, stray_files
 from vlmdata.verify.sample import SampleRules
 from vlmdata.verify.shard import FolderShards, ShardAudit, audit_shard, hash_shard
 from vlmdata.wording import counted
@@ -51,12 +51,14 @@ class Audit:
         samples: Number of audited samples.
         bytes: Shard bytes re-hashed.
         faults: All faults; empty if the dataset is intact.
+        foreign: Files and folders that are no part of the dataset and harm none of its readers. They are no faults.
     """
 
     manifest: Manifest
     samples: int
     bytes: int
     faults: list[Fault]
+    foreign: tuple[str, ...] = ()
 
 
 def verify_dataset(
@@ -76,7 +78,7 @@ def verify_dataset(
         pixels: Whether images that a codec encoded are decoded and their patches checked, and not only stored bytes.
         on_shard: Called after each shard.
         open_shard: Opens shards that are not in the directory (see :func:`vlmdata.verify.remote.auditable`).
-        listing: Names of the files where the shards are, to find shards that the manifest lacks; by default those of
+        listing: Paths of the files where the shards are, to find files that the manifest lacks; by default those of
             the directory.
 
     Raises:
@@ -84,38 +86,40 @@ def verify_dataset(
     """
     manifest = Manifest.read(directory)
     open_shard = open_shard or FolderShards(directory)
-    faults = list(_check_files(directory, manifest))
-    faults += _check_strays(os.listdir(directory) if listing is None else listing, manifest)
-    faults += [Fault(*found) for found in tokenizer_findings(directory, manifest)]
-    try:
-        index = DatasetIndex.read(directory / INDEX_NAME, manifest.model_family.patch_bytes)
-    except DatasetFormatError as error:
-        faults.append(Fault(INDEX_NAME, "unreadable", str(error)))
-        return _audit(manifest, faults, _hash_shards(open_shard, manifest, workers), on_shard)
-    faults += _check_index(index, manifest)
-    faults += _check_features(index, manifest)
-    faults += _check_ledger(directory, index, manifest)
-    faults += _check_shard_rows(directory, index, manifest)
-    try:
-        opened = _Opened(directory, open_shard, manifest, index, SampleRules.of(manifest), pixels)
-    except DatasetFormatError as error:
-        return Audit(manifest, 0, 0, [*faults, Fault(MANIFEST_NAME, "config", str(error))])
-    return _audit(manifest, faults, _audit_shards(opened, workers), on_shard)
-
-
-def _audit(
-    manifest: Manifest,
-    faults: list[Fault],
-    shards: Iterator[ShardAudit],
-    on_shard: Callable[[ShardAudit], None] | None,
-) -> Audit:
+    names = list(listed(directory) if listing is None else listing)
+    faults = [*_check_files(directory, manifest), *stray_files(names, manifest)]
+    faults += [Fault(*found) for found in tokenizer_findings(directory, manifest) if found[1] != STRAY]
+    found, shards = _check_rows(directory, open_shard, manifest, workers, pixels)
+    faults += found
     samples = 0
     for result in shards:
         samples += result.samples
         faults += result.faults
         if on_shard is not None:
             on_shard(result)
-    return Audit(manifest, samples, sum(shard.bytes for shard in manifest.shards), faults)
+    size = sum(shard.bytes for shard in manifest.shards)
+    return Audit(manifest, samples, size, faults, foreign_files(names, manifest))
+
+
+def _check_rows(
+    directory: Path, open_shard: OpenShard, manifest: Manifest, workers: int, pixels: bool
+) -> tuple[list[Fault], Iterable[ShardAudit]]:
+    """Checks index and ledger; returns the faults, and the audits of the shards, which run as they are read."""
+    try:
+        index = DatasetIndex.read(directory / INDEX_NAME, manifest.model_family.patch_bytes)
+    except DatasetFormatError as error:
+        return [Fault(INDEX_NAME, "unreadable", str(error))], _hash_shards(open_shard, manifest, workers)
+    faults = [
+        *_check_index(index, manifest),
+        *_check_features(index, manifest),
+        *_check_ledger(directory, index, manifest),
+        *_check_shard_rows(directory, index, manifest),
+    ]
+    try:
+        opened = _Opened(directory, open_shard, manifest, index, SampleRules.of(manifest), pixels)
+    except DatasetFormatError as error:
+        return [*faults, Fault(MANIFEST_NAME, "config", str(error))], ()
+    return faults, _audit_shards(opened, workers)
 
 
 def _hash_shards(open_shard: OpenShard, manifest: Manifest, workers: int) -> Iterator[ShardAudit]:
@@ -211,13 +215,6 @@ def _check_files(directory: Path, manifest: Manifest) -> Iterator[Fault]:
         "extra_candidates": sum(shard.extra_candidates for shard in manifest.shards),
     }
     yield from _check_totals(MANIFEST_NAME, "shards", sums, manifest)
-
-
-def _check_strays(listing: Iterable[str], manifest: Manifest) -> Iterator[Fault]:
-    named = {shard.name for shard in manifest.shards}
-    for name in sorted(listing):
-        if name.startswith("shard-") and name not in named:
-            yield Fault(name, STRAY, "a shard that is not in the manifest")
 
 
 def _check_index(index: DatasetIndex, manifest: Manifest) -> Iterator[Fault]:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: Check of a shard that the manifest does not name.
-STRAY = "stray"
-
 
 @dataclass(frozen=True)
 class Fault:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from vlmdata.format.schema import IMAGE_FILES_NAME, INDEX_NAME, LEDGER_NAME, MANIFEST_NAME, TOKENIZER_DIR
-from vlmdata.verify.fault import STRAY, Fault
+from vlmdata.format.tokenizer_files import STRAY
+from vlmdata.verify.fault import Fault
 
 #: Faults after which ``vlmdata preprocess`` recreates a shard by itself; it checks only sizes.
 _NOTICED = frozenset({"missing", "size"})
@@ -29,7 +30,7 @@ def remedies(directory: str, faults: Iterable[Fault], joined: bool = False) -> l
 def _steps_of_joined(directory: str, checks: dict[str, set[str]]) -> Iterator[str]:
     strays = [name for name, found in checks.items() if STRAY in found]
     if strays:
-        yield f"Remove {_listed([f'{directory}/{name}' for name in strays])}."
+        yield f"Remove {first_names([f'{directory}/{name}' for name in strays])}."
     if len(strays) < len(checks):
         yield (
             "This dataset was joined, and its shards may be hard links to those of the joined datasets. Repair these "
@@ -39,12 +40,12 @@ def _steps_of_joined(directory: str, checks: dict[str, set[str]]) -> Iterator[st
 
 def _steps(directory: str, checks: dict[str, set[str]]) -> Iterator[str]:
     shards = {name: found for name, found in checks.items() if name.startswith("shard-")}
-    strays = [name for name, found in shards.items() if STRAY in found]
+    strays = [name for name, found in checks.items() if STRAY in found]
     silent = [name for name, found in shards.items() if {"sha256", "unreadable"} & found and not _NOTICED & found]
     lost = [name for name, found in shards.items() if _NOTICED & found] + silent
     listed = (INDEX_NAME, LEDGER_NAME, IMAGE_FILES_NAME)
     lost += [name for name in listed if {"missing", "sha256"} & checks.get(name, set())]
-    lost += [TOKENIZER_DIR] if any(name.startswith(f"{TOKENIZER_DIR}/") for name in checks) else []
+    lost += [TOKENIZER_DIR] if any(name.startswith(f"{TOKENIZER_DIR}/") for name in checks.keys() - strays) else []
     explained = {*strays, *lost}
     others = [n for n in checks if n not in explained and n.partition("/")[0] not in explained and n != MANIFEST_NAME]
     if MANIFEST_NAME in checks:
@@ -53,19 +54,20 @@ def _steps(directory: str, checks: dict[str, set[str]]) -> Iterator[str]:
             "command with --overwrite."
         )
     if strays or silent:
-        yield f"Remove {_listed([f'{directory}/{name}' for name in [*strays, *silent]])}."
+        yield f"Remove {first_names([f'{directory}/{name}' for name in [*strays, *silent]])}."
     if lost:
         yield (
             "Run the dataset's `vlmdata preprocess` command again. It recreates these files and compares them with "
-            f"the manifest: {_listed(lost)}."
+            f"the manifest: {first_names(lost)}."
         )
     if others and not (lost or MANIFEST_NAME in checks):
         yield (
-            f"Recreate the dataset: run its `vlmdata preprocess` command with --overwrite. {_listed(others)} "
+            f"Recreate the dataset: run its `vlmdata preprocess` command with --overwrite. {first_names(others)} "
             f"{'has its' if len(others) == 1 else 'have their'} hash in the manifest, so the faults were written."
         )
 
 
-def _listed(names: list[str]) -> str:
+def first_names(names: Sequence[str]) -> str:
+    """Returns the first names, for a message."""
     rest = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + rest

@@ -20,13 +20,13 @@ from vlmdata.format.schema import (
     MANIFEST_NAME,
     TOKENIZER_DIR,
 )
-from vlmdata.format.tokenizer_files import tokenizer_file_names
+from vlmdata.format.tokenizer_files import STRAY, tokenizer_file_names
 from vlmdata.loader.cache import cache_folder
 from vlmdata.loader.remote import download
 from vlmdata.locations import file_system, is_url, place_of
 from vlmdata.store.objects import ATOMIC
 from vlmdata.verify.dataset import Audit
-from vlmdata.verify.fault import STRAY, Fault
+from vlmdata.verify.fault import Fault
 from vlmdata.verify.remedy import remedies
 
 
@@ -43,7 +43,7 @@ class FetchedShards:
     folder: Path
 
     def names(self) -> list[str]:
-        """Lists the files at the URL, sorted. Empty for a web address, which cannot be listed.
+        """Lists the files at the URL and in its tokenizer folder, sorted. Empty for a web address: it has no lists.
 
         Raises:
             ResourceError: If the file system does not list them.
@@ -53,7 +53,10 @@ class FetchedShards:
         try:
             files, root = file_system(self.url)
             files.invalidate_cache()
-            return sorted(path.rstrip("/").rpartition("/")[2] for path in files.ls(root, detail=False))
+            found = [path.rstrip("/").rpartition("/")[2] for path in files.ls(root, detail=False)]
+            folder = f"{root.rstrip('/')}/{TOKENIZER_DIR}/"
+            inner = files.find(folder) if TOKENIZER_DIR in found else []
+            return sorted([*found, *(f"{TOKENIZER_DIR}/{path.removeprefix(folder)}" for path in inner)])
         except Exception as error:  # each file system raises its own types
             raise ResourceError(f"{self.url}: cannot be listed: {type(error).__name__}: {error}") from error
 

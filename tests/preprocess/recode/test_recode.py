@@ -113,6 +113,13 @@ def test_a_dataset_of_format_1_0_is_recoded(datasets: dict[str, Path], raw_copy:
     assert verify_dataset(tmp_path / "out").faults == []
 
 
+def test_files_of_others_are_not_copied(datasets: dict[str, Path], raw_copy: Path, tmp_path: Path) -> None:
+    for name in ("notes.txt", "tokenizer/.DS_Store"):
+        (raw_copy / name).touch()
+    recode_dataset(raw_copy, tmp_path / "out", ZLIB)
+    assert tree_bytes(tmp_path / "out") == tree_bytes(datasets[ZLIB])
+
+
 def test_a_dataset_at_a_url_is_recoded(datasets: dict[str, Path], tmp_path: Path) -> None:
     url = f"memory://{tmp_path}"
     put(datasets["raw"], url)

@@ -137,6 +137,39 @@ def test_workers_make_it_again_too(made: Path, folder: Path) -> None:
     assert tree_bytes(folder / "out") == tree_bytes(made / "out")
 
 
+def test_files_of_others_stay_and_do_not_block_a_repair(made: Path, folder: Path) -> None:
+    out = folder / "out"
+    mine = {"notes.txt": b"mine", ".DS_Store": b"x", "tokenizer/.DS_Store": b"y", "tokenizer/added_tokens.json": b"{}"}
+    for name, content in mine.items():
+        (out / name).write_bytes(content)
+    for name in ("shard-000002.tar", "index.parquet", "tokenizer/tokenizer.json"):
+        (out / name).unlink()
+    assert again(folder).repaired == ("shard-000002.tar", "index.parquet", "tokenizer")
+    assert tree_bytes(out) == tree_bytes(made / "out") | mine
+    assert again(folder).repaired == ()
+
+
+def test_overwrite_keeps_files_of_others(made: Path, folder: Path) -> None:
+    out = folder / "out"
+    (out / "photos").mkdir()
+    (out / "photos" / "a.png").write_bytes(b"mine")
+    again(folder, overwrite=True)
+    assert tree_bytes(out) == tree_bytes(made / "out") | {"photos/a.png": b"mine"}
+
+
+def test_an_unfinished_run_is_continued_beside_files_of_others(made: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(made, tmp_path / "copy", ignore=shutil.ignore_patterns("out")))
+
+    def stop(record: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        again(folder, watcher=Watcher(shard_done=stop))
+    (folder / "out" / ".DS_Store").touch()
+    assert again(folder).kept == 1
+    assert tree_bytes(folder / "out") == tree_bytes(made / "out") | {".DS_Store": b""}
+
+
 def test_only_shards_that_are_needed_are_made(folder: Path) -> None:
     seen: list[str] = []
     begun: list[tuple[int, ...]] = []
