@@ -68,17 +68,18 @@ class DatasetIndex:
         try:
             chosen = None if shard is None else [("shard", "=", shard)]
             table = pq.read_table(path, memory_map=False, filters=chosen)
-        except (OSError, pa.ArrowException) as error:
+            names = table.column_names
+        except (OSError, ValueError, pa.ArrowException) as error:  # ValueError: names that are not UTF-8
             what = "no such file" if isinstance(error, FileNotFoundError) else error
             raise DatasetFormatError(
                 f"{path}: cannot read the index: {what}. Run the same `vlmdata preprocess` command again."
             ) from error
-        features = [str(m.feature) for m in OPTIONAL_MEMBERS if f"{m.name}_offset" in table.column_names]
+        features = [str(m.feature) for m in OPTIONAL_MEMBERS if f"{m.name}_offset" in names]
         schema = index_schema(features)
         # An index of format 1.0 has no item columns.
-        old = not set(ITEM_COLUMNS).intersection(table.column_names)
+        old = not set(ITEM_COLUMNS).intersection(names)
         stored = pa.schema([field for field in schema if not (old and field.name in ITEM_COLUMNS)])
-        missing = [name for name in stored.names if name not in table.column_names]
+        missing = [name for name in stored.names if name not in names]
         if missing:
             raise DatasetFormatError(f"{path}: the index lacks the columns {', '.join(missing)}")
         try:

@@ -35,6 +35,7 @@ from vlmdata.format.schema import (
     MANIFEST_NAME,
     PROGRESS_DIR,
     TOKENIZER_DIR,
+    parse_key,
     shard_name,
 )
 from vlmdata.format.selection import SELECTION, Selection, rows_digest
@@ -309,9 +310,15 @@ def _sum(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def shifted_keys(keys: Sequence[str], by: int) -> list[str]:
-    """Returns keys with row numbers increased by ``by``."""
+    """Returns keys with row numbers increased by ``by``.
+
+    Raises:
+        DatasetFormatError: If one is not a key.
+    """
     shifted = []
     for key in keys:
+        if parse_key(key) is None:
+            raise DatasetFormatError(f"the index has {key!r}, which is not a key. Run `vlmdata verify` on its dataset.")
         row, dash, sample = key.partition("-")
         shifted.append(f"{int(row) + by:09d}{dash}{sample}")
     return shifted

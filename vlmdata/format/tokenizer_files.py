@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 VOCABULARY_FILE = "tokenizer.json"
-_CONFIG_FILE = "tokenizer_config.json"
+CONFIG_FILE = "tokenizer_config.json"
 _TEMPLATE_FILE = "chat_template.jinja"
 _MORE_TEMPLATES = "additional_chat_templates"
 #: Check of a file that the manifest does not name.
@@ -37,7 +37,7 @@ def hash_tokenizer_files(folder: Path) -> dict[str, str]:
 
 def tokenizer_file_names(manifest: Manifest) -> tuple[str, ...]:
     """Returns the files of the tokenizer folder. A manifest of format 1.0 does not list them."""
-    return tuple(manifest.tokenizer_files) or (VOCABULARY_FILE, _CONFIG_FILE, _TEMPLATE_FILE)
+    return tuple(manifest.tokenizer_files) or (VOCABULARY_FILE, CONFIG_FILE, _TEMPLATE_FILE)
 
 
 def added_tokenizer_files(names: Iterable[str], manifest: Manifest) -> list[str]:

@@ -1,0 +1,132 @@
+"""The audit of the manifest: every value that can be recomputed from the dataset or from another value."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from vlmdata.format.manifest import Manifest, ShardInfo, canonical_hash
+from vlmdata.format.schema import IMAGE_FILES, IMAGE_FILES_NAME, JOINED, MANIFEST_NAME
+from vlmdata.format.selection import SELECTION
+from vlmdata.verify.fault import Fault
+
+Finding = tuple[str, str]
+"""(check, message)."""
+
+
+def manifest_faults(manifest: Manifest) -> Iterator[Fault]:
+    """Yields the faults of a manifest that show without another file."""
+    for check, message in (*_config(manifest), *_shards(manifest), *_source_findings(manifest)):
+        yield Fault(MANIFEST_NAME, check, message)
+
+
+def totals_faults(file: str, check: str, sums: Mapping[str, int], manifest: Manifest) -> Iterator[Fault]:
+    """Yields a fault for each sum over a file that differs from the manifest's total of this name."""
+    totals = dataclasses.asdict(manifest.totals)
+    for name, value in sums.items():
+        if totals[name] != value:
+            yield Fault(file, check, f"{name} sum to {value}, but the totals say {totals[name]}")
+
+
+def _config(manifest: Manifest) -> Iterator[Finding]:
+    if canonical_hash(manifest.config) != manifest.config_hash:
+        yield "config_hash", "the config was edited after the dataset was made"
+        return  # what differs from it is not known to be wrong
+    options, fingerprints = (_mapping(manifest.config, name) for name in ("options", "fingerprints"))
+    first = manifest.config
+    while isinstance(joined := first.get(JOINED), list) and joined:
+        first = joined[0]  # a join takes the name of its first dataset's tokenizer
+    for name, found, expected in (
+        ("family", manifest.family or None, options.get("family")),
+        ("tokenizer.name", manifest.tokenizer.name, _mapping(first, "options").get("tokenizer")),
+        ("tokenizer.fingerprint", manifest.tokenizer.fingerprint, fingerprints.get("tokenizer")),
+        ("tokenizer.chat_template", manifest.tokenizer.chat_template, fingerprints.get("chat_template")),
+    ):
+        if None not in (found, expected) and found != expected:
+            yield "config", f"{name} is {found}, but the config says {expected}"
+
+
+def _mapping(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = fields.get(name)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _shards(manifest: Manifest) -> Iterator[Finding]:
+    start = 0
+    for shard in manifest.shards:
+        if shard.row_start != start or shard.samples + shard.rejected != shard.candidates:
+            yield "shards", f"{shard.name}: its rows and counts are inconsistent: {shard}"
+        start = shard.row_stop
+    sums = {
+        "rows": start,
+        "rejected": sum(shard.rejected for shard in manifest.shards),
+        "bytes": sum(shard.bytes for shard in manifest.shards),
+        "extra_candidates": sum(shard.extra_candidates for shard in manifest.shards),
+    }
+    for fault in totals_faults(MANIFEST_NAME, "shards", sums, manifest):
+        yield fault.check, fault.message
+
+
+def _source_findings(manifest: Manifest) -> Iterator[Finding]:
+    if (manifest.source.get("kind") == JOINED) != (JOINED in manifest.config):
+        yield "source", f"source.kind is {manifest.source.get('kind')!r}, which contradicts the config"
+    try:
+        yield from _source("source", manifest.source, manifest.shards, 0)
+    except (AttributeError, KeyError, TypeError) as error:
+        yield "source", f"it has the wrong form: {type(error).__name__}: {error}"
+
+
+def _source(name: str, source: Mapping[str, Any], shards: Sequence[ShardInfo], offset: int) -> Iterator[Finding]:
+    """Checks the counts of a source against its shards.
+
+    Args:
+        name: Path of the source in the manifest.
+        source: The source, perhaps of one of several joined datasets.
+        shards: Its shards.
+        offset: What the index adds to its row numbers.
+    """
+    rows = sum(shard.row_stop - shard.row_start for shard in shards)
+    if source.get("rows", rows) != rows:
+        yield "source", f"{name}.rows is {source['rows']}, but its shards have {rows} rows"
+    if source.get("kind") != JOINED:
+        for shard in shards:
+            if shard.row_offset != offset:
+                yield "source", f"{shard.name}: row_offset is {shard.row_offset}, but {name} says {offset}"
+        return
+    before = at = 0
+    for number, each in enumerate(source["datasets"]):
+        inner, its = f"{name}.datasets.{number}", shards[at : at + each["shards"]]
+        if each["row_offset"] != before:
+            yield "source", f"{inner}.row_offset is {each['row_offset']}, but {before} rows are before it"
+        yield from _source(f"{inner}.source", each["source"], its, offset + each["row_offset"])
+        selection = each["source"].get(SELECTION)
+        before += sum(shard.row_stop - shard.row_start for shard in its) if selection is None else selection["of_rows"]
+        at += each["shards"]
+    if at != len(shards):
+        yield "source", f"the datasets of {name} have {at} shards, but there are {len(shards)}"
+    if SELECTION in source and source[SELECTION]["of_rows"] != before:
+        yield "source", f"{name}.{SELECTION}.of_rows is {source[SELECTION]['of_rows']}, but the datasets have {before}"
+
+
+def image_files_faults(directory: Path, manifest: Manifest) -> Iterator[Fault]:
+    """Yields a fault for each count of image files in the manifest that differs from the list of them.
+
+    The caller has checked the hash of the list.
+    """
+    recorded = _mapping(manifest.source, IMAGE_FILES)
+    try:
+        sizes = pq.read_table(directory / IMAGE_FILES_NAME, columns=["bytes"])["bytes"].to_pylist()
+    except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+        yield Fault(IMAGE_FILES_NAME, "unreadable", str(error))
+        return
+    found = [size for size in sizes if size >= 0]
+    counts = {"files": len(sizes), "missing": len(sizes) - len(found), "bytes": sum(found)}
+    for name, value in counts.items():
+        if recorded.get(name, value) != value:
+            message = f"source.{IMAGE_FILES}.{name} is {recorded[name]}, but the list has {value}"
+            yield Fault(MANIFEST_NAME, "source", message)
