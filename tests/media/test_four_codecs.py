@@ -28,6 +28,7 @@ from preprocess.config import ImageConfig, PreprocessConfig
 from tests.chat_rows import turn, write_jsonl
 from tests.conftest import build_dataset, encoded_image, tree_bytes
 from tests.loader.helpers import assert_same, epoch_of, stream, worker_pids
+from tests.verify.rewriting import rewrite_manifest, sha256
 from vlmdata.errors import ChangedDataError, DatasetFormatError, UsageError
 from vlmdata.families.qwen3_5 import FAMILY
 from vlmdata.format.manifest import Manifest
@@ -249,6 +250,7 @@ class TestDamage:
         field = table.schema.field(column)
         changed = table.set_column(table.column_names.index(column), field, pa.array(lists, field.type))
         pq.write_table(changed, damaged / INDEX_NAME)
+        rewrite_manifest(damaged, index_sha256=sha256(damaged / INDEX_NAME))
         key = table.column("key")[sharing].as_py()
         assert ("items", key) in {(fault.check, fault.key) for fault in verify_dataset(damaged).faults}
 
