@@ -14,8 +14,8 @@ from model.parallel.layout import require_layout
 from model.training.settings.config import ConfigError, DataConfig, TrainConfig
 from model.training.settings.model_settings import in_the_runs_words, settings_of
 from vlmdata.families import family
-from vlmdata.format.join import JOINED
 from vlmdata.format.manifest import Manifest
+from vlmdata.format.schema import JOINED
 
 
 def check_early(config: TrainConfig) -> None:
