@@ -17,10 +17,15 @@ EMBEDDED = "embedded"
 
 
 class TrainTurns(StrEnum):
-    """Which assistant turns are targets."""
+    """Which assistant turns are targets, and of which samples.
+
+    ``all`` and ``last`` make one sample of a conversation. ``each`` makes one of every assistant turn: the conversation
+    up to it, so that it follows what inference gives the model.
+    """
 
     ALL = "all"
     LAST = "last"
+    EACH = "each"
 
 
 class TrainThink(StrEnum):

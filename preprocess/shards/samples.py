@@ -1,0 +1,113 @@
+"""Writes encoded samples to a shard."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from preprocess.config import PreprocessConfig, TrainTurns
+from preprocess.encode import EncodedImage, EncodedSample
+from vlmdata.format.index_row import IndexRow
+from vlmdata.format.schema import sample_key
+from vlmdata.format.shard import EncodedItem, Placement, ShardWriter
+from vlmdata.media.codecs import RAW, Item, codec
+
+
+@dataclass(frozen=True)
+class Place:
+    """Place of a sample in the list of its row: its number (None without a list) and the list's length."""
+
+    sample: int | None
+    of: int
+
+
+#: The images of a sample, in order, as they are stored.
+Items = Mapping[EncodedImage, EncodedItem]
+
+
+def encoded_items(encoded: EncodedSample, config: PreprocessConfig, known: Items) -> Items:
+    """Encodes the images of a sample with the run's codec; empty if they are plain patches of the sample alone.
+
+    Args:
+        encoded: The sample.
+        config: The options.
+        known: Images that are encoded already. The samples of a conversation's turns share theirs.
+    """
+    if config.pixels == RAW and config.train_turns is not TrainTurns.EACH:
+        return {}
+    encode, family = codec(config.pixels).encode, config.model_family
+    return {
+        image: known.get(image)
+        or EncodedItem(
+            encode(Item(image.patches, image.grid, family, image.file)),
+            config.pixels,
+            xxhash.xxh3_64_intdigest(image.patches),
+        )
+        for image in encoded.images
+    }
+
+
+def write_sample(
+    encoded: EncodedSample, items: Items, row: int, place: Place, shard: int, writer: ShardWriter
+) -> IndexRow:
+    """Appends a sample to a shard. Returns its index row.
+
+    Args:
+        encoded: The sample.
+        items: Its images as stored (see :func:`encoded_items`).
+        row: Its source row.
+        place: Its place in the list of the row.
+        shard: Number of the shard.
+        writer: Writes the shard.
+    """
+    key = sample_key(row, place.sample, place.of)
+    grids = tuple(image.grid for image in encoded.images)
+    targets = int(encoded.loss_mask.sum())
+    metadata: dict[str, Any] = {
+        "key": key,
+        "source_row": row,
+        "length": encoded.length,
+        "padded_length": len(encoded.input_ids),
+        "num_targets": targets,
+        "target_turns": encoded.target_turns,
+        "truncated": encoded.truncated,
+        "image_grid_thw": grids,
+        "images": [dict(image.origin) for image in encoded.images],
+    }
+    if place.sample is not None:
+        metadata["sample"] = place.sample
+    if encoded.turn_weights:
+        metadata["turn_weights"] = encoded.turn_weights
+    if encoded.dropped_reasoning:
+        metadata["dropped_reasoning"] = encoded.dropped_reasoning
+    pieces = _pieces(encoded)
+    if items:
+        del pieces["patches"]
+    placement: Placement = writer.add(key, metadata, pieces, list(items.values()))
+    return IndexRow(
+        key=key,
+        source_row=row,
+        shard=shard,
+        placement=placement,
+        length=encoded.length,
+        padded_length=len(encoded.input_ids),
+        num_targets=targets,
+        target_turns=encoded.target_turns,
+        truncated=encoded.truncated,
+        image_grid_thw=grids,
+        image_starts=encoded.image_starts,
+    )
+
+
+def _pieces(encoded: EncodedSample) -> dict[str, list[Any]]:
+    pieces: dict[str, list[Any]] = {
+        "input_ids": [encoded.input_ids],
+        "loss_mask": [encoded.loss_mask],
+        "position_ids": [encoded.position_ids],
+        "image_grid_thw": [encoded.image_grid_thw],
+        "patches": encoded.patches,
+    }
+    return pieces if encoded.loss_weights is None else pieces | {"loss_weights": [encoded.loss_weights]}
