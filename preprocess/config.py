@@ -126,7 +126,7 @@ class PreprocessConfig:
         max_length: Largest true length of a sample, in tokens.
         overlong: Handling of longer samples.
         special_text: Handling of special-token text in data.
-        strict: Whether to reject rows with unknown keys.
+        strict: Whether to reject rows with unknown keys, or with reasoning that the chat template drops.
         pad_multiple: Stored lengths are multiples of this.
         rows_per_shard: Source rows per shard.
     """

@@ -66,11 +66,8 @@ def is_unlike_inference(
         turns: Its assistant turns.
         weights: Weight of each assistant turn; a turn of weight 0 is not learned.
     """
-    turn, (message, alone) = next(
-        found
-        for found, weight in zip(zip(turns, up_to_answers(conversation), strict=True), weights, strict=True)
-        if weight
-    )
+    first = next(number for number, weight in enumerate(weights) if weight)
+    turn, (message, alone) = turns[first], list(up_to_answers(conversation))[first]
     if message is conversation.messages[-1]:
         return False
     try:

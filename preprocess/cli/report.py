@@ -15,12 +15,18 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from preprocess.config import EMBEDDED, Overlong
+from preprocess.config import EMBEDDED, Overlong, TrainTurns
 from preprocess.run.dataset import RunResult
 from vlmdata.format.image_sizes import image_sizes
 from vlmdata.format.ledger import Reason, Rejection, read_ledger
 from vlmdata.format.manifest import Manifest, Totals, counts_to_json
 from vlmdata.format.schema import INDEX_NAME, LEDGER_NAME
+from vlmdata.format.turns import (
+    DROPPED_REASONING,
+    LAST_TURNS_WITH_DROPPED_REASONING,
+    ROWS_UNLIKE_INFERENCE,
+    ROWS_WITH_DROPPED_REASONING,
+)
 from vlmdata.inspect.text import one_line
 from vlmdata.media.codecs import RAW
 from vlmdata.store import Store
@@ -32,6 +38,11 @@ _BINS, _BAR_WIDTH = 10, 32
 _EXAMPLES, _MESSAGE_LENGTH = 3, 240
 #: Number of keys in a line; --json lists all.
 _SHOWN_KEYS = 12
+_LEARNED = {
+    TrainTurns.ALL: "all assistant turns of a conversation, in one sample",
+    TrainTurns.LAST: "the last assistant turn of a conversation",
+    TrainTurns.EACH: "every assistant turn of a conversation, each in a sample of its own",
+}
 
 
 @dataclass(frozen=True)
@@ -66,6 +77,7 @@ class Report:
         max_reject_rate: Largest rejected share without failure.
         examples: The first rejection for each of the most common reasons, the most common first.
         failed_row: The first row with an unexpected error, if any.
+        has_turns: Whether any sample is a conversation.
     """
 
     store: Store
@@ -78,6 +90,7 @@ class Report:
     max_reject_rate: float
     examples: tuple[Rejection, ...]
     failed_row: int | None
+    has_turns: bool = False
 
     @property
     def reject_rate(self) -> float:
@@ -123,6 +136,8 @@ class Report:
             "reject_examples": [dataclasses.asdict(example) for example in self.examples],
             "unused_keys": dict(self.manifest.unused_keys),
             "unknown_keys": dict(self.manifest.unknown_keys),
+            "train_turns": self._train_turns,
+            "turns": dict(self.manifest.turns),
             "max_reject_rate": self.max_reject_rate,
             "lengths": dataclasses.asdict(self.lengths) if self.lengths else None,
             "shards": len(self.manifest.shards),
@@ -140,6 +155,7 @@ class Report:
         if self.lengths is not None:
             console.print(_histogram(self.lengths))
         lines = [f"recipe {self._recipe}, tokenizer {tokenizer.name} ({counted(tokenizer.vocab_size, 'id')}{trial})"]
+        lines += self._turn_lines()
         lines += self._key_lines()
         for example in self.examples:
             message = one_line(example.message, _MESSAGE_LENGTH)
@@ -162,6 +178,32 @@ class Report:
     @property
     def _pixels(self) -> str:
         return str(self.manifest.config["options"].get("pixels", RAW))
+
+    @property
+    def _train_turns(self) -> str:
+        return str(self.manifest.config["options"]["train_turns"])
+
+    def _turn_lines(self) -> Iterator[str]:
+        """Yields lines about the turns that are learned, and what the chat template did to them."""
+        if self.has_turns:
+            yield f"learned: {_LEARNED[TrainTurns(self._train_turns)]} (--train-turns {self._train_turns})"
+        turns = self.manifest.turns
+        last = turns.get(LAST_TURNS_WITH_DROPPED_REASONING, 0)
+        earlier = turns.get(DROPPED_REASONING, 0) - last
+        rows = counted(turns.get(ROWS_WITH_DROPPED_REASONING, 0), "row")
+        if earlier:
+            yield f"reasoning of {counted(earlier, 'earlier turn')} in {rows} is dropped by the template"
+        if last:
+            yield f"reasoning of {counted(last, 'last turn')} in {rows} is dropped by the template"
+        if unlike := turns.get(ROWS_UNLIKE_INFERENCE, 0):
+            yield (
+                f"{counted(unlike, 'row')} with answers learned in another context than at inference: the template "
+                "writes the last turn of the assistant in another way than earlier ones"
+            )
+            yield (
+                "  recommended: --train-turns each, a sample for each turn with its reasoning and the context of "
+                "inference; images are stored once"
+            )
 
     def _key_lines(self) -> Iterator[str]:
         """Yields lines about unused keys of the rows, the most frequent first."""
@@ -210,13 +252,13 @@ def report_of(store: Store, result: RunResult, seconds: float, max_reject_rate: 
     if manifest.rejects.get(Reason.UNEXPECTED_ERROR):
         shown.append(Reason.UNEXPECTED_ERROR)
     with store.local(INDEX_NAME, *([LEDGER_NAME] if shown else [])) as folder:
-        lengths = pq.read_table(folder / INDEX_NAME, columns=["length"]).column("length").to_numpy()
+        index = pq.read_table(folder / INDEX_NAME, columns=["length", "target_turns"])
         first = _first_rejections(folder / LEDGER_NAME, set(shown))
     failed = first.get(Reason.UNEXPECTED_ERROR)
     return Report(
         store=store,
         manifest=manifest,
-        lengths=_distribution(lengths),
+        lengths=_distribution(index.column("length").to_numpy()),
         seconds=seconds,
         made=result.made,
         kept=result.kept,
@@ -224,6 +266,7 @@ def report_of(store: Store, result: RunResult, seconds: float, max_reject_rate: 
         max_reject_rate=max_reject_rate,
         examples=tuple(first[reason] for reason in dict.fromkeys(shown[:_EXAMPLES]) if reason in first),
         failed_row=None if failed is None else failed.row,
+        has_turns=bool(index.column("target_turns").to_numpy().any()),
     )
 
 

@@ -97,12 +97,13 @@ class Encoder:
         images += encode_images(conversation.images[len(images) :], self.config)
         return dataclasses.replace(
             self._assemble(tokens.ids, spans, tuple(images)),
-            dropped_reasoning=dropped,
+            dropped_reasoning=len(dropped),
+            drops_last_reasoning=len(turns) in dropped and conversation.messages[-1].role == "assistant",
             unlike_inference=is_unlike_inference(self.renderer, conversation, rendered.text, turns, weights),
         )
 
-    def _dropped_reasoning(self, conversation: Conversation, text: str, turns: list[Turn]) -> int:
-        """Counts turns whose reasoning is not in the sample. Where each turn has its own, only the last is looked at."""
+    def _dropped_reasoning(self, conversation: Conversation, text: str, turns: list[Turn]) -> list[int]:
+        """Numbers the turns whose reasoning the sample should have and lacks; with a sample per turn, only its last."""
         dropped = dropped_reasoning(conversation, text, turns)
         if self.config.train_turns is TrainTurns.EACH:
             dropped = [number for number in dropped if number == len(turns)]
@@ -113,7 +114,7 @@ class Encoder:
                 "rows; with --train-turns each, every turn is learned with its reasoning where the template writes "
                 "that of the last turn.",
             )
-        return len(dropped)
+        return dropped
 
     def _require_known_keys(self, made: Conversation | Document) -> None:
         if self.config.strict and made.unknown:

@@ -53,6 +53,7 @@ class EncodedSample:
         turn_weights: Weight of each assistant turn; empty if all turns that ``train_turns`` includes weigh 1.
         patch_bytes: Bytes per patch.
         dropped_reasoning: Assistant turns whose reasoning the template left out. Of samples of one turn, that turn.
+        drops_last_reasoning: Whether the last turn is one of them.
         unlike_inference: Whether a learned turn follows another text than at inference.
     """
 
@@ -68,6 +69,7 @@ class EncodedSample:
     turn_weights: tuple[float, ...]
     patch_bytes: int
     dropped_reasoning: int = 0
+    drops_last_reasoning: bool = False
     unlike_inference: bool = False
 
     @property

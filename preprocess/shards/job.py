@@ -27,7 +27,7 @@ from preprocess.reject import RowRejected
 from preprocess.row import Row
 from preprocess.shards.key_counts import KeyCounts
 from preprocess.shards.read_ahead import rows_of
-from preprocess.shards.samples import Items, Place, encoded_items, write_sample
+from preprocess.shards.samples import Items, Place, count_turns, encoded_items, write_sample
 from preprocess.sources.rows import Source
 from vlmdata.errors import SourceError
 from vlmdata.format.index_row import IndexRow, index_table, used_features
@@ -35,7 +35,6 @@ from vlmdata.format.ledger import Reason, Rejection
 from vlmdata.format.manifest import ShardInfo, TokenizerInfo, Totals, differences
 from vlmdata.format.schema import PROGRESS_DIR, shard_name, supported_features
 from vlmdata.format.shard import ShardWriter
-from vlmdata.format.turns import DROPPED_REASONING, ROWS_UNLIKE_INFERENCE, ROWS_WITH_DROPPED_REASONING
 from vlmdata.store import Store
 
 RUN_FILE = f"{PROGRESS_DIR}/run.json"
@@ -248,7 +247,7 @@ def _process_row(
         return RowOutcome(0, 0, 0, (error.reason,))
     images = tokens = size = file_bytes = 0
     rejects: list[Reason] = []
-    dropped, unlike = 0, False
+    template: Counter[str] = Counter()
     items: Items = {}
     for place, outcome in _outcomes(candidates, context, keys):
         if isinstance(outcome, RowRejected):
@@ -261,12 +260,8 @@ def _process_row(
             rows.append(write_sample(outcome, items, number, place, shard, writer))
             images, tokens = images + len(outcome.images), tokens + outcome.length
             size += rows[-1].placement.size
-            dropped += outcome.dropped_reasoning
-            unlike |= outcome.unlike_inference
-    if dropped:
-        turns.update({DROPPED_REASONING: dropped, ROWS_WITH_DROPPED_REASONING: 1})
-    if unlike:
-        turns[ROWS_UNLIKE_INFERENCE] += 1
+            count_turns(template, outcome)
+    turns.update(template)
     return RowOutcome(images, tokens, size, tuple(rejects), file_bytes)
 
 

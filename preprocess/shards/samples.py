@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,12 @@ from preprocess.encode import EncodedImage, EncodedSample
 from vlmdata.format.index_row import IndexRow
 from vlmdata.format.schema import sample_key
 from vlmdata.format.shard import EncodedItem, Placement, ShardWriter
+from vlmdata.format.turns import (
+    DROPPED_REASONING,
+    LAST_TURNS_WITH_DROPPED_REASONING,
+    ROWS_UNLIKE_INFERENCE,
+    ROWS_WITH_DROPPED_REASONING,
+)
 from vlmdata.media.codecs import RAW, Item, codec
 
 
@@ -100,6 +107,17 @@ def write_sample(
         image_grid_thw=grids,
         image_starts=encoded.image_starts,
     )
+
+
+def count_turns(row: Counter[str], encoded: EncodedSample) -> None:
+    """Adds a sample to the counts of its row: what the template did to assistant turns."""
+    if encoded.dropped_reasoning:
+        row[DROPPED_REASONING] += encoded.dropped_reasoning
+        row[ROWS_WITH_DROPPED_REASONING] = 1
+    if encoded.drops_last_reasoning:
+        row[LAST_TURNS_WITH_DROPPED_REASONING] += 1
+    if encoded.unlike_inference:
+        row[ROWS_UNLIKE_INFERENCE] = 1
 
 
 def _pieces(encoded: EncodedSample) -> dict[str, list[Any]]:

@@ -7,10 +7,11 @@ a time: the audit of ``vlmdata verify`` and a few checks of this module.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from vlmdata.families import Family
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.index import DatasetIndex
 from vlmdata.format.schema import Sample
+from vlmdata.format.turns import DROPPED_REASONING, ROWS_UNLIKE_INFERENCE, ROWS_WITH_DROPPED_REASONING
 from vlmdata.inspect.text import one_line
 from vlmdata.inspect.tokens import TokenTexts, Turn, find_turns
 from vlmdata.verify.sample import SampleRules, audit_sample, turn_weights_of
@@ -51,9 +53,13 @@ KINDS: dict[str, tuple[Severity, str]] = {
     "low_target_share": (Severity.WARNING, "unusually few of the tokens are targets"),
     "only_end_token": (Severity.WARNING, "an answer whose only target is its end: empty, or masked"),
     "truncated_answer": (Severity.WARNING, "the last answer is truncated, so its end is never learned"),
+    "dropped_reasoning": (Severity.WARNING, "the chat template dropped reasoning, so it is not learned"),
     "flat_image": (Severity.WARNING, "an image of nearly one colour"),
     "image_larger_than_text": (Severity.NOTE, "the images take more tokens than the text"),
+    "unlike_inference": (Severity.NOTE, "an answer is learned in another context than inference has"),
 }
+#: Kinds of findings that the manifest counts for all rows, as well.
+COUNTED = {"dropped_reasoning": ROWS_WITH_DROPPED_REASONING, "unlike_inference": ROWS_UNLIKE_INFERENCE}
 
 
 @dataclass(frozen=True)
@@ -170,26 +176,32 @@ class ContentCheck:
             return [
                 finding("no_turn", f"none of {counted(sample.length, 'token')} is <|im_start|>, so there is no turn")
             ]
-        audited = []
+        audited, metadata = [], self._metadata(i)
         if self._rules is not None:
-            audited = audit_sample(sample, self.dataset.index.row(i), self._rules, self._turn_weights(i))
+            audited = audit_sample(sample, self.dataset.index.row(i), self._rules, _turn_weights(metadata))
         # The index reports "no_target" for every sample.
         found = [finding(check, message) for check, message in audited if check != "no_target"]
         if 0 < sample.length <= len(sample.input_ids) and not document:
             found += self._answers(sample)
+        if dropped := metadata.get(DROPPED_REASONING):
+            message = f"the chat template dropped the reasoning of {dropped} of the assistant's turns"
+            found.append(finding("dropped_reasoning", message))
         return found
 
-    def _turn_weights(self, i: int) -> tuple[float, ...]:
+    def _metadata(self, i: int) -> Mapping[str, Any]:
         try:
-            return turn_weights_of(self.dataset.metadata(i))
-        except (ValueError, AttributeError):
-            return ()  # `vlmdata verify` reports unreadable metadata
+            metadata = self.dataset.metadata(i)
+        except ValueError:
+            return {}  # `vlmdata verify` reports unreadable metadata
+        return metadata if isinstance(metadata, Mapping) else {}
 
     def _answers(self, sample: Sample) -> Iterator[Finding]:
         """Finds answers whose targets start too late, or of which only the end is learned."""
         info = self.dataset.manifest.tokenizer
         ids, mask = sample.input_ids[: sample.length], sample.loss_mask[: sample.length]
-        for turn in find_turns(ids, mask, info, self.texts):
+        turns = find_turns(ids, mask, info, self.texts)
+        yield from self._unlike_inference(ids, [turn for turn in turns if turn.role == "assistant"])
+        for turn in turns:
             if turn.role != "assistant" or not turn.targets:
                 continue
             first = turn.start + int(np.argmax(mask[turn.start : turn.stop] != 0))
@@ -200,6 +212,15 @@ class ContentCheck:
             elif ids[first] == info.im_end:
                 yield finding("only_end_token", f"of the answer at token {turn.body} only its end is a target")
 
+    def _unlike_inference(self, ids: npt.NDArray[np.int32], answers: list[Turn]) -> Iterator[Finding]:
+        """Finds a learned answer without think block where the last one has a block: at inference, each is the last."""
+        thinks = [self.texts.decode(ids[turn.body : turn.body + 8].tolist()).startswith("<think>") for turn in answers]
+        for turn, has_block in zip(answers, thinks, strict=True):
+            if turn.targets and thinks[-1] and not has_block:
+                message = f"the answer at token {turn.body} has no think block, but the last one has"
+                yield finding("unlike_inference", message)
+                return
+
     def _skipped(self, ids: npt.NDArray[np.int32], turn: Turn, first: int) -> tuple[int, str]:
         """Returns the start of an answer (after a fully excluded think block) and its text before the first target."""
         pieces = self.texts.decode_each(ids[turn.body : first].tolist())
@@ -208,6 +229,13 @@ class ContentCheck:
         begin = thought.end() if thought else 0
         skipped_tokens = int(np.searchsorted(np.cumsum([len(piece) for piece in pieces]), begin, side="right"))
         return turn.body + (skipped_tokens if begin else 0), one_line(text[begin:], _QUOTED)
+
+
+def _turn_weights(metadata: Mapping[str, Any]) -> tuple[float, ...]:
+    try:
+        return turn_weights_of(metadata)
+    except ValueError:
+        return ()  # `vlmdata verify` reports it
 
 
 def flat_images(sample: Sample) -> Iterator[Finding]:

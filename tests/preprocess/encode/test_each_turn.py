@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -174,10 +175,8 @@ def test_a_turn_that_cannot_be_learned_is_rejected_alone_and_named(tokenizer: An
 
 
 def test_turns_of_weight_0_are_context_and_weights_stay_with_their_turns(tokenizer: Any) -> None:
-    conversation = Conversation(
-        (asks("a"), says("b", loss_weight=0), asks("c"), says("d", loss_weight=2), asks("e"), says("f")),
-        loss_weight=0.5,
-    )
+    messages = (asks("a"), says("b", loss_weight=0), asks("c"), says("d", loss_weight=2), asks("e"), says("f"))
+    conversation = Conversation(messages, loss_weight=0.5)
     first, second = samples(tokenizer, conversation)
     assert (first.turn_weights, second.turn_weights) == ((), (0.0, 0.0, 0.5))
     assert first.loss_weights is None
@@ -243,12 +242,9 @@ def test_an_answer_that_begins_with_whitespace_follows_the_prompt_of_inference(
         before, _ = split(sample)
         # The context of turn 2 is as inference tokenizes it: in one piece.
         assert before == prompt(verbatim, conversation, place, sample, thinking=False)
-        assert verbatim.hf.decode(sample.input_ids[: sample.length]) == verbatim.hf.apply_chat_template(
-            template_messages(
-                conversation.messages[: place + 1] if turns is TrainTurns.EACH else conversation.messages
-            ),
-            tokenize=False,
-        )
+        messages = conversation.messages[: place + 1] if turns is TrainTurns.EACH else conversation.messages
+        text = verbatim.hf.apply_chat_template(template_messages(messages), tokenize=False)
+        assert verbatim.hf.decode(sample.input_ids[: sample.length]) == unicodedata.normalize("NFC", text)
         weights = (0.0, 1.0) if place == 3 else ()  # as the metadata of a weighted row has them
         assert audit_sample(sample.to_sample(sample_key(0)), _index_row(sample), rules, weights) == []
 

@@ -113,8 +113,8 @@ def _print_findings(console: Console, card: DatasetCard) -> None:
         console.print(Text("findings", "bold"), Text(f"({looked}{more})", "dim"), soft_wrap=True)
     for group in card.findings:
         _print_group(console, group, samples)
-    if serious:
-        parts = card.directory, "--sample", serious[0].examples[0].key
+    if example := next((each for group in serious for each in group.examples), None):
+        parts = card.directory, "--sample", example.key
         line = f"next: vlmdata inspect {shlex.join(data(part).plain for part in parts)}"
         console.print(Text(line), soft_wrap=True)
 
