@@ -21,7 +21,7 @@ from vlmdata.families import Family
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.index import DatasetIndex
 from vlmdata.format.schema import Sample
-from vlmdata.format.turns import DROPPED_REASONING, ROWS_UNLIKE_INFERENCE, ROWS_WITH_DROPPED_REASONING
+from vlmdata.format.turns import DROPPED_REASONING, ROWS_WITH_DROPPED_REASONING
 from vlmdata.inspect.text import one_line
 from vlmdata.inspect.tokens import TokenTexts, Turn, find_turns
 from vlmdata.verify.sample import SampleRules, audit_sample, turn_weights_of
@@ -56,10 +56,9 @@ KINDS: dict[str, tuple[Severity, str]] = {
     "dropped_reasoning": (Severity.WARNING, "the chat template dropped reasoning, so it is not learned"),
     "flat_image": (Severity.WARNING, "an image of nearly one colour"),
     "image_larger_than_text": (Severity.NOTE, "the images take more tokens than the text"),
-    "unlike_inference": (Severity.NOTE, "an answer is learned in another context than inference has"),
 }
-#: Kinds of findings that the manifest counts for all rows, as well.
-COUNTED = {"dropped_reasoning": ROWS_WITH_DROPPED_REASONING, "unlike_inference": ROWS_UNLIKE_INFERENCE}
+#: Kinds of findings in the tokens that the manifest counts for all rows, as well.
+COUNTED = {"dropped_reasoning": ROWS_WITH_DROPPED_REASONING}
 
 
 @dataclass(frozen=True)
@@ -183,7 +182,7 @@ class ContentCheck:
         found = [finding(check, message) for check, message in audited if check != "no_target"]
         if 0 < sample.length <= len(sample.input_ids) and not document:
             found += self._answers(sample)
-        if dropped := metadata.get(DROPPED_REASONING):
+        if isinstance(dropped := metadata.get(DROPPED_REASONING), int) and dropped:
             message = f"the chat template dropped the reasoning of {dropped} of the assistant's turns"
             found.append(finding("dropped_reasoning", message))
         return found
@@ -199,9 +198,7 @@ class ContentCheck:
         """Finds answers whose targets start too late, or of which only the end is learned."""
         info = self.dataset.manifest.tokenizer
         ids, mask = sample.input_ids[: sample.length], sample.loss_mask[: sample.length]
-        turns = find_turns(ids, mask, info, self.texts)
-        yield from self._unlike_inference(ids, [turn for turn in turns if turn.role == "assistant"])
-        for turn in turns:
+        for turn in find_turns(ids, mask, info, self.texts):
             if turn.role != "assistant" or not turn.targets:
                 continue
             first = turn.start + int(np.argmax(mask[turn.start : turn.stop] != 0))
@@ -211,15 +208,6 @@ class ContentCheck:
                 yield finding("late_target", message, (begin, first))
             elif ids[first] == info.im_end:
                 yield finding("only_end_token", f"of the answer at token {turn.body} only its end is a target")
-
-    def _unlike_inference(self, ids: npt.NDArray[np.int32], answers: list[Turn]) -> Iterator[Finding]:
-        """Finds a learned answer without think block where the last one has a block: at inference, each is the last."""
-        thinks = [self.texts.decode(ids[turn.body : turn.body + 8].tolist()).startswith("<think>") for turn in answers]
-        for turn, has_block in zip(answers, thinks, strict=True):
-            if turn.targets and thinks[-1] and not has_block:
-                message = f"the answer at token {turn.body} has no think block, but the last one has"
-                yield finding("unlike_inference", message)
-                return
 
     def _skipped(self, ids: npt.NDArray[np.int32], turn: Turn, first: int) -> tuple[int, str]:
         """Returns the start of an answer (after a fully excluded think block) and its text before the first target."""

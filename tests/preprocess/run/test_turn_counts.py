@@ -166,9 +166,8 @@ def test_inspect_finds_them(whole: RunResult, source: Path) -> None:
     for check in (None, 0):
         card = describe_dataset(dataset, check=check)
         found = {group.kind: group for group in card.findings}
-        dropped, unlike = found["dropped_reasoning"], found["unlike_inference"]
+        dropped = found["dropped_reasoning"]
         assert (dropped.severity, dropped.count) == (Severity.WARNING, 3)
-        assert (unlike.severity, unlike.count) == (Severity.NOTE, 5)
         assert [example.source_row for example in dropped.examples] == ([0, 1, 6] if check is None else [])
         console = Console(record=True, width=200, file=io.StringIO())
         print_card(console, card)

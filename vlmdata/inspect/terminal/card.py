@@ -43,7 +43,9 @@ def print_card(console: Console, card: DatasetCard) -> None:
 def _identity(card: DatasetCard) -> Table:
     options = card.options
     image = options.get("image") if isinstance(options.get("image"), dict) else {}
-    recipe = f"recipe {options.get('recipe', '?')}, targets {options.get('train_turns', '?')} turns"
+    turns = options.get("train_turns", "?")
+    targets = "each turn in its own sample" if turns == "each" else f"{turns} turns"
+    recipe = f"recipe {options.get('recipe', '?')}, targets {targets}"
     pixels = f"{image.get('min_pixels', 0):,}–{image.get('max_pixels', 0):,} pixels per image" if image else ""
     return facts(
         ("fingerprint", card.fingerprint[:_HASH_DIGITS], "of the whole content"),
