@@ -39,9 +39,9 @@ _EXAMPLES, _MESSAGE_LENGTH = 3, 240
 #: Number of keys in a line; --json lists all.
 _SHOWN_KEYS = 12
 _LEARNED = {
-    TrainTurns.ALL: "all assistant turns of a conversation, in one sample",
-    TrainTurns.LAST: "the last assistant turn of a conversation",
-    TrainTurns.EACH: "every assistant turn of a conversation, each in a sample of its own",
+    TrainTurns.ALL: "all assistant turns",
+    TrainTurns.LAST: "the last assistant turn",
+    TrainTurns.EACH: "each assistant turn, in a sample of its own",
 }
 
 
@@ -154,7 +154,12 @@ class Report:
         console.print(self._table())
         if self.lengths is not None:
             console.print(_histogram(self.lengths))
-        lines = [f"recipe {self._recipe}, tokenizer {tokenizer.name} ({counted(tokenizer.vocab_size, 'id')}{trial})"]
+        lines = []
+        if self.has_turns:
+            lines.append(f"learned: {_LEARNED[TrainTurns(self._train_turns)]} (--train-turns {self._train_turns})")
+        lines.append(
+            f"recipe {self._recipe}, tokenizer {tokenizer.name} ({counted(tokenizer.vocab_size, 'id')}{trial})"
+        )
         lines += self._turn_lines()
         lines += self._key_lines()
         for example in self.examples:
@@ -184,9 +189,7 @@ class Report:
         return str(self.manifest.config["options"]["train_turns"])
 
     def _turn_lines(self) -> Iterator[str]:
-        """Yields lines about the turns that are learned, and what the chat template did to them."""
-        if self.has_turns:
-            yield f"learned: {_LEARNED[TrainTurns(self._train_turns)]} (--train-turns {self._train_turns})"
+        """Yields lines about what the chat template did to assistant turns."""
         turns = self.manifest.turns
         last = turns.get(LAST_TURNS_WITH_DROPPED_REASONING, 0)
         earlier = turns.get(DROPPED_REASONING, 0) - last

@@ -98,21 +98,22 @@ class Encoder:
         return dataclasses.replace(
             self._assemble(tokens.ids, spans, tuple(images)),
             dropped_reasoning=len(dropped),
-            drops_last_reasoning=len(turns) in dropped and conversation.messages[-1].role == "assistant",
+            drops_last_reasoning=len(turns) in dropped and _ends_with_answer(conversation),
             unlike_inference=is_unlike_inference(self.renderer, conversation, rendered.text, turns, weights),
         )
 
     def _dropped_reasoning(self, conversation: Conversation, text: str, turns: list[Turn]) -> list[int]:
         """Numbers the turns whose reasoning the sample should have and lacks; with a sample per turn, only its last."""
-        dropped = dropped_reasoning(conversation, text, turns)
-        if self.config.train_turns is TrainTurns.EACH:
+        dropped, each = dropped_reasoning(conversation, text, turns), self.config.train_turns is TrainTurns.EACH
+        if each:
             dropped = [number for number in dropped if number == len(turns)]
         if dropped and self.config.strict:
+            which = "even the last turn" if each else _named(dropped, len(turns))
+            lost = len(turns) in dropped and _ends_with_answer(conversation)  # no other choice of turns would help
+            remedy = "" if lost else "; --train-turns each learns every turn with its reasoning"
             raise RowRejected(
                 Reason.TEMPLATE_ERROR,
-                f"the chat template drops the reasoning of {_named(dropped, len(turns))}. --strict rejects such "
-                "rows; with --train-turns each, every turn is learned with its reasoning where the template writes "
-                "that of the last turn.",
+                f"the chat template drops the reasoning of {which}. --strict rejects such rows{remedy}.",
             )
         return dropped
 
@@ -176,6 +177,10 @@ def _check_answers(conversation: Conversation, weights: tuple[float, ...]) -> No
     for number, (message, weight) in enumerate(zip(answers, weights, strict=True), start=1):
         if weight and not message.text.strip() and not message.tool_calls:
             raise RowRejected(Reason.EMPTY_ANSWER, f"assistant turn {number} of {len(answers)} has no text")
+
+
+def _ends_with_answer(conversation: Conversation) -> bool:
+    return conversation.messages[-1].role == "assistant"
 
 
 def _named(turns: list[int], of: int) -> str:

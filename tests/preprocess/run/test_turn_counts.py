@@ -102,7 +102,7 @@ def test_counts_survive_an_interruption_and_a_join(whole: RunResult, source: Pat
 
 def test_the_summary_says_what_was_chosen_and_recommends_a_sample_for_each_turn(whole: RunResult, source: Path) -> None:
     said = summary(source.with_name("all"), whole)
-    assert "learned: all assistant turns of a conversation, in one sample (--train-turns all)\n" in said
+    assert "\nlearned: all assistant turns (--train-turns all)\n" in said
     assert "reasoning of 4 earlier turns in 3 rows is dropped by the template\n" in said
     assert "5 rows with answers learned in another context than at inference: the template writes the last " in said
     assert "  recommended: --train-turns each, a sample for each turn" in said
@@ -116,7 +116,7 @@ def test_with_a_sample_for_each_turn_nothing_is_lost(source: Path, tmp_path: Pat
     assert result.manifest.rejects == {}
     assert "turns" not in json.loads((tmp_path / "out" / "manifest.json").read_text())
     said = summary(tmp_path / "out", result)
-    assert "learned: every assistant turn of a conversation, each in a sample of its own (--train-turns each)\n" in said
+    assert "\nlearned: each assistant turn, in a sample of its own (--train-turns each)\n" in said
     assert "recommended" not in said
     assert "dropped" not in said
 
@@ -127,9 +127,10 @@ def test_strict_rejects_rows_whose_reasoning_is_dropped(source: Path, tmp_path: 
     rejections = list(read_ledger(tmp_path / "out" / "rejected.jsonl"))
     assert [(each.row, each.reason) for each in rejections] == [(n, Reason.TEMPLATE_ERROR) for n in (0, 1, 6)]
     assert rejections[0].message.startswith(
-        "the chat template drops the reasoning of assistant turns 1 and 2 of 3. --strict rejects such rows; with "
-        "--train-turns each"
+        "the chat template drops the reasoning of assistant turns 1 and 2 of 3. --strict rejects such rows; "
+        "--train-turns each learns every turn with its reasoning."
     )
+    assert "--train-turns each" in rejections[2].message
 
 
 def test_a_template_without_reasoning_drops_that_of_last_turns_too(source: Path, tmp_path: Path) -> None:
@@ -144,7 +145,10 @@ def test_a_template_without_reasoning_drops_that_of_last_turns_too(source: Path,
         result = run(path, tmp_path / turns, train_turns=turns, tokenizer=name)
         assert said in summary(tmp_path / turns, result)
         assert "rows_unlike_inference" not in result.manifest.turns
-        assert ("recommended" in summary(tmp_path / turns, result)) is False
+        assert "recommended" not in summary(tmp_path / turns, result)
+        run(path, tmp_path / f"strict {turns}", train_turns=turns, tokenizer=name, strict=True)
+        first = next(read_ledger(tmp_path / f"strict {turns}" / "rejected.jsonl"))
+        assert "--train-turns each" not in first.message
 
 
 def test_rows_alike_under_the_template_say_nothing_and_keep_the_manifest(tmp_path: Path) -> None:
