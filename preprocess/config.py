@@ -17,10 +17,15 @@ EMBEDDED = "embedded"
 
 
 class TrainTurns(StrEnum):
-    """Which assistant turns are targets."""
+    """Which assistant turns are targets, and of which samples.
+
+    ``all`` and ``last`` make one sample of a conversation. ``each`` makes one of every assistant turn: the conversation
+    up to it, so that it follows what inference gives the model.
+    """
 
     ALL = "all"
     LAST = "last"
+    EACH = "each"
 
 
 class TrainThink(StrEnum):
@@ -133,7 +138,7 @@ class PreprocessConfig:
         max_length: Largest true length of a sample, in tokens.
         overlong: Handling of longer samples.
         special_text: Handling of special-token text in data.
-        strict: Whether to reject rows with unknown keys.
+        strict: Whether to reject rows with unknown keys, or with reasoning that the chat template drops.
         pad_multiple: Stored lengths are multiples of this.
         rows_per_shard: Source rows per shard.
     """

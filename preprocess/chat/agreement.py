@@ -6,14 +6,15 @@ the data's text would teach something that is not in the data. So every row is c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
 from preprocess.chat.length import require_length
 from preprocess.chat.render import Rendered, Renderer
-from preprocess.chat.targets import Tokens, Turn, find_turns, tokenize
+from preprocess.chat.targets import Tokens, Turn, find_turns, token_over, tokenize
 from preprocess.chat.tokenizer import ASSISTANT_HEADER, IM_START, ChatTokenizer
+from preprocess.config import TrainThink
 from preprocess.conversation import Conversation, Document, Message, TextPart
 from preprocess.reject import RowRejected, excerpt
 from vlmdata.format.ledger import Reason
@@ -21,8 +22,16 @@ from vlmdata.format.manifest import TokenizerInfo
 from vlmdata.wording import counted
 
 
-def encode_turns(renderer: Renderer, conversation: Conversation) -> tuple[Rendered, Tokens, list[Turn]]:
+def encode_turns(
+    renderer: Renderer, conversation: Conversation, weights: Sequence[float], train_think: TrainThink
+) -> tuple[Rendered, Tokens, list[Turn]]:
     """Renders and tokenizes a conversation, and finds its assistant turns.
+
+    Args:
+        renderer: Applies the template.
+        conversation: The conversation.
+        weights: Weight of each assistant turn; a turn of weight 0 is not learned.
+        train_think: Whether think blocks are targets.
 
     Returns:
         The rendered text, its tokens, and one turn for each assistant message, in order.
@@ -37,13 +46,17 @@ def encode_turns(renderer: Renderer, conversation: Conversation) -> tuple[Render
     tokens = tokenize(tokenizer, rendered)
     _require_reserved(rendered, tokens, tokenizer)
     turns = find_turns(rendered.text, tokens, tokenizer.info)
-    said = sum(message.role == "assistant" for message in conversation.messages)
-    if len(turns) != said:
-        raise _template_error(f"wrote {counted(len(turns), 'assistant turn')} for {counted(said, 'assistant message')}")
-    _require_headers(rendered.text, tokens, tokenizer.info)
+    answers = [message for message in conversation.messages if message.role == "assistant"]
+    if len(turns) != len(answers):
+        raise _template_error(
+            f"wrote {counted(len(turns), 'assistant turn')} for {counted(len(answers), 'assistant message')}"
+        )
+    learned = [(answer, turn) for answer, turn, weight in zip(answers, turns, weights, strict=True) if weight]
+    tokens = _cut_before_answers(tokenizer, rendered, tokens, learned, train_think)
+    _require_headers(rendered.text, tokens, tokenizer.info, {turn.body for _, turn in learned})
     _require_images(tokens, tokenizer.info, len(conversation.images))
     for message in conversation.messages:
-        if message.role == "system" and _missing([message.text], rendered.text) is not None:
+        if message.role == "system" and missing_piece([message.text], rendered.text) is not None:
             raise _template_error(f"left out the system prompt {excerpt(message.text, 60)!r}")
     for number, stretch in enumerate(_stretches(conversation)):
         _require_stretch(number, stretch, rendered.text, tokens, turns, tokenizer.info)
@@ -63,6 +76,36 @@ def encode_document_text(renderer: Renderer, document: Document) -> Tokens:
     tokens = tokenize(renderer.tokenizer, rendered)
     _require_reserved(rendered, tokens, renderer.tokenizer)
     return tokens
+
+
+def _cut_before_answers(
+    tokenizer: ChatTokenizer,
+    rendered: Rendered,
+    tokens: Tokens,
+    learned: Sequence[tuple[Message, Turn]],
+    train_think: TrainThink,
+) -> Tokens:
+    """Tokenizes again if the whitespace that begins a learned answer merged with the newline before it.
+
+    At inference that newline ends the prompt, so its token has nothing of the answer. Whitespace of the template before
+    an answer is in the prompt, too, and stays as it is.
+    """
+    text, overs = rendered.text, dict[int, int]()
+    for answer, turn in learned:
+        if answer.text[:1].isspace() and answer.text.strip():
+            for at in {turn.body, turn.target_start(train_think)}:
+                if text.startswith(answer.text, at) and (over := token_over(tokens, at)) is not None:
+                    overs[at] = int(tokens.ends[over])
+    if not overs:
+        return tokens
+    cut = tokenize(tokenizer, rendered, sorted(overs))
+    _require_reserved(rendered, cut, tokenizer)
+    for at, end in overs.items():
+        first, last = np.searchsorted(cut.starts, [at, end]).tolist()
+        spelled = tokenizer.hf.decode(cut.ids[first:last], clean_up_tokenization_spaces=False)
+        if spelled != text[at : int(cut.ends[last - 1])]:  # some tokenizers put a space before each piece
+            return tokens
+    return cut
 
 
 def _template_error(message: str) -> RowRejected:
@@ -90,13 +133,22 @@ def _require_reserved(rendered: Rendered, tokens: Tokens, tokenizer: ChatTokeniz
     )
 
 
-def _require_headers(text: str, tokens: Tokens, info: TokenizerInfo) -> None:
-    """Checks the ids of assistant headers. A tokenizer may merge them with the text that follows."""
+def _require_headers(text: str, tokens: Tokens, info: TokenizerInfo, learned: Collection[int]) -> None:
+    """Checks the ids of assistant headers. A tokenizer may merge them with the text that follows.
+
+    Args:
+        text: The rendered text.
+        tokens: Its tokens.
+        info: The header's ids.
+        learned: First characters of the learned turns' bodies. In other turns the last token of the header may differ,
+            as it does at inference; the others tell whose turn it is.
+    """
     header = np.array(info.assistant_header)
     for at in np.flatnonzero(tokens.ids == info.im_start).tolist():
         body = int(tokens.starts[at]) + len(IM_START)
+        needed = len(header) if body + len(ASSISTANT_HEADER) in learned else max(len(header) - 1, 1)
         found = tokens.ids[at + 1 : at + 1 + len(header)]
-        if text.startswith(ASSISTANT_HEADER, body) and not np.array_equal(found, header):
+        if text.startswith(ASSISTANT_HEADER, body) and not np.array_equal(found[:needed], header[:needed]):
             raise RowRejected(
                 Reason.TEMPLATE_ERROR,
                 f"the tokenizer encodes the header of the turn {excerpt(text[body:], 40)!r} as {found.tolist()} "
@@ -163,7 +215,7 @@ def _require_stretch(
         for part in message.parts
         if isinstance(part, TextPart)
     ]
-    missing = _missing(said, text[start:stop])
+    missing = missing_piece(said, text[start:stop])
     if missing is not None:
         raise _template_error(f"left out or moved the user's text {excerpt(missing, 60)!r}, which belongs {where}")
     if answer is None:
@@ -171,14 +223,14 @@ def _require_stretch(
     turn = turns[number]
     # Templates treat reasoning inside the text as a think block, and drop it from earlier turns.
     words = answer.text.rpartition("</think>")[2]
-    if _missing([words], text[turn.body : turn.stop]) is not None:
+    if missing_piece([words], text[turn.body : turn.stop]) is not None:
         raise _template_error(
             f"wrote {excerpt(text[turn.body : turn.stop], 60)!r} as assistant turn {number + 1}; the message says "
             f"{excerpt(words, 60)!r}"
         )
 
 
-def _missing(pieces: list[str], text: str) -> str | None:
+def missing_piece(pieces: Sequence[str], text: str) -> str | None:
     """Returns the first piece that is not in ``text`` after the previous pieces, ignoring whitespace."""
     cursor = 0
     for piece in pieces:
@@ -189,8 +241,8 @@ def _missing(pieces: list[str], text: str) -> str | None:
     return None
 
 
-def _missing_words(pieces: list[str], text: str) -> str | None:
-    """Like :func:`_missing`, if the template changed the whitespace within a piece."""
+def _missing_words(pieces: Sequence[str], text: str) -> str | None:
+    """Like :func:`missing_piece`, if the template changed the whitespace within a piece."""
     cursor, words = 0, "".join(text.split())
     for piece in pieces:
         squeezed = "".join(piece.split())

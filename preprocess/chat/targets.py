@@ -6,7 +6,7 @@ by character offsets. Nothing is ever searched for by its tokens, so an answer r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -82,32 +82,36 @@ class TargetSpans:
         return sum(weight > 0 for weight in self.turn_weights)
 
 
-def tokenize(tokenizer: ChatTokenizer, rendered: Rendered) -> Tokens:
+def tokenize(tokenizer: ChatTokenizer, rendered: Rendered, cuts: Sequence[int] = ()) -> Tokens:
     """Encodes the rendered text exactly as a call of the tokenizer would.
 
-    But spans that only look like reserved tokens are encoded as ordinary text.
+    But spans that only look like reserved tokens are encoded as ordinary text, and no token extends over a cut.
+
+    Args:
+        tokenizer: The tokenizer.
+        rendered: The text.
+        cuts: Characters, ascending, before and after which the text is encoded separately.
     """
-    if not rendered.plain_spans:
+    if not rendered.plain_spans and not cuts:
         encoding = tokenizer.hf.backend_tokenizer.encode(rendered.text, add_special_tokens=False)
         return _tokens([(0, encoding)])
-    return _tokens(list(_encode_pieces(tokenizer, rendered)))
+    return _tokens(list(_encode_pieces(tokenizer, rendered, cuts)))
 
 
-def _encode_pieces(tokenizer: ChatTokenizer, rendered: Rendered) -> Iterator[tuple[int, Any]]:
+def _encode_pieces(tokenizer: ChatTokenizer, rendered: Rendered, cuts: Sequence[int]) -> Iterator[tuple[int, Any]]:
     """Encodes the text around look-alikes normally, and each stretch with look-alikes without special tokens.
 
     A stretch runs from one true special token to the next: tokenizers split there anyway, so all other tokens
     are unchanged.
     """
     text, forged = rendered.text, dict(rendered.plain_spans)
-    bounds, cursor = [0], 0
+    bounds, cursor = {0, len(text), *cuts}, 0
     while (found := _next_special(text, cursor, tokenizer.specials)) is not None:
         start, end = found
         if forged.get(start) != end:
-            bounds += [start, end]
+            bounds |= {start, end}
         cursor = end
-    bounds.append(len(text))
-    for start, end in pairwise(bounds):
+    for start, end in pairwise(sorted(bounds)):
         plain = any(start <= span < end for span in forged)
         backend = tokenizer.plain_backend if plain else tokenizer.hf.backend_tokenizer
         yield start, backend.encode(text[start:end], add_special_tokens=False)
@@ -175,6 +179,12 @@ def _turn(text: str, body: int, end: int, stop: int) -> Turn:
     return Turn(body, body, True, stop)
 
 
+def token_over(tokens: Tokens, at: int) -> int | None:
+    """Returns the token that begins before character ``at`` and ends after it, if there is one."""
+    before = int(np.searchsorted(tokens.starts, at, side="left")) - 1
+    return before if before >= 0 and tokens.ends[before] > at else None
+
+
 def target_spans(
     tokens: Tokens, turns: list[Turn], turn_weights: tuple[float, ...], train_think: TrainThink, text: str
 ) -> TargetSpans:
@@ -199,11 +209,11 @@ def target_spans(
         begin = turn.target_start(train_think)
         first = int(np.searchsorted(tokens.starts, begin, side="left"))
         stop = int(np.searchsorted(tokens.starts, turn.stop, side="left"))
-        if tokens.ends[first - 1] > begin:
+        if (over := token_over(tokens, begin)) is not None:
             raise RowRejected(
                 Reason.TEMPLATE_ERROR,
                 f"the answer {excerpt(text[begin : turn.stop], 40)!r} starts inside the token "
-                f"{text[tokens.starts[first - 1] : tokens.ends[first - 1]]!r} of the turn's header",
+                f"{text[tokens.starts[over] : tokens.ends[over]]!r} of the turn's header",
             )
         weights[first:stop] = weight
         last = (first, stop)

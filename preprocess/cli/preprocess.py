@@ -125,7 +125,12 @@ def preprocess(
         ),
     ] = None,
     train_turns: Annotated[
-        TrainTurns, typer.Option(help="Learn all assistant turns or only the last.", rich_help_panel=_TEXT)
+        TrainTurns,
+        typer.Option(
+            help="Learn all assistant turns in one sample, only the last, or each in a sample of its own, with the "
+            "context that inference has; images are stored once.",
+            rich_help_panel=_TEXT,
+        ),
     ] = PreprocessConfig.train_turns,
     train_think: Annotated[
         TrainThink,
@@ -147,7 +152,11 @@ def preprocess(
     ] = PreprocessConfig.special_text,
     strict: Annotated[
         bool,
-        typer.Option("--strict", help="Reject rows with keys that the recipe does not know.", rich_help_panel=_DATA),
+        typer.Option(
+            "--strict",
+            help="Reject rows with keys that the recipe does not know, or with reasoning that the template drops.",
+            rich_help_panel=_DATA,
+        ),
     ] = False,
     pad_multiple: Annotated[
         int,

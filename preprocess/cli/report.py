@@ -15,12 +15,18 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from preprocess.config import EMBEDDED, Overlong
+from preprocess.config import EMBEDDED, Overlong, TrainTurns
 from preprocess.run.dataset import RunResult
 from vlmdata.format.image_sizes import image_sizes
 from vlmdata.format.ledger import Reason, Rejection, read_ledger
 from vlmdata.format.manifest import Manifest, Totals, counts_to_json
 from vlmdata.format.schema import INDEX_NAME, LEDGER_NAME
+from vlmdata.format.turns import (
+    DROPPED_REASONING,
+    LAST_TURNS_WITH_DROPPED_REASONING,
+    ROWS_UNLIKE_INFERENCE,
+    ROWS_WITH_DROPPED_REASONING,
+)
 from vlmdata.inspect.text import one_line
 from vlmdata.media.codecs import RAW
 from vlmdata.store import Store
@@ -32,6 +38,11 @@ _BINS, _BAR_WIDTH = 10, 32
 _EXAMPLES, _MESSAGE_LENGTH = 3, 240
 #: Number of keys in a line; --json lists all.
 _SHOWN_KEYS = 12
+_LEARNED = {
+    TrainTurns.ALL: "all assistant turns",
+    TrainTurns.LAST: "the last assistant turn",
+    TrainTurns.EACH: "each assistant turn, in a sample of its own",
+}
 
 
 @dataclass(frozen=True)
@@ -67,6 +78,7 @@ class Report:
         examples: The first rejection for each of the most common reasons, the most common first.
         failed_row: The first row with an unexpected error, if any.
         command: The command to which to add ``--trace``, in words.
+        has_turns: Whether any sample is a conversation.
     """
 
     store: Store
@@ -80,6 +92,7 @@ class Report:
     examples: tuple[Rejection, ...]
     failed_row: int | None
     command: str = "the command"
+    has_turns: bool = False
 
     @property
     def reject_rate(self) -> float:
@@ -130,6 +143,8 @@ class Report:
             "reject_examples": [dataclasses.asdict(example) for example in self.examples],
             "unused_keys": dict(self.manifest.unused_keys),
             "unknown_keys": dict(self.manifest.unknown_keys),
+            "train_turns": self._train_turns,
+            "turns": dict(self.manifest.turns),
             "max_reject_rate": self.max_reject_rate,
             "lengths": dataclasses.asdict(self.lengths) if self.lengths else None,
             "shards": len(self.manifest.shards),
@@ -146,7 +161,13 @@ class Report:
         console.print(self._table())
         if self.lengths is not None:
             console.print(_histogram(self.lengths))
-        lines = [f"recipe {self._recipe}, tokenizer {tokenizer.name} ({counted(tokenizer.vocab_size, 'id')}{trial})"]
+        lines = []
+        if self.has_turns:
+            lines.append(f"learned: {_LEARNED[TrainTurns(self._train_turns)]} (--train-turns {self._train_turns})")
+        lines.append(
+            f"recipe {self._recipe}, tokenizer {tokenizer.name} ({counted(tokenizer.vocab_size, 'id')}{trial})"
+        )
+        lines += self._turn_lines()
         lines += self._key_lines()
         for example in self.examples:
             message = one_line(example.message, _MESSAGE_LENGTH)
@@ -169,6 +190,30 @@ class Report:
     @property
     def _pixels(self) -> str:
         return str(self.manifest.config["options"].get("pixels", RAW))
+
+    @property
+    def _train_turns(self) -> str:
+        return str(self.manifest.config["options"]["train_turns"])
+
+    def _turn_lines(self) -> Iterator[str]:
+        """Yields lines about what the chat template did to assistant turns."""
+        turns = self.manifest.turns
+        last = turns.get(LAST_TURNS_WITH_DROPPED_REASONING, 0)
+        earlier = turns.get(DROPPED_REASONING, 0) - last
+        rows = counted(turns.get(ROWS_WITH_DROPPED_REASONING, 0), "row")
+        if earlier:
+            yield f"reasoning of {counted(earlier, 'earlier turn')} in {rows} is dropped by the template"
+        if last:
+            yield f"reasoning of {counted(last, 'last turn')} in {rows} is dropped by the template"
+        if unlike := turns.get(ROWS_UNLIKE_INFERENCE, 0):
+            yield (
+                f"{counted(unlike, 'row')} with answers learned in another context than at inference: the template "
+                "writes the last turn of the assistant in another way than earlier ones"
+            )
+            yield (
+                "  recommended: --train-turns each, a sample for each turn with its reasoning and the context of "
+                "inference; images are stored once"
+            )
 
     def _key_lines(self) -> Iterator[str]:
         """Yields lines about unused keys of the rows, the most frequent first."""
@@ -221,13 +266,13 @@ def report_of(
     if manifest.rejects.get(Reason.UNEXPECTED_ERROR):
         shown.append(Reason.UNEXPECTED_ERROR)
     with store.local(INDEX_NAME, *([LEDGER_NAME] if shown else [])) as folder:
-        lengths = pq.read_table(folder / INDEX_NAME, columns=["length"]).column("length").to_numpy()
+        index = pq.read_table(folder / INDEX_NAME, columns=["length", "target_turns"])
         first = _first_rejections(folder / LEDGER_NAME, set(shown))
     failed = first.get(Reason.UNEXPECTED_ERROR)
     return Report(
         store=store,
         manifest=manifest,
-        lengths=_distribution(lengths),
+        lengths=_distribution(index.column("length").to_numpy()),
         seconds=seconds,
         made=result.made,
         kept=result.kept,
@@ -236,6 +281,7 @@ def report_of(
         examples=tuple(first[reason] for reason in dict.fromkeys(shown[:_EXAMPLES]) if reason in first),
         failed_row=None if failed is None else failed.row,
         command=command,
+        has_turns=bool(index.column("target_turns").to_numpy().any()),
     )
 
 

@@ -61,29 +61,33 @@ def _print_candidate(console: Console, traced: TracedCandidate, keys: list[str],
     console.print(Text("sample " + (keys[0] if len(keys) == 1 else f"{keys[0]} to {keys[-1]}"), "bold"))
     if not isinstance(made, RowRejected):
         samples = [each for each in outcome if isinstance(each, EncodedSample)] if isinstance(outcome, list) else []
-        console.print(facts(*_parts(made, [image for sample in samples for image in sample.images])))
+        # Pieces of a document have different images, turns of a conversation the same.
+        images = list(dict.fromkeys(image for sample in samples for image in sample.images))
+        console.print(facts(*_parts(made, images)))
     if isinstance(outcome, Exception):
         _print_error(console, outcome, "the recipe rejected it" if isinstance(made, RowRejected) else "encoding it")
         return
+    piece = "turn" if isinstance(made, Conversation) else "piece"
     for key, encoded in zip(keys, outcome, strict=True):
         if len(keys) > 1:
             console.print()
-            console.print(Text(f"piece {key}", "bold"))
+            console.print(Text(f"{piece} {key}", "bold"))
         if isinstance(encoded, RowRejected):
-            _print_error(console, encoded, "this piece")
+            _print_error(console, encoded, f"this {piece}")
         else:
             _print_sample(console, encoded, tokenizer)
 
 
 def _print_sample(console: Console, encoded: EncodedSample, tokenizer: ChatTokenizer) -> None:
     images = sum(image.tokens for image in encoded.images)
-    cut = ", truncated" if encoded.truncated else ""
+    cut, dropped = ", truncated" if encoded.truncated else "", encoded.dropped_reasoning
     tokens = f"{encoded.length - images:,} of text, {images:,} of images{cut}"
     where = f"in {counted(encoded.target_turns, 'turn')}" if encoded.target_turns else "of a document"
     console.print(
         facts(
             ("tokens", f"{encoded.length:,}", tokens),
             ("targets", f"{int(encoded.loss_mask.sum()):,}", where),
+            *([("dropped", f"{dropped:,}", "reasoning of so many turns, by the template")] if dropped else []),
         )
     )
     console.print(Text("⟦targets⟧", _TARGET) + Text(" are in the loss; ↵ is a newline", "dim"))

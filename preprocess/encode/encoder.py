@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import numpy.typing as npt
 
 from preprocess.chat.agreement import encode_turns
+from preprocess.chat.context import dropped_reasoning, is_unlike_inference, up_to_answers
 from preprocess.chat.render import Renderer
-from preprocess.chat.targets import TargetSpans, target_spans
+from preprocess.chat.targets import TargetSpans, Turn, target_spans
 from preprocess.chat.tokenizer import ChatTokenizer
 from preprocess.config import Overlong, PreprocessConfig, TrainTurns
 from preprocess.conversation import Conversation, Document
@@ -36,34 +39,89 @@ class Encoder:
         self.renderer = Renderer(tokenizer, config.special_text, most)
 
     def encode_all(self, made: Conversation | Document) -> list[EncodedSample | RowRejected]:
-        """Encodes a recipe's result to one sample, or to several for a split document.
+        """Encodes a recipe's result to one sample, or to several for a split document or each turn of a conversation.
 
         Raises:
             RowRejected: If nothing of it can be encoded.
         """
         if isinstance(made, Conversation):
-            return [self.encode(made)]
+            return self._encode_each(made) if self.config.train_turns is TrainTurns.EACH else [self.encode(made)]
         self._require_known_keys(made)
         return encode_document(made, self.renderer, self.config)
 
     def encode(self, conversation: Conversation) -> EncodedSample:
-        """Encodes one conversation.
+        """Encodes one conversation to one sample; under ``--train-turns each``, to that of its last turn.
 
         Raises:
             RowRejected: If the conversation cannot be encoded.
         """
         self._require_known_keys(conversation)
+        return self._encode(conversation, [])
+
+    def _encode_each(self, conversation: Conversation) -> list[EncodedSample | RowRejected]:
+        """Encodes a sample for each learned turn: the conversation up to it. All share their images.
+
+        Raises:
+            RowRejected: If there is no turn to learn.
+        """
+        self._require_known_keys(conversation)
+        _check_turns(conversation)
+        answers = list(up_to_answers(conversation))
+        if conversation.loss_weight == 0 or all(answer.loss_weight == 0 for answer, _ in answers):
+            turn_weights(conversation, TrainTurns.ALL)  # refuses it
+        images: list[EncodedImage] = []
+        made: list[EncodedSample | RowRejected] = []
+        for number, (answer, up_to) in enumerate(answers, start=1):
+            if answer.loss_weight == 0:
+                continue
+            try:
+                _check_answers(conversation, tuple(float(n == number) for n in range(1, len(answers) + 1)))
+            except RowRejected as error:
+                made.append(error)
+                continue
+            try:
+                made.append(self._encode(up_to, images))
+            except RowRejected as error:
+                where = f"assistant turn {number} of {len(answers)}: " if len(answers) > 1 else ""
+                made.append(RowRejected(error.reason, where + error.message))
+        return made
+
+    def _encode(self, conversation: Conversation, images: list[EncodedImage]) -> EncodedSample:
+        """Encodes one conversation; ``images`` has the first of its images, and gets the others."""
         _check_turns(conversation)
         weights = turn_weights(conversation, self.config.train_turns)
         _check_answers(conversation, weights)
         # Text first: it is cheap, and rejected rows need no image decoding.
-        ids, spans = self._encode_text(conversation, weights)
+        rendered, tokens, turns = encode_turns(self.renderer, conversation, weights, self.config.train_think)
+        spans = target_spans(tokens, turns, weights, self.config.train_think, rendered.text)
+        dropped = self._dropped_reasoning(conversation, rendered.text, turns)
         # Their sizes next: neither do samples that are too long.
-        parts = conversation.images
-        tokens = image_tokens(parts, self.config, more_than=self.config.max_length - len(ids) + len(parts))
-        if tokens is not None:
-            self._kept_length(len(ids) - len(parts) + tokens, len(ids), spans, len(parts))
-        return self._assemble(ids, spans, encode_images(parts, self.config))
+        text, parts = len(tokens.ids), conversation.images
+        placeholders = image_tokens(parts, self.config, more_than=self.config.max_length - text + len(parts))
+        if placeholders is not None:
+            self._kept_length(text - len(parts) + placeholders, text, spans, len(parts))
+        images += encode_images(parts[len(images) :], self.config)
+        return dataclasses.replace(
+            self._assemble(tokens.ids, spans, tuple(images)),
+            dropped_reasoning=len(dropped),
+            drops_last_reasoning=len(turns) in dropped and _ends_with_answer(conversation),
+            unlike_inference=is_unlike_inference(self.renderer, conversation, rendered.text, turns, weights),
+        )
+
+    def _dropped_reasoning(self, conversation: Conversation, text: str, turns: list[Turn]) -> list[int]:
+        """Numbers the turns whose reasoning the sample should have and lacks; with a sample per turn, only its last."""
+        dropped, each = dropped_reasoning(conversation, text, turns), self.config.train_turns is TrainTurns.EACH
+        if each:
+            dropped = [number for number in dropped if number == len(turns)]
+        if dropped and self.config.strict:
+            which = "even the last turn" if each else _named(dropped, len(turns))
+            lost = len(turns) in dropped and _ends_with_answer(conversation)  # no other choice of turns would help
+            remedy = "" if lost else "; --train-turns each learns every turn with its reasoning"
+            raise RowRejected(
+                Reason.TEMPLATE_ERROR,
+                f"the chat template drops the reasoning of {which}. --strict rejects such rows{remedy}.",
+            )
+        return dropped
 
     def _require_known_keys(self, made: Conversation | Document) -> None:
         if self.config.strict and made.unknown:
@@ -73,13 +131,6 @@ class Encoder:
                 f"keys that the recipe does not know: {keys}. --strict rejects such rows; drop the keys or omit "
                 "--strict.",
             )
-
-    def _encode_text(
-        self, conversation: Conversation, weights: tuple[float, ...]
-    ) -> tuple[npt.NDArray[np.int64], TargetSpans]:
-        """Returns token ids with one placeholder per image, and their targets."""
-        rendered, tokens, turns = encode_turns(self.renderer, conversation)
-        return tokens.ids, target_spans(tokens, turns, weights, self.config.train_think, rendered.text)
 
     def _assemble(
         self, ids: npt.NDArray[np.int64], spans: TargetSpans, images: tuple[EncodedImage, ...]
@@ -142,3 +193,12 @@ def _check_answers(conversation: Conversation, weights: tuple[float, ...]) -> No
     for number, (message, weight) in enumerate(zip(answers, weights, strict=True), start=1):
         if weight and not message.text.strip() and not message.tool_calls:
             raise RowRejected(Reason.EMPTY_ANSWER, f"assistant turn {number} of {len(answers)} has no text")
+
+
+def _ends_with_answer(conversation: Conversation) -> bool:
+    return conversation.messages[-1].role == "assistant"
+
+
+def _named(turns: list[int], of: int) -> str:
+    listed = f"turns {', '.join(map(str, turns[:-1]))} and {turns[-1]}" if len(turns) > 1 else f"turn {turns[0]}"
+    return f"assistant {listed} of {of}"

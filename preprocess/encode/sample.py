@@ -52,6 +52,9 @@ class EncodedSample:
         loss_weights: float32 (L,), 0 if ``loss_mask`` is 0; None if all targets weigh 1.
         turn_weights: Weight of each assistant turn; empty if all turns that ``train_turns`` includes weigh 1.
         patch_bytes: Bytes per patch.
+        dropped_reasoning: Assistant turns whose reasoning the template left out. Of samples of one turn, that turn.
+        drops_last_reasoning: Whether the last turn is one of them.
+        unlike_inference: Whether a learned turn follows another text than at inference.
     """
 
     length: int
@@ -65,6 +68,9 @@ class EncodedSample:
     loss_weights: npt.NDArray[np.float32] | None
     turn_weights: tuple[float, ...]
     patch_bytes: int
+    dropped_reasoning: int = 0
+    drops_last_reasoning: bool = False
+    unlike_inference: bool = False
 
     @property
     def image_grid_thw(self) -> npt.NDArray[np.int32]:

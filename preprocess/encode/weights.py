@@ -20,7 +20,7 @@ def turn_weights(conversation: Conversation, train_turns: TrainTurns) -> tuple[f
 
     Args:
         conversation: The sample.
-        train_turns: Which assistant turns are learned.
+        train_turns: Which assistant turns are learned; ``each`` is the sample of the last turn.
 
     Returns:
         One float32 value per assistant turn: weight of the sample x weight of the turn, or 0.

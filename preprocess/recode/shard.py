@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.parquet as pq
 
+from preprocess.config import TrainTurns
 from preprocess.shards.items import encode_item
 from preprocess.shards.job import ShardRecord, progress_name, totals_of
 from preprocess.shards.key_counts import KeyCounts
@@ -25,6 +26,8 @@ from vlmdata.media.codecs import RAW, Grid, Item, decode_item
 from vlmdata.store import Store
 
 Patches = npt.NDArray[np.uint8]
+_Items = dict[tuple[int, Grid], EncodedItem]
+"""Encoded items by offset in the old shard and grid. The same stored file can have several grids."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +47,12 @@ class RecodeWork:
     shards: DatasetShards
     pixels: str
     store: Store
+
+    @property
+    def shares_images(self) -> bool:
+        """Whether samples of a row share their images, so that plain patches are items, too."""
+        options = self.manifest.config.get("options")
+        return isinstance(options, Mapping) and options.get("train_turns") == TrainTurns.EACH
 
 
 def recode_shard(number: int, work: RecodeWork) -> ShardRecord:
@@ -67,7 +76,10 @@ def recode_shard(number: int, work: RecodeWork) -> ShardRecord:
     reader = _SampleReader(number, work)
     try:
         with store.writing(old.name) as file, ShardWriter(file) as writer:
-            rows = [_recode_sample(index.row(i), reader, work, writer) for i in range(len(index))]
+            rows, items = [], _Items()
+            for i in range(len(index)):
+                row, items = _recode_sample(index.row(i), reader, work, writer, items)
+                rows.append(row)
             size, digest = writer.close()
     finally:
         reader.close()
@@ -79,23 +91,41 @@ def recode_shard(number: int, work: RecodeWork) -> ShardRecord:
     return record
 
 
-def _recode_sample(row: IndexRow, reader: _SampleReader, work: RecodeWork, writer: ShardWriter) -> IndexRow:
+def _recode_sample(
+    row: IndexRow, reader: _SampleReader, work: RecodeWork, writer: ShardWriter, known: _Items
+) -> tuple[IndexRow, _Items]:
+    """Copies a sample.
+
+    Args:
+        row: Its index row.
+        reader: Reads it.
+        work: The new codec.
+        writer: Writes the new shard.
+        known: The items of the sample before it. Turns of a conversation share theirs.
+
+    Returns:
+        The new index row, and the sample's items.
+    """
     sample = reader.read(row)
     metadata = sample.metadata
     metadata.pop("items", None)
     pieces: dict[str, list[npt.NDArray[Any]]] = {name: [array] for name, array in sample.tokens.items()}
-    items: list[EncodedItem] = []
-    if work.pixels == RAW or not row.items:
+    items: _Items = {}
+    if (work.pixels == RAW and not work.shares_images) or not row.items:
         empty = np.zeros((0, work.manifest.model_family.patch_bytes), np.uint8)
         pieces["patches"] = list(reader.patches(row, sample)) or [empty]
     else:
         family = work.manifest.model_family
-        for patches, grid, item in zip(reader.patches(row, sample), row.image_grid_thw, row.items, strict=True):
-            what = f"key {row.key}, image {len(items)}"
-            payload = encode_item(work.pixels, Item(patches, grid, family), what)
-            items.append(EncodedItem(payload, work.pixels, item.pixel_checksum, item.kind))
+        for number, (grid, item) in enumerate(zip(row.image_grid_thw, row.items, strict=True)):
+            if (stored := known.get((item.offset, grid))) is None:
+                what = f"key {row.key}, image {number}"
+                payload = encode_item(work.pixels, Item(reader.image(row, sample, number), grid, family), what)
+                stored = EncodedItem(payload, work.pixels, item.pixel_checksum, item.kind)
+            items[item.offset, grid] = stored
     # In a joined dataset the index counts rows on, and the shard keeps its own keys.
-    return replace(row, placement=writer.add(metadata["key"], metadata, pieces, items))
+    places = zip((item.offset for item in row.items), row.image_grid_thw, strict=True)
+    in_order = [items[place] for place in places] if items else []
+    return replace(row, placement=writer.add(metadata["key"], metadata, pieces, in_order)), items
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,20 +178,23 @@ class _SampleReader:
         return _StoredSample(metadata, tokens, place.offset, content)
 
     def patches(self, row: IndexRow, sample: _StoredSample) -> Iterator[Patches]:
-        """Yields the patches of each image, uint8 (P, bytes per patch).
+        """Yields the patches of each image, as :meth:`image` returns them."""
+        return (self.image(row, sample, number) for number in range(len(row.items)))
+
+    def image(self, row: IndexRow, sample: _StoredSample, number: int) -> Patches:
+        """Returns the patches of one image, uint8 (P, bytes per patch).
 
         Raises:
-            DatasetFormatError: If an image does not decode, or decodes to different pixels.
+            DatasetFormatError: If it does not decode, or decodes to different pixels.
         """
-        checksums = row.placement.data_checksums[-1]
-        for number, (item, grid, checksum) in enumerate(zip(row.items, row.image_grid_thw, checksums, strict=False)):
-            what = f"{_named(row)} image {number}"
-            start = item.offset - sample.start
-            stored = sample.content[max(start, 0) : start + item.bytes]
-            if start < 0 or stored.nbytes != item.bytes:  # shared with another sample, and stored there
-                stored = memoryview(np.empty(item.bytes, np.uint8))
-                self._store.read(0, self._number, item.offset, stored, checksum, what)
-            yield self._decoded(stored, item.codec, grid, item.pixel_checksum, what)
+        item, grid = row.items[number], row.image_grid_thw[number]
+        what = f"{_named(row)} image {number}"
+        start = item.offset - sample.start
+        stored = sample.content[max(start, 0) : start + item.bytes]
+        if start < 0 or stored.nbytes != item.bytes:  # shared with another sample, and stored there
+            stored = memoryview(np.empty(item.bytes, np.uint8))
+            self._store.read(0, self._number, item.offset, stored, row.placement.data_checksums[-1][number], what)
+        return self._decoded(stored, item.codec, grid, item.pixel_checksum, what)
 
     def _decoded(self, stored: memoryview, name: str, grid: Grid, checksum: int, what: str) -> Patches:
         shape = (grid[0] * grid[1] * grid[2], self._family.patch_bytes)

@@ -77,9 +77,10 @@ def close_dataset(
         with saved_tokenizer(store, tokenizer) as folder:
             tokenizer_files = hash_tokenizer_files(folder)
         keys = KeyCounts.sum(record.keys for record in records).to_json()
-        rejects: Counter[str] = Counter()
+        rejects, turns = Counter[str](), Counter[str]()
         for record in records:
             rejects.update(record.rejects)
+            turns.update(record.turns)
         manifest = Manifest(
             config=identity["config"],
             config_hash=canonical_hash(identity["config"]),
@@ -94,6 +95,7 @@ def close_dataset(
             family=identity["config"]["options"]["family"],
             unused_keys=keys["unused"],
             unknown_keys=keys["unknown"],
+            turns=dict(sorted(turns.items())),
             created_by=f"vlmdata {__version__}",
             tokenizer_files=tokenizer_files,
         )

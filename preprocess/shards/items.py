@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Buffer
+from collections.abc import Buffer, Mapping
 
 import xxhash
 
-from preprocess.config import PreprocessConfig
+from preprocess.config import PreprocessConfig, TrainTurns
 from preprocess.encode import EncodedImage, EncodedSample
 from preprocess.registry import problem_of
 from vlmdata.errors import UsageError, VlmdataError
 from vlmdata.format.shard import EncodedItem
 from vlmdata.media.codecs import RAW, Item, codec
 
+#: The images of a sample, each distinct one once, as they are stored.
+type Items = Mapping[EncodedImage, EncodedItem]
 
-def encoded_items(encoded: EncodedSample, key: str, config: PreprocessConfig) -> list[EncodedItem]:
-    """Encodes the images of a sample, each distinct one once; empty if patches are stored raw.
+
+def encoded_items(encoded: EncodedSample, key: str, config: PreprocessConfig, known: Items) -> Items:
+    """Encodes the images of a sample with the run's codec; empty if they are plain patches of the sample alone.
 
     Args:
         encoded: The sample.
         key: Its key, for messages.
-        config: Names the codec.
+        config: The options.
+        known: Images that are encoded already. The samples of a conversation's turns share theirs.
 
     Raises:
         UsageError: If the codec fails.
     """
-    if config.pixels == RAW:
-        return []
-    made: dict[int, EncodedItem] = {}
+    if config.pixels == RAW and config.train_turns is not TrainTurns.EACH:
+        return {}
+    made: dict[EncodedImage, EncodedItem] = {}
     for number, image in enumerate(encoded.images):
-        if id(image) not in made:  # references to one file are one object
-            made[id(image)] = _encoded(image, f"key {key}, image {number}", config)
-    return [made[id(image)] for image in encoded.images]
+        if image not in made:  # references to one file are one object
+            made[image] = known.get(image) or _encoded(image, f"key {key}, image {number}", config)
+    return made
 
 
 def _encoded(image: EncodedImage, what: str, config: PreprocessConfig) -> EncodedItem:

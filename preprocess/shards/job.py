@@ -9,15 +9,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import pyarrow.parquet as pq
 
 from preprocess.chat.tokenizer import load_tokenizer
-from preprocess.config import Overlong, PreprocessConfig
+from preprocess.config import Overlong, PreprocessConfig, TrainTurns
 from preprocess.encode import EncodedSample, Encoder
 from preprocess.recipes.base import Recipe
 from preprocess.recipes.candidates import Candidate, candidates_of, unexpected
@@ -26,16 +25,17 @@ from preprocess.recipes.image_files import recording, write_files
 from preprocess.recipes.media import MediaLoader
 from preprocess.reject import RowRejected
 from preprocess.row import Row
-from preprocess.shards.items import encoded_items
+from preprocess.shards.items import Items, encoded_items
 from preprocess.shards.key_counts import KeyCounts
 from preprocess.shards.read_ahead import rows_of
+from preprocess.shards.samples import Place, count_turns, write_sample
 from preprocess.sources.rows import Source
 from vlmdata.errors import SourceError
 from vlmdata.format.index_row import IndexRow, index_table, used_features
 from vlmdata.format.ledger import Reason, Rejection
 from vlmdata.format.manifest import ShardInfo, TokenizerInfo, Totals, differences
 from vlmdata.format.schema import PROGRESS_DIR, sample_key, shard_name, supported_features
-from vlmdata.format.shard import Placement, ShardWriter
+from vlmdata.format.shard import ShardWriter
 from vlmdata.store import Store
 
 RUN_FILE = f"{PROGRESS_DIR}/run.json"
@@ -71,6 +71,7 @@ class ShardRecord:
         rejects: Rejected rows by reason.
         keys: Unused keys of rows.
         features: Format features that its samples use, sorted.
+        turns: What the template did to assistant turns (see :mod:`vlmdata.format.turns`).
     """
 
     info: ShardInfo
@@ -78,6 +79,7 @@ class ShardRecord:
     rejects: dict[str, int]
     keys: KeyCounts
     features: tuple[str, ...]
+    turns: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> bytes:
         """Returns the JSON text of the record."""
@@ -87,6 +89,7 @@ class ShardRecord:
             "rejects": self.rejects,
             "keys": self.keys.to_json(),
             "features": self.features,
+            "turns": dict(self.turns),
         }
         return json.dumps(fields, sort_keys=True).encode()
 
@@ -100,7 +103,7 @@ class ShardRecord:
         fields = json.loads(content)
         info, totals = ShardInfo(**fields["info"]), Totals(**fields["totals"])
         keys = KeyCounts.from_json(fields["keys"])
-        return cls(info, totals, fields["rejects"], keys, tuple(fields["features"]))
+        return cls(info, totals, fields["rejects"], keys, tuple(fields["features"]), fields["turns"])
 
 
 @dataclass(frozen=True)
@@ -200,7 +203,7 @@ def run_shard(job: ShardJob, context: ShardContext, on_row: Callable[[RowOutcome
     name, store = shard_name(job.number), context.store
     rows: list[IndexRow] = []
     rejections: list[Rejection] = []
-    keys, file_bytes = KeyCounts(), 0
+    keys, turns, file_bytes = KeyCounts(), Counter[str](), 0
     numbers = context.source.numbers[job.row_start : job.row_stop]
     with (
         recording() as files,
@@ -209,7 +212,7 @@ def run_shard(job: ShardJob, context: ShardContext, on_row: Callable[[RowOutcome
         closing(rows_of(context.source, numbers, context.media, job.deadly)) as read,
     ):
         for number, row in read:
-            outcome = _process_row(number, row, job.number, context, writer, rows, rejections, keys)
+            outcome = _process_row(number, row, job.number, context, writer, rows, rejections, keys, turns)
             file_bytes += outcome.file_bytes
             if on_row is not None:
                 on_row(outcome)
@@ -217,7 +220,8 @@ def run_shard(job: ShardJob, context: ShardContext, on_row: Callable[[RowOutcome
     extra = len(rows) + len(rejections) - (job.row_stop - job.row_start)
     info = ShardInfo(name, job.row_start, job.row_stop, len(rows), len(rejections), size, digest, extra)
     rejects = dict(sorted(Counter(rejection.reason.value for rejection in rejections).items()))
-    record = ShardRecord(info, totals_of(info, rows, file_bytes), rejects, keys, tuple(sorted(used_features(rows))))
+    totals, features = totals_of(info, rows, file_bytes), tuple(sorted(used_features(rows)))
+    record = ShardRecord(info, totals, rejects, keys, features, turns)
     with store.writing(progress_name(job.number, "parquet")) as file:
         # All columns: the columns of the dataset are known only after all shards are made.
         pq.write_table(index_table(rows, supported_features()), file)
@@ -236,8 +240,9 @@ def _process_row(
     rows: list[IndexRow],
     rejections: list[Rejection],
     keys: KeyCounts,
+    turns: Counter[str],
 ) -> RowOutcome:
-    """Adds the row's samples to the shard and ``rows``, and rejections to ``rejections``."""
+    """Adds the row's samples to the shard and ``rows``, rejections to ``rejections``, and counts keys and turns."""
     row = None
     try:
         row = read()
@@ -249,40 +254,39 @@ def _process_row(
         return RowOutcome(0, 0, 0, (error.reason,))
     images = tokens = size = file_bytes = 0
     rejects: list[Reason] = []
+    template: Counter[str] = Counter()
+    items: Items = {}
     for place, outcome in _outcomes(candidates, context, keys):
         if isinstance(outcome, RowRejected):
             rejections.append(Rejection(number, outcome.reason, outcome.message, place.sample))
             rejects.append(outcome.reason)
         else:
-            rows.append(_write_sample(outcome, number, place, shard, writer, context.encoder.config))
+            # The samples of a conversation's turns share its images: a file counts once.
+            file_bytes += sum(len(image.file) for image in {*outcome.images} - items.keys())
+            items = encoded_items(outcome, sample_key(number, place.sample, place.of), context.encoder.config, items)
+            rows.append(write_sample(outcome, items, number, place, shard, writer))
             images, tokens = images + len(outcome.images), tokens + outcome.length
             size += rows[-1].placement.size
-            file_bytes += sum(len(image.file) for image in outcome.images)
+            count_turns(template, outcome)
+    turns.update(template)
     return RowOutcome(images, tokens, size, tuple(rejects), file_bytes)
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Place of a sample in the list of its row: its number (None without a list) and the list's length."""
-
-    sample: int | None
-    of: int
 
 
 def _outcomes(
     candidates: list[Candidate], context: ShardContext, keys: KeyCounts
-) -> Iterator[tuple[_Place, EncodedSample | RowRejected]]:
+) -> Iterator[tuple[Place, EncodedSample | RowRejected]]:
     """Yields the outcome of each candidate, in order."""
-    if context.encoder.config.overlong != Overlong.SPLIT:
+    config = context.encoder.config
+    if config.overlong != Overlong.SPLIT and config.train_turns is not TrainTurns.EACH:
         for candidate in candidates:
             (outcome,) = _encode(candidate, context, keys)
-            yield _Place(candidate.sample, candidate.of), outcome
+            yield Place(candidate.sample, candidate.of), outcome
         return
-    # The number of samples of documents is known only after encoding all of them.
+    # How many samples documents and turns give is known only after encoding all of them.
     outcomes = [outcome for candidate in candidates for outcome in _encode(candidate, context, keys)]
     listed = len(outcomes) > 1 or candidates[0].sample is not None
     for number, outcome in enumerate(outcomes):
-        yield _Place(number if listed else None, len(outcomes)), outcome
+        yield Place(number if listed else None, len(outcomes)), outcome
 
 
 def _encode(candidate: Candidate, context: ShardContext, keys: KeyCounts) -> Sequence[EncodedSample | RowRejected]:
@@ -306,57 +310,6 @@ def _foreseen(recipe: Recipe) -> Iterator[None]:
         raise
     except Exception as error:
         raise unexpected(error, recipe) from error
-
-
-def _write_sample(
-    encoded: EncodedSample, row: int, place: _Place, shard: int, writer: ShardWriter, config: PreprocessConfig
-) -> IndexRow:
-    key = sample_key(row, place.sample, place.of)
-    grids = tuple(image.grid for image in encoded.images)
-    targets = int(encoded.loss_mask.sum())
-    metadata: dict[str, Any] = {
-        "key": key,
-        "source_row": row,
-        "length": encoded.length,
-        "padded_length": len(encoded.input_ids),
-        "num_targets": targets,
-        "target_turns": encoded.target_turns,
-        "truncated": encoded.truncated,
-        "image_grid_thw": grids,
-        "images": [dict(image.origin) for image in encoded.images],
-    }
-    if place.sample is not None:
-        metadata["sample"] = place.sample
-    if encoded.turn_weights:
-        metadata["turn_weights"] = encoded.turn_weights
-    pieces, items = _pieces(encoded), encoded_items(encoded, key, config)
-    if items:
-        del pieces["patches"]
-    placement: Placement = writer.add(key, metadata, pieces, items)
-    return IndexRow(
-        key=key,
-        source_row=row,
-        shard=shard,
-        placement=placement,
-        length=encoded.length,
-        padded_length=len(encoded.input_ids),
-        num_targets=targets,
-        target_turns=encoded.target_turns,
-        truncated=encoded.truncated,
-        image_grid_thw=grids,
-        image_starts=encoded.image_starts,
-    )
-
-
-def _pieces(encoded: EncodedSample) -> dict[str, list[Any]]:
-    pieces: dict[str, list[Any]] = {
-        "input_ids": [encoded.input_ids],
-        "loss_mask": [encoded.loss_mask],
-        "position_ids": [encoded.position_ids],
-        "image_grid_thw": [encoded.image_grid_thw],
-        "patches": encoded.patches,
-    }
-    return pieces if encoded.loss_weights is None else pieces | {"loss_weights": [encoded.loss_weights]}
 
 
 def totals_of(info: ShardInfo, rows: Sequence[IndexRow], file_bytes: int = 0) -> Totals:

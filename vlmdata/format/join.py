@@ -263,6 +263,7 @@ def _close(parts: Sequence[_Part], out: Store) -> Manifest:
         features=features,
         unused_keys=_sum(manifest.unused_keys for manifest in manifests),
         unknown_keys=_sum(manifest.unknown_keys for manifest in manifests),
+        turns=_sum(manifest.turns for manifest in manifests),
         family=first.family,
         created_by=f"vlmdata {__version__}",
         tokenizer_files=first.tokenizer_files,

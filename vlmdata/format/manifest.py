@@ -137,6 +137,7 @@ class Manifest:
         features: Features that a reader must support; see :func:`vlmdata.format.schema.supported_features`.
         unused_keys: Number of samples by row key, for keys that the recipe ignores as harmless.
         unknown_keys: Number of samples by row key, for keys that the recipe does not know.
+        turns: What the chat template did to assistant turns, as counts: see :mod:`vlmdata.format.turns`.
         family: Name of the family of the samples; empty in format 1.0, which had only one.
         schema_version: MAJOR.MINOR of the format.
         created_by: Name and version of the writer.
@@ -155,6 +156,7 @@ class Manifest:
     features: tuple[str, ...]
     unused_keys: Mapping[str, int] = field(default_factory=dict)
     unknown_keys: Mapping[str, int] = field(default_factory=dict)
+    turns: Mapping[str, int] = field(default_factory=dict)
     family: str = ""
     schema_version: str = SCHEMA_VERSION
     created_by: str = ""
@@ -184,7 +186,7 @@ class Manifest:
             "shards": [counts_to_json(shard) for shard in self.shards],
         }
         # Omits fields that a manifest of format 1.0 lacks, so that reading one does not change its fingerprint.
-        optional = [(fields, name) for name in ("tokenizer_files", "unused_keys", "unknown_keys", "family")]
+        optional = [(fields, name) for name in ("tokenizer_files", "unused_keys", "unknown_keys", "turns", "family")]
         for owner, name in (*optional, (fields["tokenizer"], "special_tokens")):
             if not owner[name]:
                 del owner[name]

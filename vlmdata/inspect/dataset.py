@@ -14,7 +14,7 @@ from vlmdata.format.ledger import read_ledger
 from vlmdata.format.manifest import Totals
 from vlmdata.format.schema import LEDGER_NAME
 from vlmdata.format.selection import SELECTION
-from vlmdata.inspect.findings import KINDS, ContentCheck, Finding, IndexFindings, Severity
+from vlmdata.inspect.findings import COUNTED, KINDS, ContentCheck, Finding, IndexFindings, Severity
 from vlmdata.inspect.histogram import Histogram, histogram
 from vlmdata.inspect.tokens import TokenTexts
 
@@ -313,7 +313,8 @@ def _findings(dataset: VlmDataset, facts: IndexFindings, chosen: list[int]) -> t
             first = [(i, next(each for each in facts.of(i) if each.kind == kind)) for i in where[:EXAMPLES].tolist()]
             shown = tuple(example(*each) for each in first)
             groups.append(FindingGroup(kind, severity, meaning, len(where), shown, tuple(where[:_LISTED].tolist())))
-    content: dict[str, list[tuple[int, Finding]]] = {}
+    known = {kind: count for kind, name in COUNTED.items() if (count := dataset.manifest.turns.get(name, 0))}
+    content: dict[str, list[tuple[int, Finding]]] = {kind: [] for kind in known}
     if chosen:
         check = ContentCheck(dataset, TokenTexts(dataset.directory, dataset.manifest))
         for i in chosen:
@@ -323,6 +324,7 @@ def _findings(dataset: VlmDataset, facts: IndexFindings, chosen: list[int]) -> t
         severity, meaning = KINDS.get(kind, (Severity.FAULT, f"`vlmdata verify`'s check {kind}"))
         shown = tuple(example(i, found) for i, found in all_found[:EXAMPLES])
         listed = tuple(i for i, _ in all_found[:_LISTED])
-        groups.append(FindingGroup(kind, severity, meaning, len(all_found), shown, listed))
+        count = max(len(all_found), known.get(kind, 0))
+        groups.append(FindingGroup(kind, severity, meaning, count, shown, listed))
     order = list(Severity)
     return tuple(sorted(groups, key=lambda group: (order.index(group.severity), group.kind)))

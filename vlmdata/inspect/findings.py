@@ -7,10 +7,11 @@ a time: the audit of ``vlmdata verify`` and a few checks of this module.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from vlmdata.families import Family
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.index import DatasetIndex
 from vlmdata.format.schema import Sample
+from vlmdata.format.turns import DROPPED_REASONING, ROWS_WITH_DROPPED_REASONING
 from vlmdata.inspect.text import one_line
 from vlmdata.inspect.tokens import TokenTexts, Turn, find_turns
 from vlmdata.verify.sample import SampleRules, audit_sample, turn_weights_of
@@ -51,9 +53,12 @@ KINDS: dict[str, tuple[Severity, str]] = {
     "low_target_share": (Severity.WARNING, "unusually few of the tokens are targets"),
     "only_end_token": (Severity.WARNING, "an answer whose only target is its end: empty, or masked"),
     "truncated_answer": (Severity.WARNING, "the last answer is truncated, so its end is never learned"),
+    "dropped_reasoning": (Severity.WARNING, "the chat template dropped reasoning, so it is not learned"),
     "flat_image": (Severity.WARNING, "an image of nearly one colour"),
     "image_larger_than_text": (Severity.NOTE, "the images take more tokens than the text"),
 }
+#: Kinds of findings in the tokens that the manifest counts for all rows, as well.
+COUNTED = {"dropped_reasoning": ROWS_WITH_DROPPED_REASONING}
 
 
 @dataclass(frozen=True)
@@ -173,20 +178,24 @@ class ContentCheck:
             return [
                 finding("no_turn", f"none of {counted(sample.length, 'token')} is <|im_start|>, so there is no turn")
             ]
-        audited = []
+        audited, metadata = [], self._metadata(i)
         if self._rules is not None:
-            audited = audit_sample(sample, self.dataset.index.row(i), self._rules, self._turn_weights(i))
+            audited = audit_sample(sample, self.dataset.index.row(i), self._rules, _turn_weights(metadata))
         # The index reports "no_target" for every sample.
         found = [finding(check, message) for check, message in audited if check != "no_target"]
         if 0 < sample.length <= len(sample.input_ids) and not document:
             found += self._answers(sample)
+        if isinstance(dropped := metadata.get(DROPPED_REASONING), int) and dropped:
+            message = f"the chat template dropped the reasoning of {dropped} of the assistant's turns"
+            found.append(finding("dropped_reasoning", message))
         return found
 
-    def _turn_weights(self, i: int) -> tuple[float, ...]:
+    def _metadata(self, i: int) -> Mapping[str, Any]:
         try:
-            return turn_weights_of(self.dataset.metadata(i))
-        except (ValueError, AttributeError):
-            return ()  # `vlmdata verify` reports unreadable metadata
+            metadata = self.dataset.metadata(i)
+        except ValueError:
+            return {}  # `vlmdata verify` reports unreadable metadata
+        return metadata if isinstance(metadata, Mapping) else {}
 
     def _answers(self, sample: Sample) -> Iterator[Finding]:
         """Finds answers whose targets start too late, or of which only the end is learned."""
@@ -219,6 +228,13 @@ def changed_data_of(read: Callable[[], object]) -> Iterator[Finding]:
         read()
     except ChangedDataError as error:
         yield finding("checksum", str(error))
+
+
+def _turn_weights(metadata: Mapping[str, Any]) -> tuple[float, ...]:
+    try:
+        return turn_weights_of(metadata)
+    except ValueError:
+        return ()  # `vlmdata verify` reports it
 
 
 def flat_images(sample: Sample) -> Iterator[Finding]:

@@ -33,7 +33,7 @@ class SampleRules:
     Attributes:
         tokenizer: Special ids.
         pad_multiple: Of which stored lengths are multiples.
-        all_turns: Whether every assistant turn is a target, or the last alone.
+        all_turns: Whether every assistant turn of a sample is a target, or the last alone.
         family: The family the samples are made for.
         libraries: Version by name of the libraries that made the pixels, for messages.
         documents: Whether samples without target turns are documents. Elsewhere they are faults.
@@ -57,7 +57,7 @@ class SampleRules:
         pad_multiple, train_turns = (
             (options.get("pad_multiple"), options.get("train_turns")) if isinstance(options, dict) else (None, None)
         )
-        if not isinstance(pad_multiple, int) or pad_multiple < 1 or train_turns not in ("all", "last"):
+        if not isinstance(pad_multiple, int) or pad_multiple < 1 or train_turns not in ("all", "last", "each"):
             raise DatasetFormatError(
                 f"options.pad_multiple is {pad_multiple!r} and options.train_turns is {train_turns!r}; "
                 "samples cannot be audited without these two"
@@ -219,8 +219,11 @@ def _turn_weights(sample: Sample, tokenizer: TokenizerInfo, turn_weights: tuple[
 
 
 def _answers(ids: npt.NDArray[np.int32], tokenizer: TokenizerInfo) -> list[tuple[int, int]]:
-    """Returns the first token of each assistant turn, and one past its last."""
-    header = np.array(tokenizer.assistant_header, dtype=ids.dtype)
+    """Returns the first token of each assistant turn, and one past its last.
+
+    The header's last token may have merged with whitespace that begins the answer; the others tell whose turn it is.
+    """
+    header = np.array(tokenizer.assistant_header[:-1] or tokenizer.assistant_header, dtype=ids.dtype)
     starts = np.flatnonzero(ids == tokenizer.im_start).tolist()
     turns = zip(starts, [*starts, len(ids)][1:], strict=True)
     return [turn for turn in turns if np.array_equal(ids[turn[0] + 1 : turn[0] + 1 + len(header)], header)]
@@ -259,7 +262,7 @@ def _target_turns(
         elif start not in taught:
             why = "weighs 0 in the metadata" if start in chosen else "is not the last answer"
             yield "prompt_target", f"the turn at token {start} {why}, but has targets"
-        elif inside[:body].any():
+        elif inside[:body].any() or ids[start + 1 : start + body].tolist() != list(tokenizer.assistant_header):
             yield "header_target", f"the header of the assistant turn at token {start} is a target"
         if not _runs_to_the_end(inside, ids[start:stop], tokenizer):
             yield "broken_target", f"the targets of the turn at token {start} do not run unbroken to its end"

@@ -43,7 +43,9 @@ def print_card(console: Console, card: DatasetCard) -> None:
 def _identity(card: DatasetCard) -> Table:
     options = card.options
     image = options.get("image") if isinstance(options.get("image"), dict) else {}
-    recipe = f"recipe {options.get('recipe', '?')}, targets {options.get('train_turns', '?')} turns"
+    turns = options.get("train_turns", "?")
+    targets = "each turn in its own sample" if turns == "each" else f"{turns} turns"
+    recipe = f"recipe {options.get('recipe', '?')}, targets {targets}"
     pixels = f"{image.get('min_pixels', 0):,}–{image.get('max_pixels', 0):,} pixels per image" if image else ""
     return facts(
         ("fingerprint", card.fingerprint[:_HASH_DIGITS], "of the whole content"),
@@ -113,8 +115,8 @@ def _print_findings(console: Console, card: DatasetCard) -> None:
         console.print(Text("findings", "bold"), Text(f"({looked}{more})", "dim"), soft_wrap=True)
     for group in card.findings:
         _print_group(console, group, samples)
-    if serious:
-        parts = card.directory, "--sample", serious[0].examples[0].key
+    if example := next((each for group in serious for each in group.examples), None):
+        parts = card.directory, "--sample", example.key
         line = f"next: vlmdata inspect {shlex.join(data(part).plain for part in parts)}"
         console.print(Text(line), soft_wrap=True)
 
