@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from preprocess.chat.tokenizer import load_tokenizer
 from preprocess.config import Overlong, PreprocessConfig, TrainTurns
+from preprocess.conversation import Conversation
 from preprocess.encode import EncodedSample, Encoder
 from preprocess.recipes.base import Recipe
 from preprocess.recipes.candidates import Candidate, candidates_of, unexpected
@@ -282,11 +283,23 @@ def _outcomes(
             (outcome,) = _encode(candidate, context, keys)
             yield Place(candidate.sample, candidate.of), outcome
         return
+    if config.overlong != Overlong.SPLIT and candidates[0].sample is not None:
+        # One conversation after another, as each holds its images. Their turns bound the length of the list.
+        encoded = (outcome for candidate in candidates for outcome in _encode(candidate, context, keys))
+        most = sum(_most_samples(candidate) for candidate in candidates)
+        yield from ((Place(number, most), outcome) for number, outcome in enumerate(encoded))
+        return
     # How many samples documents and turns give is known only after encoding all of them.
     outcomes = [outcome for candidate in candidates for outcome in _encode(candidate, context, keys)]
     listed = len(outcomes) > 1 or candidates[0].sample is not None
     for number, outcome in enumerate(outcomes):
         yield Place(number if listed else None, len(outcomes)), outcome
+
+
+def _most_samples(candidate: Candidate) -> int:
+    """The most samples that a candidate gives with one for each turn."""
+    turns = candidate.made.messages if isinstance(candidate.made, Conversation) else ()
+    return max(1, sum(message.role == "assistant" for message in turns))
 
 
 def _encode(candidate: Candidate, context: ShardContext, keys: KeyCounts) -> Sequence[EncodedSample | RowRejected]:

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from preprocess.config import ImageConfig, PreprocessConfig, TrainTurns
+from preprocess.conversation import Conversation
+from preprocess.recipes.chat import Chat
 from preprocess.recode.run import recode_dataset
 from preprocess.run.dataset import RunResult, Watcher, preprocess_dataset
 from preprocess.sources.open import open_source
@@ -246,3 +248,29 @@ def test_metadata_says_what_is_shared(datasets: dict[str, Path]) -> None:
         [{"key": KEYS[0], "image": 0}],
     ]
     assert json.dumps(items)
+
+
+class Twice:
+    """A recipe that gives every conversation two times, with its image files opened anew, and an empty one between."""
+
+    def __init__(self, media: Any) -> None:
+        self._chat = Chat(Chat.Options(), media)
+
+    def __call__(self, row: Any) -> list[Conversation]:
+        """A list of three."""
+        return [self._chat(row), Conversation(()), self._chat(row)]
+
+
+@pytest.mark.parametrize("pixels", ["raw", "zstd"])
+def test_the_turns_of_listed_conversations_are_numbered_through(source: Path, tmp_path: Path, pixels: str) -> None:
+    config = PreprocessConfig(
+        recipe=f"{__name__}:Twice", image=ImageConfig(1024, 65_536), train_turns=TrainTurns.EACH, pixels=pixels
+    )
+    preprocess_dataset(open_source(str(source), layout="chat"), tmp_path / "out", config)
+    dataset = open_dataset(tmp_path / "out")
+    row_keys = [key for key in dataset.index.keys.to_pylist() if key.startswith("000000000")]
+    assert row_keys == [f"000000000-{n:03}" for n in (0, 1, 2, 4, 5, 6)]
+    rejected = [(r.row, r.sample, r.reason.value) for r in read_ledger(tmp_path / "out" / "rejected.jsonl")]
+    assert rejected[:2] == [(0, 3, "no_assistant_turn"), (1, 1, "no_assistant_turn")]
+    assert len(set(dataset.index.item_offsets.tolist())) == 3
+    assert verify_dataset(tmp_path / "out").faults == []
