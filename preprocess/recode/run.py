@@ -19,7 +19,6 @@ from preprocess.recode.shard import RecodeWork, named_shard, recode_shard
 from preprocess.run.closing import merged_index
 from preprocess.run.place import clear_place, is_ours, locked, prepare_place, read_manifest, resource_errors
 from preprocess.shards.fingerprints import (
-    CODEC_FINGERPRINTS,
     as_recorded,
     codec_fingerprints,
     tokenizer_identity,
@@ -28,7 +27,7 @@ from preprocess.shards.job import RUN_FILE, ShardJob, ShardRecord, finished_reco
 from preprocess.workers import WorkersDied, run_in_workers
 from vlmdata import __version__
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError, UsageError
-from vlmdata.format.manifest import Manifest, Totals, canonical_hash, differences
+from vlmdata.format.manifest import CODEC_FINGERPRINTS, Manifest, Totals, canonical_hash, differences
 from vlmdata.format.schema import (
     IMAGE_FILES,
     IMAGE_FILES_NAME,

@@ -22,8 +22,6 @@ from vlmdata.media.versions import decoder_versions
 _LIBRARIES = ("jinja2", "pillow", "tokenizers", "torch", "torchvision", "transformers")
 
 _FAMILY_SOURCE, _CODEC, _CODEC_SOURCE = "family_source", "codec", "codec_source"
-#: Names of what :func:`codec_fingerprints` returns.
-CODEC_FINGERPRINTS = frozenset({_CODEC, _CODEC_SOURCE})
 #: Fingerprints that earlier versions did not record.
 _LATER = (_FAMILY_SOURCE, _CODEC_SOURCE)
 

@@ -263,7 +263,7 @@ def _process_row(
             rejects.append(outcome.reason)
         else:
             # The samples of a conversation's turns share its images: a file counts once.
-            file_bytes += sum(len(image.file) for image in {*outcome.images} - items.keys())
+            file_bytes += sum(len(image.file) for image in outcome.images if image not in items)
             items = encoded_items(outcome, sample_key(number, place.sample, place.of), context.encoder.config, items)
             rows.append(write_sample(outcome, items, number, place, shard, writer))
             images, tokens = images + len(outcome.images), tokens + outcome.length

@@ -10,7 +10,7 @@ from itertools import combinations
 from typing import Any
 
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError, UsageError
-from vlmdata.format.manifest import Manifest
+from vlmdata.format.manifest import CODEC_FINGERPRINTS, Manifest
 from vlmdata.format.schema import SCHEMA_VERSION
 from vlmdata.format.small_files import small_file_problems
 from vlmdata.locations import is_url
@@ -133,5 +133,6 @@ def _rows(manifest: Manifest) -> tuple[Any, ...]:
     """What datasets of the same rows and options share under every codec."""
     config = {name: dict(value) for name, value in manifest.config.items() if isinstance(value, Mapping)}
     config.get("options", {}).pop("pixels", None)
-    config.get("fingerprints", {}).pop("codec", None)
+    for name in CODEC_FINGERPRINTS:
+        config.get("fingerprints", {}).pop(name, None)
     return config, dict(manifest.source), manifest.ledger_sha256, manifest.totals.samples

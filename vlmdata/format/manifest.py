@@ -19,6 +19,9 @@ from vlmdata.format.schema import FORMAT_NAME, MANIFEST_NAME, PROGRESS_DIR, SCHE
 from vlmdata.media.codecs import codec_feature
 from vlmdata.media.versions import recorded_pixel_libraries
 
+#: Fingerprints of the codec in a config: versions of its libraries, and the hash of its source code.
+CODEC_FINGERPRINTS = frozenset({"codec", "codec_source"})
+
 
 @dataclass(frozen=True)
 class TokenizerInfo:
