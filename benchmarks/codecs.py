@@ -57,7 +57,7 @@ from vlmdata import StreamingLoader, open_dataset
 from vlmdata.families.qwen3_5 import FAMILY
 from vlmdata.media.codecs import REGISTRY
 from vlmdata.media.resize import resize_image
-from vlmdata.store.folder import Folder
+from vlmdata.storage.folder import Folder
 
 RESULTS = Path(__file__).resolve().parent / "results"
 COMMAND = str(Path(sys.executable).parent / "vlmdata")

@@ -83,7 +83,7 @@ def simulate(out: Path, shards: int, rows: int) -> None:
     from preprocess.shards.job import RUN_FILE, ShardContext, ShardJob, ShardRecord, progress_name, run_shard
     from preprocess.sources.open import open_source
     from vlmdata.format.schema import PROGRESS_DIR, shard_name
-    from vlmdata.store import open_store
+    from vlmdata.storage import open_store
 
     config = PreprocessConfig(rows_per_shard=rows)
     tokenizer = load_tokenizer(config.tokenizer, None).info
@@ -267,7 +267,7 @@ def _compared(place: str, url: str, folder: Path, ranks: int, parallel: int, rou
 @contextmanager
 def _counted() -> Iterator[list[int]]:
     """Notes the bytes of each range that a loader in this process fetches."""
-    from vlmdata.loader import ranges
+    from vlmdata.storage import ranges
 
     sizes: list[int] = []
     read = ranges.read_ranges

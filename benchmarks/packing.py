@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vlmdata.alignment import aligned
 from vlmdata.packing import PlanConfig, SampleTable, cost_model, plan_epoch, report_plan
-from vlmdata.packing.histogram import STRATEGIES, pack_histogram
-from vlmdata.packing.program_bound import program_bound
+from vlmdata.packing.alignment import aligned
+from vlmdata.packing.patterns.histogram import STRATEGIES, pack_histogram
+from vlmdata.packing.patterns.program_bound import program_bound
 
 RESULTS = Path(__file__).resolve().parent / "results"
 CAPACITY = 8192

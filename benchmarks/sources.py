@@ -42,7 +42,7 @@ from preprocess.sources.identity import file_digest
 from preprocess.sources.open import open_source
 from tests.object_store import ObjectStore, forget_file_systems, serving
 from vlmdata.format.schema import PROGRESS_DIR
-from vlmdata.store.folder import Folder
+from vlmdata.storage.folder import Folder
 
 RESULTS = Path(__file__).resolve().parent / "results"
 COMMAND = str(Path(sys.executable).parent / "vlmdata")

@@ -21,7 +21,7 @@ from typing import Any
 from packing import draw
 
 from vlmdata.packing import PlanConfig, cost_model, plan_epoch
-from vlmdata.packing.plan import EpochPlan
+from vlmdata.packing.plan.epoch import EpochPlan
 from vlmdata.packing.split import Speeds, split_of, time_together
 
 GPUS = (8, 16, 32, 64)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmdata.alignment import aligned, alignment
+from vlmdata.packing.alignment import aligned, alignment
 
 sizes = st.sampled_from([1, 2, 3, 4, 6, 8, 16])
 

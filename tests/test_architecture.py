@@ -55,7 +55,7 @@ import sys
 optional = ('datasets', 'transformers', 'tokenizers', 'PIL', 'torchvision', 'imagecodecs', 'webdataset', 'requests',
             'platformdirs', 'prometheus_client', 'starlette', 'qwen_vl_utils', 'indexed_gzip')
 sys.modules.update(dict.fromkeys(optional))  # None: importing it is an ImportError
-import vlmdata.cli.serve, vlmdata.service.server, vlmdata.loader.served.open, vlmdata.loader.served.pipeline
+import vlmdata.cli.serve, vlmdata.service.server.server, vlmdata.service.client.open, vlmdata.service.client.pipeline
 from vlmdata import StreamingLoader
 """
     run_python(code)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from vlmdata.batch import HostArrays, PackedBatch, SampleOrigin, Slice
-from vlmdata.vision_split import image_owners
+from vlmdata.packing.image_owners import image_owners
 
 
 def make_batch(**fields: Any) -> PackedBatch:

@@ -15,7 +15,7 @@ from vlmdata.context_parallel import Slice as Slice  # modules that must not imp
 from vlmdata.context_parallel import partition_indices
 from vlmdata.families import DEFAULT_FAMILY, Family, family
 from vlmdata.format.schema import IGNORE_INDEX as IGNORE_INDEX
-from vlmdata.vision_split import image_owners
+from vlmdata.packing.image_owners import image_owners
 
 
 @dataclass(frozen=True)

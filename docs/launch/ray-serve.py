@@ -23,12 +23,12 @@ class CollationActor:
 
     Args:
         data: Dataset directories or URLs.
-        options: Options of :class:`vlmdata.service.config.ServerConfig`.
+        options: Options of :class:`vlmdata.service.server.config.ServerConfig`.
     """
 
     def __init__(self, data: list[str], options: dict[str, object]):
-        from vlmdata.service.config import ServerConfig
-        from vlmdata.service.server import CollationServer
+        from vlmdata.service.server.config import ServerConfig
+        from vlmdata.service.server.server import CollationServer
 
         self._server = CollationServer(data, ServerConfig(**options))
 

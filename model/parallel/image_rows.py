@@ -17,7 +17,7 @@ import torch
 
 from model.parallel.packed import IntArray, to_device
 from vlmdata.batch import PackedBatch
-from vlmdata.vision_split import image_owners
+from vlmdata.packing.image_owners import image_owners
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import numpy as np
 
 from model.parallel.packed import IntArray, PackIndex
 from model.parallel.separation import Separation
-from vlmdata.loader.stream import PackImages
+from vlmdata.loader.request.stream import PackImages
 
 
 @dataclass(frozen=True)

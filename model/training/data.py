@@ -17,7 +17,7 @@ from vlmdata import Blend, LoaderConfig, PackedBatch, StreamingLoader
 from vlmdata.errors import UsageError
 from vlmdata.format.manifest import Manifest
 from vlmdata.loader.config import Packing, Parallelism, Reading, Service
-from vlmdata.loader.open import DEFAULT_CACHE_BYTES, open_data
+from vlmdata.loader.data import DEFAULT_CACHE_BYTES, open_data
 from vlmdata.wording import counted
 
 

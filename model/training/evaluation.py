@@ -25,7 +25,7 @@ from model.training.settings.config import ConfigError, TrainConfig
 from model.training.step import forward_step
 from model.training.vision_side import VisionSide
 from vlmdata import PackedBatch, StreamingLoader
-from vlmdata.loader.open import require_one_tokenizer
+from vlmdata.loader.data import require_one_tokenizer
 from vlmdata.wording import counted
 
 #: Largest number of loader processes per rank for evaluation data. They exist for one evaluation.

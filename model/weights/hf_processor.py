@@ -21,7 +21,7 @@ from vlmdata.errors import VlmdataError
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import MANIFEST_NAME, TOKENIZER_DIR
 from vlmdata.format.tokenizer_files import tokenizer_findings
-from vlmdata.loader.remote import download
+from vlmdata.storage.download import download
 
 _IMAGES, _VIDEOS, _GENERATION = "preprocessor_config.json", "video_preprocessor_config.json", "generation_config.json"
 _JOINT = "processor_config.json"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from vlmdata.errors import SourceError
 from vlmdata.locations import is_url, place_of, without_file_scheme
-from vlmdata.store import Store, open_store
+from vlmdata.storage import Store, open_store
 
 _HUB_DATASET = re.compile(r"hf://datasets/[^/]+(/[^/]+)?/?")
 

@@ -10,7 +10,7 @@ from preprocess.sources.holdout import hold_out
 from preprocess.sources.rows import Source
 from vlmdata.errors import ConfigMismatchError, SourceError
 from vlmdata.format.schema import MANIFEST_NAME, PROGRESS_DIR
-from vlmdata.store import Store
+from vlmdata.storage import Store
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from preprocess.run.dataset import PartResult
-from vlmdata.store import Store
+from vlmdata.storage import Store
 from vlmdata.wording import counted, duration
 
 

@@ -29,7 +29,7 @@ from vlmdata.format.turns import (
 )
 from vlmdata.inspect.text import one_line
 from vlmdata.media.codecs import RAW
-from vlmdata.store import Store
+from vlmdata.storage import Store
 from vlmdata.wording import counted, duration
 
 _PERCENTILES = (0, 25, 50, 75, 95, 99, 100)

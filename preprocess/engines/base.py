@@ -22,7 +22,7 @@ from vlmdata.cli.machine import available_cores
 from vlmdata.errors import ResourceError, SourceError, VlmdataError
 from vlmdata.format.manifest import TokenizerInfo
 from vlmdata.format.schema import shard_name
-from vlmdata.store import Store
+from vlmdata.storage import Store
 
 #: Engines by name. To add one, add a file here with an Engine class, and a line below.
 REGISTRY: Mapping[str, str] = {

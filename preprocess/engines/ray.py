@@ -32,7 +32,7 @@ from vlmdata.cli.machine import available_cores
 from vlmdata.errors import ResourceError, SourceError, VlmdataError
 from vlmdata.format.manifest import differences
 from vlmdata.format.schema import shard_name
-from vlmdata.store import Store
+from vlmdata.storage import Store
 
 #: The run fails when this many workers are lost over the same shard.
 _MAX_DEATHS = 5

@@ -24,7 +24,7 @@ import xxhash
 from preprocess.recipes.file_versions import ABSENT, FileVersions
 from preprocess.recipes.remote_root import FetchProblem, RemoteRoot
 from preprocess.sources.identity import file_digest
-from vlmdata.store import Store, Writing
+from vlmdata.storage import Store, Writing
 
 SCHEMA = pa.schema(
     [

@@ -11,12 +11,12 @@ from typing import Any
 from vlmdata.errors import DatasetFormatError
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import JOINED
-from vlmdata.format.small_files import small_file_problems
-from vlmdata.loader.open import open_remote, shards_of
-from vlmdata.loader.shards import DatasetShards
+from vlmdata.loader.data import open_remote, shards_of
 from vlmdata.locations import is_url, place_of
 from vlmdata.media.codecs import RAW
-from vlmdata.store.folder import Folder
+from vlmdata.storage.folder import Folder
+from vlmdata.storage.shards import DatasetShards
+from vlmdata.storage.small_files import small_file_problems
 
 
 @dataclass(frozen=True, eq=False)

@@ -43,7 +43,7 @@ from vlmdata.format.schema import (
 from vlmdata.format.tokenizer_files import hash_tokenizer_files
 from vlmdata.locations import is_url
 from vlmdata.media.codecs import REGISTRY, codec
-from vlmdata.store import Lock, Store, open_store
+from vlmdata.storage import Lock, Store, open_store
 
 _COMMAND = "vlmdata recode"
 _PRELOADED = ["preprocess.recode.run"]

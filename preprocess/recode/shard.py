@@ -21,9 +21,9 @@ from vlmdata.format.index_row import WHOLE_MEMBERS, IndexRow, index_table, used_
 from vlmdata.format.manifest import Manifest, ShardInfo
 from vlmdata.format.schema import MEMBERS, OPTIONAL_MEMBERS, Member, supported_features
 from vlmdata.format.shard import EncodedItem, ShardWriter
-from vlmdata.loader.shards import DatasetShards, ShardStore
 from vlmdata.media.codecs import RAW, Grid, Item, decode_item
-from vlmdata.store import Store
+from vlmdata.storage import Store
+from vlmdata.storage.shards import DatasetShards, ShardStore
 
 Patches = npt.NDArray[np.uint8]
 _Items = dict[tuple[int, Grid], EncodedItem]

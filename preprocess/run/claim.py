@@ -16,7 +16,7 @@ from preprocess.run.part import Part
 from preprocess.run.place import LOCK_FILE
 from vlmdata.errors import ResourceError
 from vlmdata.format.schema import PROGRESS_DIR
-from vlmdata.store import Lock, LockedError, Store
+from vlmdata.storage import Lock, LockedError, Store
 
 _PART_LOCK = re.compile(r"part-(\d+)-of-(\d+)\.lock")
 #: Checking a lock in a folder takes it briefly. Another command that meets it then retries for this long.

@@ -33,8 +33,8 @@ from vlmdata.format.schema import (
     TOKENIZER_DIR,
 )
 from vlmdata.format.tokenizer_files import hash_tokenizer_files
-from vlmdata.store import Lock, Store
-from vlmdata.store.hashing import Hashing
+from vlmdata.storage import Lock, Store
+from vlmdata.storage.hashing import Hashing
 from vlmdata.wording import counted
 
 #: Largest number of row groups of an index. Describing one takes about 4 kB in the file and 20 kB in memory.

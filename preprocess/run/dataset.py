@@ -25,7 +25,7 @@ from preprocess.shards.job import ShardJob, ShardRecord, finished_records
 from preprocess.sources.rows import Source
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import MANIFEST_NAME, PROGRESS_DIR, shard_name
-from vlmdata.store import Lock, Store, open_store
+from vlmdata.storage import Lock, Store, open_store
 
 
 @dataclass(frozen=True)

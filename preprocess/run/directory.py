@@ -20,7 +20,7 @@ from vlmdata.format.schema import (
     MANIFEST_NAME,
     PROGRESS_DIR,
 )
-from vlmdata.store import Lock, LockedError, Store
+from vlmdata.storage import Lock, LockedError, Store
 
 _PLAN_FILE = f"{PROGRESS_DIR}/plan.json"
 _RECORD = re.compile(r"shard-\d{6,}\.json")

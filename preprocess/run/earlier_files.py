@@ -13,7 +13,7 @@ from vlmdata.errors import ConfigMismatchError
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import IMAGE_FILES, IMAGE_FILES_NAME, PROGRESS_DIR, shard_name
 from vlmdata.locations import is_url, place_of
-from vlmdata.store import Store
+from vlmdata.storage import Store
 from vlmdata.wording import counted
 
 #: Number of shards listed in a message.

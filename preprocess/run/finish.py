@@ -19,7 +19,7 @@ from preprocess.shards.job import finished_records
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError
 from vlmdata.format.manifest import differences
 from vlmdata.format.schema import MANIFEST_NAME
-from vlmdata.store import Store, open_store
+from vlmdata.storage import Store, open_store
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from preprocess.shards.job import RUN_FILE
 from vlmdata.errors import ConfigMismatchError, ResourceError
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import IMAGE_FILES_NAME, INDEX_NAME, LEDGER_NAME, MANIFEST_NAME, PROGRESS_DIR, TOKENIZER_DIR
-from vlmdata.store import Lock, LockedError, Store
+from vlmdata.storage import Lock, LockedError, Store
 
 #: The lock of a whole run.
 LOCK_FILE = f"{PROGRESS_DIR}/lock"

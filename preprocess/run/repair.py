@@ -32,7 +32,7 @@ from vlmdata.format.schema import (
     supported_features,
 )
 from vlmdata.format.tokenizer_files import STRAY, hash_tokenizer_files, tokenizer_file_names, tokenizer_findings
-from vlmdata.store import Store
+from vlmdata.storage import Store
 
 _SCRATCH = f"{PROGRESS_DIR}/repair"
 #: An empty file in the scratch folder. Its modification time is when the repair began.

@@ -37,7 +37,7 @@ from vlmdata.format.ledger import Reason, Rejection
 from vlmdata.format.manifest import ShardInfo, TokenizerInfo, Totals, differences
 from vlmdata.format.schema import PROGRESS_DIR, sample_key, shard_name, supported_features
 from vlmdata.format.shard import ShardWriter
-from vlmdata.store import Store
+from vlmdata.storage import Store
 
 RUN_FILE = f"{PROGRESS_DIR}/run.json"
 FILES_SUFFIX = "files"

@@ -22,12 +22,12 @@ from tests.preprocess.command_line import Ended
 from tests.preprocess.conftest import vlmdata  # noqa: F401 (a fixture)
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError, UsageError
 from vlmdata.format.dataset import VlmDataset
-from vlmdata.format.join import join_datasets
 from vlmdata.inspect.sample import describe_sample
 from vlmdata.inspect.trace import describe_row
-from vlmdata.store import open_store
-from vlmdata.store.folder import Folder
-from vlmdata.store.transfer import How
+from vlmdata.storage import open_store
+from vlmdata.storage.folder import Folder
+from vlmdata.storage.join import join_datasets
+from vlmdata.storage.transfer import How
 from vlmdata.verify.dataset import verify_dataset
 from vlmdata.verify.remedy import remedies
 
@@ -127,7 +127,7 @@ def test_an_interrupted_join_is_continued_and_another_is_refused(
 ) -> None:
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr("vlmdata.format.join._close", lambda parts, out: (_ for _ in ()).throw(OSError("power cut")))
+        patch.setattr("vlmdata.storage.join._close", lambda parts, out: (_ for _ in ()).throw(OSError("power cut")))
         with pytest.raises(ResourceError, match="power cut"):
             join(*two, out=out)
     assert not (out / "manifest.json").exists()

@@ -17,7 +17,7 @@ from vlmdata.context_parallel import partition_indices
 from vlmdata.format.dataset import VlmDataset, open_dataset
 from vlmdata.inspect import BatchDescription, describe_batch, describe_row, describe_step
 from vlmdata.inspect.batch import batch_at, num_batches
-from vlmdata.loader.open import default_capacity
+from vlmdata.loader.data import default_capacity
 
 LAYOUTS: list[dict[str, Any]] = [
     {"capacity": 1536, "global_batch": 2, "context_parallel": 2, "tensor_parallel": 2},

@@ -19,8 +19,8 @@ import torch
 from tests.loader.helpers import differences
 from tests.loader.synthetic import write_dataset
 from vlmdata.batch import PackedBatch
-from vlmdata.loader.buffers import BufferPool
-from vlmdata.loader.device import DeviceMover
+from vlmdata.loader.feed.device import DeviceMover
+from vlmdata.loader.fill.buffers import BufferPool
 from vlmdata.loader.loader import StreamingLoader
 
 CUDA = torch.device("cuda", 0)

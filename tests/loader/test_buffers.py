@@ -16,7 +16,7 @@ import torch
 
 from tests.loader.helpers import assert_same, buffer_files, epoch_of, packs_of, stream, wait_until, worker_pids
 from vlmdata.errors import DatasetFormatError, ResourceError
-from vlmdata.loader.buffers import BufferMaps, BufferPool
+from vlmdata.loader.fill.buffers import BufferMaps, BufferPool
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -22,10 +22,10 @@ from tests.loader.remote_fs import TroubledFileSystem
 from tests.verify.rewriting import rewrite_manifest, sha256
 from vlmdata.errors import DatasetFormatError, ResourceError
 from vlmdata.format.dataset import VlmDataset, open_dataset
-from vlmdata.loader import cache as cache_module
-from vlmdata.loader import remote
-from vlmdata.loader.cache import CACHE_FOLDER, RemoteShards, cache_folder
-from vlmdata.loader.shards import ShardFile
+from vlmdata.storage import cache as cache_module
+from vlmdata.storage import download as remote
+from vlmdata.storage.cache import CACHE_FOLDER, RemoteShards, cache_folder
+from vlmdata.storage.shards import ShardFile
 
 PLENTY = 1 << 40
 

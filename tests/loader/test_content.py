@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from tests.loader.helpers import epoch_of, stream
 from tests.loader.synthetic import write_dataset
-from vlmdata.alignment import alignment
 from vlmdata.batch import IGNORE_INDEX, PackedBatch
 from vlmdata.families.qwen3_5 import FAMILY
 from vlmdata.format.dataset import VlmDataset
+from vlmdata.packing.alignment import alignment
 
 
 def segments(bounds: torch.Tensor) -> list[tuple[int, int]]:

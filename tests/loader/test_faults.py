@@ -74,7 +74,7 @@ class TestKilledWorkers:
         with stream(chat, num_workers=2, multiprocessing_context="fork") as loader:
             iterator = iter(loader)
             found = packs_of([next(iterator)])
-            monkeypatch.setattr("vlmdata.loader.workers._leave_process_group", lambda _: kill([os.getpid()]))
+            monkeypatch.setattr("vlmdata.loader.feed.workers._leave_process_group", lambda _: kill([os.getpid()]))
             kill(worker_pids())
             with pytest.raises(ResourceError, match=r"died 4 times in a row.*Out of memory"):  # noqa: PT012
                 for batch in iterator:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.loader.helpers import assert_same, differences, epoch_of, stream
 from vlmdata.batch import PackedBatch, Slice
 from vlmdata.format.dataset import VlmDataset
-from vlmdata.vision_split import BREAK_EVEN_PATCHES, image_owners
+from vlmdata.packing.image_owners import BREAK_EVEN_PATCHES, image_owners
 
 PARTS: list[tuple[str, ...]] = [
     (),

@@ -24,11 +24,12 @@ from tests.loader.rows import chat_rows
 from tests.object_store import ObjectStore, forget_file_systems
 from vlmdata.errors import ChangedDataError, DatasetFormatError, UsageError
 from vlmdata.format.dataset import VlmDataset
-from vlmdata.loader import ranges, remote
 from vlmdata.loader.config import LoaderConfig, Reading
-from vlmdata.loader.open import fetched_as_chosen, open_for_loading
-from vlmdata.loader.ranges import Extents, RemoteRanges
+from vlmdata.loader.data import fetched_as_chosen, open_for_loading
 from vlmdata.media.codecs import RAW, REGISTRY
+from vlmdata.storage import download as remote
+from vlmdata.storage import ranges
+from vlmdata.storage.ranges import Extents, RemoteRanges
 
 CODECS = [name for name in REGISTRY if name != RAW]
 

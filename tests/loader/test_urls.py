@@ -23,7 +23,7 @@ from vlmdata import open_dataset
 from vlmdata.cli.main import app
 from vlmdata.errors import DatasetFormatError
 from vlmdata.format.dataset import VlmDataset
-from vlmdata.loader import remote
+from vlmdata.storage import download as remote
 
 
 @pytest.fixture(autouse=True)

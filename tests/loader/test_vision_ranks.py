@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.loader.helpers import epoch_of, stream
 from vlmdata.batch import PackedBatch
 from vlmdata.errors import UsageError
-from vlmdata.vision_split import BREAK_EVEN_PATCHES, image_owners, step_owners
+from vlmdata.packing.image_owners import BREAK_EVEN_PATCHES, image_owners, step_owners
 
 
 def identity(batch: PackedBatch) -> tuple[object, ...]:

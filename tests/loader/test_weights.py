@@ -20,7 +20,7 @@ from vlmdata.batch import PackedBatch
 from vlmdata.errors import DatasetFormatError
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.schema import LOSS_WEIGHTS
-from vlmdata.loader.buffers import BufferPool
+from vlmdata.loader.fill.buffers import BufferPool
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmdata.packing.balance import balanced, imbalance, in_order, micro_batch_imbalance, rank_costs
+from vlmdata.packing.plan.balance import balanced, imbalance, in_order, micro_batch_imbalance, rank_costs
 
 
 @st.composite

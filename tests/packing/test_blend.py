@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.packing.helpers import blended
 from vlmdata.packing import Blend, SampleTable, passes_per_epoch, realised_shares
-from vlmdata.packing.blend import epoch_passes
+from vlmdata.packing.plan.blend import epoch_passes
 
 quotas = st.lists(st.sampled_from([0.0, 0.1, 0.25, 0.5, 1.0, 1.3, 2.5, 3.0]), min_size=2, max_size=2).filter(any)
 

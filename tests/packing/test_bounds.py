@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from tests.packing.helpers import fewest_bins
 from tests.packing.test_patterns import Histogram, histograms, program_value
-from vlmdata.packing import column_generation
-from vlmdata.packing.column_generation import bound_of_prices, solve_patterns
-from vlmdata.packing.histogram import STRATEGIES, HistogramPacking, pack_histogram
-from vlmdata.packing.lower_bound import bin_lower_bound
-from vlmdata.packing.patterns import MAX_SIZES, Patterns, pack_by_patterns, patterns_of, split_small
-from vlmdata.packing.program_bound import program_bound
+from vlmdata.packing.bins.two_limits import _REPACK_LOAD, Limits, _to_empty, lower_bound, volume_bound
+from vlmdata.packing.patterns import column_generation
+from vlmdata.packing.patterns.column_generation import bound_of_prices, solve_patterns
+from vlmdata.packing.patterns.histogram import STRATEGIES, HistogramPacking, pack_histogram
+from vlmdata.packing.patterns.lower_bound import bin_lower_bound
+from vlmdata.packing.patterns.patterns import MAX_SIZES, Patterns, pack_by_patterns, patterns_of, split_small
+from vlmdata.packing.patterns.program_bound import program_bound
 from vlmdata.packing.seeding import hash64
-from vlmdata.packing.two_limits import _REPACK_LOAD, Limits, _to_empty, lower_bound, volume_bound
 
 sizes_in_20 = st.lists(st.integers(0, 20), max_size=14)
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmdata.packing import evening, two_limits
-from vlmdata.packing.evening import even_out
-from vlmdata.packing.one_limit import pack_sizes
+from vlmdata.packing.bins import evening, two_limits
+from vlmdata.packing.bins.evening import even_out
+from vlmdata.packing.bins.one_limit import pack_sizes
+from vlmdata.packing.bins.two_limits import Limits, Window, pack_windows
 from vlmdata.packing.seeding import hash64
-from vlmdata.packing.two_limits import Limits, Window, pack_windows
 
 
 def excess(labels: np.ndarray, other: np.ndarray, limit: int) -> int:

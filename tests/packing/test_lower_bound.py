@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.packing.helpers import best_fit_decreasing, fewest_bins
-from vlmdata.packing.lower_bound import bin_lower_bound
+from vlmdata.packing.patterns.lower_bound import bin_lower_bound
 
 
 def bound(sizes: list[int], capacity: int) -> int:

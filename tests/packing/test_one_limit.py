@@ -4,9 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.packing.helpers import best_fit_decreasing
-from vlmdata.packing.histogram import STRATEGIES, Strategy, pack_histogram
-from vlmdata.packing.lower_bound import bin_lower_bound
-from vlmdata.packing.one_limit import Bins, Preference, fill_up, group_items, learn_preference, pack_sizes
+from vlmdata.packing.bins.one_limit import Bins, Preference, fill_up, group_items, learn_preference, pack_sizes
+from vlmdata.packing.patterns.histogram import STRATEGIES, Strategy, pack_histogram
+from vlmdata.packing.patterns.lower_bound import bin_lower_bound
 
 PLAIN = Strategy(None, 0.0)
 

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmdata.packing.ordering import stable_order
+from vlmdata.packing.bins.ordering import stable_order
 
 
 @given(st.lists(st.one_of(st.integers(0, 5), st.integers(0, 2**62)), max_size=50), st.integers(0, 2**62))

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.packing.helpers import blended, make_table, pack_sets, receipts, tables, uses
-from vlmdata.alignment import aligned
 from vlmdata.packing import Blend, EpochPlan, PlanConfig, SampleTable, concatenate_tables, cost_model, plan_epoch
-from vlmdata.packing.blend import epoch_passes
+from vlmdata.packing.alignment import aligned
 from vlmdata.packing.config import ASSIGNMENT_SETTINGS
+from vlmdata.packing.plan.blend import epoch_passes
 from vlmdata.packing.seeding import hash64
 
 
@@ -280,5 +280,5 @@ def test_plans_are_pinned(settings: dict[str, Any], epoch: int, expected: tuple[
 
 
 def test_planning_needs_no_torch() -> None:
-    code = "import sys, vlmdata.packing, vlmdata.alignment, vlmdata.context_parallel; sys.exit('torch' in sys.modules)"
+    code = "import sys, vlmdata.packing, vlmdata.packing.alignment, vlmdata.context_parallel; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

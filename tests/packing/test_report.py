@@ -60,7 +60,7 @@ def test_naive_batches_waste_what_packs_do_not() -> None:
 def test_balance_does_not_depend_on_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_epoch(receipts(3000), PlanConfig(8192, 8), 0)
     whole = report_plan(plan, dp_size=4).balance
-    monkeypatch.setattr("vlmdata.packing.report._PACKS_AT_ONCE", 20)
+    monkeypatch.setattr("vlmdata.packing.plan.report._PACKS_AT_ONCE", 20)
     assert report_plan(plan, dp_size=4).balance == whole
 
 

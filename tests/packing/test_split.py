@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from vlmdata.errors import UsageError
 from vlmdata.packing.config import PlanConfig
 from vlmdata.packing.cost import CostModel
-from vlmdata.packing.plan import EpochPlan, plan_epoch
+from vlmdata.packing.plan.epoch import EpochPlan, plan_epoch
 from vlmdata.packing.schedule import step_time
 from vlmdata.packing.split import Speeds, best_split, estimate_splits
 from vlmdata.packing.table import table_from_columns

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.packing.helpers import receipts
-from vlmdata.packing import cells, two_limits
-from vlmdata.packing.cells import pack_pairs
-from vlmdata.packing.lower_bound import bin_lower_bound
-from vlmdata.packing.one_limit import Bins, pack_sizes
-from vlmdata.packing.two_limits import Limits, Window, lower_bound, pack_windows
+from vlmdata.packing.bins import cells, two_limits
+from vlmdata.packing.bins.cells import pack_pairs
+from vlmdata.packing.bins.one_limit import Bins, pack_sizes
+from vlmdata.packing.bins.two_limits import Limits, Window, lower_bound, pack_windows
+from vlmdata.packing.patterns.lower_bound import bin_lower_bound
 
 
 def simple_bound(tokens: np.ndarray, patches: np.ndarray, limits: Limits) -> int:

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from tests.packing.helpers import blended
 from vlmdata.packing import Blend, SampleTable
-from vlmdata.packing.blend import epoch_passes
-from vlmdata.packing.windows import make_windows
+from vlmdata.packing.plan.blend import epoch_passes
+from vlmdata.packing.plan.windows import make_windows
 
 SHARD = 7
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from vlmdata.loader.buffers import BufferPool
-from vlmdata.loader.damage import Filled
-from vlmdata.service.clients import Clients, Share
-from vlmdata.service.packs import FilledPack
+from vlmdata.loader.fill.buffers import BufferPool
+from vlmdata.loader.fill.damage import Filled
+from vlmdata.service.server.clients import Clients, Share
+from vlmdata.service.server.packs import FilledPack
 
 MIB = 1 << 20
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from vlmdata import PackedBatch, StreamingLoader
-from vlmdata.loader.served.protocol import BatchQuery
-from vlmdata.loader.served.shared_memory import this_place
 from vlmdata.loader.state import Position
+from vlmdata.service.protocol import BatchQuery
+from vlmdata.service.shared_memory import this_place
 
 COMMAND = [sys.executable, "-X", "faulthandler", "-c", "from vlmdata.cli.main import main; main()", "serve"]
 

@@ -15,11 +15,11 @@ import trustme
 
 from vlmdata import StreamingLoader
 from vlmdata.errors import ResourceError, UsageError
-from vlmdata.loader.served.connection import ServerLostError, _brief
-from vlmdata.loader.served.race import more_telling
-from vlmdata.service.access import RateLimit, Tokens, machine_of
-from vlmdata.service.config import ServerConfig
-from vlmdata.service.server import CollationServer
+from vlmdata.service.client.connection import ServerLostError, _brief
+from vlmdata.service.client.race import more_telling
+from vlmdata.service.server.access import RateLimit, Tokens, machine_of
+from vlmdata.service.server.config import ServerConfig
+from vlmdata.service.server.server import CollationServer
 
 OPTIONS: dict[str, Any] = {"capacity": 1024, "global_batch": 2}
 
@@ -217,7 +217,7 @@ def test_a_port_that_is_taken_is_named(chat: Path) -> None:
 
 def test_rates_are_limited_for_each_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr("vlmdata.service.access.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("vlmdata.service.server.access.time", SimpleNamespace(monotonic=lambda: now))
     limit = RateLimit(5.0)  # a bucket of ten
     assert sum(limit.allows("a") for _ in range(100)) == 10
     assert limit.allows("b")

@@ -16,15 +16,15 @@ from tests.service.packs import MIB, pack_request
 from tests.service.servers import assert_equal, wait_until
 from vlmdata import StreamingLoader
 from vlmdata.errors import DatasetFormatError
-from vlmdata.loader.damage import Filled
-from vlmdata.loader.served.protocol import BatchQuery
+from vlmdata.loader.fill.damage import Filled
 from vlmdata.loader.state import Position
 from vlmdata.packing.config import PlanConfig
-from vlmdata.service.ahead import ReadAhead
-from vlmdata.service.config import ServerConfig
-from vlmdata.service.memory import BusyError
-from vlmdata.service.packs import Packs
-from vlmdata.service.server import CollationServer
+from vlmdata.service.protocol import BatchQuery
+from vlmdata.service.server.ahead import ReadAhead
+from vlmdata.service.server.config import ServerConfig
+from vlmdata.service.server.memory import BusyError
+from vlmdata.service.server.packs import Packs
+from vlmdata.service.server.server import CollationServer
 
 STEPS = 9
 
@@ -78,7 +78,7 @@ class TestWhichBatches:
         assert sorted(made.planned) == [5, 6, 7]
 
     def test_what_is_remembered_of_queries_is_small(self, made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("vlmdata.service.ahead._REMEMBERED", 3)
+        monkeypatch.setattr("vlmdata.service.server.ahead._REMEMBERED", 3)
         ahead = ReadAhead(made, made, 2, 4)  # type: ignore[arg-type]
         for step in range(STEPS):
             ask(ahead, step)

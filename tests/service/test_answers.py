@@ -17,15 +17,15 @@ import psutil
 import pytest
 
 from tests.service.packs import MIB, filled_pack, pack_request, share, whole
-from vlmdata.loader.buffers import BufferPool
-from vlmdata.loader.damage import Filled
-from vlmdata.loader.served.protocol import FileQuery, Header
-from vlmdata.loader.served.shared_memory import Maps, SharedPack
-from vlmdata.service.answer import Answer, Answers, SharedAnswer, pieces
-from vlmdata.service.filling import Fillers
-from vlmdata.service.memory import BusyError
-from vlmdata.service.packs import Packs
-from vlmdata.service.server import CollationServer
+from vlmdata.loader.fill.buffers import BufferPool
+from vlmdata.loader.fill.damage import Filled
+from vlmdata.service.protocol import FileQuery, Header
+from vlmdata.service.server.answer import Answer, Answers, SharedAnswer, pieces
+from vlmdata.service.server.filling import Fillers
+from vlmdata.service.server.memory import BusyError
+from vlmdata.service.server.packs import Packs
+from vlmdata.service.server.server import CollationServer
+from vlmdata.service.shared_memory import Maps, SharedPack
 
 
 def test_a_copy_on_its_way_does_not_keep_the_pack() -> None:
@@ -174,7 +174,7 @@ def test_calls_that_wait_for_a_pack_count_as_calls() -> None:
 
 
 def test_closing_waits_for_workers_that_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlmdata.service.filling._GRACE_SECONDS", 240.0)
+    monkeypatch.setattr("vlmdata.service.server.filling._GRACE_SECONDS", 240.0)
     fillers = Fillers([], 1, "off", 240.0)
     worker = psutil.Process(fillers._pool.submit(os.getpid).result())
     fillers.close()
@@ -182,7 +182,7 @@ def test_closing_waits_for_workers_that_end(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_closing_does_not_wait_long_for_broken_workers_that_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlmdata.service.filling._GRACE_SECONDS", 0.0)
+    monkeypatch.setattr("vlmdata.service.server.filling._GRACE_SECONDS", 0.0)
     ended, shutting = threading.Event(), threading.Event()
 
     class Pool:

@@ -21,12 +21,12 @@ from vlmdata import Blend, PackedBatch, StreamingLoader
 from vlmdata.cli.serve import _show_status
 from vlmdata.errors import ConfigMismatchError, ResourceError, UsageError
 from vlmdata.loader.config import Service
-from vlmdata.loader.served.address import parse_address
-from vlmdata.loader.served.connection import Connection
-from vlmdata.loader.served.protocol import STATUS, BatchQuery, Header
-from vlmdata.loader.served.shared_memory import IN_ANSWER, Maps, SharedMemoryError, SharedPack
 from vlmdata.loader.state import Position
 from vlmdata.packing import config as plan_config
+from vlmdata.service.address import parse_address
+from vlmdata.service.client.connection import Connection
+from vlmdata.service.protocol import STATUS, BatchQuery, Header
+from vlmdata.service.shared_memory import IN_ANSWER, Maps, SharedMemoryError, SharedPack
 
 OPTIONS: dict[str, Any] = {"capacity": 1024, "global_batch": 4, "pad_multiple": 4}
 
@@ -107,7 +107,7 @@ class TestSharedMemory:
     def test_of_another_place_is_not_offered(
         self, server: Server, expected: PackedBatch, copied: list[int], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("vlmdata.loader.served.connection.this_place", lambda: "f" * 64)
+        monkeypatch.setattr("vlmdata.service.client.connection.this_place", lambda: "f" * 64)
         self.first(server, expected).close()
         assert copied == []
 

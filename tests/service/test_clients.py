@@ -12,10 +12,10 @@ import pytest
 
 from tests.service.servers import Proxy, assert_equal, first_query, wait_until
 from vlmdata import PackedBatch, StreamingLoader
-from vlmdata.service.clients import Clients, Share
-from vlmdata.service.config import ServerConfig
-from vlmdata.service.memory import BusyError
-from vlmdata.service.server import CollationServer
+from vlmdata.service.server.clients import Clients, Share
+from vlmdata.service.server.config import ServerConfig
+from vlmdata.service.server.memory import BusyError
+from vlmdata.service.server.server import CollationServer
 
 OPTIONS: dict[str, Any] = {"capacity": 1024, "global_batch": 2, "seed": 21, "timeout": 240.0, "hedge": 240.0}
 

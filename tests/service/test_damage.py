@@ -16,17 +16,17 @@ from tests.service.servers import Server, assert_equal, serving
 from vlmdata import PackedBatch, StreamingLoader
 from vlmdata.errors import ChangedDataError, DatasetFormatError, ResourceError, UnreadableDataError
 from vlmdata.format.dataset import VlmDataset
-from vlmdata.loader.cache import CACHE_FOLDER
 from vlmdata.loader.config import Service
-from vlmdata.loader.damage import Filled
-from vlmdata.loader.open import open_for_loading
-from vlmdata.loader.served import race
-from vlmdata.loader.served.address import parse_address
-from vlmdata.loader.served.connection import Connection
-from vlmdata.loader.served.servers import Servers
-from vlmdata.loader.shards import ShardStore
-from vlmdata.service.config import ServerConfig
-from vlmdata.service.server import CollationServer
+from vlmdata.loader.data import open_for_loading
+from vlmdata.loader.fill.damage import Filled
+from vlmdata.service.address import parse_address
+from vlmdata.service.client import race
+from vlmdata.service.client.connection import Connection
+from vlmdata.service.client.servers import Servers
+from vlmdata.service.server.config import ServerConfig
+from vlmdata.service.server.server import CollationServer
+from vlmdata.storage.cache import CACHE_FOLDER
+from vlmdata.storage.shards import ShardStore
 
 OPTIONS: dict[str, Any] = {"capacity": 1024, "global_batch": 2, "timeout": 240.0, "hedge": 240.0}
 

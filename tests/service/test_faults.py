@@ -20,10 +20,10 @@ from tests.ports import free_port
 from tests.service.servers import Proxy, Server, assert_equal, serving, start, wait_until
 from vlmdata import PackedBatch, StreamingLoader
 from vlmdata.errors import ConfigMismatchError, ResourceError, UsageError
-from vlmdata.loader.served.protocol import BatchQuery
-from vlmdata.loader.served.servers import Servers
-from vlmdata.loader.served.shared_memory import this_place
 from vlmdata.loader.state import Position
+from vlmdata.service.client.servers import Servers
+from vlmdata.service.protocol import BatchQuery
+from vlmdata.service.shared_memory import this_place
 
 pytestmark = pytest.mark.slow
 

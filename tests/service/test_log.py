@@ -21,8 +21,8 @@ import trustme
 from tests.service.servers import COMMAND
 from tests.service.test_access import certificate
 from vlmdata import StreamingLoader
-from vlmdata.service import log
-from vlmdata.service.log import LogHandler
+from vlmdata.service.server import log
+from vlmdata.service.server.log import LogHandler
 
 
 class Pipe:

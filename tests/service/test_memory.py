@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from tests.service.packs import MIB, pack_request
 from vlmdata.errors import UsageError
-from vlmdata.loader.damage import Filled
-from vlmdata.service.filling import LateFillError
-from vlmdata.service.memory import BusyError, PackMemory
-from vlmdata.service.packs import Packs
+from vlmdata.loader.fill.damage import Filled
+from vlmdata.service.server.filling import LateFillError
+from vlmdata.service.server.memory import BusyError, PackMemory
+from vlmdata.service.server.packs import Packs
 
 
 @settings(max_examples=40)

@@ -16,13 +16,13 @@ from urllib.request import urlopen
 import pytest
 
 from vlmdata.errors import UsageError
-from vlmdata.service import metrics
-from vlmdata.service.counting import counting
-from vlmdata.service.packs import PackCounts
+from vlmdata.service.server import metrics
+from vlmdata.service.server.counting import counting
+from vlmdata.service.server.packs import PackCounts
 
 
 def test_their_package_is_needed_only_with_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "vlmdata.service.metrics", None)
+    monkeypatch.setitem(sys.modules, "vlmdata.service.server.metrics", None)
     server: Any = SimpleNamespace(config=SimpleNamespace(metrics_port=None))
     without = counting(server)
     without.sent(1)

@@ -14,13 +14,13 @@ import pytest
 from tests.service.servers import wait_until
 from vlmdata.errors import NotFoundError, UsageError
 from vlmdata.format.dataset import VlmDataset
-from vlmdata.loader.plans import EpochPlans
-from vlmdata.loader.served.protocol import BatchQuery
+from vlmdata.loader.request.plans import EpochPlans
 from vlmdata.loader.state import Position
 from vlmdata.packing.config import Blend, PlanConfig
-from vlmdata.packing.plan import EpochPlan
-from vlmdata.service.memory import BusyError
-from vlmdata.service.plans import PlanBook
+from vlmdata.packing.plan.epoch import EpochPlan
+from vlmdata.service.protocol import BatchQuery
+from vlmdata.service.server.memory import BusyError
+from vlmdata.service.server.plans import PlanBook
 
 MIB = 1 << 20
 
@@ -167,7 +167,7 @@ class TestMemory:
     def test_few_are_kept_even_if_they_are_small(
         self, dataset: VlmDataset, book: Callable[..., PlanBook], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("vlmdata.service.plans._KEPT", 3)
+        monkeypatch.setattr("vlmdata.service.server.plans._KEPT", 3)
         plans = book()
         for epoch in range(6):
             plans.request(query(dataset, epoch=epoch))
@@ -176,7 +176,7 @@ class TestMemory:
     def test_queries_that_wait_do_not_drive_out_what_is_kept(
         self, dataset: VlmDataset, book: Callable[..., PlanBook], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("vlmdata.service.plans._KEPT", 3)
+        monkeypatch.setattr("vlmdata.service.server.plans._KEPT", 3)
         plans = book(timeout=0.2)
         plans.request(query(dataset))
         kept = list(plans._plans)
@@ -189,7 +189,7 @@ class TestMemory:
 def test_requests_made_ahead_are_found_once_and_are_few(
     dataset: VlmDataset, book: Callable[..., PlanBook], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vlmdata.service.plans._REQUESTS_KEPT", 2)
+    monkeypatch.setattr("vlmdata.service.server.plans._REQUESTS_KEPT", 2)
     plans = book()
     made = [plans.prepare(query(dataset, rank=rank))[0] for rank in range(3)]
     assert plans.request(dataclasses.replace(query(dataset, rank=2), place="f" * 64))[0] is made[2]
@@ -197,6 +197,6 @@ def test_requests_made_ahead_are_found_once_and_are_few(
     assert again is not made[2]
     assert again.samples.keys == made[2].samples.keys
     assert plans.request(query(dataset, rank=0))[0] is not made[0]
-    monkeypatch.setattr("vlmdata.service.plans._MOST_SAMPLES_KEPT", 0)
+    monkeypatch.setattr("vlmdata.service.server.plans._MOST_SAMPLES_KEPT", 0)
     large, _ = plans.prepare(query(dataset, rank=3))
     assert plans.request(query(dataset, rank=3))[0] is not large

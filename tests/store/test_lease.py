@@ -16,9 +16,9 @@ import pytest
 from tests.object_store import ObjectStore, forget_file_systems
 from tests.proxy import Trouble, troubled
 from vlmdata.errors import ResourceError
-from vlmdata.store import LockedError, Store, lease, open_store
-from vlmdata.store.lease import OwnLock
-from vlmdata.store.objects import Objects
+from vlmdata.storage import LockedError, Store, lease, open_store
+from vlmdata.storage.lease import OwnLock
+from vlmdata.storage.objects import Objects
 
 LOCK = ".progress/lock"
 
@@ -47,7 +47,7 @@ def test_a_run_that_was_killed_on_this_machine_is_in_nobodys_way(
     store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     program = (
-        "import os, signal, sys; from vlmdata.store import open_store\n"
+        "import os, signal, sys; from vlmdata.storage import open_store\n"
         f"with open_store(sys.argv[1]).lock({LOCK!r}): os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert subprocess.run([sys.executable, "-c", program, store.place], timeout=240).returncode == -9

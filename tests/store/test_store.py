@@ -14,8 +14,8 @@ import pytest
 from tests.object_store import ObjectStore
 from vlmdata.errors import ResourceError, UsageError
 from vlmdata.format.atomic import temporary_path
-from vlmdata.store import LockedError, Store, open_store
-from vlmdata.store.upload import Upload
+from vlmdata.storage import LockedError, Store, open_store
+from vlmdata.storage.upload import Upload
 
 #: More than two parts of a multipart upload.
 LARGE = os.urandom(1 << 20) * 37

@@ -18,10 +18,10 @@ from tests.chat_rows import mixed_rows, turn, write_jsonl
 from tests.conftest import build_dataset, encoded_image
 from tests.weighted import RECIPE, with_weights
 from vlmdata.errors import DatasetFormatError
-from vlmdata.format.join import join_datasets
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import MANIFEST_NAME
-from vlmdata.store import open_store
+from vlmdata.storage import open_store
+from vlmdata.storage.join import join_datasets
 from vlmdata.verify.dataset import verify_dataset
 from vlmdata.verify.manifest import manifest_faults
 

@@ -36,8 +36,8 @@ def join(
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress
 
-    from vlmdata.format.join import describe, join_datasets
-    from vlmdata.store import open_store
+    from vlmdata.storage import open_store
+    from vlmdata.storage.join import describe, join_datasets
 
     talk = Console(stderr=True, highlight=False, emoji=False)
     bar = Progress(*Progress.get_default_columns()[:2], MofNCompleteColumn(), console=talk)

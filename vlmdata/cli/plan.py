@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from vlmdata.loader.choice import LoaderChoice
-    from vlmdata.packing.report import PlanReport
+    from vlmdata.packing.plan.report import PlanReport
     from vlmdata.packing.split import Split
 
 
@@ -56,9 +56,9 @@ def plan(
     """
     from vlmdata.errors import UsageError
     from vlmdata.loader.config import Service
-    from vlmdata.loader.open import DEFAULT_CACHE_BYTES, open_data, require_one_tokenizer, sample_table
-    from vlmdata.packing.plan import plan_epoch
-    from vlmdata.packing.report import report_plan
+    from vlmdata.loader.data import DEFAULT_CACHE_BYTES, open_data, require_one_tokenizer, sample_table
+    from vlmdata.packing.plan.epoch import plan_epoch
+    from vlmdata.packing.plan.report import report_plan
     from vlmdata.packing.split import estimate_splits
 
     places = choice.data(data or [])

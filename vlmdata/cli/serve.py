@@ -18,7 +18,7 @@ from vlmdata.errors import ResourceError, UsageError, VlmdataError
 from vlmdata.wording import counted
 
 if TYPE_CHECKING:
-    from vlmdata.service.server import CollationServer
+    from vlmdata.service.server.server import CollationServer
 
 _NETWORK, _LIMITS, _SECURITY, _CLIENT = "Network", "Limits", "Security", "Look at a running server"
 _LEAST_WIDTH = 110
@@ -115,10 +115,10 @@ def serve(
     if not data:
         raise UsageError("DATA: give at least one dataset to serve")
     try:
-        from vlmdata.service.server import CollationServer
+        from vlmdata.service.server.server import CollationServer
     except ImportError as error:  # of pyarrow.flight, which some builds of pyarrow lack
         raise UsageError(f"vlmdata serve needs a package ({error}): pip install --upgrade vlmdata pyarrow") from error
-    from vlmdata.service.config import ServerConfig
+    from vlmdata.service.server.config import ServerConfig
 
     config = ServerConfig(
         host=host,
@@ -202,7 +202,7 @@ def parse_bytes(text: str) -> int:
 
 
 def _log_to_stderr(as_json: bool) -> None:
-    from vlmdata.service.log import LogHandler
+    from vlmdata.service.server.log import LogHandler
 
     logger = logging.getLogger("vlmdata")
     logger.addHandler(LogHandler(sys.stderr, as_json))
@@ -211,9 +211,9 @@ def _log_to_stderr(as_json: bool) -> None:
 
 def _show_status(place: str, token: Path | None, ca: Path | None, as_json: bool) -> None:
     from vlmdata.loader.config import Service
-    from vlmdata.loader.served.address import is_service, parse_address
-    from vlmdata.loader.served.connection import Connection, ServerLostError
-    from vlmdata.loader.served.protocol import STATUS
+    from vlmdata.service.address import is_service, parse_address
+    from vlmdata.service.client.connection import Connection, ServerLostError
+    from vlmdata.service.protocol import STATUS
 
     address = parse_address(place if is_service(place) else f"{'grpc+tls' if ca else 'grpc'}://{place}")
     options = Service(service_token_file=token, tls_ca=ca)

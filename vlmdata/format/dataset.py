@@ -298,7 +298,7 @@ def open_dataset(location: str | PathLike[str]) -> VlmDataset:
     """
     place = place_of(location)
     if is_url(place):
-        from vlmdata.loader.open import open_remote  # fsspec, the cache and its locks are only needed for URLs
+        from vlmdata.loader.data import open_remote  # fsspec, the cache and its locks are only needed for URLs
 
         return open_remote(place)
     return VlmDataset(place)

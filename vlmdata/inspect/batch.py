@@ -13,8 +13,8 @@ from vlmdata.context_parallel import chunk_ranges
 from vlmdata.errors import NotFoundError
 from vlmdata.loader.loader import StreamingLoader
 from vlmdata.packing.cost import CostModel
-from vlmdata.packing.plan import EMPTY_PACK
-from vlmdata.vision_split import image_owners
+from vlmdata.packing.image_owners import image_owners
+from vlmdata.packing.plan.epoch import EMPTY_PACK
 from vlmdata.wording import counted
 
 IntArray = npt.NDArray[np.int64]

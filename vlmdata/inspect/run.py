@@ -207,7 +207,7 @@ class Inspection:
 
     def _datasets(self) -> list[VlmDataset]:
         """Opens datasets for packs and steps. These read only indexes, so URLs work as well as folders."""
-        from vlmdata.loader.open import DEFAULT_CACHE_BYTES, open_for_loading
+        from vlmdata.loader.data import DEFAULT_CACHE_BYTES, open_for_loading
 
         return [open_for_loading(location, None, DEFAULT_CACHE_BYTES)[0] for location in self.data]
 

@@ -13,7 +13,7 @@ from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.ledger import read_ledger
 from vlmdata.format.schema import LEDGER_NAME, parse_key
 from vlmdata.format.selection import Selection
-from vlmdata.packing.plan import EMPTY_PACK
+from vlmdata.packing.plan.epoch import EMPTY_PACK
 from vlmdata.wording import counted
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any
 from vlmdata.errors import UsageError
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.loader.config import LoaderConfig, loader_options
-from vlmdata.loader.open import default_capacity
+from vlmdata.loader.data import default_capacity
 from vlmdata.loader.run_record import RunRecord
 
 

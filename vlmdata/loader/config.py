@@ -14,9 +14,9 @@ from numbers import Real
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from vlmdata.alignment import alignment
 from vlmdata.errors import UsageError
 from vlmdata.families import DEFAULT_FAMILY
+from vlmdata.packing.alignment import alignment
 from vlmdata.packing.config import Blend, LastStep, PlanConfig
 from vlmdata.packing.cost import CostModel, chosen_cost
 

@@ -19,20 +19,20 @@ from vlmdata.batch import PackedBatch, Slice
 from vlmdata.errors import ConfigMismatchError, UsageError
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.loader.config import LoaderConfig, takes_loader_options
-from vlmdata.loader.damage import DamagedSample, SampleId, look_up, require_few
-from vlmdata.loader.open import fetched_as_chosen, locations_of, open_data, require_one_tokenizer, sample_table
-from vlmdata.loader.passes import Pass, Passes
-from vlmdata.loader.plans import EpochPlans
+from vlmdata.loader.data import fetched_as_chosen, locations_of, open_data, require_one_tokenizer, sample_table
+from vlmdata.loader.feed.passes import Pass, Passes
+from vlmdata.loader.feed.session import BatchSource, CurrentSession, LoadedBatch, Session
+from vlmdata.loader.feed.view import LoaderDataset
+from vlmdata.loader.feed.workers import ShardBatches
+from vlmdata.loader.fill.damage import DamagedSample, SampleId, look_up, require_few
 from vlmdata.loader.ranks import DataParallel, data_parallel, given_data_parallel
-from vlmdata.loader.session import BatchSource, CurrentSession, LoadedBatch, Session
+from vlmdata.loader.request.plans import EpochPlans
+from vlmdata.loader.request.stream import PackImages, RankStream
 from vlmdata.loader.state import LoaderState, Position, damaged_in, restore
-from vlmdata.loader.stream import PackImages, RankStream
-from vlmdata.loader.view import LoaderDataset
-from vlmdata.loader.workers import ShardBatches
 from vlmdata.media.codecs import require_codecs
-from vlmdata.packing.plan import EpochPlan
+from vlmdata.packing.plan.epoch import EpochPlan
 
-_log = logging.getLogger("vlmdata.loader.damage")
+_log = logging.getLogger("vlmdata.loader.fill.damage")
 
 Location = str | PathLike[str]
 
@@ -329,8 +329,8 @@ class StreamingLoader:
         reading = self.config.reading
         if self._servers is None:
             return ShardBatches(self._shards, reading)
-        from vlmdata.loader.served.pipeline import ServedBatches
-        from vlmdata.loader.served.protocol import BatchQuery
+        from vlmdata.service.client.pipeline import ServedBatches
+        from vlmdata.service.protocol import BatchQuery
 
         query = BatchQuery(
             datasets=tuple(fingerprint for _, fingerprint in self.fingerprints),

@@ -3,11 +3,11 @@
 ``plan_epoch(table, config, epoch)`` is the entry point. ``docs/packing.md`` explains how it works and its guarantees.
 """
 
-from vlmdata.packing.blend import DatasetShare, passes_per_epoch, realised_shares
 from vlmdata.packing.config import Blend, PlanConfig, config_differences
 from vlmdata.packing.cost import CostModel, cost_model
-from vlmdata.packing.plan import EMPTY_PACK, EpochPlan, Pack, check_limits, plan_epoch
-from vlmdata.packing.report import Balance, PlanReport, measure_balance, report_plan
+from vlmdata.packing.plan.blend import DatasetShare, passes_per_epoch, realised_shares
+from vlmdata.packing.plan.epoch import EMPTY_PACK, EpochPlan, Pack, check_limits, plan_epoch
+from vlmdata.packing.plan.report import Balance, PlanReport, measure_balance, report_plan
 from vlmdata.packing.table import SampleTable, concatenate_tables, table_from_columns
 
 __all__ = [

@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from vlmdata.errors import UsageError
 from vlmdata.packing.cost import CostModel
-from vlmdata.packing.plan import EpochPlan
+from vlmdata.packing.image_owners import assigned
+from vlmdata.packing.plan.epoch import EpochPlan
 from vlmdata.packing.schedule import FloatArray, step_time
-from vlmdata.vision_split import assigned
 
 #: Steps that are simulated, spread over the epoch.
 _STEPS = 40

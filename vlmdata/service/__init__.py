@@ -1,6 +1,6 @@
 """The collation service: makes packed batches for loaders on other machines (``vlmdata serve``).
 
-A query is complete (:mod:`vlmdata.loader.served.protocol`), and the plan is a pure function, so a server keeps nothing
+A query is complete (:mod:`vlmdata.service.protocol`), and the plan is a pure function, so a server keeps nothing
 about its clients. The path of a query:
 
 1. ``server``: Arrow Flight. Reads the ticket, asks for the token (``access``), counts (``metrics``, ``activity``).

@@ -21,7 +21,6 @@ from vlmdata.errors import DatasetFormatError, ResourceError
 from vlmdata.format.dataset import OpenShard
 from vlmdata.format.index import DatasetIndex
 from vlmdata.format.index_row import IndexRow
-from vlmdata.format.join import shifted_keys
 from vlmdata.format.ledger import Rejection, read_ledger
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import (
@@ -38,6 +37,7 @@ from vlmdata.format.schema import (
 from vlmdata.format.selection import SELECTION, Selection
 from vlmdata.format.tokenizer_files import STRAY, tokenizer_findings
 from vlmdata.media.codecs import RAW, codec_feature
+from vlmdata.storage.join import shifted_keys
 from vlmdata.verify.fault import Fault
 from vlmdata.verify.file_names import foreign_files, listed, stray_files
 from vlmdata.verify.manifest import image_files_faults, manifest_faults, totals_faults

@@ -21,10 +21,10 @@ from vlmdata.format.schema import (
     TOKENIZER_DIR,
 )
 from vlmdata.format.tokenizer_files import STRAY, tokenizer_file_names
-from vlmdata.loader.cache import cache_folder
-from vlmdata.loader.remote import download
 from vlmdata.locations import file_system, is_url, place_of
-from vlmdata.store.objects import ATOMIC
+from vlmdata.storage.cache import cache_folder
+from vlmdata.storage.download import download
+from vlmdata.storage.objects import ATOMIC
 from vlmdata.verify.dataset import Audit
 from vlmdata.verify.fault import Fault
 from vlmdata.verify.remedy import remedies

@@ -9,8 +9,8 @@ import pytest
 
 from vlmdata.errors import UsageError
 from vlmdata.loader.config import Service
-from vlmdata.loader.served.address import Server, is_loopback, is_service, parse_address
-from vlmdata.loader.served.connection import authorization
+from vlmdata.service.address import Server, is_loopback, is_service, parse_address
+from vlmdata.service.client.connection import authorization
 
 
 @pytest.mark.parametrize(

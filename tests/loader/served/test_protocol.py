@@ -19,7 +19,9 @@ from vlmdata.errors import (
     VlmdataError,
 )
 from vlmdata.loader.config import PARTS
-from vlmdata.loader.served.protocol import (
+from vlmdata.loader.state import Position
+from vlmdata.packing.config import Blend, PlanConfig
+from vlmdata.service.protocol import (
     BatchQuery,
     Description,
     FileQuery,
@@ -30,9 +32,7 @@ from vlmdata.loader.served.protocol import (
     decode_query,
     encode_error,
 )
-from vlmdata.loader.served.shared_memory import IN_ANSWER, SharedPack
-from vlmdata.loader.state import Position
-from vlmdata.packing.config import Blend, PlanConfig
+from vlmdata.service.shared_memory import IN_ANSWER, SharedPack
 
 NUMBERS = st.integers(0, 1 << 39)
 

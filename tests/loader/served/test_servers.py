@@ -13,13 +13,13 @@ import pytest
 from tests.service.servers import wait_until
 from vlmdata import StreamingLoader
 from vlmdata.errors import ResourceError, UsageError
-from vlmdata.loader.buffers import BufferPool
 from vlmdata.loader.config import Service
-from vlmdata.loader.damage import Filled
-from vlmdata.loader.served import servers as module
-from vlmdata.loader.served.address import Server, parse_address
-from vlmdata.loader.served.connection import CertificateError, ServerLostError
-from vlmdata.loader.served.servers import Servers
+from vlmdata.loader.fill.buffers import BufferPool
+from vlmdata.loader.fill.damage import Filled
+from vlmdata.service.address import Server, parse_address
+from vlmdata.service.client import servers as module
+from vlmdata.service.client.connection import CertificateError, ServerLostError
+from vlmdata.service.client.servers import Servers
 
 
 class Names:

@@ -15,16 +15,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmdata.loader.buffers import BufferName, BufferPool, Lease
 from vlmdata.loader.config import Service
-from vlmdata.loader.served import shared_memory
-from vlmdata.loader.served.address import parse_address
-from vlmdata.loader.served.connection import Call, Connection, ServerLostError
-from vlmdata.loader.served.protocol import BatchQuery, Header
-from vlmdata.loader.served.shared_memory import IN_ANSWER, Maps, SharedMemoryError, SharedPack, this_place
+from vlmdata.loader.fill.buffers import BufferName, BufferPool, Lease
 from vlmdata.loader.state import Position
 from vlmdata.packing.config import PlanConfig
-from vlmdata.service.answer import SCHEMA, record_batch
+from vlmdata.service import shared_memory
+from vlmdata.service.address import parse_address
+from vlmdata.service.client.connection import Call, Connection, ServerLostError
+from vlmdata.service.protocol import BatchQuery, Header
+from vlmdata.service.server.answer import SCHEMA, record_batch
+from vlmdata.service.shared_memory import IN_ANSWER, Maps, SharedMemoryError, SharedPack, this_place
 
 NOTHING = np.zeros(0, np.uint8)
 

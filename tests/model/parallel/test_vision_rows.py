@@ -15,8 +15,8 @@ from model.parallel.layout import require_layout
 from model.parallel.packed import PackIndex
 from model.parallel.separation import Separation
 from model.parallel.vision_rows import MicroBatchRows, even_parts
-from vlmdata.loader.stream import PackImages
-from vlmdata.vision_split import step_owners
+from vlmdata.loader.request.stream import PackImages
+from vlmdata.packing.image_owners import step_owners
 
 MERGE = 4
 images = st.lists(st.tuples(st.sampled_from([2, 4, 8]), st.sampled_from([2, 4, 6])), max_size=4)

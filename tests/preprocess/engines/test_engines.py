@@ -29,7 +29,7 @@ from tests.conftest import tree_bytes
 from tests.preprocess.command_line import SMALL_IMAGES, TOKENIZER, Ended
 from tests.preprocess.extend_pages import write_example
 from vlmdata.errors import SourceError
-from vlmdata.store import open_store
+from vlmdata.storage import open_store
 
 pytestmark = pytest.mark.slow
 

@@ -32,7 +32,7 @@ from preprocess.sources.open import open_source
 from tests.conftest import cord_row, tree_bytes, write_cord_parquet
 from tests.preprocess.command_line import SMALL_IMAGES, environment, finished_shards, start, wait_until
 from vlmdata.errors import ResourceError, SourceError
-from vlmdata.store import open_store
+from vlmdata.storage import open_store
 from vlmdata.verify.dataset import verify_dataset
 
 #: Commands start again and again, each with the libraries of its workers: minutes on a busy machine.

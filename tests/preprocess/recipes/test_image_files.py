@@ -28,7 +28,7 @@ from tests.chat_rows import write_jsonl
 from tests.conftest import encoded_image, tree_bytes
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError
 from vlmdata.format.manifest import Manifest
-from vlmdata.store import open_store
+from vlmdata.storage import open_store
 from vlmdata.verify.dataset import verify_dataset
 
 ROWS = 8

@@ -25,7 +25,7 @@ from tests.preprocess.command_line import TOKENIZER
 from vlmdata.cli.main import main
 from vlmdata.format.ledger import Reason, read_ledger
 from vlmdata.format.manifest import Manifest
-from vlmdata.store import open_store
+from vlmdata.storage import open_store
 from vlmdata.verify.dataset import verify_dataset
 
 

@@ -23,13 +23,13 @@ from tests.preprocess.command_line import Ended, environment
 from tests.preprocess.recode.rows import build, write_source
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError, UsageError
 from vlmdata.format.index_row import ITEM_COLUMNS
-from vlmdata.format.join import join_datasets
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import IMAGE_FILES_NAME, INDEX_NAME, MANIFEST_NAME
 from vlmdata.inspect.dataset import describe_dataset
 from vlmdata.inspect.terminal.card import print_card
 from vlmdata.media.codecs import REGISTRY
-from vlmdata.store import open_store
+from vlmdata.storage import open_store
+from vlmdata.storage.join import join_datasets
 from vlmdata.verify.dataset import verify_dataset
 
 pytestmark = pytest.mark.slow

@@ -18,11 +18,11 @@ from preprocess.sources.open import open_source
 from tests.chat_rows import image_item, turn, write_jsonl
 from tests.conftest import tree_bytes
 from vlmdata import StreamingLoader, open_dataset
-from vlmdata.format.join import join_datasets
 from vlmdata.format.ledger import read_ledger
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import INDEX_NAME, shard_name
-from vlmdata.store import open_store
+from vlmdata.storage import open_store
+from vlmdata.storage.join import join_datasets
 from vlmdata.verify.dataset import verify_dataset
 
 KEYS = ["000000000-000", "000000000-001", "000000000-002", "000000001", "000000002-000", "000000002-002", "000000003"]

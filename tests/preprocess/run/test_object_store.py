@@ -25,7 +25,7 @@ from tests.preprocess.command_line import SMALL_IMAGES, Ended, environment
 from tests.proxy import Proxy, Trouble, troubled
 from vlmdata import open_dataset
 from vlmdata.errors import ConfigMismatchError, ResourceError
-from vlmdata.store import open_store, upload
+from vlmdata.storage import open_store, upload
 from vlmdata.verify.dataset import verify_dataset
 from vlmdata.verify.remote import auditable
 
@@ -113,7 +113,7 @@ import sys
 from preprocess.run.dataset import preprocess_dataset
 from preprocess.sources.open import open_source
 from tests.preprocess.run.test_object_store import CONFIG, PART
-from vlmdata.store import upload
+from vlmdata.storage import upload
 upload.PART_BYTES = PART
 preprocess_dataset(open_source(sys.argv[1]), sys.argv[2], CONFIG)
 """

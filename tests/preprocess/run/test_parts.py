@@ -23,7 +23,7 @@ from preprocess.sources.open import open_source
 from tests.conftest import cord_row, tree_bytes, write_cord_parquet
 from tests.preprocess.command_line import SMALL_IMAGES, Ended
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError, UsageError
-from vlmdata.store import open_store
+from vlmdata.storage import open_store
 from vlmdata.verify.dataset import verify_dataset
 
 CONFIG = PreprocessConfig(image=ImageConfig(1024, 65_536), rows_per_shard=2)

@@ -21,7 +21,7 @@ from tests.verify.rewriting import edit_manifest_json, rotate_ids
 from vlmdata import open_dataset
 from vlmdata.errors import DatasetFormatError
 from vlmdata.format.manifest import Manifest
-from vlmdata.store import open_store
+from vlmdata.storage import open_store
 from vlmdata.verify.dataset import verify_dataset
 from vlmdata.verify.remedy import remedies
 

@@ -1,0 +1,271 @@
+"""Fills one contiguous buffer with a batch. Workers run this code."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vlmdata.format.schema import IGNORE_INDEX
+from vlmdata.loader.request.request import TOKEN_MEMBERS, IntArray, PackRequest, SampleReads
+from vlmdata.media.codecs import RAW, decode_item
+from vlmdata.storage.ranges import Extents
+from vlmdata.storage.shards import ShardStore
+
+_ALIGN = 64
+_BYTES_PER_TOKEN = {"input_ids": 4, "loss_mask": 1, "loss_weights": 4, "position_ids": 12}
+#: Gaps up to this size between two arrays are read too, instead of a second read: a page of the cache.
+_READ_THROUGH = 4096
+
+
+def assemble(
+    request: PackRequest, store: ShardStore, buffer: npt.NDArray[np.uint8], masked: Collection[int] = ()
+) -> int:
+    """Reads a batch into a buffer. Writes every byte of its arrays.
+
+    Args:
+        request: What to read.
+        store: Source of the shards.
+        buffer: uint8, at least ``request.layout.bytes`` long.
+        masked: Numbers in the pack of samples that are not read but masked: their tokens are padding and image
+            placeholders, their positions follow from their images, their pixels are 0, and they have no targets.
+
+    Returns:
+        Bytes read from shards.
+
+    Raises:
+        DatasetFormatError: If a shard has changed.
+    """
+    before = store.bytes_read
+    views = request.layout.views(buffer)
+    _fill_tokens(request, store, views, masked)
+    if "patches" in views:
+        _fill_patches(request, store, views["patches"], masked)
+    return store.bytes_read - before
+
+
+def stored_members(request: PackRequest) -> list[str]:
+    """Returns the members with an entry per token that :func:`assemble` reads, in storage order."""
+    filled = {each.name for each in request.layout.fields if each.bytes}
+    wanted = filled & {"position_ids", "input_ids", "loss_weights"}
+    if "labels" in filled:  # labels are shifted tokens
+        wanted |= {"input_ids", "loss_mask"}
+    return [name for name in TOKEN_MEMBERS if name in wanted]
+
+
+def extents(request: PackRequest, *, whole: bool) -> Extents:
+    """Returns the places of all bytes that :func:`assemble` reads.
+
+    Args:
+        request: What to read.
+        whole: Whether to name all parts and images of the samples, for a check of them.
+    """
+    samples, images = request.samples, request.images
+    members = TOKEN_MEMBERS if whole else stored_members(request)
+    which = [TOKEN_MEMBERS.index(member) for member in members]
+    starts = samples.offsets[which].ravel()
+    each = np.array([_BYTES_PER_TOKEN[member] for member in members], np.int64)
+    sizes = np.outer(each, samples.padded).ravel()
+    there = starts >= 0
+    pixels = any(each.name == "patches" for each in request.layout.fields)
+    read = np.arange(len(images.grids)) if whole else request.held if pixels else request.held[:0]
+    owner = images.sample[read]
+    begin = np.concatenate([starts[there], images.offsets[read]])
+    return Extents(
+        np.concatenate([np.tile(samples.dataset, len(which))[there], samples.dataset[owner]]),
+        np.concatenate([np.tile(samples.shard, len(which))[there], samples.shard[owner]]),
+        begin,
+        begin + np.concatenate([sizes[there], images.bytes[read]]),
+    )
+
+
+def _fill_tokens(
+    request: PackRequest, store: ShardStore, views: dict[str, npt.NDArray[np.generic]], masked: Collection[int]
+) -> None:
+    total = request.total_tokens
+    sliced = views["padding_mask"].size != total
+    positions = views["position_ids"].reshape(3, -1)
+    positions.fill(0)
+    fills: dict[str, tuple[object, str]] = {"padding_mask": (True, "|b1")}
+    if views.keys() & {"input_ids", "labels"}:  # labels are shifted tokens
+        fills["input_ids"] = (request.pad_id, "<i8")
+    if "labels" in views:
+        fills |= {"labels": (IGNORE_INDEX, "<i8"), "loss_mask": (0, "<f4")}
+    if "loss_weights" in views:
+        fills["loss_weights"] = (0, "<f4")
+    whole: dict[str, npt.NDArray[Any]] = {}
+    for name, (fill, dtype) in fills.items():
+        in_place = name in views and not sliced
+        whole[name] = views[name].reshape(total) if in_place else np.empty(total, dtype)
+        whole[name].fill(fill)
+    _fill_samples(request, store, positions, whole, masked)
+    if sliced:  # tokens are small, so they are read whole and sliced; only the needed pixels are read
+        for name in whole.keys() & views.keys():
+            np.concatenate([whole[name][a:b] for a, b in request.ranges.tolist()], out=views[name][0])
+
+
+def _fill_samples(
+    request: PackRequest,
+    store: ShardStore,
+    positions: npt.NDArray[Any],
+    whole: dict[str, npt.NDArray[Any]],
+    masked: Collection[int],
+) -> None:
+    """Fills the columns (T,) of a whole pack, and the positions (3, T) or (3, 0), at the samples' places."""
+    wanted, samples = stored_members(request), request.samples
+    if masked:
+        samples = samples.take([number for number in range(len(samples.keys)) if number not in masked])
+        for number in masked:
+            _fill_masked(request, number, positions, whole)
+    stored = read_members(samples, wanted, store) if wanted else {}
+    targets = np.zeros(request.total_tokens, np.uint8) if "loss_mask" in wanted else None
+    weights = np.zeros(request.total_tokens, np.float32) if "loss_weights" in wanted else None
+    spans = zip(samples.begins.tolist(), samples.lengths.tolist(), samples.padded.tolist(), strict=True)
+    for i, (begin, length, padded) in enumerate(spans):
+        span = slice(begin, begin + length)
+        whole["padding_mask"][span] = False
+        if positions.size:
+            positions[:, span] = stored["position_ids"][i].view("<i4").reshape(3, padded)[:, :length]
+        if "input_ids" in wanted:
+            whole["input_ids"][span] = stored["input_ids"][i].view("<i4")[:length]
+        if targets is not None:
+            targets[span] = stored["loss_mask"][i][:length]
+        if weights is not None:
+            own = stored["loss_weights"][i]
+            weights[span] = own.view("<f4")[:length] if len(own) else stored["loss_mask"][i][:length]
+    if targets is not None:
+        # Token i predicts token i + 1; the last token of a sample predicts nothing.
+        targets[samples.begins] = 0
+        np.copyto(whole["labels"][:-1], whole["input_ids"][1:], where=targets[1:] != 0)
+        whole["loss_mask"][:-1] = targets[1:]
+    if weights is not None:
+        weights[samples.begins] = 0
+        whole["loss_weights"][:-1] = weights[1:]
+
+
+def _fill_masked(
+    request: PackRequest, number: int, positions: npt.NDArray[Any], whole: dict[str, npt.NDArray[Any]]
+) -> None:
+    """Fills the place of a sample from its lengths and grids alone, so that it looks the same to every rank."""
+    samples, images = request.samples, request.images
+    begin, length = int(samples.begins[number]), int(samples.lengths[number])
+    own = images.sample == number
+    starts, grids = images.starts[own], images.grids[own]
+    whole["padding_mask"][begin : begin + length] = False
+    if positions.size:
+        positions[:, begin : begin + length] = request.family.position_ids(length, starts - begin, grids)
+    if "input_ids" in whole:  # models look for an image's placeholders
+        for start, count in zip(starts.tolist(), request.family.token_counts(grids).tolist(), strict=True):
+            whole["input_ids"][start : start + count] = request.image_id
+
+
+def read_members(
+    samples: SampleReads, members: Sequence[str], store: ShardStore
+) -> dict[str, list[npt.NDArray[np.uint8]]]:
+    """Reads some stored arrays of all samples. Reads adjacent arrays together.
+
+    Args:
+        samples: The samples.
+        members: Members to read, in storage order.
+        store: Source of the shards.
+
+    Returns:
+        For each member, the bytes of each sample's array; empty if the sample lacks the member.
+    """
+    which = [TOKEN_MEMBERS.index(member) for member in members]
+    # Flat, sample by sample and member by member: that is file order within a shard.
+    starts = samples.offsets[which].T.ravel()
+    sizes = np.outer(samples.padded, [_BYTES_PER_TOKEN[member] for member in members]).ravel()
+    dataset, shard = np.repeat(samples.dataset, len(members)), np.repeat(samples.shard, len(members))
+    checksums = samples.checksums[which].T.ravel()
+    place: npt.NDArray[np.intp] = np.arange(len(starts))
+    found: list[npt.NDArray[np.uint8]] = [np.zeros(0, np.uint8)] * len(place)
+    if "loss_weights" in members:
+        place = np.flatnonzero(starts >= 0)
+        starts, sizes, checksums = starts[place], sizes[place], checksums[place]
+        dataset, shard = dataset[place], shard[place]
+
+    def what(number: int) -> str:
+        i, j = divmod(int(place[number]), len(members))
+        return f"row {samples.row[i]} key {samples.keys[i]} {members[j]}"
+
+    first, run_sizes = _runs(starts, starts + sizes, dataset, shard)
+    room = -(-run_sizes // _ALIGN) * _ALIGN
+    at = np.cumsum(room) - room
+    scratch = np.empty(int(room.sum()), np.uint8)
+    memory = memoryview(scratch)
+    reads = (first, dataset[first], shard[first], starts[first], at, at + run_sizes)
+    for number, of, file, begin, a, b in zip(*(column.tolist() for column in reads), strict=True):
+        store.read(of, file, begin, memory[a:b], None, what(number))
+    inside = starts + np.repeat(at - starts[first], np.diff(first, append=len(starts)))
+    columns = (place, dataset, shard, starts, inside, inside + sizes, checksums)
+    for number, (into, of, file, begin, a, b, checksum) in enumerate(
+        zip(*(column.tolist() for column in columns), strict=True)
+    ):
+        store.require_sound(of, file, begin, memory[a:b], checksum, what(number))
+        found[into] = scratch[a:b]
+    return {member: found[j :: len(members)] for j, member in enumerate(members)}
+
+
+def _runs(starts: IntArray, stops: IntArray, dataset: IntArray, shard: IntArray) -> tuple[IntArray, IntArray]:
+    """Groups nearly adjacent byte ranges of a file to runs. Returns the first of each run and its bytes, both (r,)."""
+    apart = starts[1:] - stops[:-1]
+    joined = (apart >= 0) & (apart <= _READ_THROUGH) & (dataset[1:] == dataset[:-1]) & (shard[1:] == shard[:-1])
+    first = np.flatnonzero(np.concatenate([np.ones(min(len(starts), 1), np.bool_), ~joined]))
+    last = first + np.diff(first, append=len(starts)) - 1
+    return first, stops[last] - starts[first]
+
+
+def _fill_patches(
+    request: PackRequest, store: ShardStore, patches: npt.NDArray[np.generic], masked: Collection[int]
+) -> None:
+    """Fills the images held here, one after another.
+
+    Raw uint8 patches are read directly into place. Other codecs decode there, and patches in another dtype are expanded
+    there, image by image.
+    """
+    if not patches.size:
+        return
+    samples, images, held, family = request.samples, request.images, request.held, request.family
+    counts = images.grids[held].prod(axis=1)
+    expanded = None
+    if request.pixels == "uint8":
+        rows = patches.view(np.uint8)
+    else:
+        import torch  # takes seconds, and only expanding needs it
+
+        expanded = torch.from_numpy(patches).view(getattr(torch, request.pixels))
+        rows = np.empty((int(counts.max()), family.patch_bytes), np.uint8)
+    owner = images.sample[held]
+    columns = (
+        samples.dataset[owner],
+        samples.shard[owner],
+        images.offsets[held],
+        np.cumsum(counts) - counts,
+        counts,
+        images.checksums[held],
+        samples.row[owner],
+        owner,
+        held - np.searchsorted(images.sample, owner),
+        held,
+    )
+    for dataset, shard, offset, begin, count, checksum, row, sample, number, image in zip(
+        *(c.tolist() for c in columns), strict=True
+    ):
+        what = f"row {row} key {samples.keys[sample]} patches of image {number}"
+        name = images.codecs[image]
+        place = rows[begin : begin + count] if expanded is None else rows[:count]
+        if sample in masked:
+            place.fill(0)
+        elif name == RAW:
+            store.read(dataset, shard, offset, memoryview(place.reshape(-1)), checksum, what)
+        else:
+            stored = np.empty(int(images.bytes[image]), np.uint8)
+            store.read(dataset, shard, offset, memoryview(stored), checksum, what)
+            t, h, w = images.grids[image].tolist()
+            decode_item(name, stored, (t, h, w), family, place, f"{store.path(dataset, shard)}: {what}")
+            store.require_pixels(dataset, shard, place, int(images.pixel_checksums[image]), what)
+        if expanded is not None:
+            family.pixel_values(torch.from_numpy(place), out=expanded[begin : begin + count])

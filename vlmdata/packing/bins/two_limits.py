@@ -1,0 +1,282 @@
+"""Packing under two limits: tokens and vision patches per pack.
+
+Patches are nearly a function of tokens, so usually one limit decides and the other is rarely reached. The deciding
+limit (with the greater lower bound) is packed alone, which is fast and tight. Where that is tokens, packs exchange
+samples of equal length until few exceed the patches. Packs that violate the other limit are emptied, together with
+enough packs that have spare room in it, and their samples are packed again under both limits. The last part runs for
+all windows at once, since its cost is the number of numpy operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from vlmdata.packing.bins.cells import pack_pairs
+from vlmdata.packing.bins.evening import even_out
+from vlmdata.packing.bins.one_limit import (
+    TRY_ALL,
+    WITHOUT_PATTERNS,
+    Bins,
+    Preference,
+    fill_up,
+    group_items,
+    learn_preference,
+    pack_sizes,
+)
+from vlmdata.packing.patterns.lower_bound import bin_lower_bound
+from vlmdata.packing.patterns.program_bound import program_bound
+from vlmdata.packing.seeding import derive_key, hash64
+
+IntArray = npt.NDArray[np.int64]
+
+# Packs are emptied until their average use of the violated limit is at most this share of it: best fit needs slack.
+_REPACK_LOAD = 0.96
+# A limit whose lower bound is below this share of the other's does not decide; otherwise both orders are tried.
+_CLEARLY_LESS = 0.9
+# With more than twice as many samples, the better order is chosen on a subset of this size.
+_TRIAL_SAMPLES = 200_000
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of a pack.
+
+    Attributes:
+        tokens: Token limit, in alignment units.
+        patches: Patch limit, or None.
+    """
+
+    tokens: int
+    patches: int | None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Window:
+    """Samples that are packed together.
+
+    Attributes:
+        tokens: int64 (n,), aligned token lengths in alignment units, each in ``[1, limits.tokens]``.
+        patches: int64 (n,), each in ``[0, limits.patches]``; ignored without that limit.
+        key: Stream key.
+    """
+
+    tokens: IntArray
+    patches: IntArray
+    key: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Draft:
+    """A window packed by one limit, before violations of the other are repaired.
+
+    Attributes:
+        window: The window.
+        items: int64 (m,), packed samples, by position in the window.
+        packed: int64 (m,), their use of the packed limit.
+        other: int64 (m,), their use of the other limit.
+        bins: Bins of positions in ``items``.
+        emptied: bool (bins,), bins to pack again.
+    """
+
+    window: Window
+    items: IntArray
+    packed: IntArray
+    other: IntArray
+    bins: Bins
+    emptied: npt.NDArray[np.bool_]
+
+    def pool(self) -> IntArray:
+        """Positions in ``items`` to pack again, int64 (k,)."""
+        return np.flatnonzero(self.emptied[self.bins.bin_of_item()])
+
+
+def pack_windows(windows: Sequence[Window], limits: Limits, key: int) -> list[Bins]:
+    """Packs the samples of each window under a token limit and, if given, a patch limit.
+
+    Args:
+        windows: The windows, none empty.
+        limits: Limits of a pack.
+        key: Stream key for operations on all windows at once.
+
+    Returns:
+        The packs of each window, with every sample once and within both limits. A pure function of the arguments.
+    """
+    max_patches = limits.patches
+    if max_patches is None:
+        preference = _learn([window.tokens for window in windows], limits.tokens, key)
+        return [pack_sizes(window.tokens, limits.tokens, window.key, preference) for window in windows]
+    bounds = [(_bound(window.tokens, limits.tokens), _bound(window.patches, max_patches)) for window in windows]
+    by_tokens = [at for at, (tokens, patches) in enumerate(bounds) if tokens >= patches * _CLEARLY_LESS]
+    by_patches = [at for at, (tokens, patches) in enumerate(bounds) if patches >= tokens * _CLEARLY_LESS]
+    both = sorted(set(by_tokens) & set(by_patches))
+    if sum(len(windows[at].tokens) for at in both) > 2 * _TRIAL_SAMPLES:
+        worse = _trial([windows[at] for at in both], limits.tokens, max_patches, derive_key("trial", key))
+        dropped = set(both)
+        by_tokens = [at for at in by_tokens if worse != "tokens" or at not in dropped]
+        by_patches = [at for at in by_patches if worse != "patches" or at not in dropped]
+    found: list[list[Bins]] = [[] for _ in windows]
+    for way, chosen in ((_by_tokens, by_tokens), (_by_patches, by_patches)):
+        packed = way([windows[at] for at in chosen], limits.tokens, max_patches, key)
+        for at, bins in zip(chosen, packed, strict=True):
+            found[at].append(bins)
+    return [min(ways, key=lambda way: way.num_bins) for ways in found]
+
+
+def _trial(windows: Sequence[Window], capacity: int, max_patches: int, key: int) -> str:
+    """Returns the worse order, "tokens" or "patches", on a subset, so that only one order runs on all samples."""
+    tokens = np.concatenate([window.tokens for window in windows])
+    patches = np.concatenate([window.patches for window in windows])
+    drawn = np.flatnonzero(hash64(len(tokens), key) < np.uint64(_TRIAL_SAMPLES * 2**64 // len(tokens)))
+    trial = [Window(tokens[drawn], patches[drawn], key)]
+    by_tokens, by_patches = (
+        way(trial, capacity, max_patches, key, WITHOUT_PATTERNS)[0].num_bins for way in (_by_tokens, _by_patches)
+    )
+    return "tokens" if by_tokens > by_patches else "patches"
+
+
+def lower_bound(tokens: IntArray, patches: IntArray, limits: Limits) -> int:
+    """Returns a lower bound on the packs: the greater of the two limits' linear programs.
+
+    Args:
+        tokens: See :class:`Window`.
+        patches: See :class:`Window`.
+        limits: Limits of a pack.
+
+    Returns:
+        The bound; 0 without samples.
+    """
+    bound = program_bound(*np.unique(tokens, return_counts=True), limits.tokens)
+    if limits.patches is None:
+        return bound
+    unit = max(1, int(np.gcd.reduce(patches)))  # fewer distinct sizes, and a smaller knapsack
+    return max(bound, program_bound(*np.unique(patches // unit, return_counts=True), limits.patches // unit))
+
+
+def volume_bound(tokens: IntArray, patches: IntArray, limits: Limits) -> int:
+    """Packs that the sums alone need: volume over capacity, for the limit that needs more.
+
+    Args:
+        tokens: As in :class:`Window`.
+        patches: As in :class:`Window`.
+        limits: What a pack may hold.
+
+    Returns:
+        The bound; 0 without samples.
+    """
+    bound = -(-int(tokens.sum()) // limits.tokens)
+    return bound if limits.patches is None else max(bound, -(-int(patches.sum()) // limits.patches))
+
+
+def _bound(sizes: IntArray, capacity: int) -> int:
+    counts = np.bincount(sizes)
+    distinct = np.flatnonzero(counts)
+    return bin_lower_bound(distinct, counts[distinct], capacity)
+
+
+def _learn(parts: Sequence[IntArray], capacity: int, key: int) -> Preference:
+    """Ranks the strategies once, so that many windows need not try them all."""
+    return learn_preference(np.concatenate(parts), capacity, key) if len(parts) > 1 else TRY_ALL
+
+
+def _by_tokens(
+    windows: Sequence[Window], capacity: int, max_patches: int, key: int, preference: Preference | None = None
+) -> list[Bins]:
+    """Packs by tokens, then repairs violations of the patch limit."""
+    if preference is None:
+        preference = _learn([window.tokens for window in windows], capacity, derive_key("tokens", key))
+    drafts = []
+    for window in windows:
+        bins = pack_sizes(window.tokens, capacity, window.key, preference)
+        everything = np.arange(len(window.tokens))
+        if (bins.sums(window.patches) > max_patches).any():
+            labels = even_out(bins.bin_of_item(), window.tokens, window.patches, max_patches)
+            bins = group_items(everything, labels, bins.num_bins)
+        emptied = _to_empty(bins.sums(window.patches), max_patches)
+        drafts.append(_Draft(window, everything, window.tokens, window.patches, bins, emptied))
+    repacked = _repack(drafts, capacity, max_patches, derive_key("tokens", key))
+    return [
+        group_items(draft.items, labels, count) if draft.emptied.any() else draft.bins
+        for draft, (labels, count) in zip(drafts, repacked, strict=True)
+    ]
+
+
+def _by_patches(
+    windows: Sequence[Window], capacity: int, max_patches: int, key: int, preference: Preference | None = None
+) -> list[Bins]:
+    """Packs samples with patches by patches, repairs violations of the token limit, and fills the rest with text."""
+    images = [np.flatnonzero(window.patches) for window in windows]
+    # Merged images have a multiple of 4 patches, so this unit gives fewer distinct sizes.
+    unit = int(np.gcd.reduce(np.concatenate([w.patches for w in windows]))) if windows else 1
+    limit = max_patches // unit
+    sizes = [window.patches[some] // unit for window, some in zip(windows, images, strict=True)]
+    if preference is None:
+        preference = _learn(sizes, limit, derive_key("patches", key))
+    drafts = []
+    for window, some, size in zip(windows, images, sizes, strict=True):
+        bins = pack_sizes(size, limit, window.key, preference)
+        other = window.tokens[some]
+        drafts.append(_Draft(window, some, size, other, bins, _to_empty(bins.sums(other), capacity)))
+    result = []
+    for draft, (label, count) in zip(drafts, _repack(drafts, limit, capacity, derive_key("patches", key)), strict=True):
+        text = np.flatnonzero(draft.window.patches == 0)
+        used = np.zeros(count, np.int64)
+        np.add.at(used, label, draft.other)
+        text_label, total = fill_up(
+            capacity - used, draft.window.tokens[text], capacity, derive_key("text", draft.window.key)
+        )
+        items, labels = np.concatenate([draft.items, text]), np.concatenate([label, text_label])
+        result.append(group_items(items, labels, total))
+    return result
+
+
+def _repack(drafts: Sequence[_Draft], packed_limit: int, other_limit: int, key: int) -> list[tuple[IntArray, int]]:
+    """Packs emptied samples under both limits. Returns, per draft, each item's bin, int64 (m,), and the bin count."""
+    pools = [draft.pool() for draft in drafts]
+    if not sum(len(pool) for pool in pools):
+        return [(draft.bins.bin_of_item(), draft.bins.num_bins) for draft in drafts]
+    again = pack_pairs(
+        np.concatenate([draft.packed[pool] for draft, pool in zip(drafts, pools, strict=True)]),
+        np.concatenate([draft.other[pool] for draft, pool in zip(drafts, pools, strict=True)]),
+        packed_limit,
+        other_limit,
+        key,
+        np.repeat(np.arange(len(drafts)), [len(pool) for pool in pools]),
+    )
+    result = []
+    start = 0
+    for draft, pool in zip(drafts, pools, strict=True):
+        part = again[start : start + len(pool)]
+        start += len(pool)
+        used, local = _numbered(part)
+        kept = ~draft.emptied
+        label = (np.cumsum(kept) - 1)[draft.bins.bin_of_item()]
+        label[pool] = local + int(kept.sum())
+        result.append((label, int(kept.sum()) + used))
+    return result
+
+
+def _numbered(labels: IntArray) -> tuple[int, IntArray]:
+    """Number distinct labels from 0, in their order; (how many, the number of each)."""
+    if int(labels.max(initial=0)) > 4 * len(labels):
+        distinct, numbers = np.unique(labels, return_inverse=True)
+        return len(distinct), numbers
+    used = np.bincount(labels) > 0  # no sort, but a pass over all labels there might be
+    return int(used.sum()), (np.cumsum(used) - 1)[labels]
+
+
+def _to_empty(use: IntArray, limit: int) -> npt.NDArray[np.bool_]:
+    """Chooses bins to empty: those over the limit, and enough of the emptiest to reduce the average."""
+    broken = use > limit
+    if not broken.any():
+        return broken
+    target = int(limit * _REPACK_LOAD)
+    excess = int((use[broken] - target).sum())
+    spare = np.where(broken, 0, np.maximum(target - use, 0))
+    order = np.argsort(-spare, kind="stable")
+    count = min(int(np.searchsorted(np.cumsum(spare[order]), excess)) + 1, int((spare > 0).sum()))
+    broken[order[:count]] = True
+    return broken

@@ -1,0 +1,324 @@
+"""The plan of an epoch: which samples share a pack, which packs form a step, and which rank runs which pack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from vlmdata.errors import UsageError
+from vlmdata.packing.alignment import aligned
+from vlmdata.packing.bins.two_limits import Limits, Window, pack_windows
+from vlmdata.packing.config import PlanConfig
+from vlmdata.packing.plan.balance import balanced, in_order
+from vlmdata.packing.plan.blend import epoch_passes
+from vlmdata.packing.plan.windows import Windows, make_windows
+from vlmdata.packing.seeding import derive_key, permutation
+from vlmdata.packing.table import SampleTable
+from vlmdata.wording import counted
+
+IntArray = npt.NDArray[np.int64]
+
+EMPTY_PACK = -1
+_SHOWN = 10
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Pack:
+    """The samples of one pack, in storage order.
+
+    Attributes:
+        samples: int64 (k,), table positions, increasing.
+        repeats: int32 (k,), earlier uses of each sample in the training.
+        dataset: int32 (k,), dataset number.
+        index: int64 (k,), position within the dataset.
+        aligned_lengths: int64 (k,), tokens of each sample, including padding.
+        tail: Padding tokens after the samples, a separate segment; 0 unless ``pad_to_capacity``.
+    """
+
+    samples: IntArray
+    repeats: npt.NDArray[np.int32]
+    dataset: npt.NDArray[np.int32]
+    index: IntArray
+    aligned_lengths: IntArray
+    tail: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class EpochPlan:
+    """An epoch's packs in order, built by :func:`plan_epoch`.
+
+    Step k is packs ``[k * global_batch, (k + 1) * global_batch)``, for any number of ranks. A resumed run builds the
+    plan again from (table, config, epoch) and goes directly to its step.
+
+    Attributes:
+        table: The samples.
+        config: The settings.
+        epoch: The epoch.
+        samples: int32 (m,), table positions, pack by pack.
+        repeats: int32 (m,), see :class:`Pack`.
+        offsets: int64 (packs + 1,); pack i holds ``samples[offsets[i]:offsets[i + 1]]``.
+        window_offsets: int64 (W + 1,); window w's packs are ``[window_offsets[w], window_offsets[w + 1])``.
+    """
+
+    table: SampleTable
+    config: PlanConfig
+    epoch: int
+    samples: npt.NDArray[np.int32]
+    repeats: npt.NDArray[np.int32]
+    offsets: IntArray
+    window_offsets: IntArray
+
+    @property
+    def num_packs(self) -> int:
+        """Number of packs in the epoch, including those of a dropped last step, without empty packs."""
+        return len(self.offsets) - 1
+
+    @property
+    def num_steps(self) -> int:
+        """Number of optimizer steps in the epoch. Differs slightly between epochs."""
+        if self.config.last == "drop":
+            return self.num_packs // self.config.global_batch
+        return -(-self.num_packs // self.config.global_batch)
+
+    def pack(self, number: int) -> Pack:
+        """Returns the samples of a pack.
+
+        Args:
+            number: Pack number in ``[0, num_packs)``.
+
+        Returns:
+            The pack.
+
+        Raises:
+            IndexError: If there is no such pack.
+        """
+        if not 0 <= number < self.num_packs:
+            raise IndexError(f"pack {number} of {self.num_packs}")
+        start, stop = int(self.offsets[number]), int(self.offsets[number + 1])
+        # Storage order: a reader visits each shard once and moves forward in it.
+        order = np.lexsort((self.repeats[start:stop], self.samples[start:stop]))
+        samples = self.samples[start:stop][order].astype(np.int64)
+        dataset = self.table.dataset[samples]
+        lengths = aligned(self.table.lengths[samples], self.config.alignment)
+        tail = self.config.capacity - int(lengths.sum()) if self.config.pad_to_capacity else 0
+        index = samples - self.table.dataset_offsets()[dataset]
+        return Pack(samples, self.repeats[start:stop][order], dataset, index, lengths, tail)
+
+    def step(self, number: int) -> IntArray:
+        """Returns the packs of an optimizer step over all ranks, independent of the number of ranks.
+
+        Args:
+            number: Step number in ``[0, num_steps)``.
+
+        Returns:
+            int64 (k,), pack numbers: ``global_batch`` of them, fewer only in an incomplete last step.
+
+        Raises:
+            IndexError: If there is no such step.
+        """
+        if not 0 <= number < self.num_steps:
+            raise IndexError(f"step {number} of {self.num_steps}")
+        start = number * self.config.global_batch
+        return np.arange(start, min(start + self.config.global_batch, self.num_packs))
+
+    def assignment(self, number: int, dp_size: int) -> IntArray:
+        """Returns the pack that each data-parallel rank runs in each micro-batch of a step.
+
+        Args:
+            number: The step, in ``[0, num_steps)``.
+            dp_size: Data-parallel ranks.
+
+        Returns:
+            int64 (micro-batches, dp_size): pack numbers, -1 for an empty pack. Contains every pack of the step once.
+
+        Raises:
+            IndexError: If there is no such step.
+            UsageError: If ``global_batch`` is not a multiple of ``dp_size``.
+        """
+        packs = self.padded_step(number, dp_size)
+        if self.config.balance:
+            costs = self.pack_costs(packs)
+            positions = balanced(costs[None], dp_size)[0]
+        else:
+            positions = in_order(1, len(packs), dp_size)[0]
+        assigned: IntArray = packs[positions]
+        return assigned
+
+    def padded_step(self, number: int, dp_size: int) -> IntArray:
+        """Returns the packs of a step, completed with empty packs according to ``config.last``.
+
+        Args:
+            number: The step.
+            dp_size: Data-parallel ranks.
+
+        Returns:
+            int64 (micro-batches * dp_size,): pack numbers, then -1.
+
+        Raises:
+            IndexError: If there is no such step.
+            UsageError: If ``global_batch`` is not a multiple of ``dp_size``.
+        """
+        global_batch = self.config.global_batch
+        if dp_size < 1 or global_batch % dp_size:
+            raise UsageError(f"global_batch {global_batch} is not a multiple of dp_size {dp_size}")
+        packs = self.step(number)
+        size = global_batch if self.config.last == "pad" else -(-len(packs) // dp_size) * dp_size
+        return np.concatenate([packs, np.full(size - len(packs), EMPTY_PACK)])
+
+    def micro_batches(self, dp_size: int) -> int:
+        """Returns the number of packs per data-parallel rank in the epoch, including empty ones.
+
+        Args:
+            dp_size: Data-parallel ranks.
+
+        Raises:
+            UsageError: If ``global_batch`` is not a multiple of ``dp_size``.
+        """
+        if self.num_steps == 0:
+            return 0
+        last = len(self.padded_step(self.num_steps - 1, dp_size)) // dp_size
+        return (self.num_steps - 1) * (self.config.global_batch // dp_size) + last
+
+    def pack_costs(self, packs: IntArray) -> IntArray:
+        """Returns the estimated cost of packs under ``config.cost``.
+
+        Args:
+            packs: int64 (k,), pack numbers; -1 costs nothing.
+
+        Returns:
+            int64 (k,), in units of 2**20 FLOP.
+        """
+        real = packs >= 0
+        starts = self.offsets[packs[real]]
+        counts = self.offsets[packs[real] + 1] - starts
+        ends = np.cumsum(counts)
+        flat = np.arange(int(counts.sum())) + np.repeat(starts - (ends - counts), counts)
+        samples = self.samples[flat]
+        lengths = aligned(self.table.lengths[samples], self.config.alignment)
+        costs = self.config.cost.sample_costs(
+            lengths,
+            self.table.num_targets[samples],
+            self.table.num_patches[samples],
+            self.table.sum_patches_squared[samples],
+        )
+        result = np.zeros(len(packs), np.int64)
+        if len(ends):
+            totals = np.add.reduceat(costs, ends - counts)
+            if self.config.pad_to_capacity:
+                tails = self.config.capacity - np.add.reduceat(lengths, ends - counts)
+                nothing = np.zeros(len(tails), np.int64)
+                totals += self.config.cost.sample_costs(tails, nothing, nothing, nothing)
+            result[real] = totals
+        return result
+
+
+def plan_epoch(
+    table: SampleTable, config: PlanConfig, epoch: int, key_of: Callable[[int], str] | None = None
+) -> EpochPlan:
+    """Plans an epoch. A pure function of its arguments, with equal results on every machine.
+
+    Args:
+        table: The samples.
+        config: The settings.
+        epoch: From 0.
+        key_of: Returns a sample's key by table position, for error messages.
+
+    Returns:
+        The plan.
+
+    Raises:
+        UsageError: If a sample fits no pack, if there are no samples, if the blend does not match the datasets, or if
+            dropping the last step leaves none.
+    """
+    if epoch < 0:
+        raise UsageError(f"epoch is {epoch}; epochs count from 0")
+    check_limits(table, config, key_of)
+    passes = epoch_passes(table, config.blend, config.seed, epoch)
+    if not passes:
+        raise UsageError(
+            f"epoch {epoch} has no samples: {counted(len(table), 'sample')} in total, blend {config.blend}"
+        )
+    windows = make_windows(table, passes, config.shuffle_window, config.seed, epoch)
+    plan = _pack_windows(table, config, epoch, windows)
+    if plan.num_steps == 0:
+        raise UsageError(
+            f"epoch {epoch}: {counted(plan.num_packs, 'pack')} cannot make a step of global_batch "
+            f"{config.global_batch}; lower it or use last='pad'"
+        )
+    return plan
+
+
+def check_limits(table: SampleTable, config: PlanConfig, key_of: Callable[[int], str] | None = None) -> None:
+    """Raises an error for samples that fit no pack.
+
+    Args:
+        table: The samples.
+        config: The settings.
+        key_of: Returns a sample's key by table position; without it, positions are shown.
+
+    Raises:
+        UsageError: With the number of such samples and the first ten.
+    """
+    lengths = aligned(table.lengths, config.alignment)
+    usable = config.capacity // config.alignment * config.alignment
+    _refuse(
+        np.flatnonzero(lengths > usable),
+        f"longer than capacity {config.capacity} at alignment {config.alignment} ({counted(usable, 'usable token')})",
+        lambda i: f"{counted(int(table.lengths[i]), 'token')}, {lengths[i]:,} aligned",
+        f"raise capacity to at least {int(lengths.max(initial=0))}",
+        key_of,
+    )
+    if config.max_patches is not None:
+        _refuse(
+            np.flatnonzero(table.num_patches > config.max_patches),
+            f"with more than {counted(config.max_patches, 'vision patch')} (max_patches)",
+            lambda i: counted(int(table.num_patches[i]), "patch"),
+            f"raise max_patches to at least {int(table.num_patches.max(initial=0))}",
+            key_of,
+        )
+
+
+def _refuse(
+    positions: IntArray,
+    what: str,
+    describe: Callable[[int], str],
+    remedy: str,
+    key_of: Callable[[int], str] | None,
+) -> None:
+    if not len(positions):
+        return
+    name = key_of if key_of is not None else (lambda i: f"sample {i}")
+    shown = "; ".join(f"{name(i)} ({describe(i)})" for i in positions[:_SHOWN].tolist())
+    more = f"; and {len(positions) - _SHOWN} more" if len(positions) > _SHOWN else ""
+    raise UsageError(
+        f"{counted(len(positions), 'sample')} {what}: {shown}{more}. Either {remedy}, or exclude them in "
+        "preprocessing (smaller max_pixels or max_length)"
+    )
+
+
+def _pack_windows(table: SampleTable, config: PlanConfig, epoch: int, windows: Windows) -> EpochPlan:
+    """Packs each window separately and shuffles its packs."""
+    units = config.capacity // config.alignment
+    tokens = aligned(table.lengths, config.alignment) // config.alignment
+    patches = tokens if config.max_patches is None else table.num_patches.astype(np.int64)
+    bounds = list(pairwise(windows.offsets.tolist()))
+    parts = []
+    for number, (start, stop) in enumerate(bounds):
+        uses = windows.samples[start:stop]
+        parts.append(Window(tokens[uses], patches[uses], derive_key("window", config.seed, epoch, number)))
+    packed = pack_windows(parts, Limits(units, config.max_patches), derive_key("epoch", config.seed, epoch))
+    samples = np.empty(len(windows.samples), np.int32)
+    repeats = np.empty(len(windows.samples), np.int32)
+    counts = []
+    for (start, stop), part, bins in zip(bounds, parts, packed, strict=True):
+        shuffled = bins.reordered(permutation(bins.num_bins, derive_key("packs", part.key)))
+        samples[start:stop] = windows.samples[start:stop][shuffled.items]
+        repeats[start:stop] = windows.repeats[start:stop][shuffled.items]
+        counts.append(np.diff(shuffled.offsets))
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(counts))])
+    window_offsets = np.cumsum([0] + [len(count) for count in counts])
+    return EpochPlan(table, config, epoch, samples, repeats, offsets, window_offsets)

@@ -1,0 +1,144 @@
+"""Opens the datasets of a collation service: their manifests and indices, which a loader needs for its plans."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from vlmdata.errors import ConfigMismatchError, DatasetFormatError, UsageError
+from vlmdata.format.dataset import VlmDataset
+from vlmdata.format.schema import MANIFEST_NAME
+from vlmdata.loader.config import Service
+from vlmdata.loader.data import dataset_shards, fetch_tables
+from vlmdata.service.address import Server, ServiceAddress, parse_address
+from vlmdata.service.client.connection import Connection
+from vlmdata.service.client.servers import Servers
+from vlmdata.service.protocol import Description, FileQuery, ServedDataset
+from vlmdata.storage.cache import cache_folder
+from vlmdata.storage.shards import DatasetShards, ShardFile
+
+#: Seconds for an index, however long others may take: 96 bytes a sample. A server that is gone is noticed before.
+_SECONDS_FOR_AN_INDEX = 600.0
+_LEAST_FINGERPRINT = 8
+
+
+@dataclass(frozen=True)
+class ServedShards:
+    """Shards that only the servers can read."""
+
+    service: str
+
+    def local_path(self, shard: ShardFile) -> Path:
+        """Returns the shard's name; it has no place on this machine."""
+        return Path(shard.name)
+
+    def open(self, shard: ShardFile) -> int:
+        """Raises an error.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise UsageError(
+            f"{self.service}: {shard.name} is at the service, which gives batches only. Name the dataset's folder or "
+            "URL to read samples."
+        )
+
+    def open_sound(self, shard: ShardFile) -> None:
+        """Returns None: no shard is opened here."""
+
+
+def open_service(
+    places: Sequence[str], cache_dir: Path | None, options: Service, timeout: float
+) -> tuple[Servers, list[tuple[VlmDataset, DatasetShards]]]:
+    """Connects to a service and opens its datasets.
+
+    Args:
+        places: Addresses, such as ``grpc://host:8815,host2:8815``; several only if they name datasets of the same
+            servers.
+        cache_dir: Folder for manifests and indices, which are kept by content; None means the default.
+        options: Options of the service.
+        timeout: Seconds for the service to answer each of the questions: what it has, a manifest, an index.
+
+    Raises:
+        UsageError: If an address is malformed, the service has no such dataset, refuses the token, or has a wrong
+            certificate.
+        ConfigMismatchError: If servers have different data.
+        ResourceError: If no server answers.
+        DatasetFormatError: If a file does not match its fingerprint.
+    """
+    addresses = [parse_address(place) for place in places]
+    first = addresses[0]
+    if other := next((each for each in addresses if (each.tls, each.hosts) != (first.tls, first.hosts)), None):
+        raise UsageError(f"{first.text} and {other.text} are different services; a loader reads from one")
+    servers = Servers(first, options)
+    opened = []
+    for served in _agreed(addresses, servers.describe(timeout)):
+        name = f"{first.base}/{served.name}"
+        directory = fetch_tables(name, cache_folder(cache_dir), partial(_fetch, servers, served, timeout))
+        dataset = VlmDataset(directory, name=name, open_shard=_no_shard)
+        if dataset.manifest.fingerprint != served.fingerprint:
+            raise DatasetFormatError(
+                f"{name}: its manifest has fingerprint {dataset.manifest.fingerprint[:16]}, the service says "
+                f"{served.fingerprint[:16]}. Was the dataset replaced while it is served? Restart the service."
+            )
+        opened.append((dataset, dataset_shards(name, dataset.manifest, ServedShards(name))))
+    return servers, opened
+
+
+def _agreed(addresses: Sequence[ServiceAddress], found: Mapping[Server, Description]) -> list[ServedDataset]:
+    """Returns the datasets of some addresses, if all servers have the same under these names."""
+    chosen = {
+        server: [each for address in addresses for each in _chosen(address, description.datasets)]
+        for server, description in found.items()
+    }
+    first, *others = chosen
+    for other in others:
+        if chosen[other] != chosen[first]:
+            listed = [
+                f"server {server}: " + ", ".join(f"{each.name} {each.fingerprint[:16]}" for each in chosen[server])
+                for server in (first, other)
+            ]
+            raise ConfigMismatchError(f"{addresses[0].text}: servers have different data. {'; '.join(listed)}")
+    return chosen[first]
+
+
+def _chosen(address: ServiceAddress, datasets: Sequence[ServedDataset]) -> list[ServedDataset]:
+    wanted = address.dataset
+    if not wanted:
+        return list(datasets)
+    found = [
+        each
+        for each in datasets
+        if each.name == wanted or (len(wanted) >= _LEAST_FINGERPRINT and each.fingerprint.startswith(wanted))
+    ]
+    if len(found) != 1:
+        names = ", ".join(f"{each.name} ({each.fingerprint[:_LEAST_FINGERPRINT]})" for each in datasets)
+        raise UsageError(
+            f"{address.text}: {'no dataset' if not found else 'several datasets'} {wanted!r}; the service has: {names}"
+        )
+    return found
+
+
+def _fetch(servers: Servers, served: ServedDataset, timeout: float, name: str, to: Path, sha256: str | None) -> None:
+    query = FileQuery(served.fingerprint, name)
+
+    def copy(connection: Connection, seconds: float) -> None:
+        digest = hashlib.sha256()
+        with open(to, "wb") as target:
+            for chunk in connection.file(query, seconds if name == MANIFEST_NAME else _SECONDS_FOR_AN_INDEX):
+                digest.update(chunk)
+                target.write(chunk)
+        if sha256 not in (None, digest.hexdigest()):
+            raise DatasetFormatError(
+                f"server {connection.server}: {name} of {served.name} has sha256 {digest.hexdigest()}, but the "
+                f"manifest says {sha256}"
+            )
+
+    servers.ask(copy, timeout)
+
+
+def _no_shard(info: object) -> int:
+    raise UsageError("a collation service gives batches only; name the dataset's folder or URL to read samples")

@@ -1,0 +1,250 @@
+"""Packs in memory: each is read once for all ranks that ask for it, and kept while there is room."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from vlmdata.loader.config import PARTS, BatchPart, OnDamage, Pixels
+from vlmdata.loader.fill.buffers import BufferName, BufferPool, Lease
+from vlmdata.loader.fill.damage import Filled
+from vlmdata.loader.request.request import PackRequest
+from vlmdata.service.server.filling import Fillers, LateFillError
+from vlmdata.service.server.memory import BusyError, PackMemory
+
+_TOKENS: frozenset[BatchPart] = frozenset(("tokens", "labels"))
+_ALL: frozenset[BatchPart] = frozenset(PARTS)
+#: The part of the memory for packs that those may take which nobody has asked for yet.
+_AHEAD = 1 / 3
+
+
+@dataclass(frozen=True)
+class PackKey:
+    """Identifies a pack.
+
+    Attributes:
+        plan: Fingerprint of the plan's settings.
+        epoch: The epoch.
+        pack: Its number in the epoch.
+        on_damage: What a sample with changed bytes does.
+        pixels: Dtype of its pixels; None without them.
+    """
+
+    plan: str
+    epoch: int
+    pack: int
+    on_damage: OnDamage
+    pixels: Pixels | None
+
+
+@dataclass(frozen=True, eq=False)
+class FilledPack:
+    """A whole pack.
+
+    Attributes:
+        request: Its request, with the buffer's layout.
+        buffer: uint8, the buffer.
+        name: Its name.
+        generation: Its generation, which is another one once it is used for another pack.
+        filled: What reading it came to.
+    """
+
+    request: PackRequest
+    buffer: npt.NDArray[np.uint8]
+    name: BufferName
+    generation: int
+    filled: Filled
+
+
+@dataclass(frozen=True)
+class PackCounts:
+    """Counts since the start.
+
+    Attributes:
+        made: Packs that were read and decoded.
+        ahead: Those of them that were made before a query asked.
+        dropped: Those of the latter that were forgotten before a query asked.
+        shared: Queries answered from a pack that another query had made.
+        bytes_read: Bytes read from shards.
+    """
+
+    made: int = 0
+    ahead: int = 0
+    dropped: int = 0
+    shared: int = 0
+    bytes_read: int = 0
+
+
+class Packs:
+    """All packs of a server. Thread-safe.
+
+    Args:
+        fillers: Read packs.
+        memory: Limit in bytes.
+        timeout: Seconds to wait for memory, or for a pack that another query makes.
+        sending: Returns the ids of the buffers that are being sent. Forgetting these packs would free nothing.
+        relieve: Takes memory from answers to stalled clients; returns False if there are none.
+    """
+
+    def __init__(
+        self,
+        fillers: Fillers,
+        memory: int,
+        timeout: float,
+        sending: Callable[[], Collection[int]],
+        relieve: Callable[[], bool],
+    ):
+        self._fillers, self._timeout, self._sending, self._relieve = fillers, timeout, sending, relieve
+        self.memory = PackMemory(memory, self._make_room)
+        self._lock = threading.RLock()
+        self._packs: OrderedDict[PackKey, Future[FilledPack]] = OrderedDict()
+        self._unasked: dict[PackKey, int] = {}  # bytes of packs that are made ahead
+        self.counts = PackCounts()
+
+    def get(
+        self, request: PackRequest, plan: str, on_damage: OnDamage, hold: Callable[[PackKey, int], None]
+    ) -> FilledPack:
+        """Returns a whole pack, made now or shared with other queries.
+
+        Args:
+            request: The request of a client. Its parts decide whether the pack needs pixels.
+            plan: Fingerprint of data and plan.
+            on_damage: What a sample with changed bytes does.
+            hold: Called with the pack and its bytes before it is made. It may wait, or refuse.
+
+        Raises:
+            VlmdataError: If the data is damaged.
+            BusyError: If there is no memory in time.
+        """
+        key, whole = _whole(request, plan, on_damage)
+        hold(key, BufferPool.rounded(whole.layout.bytes))
+        with self._lock:
+            known = self._known(key)
+            future = self._packs.get(known)
+            if future is not None:
+                self._packs.move_to_end(known)
+                shared = self._unasked.pop(known, None) is None
+                self.counts = replace(self.counts, shared=self.counts.shared + shared)
+            else:
+                made = self._packs[key] = Future[FilledPack]()
+        if future is None:
+            return self._make(key, whole, made, lambda: self._lease(whole))
+        try:
+            return future.result(self._timeout)
+        except TimeoutError:
+            raise BusyError(f"a pack that another query makes was not ready within {self._timeout:.0f} s") from None
+
+    def prepare(self, request: PackRequest, plan: str, on_damage: OnDamage) -> None:
+        """Makes a pack before a query asks for it, if there is memory for it now.
+
+        Args:
+            request: The request that a client will have.
+            plan: Fingerprint of data and plan.
+            on_damage: What a sample with changed bytes does.
+
+        Raises:
+            VlmdataError: If the data is damaged.
+            BusyError: If there is no memory, or it was not read in time.
+        """
+        key, whole = _whole(request, plan, on_damage)
+        size = BufferPool.rounded(whole.layout.bytes)
+        with self._lock:
+            unasked = sum(self._unasked.values())
+            if self._known(key) in self._packs or key in self._unasked:
+                return  # or another rank's query makes it ahead
+            if unasked + size > self.memory.limit * _AHEAD:
+                return
+            self._unasked[key] = size
+        try:
+            # First: a query that waits for a pack must not wait for one that gets no memory.
+            lease = self.memory.acquire(size, time.monotonic(), self._forget_one)
+        except BaseException:
+            with self._lock:
+                self._unasked.pop(key, None)
+            raise
+        with self._lock:
+            if key in self._packs:
+                self._unasked.pop(key, None)
+                self.memory.release(lease)
+                return
+            made = self._packs[key] = Future[FilledPack]()
+            self.counts = replace(self.counts, ahead=self.counts.ahead + 1)
+        self._make(key, whole, made, lambda: lease)
+
+    def close(self) -> None:
+        """Forgets all packs and frees their memory. Those that are being sent keep theirs until then."""
+        with self._lock:
+            for key in [key for key, future in self._packs.items() if future.done()]:
+                del self._packs[key]
+        self.memory.close()
+
+    def _known(self, key: PackKey) -> PackKey:
+        """Returns the key of a pack that serves as well, if there is one."""
+        # One with pixels also serves those who need none, but its failure must not be theirs.
+        others = [replace(key, pixels=dtype) for dtype in get_args(Pixels)] if key.pixels is None else []
+        return next((each for each in others if each in self._packs and self._packs[each].done()), key)
+
+    def _lease(self, request: PackRequest) -> Lease:
+        return self.memory.acquire(request.layout.bytes, time.monotonic() + self._timeout)
+
+    def _make(
+        self, key: PackKey, request: PackRequest, future: Future[FilledPack], lease: Callable[[], Lease]
+    ) -> FilledPack:
+        try:
+            pack = self._fill(request, key.on_damage, lease())
+        except BaseException as error:
+            with self._lock:
+                del self._packs[key]
+                self._unasked.pop(key, None)
+            future.set_exception(error)
+            raise
+        with self._lock:
+            self.counts = replace(
+                self.counts, made=self.counts.made + 1, bytes_read=self.counts.bytes_read + pack.filled.bytes_read
+            )
+        future.set_result(pack)
+        return pack
+
+    def _fill(self, request: PackRequest, on_damage: OnDamage, lease: Lease) -> FilledPack:
+        try:
+            generation = lease.renew()
+            filled = self._fillers.fill(request, lease.name, self.memory.inodes(), on_damage)
+        except LateFillError as error:
+            error.future.cancel()
+            error.future.add_done_callback(lambda _: self.memory.release(lease))  # a worker may write to it until then
+            raise
+        except BaseException:
+            self.memory.release(lease)
+            raise
+        return FilledPack(request, self.memory.array(lease), lease.name, generation, filled)
+
+    def _make_room(self) -> bool:
+        """Forgets a pack, or takes one from a client that does not read."""
+        return self._forget_one() or self._relieve()
+
+    def _forget_one(self) -> bool:
+        """Forgets the pack that was used least recently and is not being sent."""
+        sending = self._sending()
+        with self._lock:
+            for key, future in self._packs.items():
+                if future.done() and id(future.result().buffer) not in sending:
+                    del self._packs[key]
+                    if self._unasked.pop(key, None) is not None:
+                        self.counts = replace(self.counts, dropped=self.counts.dropped + 1)
+                    return True
+        return False
+
+
+def _whole(request: PackRequest, plan: str, on_damage: OnDamage) -> tuple[PackKey, PackRequest]:
+    """Returns the key of the pack that a client's request needs, and the request for all of it."""
+    pixels = request.pixels if any(each.name == "patches" for each in request.layout.fields) else None
+    key = PackKey(plan, request.position.epoch, request.pack, on_damage, pixels)
+    return key, request.of(_TOKENS if pixels is None else _ALL, None)

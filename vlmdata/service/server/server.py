@@ -1,0 +1,339 @@
+"""The Arrow Flight server."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.flight as flight
+
+import vlmdata
+from vlmdata.errors import NotFoundError, UsageError, VlmdataError
+from vlmdata.format.schema import INDEX_NAME, MANIFEST_NAME
+from vlmdata.loader.data import open_for_loading, require_one_tokenizer
+from vlmdata.loader.fill.damage import DAMAGE, damaged_file
+from vlmdata.loader.request.request import PackRequest
+from vlmdata.media.codecs import require_codecs
+from vlmdata.service.protocol import (
+    DESCRIBE,
+    HEALTH,
+    PROTOCOL,
+    STATUS,
+    BatchQuery,
+    Description,
+    FileQuery,
+    ServedDataset,
+    decode_query,
+    encode_error,
+)
+from vlmdata.service.server.access import RateLimit, TokenCheck, Tokens, machine_of
+from vlmdata.service.server.activity import Activity
+from vlmdata.service.server.ahead import ReadAhead
+from vlmdata.service.server.answer import SCHEMA, Answer, Answers, FileAnswer, Sent, SharedAnswer
+from vlmdata.service.server.clients import THREADS_PER_CALL, Clients, Share
+from vlmdata.service.server.config import ServerConfig
+from vlmdata.service.server.counting import counting
+from vlmdata.service.server.filling import Fillers
+from vlmdata.service.server.memory import BusyError
+from vlmdata.service.server.packs import FilledPack, Packs
+from vlmdata.service.server.plans import PlanBook
+from vlmdata.service.shared_memory import this_place
+
+_log = logging.getLogger("vlmdata.service")
+
+# gRPC's own log is a line for each failed handshake, in a thread that serves others and waits while stderr is full.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+#: The files of a dataset that clients may have.
+_FILES = (MANIFEST_NAME, INDEX_NAME)
+_FILES_AT_ONCE = 16
+_LONGEST_LOGGED = 500
+_SECONDS_BETWEEN_LOOKS = 0.05
+
+
+class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
+    """Serves batches of some datasets. It answers as soon as it exists; :meth:`close` ends it.
+
+    Args:
+        data: Dataset directories or fsspec URLs.
+        config: The options.
+
+    Raises:
+        UsageError: If options are incompatible, or the address is taken.
+        DatasetFormatError: If a dataset is missing or unfinished.
+    """
+
+    def __init__(self, data: Sequence[str | os.PathLike[str]], config: ServerConfig):
+        opened = [open_for_loading(each, config.cache_dir, config.cache_bytes) for each in data]
+        datasets = [dataset for dataset, _ in opened]
+        require_one_tokenizer(datasets)
+        for dataset in datasets:
+            require_codecs(dataset.manifest.features)
+        self._datasets = {each.manifest.fingerprint: each for each in datasets}
+        self._names = _names(self._datasets)
+        if len(self._datasets) < len(datasets):
+            raise UsageError("one of the datasets is given twice")
+        self.config = config
+        # First: an error must not leave workers behind.
+        self.metrics = counting(self)
+        certificates = [(_read(config.tls_cert), _read(config.tls_key))] if config.tls else None
+        authorities = _read(config.tls_client_ca) if config.tls_client_ca is not None else None
+        tokens = {} if config.token_file is None else {"token": TokenCheck(Tokens(config.token_file))}
+        self.plans = PlanBook(self._datasets, self._names, config.plan_memory, config.timeout)
+        self.answers, self.files = (Answers(config.stall, config.pack_memory) for _ in range(2))
+        self._fillers = Fillers([shards for _, shards in opened], config.workers, config.verify, config.timeout)
+        self.packs = Packs(self._fillers, config.pack_memory, config.timeout, self.answers.packs, self.answers.relieve)
+        self.ahead = ReadAhead(self.plans, self.packs, config.ahead, 2 * config.workers)
+        self.activity = Activity()
+        self._damaged: dict[str, str] = {}  # what was wrong first, by file
+        self._rate = RateLimit(config.rate)
+        self.clients = Clients(config.client_calls, config.pack_memory // 2, config.timeout, self.answers.relieve)
+        self.file_clients = Clients(_FILES_AT_ONCE // 4, 0, config.timeout, self.files.relieve)
+        self._calls_lock, self._preparing = threading.Lock(), 0
+        self._begun, self._draining = time.time(), threading.Event()
+        scheme = "grpc+tls" if config.tls else "grpc"
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        try:
+            super().__init__(
+                f"{scheme}://{host}:{config.port}",
+                tls_certificates=certificates,
+                verify_client=config.tls_client_ca is not None,
+                root_certificates=authorities,
+                middleware=tokens,
+            )
+        except (pa.ArrowException, OSError) as error:
+            self._fillers.close()
+            raise UsageError(f"{host}:{config.port}: cannot listen: {error}") from error
+
+    @property
+    def restarts(self) -> int:
+        """Times that workers were replaced."""
+        return self._fillers.restarts
+
+    @property
+    def damaged_files(self) -> int:
+        """Number of files in which damage was met."""
+        return len(self._damaged)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether new queries are refused."""
+        return self._draining.is_set()
+
+    def describe(self) -> Description:
+        """Returns what clients need to know of this server."""
+        served = tuple(ServedDataset(self._names[each], each) for each in self._datasets)
+        return Description(PROTOCOL, vlmdata.__version__, served)
+
+    def status(self) -> dict[str, Any]:
+        """Returns the state of this server as JSON values."""
+        counts, memory = self.packs.counts, self.packs.memory
+        return {
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+            "vlmdata": vlmdata.__version__,
+            "up_seconds": time.time() - self._begun,
+            "draining": self.is_draining,
+            "datasets": [dataclasses.asdict(each) for each in self.describe().datasets],
+            "workers": self.config.workers,
+            "worker_restarts": self.restarts,
+            "memory": {"limit": memory.limit, "in_use": memory.bytes_in_use},
+            "plans": {"limit": self.config.plan_memory, "in_use": self.plans.bytes_in_use},
+            "packs": dataclasses.asdict(counts),
+            "damaged": dict(self._damaged),
+            "answers_under_way": len(self.answers),
+            "waiting": self.clients.waiting + self.file_clients.waiting,
+            "clients": [dataclasses.asdict(each) for each in self.activity.clients()],
+        }
+
+    def do_get(self, context: Any, ticket: Any) -> Any:
+        """Answers a query; called by Flight in a thread of its own."""
+        with self._translated(context) as machine:
+            query = decode_query(ticket.ticket)
+            if isinstance(query, FileQuery):
+                file = self._begin(machine, context, self.file_clients, partial(self._file, query))
+                return flight.GeneratorStream(SCHEMA, self._sent_file(file))
+            answer = self._begin(machine, context, self.clients, partial(self._answer, query, context))
+            return flight.GeneratorStream(SCHEMA, self._sent(answer, machine, query))
+
+    def do_action(self, context: Any, action: Any) -> list[bytes]:
+        """Answers an action."""
+        with self._translated(context, action=True):
+            if action.type == DESCRIBE:
+                return [self.describe().encode()]
+            if action.type == STATUS:
+                return [json.dumps(self.status()).encode()]
+            if action.type == HEALTH:
+                return [b"draining" if self.is_draining else b"ok"]
+            raise NotFoundError(f"no action {action.type!r}")
+
+    def list_actions(self, context: Any) -> list[tuple[str, str]]:
+        """Lists the actions."""
+        return [(DESCRIBE, "datasets and versions"), (STATUS, "clients, memory, counts"), (HEALTH, "ok or draining")]
+
+    def close(self) -> None:
+        """Refuses new queries, waits up to ``drain`` seconds for those under way, and ends."""
+        self._draining.set()
+        self.ahead.close()
+        deadline = time.monotonic() + self.config.drain
+        while (self._preparing or len(self.answers) or len(self.files)) and time.monotonic() < deadline:
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        self.metrics.close()
+        # Flight waits for calls; one whose client does not read would hold it up for as long.
+        threading.Thread(target=self.shutdown, daemon=True).start()
+        self._fillers.close()
+        self.packs.close()
+
+    def _begin[Begun: Answer | FileAnswer](
+        self, machine: str, context: Any, clients: Clients, begin: Callable[[Share], Begun]
+    ) -> Begun:
+        """Begins an answer when its client machine has room for it, and lets the room go with the answer."""
+        share = clients.enter(machine, lambda: context.is_cancelled() or self.is_draining)
+        try:
+            with self._entered():
+                answer = begin(share)
+        except BaseException:
+            share.end()
+            raise
+        # Flight may drop a stream before it begins, which then does not say that it ends.
+        weakref.finalize(answer, share.end).atexit = False
+        return answer
+
+    def _answer(self, query: BatchQuery, context: Any, share: Share) -> Answer:
+        request, plan = self.plans.request(query)
+        self.ahead.asked(query)  # not before: strangers' queries would push others out
+        pack = self._pack(request, plan, query, share)
+        self.ahead.note(query, request)
+        answer: Answer
+        if query.place and query.place == this_place():
+            answer = SharedAnswer(request, pack, share, context.is_cancelled)
+        else:
+            answer = Answer(request, pack, share, self.answers.crowd)
+        self.answers.add(answer)
+        return answer
+
+    def _pack(self, request: PackRequest, plan: str, query: BatchQuery, share: Share) -> FilledPack:
+        try:
+            pack = self.packs.get(request, plan, query.on_damage, share.hold)
+        except DAMAGE as error:
+            self._note_damage(str(error))
+            raise
+        for message in pack.filled.damaged.values():
+            self._note_damage(message)
+        return pack
+
+    def _note_damage(self, message: str) -> None:
+        """Logs damaged data, once for each file."""
+        file = damaged_file(message)
+        if file not in self._damaged:
+            self._damaged[file] = message
+            _log.error("damaged data", extra={"file": file, "error": message})
+
+    def _sent(self, answer: Answer, machine: str, query: BatchQuery) -> Iterator[Sent]:
+        try:
+            yield from answer.batches()
+            self.metrics.sent(answer.bytes)
+            self.activity.note(machine, query, answer.bytes)
+            yield from answer.last()
+            answer.wait()
+        except BusyError as error:
+            self.metrics.refused("stalled")
+            raise flight.FlightUnavailableError(str(error)) from error
+        finally:
+            self.answers.remove(answer)
+
+    def _file(self, query: FileQuery, share: Share) -> FileAnswer:
+        if query.dataset not in self._datasets or query.name not in _FILES:
+            raise NotFoundError(f"no file {query.name!r} of a dataset {query.dataset[:16]}")
+        answer = FileAnswer(self._datasets[query.dataset].directory / query.name, share)
+        with self._calls_lock:
+            if len(self.files) >= _FILES_AT_ONCE and not self.files.relieve():
+                raise BusyError("too many files are being sent")
+            self.files.add(answer)
+        return answer
+
+    def _sent_file(self, answer: FileAnswer) -> Iterator[pa.RecordBatch]:
+        try:
+            yield from answer.batches()
+        except BusyError as error:
+            self.metrics.refused("stalled")
+            raise flight.FlightUnavailableError(str(error)) from error
+        except OSError as error:
+            _log.error("file cannot be sent", extra={"error": str(error)})
+            raise flight.FlightUnavailableError("the file cannot be read") from error
+        finally:
+            self.files.remove(answer)
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        """Counts a query in, if there is room. Answers to stalled clients make room."""
+        with self._calls_lock:
+            full = self.answers.threads + self.files.threads >= THREADS_PER_CALL * self.config.max_calls
+            busy = self._preparing + len(self.answers) >= self.config.max_calls
+            if full or (busy and not self.answers.relieve()):
+                raise BusyError("too many queries")
+            self._preparing += 1
+        try:
+            yield
+        finally:
+            with self._calls_lock:
+                self._preparing -= 1
+
+    @contextmanager
+    def _translated(self, context: Any, action: bool = False) -> Iterator[str]:
+        """Limits and counts calls, and turns errors into those of Flight."""
+        machine = machine_of(context.peer())
+        if self.is_draining and not action:
+            self.metrics.refused("draining")
+            raise flight.FlightUnavailableError("the server is stopping")
+        if not self._rate.allows(machine):
+            self.metrics.refused("overloaded")
+            raise flight.FlightUnavailableError("too many queries a second")
+        begun = time.perf_counter()
+        try:
+            yield machine
+            self.metrics.answered(time.perf_counter() - begun)
+        except VlmdataError as error:
+            self.metrics.refused(type(error).__name__)
+            if not isinstance(error, DAMAGE):  # which is logged once a file
+                _log.warning("query refused", extra={"client": context.peer(), "error": _printable(error)})
+            raise flight.FlightServerError(str(error), encode_error(error)) from error
+        except BusyError as error:
+            self.metrics.refused("busy")
+            raise flight.FlightUnavailableError(str(error)) from error
+        except Exception as error:
+            self.metrics.refused("internal")
+            _log.exception("internal error", extra={"client": context.peer()})
+            raise flight.FlightInternalError("internal error; the server's log has the details") from error
+
+
+def _printable(error: Exception) -> str:
+    """Returns an error for the log: parts of it come from the client."""
+    return str(error)[:_LONGEST_LOGGED].encode("unicode_escape").decode()
+
+
+def _names(datasets: dict[str, Any]) -> dict[str, str]:
+    """Returns a name for each dataset: its folder's, or where several have the same, with its fingerprint."""
+    names = {fingerprint: Path(dataset.name.rstrip("/")).name for fingerprint, dataset in datasets.items()}
+    several = {name for name in names.values() if list(names.values()).count(name) > 1}
+    return {each: f"{name}-{each[:8]}" if name in several else name for each, name in names.items()}
+
+
+def _read(path: Path | None) -> bytes:
+    assert path is not None
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error

@@ -1,0 +1,281 @@
+"""A store in a local folder: renames make writes atomic, and a file lock prevents a second run."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Buffer, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from vlmdata.format.atomic import sync, temporary_path, temporary_target, write_atomically
+from vlmdata.storage.base import Lock, LockedError
+
+#: Bytes written between two flushes to the disk.
+_FLUSH_BYTES = 16 * 1024 * 1024
+
+
+class FileWriting:
+    """A local file that is being written.
+
+    A thread flushes written data in the background, so that the end does not wait for all of it.
+
+    Args:
+        path: The file, under a temporary name.
+    """
+
+    closed = False
+
+    def __init__(self, path: Path):
+        self._file = open(path, "wb", buffering=0)  # noqa: SIM115 (held over the object's life)
+        self._position = 0
+        self._flusher = ThreadPoolExecutor(1, thread_name_prefix="vlmdata-flush")
+        self._flush: Future[None] | None = None
+        self._next_flush = _FLUSH_BYTES
+
+    def write(self, data: Buffer) -> int:
+        """Appends bytes."""
+        view = memoryview(data).cast("B")
+        written = 0
+        while written < view.nbytes:  # an unbuffered write may be short, especially on a nearly full disk
+            written += self._file.write(view[written:])
+        self._position += written
+        if self._position >= self._next_flush and (self._flush is None or self._flush.done()):
+            self._flushed()
+            self._flush = self._flusher.submit(os.fsync, self._file.fileno())
+            self._next_flush = self._position + _FLUSH_BYTES
+        return written
+
+    def tell(self) -> int:
+        """Bytes written so far."""
+        return self._position
+
+    def flush(self) -> None:
+        """Does nothing."""
+
+    def finish(self) -> None:
+        """Flushes everything to the disk."""
+        self._flushed()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._flusher.shutdown(wait=True)  # otherwise another file may reuse the closed descriptor
+        self._file.close()
+
+    def _flushed(self) -> None:
+        """Waits for the current flush. The system reports a failed write once, possibly to that flush."""
+        flush, self._flush = self._flush, None
+        if flush is not None:
+            flush.result()
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A local folder.
+
+    Attributes:
+        directory: The folder.
+    """
+
+    directory: Path
+
+    keeps_times = True
+
+    def __str__(self) -> str:
+        return str(self.directory)
+
+    @property
+    def place(self) -> str:
+        """The folder's path."""
+        return str(self.directory)
+
+    def path(self, name: str) -> str:
+        """Path of a file."""
+        return str(self.directory / name)
+
+    def below(self, folder: str) -> Folder:
+        """Returns the store of a folder in this one."""
+        return Folder(self.directory / folder)
+
+    def prepare(self, *folders: str) -> None:
+        """Creates the folder and these folders in it."""
+        for each in ("", *folders):
+            (self.directory / each).mkdir(parents=True, exist_ok=True)
+
+    def listing(self, folder: str = "") -> Mapping[str, int | None]:
+        """Returns names -> bytes, None for folders; empty if the folder does not exist."""
+        try:
+            with os.scandir(self.directory / folder) as entries:
+                return {entry.name: None if entry.is_dir() else entry.stat().st_size for entry in entries}
+        except FileNotFoundError:
+            return {}
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file; None if there is none."""
+        path = self.directory / name
+        return path.stat().st_size if path.is_file() else None
+
+    def read(self, name: str) -> bytes:
+        """Content of a file."""
+        return (self.directory / name).read_bytes()
+
+    def read_all(self, names: Iterable[str]) -> Iterator[bytes]:
+        """Contents of files, one after another."""
+        return map(self.read, names)
+
+    def sha256(self, name: str) -> str:
+        """sha256 of a file; empty if there is none."""
+        path = self.directory / name
+        if not path.is_file():
+            return ""
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    @contextmanager
+    def local(self, *names: str) -> Iterator[Path]:
+        """Yields the folder itself."""
+        yield self.directory
+
+    def modified_ns(self, name: str) -> int:
+        """Modification time of a file."""
+        return (self.directory / name).stat().st_mtime_ns
+
+    def stamp(self, name: str, ns: int) -> None:
+        """Sets the modification time of a file."""
+        os.utime(self.directory / name, ns=(ns, ns))
+
+    def put(self, name: str, content: bytes) -> None:
+        """Writes a file, replacing an existing one."""
+        write_atomically(self.directory / name, content)
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Writes a file unless it exists."""
+        temporary = temporary_path(self.directory / name)
+        try:
+            temporary.write_bytes(content)
+            sync(temporary)
+            os.link(temporary, self.directory / name)
+            sync((self.directory / name).parent)
+        except FileExistsError:
+            return False
+        finally:
+            temporary.unlink(missing_ok=True)
+        return True
+
+    @contextmanager
+    def writing(self, name: str) -> Iterator[FileWriting]:
+        """Writes a file under a temporary name, flushes it to disk and renames it.
+
+        The folder is flushed after the rename, so that after a power failure the file is complete.
+        """
+        path = self.directory / name
+        temporary = temporary_path(path)
+        try:
+            file = FileWriting(temporary)
+            try:
+                yield file
+                file.finish()
+            finally:
+                file.close()
+            os.replace(temporary, path)
+            sync(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    @contextmanager
+    def writing_folder(self, name: str) -> Iterator[Path]:
+        """Writes a folder under a temporary name, flushes it to disk and renames it."""
+        final = self.directory / name
+        partial = temporary_path(final)
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            partial.mkdir()
+            yield partial
+            for entry in [*partial.rglob("*"), partial]:
+                sync(entry)
+            shutil.rmtree(final, ignore_errors=True)
+            partial.rename(final)
+            sync(final.parent)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+    def move(self, name: str, to: str) -> None:
+        """Renames a file."""
+        path = self.directory / to
+        os.replace(self.directory / name, path)
+        sync(path.parent)
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Removes files."""
+        for name in names:
+            (self.directory / name).unlink(missing_ok=True)
+
+    def delete_folder(self, folder: str, keep: Iterable[str] = ()) -> None:
+        """Removes the contents of a folder, and the folder if nothing is kept."""
+        kept = set(keep)
+        if not kept:
+            shutil.rmtree(self.directory / folder, ignore_errors=True)
+            return
+        for name, size in self.listing(folder).items():
+            if name not in kept and size is None:
+                shutil.rmtree(self.directory / folder / name)
+            elif name not in kept:
+                (self.directory / folder / name).unlink()
+
+    def tidy(self, *folders: str) -> None:
+        """Removes files and folders with temporary names."""
+        for folder in ("", *folders):
+            for name, size in self.listing(folder).items():
+                if temporary_target(name) is None:
+                    continue
+                if size is None:
+                    shutil.rmtree(self.directory / folder / name, ignore_errors=True)
+                else:
+                    (self.directory / folder / name).unlink(missing_ok=True)
+
+    def final_name(self, name: str) -> str:
+        """Returns the final name of a file with a temporary name; other names unchanged."""
+        return temporary_target(name) or name
+
+    def is_locked(self, name: str) -> bool:
+        """Returns whether a process has the lock."""
+        if not (self.directory / name).exists():
+            return False
+        try:
+            with FileLock(self.directory / name, timeout=0):
+                return False
+        except Timeout:
+            return True
+
+    @contextmanager
+    def lock(self, name: str) -> Iterator[Lock]:
+        """Takes a kernel lock, which ends with the process, even if it is killed."""
+        lock = FileLock(self.directory / name)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise LockedError from None
+        try:
+            yield _KernelLock(self)
+        finally:
+            lock.release()
+
+
+@dataclass(frozen=True)
+class _KernelLock:
+    """A kernel lock, which cannot be taken over."""
+
+    store: Folder
+
+    def check(self) -> None:
+        """Does nothing."""
+
+    def commit(self, name: str, content: bytes) -> None:
+        """Writes a file."""
+        self.store.put(name, content)

@@ -1,0 +1,330 @@
+"""Joins finished datasets into one with the same shards, byte for byte.
+
+Shards and rows are numbered consecutively over all datasets. Index and ledger have the new numbers. The shards keep the
+old numbers in their keys and metadata; the manifest records the difference for each shard (``row_offset``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from vlmdata import __version__
+from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError, UsageError
+from vlmdata.format.index import DatasetIndex
+from vlmdata.format.index_row import index_schema
+from vlmdata.format.ledger import Rejection, read_ledger
+from vlmdata.format.manifest import Manifest, ShardInfo, Totals, canonical_hash
+from vlmdata.format.schema import (
+    INDEX_NAME,
+    JOINED,
+    LEDGER_NAME,
+    MANIFEST_NAME,
+    PROGRESS_DIR,
+    TOKENIZER_DIR,
+    parse_key,
+    shard_name,
+)
+from vlmdata.format.selection import SELECTION, Selection, rows_digest
+from vlmdata.format.shard import ABSENT
+from vlmdata.locations import is_url
+from vlmdata.storage import LockedError, Store
+from vlmdata.storage.hashing import Hashing
+from vlmdata.storage.join_checks import real_place, require_alike, require_distinct, require_whole
+from vlmdata.storage.transfer import How, transfer
+from vlmdata.wording import counted
+
+_LOCK, _PLAN = f"{PROGRESS_DIR}/lock", f"{PROGRESS_DIR}/join.json"
+
+
+@dataclass(frozen=True)
+class JoinResult:
+    """The result of a join.
+
+    Attributes:
+        manifest: The new dataset's manifest.
+        transferred: Number of shards by the way they were transferred.
+    """
+
+    manifest: Manifest
+    transferred: Mapping[How, int]
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """A dataset to be joined.
+
+    Attributes:
+        store: The dataset.
+        manifest: Its manifest.
+        first_shard: Number of shards in the datasets before it.
+        first_row: Number of rows in the datasets before it.
+        row_offset: Added to its row numbers. Larger than ``first_row`` if a dataset before it selects rows of its
+            source.
+    """
+
+    store: Store
+    manifest: Manifest
+    first_shard: int
+    first_row: int
+    row_offset: int
+
+    def shards(self) -> Iterable[ShardInfo]:
+        """Yields its shards as shards of the new dataset."""
+        for number, info in enumerate(self.manifest.shards, start=self.first_shard):
+            yield dataclasses.replace(
+                info,
+                name=shard_name(number),
+                row_start=info.row_start + self.first_row,
+                row_stop=info.row_stop + self.first_row,
+                row_offset=info.row_offset + self.row_offset,
+            )
+
+    def index(self, schema: pa.Schema) -> pa.Table:
+        """Returns its index as rows of the new index; fills in columns of absent optional members."""
+        with self.store.local(INDEX_NAME) as folder:
+            table = DatasetIndex.read(folder / INDEX_NAME).table
+        rows = pc.add(table["source_row"], self.row_offset)
+        columns = {
+            "key": shifted_keys(table["key"].to_pylist(), self.row_offset),
+            "source_row": rows,
+            "shard": pc.add(table["shard"], self.first_shard).cast(pa.int32()),
+        }
+        for field in schema:
+            if field.name not in columns and field.name not in table.column_names:
+                fill = ABSENT.offset if field.name.endswith("_offset") else ABSENT.checksum
+                columns[field.name] = pa.array([fill] * len(table), field.type)
+        ordered = {name: columns[name] if name in columns else table[name] for name in schema.names}
+        return pa.table(ordered, schema=schema)
+
+    def rejections(self) -> list[Rejection]:
+        """Returns its rejections with the new row numbers."""
+        with self.store.local(LEDGER_NAME) as folder:
+            found = list(read_ledger(folder / LEDGER_NAME))
+        return [dataclasses.replace(each, row=each.row + self.row_offset) for each in found]
+
+
+def join_datasets(
+    sources: Sequence[Store],
+    out: Store,
+    *,
+    allow_duplicates: bool = False,
+    on_shard: Callable[[int, int], None] = lambda done, shards: None,
+) -> JoinResult:
+    """Joins finished datasets. The datasets stay unchanged.
+
+    Args:
+        sources: At least two datasets, in the order of the new one.
+        out: Directory of the new dataset: empty, new, or with an interrupted join of the same datasets.
+        allow_duplicates: Whether datasets may repeat the samples of others.
+        on_shard: Called with the number of transferred shards and of all shards.
+
+    Raises:
+        ConfigMismatchError: If the datasets differ in family, tokenizer, format version or another property that
+            readers assume to be equal, or ``out`` has other contents.
+        DatasetFormatError: If a dataset is damaged: its index, ledger or tokenizer does not match its manifest, or a
+            shard is missing or has another size. The contents of shards are not read.
+        ResourceError: If the disk is full, or another command is at work in ``out``.
+        UsageError: If there are fewer than two datasets, one repeats another, or ``out`` is one of them or within one.
+    """
+    if len(sources) < 2:
+        raise UsageError("vlmdata join: give at least two datasets")
+    for each in sources:
+        if f"{real_place(out)}/".startswith(f"{real_place(each)}/"):
+            raise UsageError(f"--out {out}: it is one of the datasets to join, or in one ({each}); give another folder")
+    parts = _parts(sources, allow_duplicates)
+    plan = json.dumps([part.manifest.fingerprint for part in parts]).encode()
+    try:
+        out.prepare(PROGRESS_DIR, TOKENIZER_DIR)
+        with out.lock(_LOCK) as lock:
+            _begin(out, plan)
+            transferred = _transfer(parts, out, on_shard)
+            manifest = _close(parts, out)
+            lock.commit(MANIFEST_NAME, manifest.to_json())
+            out.tidy(PROGRESS_DIR)
+            out.delete_folder(PROGRESS_DIR)
+    except LockedError as error:
+        raise ResourceError(f"{out}: another command is at work there {error.holder}".rstrip()) from None
+    except OSError as error:
+        raise ResourceError(
+            f"{out}: joining failed: {error}. Free space or fix permissions, and run the same command again."
+        ) from error
+    return JoinResult(manifest, transferred)
+
+
+def _parts(sources: Sequence[Store], allow_duplicates: bool) -> list[_Part]:
+    manifests = [_manifest(store) for store in sources]
+    inputs = list(zip(sources, manifests, strict=True))
+    for each in inputs[1:]:
+        require_alike(inputs[0], each)
+    if not allow_duplicates:
+        require_distinct(inputs)
+    for store, manifest in inputs:
+        require_whole(store, manifest)
+    shards = accumulate((len(manifest.shards) for manifest in manifests), initial=0)
+    rows = accumulate((manifest.totals.rows for manifest in manifests), initial=0)
+    numbers = accumulate((_row_numbers(manifest) for manifest in manifests), initial=0)
+    return [_Part(*part) for part in zip(sources, manifests, shards, rows, numbers, strict=False)]
+
+
+def _manifest(store: Store) -> Manifest:
+    if not is_url(store.place):
+        return Manifest.read(Path(store.place))
+    try:
+        return Manifest.from_json(store.read(MANIFEST_NAME), store.path(MANIFEST_NAME))
+    except FileNotFoundError:
+        raise DatasetFormatError(f"{store}: has no {MANIFEST_NAME}, so it is not a vlmdata dataset") from None
+
+
+def _row_numbers(manifest: Manifest) -> int:
+    selection = Selection.read(manifest.source)
+    return manifest.totals.rows if selection is None else selection.of_rows
+
+
+def _begin(out: Store, plan: bytes) -> None:
+    """Checks that ``out`` is empty or has an interrupted join of the same datasets, and records the plan."""
+    try:
+        if out.read(_PLAN) == plan:
+            return
+        state = "an unfinished join of other datasets"
+    except FileNotFoundError:
+        names = [name for name in out.listing() if name not in (PROGRESS_DIR, TOKENIZER_DIR)]
+        if not names:
+            out.put(_PLAN, plan)
+            return
+        state = ", ".join(sorted(names)[:5])
+    raise ConfigMismatchError(f"{out}: has {state}. Give an empty or new folder as --out.")
+
+
+def _transfer(parts: Sequence[_Part], out: Store, on_shard: Callable[[int, int], None]) -> Counter[How]:
+    total, transferred = sum(len(part.manifest.shards) for part in parts), Counter[How]()
+    for part in parts:
+        for info, new in zip(part.manifest.shards, part.shards(), strict=True):
+            transferred[transfer(part.store, info.name, out, new.name)] += 1
+            if (size := out.size(new.name)) != info.bytes:
+                raise ResourceError(
+                    f"{out.path(new.name)}: {size} bytes, but {part.store.path(info.name)} must have {info.bytes}. "
+                    f"Run `vlmdata verify {part.store}`."
+                )
+            on_shard(transferred.total(), total)
+    for name in parts[0].manifest.tokenizer_files:
+        transfer(parts[0].store, f"{TOKENIZER_DIR}/{name}", out, f"{TOKENIZER_DIR}/{name}")
+    return transferred
+
+
+def _close(parts: Sequence[_Part], out: Store) -> Manifest:
+    """Writes index and ledger; returns the manifest."""
+    features = tuple(sorted({feature for part in parts for feature in part.manifest.features}))
+    schema = index_schema(features)
+    rows: list[npt.NDArray[np.int64]] = []
+    with out.writing(INDEX_NAME) as unnamed:
+        index = Hashing(unnamed)
+        with pq.ParquetWriter(index, schema, compression="zstd") as writer:
+            for part in parts:
+                table = part.index(schema)
+                rows.append(table["source_row"].to_numpy())
+                if table.num_rows:
+                    writer.write_table(table)
+    with out.writing(LEDGER_NAME) as unnamed:
+        ledger = Hashing(unnamed)
+        for part in parts:
+            rejections = part.rejections()
+            rows.append(np.array([each.row for each in rejections], dtype=np.int64))
+            ledger.write(b"".join(each.to_line() for each in rejections))
+    manifests = [part.manifest for part in parts]
+    config = _common([manifest.config for manifest in manifests]) | {
+        JOINED: [dict(manifest.config) for manifest in manifests]
+    }
+    first = manifests[0]
+    return Manifest(
+        config=config,
+        config_hash=canonical_hash(config),
+        source=_source(parts, np.unique(np.concatenate(rows))),
+        tokenizer=first.tokenizer,
+        totals=Totals(
+            **{name: sum(getattr(m.totals, name) for m in manifests) for name in Totals.__dataclass_fields__}
+        ),
+        rejects=_sum(manifest.rejects for manifest in manifests),
+        shards=tuple(info for part in parts for info in part.shards()),
+        index_sha256=index.sha256,
+        ledger_sha256=ledger.sha256,
+        features=features,
+        unused_keys=_sum(manifest.unused_keys for manifest in manifests),
+        unknown_keys=_sum(manifest.unknown_keys for manifest in manifests),
+        turns=_sum(manifest.turns for manifest in manifests),
+        family=first.family,
+        created_by=f"vlmdata {__version__}",
+        tokenizer_files=first.tokenizer_files,
+    )
+
+
+def _source(parts: Sequence[_Part], rows: npt.NDArray[np.int64]) -> dict[str, Any]:
+    """Returns the source of the new dataset. It has a selection if a dataset selects rows of its source."""
+    source: dict[str, Any] = {
+        "kind": JOINED,
+        "rows": sum(part.manifest.totals.rows for part in parts),
+        "datasets": [
+            {
+                "fingerprint": part.manifest.fingerprint,
+                "shards": len(part.manifest.shards),
+                "row_offset": part.row_offset,
+                "source": dict(part.manifest.source),
+            }
+            for part in parts
+        ],
+    }
+    if any(SELECTION in part.manifest.source for part in parts):
+        numbers = sum(_row_numbers(part.manifest) for part in parts)
+        source[SELECTION] = dataclasses.asdict(Selection(numbers, rows_digest(rows)))
+    return source
+
+
+def _common(configs: Sequence[Any]) -> dict[str, Any]:
+    """Returns the entries that are equal in all configurations."""
+    found: dict[str, Any] = {}
+    for name, value in configs[0].items():
+        values = [config.get(name) for config in configs]
+        if all(isinstance(each, Mapping) for each in values):
+            found[name] = _common(values)
+        elif all(each == value for each in values):
+            found[name] = value
+    return found
+
+
+def _sum(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for each in counts:
+        total.update(each)
+    return dict(sorted(total.items()))
+
+
+def shifted_keys(keys: Sequence[str], by: int) -> list[str]:
+    """Returns keys with row numbers increased by ``by``.
+
+    Raises:
+        DatasetFormatError: If one is not a key.
+    """
+    shifted = []
+    for key in keys:
+        if parse_key(key) is None:
+            raise DatasetFormatError(f"the index has {key!r}, which is not a key. Run `vlmdata verify` on its dataset.")
+        row, dash, sample = key.partition("-")
+        shifted.append(f"{int(row) + by:09d}{dash}{sample}")
+    return shifted
+
+
+def describe(transferred: Mapping[How, int]) -> str:
+    """Describes a transfer in words: ``24 shards: hard links``."""
+    return ", ".join(f"{counted(count, 'shard')}: {how}" for how, count in transferred.items())

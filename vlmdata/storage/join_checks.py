@@ -1,0 +1,138 @@
+"""Checks that datasets can be joined: each is whole, all fit together, and none repeats another."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError, UsageError
+from vlmdata.format.manifest import CODEC_FINGERPRINTS, Manifest
+from vlmdata.format.schema import SCHEMA_VERSION
+from vlmdata.locations import is_url
+from vlmdata.storage import Store
+from vlmdata.storage.small_files import small_file_problems
+from vlmdata.wording import counted
+
+#: Options that readers assume to be equal for all samples.
+_SHARED_OPTIONS = ("pad_multiple", "train_turns")
+_SHOWN = 5
+
+Input = tuple[Store, Manifest]
+"""A dataset to join, and its manifest."""
+
+
+def real_place(store: Store) -> str:
+    """Returns the URL of a store, or the path of its folder without links."""
+    return store.place if is_url(store.place) else os.path.realpath(store.place)
+
+
+def require_whole(store: Store, manifest: Manifest) -> None:
+    """Checks the hashes of a dataset's small files and the sizes of its shards.
+
+    Raises:
+        DatasetFormatError: If a file is missing or does not match the manifest.
+        ResourceError: If a file cannot be read.
+    """
+    try:
+        problems = [*_shard_problems(store, manifest), *small_file_problems(store, manifest)]
+    except OSError as error:
+        raise ResourceError(f"{store}: cannot be read: {error}. Fix its permissions and run it again.") from error
+    if problems:
+        more = f"; and {len(problems) - _SHOWN:,} more" if len(problems) > _SHOWN else ""
+        raise DatasetFormatError(
+            f"{store}: {'; '.join(problems[:_SHOWN])}{more}. Run `vlmdata verify {shlex.quote(str(store))}` to see how "
+            "to repair it, then join again."
+        )
+
+
+def _shard_problems(store: Store, manifest: Manifest) -> Iterator[str]:
+    sizes = store.listing()
+    for info in manifest.shards:
+        if (size := sizes.get(info.name)) is None:
+            yield f"{info.name} is missing"
+        elif size != info.bytes:
+            yield f"{info.name} has {size} bytes, but the manifest says {info.bytes}"
+
+
+def require_alike(first: Input, other: Input) -> None:
+    """Checks that two datasets agree in what readers assume to be equal for all samples.
+
+    Raises:
+        ConfigMismatchError: If they do not, or have another format version than this writer.
+    """
+    (store, one), (other_store, two) = first, other
+    facts: list[tuple[str, Any, Any]] = [
+        ("format version", one.schema_version, two.schema_version),
+        ("family", one.model_family.name, two.model_family.name),
+        *(
+            (f"tokenizer.{name}", value, getattr(two.tokenizer, name))
+            for name, value in dataclasses.asdict(one.tokenizer).items()
+            if name != "name"
+        ),
+        ("tokenizer files", dict(one.tokenizer_files), dict(two.tokenizer_files)),
+        *((f"--{name.replace('_', '-')}", _option(one, name), _option(two, name)) for name in _SHARED_OPTIONS),
+    ]
+    different = [f"{name}: {a} in {store}, {b} in {other_store}" for name, a, b in facts if a != b]
+    if different:
+        listed = "\n".join(f"  {line}" for line in different)
+        raise ConfigMismatchError(
+            f"these datasets cannot be joined:\n{listed}\nPreprocess one of them again. A loader can read "
+            "several datasets without joining them, if family and tokenizer are equal."
+        )
+    if one.schema_version != SCHEMA_VERSION:
+        raise ConfigMismatchError(
+            f"{store}: format version {one.schema_version}, but only datasets of version {SCHEMA_VERSION} can be "
+            "joined. Preprocess it again."
+        )
+
+
+def _option(manifest: Manifest, name: str) -> Any:
+    options = manifest.config.get("options")
+    return options.get(name) if isinstance(options, Mapping) else None
+
+
+def require_distinct(inputs: Sequence[Input]) -> None:
+    """Checks that no samples would be in the new dataset twice.
+
+    Two datasets repeat each other if they are at the same place, share the bytes of a shard with samples, or were made
+    of the same rows with the same options, perhaps except the codec.
+
+    Raises:
+        UsageError: If two of them do; names both.
+    """
+    for one, other in combinations(inputs, 2):
+        if what := _repetition(one, other):
+            raise UsageError(
+                f"{what}. Joined, its samples would occur twice. Leave one out, or give --allow-duplicates to repeat "
+                "them."
+            )
+
+
+def _repetition(one: Input, other: Input) -> str:
+    (store, manifest), (other_store, second) = one, other
+    if real_place(store) == real_place(other_store):
+        return f"{store} is given twice" if str(store) == str(other_store) else f"{store} and {other_store} are one"
+    names = {info.sha256: info.name for info in manifest.shards if info.samples}
+    shared = [info for info in second.shards if info.samples and info.sha256 in names]
+    if shared:
+        samples = counted(sum(info.samples for info in shared), "sample")
+        return (
+            f"{store} and {other_store} have {counted(len(shared), 'equal shard')} with {samples}, such as "
+            f"{names[shared[0].sha256]} of the first and {shared[0].name} of the second"
+        )
+    if _rows(manifest) == _rows(second):
+        return f"{store} and {other_store} were made of the same rows with the same options"
+    return ""
+
+
+def _rows(manifest: Manifest) -> tuple[Any, ...]:
+    """What datasets of the same rows and options share under every codec."""
+    config = {name: dict(value) for name, value in manifest.config.items() if isinstance(value, Mapping)}
+    config.get("options", {}).pop("pixels", None)
+    for name in CODEC_FINGERPRINTS:
+        config.get("fingerprints", {}).pop(name, None)
+    return config, dict(manifest.source), manifest.ledger_sha256, manifest.totals.samples
