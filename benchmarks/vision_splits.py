@@ -2,8 +2,8 @@
 
     python benchmarks/vision_splits.py        # some minutes, one core, no GPU
 
-Simulates the passes of steps (`vlmdata.packing.split`) with the FLOP of each model and with FLOP/s per GPU that were
-measured (`SPEEDS`), for every layout in `LAYOUTS` whose sizes fit, and compares the fastest split with the fastest
+Simulates the passes of steps (`model.parallel.split_estimate`) with the FLOP of each model and with FLOP/s per GPU that
+were measured (`SPEEDS`), for every layout in `LAYOUTS` whose sizes fit, and compares the fastest split with the fastest
 layout that all GPUs share. Packs of 8,192 tokens. Tensor parallelism costs nothing here, memory and messages are not
 simulated. Writes vision-splits-<date>.json and .md under --out.
 """
@@ -20,9 +20,9 @@ from typing import Any
 
 from packing import draw
 
+from model.parallel.split_estimate import Speeds, split_of, time_together
 from vlmdata.packing import PlanConfig, cost_model, plan_epoch
 from vlmdata.packing.plan.epoch import EpochPlan
-from vlmdata.packing.split import Speeds, split_of, time_together
 
 GPUS = (8, 16, 32, 64)
 AHEAD = (1, 4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vlmdata.format.ledger import Reason
+from vlmdata.reasons import Reason
 from vlmdata.wording import encodable, excerpt
 
 __all__ = ["RowRejected", "excerpt"]

@@ -11,7 +11,7 @@ from preprocess.reject import RowRejected
 from preprocess.row import Row
 from tests.chat_rows import write_jsonl
 from tests.conftest import build_dataset
-from vlmdata.format.ledger import Reason
+from vlmdata.reasons import Reason
 
 NAME = "tests.list_recipe:Lists"
 

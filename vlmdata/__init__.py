@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vlmdata.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from vlmdata.batch import PackedBatch
-    from vlmdata.format.dataset import VlmDataset, open_dataset
+    from vlmdata.format.dataset import VlmDataset
     from vlmdata.format.schema import Sample
     from vlmdata.loader.config import LoaderConfig
     from vlmdata.loader.loader import StreamingLoader
     from vlmdata.packing.config import Blend
-
-__version__ = "0.1.0"
+    from vlmdata.storage.open import open_dataset
 
 # Loaded on first use, so that `vlmdata --help` does not import numpy, pyarrow or torch.
 _EXPORTS = {
@@ -22,7 +23,7 @@ _EXPORTS = {
     "Sample": "vlmdata.format.schema",
     "StreamingLoader": "vlmdata.loader.loader",
     "VlmDataset": "vlmdata.format.dataset",
-    "open_dataset": "vlmdata.format.dataset",
+    "open_dataset": "vlmdata.storage.open",
 }
 
 __all__ = ["Blend", "LoaderConfig", "PackedBatch", "Sample", "StreamingLoader", "VlmDataset", "open_dataset"]

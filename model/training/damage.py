@@ -56,4 +56,4 @@ def _require_same(
 def name_damage_once(place: RankPlace) -> None:
     """Leaves the log of damaged samples to one of the ranks that share packs."""
     if not place.speaks or place.cp_rank:
-        logging.getLogger("vlmdata.loader.fill.damage").setLevel(logging.ERROR)
+        logging.getLogger("vlmdata.loader.damage").setLevel(logging.ERROR)

@@ -17,7 +17,8 @@ from vlmdata import Blend, LoaderConfig, PackedBatch, StreamingLoader
 from vlmdata.errors import UsageError
 from vlmdata.format.manifest import Manifest
 from vlmdata.loader.config import Packing, Parallelism, Reading, Service
-from vlmdata.loader.data import DEFAULT_CACHE_BYTES, open_data
+from vlmdata.loader.data import open_data
+from vlmdata.storage.choices import DEFAULT_CACHE_BYTES
 from vlmdata.wording import counted
 
 

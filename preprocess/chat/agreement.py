@@ -17,8 +17,8 @@ from preprocess.chat.tokenizer import ASSISTANT_HEADER, IM_START, ChatTokenizer
 from preprocess.config import TrainThink
 from preprocess.conversation import Conversation, Document, Message, TextPart
 from preprocess.reject import RowRejected, excerpt
-from vlmdata.format.ledger import Reason
 from vlmdata.format.manifest import TokenizerInfo
+from vlmdata.reasons import Reason
 from vlmdata.wording import counted
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from preprocess.chat.tokenizer import ChatTokenizer
 from preprocess.reject import RowRejected
-from vlmdata.format.ledger import Reason
+from vlmdata.reasons import Reason
 from vlmdata.wording import counted
 
 #: Shorter texts are tokenized whole at once: in characters, and in characters for each token allowed.

@@ -18,7 +18,7 @@ from preprocess.chat.tokenizer import ChatTokenizer
 from preprocess.config import SpecialText
 from preprocess.conversation import Conversation, Document, ImagePart, Message, TextPart
 from preprocess.reject import RowRejected, excerpt
-from vlmdata.format.ledger import Reason
+from vlmdata.reasons import Reason
 from vlmdata.wording import counted
 
 _PRIVATE_USE = range(0xE000, 0xF8FF)

@@ -18,8 +18,8 @@ from preprocess.chat.render import Rendered
 from preprocess.chat.tokenizer import ASSISTANT_HEADER, IM_END, IM_START, ChatTokenizer
 from preprocess.config import TrainThink
 from preprocess.reject import RowRejected, excerpt
-from vlmdata.format.ledger import Reason
 from vlmdata.format.manifest import TokenizerInfo
+from vlmdata.reasons import Reason
 
 _THINK_OPEN, _THINK_CLOSE = "<think>\n", "\n</think>\n\n"
 _THINK_CLOSE_EMPTY = "</think>\n\n"

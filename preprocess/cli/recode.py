@@ -50,7 +50,7 @@ def recode(
 
     from preprocess.cli.locations import output_store
     from preprocess.recode.run import recode_dataset
-    from vlmdata.cli.machine import available_cores
+    from vlmdata.machine import available_cores
 
     if workers is not None and workers < 1:
         raise typer.BadParameter(f"workers is {workers}; it must be at least 1")

@@ -18,7 +18,7 @@ from rich.table import Table
 from preprocess.config import EMBEDDED, Overlong, TrainTurns
 from preprocess.run.dataset import RunResult
 from vlmdata.format.image_sizes import image_sizes
-from vlmdata.format.ledger import Reason, Rejection, read_ledger
+from vlmdata.format.ledger import Rejection, read_ledger
 from vlmdata.format.manifest import Manifest, Totals, counts_to_json
 from vlmdata.format.schema import INDEX_NAME, LEDGER_NAME
 from vlmdata.format.turns import (
@@ -29,6 +29,7 @@ from vlmdata.format.turns import (
 )
 from vlmdata.inspect.text import one_line
 from vlmdata.media.codecs import RAW
+from vlmdata.reasons import Reason
 from vlmdata.storage import Store
 from vlmdata.wording import counted, duration
 

@@ -35,8 +35,8 @@ from preprocess.run.part import Part
 from preprocess.run.trace import trace_row
 from preprocess.sources.open import DEMO, open_source
 from preprocess.sources.rows import Source
-from vlmdata.cli.machine import available_cores
 from vlmdata.errors import SourceError
+from vlmdata.machine import available_cores
 from vlmdata.wording import counted
 
 #: Without a terminal, prints a line at this count and at each doubling.

@@ -15,7 +15,7 @@ from preprocess.encode.sample import EncodedSample, WeightedTokens, finish_sampl
 from preprocess.encode.weights import document_weight
 from preprocess.reject import RowRejected
 from vlmdata.families.positions import locate_images
-from vlmdata.format.ledger import Reason
+from vlmdata.reasons import Reason
 from vlmdata.wording import counted
 
 #: An image's tokens with its vision tokens, ``[start, stop)``.

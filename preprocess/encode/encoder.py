@@ -19,7 +19,7 @@ from preprocess.encode.image import encode_images, image_tokens
 from preprocess.encode.sample import EncodedImage, EncodedSample, WeightedTokens, finish_sample
 from preprocess.encode.weights import turn_weights
 from preprocess.reject import RowRejected, excerpt
-from vlmdata.format.ledger import Reason
+from vlmdata.reasons import Reason
 from vlmdata.wording import counted
 
 

@@ -16,10 +16,10 @@ from preprocess.encode import EncodedSample, Encoder
 from preprocess.reject import RowRejected
 from vlmdata.errors import SourceError
 from vlmdata.format.index_row import IndexRow
-from vlmdata.format.ledger import Reason
 from vlmdata.format.schema import sample_key
 from vlmdata.format.shard import Placement
 from vlmdata.media.image_file import image_file
+from vlmdata.reasons import Reason
 from vlmdata.verify.sample import SampleRules, audit_sample
 
 _REMEDY = (

@@ -7,7 +7,7 @@ import numpy as np
 from preprocess.config import TrainTurns
 from preprocess.conversation import Conversation, Document
 from preprocess.reject import RowRejected
-from vlmdata.format.ledger import Reason
+from vlmdata.reasons import Reason
 
 #: Weights other than 0 are within these bounds. Gradients are multiplied by the weights in the network and divided by
 #: their sum at the end of the step. The bounds leave 30 decimal places on either side in float32 and bfloat16 (1e-38 to

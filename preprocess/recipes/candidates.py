@@ -12,7 +12,7 @@ from preprocess.recipes.base import Recipe
 from preprocess.registry import shown_name
 from preprocess.reject import RowRejected
 from preprocess.row import Row
-from vlmdata.format.ledger import Reason
+from vlmdata.reasons import Reason
 from vlmdata.wording import with_article
 
 _WANTED = "a Conversation or Document"

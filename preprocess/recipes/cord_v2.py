@@ -19,7 +19,7 @@ from preprocess.recipes.keys import HARMLESS_COLUMNS, KeyLog
 from preprocess.recipes.media import MediaLoader, place_with_file
 from preprocess.reject import RowRejected, excerpt
 from preprocess.row import Row
-from vlmdata.format.ledger import Reason
+from vlmdata.reasons import Reason
 
 _USED_COLUMNS = frozenset({"image", "ground_truth"})
 _USED_KEYS = frozenset({"gt_parse", "gt_parses"})

@@ -20,8 +20,8 @@ from preprocess.recipes.ahead import Ahead, image_names
 from preprocess.recipes.remote_root import MAX_FILE_BYTES, FetchProblem, RemoteRoot, require_remote_root
 from preprocess.reject import RowRejected, excerpt
 from vlmdata.errors import SourceError
-from vlmdata.format.ledger import Reason
 from vlmdata.locations import is_url, is_web, place_of
+from vlmdata.reasons import Reason
 
 
 def require_image_root(image_root: str | None) -> None:

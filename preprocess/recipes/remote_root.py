@@ -12,8 +12,8 @@ from urllib.parse import quote, unquote
 from preprocess.reject import excerpt
 from vlmdata.attempts import FAILED, AttemptsFailed, attempts
 from vlmdata.errors import SourceError
-from vlmdata.format.ledger import Reason
 from vlmdata.locations import file_system, is_web
+from vlmdata.reasons import Reason
 
 #: A file larger than this is not read or downloaded.
 MAX_FILE_BYTES = 256 * 1024 * 1024

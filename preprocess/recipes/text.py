@@ -22,7 +22,7 @@ from preprocess.recipes.keys import HARMLESS_COLUMNS, KeyLog, filled, is_empty
 from preprocess.recipes.media import MediaLoader, place_with_file
 from preprocess.reject import RowRejected, excerpt
 from preprocess.row import Row
-from vlmdata.format.ledger import Reason
+from vlmdata.reasons import Reason
 from vlmdata.wording import counted
 
 _CONTENT_COLUMNS = ("text", "content")

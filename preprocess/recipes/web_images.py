@@ -24,7 +24,7 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 
 from preprocess.recipes.remote_root import MAX_FILE_BYTES, FetchProblem
 from preprocess.reject import excerpt
-from vlmdata.format.ledger import Reason
+from vlmdata.reasons import Reason
 
 _TIMEOUT_SECONDS = (10, 60)  # for connecting, and between two packets
 #: For an image, with redirects and further attempts.

@@ -11,10 +11,10 @@ from typing import Any
 from vlmdata.errors import DatasetFormatError
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import JOINED
-from vlmdata.loader.data import open_remote, shards_of
 from vlmdata.locations import is_url, place_of
 from vlmdata.media.codecs import RAW
 from vlmdata.storage.folder import Folder
+from vlmdata.storage.open import open_remote, shards_of
 from vlmdata.storage.shards import DatasetShards
 from vlmdata.storage.small_files import small_file_problems
 

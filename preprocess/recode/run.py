@@ -25,7 +25,6 @@ from preprocess.shards.fingerprints import (
 )
 from preprocess.shards.job import RUN_FILE, ShardJob, ShardRecord, finished_records
 from preprocess.workers import WorkersDied, run_in_workers
-from vlmdata import __version__
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError, UsageError
 from vlmdata.format.manifest import CODEC_FINGERPRINTS, Manifest, Totals, canonical_hash, differences
 from vlmdata.format.schema import (
@@ -44,6 +43,7 @@ from vlmdata.format.tokenizer_files import hash_tokenizer_files
 from vlmdata.locations import is_url
 from vlmdata.media.codecs import REGISTRY, codec
 from vlmdata.storage import Lock, Store, open_store
+from vlmdata.version import __version__
 
 _COMMAND = "vlmdata recode"
 _PRELOADED = ["preprocess.recode.run"]

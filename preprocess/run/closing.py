@@ -19,7 +19,6 @@ from preprocess.recipes.image_files import merge_files
 from preprocess.run.part import Part, job_array
 from preprocess.shards.job import FILES_SUFFIX, RUN_FILE, ShardRecord, progress_name
 from preprocess.shards.key_counts import KeyCounts
-from vlmdata import __version__
 from vlmdata.errors import ConfigMismatchError, ResourceError
 from vlmdata.format.index_row import index_schema
 from vlmdata.format.manifest import Manifest, Totals, canonical_hash
@@ -35,6 +34,7 @@ from vlmdata.format.schema import (
 from vlmdata.format.tokenizer_files import hash_tokenizer_files
 from vlmdata.storage import Lock, Store
 from vlmdata.storage.hashing import Hashing
+from vlmdata.version import __version__
 from vlmdata.wording import counted
 
 #: Largest number of row groups of an index. Describing one takes about 4 kB in the file and 20 kB in memory.

@@ -19,7 +19,7 @@ from preprocess.shards.counters import Counters
 from preprocess.shards.job import ShardJob, ShardRecord, progress_name
 from vlmdata.errors import DatasetFormatError
 from vlmdata.format.index_row import index_table
-from vlmdata.format.ledger import Reason, read_ledger
+from vlmdata.format.ledger import read_ledger
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.reindex import index_rows_of
 from vlmdata.format.schema import (
@@ -32,6 +32,7 @@ from vlmdata.format.schema import (
     supported_features,
 )
 from vlmdata.format.tokenizer_files import STRAY, hash_tokenizer_files, tokenizer_file_names, tokenizer_findings
+from vlmdata.reasons import Reason
 from vlmdata.storage import Store
 
 _SCRATCH = f"{PROGRESS_DIR}/repair"

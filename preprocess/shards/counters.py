@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from preprocess.shards.job import RowOutcome, ShardRecord
-from vlmdata.format.ledger import Reason
 from vlmdata.format.manifest import ShardInfo
+from vlmdata.reasons import Reason
 
 _REASONS = tuple(Reason)
 _COLUMN = {reason: column for column, reason in enumerate(_REASONS, start=4)}

@@ -10,13 +10,13 @@ from typing import Any
 from preprocess.config import PreprocessConfig
 from preprocess.recipes.base import recipe_fingerprint, recipe_options
 from preprocess.shards.source_code import source_fingerprint
-from vlmdata import __version__
 from vlmdata.families import REGISTRY as FAMILIES
 from vlmdata.format.manifest import TokenizerInfo
 from vlmdata.format.schema import SCHEMA_VERSION
 from vlmdata.media.codecs import RAW, codec
 from vlmdata.media.codecs import REGISTRY as CODECS
 from vlmdata.media.versions import decoder_versions
+from vlmdata.version import __version__
 
 #: Libraries that can change pixels (decoders, resize) or tokens (tokenizer, template engine).
 _LIBRARIES = ("jinja2", "pillow", "tokenizers", "torch", "torchvision", "transformers")

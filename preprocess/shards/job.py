@@ -33,10 +33,11 @@ from preprocess.shards.samples import Place, count_turns, write_sample
 from preprocess.sources.rows import Source
 from vlmdata.errors import SourceError
 from vlmdata.format.index_row import IndexRow, index_table, used_features
-from vlmdata.format.ledger import Reason, Rejection
+from vlmdata.format.ledger import Rejection
 from vlmdata.format.manifest import ShardInfo, TokenizerInfo, Totals, differences
 from vlmdata.format.schema import PROGRESS_DIR, sample_key, shard_name, supported_features
 from vlmdata.format.shard import ShardWriter
+from vlmdata.reasons import Reason
 from vlmdata.storage import Store
 
 RUN_FILE = f"{PROGRESS_DIR}/run.json"

@@ -12,7 +12,7 @@ from preprocess.recipes.media import MediaLoader
 from preprocess.reject import RowRejected
 from preprocess.row import Row
 from preprocess.sources.rows import Source
-from vlmdata.format.ledger import Reason
+from vlmdata.reasons import Reason
 
 #: Rows that are read before their turn.
 _ROWS_AHEAD = 16

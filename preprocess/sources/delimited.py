@@ -17,7 +17,7 @@ from preprocess.sources.byte_files import ByteFile
 from preprocess.sources.counting import Counted, places_of
 from preprocess.sources.identity import stream_digest
 from vlmdata.errors import SourceError
-from vlmdata.format.ledger import Reason
+from vlmdata.reasons import Reason
 
 #: The csv module's default limit, 128 KiB, is too small for an image in base64.
 _FIELD_LIMIT = min(sys.maxsize, (1 << 31) - 1)

@@ -10,7 +10,7 @@ from preprocess import json_text
 from preprocess.reject import RowRejected, excerpt
 from preprocess.sources.byte_files import ByteFile
 from preprocess.sources.counting import Counted, places_of
-from vlmdata.format.ledger import Reason
+from vlmdata.reasons import Reason
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 #: Bytes that messages show before one that is not UTF-8.

@@ -26,7 +26,7 @@ from preprocess.sources.counting import Counted, places_of
 from preprocess.sources.kinds import IMAGE_ENDINGS
 from preprocess.sources.tar_index import TarIndex
 from vlmdata.errors import SourceError
-from vlmdata.format.ledger import Reason
+from vlmdata.reasons import Reason
 from vlmdata.wording import counted
 
 KEY_COLUMN = "__key__"

@@ -9,7 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from vlmdata.errors import DatasetFormatError
-from vlmdata.format.ledger import Reason, Rejection, read_ledger
+from vlmdata.format.ledger import Rejection, read_ledger
+from vlmdata.reasons import Reason
 
 # Line ends of every alphabet, quotes, escapes and halves of surrogate pairs, beside everything else.
 MESSAGES = st.text(st.characters(exclude_categories=[]) | st.sampled_from('\n\r\x85\u2028\u2029"\\\x00\ud800'))

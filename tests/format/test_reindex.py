@@ -11,10 +11,10 @@ import pytest
 from tests.chat_rows import build_mixed, image_item, turn, write_jsonl
 from tests.conftest import build_dataset
 from vlmdata.families.qwen3_5 import FAMILY
-from vlmdata.format.dataset import open_dataset
 from vlmdata.format.index_row import index_table
 from vlmdata.format.reindex import index_rows_of
 from vlmdata.format.schema import supported_features
+from vlmdata.storage.open import open_dataset
 
 
 def weighted_rows() -> list[Any]:

@@ -17,7 +17,8 @@ from tests.conftest import build_dataset
 from tests.documents import build_documents
 from tests.inspect.raw import RawSample, read_samples
 from tests.list_recipe import build_lists
-from vlmdata.format.dataset import VlmDataset, open_dataset
+from vlmdata.format.dataset import VlmDataset
+from vlmdata.storage.open import open_dataset
 
 #: Text that tries everything on whoever shows it.
 HOSTILE = (

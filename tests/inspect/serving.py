@@ -14,10 +14,10 @@ from typing import Any
 
 import uvicorn
 
-from vlmdata.format.dataset import open_dataset
 from vlmdata.inspect.dataset import describe_dataset
 from vlmdata.inspect.server import PackSource, build_app
 from vlmdata.loader.loader import StreamingLoader
+from vlmdata.storage.open import open_dataset
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,11 @@ from tests.inspect.raw import RawSample, read_rejects
 from vlmdata import StreamingLoader
 from vlmdata.batch import PackedBatch
 from vlmdata.context_parallel import partition_indices
-from vlmdata.format.dataset import VlmDataset, open_dataset
+from vlmdata.format.dataset import VlmDataset
 from vlmdata.inspect import BatchDescription, describe_batch, describe_row, describe_step
 from vlmdata.inspect.batch import batch_at, num_batches
 from vlmdata.loader.data import default_capacity
+from vlmdata.storage.open import open_dataset
 
 LAYOUTS: list[dict[str, Any]] = [
     {"capacity": 1536, "global_batch": 2, "context_parallel": 2, "tensor_parallel": 2},

@@ -13,8 +13,8 @@ from tests.inspect.browser import Visit, launched
 from tests.inspect.conftest import HOSTILE, Command
 from tests.inspect.raw import RawSample
 from tests.inspect.serving import Client, serving
-from vlmdata.format.dataset import open_dataset
 from vlmdata.inspect.text import visible
+from vlmdata.storage.open import open_dataset
 
 pytestmark = pytest.mark.slow
 

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.inspect.raw import RawSample, read_index, read_rejects, read_samples
-from vlmdata.format.dataset import open_dataset
 from vlmdata.inspect import describe_dataset
 from vlmdata.inspect.dataset import DatasetCard
 from vlmdata.inspect.histogram import Histogram, histogram
+from vlmdata.storage.open import open_dataset
 
 
 @pytest.fixture(scope="module", params=["demo", "mixed"])

@@ -11,10 +11,10 @@ import pytest
 from tests.inspect.conftest import Command
 from tests.inspect.serving import serving
 from tests.verify.rewriting import Draft, rewrite_sample
-from vlmdata.format.dataset import open_dataset
 from vlmdata.format.manifest import Manifest
 from vlmdata.inspect import describe_dataset, describe_sample
 from vlmdata.inspect.findings import Severity
+from vlmdata.storage.open import open_dataset
 
 KEY = "000000000"
 

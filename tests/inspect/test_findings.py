@@ -11,9 +11,9 @@ import pytest
 
 from tests.verify.rewriting import Draft, rewrite_sample
 from vlmdata.families.qwen3_5 import FAMILY
-from vlmdata.format.dataset import open_dataset
 from vlmdata.inspect import describe_dataset, describe_sample
 from vlmdata.inspect.findings import Severity
+from vlmdata.storage.open import open_dataset
 
 KEY = "000000001"
 Change = Callable[[Draft], None]

@@ -17,10 +17,10 @@ from PIL import Image
 
 from tests.inspect.conftest import HOSTILE, Command
 from tests.inspect.raw import read_samples
-from vlmdata.format.dataset import open_dataset
 from vlmdata.inspect.dataset import describe_dataset
 from vlmdata.inspect.page.build import json_block
 from vlmdata.inspect.page.select import choose_samples
+from vlmdata.storage.open import open_dataset
 
 
 class Parser(HTMLParser):

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.inspect.conftest import HOSTILE, Command
-from vlmdata.format.dataset import open_dataset
 from vlmdata.inspect.text import visible
+from vlmdata.storage.open import open_dataset
 
 GOLDEN = Path(__file__).parent / "golden"
 VIEWS: dict[str, list[str]] = {

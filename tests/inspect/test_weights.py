@@ -14,9 +14,10 @@ from tests.chat_rows import turn
 from tests.inspect.browser import Visit, launched
 from tests.inspect.conftest import Command, once
 from tests.weighted import build_weighted
-from vlmdata.format.dataset import VlmDataset, open_dataset
+from vlmdata.format.dataset import VlmDataset
 from vlmdata.inspect import describe_dataset, describe_sample
 from vlmdata.inspect.page.payload import sample_payload
+from vlmdata.storage.open import open_dataset
 
 WEIGHTED, UNWEIGHTED, ZERO = "000000000", "000000001", "000000002"
 

@@ -21,10 +21,11 @@ from tests.loader.helpers import assert_same, epoch_of, packs_of, stream, wait_u
 from tests.loader.remote_fs import TroubledFileSystem
 from tests.verify.rewriting import rewrite_manifest, sha256
 from vlmdata.errors import DatasetFormatError, ResourceError
-from vlmdata.format.dataset import VlmDataset, open_dataset
+from vlmdata.format.dataset import VlmDataset
 from vlmdata.storage import cache as cache_module
 from vlmdata.storage import download as remote
 from vlmdata.storage.cache import CACHE_FOLDER, RemoteShards, cache_folder
+from vlmdata.storage.open import open_dataset
 from vlmdata.storage.shards import ShardFile
 
 PLENTY = 1 << 40

@@ -13,7 +13,7 @@ from tests.list_recipe import LIST_KEYS, build_lists
 from tests.loader.helpers import epoch_of
 from tests.loader.test_content import assert_holds_its_samples
 from vlmdata.batch import IGNORE_INDEX
-from vlmdata.format.dataset import open_dataset
+from vlmdata.storage.open import open_dataset
 
 
 @pytest.mark.parametrize("build", [build_documents, build_lists])

@@ -45,7 +45,7 @@ class TestKilledWorkers:
             kill(first[:1])
             found += iterator
             assert len(first) == 2
-            assert not set(first) & set(worker_pids())  # both were replaced: they shared a queue
+            assert set(first) & set(worker_pids()) == {first[1]}  # only the killed one was replaced
         assert_same(found, whole)
 
     def test_are_nothing_to_a_data_loader_of_the_program(self, chat: Path) -> None:
@@ -74,7 +74,7 @@ class TestKilledWorkers:
         with stream(chat, num_workers=2, multiprocessing_context="fork") as loader:
             iterator = iter(loader)
             found = packs_of([next(iterator)])
-            monkeypatch.setattr("vlmdata.loader.feed.workers._leave_process_group", lambda _: kill([os.getpid()]))
+            monkeypatch.setattr("vlmdata.workers._exit_with_parent", lambda: kill([os.getpid()]))
             kill(worker_pids())
             with pytest.raises(ResourceError, match=r"died 4 times in a row.*Out of memory"):  # noqa: PT012
                 for batch in iterator:

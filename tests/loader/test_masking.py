@@ -166,7 +166,7 @@ def test_damage_is_named_once_and_counted(
         assert [str(each) for each in loader.stats.damaged] == names
         state = json.loads(json.dumps(loader.state_dict()))
         twin = copy.deepcopy(loader)
-    said = [record.getMessage() for record in caplog.records if record.name == "vlmdata.loader.fill.damage"]
+    said = [record.getMessage() for record in caplog.records if record.name == "vlmdata.loader.damage"]
     assert sorted(text.split(" input_ids")[0].split(" loss_mask")[0] for text in said) == sorted(names)
     assert twin.stats.damaged == loader.stats.damaged
     twin.close()

@@ -25,10 +25,10 @@ from tests.object_store import ObjectStore, forget_file_systems
 from vlmdata.errors import ChangedDataError, DatasetFormatError, UsageError
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.loader.config import LoaderConfig, Reading
-from vlmdata.loader.data import fetched_as_chosen, open_for_loading
 from vlmdata.media.codecs import RAW, REGISTRY
 from vlmdata.storage import download as remote
 from vlmdata.storage import ranges
+from vlmdata.storage.open import fetched_as_chosen, open_for_loading
 from vlmdata.storage.ranges import Extents, RemoteRanges
 
 CODECS = [name for name in REGISTRY if name != RAW]
@@ -197,7 +197,7 @@ class TestChoice:
         if scheme == "http":
             shards.source.__dict__["url"] = "http://example.org/data"
         slices = config.parallelism.context_parallel_rank is not None
-        (chosen,) = fetched_as_chosen([shards], config.reading, slices=slices)
+        (chosen,) = fetched_as_chosen([shards], config.reading.fetch, config.reading.cache_bytes, slices=slices)
         assert isinstance(chosen.source, RemoteRanges) == by_ranges
         assert chosen.name == shards.name
 

@@ -83,7 +83,7 @@ def test_an_unknown_start_method_is_an_error_at_the_first_batch(chat: Path) -> N
 
 
 def test_a_process_forked_while_workers_start_can_start_its_own(chat: Path) -> None:
-    from vlmdata.loader.feed import starting
+    import vlmdata.workers as starting
 
     with starting._one_at_a_time:
         process = os.fork()

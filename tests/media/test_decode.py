@@ -16,10 +16,10 @@ from PIL import Image
 
 from tests.conftest import encoded_image
 from vlmdata.families import REGISTRY, family
-from vlmdata.format.ledger import Reason
 from vlmdata.media.decode import DecodedImage, _pillow_limit, decode_image
 from vlmdata.media.error import MediaError
 from vlmdata.media.resize import resize_image, resize_to_patches
+from vlmdata.reasons import Reason
 
 LIMIT = 1_000_000
 

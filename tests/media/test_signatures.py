@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tests.conftest import encoded_image
-from vlmdata.format.ledger import Reason
 from vlmdata.media.decode import decode_image
 from vlmdata.media.error import MediaError
 from vlmdata.media.signatures import recognise
+from vlmdata.reasons import Reason
 
 
 def iso_media(major: bytes, *compatible: bytes) -> bytes:

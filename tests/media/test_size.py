@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from vlmdata.families.qwen3_5 import FAMILY
-from vlmdata.format.ledger import Reason
 from vlmdata.media.error import MediaError
 from vlmdata.media.size import SizeRequest, most_pixels, target_size
+from vlmdata.reasons import Reason
 
 MOST = most_pixels(FAMILY)
 RUN = (16_384, 65_536)

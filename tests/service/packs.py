@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from vlmdata.loader.fill.buffers import BufferPool
-from vlmdata.loader.fill.damage import Filled
+from vlmdata.loader.fill.fill import Filled
 from vlmdata.service.server.clients import Clients, Share
 from vlmdata.service.server.packs import FilledPack
 

@@ -16,7 +16,7 @@ from tests.service.packs import MIB, pack_request
 from tests.service.servers import assert_equal, wait_until
 from vlmdata import StreamingLoader
 from vlmdata.errors import DatasetFormatError
-from vlmdata.loader.fill.damage import Filled
+from vlmdata.loader.fill.fill import Filled
 from vlmdata.loader.state import Position
 from vlmdata.packing.config import PlanConfig
 from vlmdata.service.protocol import BatchQuery

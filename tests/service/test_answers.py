@@ -18,7 +18,7 @@ import pytest
 
 from tests.service.packs import MIB, filled_pack, pack_request, share, whole
 from vlmdata.loader.fill.buffers import BufferPool
-from vlmdata.loader.fill.damage import Filled
+from vlmdata.loader.fill.fill import Filled
 from vlmdata.service.protocol import FileQuery, Header
 from vlmdata.service.server.answer import Answer, Answers, SharedAnswer, pieces
 from vlmdata.service.server.filling import Fillers

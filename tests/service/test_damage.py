@@ -17,8 +17,7 @@ from vlmdata import PackedBatch, StreamingLoader
 from vlmdata.errors import ChangedDataError, DatasetFormatError, ResourceError, UnreadableDataError
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.loader.config import Service
-from vlmdata.loader.data import open_for_loading
-from vlmdata.loader.fill.damage import Filled
+from vlmdata.loader.fill.fill import Filled
 from vlmdata.service.address import parse_address
 from vlmdata.service.client import race
 from vlmdata.service.client.connection import Connection
@@ -26,6 +25,7 @@ from vlmdata.service.client.servers import Servers
 from vlmdata.service.server.config import ServerConfig
 from vlmdata.service.server.server import CollationServer
 from vlmdata.storage.cache import CACHE_FOLDER
+from vlmdata.storage.open import open_for_loading
 from vlmdata.storage.shards import ShardStore
 
 OPTIONS: dict[str, Any] = {"capacity": 1024, "global_batch": 2, "timeout": 240.0, "hedge": 240.0}

@@ -165,7 +165,7 @@ def test_a_server_that_gets_other_data_later_is_passed_over(
 
 def test_a_forked_process_is_told_what_to_do(two: list[Server], monkeypatch: pytest.MonkeyPatch) -> None:
     with StreamingLoader(both(two), **OPTIONS) as loader:
-        monkeypatch.setattr(loader._servers, "_process", -1)
+        monkeypatch.setattr(loader._service.servers, "_process", -1)
         with pytest.raises(UsageError, match="cannot be used in a forked process, since gRPC has no threads there"):
             next(iter(loader))
 

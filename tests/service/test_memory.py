@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.service.packs import MIB, pack_request
 from vlmdata.errors import UsageError
-from vlmdata.loader.fill.damage import Filled
+from vlmdata.loader.fill.fill import Filled
 from vlmdata.service.server.filling import LateFillError
 from vlmdata.service.server.memory import BusyError, PackMemory
 from vlmdata.service.server.packs import Packs

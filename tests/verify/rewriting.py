@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from vlmdata.format.dataset import open_dataset
 from vlmdata.format.index import DatasetIndex
 from vlmdata.format.index_row import IndexRow, index_table
 from vlmdata.format.manifest import Manifest, TokenizerInfo
 from vlmdata.format.schema import INDEX_NAME, MANIFEST_NAME, TOKENIZER_DIR
 from vlmdata.format.shard import ShardWriter
+from vlmdata.storage.open import open_dataset
 
 
 @dataclass

@@ -12,8 +12,8 @@ import pytest
 from tests.chat_rows import build_mixed
 from tests.documents import SPLIT_KEYS, build_documents
 from tests.verify.rewriting import Draft, edit_manifest_json, rewrite_manifest, rewrite_sample
-from vlmdata.format.dataset import open_dataset
 from vlmdata.format.manifest import Manifest, TokenizerInfo
+from vlmdata.storage.open import open_dataset
 from vlmdata.verify.dataset import verify_dataset
 
 PLAIN, IMAGES, WEIGHTED = "000000000", "000000001", "000000004"

@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.verify.rewriting import edit_manifest_json, rewrite_manifest, rewrite_sample, sha256
-from vlmdata.format.dataset import open_dataset
 from vlmdata.format.index_row import INDEX_SCHEMA
 from vlmdata.format.schema import INDEX_NAME, LEDGER_NAME, MANIFEST_NAME, MEMBERS
+from vlmdata.storage.open import open_dataset
 from vlmdata.verify.dataset import verify_dataset
 from vlmdata.verify.fault import Fault
 

@@ -11,8 +11,8 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from vlmdata import __version__
 from vlmdata.errors import ResourceError, VlmdataError
+from vlmdata.version import __version__
 
 GROUP = "vlmdata.commands"
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from vlmdata.loader.choice import LoaderChoice
+    from vlmdata.packing.plan.estimates import Split
     from vlmdata.packing.plan.report import PlanReport
-    from vlmdata.packing.split import Split
 
 
 @with_loader_options("dp_rank", "balance")
@@ -56,10 +56,11 @@ def plan(
     """
     from vlmdata.errors import UsageError
     from vlmdata.loader.config import Service
-    from vlmdata.loader.data import DEFAULT_CACHE_BYTES, open_data, require_one_tokenizer, sample_table
+    from vlmdata.loader.data import open_data, require_one_tokenizer, sample_table
     from vlmdata.packing.plan.epoch import plan_epoch
+    from vlmdata.packing.plan.estimates import split_estimates
     from vlmdata.packing.plan.report import report_plan
-    from vlmdata.packing.split import estimate_splits
+    from vlmdata.storage.choices import DEFAULT_CACHE_BYTES
 
     places = choice.data(data or [])
     datasets = open_data(places, None, DEFAULT_CACHE_BYTES, Service()).datasets
@@ -79,10 +80,12 @@ def plan(
 
     planned = plan_epoch(table, config, epoch, key_of)
     report = report_plan(planned, loader_config.parallelism.dp_size or 1)
-    splits: tuple[Split, ...] = ()
+    splits: Sequence[Split] = ()
     if vision_gpus is not None:
         layout = loader_config.parallelism
-        splits = estimate_splits(planned, gpus, layout.tensor_parallel * layout.context_parallel, stages, vision_ahead)
+        splits = split_estimates()(
+            planned, gpus, layout.tensor_parallel * layout.context_parallel, stages, vision_ahead
+        )
         if vision_gpus not in [each.vision_gpus for each in splits]:
             fitting = ", ".join(str(each.vision_gpus) for each in splits)
             raise UsageError(
@@ -111,7 +114,7 @@ def _print_splits(splits: Sequence[Split], chosen: int, gpus: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from vlmdata.packing.split import best_split
+    from vlmdata.packing.plan.estimates import best_split
 
     best = best_split(splits).vision_gpus
     table = Table(

@@ -66,10 +66,10 @@ def verify(
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
-    from vlmdata.cli.machine import available_cores
     from vlmdata.format.manifest import Manifest
     from vlmdata.format.schema import JOINED
     from vlmdata.locations import is_url, place_of
+    from vlmdata.machine import available_cores
     from vlmdata.verify.dataset import verify_dataset
     from vlmdata.verify.remedy import first_names, remedies
     from vlmdata.verify.remote import auditable, named, remedies_at

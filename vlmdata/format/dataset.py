@@ -22,7 +22,6 @@ from vlmdata.format.checksum import changed_data
 from vlmdata.format.index import DatasetIndex
 from vlmdata.format.manifest import Manifest, ShardInfo
 from vlmdata.format.schema import INDEX_NAME, MEMBER_BY_NAME, OPTIONAL_MEMBERS, Sample
-from vlmdata.locations import is_url, place_of
 from vlmdata.media.codecs import decode_item
 from vlmdata.media.pixel_check import require_pixels
 from vlmdata.wording import counted
@@ -281,24 +280,3 @@ class VlmDataset:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
-
-
-def open_dataset(location: str | PathLike[str]) -> VlmDataset:
-    """Opens a dataset for random access.
-
-    Args:
-        location: The folder that ``vlmdata preprocess --out`` wrote, or an fsspec URL of it (``s3://…``). Shards of a
-            URL are downloaded into the cache (``$VLMDATA_CACHE``) on first access.
-
-    Returns:
-        The dataset; ``dataset[i]`` is a :class:`Sample`, ``dataset.index`` its columns.
-
-    Raises:
-        DatasetFormatError: If the location is not a finished vlmdata dataset, or needs a newer reader.
-    """
-    place = place_of(location)
-    if is_url(place):
-        from vlmdata.loader.data import open_remote  # fsspec, the cache and its locks are only needed for URLs
-
-        return open_remote(place)
-    return VlmDataset(place)

@@ -23,9 +23,8 @@ import xxhash
 
 from vlmdata.format.headers import npy_header_for, tar_header
 from vlmdata.format.schema import ALL_MEMBERS, IMAGE, ITEMS_MEMBER, METADATA_MEMBER
+from vlmdata.format.writing import FileWriting, Writing
 from vlmdata.media.codecs import RAW
-from vlmdata.storage.base import Writing
-from vlmdata.storage.folder import FileWriting
 
 BLOCK = tarfile.BLOCKSIZE
 _END_OF_ARCHIVE = bytes(2 * BLOCK)

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from vlmdata.errors import ResourceError, UsageError
-from vlmdata.format.dataset import VlmDataset, open_dataset
+from vlmdata.format.dataset import VlmDataset
 from vlmdata.inspect.serialise import to_json
+from vlmdata.storage.open import open_dataset
 from vlmdata.wording import counted
 
 if TYPE_CHECKING:
@@ -207,7 +208,8 @@ class Inspection:
 
     def _datasets(self) -> list[VlmDataset]:
         """Opens datasets for packs and steps. These read only indexes, so URLs work as well as folders."""
-        from vlmdata.loader.data import DEFAULT_CACHE_BYTES, open_for_loading
+        from vlmdata.storage.choices import DEFAULT_CACHE_BYTES
+        from vlmdata.storage.open import open_for_loading
 
         return [open_for_loading(location, None, DEFAULT_CACHE_BYTES)[0] for location in self.data]
 

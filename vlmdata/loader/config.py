@@ -19,6 +19,7 @@ from vlmdata.families import DEFAULT_FAMILY
 from vlmdata.packing.alignment import alignment
 from vlmdata.packing.config import Blend, LastStep, PlanConfig
 from vlmdata.packing.cost import CostModel, chosen_cost
+from vlmdata.storage.choices import DEFAULT_CACHE_BYTES, Fetch, Verify
 
 if TYPE_CHECKING:
     import torch
@@ -26,12 +27,10 @@ if TYPE_CHECKING:
 #: Parts of a batch that a rank may need.
 BatchPart = Literal["tokens", "labels", "pixels"]
 PARTS: tuple[BatchPart, ...] = get_args(BatchPart)
-Verify = Literal["stored", "pixels", "off"]
 DEFAULT_VERIFY: Verify = "pixels"
 OnDamage = Literal["raise", "mask"]
 #: Dtype in which a batch has its pixels.
 Pixels = Literal["uint8", "bfloat16", "float32"]
-Fetch = Literal["auto", "shards", "ranges"]
 #: Default capacity for callers that need one.
 DEFAULT_CAPACITY = 8192
 
@@ -158,7 +157,7 @@ class Reading:
     device: torch.device | str | None = None
     fetch: Fetch = "auto"
     cache_dir: str | PathLike[str] | None = None
-    cache_bytes: int = 100 * 1024**3
+    cache_bytes: int = DEFAULT_CACHE_BYTES
     multiprocessing_context: str | None = None
 
     def __post_init__(self) -> None:

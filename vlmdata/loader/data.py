@@ -1,70 +1,32 @@
-"""Opens the datasets of a loader, local or remote, and checks that they are compatible."""
+"""Opens the data of a loader, and checks that its datasets are compatible."""
 
 from __future__ import annotations
 
-import hashlib
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from os import PathLike
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError, UsageError
-from vlmdata.format.atomic import atomic_path
+from vlmdata.errors import ConfigMismatchError, DatasetFormatError, UsageError
 from vlmdata.format.dataset import VlmDataset
-from vlmdata.format.manifest import Manifest, ShardInfo
-from vlmdata.format.schema import IMAGE_FILES, IMAGE_FILES_NAME, INDEX_NAME, LEDGER_NAME, MANIFEST_NAME, TOKENIZER_DIR
-from vlmdata.format.tokenizer_files import tokenizer_file_names
 from vlmdata.loader.config import DEFAULT_CAPACITY, Reading, Service
-from vlmdata.locations import is_url, place_of
+from vlmdata.loader.feed.session import BatchSource
+from vlmdata.loader.request.stream import RankStream
+from vlmdata.loader.state import Position
+from vlmdata.locations import place_of
 from vlmdata.packing.table import SampleTable, concatenate_tables, table_from_columns
-from vlmdata.service.address import is_service
-from vlmdata.storage.cache import RemoteShards, cache_folder
-from vlmdata.storage.download import download
-from vlmdata.storage.objects import ATOMIC
-from vlmdata.storage.ranges import RemoteRanges
-from vlmdata.storage.shards import DatasetShards, LocalShards, ShardFile, ShardSource
+from vlmdata.storage.open import open_for_loading
+from vlmdata.storage.shards import DatasetShards
 
-if TYPE_CHECKING:
-    from vlmdata.service.client.servers import Servers
-
-DEFAULT_CACHE_BYTES = Reading.cache_bytes
 _SECONDS_TO_OPEN = 30.0
 #: A host and a port, without a scheme.
 _PORT = re.compile(r"^[\w.-]+:\d+$")
-
-
-def open_for_loading(
-    location: str | PathLike[str], cache_dir: Path | None, cache_bytes: int
-) -> tuple[VlmDataset, DatasetShards]:
-    """Opens a dataset's index and the source of its shards.
-
-    Args:
-        location: A folder, or any fsspec URL (``s3://…``, ``gs://…``, ``https://…``, ``memory://…``).
-        cache_dir: Folder for remote shards.
-        cache_bytes: Largest size of the cache in bytes.
-
-    Raises:
-        DatasetFormatError: If the dataset is missing or unfinished.
-        ResourceError: If the cache cannot be written.
-    """
-    name = place_of(location)
-    source: ShardSource
-    if is_url(name):
-        source = RemoteShards(name, cache_folder(cache_dir), cache_bytes)
-        tables = fetch_tables(name, source.folder, partial(_download, name))
-        opened, sound = (_Cached(opening) for opening in (source.open, source.open_sound))
-        dataset = VlmDataset(tables, name=name, open_shard=opened, open_sound=sound)
-    else:
-        source, dataset = LocalShards(Path(name)), VlmDataset(name)
-    return dataset, dataset_shards(name, dataset.manifest, source)
 
 
 def locations_of(data: Any) -> list[str | PathLike[str]]:
@@ -85,6 +47,34 @@ def locations_of(data: Any) -> list[str | PathLike[str]]:
     return found
 
 
+class BatchService(Protocol):
+    """A service that makes the batches of a loader on other machines."""
+
+    def batches(self, stream: RankStream, start: Position, datasets: Sequence[str], reading: Reading) -> BatchSource:
+        """Returns the source of a rank's batches.
+
+        Args:
+            stream: The batches of the rank.
+            start: The first of them.
+            datasets: Fingerprints of the datasets.
+            reading: Reading options.
+        """
+
+    def close(self) -> None:
+        """Closes the connections."""
+
+
+type OpenDataset = tuple[VlmDataset, DatasetShards]
+#: Opens a service: places, folder for manifests and indices, options, seconds to answer.
+type OpenService = Callable[[Sequence[str], Path | None, Service, float], tuple[BatchService, list[OpenDataset]]]
+
+
+@cache
+def _services() -> Mapping[str, EntryPoint]:
+    """Returns what opens services, by scheme: entry points, since the service is built on the loader."""
+    return {each.name: each for each in entry_points(group="vlmdata.services")}
+
+
 @dataclass(frozen=True, eq=False)
 class OpenedData:
     """The data of a loader.
@@ -92,19 +82,19 @@ class OpenedData:
     Attributes:
         datasets: Manifest and index of each dataset.
         shards: Sources of their shards.
-        servers: The collation service that makes the batches; None if this machine reads the shards.
+        service: The collation service that makes the batches; None if this machine reads the shards.
     """
 
     datasets: tuple[VlmDataset, ...]
     shards: tuple[DatasetShards, ...]
-    servers: Servers | None = None
+    service: BatchService | None = None
 
 
 def open_data(
     locations: Sequence[str | PathLike[str]],
     cache_dir: Path | None,
     cache_bytes: int,
-    service: Service,
+    options: Service,
     timeout: float = _SECONDS_TO_OPEN,
 ) -> OpenedData:
     """Opens all data of a loader.
@@ -113,7 +103,7 @@ def open_data(
         locations: Folders and fsspec URLs, or datasets of a collation service.
         cache_dir: Folder for remote shards.
         cache_bytes: Largest size of the cache in bytes.
-        service: Options of a collation service.
+        options: Options of a collation service.
         timeout: Seconds for such a service to answer.
 
     Raises:
@@ -122,153 +112,20 @@ def open_data(
         ResourceError: If the cache cannot be written, or no server answers.
     """
     places = [place_of(location) for location in locations]
-    if any(map(is_service, places)):
-        if other := next((place for place in places if not is_service(place)), None):
+    schemes = [place.partition("://")[0].lower() if "://" in place else "" for place in places]
+    served = [scheme in _services() for scheme in schemes]
+    service: BatchService | None = None
+    if any(served):
+        if not all(served):
+            other = places[served.index(False)]
             raise UsageError(f"{other}: cannot be mixed with a collation service; serve it, too (`vlmdata serve A B`)")
-        from vlmdata.service.client.open import open_service  # gRPC is loaded on use
-
-        servers, opened = open_service(places, cache_dir, service, timeout)
+        open_service: OpenService = _services()[schemes[0]].load()
+        service, opened = open_service(places, cache_dir, options, timeout)
     else:
         if unnamed := next((place for place in places if _PORT.search(place) and not Path(place).exists()), None):
             raise UsageError(f"{unnamed}: no such directory. A collation service is grpc://{unnamed}")
-        servers, opened = None, [open_for_loading(location, cache_dir, cache_bytes) for location in locations]
-    return OpenedData(tuple(dataset for dataset, _ in opened), tuple(shards for _, shards in opened), servers)
-
-
-def fetched_as_chosen(shards: Sequence[DatasetShards], reading: Reading, *, slices: bool) -> tuple[DatasetShards, ...]:
-    """Decides for remote datasets between whole shards and byte ranges.
-
-    Args:
-        shards: All datasets of a loader.
-        reading: The choice, and the size of the cache.
-        slices: Whether only slices of packs are loaded.
-    """
-    size = sum(file.bytes for each in shards if isinstance(each.source, RemoteShards) for file in each.files)
-    by_ranges = slices or size > reading.cache_bytes
-
-    def fetched(each: DatasetShards) -> DatasetShards:
-        if not isinstance(each.source, RemoteShards):
-            return each
-        object_store = each.source.url.partition("://")[0].lower() in ATOMIC  # other servers may not send ranges
-        if reading.fetch == "ranges" or (reading.fetch == "auto" and by_ranges and object_store):
-            return replace(each, source=RemoteRanges(each.source.url))
-        return each
-
-    return tuple(map(fetched, shards))
-
-
-def shards_of(location: str | PathLike[str], manifest: Manifest) -> DatasetShards:
-    """Where the shards of a dataset are read from, remote ones through the default cache."""
-    name = place_of(location)
-    source = RemoteShards(name, cache_folder(), DEFAULT_CACHE_BYTES) if is_url(name) else LocalShards(Path(name))
-    return dataset_shards(name, manifest, source)
-
-
-def dataset_shards(name: str, manifest: Manifest, source: ShardSource) -> DatasetShards:
-    """Describes the shards of a dataset.
-
-    Args:
-        name: Location of the dataset, for messages.
-        manifest: Its manifest.
-        source: Source of the shards.
-    """
-    return DatasetShards(name, tuple(map(_shard_file, manifest.shards)), source, manifest.pixel_libraries)
-
-
-def open_remote(url: str) -> VlmDataset:
-    """Opens a dataset at a URL for random access. Downloads shards on first access, all other files now.
-
-    Raises:
-        DatasetFormatError: If the dataset is missing or unfinished, or a file does not match the manifest.
-        ResourceError: If the cache cannot be written.
-    """
-    dataset, _ = open_for_loading(url, None, DEFAULT_CACHE_BYTES)
-    manifest, directory = dataset.manifest, dataset.directory
-    wanted: dict[str, str | None] = {LEDGER_NAME: manifest.ledger_sha256}
-    if isinstance(recorded := manifest.source.get(IMAGE_FILES), Mapping):
-        wanted[IMAGE_FILES_NAME] = str(recorded["sha256"])
-    wanted |= {f"{TOKENIZER_DIR}/{name}": manifest.tokenizer_files.get(name) for name in tokenizer_file_names(manifest)}
-    try:
-        (directory / TOKENIZER_DIR).mkdir(exist_ok=True)
-        for name, sha256 in wanted.items():
-            if sha256 is None or not _has_sha256(directory / name, sha256):
-                with suppress(FileNotFoundError), atomic_path(directory / name) as temporary:
-                    download(f"{url}/{name}", temporary, sha256)
-    except OSError as error:
-        raise ResourceError(
-            f"{directory}: cannot cache {url}: {error}. Set VLMDATA_CACHE to another folder."
-        ) from error
-    return dataset
-
-
-@dataclass(frozen=True)
-class _Cached:
-    """Opens shards through the cache."""
-
-    opening: Callable[[ShardFile], int]
-
-    def __call__(self, info: ShardInfo) -> int:
-        return self.opening(_shard_file(info))
-
-
-def _shard_file(info: ShardInfo) -> ShardFile:
-    return ShardFile(info.name, info.bytes, info.sha256)
-
-
-#: Fetches a file of a dataset: its name, the local path, and the expected sha256, if known.
-type FetchFile = Callable[[str, Path, str | None], None]
-
-
-def _download(url: str, name: str, to: Path, sha256: str | None) -> None:
-    download(f"{url}/{name}", to, sha256)
-
-
-def fetch_tables(url: str, cache: Path, fetch: FetchFile) -> Path:
-    """Fetches manifest and index into a cache. Always fetches the manifest again, to detect a changed dataset.
-
-    Args:
-        url: Place of the dataset, for messages.
-        cache: The cache's own folder; see :func:`vlmdata.storage.cache.cache_folder`.
-        fetch: Fetches a file.
-
-    Returns:
-        Folder with both.
-
-    Raises:
-        DatasetFormatError: If the dataset is unfinished, or a file does not match the manifest.
-        ResourceError: If the cache cannot be written.
-    """
-    datasets = cache / "datasets"
-    name = MANIFEST_NAME
-    try:
-        datasets.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=datasets) as folder:
-            fetch(name, Path(folder) / name, None)
-            try:
-                manifest = Manifest.read(Path(folder))
-            except DatasetFormatError as error:
-                raise DatasetFormatError(f"{url}: {error}") from error
-            # By content: a reader of a dataset that is being replaced gets one consistent state, or an error.
-            directory = datasets / manifest.fingerprint[:32]
-            directory.mkdir(exist_ok=True)
-            os.replace(Path(folder) / name, directory / name)
-        name = INDEX_NAME
-        if not _has_sha256(directory / name, manifest.index_sha256):
-            with atomic_path(directory / name) as temporary:
-                fetch(name, temporary, manifest.index_sha256)
-    except FileNotFoundError:
-        raise DatasetFormatError(f"{url}: has no {name}, so it is not a finished vlmdata dataset") from None
-    except OSError as error:
-        raise ResourceError(f"{cache}: cannot cache the index of {url}: {error}. Set another cache_dir.") from error
-    return directory
-
-
-def _has_sha256(path: Path, sha256: str) -> bool:
-    try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest() == sha256
-    except FileNotFoundError:
-        return False
+        opened = [open_for_loading(location, cache_dir, cache_bytes) for location in locations]
+    return OpenedData(tuple(dataset for dataset, _ in opened), tuple(shards for _, shards in opened), service)
 
 
 def require_one_tokenizer(datasets: Sequence[VlmDataset]) -> None:

@@ -19,20 +19,21 @@ from vlmdata.batch import PackedBatch, Slice
 from vlmdata.errors import ConfigMismatchError, UsageError
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.loader.config import LoaderConfig, takes_loader_options
-from vlmdata.loader.data import fetched_as_chosen, locations_of, open_data, require_one_tokenizer, sample_table
+from vlmdata.loader.damaged import DamagedSample, SampleId, look_up, require_few
+from vlmdata.loader.data import locations_of, open_data, require_one_tokenizer, sample_table
+from vlmdata.loader.feed.from_shards import ShardBatches
 from vlmdata.loader.feed.passes import Pass, Passes
 from vlmdata.loader.feed.session import BatchSource, CurrentSession, LoadedBatch, Session
 from vlmdata.loader.feed.view import LoaderDataset
-from vlmdata.loader.feed.workers import ShardBatches
-from vlmdata.loader.fill.damage import DamagedSample, SampleId, look_up, require_few
 from vlmdata.loader.ranks import DataParallel, data_parallel, given_data_parallel
 from vlmdata.loader.request.plans import EpochPlans
 from vlmdata.loader.request.stream import PackImages, RankStream
 from vlmdata.loader.state import LoaderState, Position, damaged_in, restore
 from vlmdata.media.codecs import require_codecs
 from vlmdata.packing.plan.epoch import EpochPlan
+from vlmdata.storage.open import fetched_as_chosen
 
-_log = logging.getLogger("vlmdata.loader.fill.damage")
+_log = logging.getLogger("vlmdata.loader.damage")
 
 Location = str | PathLike[str]
 
@@ -99,17 +100,20 @@ class StreamingLoader:
         opened = open_data(locations, cache, reading.cache_bytes, self.config.service, reading.timeout)
         self.datasets: tuple[VlmDataset, ...] = opened.datasets
         self._shards = fetched_as_chosen(
-            opened.shards, reading, slices=layout.context_parallel_rank is not None or layout.vision_rank is not None
+            opened.shards,
+            reading.fetch,
+            reading.cache_bytes,
+            slices=layout.context_parallel_rank is not None or layout.vision_rank is not None,
         )
-        self._servers = opened.servers
-        if self._servers is not None and layout.vision_rank is not None:
+        self._service = opened.service
+        if self._service is not None and layout.vision_rank is not None:
             raise UsageError(
                 "a collation service makes the packs of one data-parallel rank, but vision_rank needs those of all: "
                 "read the datasets themselves"
             )
         require_one_tokenizer(self.datasets)
         self._parts = reading.wanted_parts
-        if "pixels" in self._parts and self._servers is None:
+        if "pixels" in self._parts and self._service is None:
             for dataset in self.datasets:
                 require_codecs(dataset.manifest.features)
         self.plan_config = self.config.plan_config(self.datasets[0].family.name)
@@ -283,8 +287,8 @@ class StreamingLoader:
     def close(self) -> None:
         """Stops workers, releases buffers and closes connections. Returned batches stay valid."""
         self._session.end()
-        if self._servers is not None:
-            self._servers.close()
+        if self._service is not None:
+            self._service.close()
 
     def __enter__(self) -> Self:
         return self
@@ -307,7 +311,14 @@ class StreamingLoader:
         return _make_again, (self._data, self.config, self._position, [each.id for each in self._damaged])
 
     def _begin_session(self) -> Session:
-        return Session(self._stream(), self._batch_source(), self._device, self._position)
+        stream, reading = self._stream(), self.config.reading
+        source: BatchSource
+        if self._service is None:
+            source = ShardBatches(self._shards, reading)
+        else:
+            fingerprints = [fingerprint for _, fingerprint in self.fingerprints]
+            source = self._service.batches(stream, self._position, fingerprints, reading)
+        return Session(stream, source, self._device, self._position)
 
     def _stream(self) -> RankStream:
         # The workers' thread must not reference this loader, so that garbage collection of the loader stops them.
@@ -324,26 +335,6 @@ class StreamingLoader:
             layout.vision_ranks,
             layout.vision_rank,
         )
-
-    def _batch_source(self) -> BatchSource:
-        reading = self.config.reading
-        if self._servers is None:
-            return ShardBatches(self._shards, reading)
-        from vlmdata.service.client.pipeline import ServedBatches
-        from vlmdata.service.protocol import BatchQuery
-
-        query = BatchQuery(
-            datasets=tuple(fingerprint for _, fingerprint in self.fingerprints),
-            plan=self.plan_config,
-            position=self._position,
-            dp_rank=self._ranks.rank,
-            dp_size=self._ranks.size,
-            context_parallel=self._context_parallel,
-            parts=self._parts,
-            pixels=reading.pixels,
-            on_damage=reading.on_damage,
-        )
-        return ServedBatches(self._servers, query, reading)
 
     def _settle_ranks(self) -> DataParallel:
         layout, global_batch = self.config.parallelism, self.config.packing.global_batch

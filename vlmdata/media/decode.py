@@ -22,9 +22,9 @@ import numpy.typing as npt
 import pyarrow as pa
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from vlmdata.format.ledger import Reason
 from vlmdata.media.error import MediaError
 from vlmdata.media.signatures import IDENTIFIED_ONLY, Found, recognise
+from vlmdata.reasons import Reason
 from vlmdata.wording import counted
 
 _EXIF_ORIENTATION = 0x0112

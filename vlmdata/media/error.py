@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vlmdata.errors import VlmdataError
-from vlmdata.format.ledger import Reason
+from vlmdata.reasons import Reason
 
 
 class MediaError(VlmdataError):

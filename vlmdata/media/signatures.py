@@ -6,7 +6,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from vlmdata.format.ledger import Reason
+from vlmdata.reasons import Reason
 from vlmdata.wording import excerpt
 
 #: Brands of ISO media files with images; those of videos are too many to list.

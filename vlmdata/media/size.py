@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from vlmdata.families import Family
 from vlmdata.families.base import AspectRatioError
-from vlmdata.format.ledger import Reason
 from vlmdata.media.error import MediaError
+from vlmdata.reasons import Reason
 
 #: Bounds of qwen_vl_utils, in tokens, for explicit sizes. The data must not request more.
 _LEAST_TOKENS, _MOST_TOKENS = 4, 16_384

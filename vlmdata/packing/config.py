@@ -70,7 +70,8 @@ class PlanConfig:
     Attributes:
         capacity: Tokens per pack.
         global_batch: Packs per optimizer step, over all data-parallel ranks and micro-batches.
-        alignment: Every sample is padded to a multiple of this many tokens (see :func:`vlmdata.packing.alignment.alignment`).
+        alignment: Every sample is padded to a multiple of this many tokens
+            (see :func:`vlmdata.packing.alignment.alignment`).
         max_patches: Vision patches per pack, or None for no limit.
         pad_to_capacity: Packs have exactly ``capacity`` tokens; the tail is a padded segment of its own.
         last: The incomplete last step of an epoch. "pad": fill it with empty packs (no targets), so it has as many

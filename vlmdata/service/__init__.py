@@ -1,11 +1,4 @@
-"""The collation service: makes packed batches for loaders on other machines (``vlmdata serve``).
+"""The collation service: batches that other machines make. ``server`` makes them, ``client`` is the loader's side.
 
-A query is complete (:mod:`vlmdata.service.protocol`), and the plan is a pure function, so a server keeps nothing
-about its clients. The path of a query:
-
-1. ``server``: Arrow Flight. Reads the ticket, asks for the token (``access``), counts (``metrics``, ``activity``).
-2. ``plans``: the plan of the epoch, from a small cache, and the request for the pack.
-3. ``packs``: the whole pack, decoded once for all ranks that share it. ``memory`` bounds all packs together;
-   ``filling`` reads and decodes in worker processes.
-4. ``answer``: the rank's part or slice, as views of the pack, streamed in chunks.
+Both speak ``protocol``, and name servers as in ``address``.
 """

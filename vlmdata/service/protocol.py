@@ -1,10 +1,10 @@
 """What clients and servers of the collation service exchange.
 
 A query is the ticket of an Arrow Flight ``DoGet`` call, as JSON. The answer to a batch query is the batch's buffer (see
-:class:`vlmdata.loader.request.arrays.BufferLayout`) as record batches with one uint8 column, in order. The application metadata
-of the first one is a :class:`Header`, that of the last one a :class:`Trailer`. If the header says that the batch is in
-shared memory, there is only one record batch, with the pieces that are not there; the client then cancels the call. The
-answer to a file query is the file's bytes in the same form, without metadata.
+:class:`vlmdata.loader.request.arrays.BufferLayout`) as record batches with one uint8 column, in order. The application
+metadata of the first one is a :class:`Header`, that of the last one a :class:`Trailer`. If the header says that the
+batch is in shared memory, there is only one record batch, with the pieces that are not there; the client then cancels
+the call. The answer to a file query is the file's bytes in the same form, without metadata.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The destination of a dataset's files: a local folder or an object store, with one interface."""
+"""Where datasets lie: local folders and object stores behind one interface, the cache of remote shards, and reading."""
 
-from vlmdata.storage.base import Lock, LockedError, Store, Writing
+from vlmdata.format.writing import Writing
+from vlmdata.storage.base import Lock, LockedError, Store
 from vlmdata.storage.stores import open_store
 
 __all__ = ["Lock", "LockedError", "Store", "Writing", "open_store"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Buffer, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
+
+from vlmdata.format.writing import Writing
 
 
 class LockedError(Exception):
@@ -38,34 +40,6 @@ class Lock(Protocol):
         Raises:
             LockedError: If another run took it over. The file is not written.
         """
-
-
-class Writing(Protocol):
-    """A file that is being written. Its name appears only when the file is complete."""
-
-    def write(self, data: Buffer) -> int:
-        """Appends all bytes. Returns their number.
-
-        Raises:
-            OSError: If the disk is full or not writable; possibly for bytes of an earlier call.
-        """
-
-    def tell(self) -> int:
-        """Returns the number of bytes written so far."""
-
-    def flush(self) -> None:
-        """Does nothing: written bytes become durable when the file gets its name."""
-
-    def finish(self) -> None:
-        """Waits until all bytes are stored and only the name is missing.
-
-        Raises:
-            OSError: If some could not be stored.
-        """
-
-    @property
-    def closed(self) -> bool:
-        """Always False; some libraries read it."""
 
 
 class Store(Protocol):

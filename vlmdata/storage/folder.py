@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Buffer, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,65 +13,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from vlmdata.format.atomic import sync, temporary_path, temporary_target, write_atomically
+from vlmdata.format.writing import FileWriting
 from vlmdata.storage.base import Lock, LockedError
-
-#: Bytes written between two flushes to the disk.
-_FLUSH_BYTES = 16 * 1024 * 1024
-
-
-class FileWriting:
-    """A local file that is being written.
-
-    A thread flushes written data in the background, so that the end does not wait for all of it.
-
-    Args:
-        path: The file, under a temporary name.
-    """
-
-    closed = False
-
-    def __init__(self, path: Path):
-        self._file = open(path, "wb", buffering=0)  # noqa: SIM115 (held over the object's life)
-        self._position = 0
-        self._flusher = ThreadPoolExecutor(1, thread_name_prefix="vlmdata-flush")
-        self._flush: Future[None] | None = None
-        self._next_flush = _FLUSH_BYTES
-
-    def write(self, data: Buffer) -> int:
-        """Appends bytes."""
-        view = memoryview(data).cast("B")
-        written = 0
-        while written < view.nbytes:  # an unbuffered write may be short, especially on a nearly full disk
-            written += self._file.write(view[written:])
-        self._position += written
-        if self._position >= self._next_flush and (self._flush is None or self._flush.done()):
-            self._flushed()
-            self._flush = self._flusher.submit(os.fsync, self._file.fileno())
-            self._next_flush = self._position + _FLUSH_BYTES
-        return written
-
-    def tell(self) -> int:
-        """Bytes written so far."""
-        return self._position
-
-    def flush(self) -> None:
-        """Does nothing."""
-
-    def finish(self) -> None:
-        """Flushes everything to the disk."""
-        self._flushed()
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._flusher.shutdown(wait=True)  # otherwise another file may reuse the closed descriptor
-        self._file.close()
-
-    def _flushed(self) -> None:
-        """Waits for the current flush. The system reports a failed write once, possibly to that flush."""
-        flush, self._flush = self._flush, None
-        if flush is not None:
-            flush.result()
 
 
 @dataclass(frozen=True)

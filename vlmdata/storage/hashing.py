@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Buffer
 
-from vlmdata.storage.base import Writing
+from vlmdata.format.writing import Writing
 
 
 class Hashing:

@@ -21,7 +21,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from vlmdata import __version__
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError, UsageError
 from vlmdata.format.index import DatasetIndex
 from vlmdata.format.index_row import index_schema
@@ -44,6 +43,7 @@ from vlmdata.storage import LockedError, Store
 from vlmdata.storage.hashing import Hashing
 from vlmdata.storage.join_checks import real_place, require_alike, require_distinct, require_whole
 from vlmdata.storage.transfer import How, transfer
+from vlmdata.version import __version__
 from vlmdata.wording import counted
 
 _LOCK, _PLAN = f"{PROGRESS_DIR}/lock", f"{PROGRESS_DIR}/join.json"

@@ -17,8 +17,8 @@ import xxhash
 
 from vlmdata.errors import DatasetFormatError, ResourceError, UnreadableDataError
 from vlmdata.format.checksum import changed_data
-from vlmdata.loader.config import Verify
 from vlmdata.media.pixel_check import require_pixels
+from vlmdata.storage.choices import Verify
 from vlmdata.storage.ranges import Extents, FetchedRanges, RemoteRanges
 from vlmdata.wording import counted
 

@@ -11,17 +11,8 @@ from typing import Any, Literal
 
 from vlmdata.differences import ABSENT, differing
 from vlmdata.errors import VlmdataError
-from vlmdata.loader.config import (
-    DEFAULT_CAPACITY,
-    DEFAULT_VERIFY,
-    Fetch,
-    OnDamage,
-    Packing,
-    Parallelism,
-    Reading,
-    Service,
-    Verify,
-)
+from vlmdata.loader.config import DEFAULT_CAPACITY, DEFAULT_VERIFY, OnDamage, Packing, Parallelism, Reading, Service
+from vlmdata.storage.choices import Fetch, Verify
 
 #: The value of ``model.weights`` for random initial weights.
 NO_WEIGHTS = "none"

@@ -13,7 +13,7 @@ from preprocess.recipes.chat.images import ITEM_KEYS, RowImages
 from preprocess.recipes.chat.turns import Turn
 from preprocess.recipes.keys import KeyLog, filled
 from preprocess.reject import RowRejected, excerpt
-from vlmdata.format.ledger import Reason
+from vlmdata.reasons import Reason
 from vlmdata.wording import with_article
 
 IMAGE_MARK = "<image>"

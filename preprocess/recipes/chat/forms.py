@@ -12,7 +12,7 @@ from preprocess.recipes.chat.tools import parse_json
 from preprocess.recipes.chat.turns import Turn, read_turn, text_turn
 from preprocess.recipes.keys import filled
 from preprocess.reject import RowRejected, excerpt
-from vlmdata.format.ledger import Reason
+from vlmdata.reasons import Reason
 
 #: Columns that hold a list of turns.
 LIST_COLUMNS = ("messages", "conversations", "conversation")

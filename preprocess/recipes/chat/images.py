@@ -11,7 +11,7 @@ from preprocess.recipes.chat.tools import json_or_text, parse_json
 from preprocess.recipes.keys import KeyLog, filled
 from preprocess.recipes.media import MediaLoader, place_with_file
 from preprocess.reject import RowRejected, excerpt
-from vlmdata.format.ledger import Reason
+from vlmdata.reasons import Reason
 from vlmdata.wording import counted
 
 #: Keys with the file of an image item: Qwen's and OpenAI's, then those of transformers' chat templates.

@@ -17,7 +17,7 @@ from preprocess.recipes.keys import HARMLESS_COLUMNS, KeyLog, filled
 from preprocess.recipes.media import MediaLoader
 from preprocess.reject import RowRejected, excerpt
 from preprocess.row import Row
-from vlmdata.format.ledger import Reason
+from vlmdata.reasons import Reason
 from vlmdata.wording import with_article
 
 

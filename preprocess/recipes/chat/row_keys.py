@@ -10,7 +10,7 @@ from preprocess.recipes.chat.images import BOUND_KEYS
 from preprocess.recipes.chat.weights import ROW_WEIGHTS
 from preprocess.recipes.keys import is_empty
 from preprocess.reject import RowRejected, excerpt
-from vlmdata.format.ledger import Reason
+from vlmdata.reasons import Reason
 
 #: Columns that are read with every form of turns.
 USED_COLUMNS = frozenset(

@@ -10,7 +10,7 @@ from preprocess import json_text
 from preprocess.recipes.keys import KeyLog, is_empty
 from preprocess.reject import RowRejected, excerpt
 from preprocess.row import Struct
-from vlmdata.format.ledger import Reason
+from vlmdata.reasons import Reason
 
 _CALL_KEYS = frozenset({"id", "type", "function", "name", "arguments"})
 _CALL_HARMLESS = frozenset({"index"})

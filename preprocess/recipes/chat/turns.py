@@ -11,7 +11,7 @@ from preprocess.recipes.chat.tools import parse_json
 from preprocess.recipes.chat.weights import TURN_WEIGHTS
 from preprocess.recipes.keys import filled
 from preprocess.reject import RowRejected, excerpt
-from vlmdata.format.ledger import Reason
+from vlmdata.reasons import Reason
 from vlmdata.wording import with_article
 
 #: OpenAI's ``developer`` and ``function``, ms-swift's ``tool_call`` and ``tool_response``.

@@ -10,7 +10,7 @@ from preprocess.conversation import Role
 from preprocess.recipes.chat.tools import json_or_text
 from preprocess.recipes.keys import filled
 from preprocess.reject import RowRejected, excerpt
-from vlmdata.format.ledger import Reason
+from vlmdata.reasons import Reason
 from vlmdata.wording import with_article
 
 #: Flags of a turn: ms-swift's ``loss`` and ``loss_scale``, OpenAI's ``weight``, Axolotl's ``train`` and ``training``.

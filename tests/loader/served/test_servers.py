@@ -15,7 +15,7 @@ from vlmdata import StreamingLoader
 from vlmdata.errors import ResourceError, UsageError
 from vlmdata.loader.config import Service
 from vlmdata.loader.fill.buffers import BufferPool
-from vlmdata.loader.fill.damage import Filled
+from vlmdata.loader.fill.fill import Filled
 from vlmdata.service.address import Server, parse_address
 from vlmdata.service.client import servers as module
 from vlmdata.service.client.connection import CertificateError, ServerLostError

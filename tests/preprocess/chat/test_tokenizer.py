@@ -16,7 +16,7 @@ from preprocess.conversation import Conversation, Message, TextPart
 from preprocess.encode import Encoder
 from preprocess.reject import RowRejected
 from vlmdata.errors import SourceError
-from vlmdata.format.ledger import Reason
+from vlmdata.reasons import Reason
 
 TALK = Conversation((Message("user", (TextPart("Hi"),)), Message("assistant", (TextPart("Ho"),))))
 

@@ -33,8 +33,9 @@ from tests.preprocess.chat.unusual import (
     write_tokenizer,
 )
 from vlmdata.errors import SourceError
-from vlmdata.format.ledger import Reason, read_ledger
+from vlmdata.format.ledger import read_ledger
 from vlmdata.format.manifest import Manifest
+from vlmdata.reasons import Reason
 from vlmdata.verify.dataset import verify_dataset
 
 IMAGES = ImageConfig(1024, 65_536)

@@ -13,8 +13,8 @@ import pytest
 from tests.conftest import tree_bytes
 from tests.preprocess.command_line import SMALL_IMAGES
 from vlmdata.cli.main import main
-from vlmdata.format.dataset import open_dataset
 from vlmdata.format.manifest import Manifest
+from vlmdata.storage.open import open_dataset
 from vlmdata.verify.dataset import verify_dataset
 
 OPTIONS = ("--recipe", "chat", "--tokenizer", "embedded", "-j", 1, "--rows-per-shard", 4, *SMALL_IMAGES)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from preprocess.cli.progress import Snapshot, pause_after, progress_json, progress_line
 from preprocess.shards.counters import Counters, Counts
 from preprocess.shards.job import RowOutcome
-from vlmdata.format.ledger import Reason
+from vlmdata.reasons import Reason
 
 COUNTS = Counts(rows=100, images=90, tokens=9000, bytes=80_000_000, rejects={})
 SNAPSHOT = Snapshot(COUNTS, rows=41.0, images=36.9, tokens=3690, bytes=29_520_000)

@@ -21,10 +21,10 @@ from preprocess.reject import RowRejected
 from tests.chat_rows import data_uri, write_jsonl
 from tests.conftest import build_dataset, encoded_image
 from tests.preprocess.encode.test_parity_transformers import assert_equal, build_processor, images, texts
-from vlmdata.format.dataset import open_dataset
 from vlmdata.format.ledger import read_ledger
 from vlmdata.format.manifest import Manifest
 from vlmdata.media.decode import decode_image
+from vlmdata.storage.open import open_dataset
 from vlmdata.verify.dataset import verify_dataset
 
 SMALL = ImageConfig(min_pixels=1024, max_pixels=16_384)

@@ -18,9 +18,9 @@ from preprocess.encode.probe import _index_row
 from preprocess.reject import RowRejected
 from tests.conftest import encoded_image
 from tests.preprocess.chat.unusual import write_tokenizer
-from vlmdata.format.ledger import Reason
 from vlmdata.format.schema import sample_key
 from vlmdata.media.decode import decode_image
+from vlmdata.reasons import Reason
 from vlmdata.verify.sample import SampleRules, audit_sample
 
 END = "<|im_end|>\n"

@@ -20,7 +20,7 @@ from preprocess.run.dataset import preprocess_dataset
 from preprocess.sources.open import open_source
 from tests.chat_rows import write_jsonl
 from tests.conftest import encoded_image
-from vlmdata.format.ledger import Reason
+from vlmdata.reasons import Reason
 from vlmdata.verify.dataset import verify_dataset
 
 IMAGES = ImageConfig(1024, 4096)

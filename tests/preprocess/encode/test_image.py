@@ -14,8 +14,8 @@ from preprocess.encode import encode_image
 from preprocess.reject import RowRejected
 from tests.conftest import encoded_image
 from vlmdata.families.qwen3_5 import FAMILY
-from vlmdata.format.ledger import Reason
 from vlmdata.media.image_file import image_file
+from vlmdata.reasons import Reason
 
 
 def test_what_media_refuses_rejects_the_row() -> None:

@@ -17,7 +17,7 @@ from tests.conftest import encoded_image
 from tests.preprocess.recipes.chat_recipe import check_rejected, convert, user
 from vlmdata.errors import UsageError
 from vlmdata.families.qwen3_5 import FAMILY
-from vlmdata.format.ledger import Reason
+from vlmdata.reasons import Reason
 
 RUN = ImageConfig(min_pixels=16_384, max_pixels=65_536)
 

@@ -24,8 +24,8 @@ from tests.conftest import SHARED_DATA, encoded_image
 from tests.families.reference import rope_index
 from vlmdata.families import family
 from vlmdata.families.qwen3_5 import FAMILY
-from vlmdata.format.ledger import Reason
 from vlmdata.media.decode import decode_image
+from vlmdata.reasons import Reason
 
 CHECKPOINT = ImageConfig(min_pixels=65_536, max_pixels=16_777_216)
 CORD = ImageConfig(FAMILY.min_pixels, FAMILY.max_pixels)

@@ -22,7 +22,7 @@ from preprocess.conversation import Conversation, ImagePart, Message, TextPart
 from preprocess.encode import EncodedSample, Encoder
 from preprocess.reject import RowRejected
 from tests.conftest import encoded_image
-from vlmdata.format.ledger import Reason
+from vlmdata.reasons import Reason
 
 END = "<|im_end|>\n"
 EMPTY_THINK = "<think>\n\n</think>\n\n"

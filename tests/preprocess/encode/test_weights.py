@@ -17,7 +17,7 @@ from preprocess.encode import EncodedSample, Encoder
 from preprocess.encode.weights import LEAST, MOST
 from preprocess.reject import RowRejected
 from tests.conftest import encoded_image
-from vlmdata.format.ledger import Reason
+from vlmdata.reasons import Reason
 
 IMAGE = ImagePart(encoded_image(64, 64))
 WEIGHT = st.none() | st.just(0) | st.just(1) | st.floats(1e-3, 1e3)

@@ -14,7 +14,7 @@ from preprocess.recipes.chat.content import StrayMarks
 from preprocess.recipes.media import MediaLoader
 from preprocess.reject import RowRejected
 from preprocess.row import Row
-from vlmdata.format.ledger import Reason
+from vlmdata.reasons import Reason
 
 
 def convert(values: dict[str, Any], root: Path | None = None, stray: StrayMarks = StrayMarks.REJECT) -> Conversation:

@@ -14,7 +14,7 @@ from preprocess.recipes.base import load_recipe
 from preprocess.reject import RowRejected
 from preprocess.row import Row
 from tests.conftest import build_dataset, encoded_image
-from vlmdata.format.dataset import open_dataset
+from vlmdata.storage.open import open_dataset
 from vlmdata.verify.dataset import verify_dataset
 
 IMAGE = {"bytes": b"pixels", "path": "7.jpg"}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from preprocess.recipes.chat import Chat
 from tests.preprocess.recipes.chat_recipe import check_rejected, convert, seen, user
-from vlmdata.format.ledger import Reason
+from vlmdata.reasons import Reason
 
 PAIRS = [("instruction", "output"), ("query", "response"), ("prompt", "completion")]
 TEXT = st.text("ab <>", min_size=1, max_size=6)

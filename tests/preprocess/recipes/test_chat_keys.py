@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from preprocess.recipes.base import load_recipe
 from preprocess.row import Row
 from tests.preprocess.recipes.chat_recipe import answer, check_rejected, convert, seen, user
-from vlmdata.format.ledger import Reason
+from vlmdata.reasons import Reason
 
 CONTENT, MESSAGES, PREFERENCE = Reason.UNSUPPORTED_CONTENT, Reason.MALFORMED_MESSAGES, Reason.PREFERENCE_DATA
 PLAIN: dict[str, Any] = {"messages": user("hello")}

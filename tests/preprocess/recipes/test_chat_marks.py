@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from preprocess.recipes.chat.content import StrayMarks
 from preprocess.reject import RowRejected
 from tests.preprocess.recipes.chat_recipe import check_rejected, convert, seen, user
-from vlmdata.format.ledger import Reason
+from vlmdata.reasons import Reason
 
 COUNT, CONTENT = Reason.IMAGE_COUNT_MISMATCH, Reason.UNSUPPORTED_CONTENT
 

@@ -10,7 +10,7 @@ import pytest
 from preprocess.recipes.base import load_recipe
 from preprocess.reject import RowRejected
 from preprocess.row import Row
-from vlmdata.format.ledger import Reason
+from vlmdata.reasons import Reason
 
 USER = {"role": "user", "content": "?"}
 MARKS, MESSAGES, CONTENT = Reason.IMAGE_COUNT_MISMATCH, Reason.MALFORMED_MESSAGES, Reason.UNSUPPORTED_CONTENT

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.preprocess.recipes.chat_recipe import answer, check_rejected, convert, user
-from vlmdata.format.ledger import Reason
+from vlmdata.reasons import Reason
 
 FLAGS = ("loss", "train", "training", "weight", "loss_scale", "loss_weight")
 WEIGHTS = st.booleans() | st.integers(0, 9) | st.floats(0, 9)

@@ -17,7 +17,7 @@ from preprocess.recipes.cord_v2 import Target, donut_tokens
 from preprocess.reject import RowRejected
 from preprocess.row import Row
 from tests.conftest import encoded_image
-from vlmdata.format.ledger import Reason
+from vlmdata.reasons import Reason
 
 IMAGE = encoded_image()
 SCALAR = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)

@@ -17,10 +17,10 @@ from preprocess.recipes.candidates import candidates_of
 from preprocess.row import Row
 from tests.conftest import tree_bytes
 from tests.list_recipe import LIST_KEYS, LIST_REJECTS, NAME, build_lists
-from vlmdata.format.dataset import open_dataset
 from vlmdata.format.ledger import read_ledger
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import parse_key, sample_key
+from vlmdata.storage.open import open_dataset
 from vlmdata.verify.dataset import verify_dataset
 
 

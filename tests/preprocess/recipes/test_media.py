@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from preprocess.recipes import media, web_images
 from preprocess.recipes.media import MediaLoader
 from preprocess.reject import RowRejected
-from vlmdata.format.ledger import Reason
+from vlmdata.reasons import Reason
 
 SECRET = b"secret"
 

@@ -23,8 +23,8 @@ from tests.faulty_proxy import FaultyProxy, proxying
 from tests.object_store import ObjectStore, forget_file_systems
 from vlmdata import attempts
 from vlmdata.errors import ConfigMismatchError, SourceError
-from vlmdata.format.ledger import Reason
 from vlmdata.format.schema import IMAGE_FILES_NAME, LEDGER_NAME, MANIFEST_NAME
+from vlmdata.reasons import Reason
 
 PATHS = ["a.png", "sub/b.png", "./sub/../c.png", "sub/./missing.png", "../out.png", "empty.png", "a.png", "é ü.png"]
 

@@ -23,8 +23,9 @@ from preprocess.sources.open import open_source
 from tests.conftest import tree_bytes
 from tests.preprocess.command_line import TOKENIZER
 from vlmdata.cli.main import main
-from vlmdata.format.ledger import Reason, read_ledger
+from vlmdata.format.ledger import read_ledger
 from vlmdata.format.manifest import Manifest
+from vlmdata.reasons import Reason
 from vlmdata.storage import open_store
 from vlmdata.verify.dataset import verify_dataset
 

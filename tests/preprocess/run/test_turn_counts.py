@@ -18,14 +18,15 @@ from tests.chat_rows import turn, write_jsonl
 from tests.conftest import tree_bytes
 from tests.preprocess.chat.unusual import write_tokenizer
 from tests.preprocess.command_line import TOKENIZER
-from vlmdata.format.dataset import open_dataset
-from vlmdata.format.ledger import Reason, read_ledger
+from vlmdata.format.ledger import read_ledger
 from vlmdata.format.manifest import Manifest
 from vlmdata.inspect import describe_dataset, describe_sample
 from vlmdata.inspect.findings import Severity
 from vlmdata.inspect.terminal.card import print_card
+from vlmdata.reasons import Reason
 from vlmdata.storage import open_store
 from vlmdata.storage.join import join_datasets
+from vlmdata.storage.open import open_dataset
 from vlmdata.verify.dataset import verify_dataset
 
 

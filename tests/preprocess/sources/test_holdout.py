@@ -27,11 +27,11 @@ from preprocess.sources.selected import SelectedRows
 from tests.chat_rows import write_jsonl
 from tests.conftest import encoded_image, tree_bytes
 from vlmdata.errors import SourceError
-from vlmdata.format.dataset import open_dataset
 from vlmdata.format.ledger import read_ledger
 from vlmdata.format.manifest import Manifest
 from vlmdata.inspect.dataset import source_name
 from vlmdata.inspect.trace import describe_row
+from vlmdata.storage.open import open_dataset
 from vlmdata.verify.dataset import verify_dataset
 
 VALUES = st.recursive(

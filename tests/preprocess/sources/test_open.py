@@ -20,7 +20,7 @@ from preprocess.sources.rows import Source
 from tests.chat_rows import write_jsonl
 from tests.conftest import cord_row, encoded_image, write_cord_parquet
 from vlmdata.errors import SourceError
-from vlmdata.format.ledger import Reason
+from vlmdata.reasons import Reason
 
 
 def opened(spec: Path | str, **options: Any) -> Source:

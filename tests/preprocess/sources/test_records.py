@@ -21,7 +21,7 @@ from preprocess.sources import byte_files, counting, records
 from preprocess.sources.open import open_source
 from preprocess.sources.rows import Source
 from vlmdata.errors import SourceError
-from vlmdata.format.ledger import Reason
+from vlmdata.reasons import Reason
 
 
 def opened(spec: Path | str, **options: Any) -> Source:

@@ -21,8 +21,8 @@ from preprocess.sources.open import open_source
 from preprocess.sources.rows import Source
 from tests.conftest import build_dataset, encoded_image
 from vlmdata.errors import SourceError
-from vlmdata.format.dataset import open_dataset
-from vlmdata.format.ledger import Reason
+from vlmdata.reasons import Reason
+from vlmdata.storage.open import open_dataset
 from vlmdata.verify.dataset import verify_dataset
 
 

@@ -15,8 +15,8 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from vlmdata import __version__
 from vlmdata.inspect.serialise import to_json
+from vlmdata.version import __version__
 
 _HERE = Path(__file__).parent
 #: The parts of the script, in order, in one function scope.

@@ -12,10 +12,9 @@ import torch
 from vlmdata.batch import PackedBatch
 from vlmdata.loader.feed.batches import batch_of
 from vlmdata.loader.feed.device import DeviceCopy, DeviceMover
-from vlmdata.loader.feed.pipeline import Pipeline
-from vlmdata.loader.feed.workers import Finish
+from vlmdata.loader.feed.pipeline import Finish, Pipeline
 from vlmdata.loader.fill.buffers import BufferPool, Lease
-from vlmdata.loader.fill.damage import Filled
+from vlmdata.loader.fill.fill import Filled
 from vlmdata.loader.request.request import PackRequest
 from vlmdata.loader.request.stream import RankStream
 from vlmdata.loader.state import Position

@@ -1,1 +1,1 @@
-"""fill."""
+"""The bytes of the samples of a request, into a buffer."""

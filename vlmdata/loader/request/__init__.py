@@ -1,1 +1,1 @@
-"""request."""
+"""Which samples: the requests of a rank, from the plan and the index."""

@@ -1,1 +1,1 @@
-"""bins."""
+"""Packs with room for a number of tokens, and of patches: one limit and two."""

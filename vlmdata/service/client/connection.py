@@ -18,7 +18,7 @@ import xxhash
 
 from vlmdata.errors import ConfigMismatchError, UsageError
 from vlmdata.loader.config import Service
-from vlmdata.loader.fill.damage import Filled
+from vlmdata.loader.fill.fill import Filled
 from vlmdata.service.address import Server, ServiceAddress
 from vlmdata.service.protocol import (
     DESCRIBE,

@@ -12,12 +12,13 @@ from vlmdata.errors import ConfigMismatchError, DatasetFormatError, UsageError
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.schema import MANIFEST_NAME
 from vlmdata.loader.config import Service
-from vlmdata.loader.data import dataset_shards, fetch_tables
 from vlmdata.service.address import Server, ServiceAddress, parse_address
 from vlmdata.service.client.connection import Connection
+from vlmdata.service.client.pipeline import CollationService
 from vlmdata.service.client.servers import Servers
 from vlmdata.service.protocol import Description, FileQuery, ServedDataset
 from vlmdata.storage.cache import cache_folder
+from vlmdata.storage.open import dataset_shards, fetch_tables
 from vlmdata.storage.shards import DatasetShards, ShardFile
 
 #: Seconds for an index, however long others may take: 96 bytes a sample. A server that is gone is noticed before.
@@ -52,7 +53,7 @@ class ServedShards:
 
 def open_service(
     places: Sequence[str], cache_dir: Path | None, options: Service, timeout: float
-) -> tuple[Servers, list[tuple[VlmDataset, DatasetShards]]]:
+) -> tuple[CollationService, list[tuple[VlmDataset, DatasetShards]]]:
     """Connects to a service and opens its datasets.
 
     Args:
@@ -85,7 +86,7 @@ def open_service(
                 f"{served.fingerprint[:16]}. Was the dataset replaced while it is served? Restart the service."
             )
         opened.append((dataset, dataset_shards(name, dataset.manifest, ServedShards(name))))
-    return servers, opened
+    return CollationService(servers), opened
 
 
 def _agreed(addresses: Sequence[ServiceAddress], found: Mapping[Server, Description]) -> list[ServedDataset]:

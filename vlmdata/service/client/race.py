@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError, UsageError, VlmdataError
 from vlmdata.loader.fill.buffers import BufferPool, Lease
-from vlmdata.loader.fill.damage import DAMAGE, Filled
+from vlmdata.loader.fill.fill import DAMAGE, Filled
 from vlmdata.service.address import Server
 from vlmdata.service.client.connection import Call, ServerLostError, TokenRefusedError
 from vlmdata.service.protocol import BatchQuery

@@ -16,7 +16,7 @@ from statistics import median
 from vlmdata.errors import ConfigMismatchError, ResourceError, UsageError
 from vlmdata.loader.config import Service
 from vlmdata.loader.fill.buffers import BufferPool, Lease
-from vlmdata.loader.fill.damage import DAMAGE, Filled, damaged_file
+from vlmdata.loader.fill.fill import DAMAGE, Filled, damaged_file
 from vlmdata.service.address import Server, ServiceAddress
 from vlmdata.service.client.connection import CertificateError, Connection
 from vlmdata.service.client.race import OF_ONE_SERVER, Race, in_thread, more_telling

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from vlmdata.cli.machine import available_cores
 from vlmdata.errors import UsageError
-from vlmdata.loader.config import DEFAULT_VERIFY, Verify
+from vlmdata.loader.config import DEFAULT_VERIFY
+from vlmdata.machine import available_cores
 from vlmdata.service.address import DEFAULT_PORT, is_loopback
+from vlmdata.storage.choices import Verify
 
 GIB = 1 << 30
 #: The part of the memory that is for plans.

@@ -11,11 +11,12 @@ from multiprocessing import get_context, parent_process
 from typing import Any
 
 from vlmdata.errors import ResourceError, VlmdataError
-from vlmdata.loader.config import OnDamage, Verify
+from vlmdata.loader.config import OnDamage
 from vlmdata.loader.fill.buffers import BufferMaps, BufferName
-from vlmdata.loader.fill.damage import Filled, fill
+from vlmdata.loader.fill.fill import Filled, fill
 from vlmdata.loader.request.request import PackRequest
 from vlmdata.service.server.memory import BusyError
+from vlmdata.storage.choices import Verify
 from vlmdata.storage.shards import DatasetShards, ShardStore
 
 #: Times that a pack is tried again after a worker was killed.

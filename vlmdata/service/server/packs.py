@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from vlmdata.loader.config import PARTS, BatchPart, OnDamage, Pixels
 from vlmdata.loader.fill.buffers import BufferName, BufferPool, Lease
-from vlmdata.loader.fill.damage import Filled
+from vlmdata.loader.fill.fill import Filled
 from vlmdata.loader.request.request import PackRequest
 from vlmdata.service.server.filling import Fillers, LateFillError
 from vlmdata.service.server.memory import BusyError, PackMemory

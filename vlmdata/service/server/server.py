@@ -19,11 +19,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.flight as flight
 
-import vlmdata
 from vlmdata.errors import NotFoundError, UsageError, VlmdataError
 from vlmdata.format.schema import INDEX_NAME, MANIFEST_NAME
-from vlmdata.loader.data import open_for_loading, require_one_tokenizer
-from vlmdata.loader.fill.damage import DAMAGE, damaged_file
+from vlmdata.loader.data import require_one_tokenizer
+from vlmdata.loader.fill.fill import DAMAGE, damaged_file
 from vlmdata.loader.request.request import PackRequest
 from vlmdata.media.codecs import require_codecs
 from vlmdata.service.protocol import (
@@ -50,6 +49,8 @@ from vlmdata.service.server.memory import BusyError
 from vlmdata.service.server.packs import FilledPack, Packs
 from vlmdata.service.server.plans import PlanBook
 from vlmdata.service.shared_memory import this_place
+from vlmdata.storage.open import open_for_loading
+from vlmdata.version import __version__
 
 _log = logging.getLogger("vlmdata.service")
 
@@ -135,7 +136,7 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
     def describe(self) -> Description:
         """Returns what clients need to know of this server."""
         served = tuple(ServedDataset(self._names[each], each) for each in self._datasets)
-        return Description(PROTOCOL, vlmdata.__version__, served)
+        return Description(PROTOCOL, __version__, served)
 
     def status(self) -> dict[str, Any]:
         """Returns the state of this server as JSON values."""
@@ -143,7 +144,7 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
         return {
             "host": socket.gethostname(),
             "process": os.getpid(),
-            "vlmdata": vlmdata.__version__,
+            "vlmdata": __version__,
             "up_seconds": time.time() - self._begun,
             "draining": self.is_draining,
             "datasets": [dataclasses.asdict(each) for each in self.describe().datasets],

@@ -1,6 +1,6 @@
 """Estimates what GPUs of its own for the vision tower change: work, idle time and speed, from the cost model.
 
-Steps of the plan are simulated pass by pass (:mod:`vlmdata.packing.schedule`). The estimate counts arithmetic and
+Steps of the plan are simulated pass by pass (:mod:`model.parallel.step_schedule`). The estimate counts arithmetic and
 nothing else: messages take no time, pipeline stages share the layers evenly, and memory is not considered. Images of
 one sample are encoded by one rank, where the trainer may spread them.
 """
@@ -8,41 +8,20 @@ one sample are encoded by one rank, where the trainer may spread them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from model.parallel.step_schedule import FloatArray, step_time
 from vlmdata.errors import UsageError
 from vlmdata.packing.cost import CostModel
 from vlmdata.packing.image_owners import assigned
 from vlmdata.packing.plan.epoch import EpochPlan
-from vlmdata.packing.schedule import FloatArray, step_time
+from vlmdata.packing.plan.estimates import Split
 
 #: Steps that are simulated, spread over the epoch.
 _STEPS = 40
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """An estimate for one number of GPUs for vision.
-
-    Attributes:
-        vision_gpus: GPUs that hold the tower.
-        vision_idle: Share of the time that they wait.
-        language_idle: Share of the time that the others wait.
-        speed: Share of the time in which the GPUs work.
-        gain: Steps per second relative to one layout for both on all GPUs; None if that layout does not exist.
-        time: Mean time of a step: work of the cost model's units over FLOP/s.
-    """
-
-    vision_gpus: int
-    vision_idle: float
-    language_idle: float
-    speed: float
-    gain: float | None
-    time: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +89,6 @@ def time_together(
     The arguments are those of :func:`estimate_splits`.
     """
     return _Simulation(plan, model_parallel, stages, speeds or Speeds()).time_together(gpus)
-
-
-def best_split(splits: Sequence[Split]) -> Split:
-    """Returns the fastest split."""
-    return max(splits, key=lambda each: each.gain if each.gain is not None else each.speed)
 
 
 class _Simulation:

@@ -1,4 +1,4 @@
-"""Samples with changed bytes: how a worker finds and masks them, and which of them a loader has met.
+"""Fills the buffer of a batch, with samples of changed bytes masked if the user chose that. Workers run this code.
 
 Whether a sample is masked depends on all of its stored bytes, never on the part or slice of it that a rank reads. So
 ranks that share a pack agree without asking one another.
@@ -6,22 +6,17 @@ ranks that share a pack agree without asking one another.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from vlmdata.errors import ChangedDataError, DatasetFormatError, UnreadableDataError
-from vlmdata.format.dataset import VlmDataset
 from vlmdata.loader.config import OnDamage
 from vlmdata.loader.fill.assemble import assemble, extents, read_members, stored_members
 from vlmdata.loader.request.request import TOKEN_MEMBERS, PackRequest
-from vlmdata.storage.shards import DatasetShards, ShardStore
-from vlmdata.wording import counted
-
-#: A sample: the number of its dataset, and its position in it.
-type SampleId = tuple[int, int]
+from vlmdata.storage.shards import ShardStore
 
 #: Errors of a copy of the data that is damaged. Another copy may be sound.
 DAMAGE = (DatasetFormatError, UnreadableDataError)
@@ -116,56 +111,3 @@ def _check_images(request: PackRequest, store: ShardStore, images: Collection[in
 def damaged_file(message: str) -> str:
     """Returns the file that an error of damaged data names: all of them begin with it."""
     return message.partition(": ")[0]
-
-
-@dataclass(frozen=True)
-class DamagedSample:
-    """A sample that was masked.
-
-    Attributes:
-        dataset: Number of its dataset in the loader's list.
-        index: Its position in the dataset.
-        file: Its shard.
-        row: Its row of the source.
-        key: Its key.
-    """
-
-    dataset: int
-    index: int
-    file: str
-    row: int
-    key: str
-
-    @property
-    def id(self) -> SampleId:
-        """Returns what identifies the sample in a loader's state."""
-        return self.dataset, self.index
-
-    def __str__(self) -> str:
-        return f"{self.file}: row {self.row} key {self.key}"
-
-
-def look_up(
-    ids: Iterable[SampleId], datasets: Sequence[VlmDataset], shards: Sequence[DatasetShards]
-) -> tuple[DamagedSample, ...]:
-    """Returns file, row and key of samples, in order of dataset and position, each once."""
-    found = []
-    for dataset, position in sorted(set(ids)):
-        index, files = datasets[dataset].index, shards[dataset]
-        file = f"{files.name}/{files.files[int(index.shard[position])].name}"
-        found.append(DamagedSample(dataset, position, file, int(index.source_row[position]), index.key(position)))
-    return tuple(found)
-
-
-def require_few(damaged: Sequence[DamagedSample], most: int) -> None:
-    """Checks the number of masked samples.
-
-    Raises:
-        DatasetFormatError: If there are more than ``most``, naming all.
-    """
-    if len(damaged) > most:
-        listed = "\n".join(f"  {each}" for each in damaged)
-        raise DatasetFormatError(
-            f"{counted(len(damaged), 'sample')} of this run are damaged, more than max_damaged {most}:\n{listed}\n"
-            "Run `vlmdata verify` on the dataset; it names the remedy. Or raise max_damaged."
-        )

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from model.parallel.split_estimate import Speeds, estimate_splits
+from model.parallel.step_schedule import step_time
 from vlmdata.errors import UsageError
 from vlmdata.packing.config import PlanConfig
 from vlmdata.packing.cost import CostModel
 from vlmdata.packing.plan.epoch import EpochPlan, plan_epoch
-from vlmdata.packing.schedule import step_time
-from vlmdata.packing.split import Speeds, best_split, estimate_splits
+from vlmdata.packing.plan.estimates import best_split
 from vlmdata.packing.table import table_from_columns
 
 MILLION = 1 << 20

@@ -1,0 +1,209 @@
+"""Opens datasets wherever they lie: in a folder, or at a URL, through the cache."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from vlmdata.errors import DatasetFormatError, ResourceError
+from vlmdata.format.atomic import atomic_path
+from vlmdata.format.dataset import VlmDataset
+from vlmdata.format.manifest import Manifest, ShardInfo
+from vlmdata.format.schema import IMAGE_FILES, IMAGE_FILES_NAME, INDEX_NAME, LEDGER_NAME, MANIFEST_NAME, TOKENIZER_DIR
+from vlmdata.format.tokenizer_files import tokenizer_file_names
+from vlmdata.locations import is_url, place_of
+from vlmdata.storage.cache import RemoteShards, cache_folder
+from vlmdata.storage.choices import DEFAULT_CACHE_BYTES, Fetch
+from vlmdata.storage.download import download
+from vlmdata.storage.objects import ATOMIC
+from vlmdata.storage.ranges import RemoteRanges
+from vlmdata.storage.shards import DatasetShards, LocalShards, ShardFile, ShardSource
+
+
+def open_dataset(location: str | PathLike[str]) -> VlmDataset:
+    """Opens a dataset for random access.
+
+    Args:
+        location: The folder that ``vlmdata preprocess --out`` wrote, or an fsspec URL of it (``s3://…``). Shards of a
+            URL are downloaded into the cache (``$VLMDATA_CACHE``) on first access.
+
+    Returns:
+        The dataset; ``dataset[i]`` is a :class:`Sample`, ``dataset.index`` its columns.
+
+    Raises:
+        DatasetFormatError: If the location is not a finished vlmdata dataset, or needs a newer reader.
+    """
+    place = place_of(location)
+    return open_remote(place) if is_url(place) else VlmDataset(place)
+
+
+def open_for_loading(
+    location: str | PathLike[str], cache_dir: Path | None, cache_bytes: int
+) -> tuple[VlmDataset, DatasetShards]:
+    """Opens a dataset's index and the source of its shards.
+
+    Args:
+        location: A folder, or any fsspec URL (``s3://…``, ``gs://…``, ``https://…``, ``memory://…``).
+        cache_dir: Folder for remote shards.
+        cache_bytes: Largest size of the cache in bytes.
+
+    Raises:
+        DatasetFormatError: If the dataset is missing or unfinished.
+        ResourceError: If the cache cannot be written.
+    """
+    name = place_of(location)
+    source: ShardSource
+    if is_url(name):
+        source = RemoteShards(name, cache_folder(cache_dir), cache_bytes)
+        tables = fetch_tables(name, source.folder, partial(_download, name))
+        opened, sound = (_Cached(opening) for opening in (source.open, source.open_sound))
+        dataset = VlmDataset(tables, name=name, open_shard=opened, open_sound=sound)
+    else:
+        source, dataset = LocalShards(Path(name)), VlmDataset(name)
+    return dataset, dataset_shards(name, dataset.manifest, source)
+
+
+def fetched_as_chosen(
+    shards: Sequence[DatasetShards], fetch: Fetch, cache_bytes: int, *, slices: bool
+) -> tuple[DatasetShards, ...]:
+    """Decides for remote datasets between whole shards and byte ranges.
+
+    Args:
+        shards: All datasets of a loader.
+        fetch: The choice; "auto" takes byte ranges for slices, and for data larger than the cache.
+        cache_bytes: Size of the cache in bytes.
+        slices: Whether only slices of packs are loaded.
+    """
+    size = sum(file.bytes for each in shards if isinstance(each.source, RemoteShards) for file in each.files)
+    by_ranges = slices or size > cache_bytes
+
+    def chosen(each: DatasetShards) -> DatasetShards:
+        if not isinstance(each.source, RemoteShards):
+            return each
+        object_store = each.source.url.partition("://")[0].lower() in ATOMIC  # other servers may not send ranges
+        if fetch == "ranges" or (fetch == "auto" and by_ranges and object_store):
+            return replace(each, source=RemoteRanges(each.source.url))
+        return each
+
+    return tuple(map(chosen, shards))
+
+
+def shards_of(location: str | PathLike[str], manifest: Manifest) -> DatasetShards:
+    """Where the shards of a dataset are read from, remote ones through the default cache."""
+    name = place_of(location)
+    source = RemoteShards(name, cache_folder(), DEFAULT_CACHE_BYTES) if is_url(name) else LocalShards(Path(name))
+    return dataset_shards(name, manifest, source)
+
+
+def dataset_shards(name: str, manifest: Manifest, source: ShardSource) -> DatasetShards:
+    """Describes the shards of a dataset.
+
+    Args:
+        name: Location of the dataset, for messages.
+        manifest: Its manifest.
+        source: Source of the shards.
+    """
+    return DatasetShards(name, tuple(map(_shard_file, manifest.shards)), source, manifest.pixel_libraries)
+
+
+def open_remote(url: str) -> VlmDataset:
+    """Opens a dataset at a URL for random access. Downloads shards on first access, all other files now.
+
+    Raises:
+        DatasetFormatError: If the dataset is missing or unfinished, or a file does not match the manifest.
+        ResourceError: If the cache cannot be written.
+    """
+    dataset, _ = open_for_loading(url, None, DEFAULT_CACHE_BYTES)
+    manifest, directory = dataset.manifest, dataset.directory
+    wanted: dict[str, str | None] = {LEDGER_NAME: manifest.ledger_sha256}
+    if isinstance(recorded := manifest.source.get(IMAGE_FILES), Mapping):
+        wanted[IMAGE_FILES_NAME] = str(recorded["sha256"])
+    wanted |= {f"{TOKENIZER_DIR}/{name}": manifest.tokenizer_files.get(name) for name in tokenizer_file_names(manifest)}
+    try:
+        (directory / TOKENIZER_DIR).mkdir(exist_ok=True)
+        for name, sha256 in wanted.items():
+            if sha256 is None or not _has_sha256(directory / name, sha256):
+                with suppress(FileNotFoundError), atomic_path(directory / name) as temporary:
+                    download(f"{url}/{name}", temporary, sha256)
+    except OSError as error:
+        raise ResourceError(
+            f"{directory}: cannot cache {url}: {error}. Set VLMDATA_CACHE to another folder."
+        ) from error
+    return dataset
+
+
+@dataclass(frozen=True)
+class _Cached:
+    """Opens shards through the cache."""
+
+    opening: Callable[[ShardFile], int]
+
+    def __call__(self, info: ShardInfo) -> int:
+        return self.opening(_shard_file(info))
+
+
+def _shard_file(info: ShardInfo) -> ShardFile:
+    return ShardFile(info.name, info.bytes, info.sha256)
+
+
+#: Fetches a file of a dataset: its name, the local path, and the expected sha256, if known.
+type FetchFile = Callable[[str, Path, str | None], None]
+
+
+def _download(url: str, name: str, to: Path, sha256: str | None) -> None:
+    download(f"{url}/{name}", to, sha256)
+
+
+def fetch_tables(url: str, cache: Path, fetch: FetchFile) -> Path:
+    """Fetches manifest and index into a cache. Always fetches the manifest again, to detect a changed dataset.
+
+    Args:
+        url: Place of the dataset, for messages.
+        cache: The cache's own folder; see :func:`vlmdata.storage.cache.cache_folder`.
+        fetch: Fetches a file.
+
+    Returns:
+        Folder with both.
+
+    Raises:
+        DatasetFormatError: If the dataset is unfinished, or a file does not match the manifest.
+        ResourceError: If the cache cannot be written.
+    """
+    datasets = cache / "datasets"
+    name = MANIFEST_NAME
+    try:
+        datasets.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=datasets) as folder:
+            fetch(name, Path(folder) / name, None)
+            try:
+                manifest = Manifest.read(Path(folder))
+            except DatasetFormatError as error:
+                raise DatasetFormatError(f"{url}: {error}") from error
+            # By content: a reader of a dataset that is being replaced gets one consistent state, or an error.
+            directory = datasets / manifest.fingerprint[:32]
+            directory.mkdir(exist_ok=True)
+            os.replace(Path(folder) / name, directory / name)
+        name = INDEX_NAME
+        if not _has_sha256(directory / name, manifest.index_sha256):
+            with atomic_path(directory / name) as temporary:
+                fetch(name, temporary, manifest.index_sha256)
+    except FileNotFoundError:
+        raise DatasetFormatError(f"{url}: has no {name}, so it is not a finished vlmdata dataset") from None
+    except OSError as error:
+        raise ResourceError(f"{cache}: cannot cache the index of {url}: {error}. Set another cache_dir.") from error
+    return directory
+
+
+def _has_sha256(path: Path, sha256: str) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest() == sha256
+    except FileNotFoundError:
+        return False
