@@ -15,8 +15,8 @@ import trustme
 
 from vlmdata import StreamingLoader
 from vlmdata.errors import ResourceError, UsageError
+from vlmdata.service.client.calls import more_telling
 from vlmdata.service.client.connection import ServerLostError, _brief
-from vlmdata.service.client.race import more_telling
 from vlmdata.service.server.access import RateLimit, Tokens, machine_of
 from vlmdata.service.server.config import ServerConfig
 from vlmdata.service.server.server import CollationServer

@@ -17,7 +17,7 @@ import pytest
 
 from vlmdata.errors import UsageError
 from vlmdata.service.server import metrics
-from vlmdata.service.server.counting import counting
+from vlmdata.service.server.metrics_port import counting
 from vlmdata.service.server.packs import PackCounts
 
 

@@ -28,19 +28,23 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from vlmdata.errors import ResourceError
-from vlmdata.storage.base import LockedError
-
-if TYPE_CHECKING:
-    from vlmdata.storage.objects import Objects
+from vlmdata.storage.base import LockedError, Store
 
 #: Seconds between renewals, and seconds without a renewal after which a holder counts as dead.
 RENEWED_EVERY = 10.0
 PATIENCE = 30.0
 #: Seconds within which writers must see each other's unconditional puts.
 _SETTLING = 2.0
+
+
+class CopyingStore(Store, Protocol):
+    """A store that copies objects itself."""
+
+    def copy(self, name: str, to: str) -> None:
+        """Copies an object within the store, in one step."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class Lease:
         name: Folder of the lock objects.
     """
 
-    store: Objects
+    store: CopyingStore
     name: str
 
     @contextmanager

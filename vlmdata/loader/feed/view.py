@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch.utils.data
 
 from vlmdata.batch import PackedBatch
 from vlmdata.errors import UsageError
 
-if TYPE_CHECKING:
-    from vlmdata.loader.loader import StreamingLoader
+
+class _Loader(Protocol):
+    """What a view needs of :class:`vlmdata.StreamingLoader`."""
+
+    def __iter__(self) -> Iterator[PackedBatch]: ...
+
+    def __len__(self) -> int: ...
+
+    def set_epoch(self, epoch: int) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class LoaderDataset(torch.utils.data.IterableDataset[PackedBatch]):
@@ -25,7 +36,7 @@ class LoaderDataset(torch.utils.data.IterableDataset[PackedBatch]):
         endless: Whether a pass continues from epoch to epoch; it then has no length.
     """
 
-    def __init__(self, loader: StreamingLoader, endless: bool = False):
+    def __init__(self, loader: _Loader, endless: bool = False):
         self.loader, self.endless = loader, endless
 
     def __iter__(self) -> Iterator[PackedBatch]:

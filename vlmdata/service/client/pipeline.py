@@ -14,6 +14,7 @@ from vlmdata.loader.fill.fill import Filled
 from vlmdata.loader.request.request import PackRequest
 from vlmdata.loader.request.stream import RankStream
 from vlmdata.loader.state import Position
+from vlmdata.service.client.race import fetch
 from vlmdata.service.client.servers import Servers
 from vlmdata.service.protocol import BatchQuery
 
@@ -36,8 +37,9 @@ class ServedBatches:
     config: Reading
 
     def fetch(self, request: PackRequest, pool: BufferPool, stopped: threading.Event) -> tuple[Lease, Filled]:
-        """Fetches a batch; see :meth:`Servers.fetch`."""
-        return self.servers.fetch(
+        """Fetches a batch; see :func:`vlmdata.service.client.race.fetch`."""
+        return fetch(
+            self.servers,
             self.query.at(request.position),
             request.layout.bytes,
             pool,

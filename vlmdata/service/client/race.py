@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError, UsageError, VlmdataError
 from vlmdata.loader.fill.buffers import BufferPool, Lease
 from vlmdata.loader.fill.fill import DAMAGE, Filled
 from vlmdata.service.address import Server
+from vlmdata.service.client.calls import OF_ONE_SERVER, in_thread, more_telling
 from vlmdata.service.client.connection import Call, ServerLostError, TokenRefusedError
+from vlmdata.service.client.servers import PAUSE_BETWEEN_ROUNDS, Servers
 from vlmdata.service.protocol import BatchQuery
-
-if TYPE_CHECKING:
-    from vlmdata.service.client.servers import Servers
 
 #: Servers that are asked for one batch at the same time.
 _MOST_ATTEMPTS = 2
@@ -26,9 +24,8 @@ _MOST_ATTEMPTS = 2
 _LEAST_SECONDS = 0.2
 #: Seconds to wait for servers that do not answer, when all others would mask a sample: their copies may be sound.
 _SECONDS_FOR_A_SOUND_COPY = 30.0
-
-#: Errors after which another server may answer.
-OF_ONE_SERVER = (ServerLostError, ConfigMismatchError, UsageError, ResourceError, *DAMAGE)
+#: Seconds between two looks whether the batch is still wanted.
+_SECONDS_BETWEEN_LOOKS = 0.2
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,30 +205,53 @@ class Race:
         self._running[future] = _Attempt(server, call, lease, self._last_begun)
 
 
-def more_telling(earlier: Exception | None, error: Exception) -> Exception:
-    """Returns the error of a server to show: the latest one, unless only an earlier one says what to do."""
-    if isinstance(earlier, ServerLostError) and earlier.has_remedy and isinstance(error, ServerLostError):
-        return error if error.has_remedy else earlier
-    return error
+def fetch(
+    servers: Servers,
+    query: BatchQuery,
+    size: int,
+    pool: BufferPool,
+    checked: bool,
+    timeout: float,
+    stopped: threading.Event,
+) -> tuple[Lease, Filled]:
+    """Fetches a batch.
+
+    Args:
+        servers: All servers.
+        query: The batch.
+        size: Bytes of its buffer.
+        pool: Buffers.
+        checked: Whether to check the received bytes.
+        timeout: Seconds after which the lack of an answer is an error.
+        stopped: Set when nobody wants the batch any more.
+
+    Returns:
+        The filled buffer, and what the server says of it.
+
+    Raises:
+        ResourceError: If no server answers; names all.
+        VlmdataError: If all servers refuse: their copies of the data are damaged, or they have other data or
+            versions.
+    """
+    servers.require_own_process()
+    race = Race(servers, query, size, pool, checked, timeout)
+    try:
+        while not stopped.is_set():
+            if (won := race.run(_SECONDS_BETWEEN_LOOKS) or race.masked()) is not None:
+                return won
+            if race.is_late:
+                raise servers.nobody(race.problems, timeout)
+            if race.is_lost:
+                stopped.wait(PAUSE_BETWEEN_ROUNDS)
+                race.again()
+        raise ResourceError("the loader is closed")
+    finally:
+        race.end()
 
 
 def _rank(filled: Filled) -> tuple[int, list[int]]:
     """Returns a key by which the answer with fewer masked samples comes first."""
     return len(filled.damaged), sorted(filled.damaged)
-
-
-def in_thread[Result](function: Callable[[], Result]) -> Future[Result]:
-    """Runs a function in a thread that does not keep the program alive: gRPC may wait for a dead server."""
-    future: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="vlmdata-call", daemon=True).start()
-    return future
 
 
 def _release(lease: Lease, _: object) -> None:

@@ -15,19 +15,18 @@ from statistics import median
 
 from vlmdata.errors import ConfigMismatchError, ResourceError, UsageError
 from vlmdata.loader.config import Service
-from vlmdata.loader.fill.buffers import BufferPool, Lease
-from vlmdata.loader.fill.fill import DAMAGE, Filled, damaged_file
+from vlmdata.loader.fill.fill import DAMAGE, damaged_file
 from vlmdata.service.address import Server, ServiceAddress
+from vlmdata.service.client.calls import OF_ONE_SERVER, in_thread, more_telling
 from vlmdata.service.client.connection import CertificateError, Connection
-from vlmdata.service.client.race import OF_ONE_SERVER, Race, in_thread, more_telling
-from vlmdata.service.protocol import BatchQuery, Description
+from vlmdata.service.protocol import Description
 
 _log = logging.getLogger("vlmdata.service.client")
 
 #: Seconds for which a failed server is asked last, doubled with each failure in a row.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 #: Seconds between two rounds in which no server answered.
-_PAUSE_BETWEEN_ROUNDS = 0.25
+PAUSE_BETWEEN_ROUNDS = 0.25
 #: A slow answer is hedged after this many times the usual time of an answer, if that is more than ``hedge``.
 _USUAL_TIMES = 3.0
 _LATENCIES = 32
@@ -35,8 +34,6 @@ _LATENCIES = 32
 _LEAST_SECONDS = 0.1
 #: Seconds between two look-ups of names, while servers fail and while all are well.
 _SECONDS_BETWEEN_LOOKUPS, _SECONDS_BETWEEN_LOOKUPS_WHEN_WELL = 10.0, 60.0
-#: Seconds between two looks whether the batch is still wanted.
-_SECONDS_BETWEEN_LOOKS = 0.2
 
 
 @dataclass
@@ -98,9 +95,9 @@ class Servers:
                 )
             if all(isinstance(error, (ConfigMismatchError, UsageError, *DAMAGE)) for error in problems.values()):
                 raise next(iter(problems.values()))
-            if time.monotonic() + _PAUSE_BETWEEN_ROUNDS > deadline:
-                raise self._nobody(problems, timeout)
-            time.sleep(_PAUSE_BETWEEN_ROUNDS)
+            if time.monotonic() + PAUSE_BETWEEN_ROUNDS > deadline:
+                raise self.nobody(problems, timeout)
+            time.sleep(PAUSE_BETWEEN_ROUNDS)
 
     def describe(self, timeout: float) -> dict[Server, Description]:
         """Returns what all servers that answer say of themselves.
@@ -116,46 +113,6 @@ class Servers:
         }
         wait(asked.values(), timeout)
         return {server: each.result() for server, each in asked.items() if each.done() and each.exception() is None}
-
-    def fetch(
-        self, query: BatchQuery, size: int, pool: BufferPool, checked: bool, timeout: float, stopped: threading.Event
-    ) -> tuple[Lease, Filled]:
-        """Fetches a batch.
-
-        Args:
-            query: The batch.
-            size: Bytes of its buffer.
-            pool: Buffers.
-            checked: Whether to check the received bytes.
-            timeout: Seconds after which the lack of an answer is an error.
-            stopped: Set when nobody wants the batch any more.
-
-        Returns:
-            The filled buffer, and what the server says of it.
-
-        Raises:
-            ResourceError: If no server answers; names all.
-            VlmdataError: If all servers refuse: their copies of the data are damaged, or they have other data or
-                versions.
-        """
-        if self._process != os.getpid():
-            raise UsageError(
-                f"{self.address.text}: a loader of a collation service cannot be used in a forked process, since gRPC "
-                "has no threads there. Create the loader in that process, or start it with spawn."
-            )
-        race = Race(self, query, size, pool, checked, timeout)
-        try:
-            while not stopped.is_set():
-                if (won := race.run(_SECONDS_BETWEEN_LOOKS) or race.masked()) is not None:
-                    return won
-                if race.is_late:
-                    raise self._nobody(race.problems, timeout)
-                if race.is_lost:
-                    stopped.wait(_PAUSE_BETWEEN_ROUNDS)
-                    race.again()
-            raise ResourceError("the loader is closed")
-        finally:
-            race.end()
 
     def forget(self, server: Server) -> None:
         """Drops the connection to a server; the next one reads token and certificates again."""
@@ -222,7 +179,20 @@ class Servers:
                 self._connections[server] = Connection(server, self.address, self._options)
             return self._connections[server]
 
-    def _nobody(self, problems: dict[Server, Exception], timeout: float) -> ResourceError:
+    def require_own_process(self) -> None:
+        """Checks that this is the process that made the connections.
+
+        Raises:
+            UsageError: If it is a fork of that.
+        """
+        if self._process != os.getpid():
+            raise UsageError(
+                f"{self.address.text}: a loader of a collation service cannot be used in a forked process, since gRPC "
+                "has no threads there. Create the loader in that process, or start it with spawn."
+            )
+
+    def nobody(self, problems: dict[Server, Exception], timeout: float) -> ResourceError:
+        """Returns the error of servers none of which answered."""
         listed = "\n".join(f"  {error}" for error in problems.values()) or "  no server is known"
         return ResourceError(
             f"{self.address.text}: no server answered within {timeout:.3g} s:\n{listed}\n"

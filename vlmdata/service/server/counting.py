@@ -2,12 +2,56 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sized
+from typing import Protocol
 
-from vlmdata.errors import UsageError
+from vlmdata.service.server.config import ServerConfig
+from vlmdata.service.server.packs import Packs
+from vlmdata.service.server.plans import PlanBook
 
-if TYPE_CHECKING:
-    from vlmdata.service.server.server import CollationServer
+
+class GivingUp(Sized, Protocol):
+    """Answers under way, of which some were given up."""
+
+    @property
+    def given_up(self) -> int:
+        """Number of those that were given up."""
+
+
+class ServerState(Protocol):
+    """What is shown of a server that it has anyway."""
+
+    @property
+    def config(self) -> ServerConfig:
+        """Its options."""
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether it takes no more queries."""
+
+    @property
+    def packs(self) -> Packs:
+        """Its packs."""
+
+    @property
+    def plans(self) -> PlanBook:
+        """Its plans."""
+
+    @property
+    def answers(self) -> GivingUp:
+        """Answers under way."""
+
+    @property
+    def files(self) -> GivingUp:
+        """Files under way."""
+
+    @property
+    def restarts(self) -> int:
+        """Workers that were replaced."""
+
+    @property
+    def damaged_files(self) -> int:
+        """Files in which damage was met."""
 
 
 class Counting:
@@ -33,18 +77,3 @@ class Counting:
 
     def close(self) -> None:
         """Stops it."""
-
-
-def counting(server: CollationServer) -> Counting:
-    """Returns what counts for a server: real counters if it has a port to show them.
-
-    Raises:
-        UsageError: If a package for that is not installed.
-    """
-    if server.config.metrics_port is None:
-        return Counting()
-    try:
-        from vlmdata.service.server.metrics import Metrics
-    except ImportError as error:
-        raise UsageError(f"--metrics-port needs a package ({error}): pip install 'vlmdata[service]'") from error
-    return Metrics(server)

@@ -11,17 +11,14 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from socketserver import ThreadingMixIn
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from vlmdata.errors import UsageError
-from vlmdata.service.server.counting import Counting
-
-if TYPE_CHECKING:
-    from vlmdata.service.server.server import CollationServer
+from vlmdata.service.server.counting import Counting, ServerState
 
 _log = logging.getLogger("vlmdata.service")
 
@@ -43,7 +40,7 @@ class Metrics(Counting):
         server: The server, for what it counts itself.
     """
 
-    def __init__(self, server: CollationServer):
+    def __init__(self, server: ServerState):
         self._server = server
         self.registry = CollectorRegistry()
         self._batches = Counter("vlmdata_batches", "Batches sent.", registry=self.registry)
@@ -114,7 +111,7 @@ class Metrics(Counting):
 class _State:
     """Values that the server has anyway."""
 
-    def __init__(self, server: CollationServer):
+    def __init__(self, server: ServerState):
         self._server = server
 
     def collect(self) -> Iterable[Any]:

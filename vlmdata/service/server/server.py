@@ -43,9 +43,9 @@ from vlmdata.service.server.ahead import ReadAhead
 from vlmdata.service.server.answer import SCHEMA, Answer, Answers, FileAnswer, Sent, SharedAnswer
 from vlmdata.service.server.clients import THREADS_PER_CALL, Clients, Share
 from vlmdata.service.server.config import ServerConfig
-from vlmdata.service.server.counting import counting
 from vlmdata.service.server.filling import Fillers
 from vlmdata.service.server.memory import BusyError
+from vlmdata.service.server.metrics_port import counting
 from vlmdata.service.server.packs import FilledPack, Packs
 from vlmdata.service.server.plans import PlanBook
 from vlmdata.service.shared_memory import this_place
