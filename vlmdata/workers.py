@@ -26,8 +26,8 @@ from typing import Any
 
 from vlmdata.errors import VlmdataError
 
-#: Workers that may die on one of several jobs that a command needs all of.
-_MAX_DEATHS = 5
+#: Workers that may die on one job, unless the caller says otherwise.
+MAX_DEATHS = 5
 #: Seconds for a killed process to disappear. One that waits for a dead network file system never does.
 _SECONDS_TO_DIE = 10.0
 #: Seconds between two looks for deaths that no pipe shows, because another child of this process holds its end.
@@ -43,11 +43,11 @@ class WorkersDied(Exception):
     Attributes:
         job: The job.
         deaths: Number of dead workers.
-        cause: How the last one ended, such as "killed by SIGKILL" or "exit code 1".
+        cause: How the last one ended, in words.
     """
 
     def __init__(self, job: Any, deaths: int, cause: str):
-        super().__init__(f"{deaths} worker processes died in a row on {job}, the last one: {cause}")
+        super().__init__(f"{deaths} worker processes died in a row on {job}, the last one {cause}")
         self.job = job
         self.deaths = deaths
         self.cause = cause
@@ -77,6 +77,9 @@ class Workers[Job, Result]:
         method: Start method of :mod:`multiprocessing`; None means the interpreter's default.
         preload: Modules that a forkserver imports before workers are forked.
         max_deaths: Number of workers that may die on one job.
+        on_death: Called with a job whose worker died; returns the job to do in its place. Deaths on another job are
+            counted anew.
+        start_now: Whether to start all workers now, not with the first jobs.
 
     Attributes:
         restarts: Number of workers that died so far.
@@ -92,10 +95,13 @@ class Workers[Job, Result]:
         *,
         method: str | None = "forkserver",
         preload: Sequence[str] = (),
-        max_deaths: int = 3,
+        max_deaths: int = MAX_DEATHS,
+        on_death: Callable[[Job], Job] = lambda job: job,
+        start_now: bool = False,
     ):
         self._context: Any = multiprocessing.get_context(method)
-        self._prepare, self._count, self._preload, self._max_deaths = prepare, count, preload, max_deaths
+        self._prepare, self._count, self._preload = prepare, count, preload
+        self._max_deaths, self._on_death, self._start_now = max_deaths, on_death, start_now
         self._waiting: deque[_Task[Job, Result]] = deque()
         self._pool: list[_Worker[Job, Result]] = []
         self._lock = threading.Lock()
@@ -139,6 +145,9 @@ class Workers[Job, Result]:
 
     def _run(self) -> None:
         try:
+            with suppress(EOFError, OSError):  # the first jobs will tell
+                while self._start_now and len(self._pool) < self._count:
+                    self._start()
             while not self._closed:
                 self._give()
                 busy: list[Any] = [each.pipe for each in self._pool] + [each.sentinel for each in self._pool]
@@ -156,7 +165,7 @@ class Workers[Job, Result]:
         idle = [each for each in self._pool if each.task is None]
         while self._waiting and (idle or len(self._pool) < self._count):
             task = self._waiting.popleft()
-            if task.deaths == 0 and not task.future.set_running_or_notify_cancel():
+            if not task.future.running() and not task.future.set_running_or_notify_cancel():
                 continue
             worker = None
             try:
@@ -164,7 +173,7 @@ class Workers[Job, Result]:
                 worker.give(task)
             except (EOFError, OSError) as error:
                 if worker is None:
-                    self._died(task, str(error) or type(error).__name__)
+                    self._died(task, f"before it started ({error or type(error).__name__})")
                 else:
                     self._lose(worker)
 
@@ -202,6 +211,9 @@ class Workers[Job, Result]:
 
     def _died(self, task: _Task[Job, Result], cause: str) -> None:
         task.deaths += 1
+        again = self._on_death(task.job)
+        if again != task.job:
+            task.job, task.deaths = again, 0
         if task.deaths >= self._max_deaths:
             task.future.set_exception(WorkersDied(task.job, task.deaths, cause))
         else:
@@ -222,7 +234,13 @@ class Workers[Job, Result]:
 
 
 def in_workers[Job, Result](
-    prepare: Callable[[], Callable[[Job], Result]], jobs: Sequence[Job], count: int, preload: Sequence[str] = ()
+    prepare: Callable[[], Callable[[Job], Result]],
+    jobs: Sequence[Job],
+    count: int,
+    preload: Sequence[str] = (),
+    *,
+    max_deaths: int = MAX_DEATHS,
+    on_death: Callable[[Job], Job] = lambda job: job,
 ) -> Generator[Result]:
     """Does jobs in worker processes and yields results in any order.
 
@@ -233,13 +251,15 @@ def in_workers[Job, Result](
         jobs: Picklable.
         count: Number of processes.
         preload: Modules to import before workers are forked.
+        max_deaths: Number of workers that may die on one job.
+        on_death: Called with a job whose worker died; returns the job to do in its place.
 
     Raises:
         WorkersDied: If a job killed its worker repeatedly.
         VlmdataError: If the function raised one.
         WorkerError: If it raised anything else.
     """
-    pool = Workers(prepare, count, preload=preload, max_deaths=_MAX_DEATHS)
+    pool = Workers(prepare, count, preload=preload, max_deaths=max_deaths, on_death=on_death)
     try:
         for future in as_completed([pool.submit(job) for job in jobs]):
             yield future.result()
@@ -289,13 +309,18 @@ class _Worker[Job, Result]:
         return gone
 
     def ending(self) -> str:
-        """How the process ended."""
+        """How the process ended, in words."""
         code = self._process.exitcode
-        if code is None or code >= 0:
-            return f"exit code {code}"
-        with suppress(ValueError):
-            return f"killed by {signal.Signals(-code).name}"
-        return f"killed by signal {-code}"
+        if code is None:
+            return "for an unknown cause"
+        if code >= 0:
+            return f"with exit code {code}"
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = f"signal {-code}"
+        meaning = {"SIGKILL": ", as when memory is short", "SIGSEGV": ", a crash in a library"}.get(name, "")
+        return f"by {name}{meaning}"
 
 
 def _started(process: BaseProcess) -> None:

@@ -17,12 +17,12 @@ from preprocess.registry import find, problem_of, shown_name
 from preprocess.shards.counters import Counters
 from preprocess.shards.job import RowOutcome, ShardContext, ShardJob, ShardRecord, run_shard
 from preprocess.sources.rows import Source
-from preprocess.workers import WorkerError
 from vlmdata.errors import ResourceError, SourceError, VlmdataError
 from vlmdata.format.manifest import TokenizerInfo
 from vlmdata.format.schema import shard_name
 from vlmdata.machine import available_cores
 from vlmdata.storage import Store
+from vlmdata.workers import WorkerError
 
 #: Engines by name. To add one, add a file here with an Engine class, and a line below.
 REGISTRY: Mapping[str, str] = {

@@ -10,8 +10,8 @@ from preprocess.engines.base import Engine, ShardWork, make_shard, rows_of
 from preprocess.engines.deaths import REJECTING, Deaths, watched
 from preprocess.shards.counters import Counters
 from preprocess.shards.job import ShardJob, ShardRecord
-from preprocess.workers import MAX_DEATHS, WorkersDied, run_in_workers, start_worker_server
 from vlmdata.errors import ResourceError
+from vlmdata.workers import MAX_DEATHS, WorkersDied, in_workers, start_worker_server
 
 #: Modules that workers import once, in the server from which they are forked.
 PRELOADED = [
@@ -72,7 +72,7 @@ def _run_in_processes(
     deaths = Deaths(work.source, counters, reject_after)
     most = max(MAX_DEATHS, reject_after or 0)
     prepare = partial(_prepare, work, counters)
-    with closing(run_in_workers(prepare, jobs, workers, PRELOADED, on_death=deaths.again, most_deaths=most)) as records:
+    with closing(in_workers(prepare, jobs, workers, PRELOADED, on_death=deaths.again, max_deaths=most)) as records:
         try:
             yield from records
         except WorkersDied as error:

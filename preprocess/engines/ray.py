@@ -27,12 +27,12 @@ from preprocess.registry import is_file
 from preprocess.shards.counters import Counters
 from preprocess.shards.fingerprints import fingerprints
 from preprocess.shards.job import RowOutcome, ShardContext, ShardJob, ShardRecord
-from preprocess.workers import WorkerError
 from vlmdata.errors import ResourceError, SourceError, VlmdataError
 from vlmdata.format.manifest import differences
 from vlmdata.format.schema import shard_name
 from vlmdata.machine import available_cores
 from vlmdata.storage import Store
+from vlmdata.workers import WorkerError
 
 #: The run fails when this many workers are lost over the same shard.
 _MAX_DEATHS = 5

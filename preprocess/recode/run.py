@@ -24,7 +24,6 @@ from preprocess.shards.fingerprints import (
     tokenizer_identity,
 )
 from preprocess.shards.job import RUN_FILE, ShardJob, ShardRecord, finished_records
-from preprocess.workers import WorkersDied, run_in_workers
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError, UsageError
 from vlmdata.format.manifest import CODEC_FINGERPRINTS, Manifest, Totals, canonical_hash, differences
 from vlmdata.format.schema import (
@@ -44,6 +43,7 @@ from vlmdata.locations import is_url
 from vlmdata.media.codecs import REGISTRY, codec
 from vlmdata.storage import Lock, Store, open_store
 from vlmdata.version import __version__
+from vlmdata.workers import WorkersDied, in_workers
 
 _COMMAND = "vlmdata recode"
 _PRELOADED = ["preprocess.recode.run"]
@@ -167,7 +167,7 @@ def _recoded(work: RecodeWork, numbers: Sequence[int], workers: int) -> Generato
         make = _prepare(work)
         yield from map(make, numbers)
         return
-    with closing(run_in_workers(partial(_prepare, work), numbers, min(workers, len(numbers)), _PRELOADED)) as records:
+    with closing(in_workers(partial(_prepare, work), numbers, min(workers, len(numbers)), _PRELOADED)) as records:
         try:
             yield from records
         except WorkersDied as error:

@@ -23,10 +23,10 @@ from preprocess.reject import RowRejected
 from preprocess.sources.rows import Rows, Source
 from preprocess.sources.selected import SelectedRows
 from preprocess.sources.webdataset import KEY_COLUMN
-from preprocess.workers import WorkersDied, run_in_workers
 from vlmdata.errors import ResourceError, SourceError
 from vlmdata.format.selection import SELECTION, rows_digest
 from vlmdata.wording import counted
+from vlmdata.workers import WorkersDied, in_workers
 
 TRAIN, VALIDATION = "train", "validation"
 _ROWS_PER_JOB = 1024
@@ -166,7 +166,7 @@ def _parts(
     for i, job in enumerate(jobs):
         if workers > 1 and time.monotonic() - begun > _SECONDS_ALONE:
             try:
-                yield from run_in_workers(partial(_prepare, rows, share), jobs[i:], workers, preload)
+                yield from in_workers(partial(_prepare, rows, share), jobs[i:], workers, preload)
             except WorkersDied as error:
                 raise ResourceError(
                     f"--holdout {share}: {error.deaths} worker processes died in succession over rows "

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-import os
+import multiprocessing
 import threading
-from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +12,10 @@ from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
-import psutil
 import pytest
 
 from tests.service.packs import MIB, filled_pack, pack_request, share, whole
+from tests.service.servers import wait_until
 from vlmdata.loader.fill.buffers import BufferPool
 from vlmdata.loader.fill.fill import Filled
 from vlmdata.service.protocol import FileQuery, Header
@@ -63,19 +62,11 @@ def test_an_answer_under_way_is_sound_after_the_server_has_closed() -> None:
     assert not mapped[: place.bytes].any()  # the system has it back, although a client maps it
 
 
-def test_packs_that_wait_when_the_server_ends_have_no_error_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Pool:
-        def submit(self, *given: object) -> Future[Any]:
-            future: Future[Any] = Future()
-            if len(given) == 1:
-                future.set_result(1)
-            else:
-                future.cancel()
-            return future
-
-    monkeypatch.setattr(Fillers, "_new_pool", lambda _: Pool())
+def test_packs_that_wait_when_the_server_ends_have_no_error_of_their_own() -> None:
+    fillers = Fillers([], 1, "off", 240.0)
+    fillers.close()
     with pytest.raises(BusyError, match="stopping"):
-        Fillers([], 1, "off", 1.0).fill(pack_request(0), BufferPool().acquire(1).name, (), "raise")
+        fillers.fill(pack_request(0), BufferPool().acquire(1).name, (), "raise")
 
 
 def test_a_dropped_stream_counts_no_longer() -> None:
@@ -173,47 +164,13 @@ def test_calls_that_wait_for_a_pack_count_as_calls() -> None:
     assert enters()
 
 
-def test_closing_waits_for_workers_that_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlmdata.service.server.filling._GRACE_SECONDS", 240.0)
-    fillers = Fillers([], 1, "off", 240.0)
-    worker = psutil.Process(fillers._pool.submit(os.getpid).result())
+def test_closing_ends_the_workers() -> None:
+    before = set(multiprocessing.active_children())
+    fillers = Fillers([], 2, "off", 240.0)
+    wait_until(lambda: len(set(multiprocessing.active_children()) - before) == 2, "both workers run")
+    workers = set(multiprocessing.active_children()) - before
     fillers.close()
-    assert not worker.is_running()
-
-
-def test_closing_does_not_wait_long_for_broken_workers_that_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlmdata.service.server.filling._GRACE_SECONDS", 0.0)
-    ended, shutting = threading.Event(), threading.Event()
-
-    class Pool:
-        def submit(self, *_: object) -> Future[int]:
-            future: Future[int] = Future()
-            future.set_result(1)
-            return future
-
-        def shutdown(self, wait: bool, cancel_futures: bool = False) -> None:
-            if wait:
-                shutting.set()
-                ended.wait(60)
-
-    monkeypatch.setattr(Fillers, "_new_pool", lambda _: Pool())
-    fillers = Fillers([], 1, "off", 1.0)
-
-    def replace() -> None:
-        with suppress(BusyError):
-            fillers._replace(fillers._pool)
-
-    replacing = threading.Thread(target=replace, daemon=True)
-    replacing.start()
-    assert shutting.wait(60)
-    closing = threading.Thread(target=fillers.close, daemon=True)
-    closing.start()
-    closing.join(60)
-    assert not closing.is_alive()
-    assert not ended.is_set()
-    ended.set()
-    replacing.join(60)
-    assert not replacing.is_alive()
+    assert not any(each.is_alive() for each in workers)
 
 
 def test_answers_that_gave_up_still_count_as_crowd_until_they_end() -> None:

@@ -6,11 +6,10 @@ import dataclasses
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +44,7 @@ from vlmdata.verify.sample import SampleRules
 from vlmdata.verify.shard import FolderShards, ShardAudit, audit_shard, hash_shard
 from vlmdata.verify.tokenizer_ids import tokenizer_info_faults
 from vlmdata.wording import counted
+from vlmdata.workers import Workers, WorkersDied
 
 #: The codec that stores files as they are.
 _FILES = "source"
@@ -170,34 +170,24 @@ def _audit_shards(opened: _Opened, workers: int) -> Iterator[ShardAudit]:
     if workers <= 1 or len(shards) <= 1:
         yield from (opened.audit(shard) for shard in shards)
         return
-    with ProcessPoolExecutor(
-        min(workers, len(shards)),
-        get_context("spawn"),
-        initializer=_start_worker,
-        initargs=(opened.directory, opened.open_shard, opened.pixels),
-    ) as pool:
-        try:
-            yield from pool.map(_audit_in_worker, shards)
-        except BrokenProcessPool as error:
-            raise ResourceError(
-                f"{opened.directory}: a process of the audit was killed (out of memory?); nothing was changed. "
-                "Run it again, with fewer --workers."
-            ) from error
+    pool = Workers(partial(_prepare, opened.directory, opened.open_shard, opened.pixels), min(workers, len(shards)))
+    try:
+        for future in [pool.submit(shard) for shard in shards]:
+            yield future.result()
+    except WorkersDied as error:
+        raise ResourceError(
+            f"{opened.directory}/{opened.manifest.shards[error.job].name}: {error.deaths} processes of the audit died "
+            f"on it, the last one {error.cause}; nothing was changed. Run it again, with fewer --workers."
+        ) from error
+    finally:
+        pool.close()
 
 
-_worker: _Opened | None = None
-
-
-def _start_worker(directory: Path, open_shard: OpenShard, pixels: bool) -> None:
-    global _worker
+def _prepare(directory: Path, open_shard: OpenShard, pixels: bool) -> Callable[[int], ShardAudit]:
+    """Runs in a worker; returns what audits a shard."""
     manifest = Manifest.read(directory)
     index = DatasetIndex.read(directory / INDEX_NAME, manifest.model_family.patch_bytes)
-    _worker = _Opened(directory, open_shard, manifest, index, SampleRules.of(manifest), pixels)
-
-
-def _audit_in_worker(shard: int) -> ShardAudit:
-    assert _worker is not None
-    return _worker.audit(shard)
+    return _Opened(directory, open_shard, manifest, index, SampleRules.of(manifest), pixels).audit
 
 
 def _check_files(directory: Path, manifest: Manifest) -> Iterator[Fault]:

@@ -109,7 +109,7 @@ def _with_lease(filling: Future[Filled], lease: Lease) -> Future[tuple[Lease, Fi
         elif isinstance(error, WorkersDied):
             found.set_exception(
                 ResourceError(
-                    f"loader workers died {error.deaths} times in a row, the last one: {error.cause}. Out of memory? "
+                    f"loader workers died {error.deaths} times in a row, the last one {error.cause}. Out of memory? "
                     "Use fewer num_workers or a smaller prefetch_factor; the loader's state is valid."
                 )
             )

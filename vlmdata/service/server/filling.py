@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Collection, Sequence
-from concurrent.futures import CancelledError, Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context, parent_process
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
-from vlmdata.errors import ResourceError, VlmdataError
+from vlmdata.errors import ResourceError
 from vlmdata.loader.config import OnDamage
 from vlmdata.loader.fill.buffers import BufferMaps, BufferName
 from vlmdata.loader.fill.fill import Filled, fill
@@ -18,11 +15,15 @@ from vlmdata.loader.request.request import PackRequest
 from vlmdata.service.server.memory import BusyError
 from vlmdata.storage.choices import Verify
 from vlmdata.storage.shards import DatasetShards, ShardStore
+from vlmdata.workers import PoolClosed, Workers, WorkersDied
 
-#: Times that a pack is tried again after a worker was killed.
-_MAX_RESTARTS = 3
+#: Workers that may die over one pack.
+_MAX_DEATHS = 4
 #: Seconds for workers to end when the server does.
 _GRACE_SECONDS = 5.0
+
+
+type _Job = tuple[PackRequest, BufferName, Collection[int], OnDamage]
 
 
 class LateFillError(BusyError):
@@ -48,13 +49,16 @@ class Fillers:
     """
 
     def __init__(self, datasets: Sequence[DatasetShards], workers: int, verify: Verify, timeout: float):
-        self._datasets, self._workers, self._verify, self._timeout = datasets, workers, verify, timeout
-        self._lock = threading.Lock()
-        self._closed = False
-        self.restarts = 0
-        self._pool = self._new_pool()
-        for each in [self._pool.submit(os.getpid) for _ in range(workers)]:
-            each.result()  # started now, not at the first query
+        self._timeout = timeout
+        # Not fork: gRPC has threads. Started now, not at the first query.
+        self._pool: Workers[_Job, Filled] = Workers(
+            partial(_prepare, tuple(datasets), verify), workers, max_deaths=_MAX_DEATHS, start_now=True
+        )
+
+    @property
+    def restarts(self) -> int:
+        """Number of workers that were replaced."""
+        return self._pool.restarts
 
     def fill(self, request: PackRequest, name: BufferName, existing: Collection[int], on_damage: OnDamage) -> Filled:
         """Reads a pack into a buffer.
@@ -71,79 +75,30 @@ class Fillers:
             LateFillError: If it takes too long; the buffer may still be written to.
             BusyError: If the server is closed.
         """
-        for _ in range(_MAX_RESTARTS + 1):
-            pool = self._pool
-            try:
-                future = pool.submit(_fill, request, name, existing, on_damage)
-            except RuntimeError:  # broken, or replaced meanwhile
-                self._replace(pool)
-                continue
-            try:
-                outcome = future.result(self._timeout)
-            except TimeoutError:
-                raise LateFillError(self._timeout, future) from None
-            except CancelledError:
-                raise BusyError("the server is stopping") from None
-            except BrokenProcessPool:
-                self._replace(pool)
-                continue
-            if isinstance(outcome, VlmdataError):
-                raise outcome
-            return outcome
-        raise ResourceError(f"{_MAX_RESTARTS + 1} workers died over pack {request.pack}. Out of memory?")
+        future = self._pool.submit((request, name, existing, on_damage))
+        try:
+            return future.result(self._timeout)
+        except TimeoutError:
+            raise LateFillError(self._timeout, future) from None
+        except PoolClosed:
+            raise BusyError("the server is stopping") from None
+        except WorkersDied as error:
+            raise ResourceError(
+                f"{error.deaths} workers died over pack {request.pack}, the last one {error.cause}. Out of memory?"
+            ) from None
 
     def close(self) -> None:
-        """Stops the workers, without waiting long for packs that they make, or for broken workers that do not end."""
-        self._closed = True
-        options = {"wait": True, "cancel_futures": True}
-        ending = threading.Thread(target=self._pool.shutdown, kwargs=options, daemon=True)
-        ending.start()
-        ending.join(_GRACE_SECONDS)  # else Python warns at the end of semaphores that are left
-
-    def _replace(self, broken: ProcessPoolExecutor) -> None:
-        with self._lock:
-            if self._closed:
-                raise BusyError("the server is stopping")
-            if self._pool is broken:
-                broken.shutdown(wait=True)  # before others write to the same buffers
-                self._pool = self._new_pool()  # has no processes before it gets work
-                self.restarts += 1
-                if self._closed:
-                    raise BusyError("the server is stopping")
-
-    def _new_pool(self) -> ProcessPoolExecutor:
-        # Not fork: gRPC has threads.
-        return ProcessPoolExecutor(
-            self._workers, get_context("forkserver"), _start, (tuple(self._datasets), self._verify)
-        )
+        """Ends the workers, without waiting long for one that does not end."""
+        self._pool.close(_GRACE_SECONDS)
 
 
-_store: ShardStore
-_buffers: BufferMaps
+def _prepare(datasets: Sequence[DatasetShards], verify: Verify) -> Callable[[_Job], Filled]:
+    """Runs in a worker; returns what fills the buffer of a request."""
+    store, buffers = ShardStore(datasets, verify), BufferMaps()
 
+    def fill_named(job: _Job) -> Filled:
+        request, name, existing, on_damage = job
+        buffers.keep_only(existing)
+        return fill(request, store, buffers.array(name), on_damage)
 
-def _start(datasets: Sequence[DatasetShards], verify: Verify) -> None:
-    global _store, _buffers
-    # Ctrl-C in a terminal reaches the process group, and the server drains. SIGTERM must end a worker: its pool sends
-    # it when another worker was killed.
-    os.setpgid(0, 0)
-    threading.Thread(target=_end_with_the_server, daemon=True).start()
-    _store, _buffers = ShardStore(datasets, verify), BufferMaps()
-
-
-def _end_with_the_server() -> None:
-    """Ends this worker when the server was killed; its pool would wait for work forever."""
-    server = parent_process()
-    assert server is not None
-    server.join()
-    os._exit(1)
-
-
-def _fill(
-    request: PackRequest, name: BufferName, existing: Collection[int], on_damage: OnDamage
-) -> Filled | VlmdataError:
-    _buffers.keep_only(existing)
-    try:
-        return fill(request, _store, _buffers.array(name), on_damage)
-    except VlmdataError as error:
-        return error  # returned, because a raised one loses its traceback and may not be picklable
+    return fill_named
