@@ -80,8 +80,11 @@ def run(framework: str, data: str, folder: Path, names: dict[str, Any], alone: b
     train: Callable[..., None] = names[f"train_{framework}"]
     counts_all = framework in ("lightning", "trainer")  # their number of steps includes those before a resume
 
+    environment = dict(os.environ)
+
     def go(steps: int, place: str, resume: bool = False) -> tuple[Seen, list[float]]:
         seen.clear()
+        os.environ.update(environment)  # Lightning removes WORLD_SIZE at its end
         model = make_model()
         train(data, model, steps, str(folder / f"{framework}-{place}"), resume=resume)
         return list(seen), summary(model)
