@@ -304,13 +304,13 @@ class TestRefused:
         with pytest.raises(UsageError, match=r"Linear has no ForConditionalGeneration.*qwen3_5_moe"):
             packed(torch.nn.Linear(1, 1))
 
-    @pytest.mark.parametrize("version", ["5.16.9", "5.18.0", "6.0.0.dev0"])
+    @pytest.mark.parametrize("version", ["5.15.1", "5.19.0", "6.0.0.dev0"])
     def test_versions_that_were_not_proven(self, model: Any, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("transformers.__version__", version)
-        with pytest.raises(UsageError, match=f"transformers {version} is installed.*>=5.17,<5.18.*allow_unproven=True"):
+        with pytest.raises(UsageError, match=f"transformers {version} is installed.*>=5.16,<5.19.*allow_unproven=True"):
             packed(model)
         packed(model, allow_unproven=True).remove()
-        monkeypatch.setattr("transformers.__version__", "5.17.1")
+        monkeypatch.setattr("transformers.__version__", "5.18.1")
         packed(model).remove()
 
     def test_attention_that_may_not_see_boundaries(self, model: Any) -> None:

@@ -23,7 +23,7 @@ from vlmdata.integrations import delta_net
 from vlmdata.integrations.segments import Segments
 
 #: Versions of transformers whose models were compared with their samples one by one (tests/integrations).
-PROVEN = ">=5.17,<5.18"
+PROVEN = ">=5.16,<5.19"
 #: ``model_type`` of the configurations of supported models.
 MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
