@@ -1,12 +1,13 @@
-"""Two ranks that run the scripts in ``docs/frameworks.md``: started by ``test_frameworks.py``.
+"""Two ranks and a process without a group that run the scripts in ``docs/frameworks.md``: for ``test_frameworks.py``.
 
     python -m tests.loader.framework_run DATA FOLDER FRAMEWORK…
 
-The ranks are forked once the frameworks are imported, which takes longer than all the rest. What they print is in
-``FOLDER/log-<rank>``.
+All are forked once the frameworks are imported, which takes longer than all the rest. What they print is in
+``FOLDER/log-<rank>``. The process without a group, as under plain ``python``, is ``alone``.
 
 Writes ``FOLDER/<framework>-<rank>.json`` for each framework: the batches that were trained on in a run of ``TOTAL``
-steps, in one of ``STOP`` steps and in its continuation, and the weights after the first and the last of these.
+steps, in one of ``STOP`` steps and in its continuation, and the weights after the first and the last of these. The
+process without a group makes the first run alone.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.functional import cross_entropy
 
+from tests.integrations.tiny_models import tiny_model
 from vlmdata import PackedBatch, StreamingLoader
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "frameworks.md"
@@ -35,35 +36,19 @@ HEADINGS = {
     "lightning": "Lightning",
     "trainer": "transformers' Trainer",
 }
-#: Epochs of 2, 3 and 2 steps of the chats.
-SETTINGS: dict[str, Any] = {"capacity": 1000, "global_batch": 4, "max_patches": 240}
-TOTAL, STOP = 7, 4
+#: The scripts that run under plain ``python``, too.
+ALONE = ("accelerate", "trainer")
+#: Epochs of 3, 4 and 3 steps of 32 random samples.
+SETTINGS: dict[str, Any] = {"capacity": 600, "global_batch": 4, "max_patches": 640}
+TOTAL, STOP = 8, 5
 
-Seen = list[tuple[int, int, int, list[str]]]
-
-
-#: Ids count modulo this: which rank learns from which samples does not depend on the vocabulary, which costs most.
-IDS = 256
-
-
-class TinyModel(torch.nn.Module):
-    """Predicts the next token from the current one alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = torch.nn.Embedding(IDS, 8)
-        self.output = torch.nn.Linear(8, IDS)
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return self.output(self.embedding(input_ids % IDS))
+#: Of each batch: epoch, step, micro-batch, sample keys, number of images.
+Seen = list[tuple[int, int, int, list[str], int]]
 
 
-def losses_of(model: torch.nn.Module, batch: PackedBatch) -> torch.Tensor:
-    """The loss of each token; 0 where there is no target."""
-    assert batch.labels is not None
-    labels = batch.labels[0]
-    return cross_entropy(model(batch.input_ids)[0], labels.where(labels < 0, labels % IDS), reduction="none")
+def make_model() -> Any:
+    """The tiny model that all train."""
+    return tiny_model("qwen3_5", num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
 
 
 def summary(model: torch.nn.Module) -> list[float]:
@@ -80,26 +65,33 @@ def scripts(heading: str, names: dict[str, Any]) -> dict[str, Any]:
     return names
 
 
-def run(framework: str, data: str, folder: Path, names: dict[str, Any]) -> dict[str, Any]:
+def run(framework: str, data: str, folder: Path, names: dict[str, Any], alone: bool) -> dict[str, Any]:
     """A whole run, and one that stops and continues."""
     seen: Seen = []
+    computed = names["computed"]
 
     def token_losses(model: torch.nn.Module, batch: PackedBatch) -> torch.Tensor:
-        seen.append((batch.epoch, batch.step, batch.micro_batch, list(batch.sample_keys)))
-        return losses_of(model, batch)
+        images = len(batch.image_grid_thw)
+        seen.append((batch.epoch, batch.step, batch.micro_batch, list(batch.sample_keys), images))
+        return computed(model, batch)
 
     names["token_losses"] = token_losses
     scripts(HEADINGS[framework], names)
     train: Callable[..., None] = names[f"train_{framework}"]
     counts_all = framework in ("lightning", "trainer")  # their number of steps includes those before a resume
 
+    environment = dict(os.environ)
+
     def go(steps: int, place: str, resume: bool = False) -> tuple[Seen, list[float]]:
         seen.clear()
-        model = TinyModel()
+        os.environ.update(environment)  # Lightning removes WORLD_SIZE at its end
+        model = make_model()
         train(data, model, steps, str(folder / f"{framework}-{place}"), resume=resume)
         return list(seen), summary(model)
 
-    whole, weights = go(TOTAL, "whole")
+    whole, weights = go(TOTAL, "alone" if alone else "whole")
+    if alone:
+        return {"whole": whole, "weights": weights}
     before, _ = go(STOP, "parts")
     after, continued = go(TOTAL if counts_all else TOTAL - STOP, "parts", resume=True)
     return {"whole": whole, "before": before, "after": after, "weights": weights, "continued": continued}
@@ -107,24 +99,34 @@ def run(framework: str, data: str, folder: Path, names: dict[str, Any]) -> dict[
 
 def main() -> None:
     data, folder, frameworks = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
-    for module in ("accelerate", "transformers.trainer", "vlmdata.loader.loader"):
+    for module in (
+        "accelerate",
+        "lightning.pytorch",
+        "transformers.trainer",
+        "transformers.models.qwen3_5.modeling_qwen3_5",
+    ):
         with suppress(ImportError):
             importlib.import_module(module)
-    children = [fork_rank(rank, data, folder, frameworks) for rank in range(2)]
+    children = [fork_rank(rank, data, folder, frameworks) for rank in (0, 1, None)]
     sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0 for child in children))
 
 
-def fork_rank(rank: int, data: str, folder: Path, frameworks: list[str]) -> int:
-    """Starts a rank and returns its process id."""
+def fork_rank(rank: int | None, data: str, folder: Path, frameworks: list[str]) -> int:
+    """Starts a rank, or the process without a group, and returns its process id."""
     child = os.fork()
     if child:
         return child
     code = 1
     try:
-        log = os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_CREAT)
+        log = os.open(folder / f"log-{name_of(rank)}", os.O_WRONLY | os.O_CREAT)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        if rank is None:
+            for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+                del os.environ[name]
+            frameworks = [framework for framework in frameworks if framework in ALONE]
+        else:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         run_rank(rank, data, folder, frameworks)
         code = 0
     except BaseException:
@@ -134,19 +136,26 @@ def fork_rank(rank: int, data: str, folder: Path, frameworks: list[str]) -> int:
         os._exit(code)
 
 
-def run_rank(rank: int, data: str, folder: Path, frameworks: list[str]) -> None:
+def name_of(rank: int | None) -> str:
+    """How files of a process are named."""
+    return "alone" if rank is None else str(rank)
+
+
+def run_rank(rank: int | None, data: str, folder: Path, frameworks: list[str]) -> None:
     """Runs the frameworks one after the other."""
     names = scripts("Shared code", {})
+    names["computed"] = names["token_losses"]
     names["make_loader"] = lambda data: StreamingLoader(data, num_workers=1, **SETTINGS)
     for framework in frameworks:
         try:
-            found = run(framework, data, folder, names)
+            found = run(framework, data, folder, names, rank is None)
         except Exception:
             found = {"error": traceback.format_exc()}
-        (folder / f"{framework}-{rank}.json").write_text(json.dumps(found))
+        (folder / f"{framework}-{name_of(rank)}.json").write_text(json.dumps(found))
         if "error" in found:
             os._exit(1)  # the other rank may wait for this one for ever
-    dist.destroy_process_group()
+    if rank is not None:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

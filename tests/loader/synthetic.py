@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 
-from vlmdata.families.qwen3_5 import FAMILY
+from vlmdata.families import family as family_of
+from vlmdata.families.base import Family
 from vlmdata.format.index_row import IndexRow, index_table, used_features
 from vlmdata.format.manifest import Manifest, ShardInfo, TokenizerInfo, Totals
 from vlmdata.format.schema import sample_key, shard_name
@@ -24,6 +25,7 @@ def write_dataset(
     seed: int = 0,
     first_token_is_target: bool = False,
     weighted: bool = False,
+    family: str = "",
 ) -> Path:
     """Writes a dataset of samples with no to three images and up to a few hundred tokens.
 
@@ -34,6 +36,7 @@ def write_dataset(
         seed: Of the numbers.
         first_token_is_target: Of every sample.
         weighted: Whether all samples have loss weights.
+        family: Of the samples; by default as in format 1.0, which did not say.
     """
     random = np.random.default_rng(seed)
     folder.mkdir(parents=True)
@@ -43,7 +46,7 @@ def write_dataset(
         first = len(rows)
         with ShardWriter(folder / shard_name(shard)) as writer:
             rows += [
-                _add_sample(writer, random, row, shard, first_token_is_target, weighted)
+                _add_sample(writer, random, row, shard, first_token_is_target, weighted, family_of(family or "qwen3_5"))
                 for row in range(first, first + samples_per_shard)
             ]
             size, sha256 = writer.close()
@@ -71,6 +74,7 @@ def write_dataset(
         index_sha256=hashlib.sha256((folder / "index.parquet").read_bytes()).hexdigest(),
         ledger_sha256="",
         features=tuple(sorted(used_features(rows))),
+        family=family,
     )
     (folder / "manifest.json").write_bytes(manifest.to_json())
     return folder
@@ -83,6 +87,7 @@ def _add_sample(
     shard: int,
     first_token_is_target: bool,
     weighted: bool,
+    family: Family,
 ) -> IndexRow:
     grids = 2 * random.integers(1, 9, (row % 4, 3))
     grids[:, 0] = 1
@@ -95,9 +100,9 @@ def _add_sample(
     mask = np.zeros(padded, np.uint8)
     mask[0] = first_token_is_target
     mask[1:length] = (ids[1:] != IMAGE_TOKEN) & (random.random(length - 1) < 0.5)
-    patches = [random.integers(0, 256, (grid.prod(), 768), dtype=np.uint8) for grid in grids]
+    patches = [random.integers(0, 256, (grid.prod(), family.patch_bytes), dtype=np.uint8) for grid in grids]
     positions = np.zeros((3, padded), np.int32)
-    positions[:, :length] = FAMILY.position_ids(length, np.array(starts, np.int64), grids)
+    positions[:, :length] = family.position_ids(length, np.array(starts, np.int64), grids)
     weights = {"loss_weights": [(mask * random.uniform(0.5, 3, padded)).astype(np.float32)]} if weighted else {}
     placement = writer.add(
         sample_key(row),
@@ -107,7 +112,7 @@ def _add_sample(
             "loss_mask": [mask],
             "position_ids": [positions],
             "image_grid_thw": [grids.astype(np.int32)],
-            "patches": patches or [np.zeros((0, 768), np.uint8)],
+            "patches": patches or [np.zeros((0, family.patch_bytes), np.uint8)],
             **weights,
         },
     )

@@ -1,4 +1,7 @@
-"""The scripts of ``docs/frameworks.md``, in two processes: who gets what, what is learned, how a run is continued."""
+"""The scripts of ``docs/frameworks.md``, in two processes and alone: who gets what, what is learned, how it continues.
+
+They train a tiny Qwen3.5 on packs. It must learn what it learns from the samples one by one.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.loader.framework_run import SETTINGS, STOP, TOTAL, TinyModel, losses_of, summary
+from tests.integrations.tiny_models import losses_of_sample
+from tests.loader.framework_run import ALONE, SETTINGS, STOP, TOTAL, make_model, summary
+from tests.loader.synthetic import write_dataset
 from tests.ports import free_port
+from vlmdata.format.dataset import VlmDataset
 from vlmdata.loader.loader import StreamingLoader
 
 pytestmark = pytest.mark.slow  # imports of the frameworks
@@ -26,6 +32,14 @@ ROOT = Path(__file__).resolve().parents[2]
 #: What each script needs besides what vlmdata itself needs.
 FRAMEWORKS = {"ddp": None, "accelerate": "accelerate", "trainer": "accelerate", "lightning": "lightning"}
 Results = dict[str, list[dict[str, Any]]]
+#: Processes of each framework: two ranks, and for some one without a group.
+RANKS = ("0", "1", "alone")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """32 weighted samples with no to three images."""
+    return write_dataset(tmp_path_factory.mktemp("frameworks") / "data", 4, 8, family="qwen3_5", weighted=True)
 
 
 def installed(framework: str) -> bool:
@@ -34,8 +48,8 @@ def installed(framework: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def results(chat: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What each rank did under each framework: imports take most of the time, so all run in the same two processes."""
+def results(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """What each process did under each framework. Imports take most of the time, so all run in the same processes."""
     folder = tmp_path_factory.mktemp("frameworks")
     frameworks = [framework for framework in FRAMEWORKS if installed(framework)]
     environment = {
@@ -46,7 +60,7 @@ def results(chat: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
         "OMP_NUM_THREADS": "1",
         "ACCELERATE_USE_CPU": "true",  # as `accelerate launch --cpu` sets it
     }
-    command = [sys.executable, "-m", "tests.loader.framework_run", str(chat), str(folder), *frameworks]
+    command = [sys.executable, "-m", "tests.loader.framework_run", str(data), str(folder), *frameworks]
     with (
         open(folder / "log", "wb") as log,
         subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True) as started,
@@ -58,30 +72,31 @@ def results(chat: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
                 os.killpg(started.pid, signal.SIGKILL)
     found: Results = {}
     for framework in frameworks:
-        for rank in range(2):
+        for rank in RANKS[: 3 if framework in ALONE else 2]:
             path = folder / f"{framework}-{rank}.json"
             logs = "".join(log.read_text()[-4000:] for log in sorted(folder.glob("log*")))
             assert path.exists(), f"rank {rank} under {framework}: {logs}"
             found.setdefault(framework, []).append(json.loads(path.read_text()))
-            assert "error" not in found[framework][rank], found[framework][rank]["error"]
+            assert "error" not in found[framework][-1], found[framework][-1]["error"]
     return found
 
 
 @pytest.fixture(scope="module")
-def alone(chat: Path) -> tuple[list[tuple[int, int, set[str]]], list[float]]:
-    """The steps in a single process, and the weights after them, without any framework."""
-    model = TinyModel()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def alone(data: Path) -> tuple[list[tuple[int, int, set[str]]], list[float]]:
+    """The steps in a single process, and the weights after them: of samples one by one, without any framework."""
+    model, dataset = make_model(), VlmDataset(data)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     steps = []
-    with StreamingLoader(chat, dp_rank=0, dp_size=1, **SETTINGS) as loader:
+    with StreamingLoader(data, dp_rank=0, dp_size=1, **SETTINGS) as loader:
         assert len({loader.steps(epoch) for epoch in range(3)}) > 1, "epochs differ in length"
         for _ in range(TOTAL):
             at = loader.position
             batches = [next(iter(loader)) for _ in range(SETTINGS["global_batch"])]
-            total = sum(float(batch.loss_weights.sum()) for batch in batches if batch.loss_weights is not None)
-            for batch in batches:
-                assert batch.loss_weights is not None
-                ((losses_of(model, batch) * batch.loss_weights[0]).sum() / total).backward()
+            samples = [dataset[origin.index] for batch in batches for origin in batch.origins]
+            weights = [torch.from_numpy(sample.loss_weights[1 : sample.length].copy()) for sample in samples]
+            total = sum(float(each.sum()) for each in weights)
+            for sample, each in zip(samples, weights, strict=True):
+                ((losses_of_sample(model, sample) * each).sum() / total).backward()
             optimizer.step()
             optimizer.zero_grad()
             steps.append((at.epoch, at.step, {key for batch in batches for key in batch.sample_keys}))
@@ -96,12 +111,14 @@ class TestFrameworks:
     def ranks(self, framework: str, results: Results) -> list[dict[str, Any]]:
         if not installed(framework):
             pytest.skip(f"{FRAMEWORKS[framework]} is not installed")
-        return results[framework]
+        return results[framework][:2]
 
     def test_every_rank_gets_its_part_of_every_step(self, ranks: list[dict[str, Any]], alone: Any) -> None:
         found: dict[tuple[int, int], list[str]] = {}
-        for epoch, step, _, keys in chain.from_iterable(rank["whole"] for rank in ranks):
+        for epoch, step, _, keys, _ in chain.from_iterable(rank["whole"] for rank in ranks):
             found.setdefault((epoch, step), []).extend(keys)
+        images = [[each[-1] > 0 for each in rank["whole"]] for rank in ranks]
+        assert images[0] != images[1], "one rank has images where the other has none"
         assert len(ranks[0]["whole"]) == len(ranks[1]["whole"]) == TOTAL * SETTINGS["global_batch"] // 2
         assert list(found) == [(epoch, step) for epoch, step, _ in alone[0]]
         for epoch, step, keys in alone[0]:
@@ -110,7 +127,13 @@ class TestFrameworks:
 
     def test_it_learns_what_one_process_learns(self, ranks: list[dict[str, Any]], alone: Any) -> None:
         for rank in ranks:
-            assert rank["weights"] == pytest.approx(alone[1], rel=1e-5)
+            assert rank["weights"] == pytest.approx(alone[1], rel=1e-4, abs=1e-4)
+
+    def test_it_learns_the_same_without_a_process_group(self, framework: str, results: Results, alone: Any) -> None:
+        if framework not in ALONE or not installed(framework):
+            pytest.skip(f"{framework} needs a process group, or is not installed")
+        assert len(results[framework][2]["whole"]) == TOTAL * SETTINGS["global_batch"]
+        assert results[framework][2]["weights"] == pytest.approx(alone[1], rel=1e-4, abs=1e-4)
 
     def test_a_continued_run_is_the_uninterrupted_one(self, ranks: list[dict[str, Any]]) -> None:
         for rank in ranks:

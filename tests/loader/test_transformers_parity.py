@@ -1,4 +1,4 @@
-"""A packed batch in a transformers model gives what its samples give one by one: positions, masks, labels, images.
+"""Chats as the loader packs them, in a transformers model: what its samples give one by one.
 
 The code under test is that of ``docs/loading-with-transformers.md``, word for word.
 """
@@ -11,16 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
 
+from tests.integrations.tiny_models import losses_of_sample, tiny_model
 from tests.loader.helpers import epoch_of, stream
 from vlmdata.batch import PackedBatch
-from vlmdata.families.qwen3_5 import FAMILY
 from vlmdata.format.dataset import VlmDataset
-from vlmdata.format.schema import Sample
+from vlmdata.integrations.transformers import is_packed
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "loading-with-transformers.md"
 TOLERANCE = 1e-5
@@ -28,7 +26,7 @@ TOLERANCE = 1e-5
 
 @pytest.fixture(scope="module")
 def guide() -> dict[str, Callable[..., Any]]:
-    """The functions that the guide defines."""
+    """The functions that the guide defines or imports."""
     blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
     names: dict[str, Any] = {}
     for block in blocks:
@@ -39,73 +37,16 @@ def guide() -> dict[str, Callable[..., Any]]:
 @pytest.fixture(scope="module")
 def model(chats: VlmDataset) -> Iterator[Any]:
     """A tiny Qwen3.5-VL with two linear and two full attention layers, and weights large enough to matter."""
-    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
-
-    torch.manual_seed(0)
-    config = Qwen3_5Config(
-        text_config={
-            "vocab_size": 6144,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 4,
-            "layer_types": ["linear_attention", "full_attention"] * 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": 64,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "initializer_range": 0.1,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1000.0,
-                "mrope_section": [3, 3, 2],
-                "mrope_interleaved": True,
-                "partial_rotary_factor": 0.25,
-            },
-        },
-        vision_config={
-            "depth": 2,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_heads": 2,
-            "out_hidden_size": 64,
-            "num_position_embeddings": 64,
-            "initializer_range": 0.1,
-        },
-        image_token_id=chats.manifest.tokenizer.image,
-        video_token_id=6131,
-        vision_start_token_id=6127,
-        vision_end_token_id=6128,
-    )
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield Qwen3_5ForConditionalGeneration(config).eval()
+    yield tiny_model("qwen3_5", vocab_size=6144, image_token=chats.manifest.tokenizer.image)
     torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
 def packed_model(model: Any, guide: dict[str, Callable[..., Any]]) -> Any:
     """The same weights, prepared as the guide says."""
-    prepared = copy.deepcopy(model)
-    guide["keep_samples_apart"](prepared)
-    return prepared
-
-
-def losses_of_sample(model: Any, sample: Sample) -> torch.Tensor:
-    """The loss at every token but the last, (length - 1,), 0 off target: as from the processor, positions included."""
-    ids = torch.from_numpy(sample.input_ids[: sample.length].astype(np.int64))
-    inputs: dict[str, torch.Tensor] = {"input_ids": ids[None]}
-    if len(sample.image_grid_thw):
-        inputs["mm_token_type_ids"] = (ids == model.config.image_token_id).int()[None]
-        inputs["image_grid_thw"] = torch.from_numpy(sample.image_grid_thw.astype(np.int64))
-        inputs["pixel_values"] = FAMILY.pixel_values(torch.from_numpy(sample.patches.copy()))
-    model.model.rope_deltas = None
-    logits = model(**inputs, attention_mask=torch.ones_like(ids)[None], use_cache=False).logits[0]
-    target = torch.from_numpy(sample.loss_mask[1 : sample.length].astype(bool))
-    losses = cross_entropy(logits[:-1], ids[1:], reduction="none")
-    return torch.where(target, losses, torch.zeros(()))
+    return guide["packed"](copy.deepcopy(model)).model
 
 
 @pytest.fixture(scope="module")
@@ -162,29 +103,6 @@ class TestItWouldShow:
     def test_as_it_should_be(self, batch: PackedBatch, difference: Callable[[PackedBatch], float]) -> None:
         assert difference(batch) < TOLERANCE
 
-    def test_linear_attention_across_samples(
-        self, batch: PackedBatch, guide: dict[str, Any], model: Any, references: list[torch.Tensor]
-    ) -> None:
-        unprepared = copy.deepcopy(model)
-        with torch.no_grad():
-            assert largest_difference(guide["token_losses"](unprepared, batch), batch, references) > 100 * TOLERANCE
-
-    def test_attention_across_samples(
-        self, batch: PackedBatch, packed_model: Any, references: list[torch.Tensor]
-    ) -> None:
-        assert batch.labels is not None
-        packed_model.segment_lengths = batch.cu_seqlens_padded.diff().tolist()
-        with torch.no_grad():
-            logits = packed_model(
-                input_ids=batch.input_ids,
-                position_ids=batch.position_ids,  # three rows: nothing says where samples begin
-                pixel_values=batch.pixel_values(),
-                image_grid_thw=batch.image_grid_thw,
-                use_cache=False,
-            ).logits
-        losses = cross_entropy(logits[0], batch.labels[0], reduction="none")
-        assert largest_difference(losses, batch, references) > 100 * TOLERANCE
-
     @pytest.mark.parametrize("field", ["position_ids", "input_ids", "labels", "patches", "image_grid_thw"])
     def test_a_wrong_field(self, batch: PackedBatch, difference: Callable[[PackedBatch], float], field: str) -> None:
         wrong = batch.clone()
@@ -203,25 +121,6 @@ class TestItWouldShow:
         assert difference(wrong) > 100 * TOLERANCE
 
 
-def test_gradients_of_a_packed_batch_are_those_of_its_samples(
-    chat: Path, chats: VlmDataset, guide: dict[str, Callable[..., Any]], model: Any, packed_model: Any
-) -> None:
-    batch = min(epoch_of(chat, pad_multiple=4), key=lambda batch: abs(batch.num_samples - 4))
-    assert len(batch.image_grid_thw)
-    guide["token_losses"](packed_model, batch).sum().backward()
-    sum(losses_of_sample(model, chats[origin.index]).sum() for origin in batch.origins).backward()
-    compared = 0
-    for (name, packed), alone in zip(packed_model.named_parameters(), model.parameters(), strict=True):
-        assert (packed.grad is None) == (alone.grad is None), name
-        if alone.grad is not None:
-            scale = float(alone.grad.abs().max())
-            assert float((packed.grad - alone.grad).abs().max()) <= 1e-4 * scale + 1e-6, name
-            compared += scale > 0
-    model.zero_grad(set_to_none=True)
-    packed_model.zero_grad(set_to_none=True)
-    assert compared > 40
-
-
 def test_the_loop_of_the_guide_learns(receipts: Path, guide: dict[str, Callable[..., Any]], model: Any) -> None:
     learner = copy.deepcopy(model).train()
     optimizer = torch.optim.AdamW(learner.parameters(), lr=3e-3)
@@ -229,12 +128,13 @@ def test_the_loop_of_the_guide_learns(receipts: Path, guide: dict[str, Callable[
         start = loader.state_dict()
         first = next(iter(loader)).clone()
         loader.load_state_dict(start)
-        guide["train"](learner, optimizer, loader, 1)
-        assert loader.position.epoch == 1
-    with torch.no_grad():
-        after = guide["token_losses"](learner, first).sum()
-        guide["keep_samples_apart"](before := copy.deepcopy(model))
-        assert float(after) < 0.9 * float(guide["token_losses"](before, first).sum())
+        guide["train"](learner, optimizer, loader, loader.steps(0))
+    assert not is_packed(learner)
+    losses = []
+    for each in (model, learner):
+        with guide["packed"](each), torch.no_grad():
+            losses.append(float(guide["token_losses"](each, first).sum()))
+    assert losses[1] < 0.9 * losses[0]
 
 
 def test_the_loop_of_the_guide_takes_the_steps_of_the_plan(
@@ -249,6 +149,6 @@ def test_the_loop_of_the_guide_takes_the_steps_of_the_plan(
         assert at.micro_batch == 1
         stepped = []
         optimizer.register_step_post_hook(lambda *_: stepped.append(loader.position))
-        guide["train"](learner, optimizer, loader, 1)
+        guide["train"](learner, optimizer, loader, steps := loader.steps(0) + 1)
         assert {each.micro_batch for each in stepped} == {0}
-        assert len(stepped) == loader.steps(0) > 1
+        assert len(stepped) == steps

@@ -1,0 +1,107 @@
+"""Tiny models of transformers with random weights, large enough to matter, and the losses of samples by themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+
+from tests.loader.synthetic import IMAGE_TOKEN
+from vlmdata.families import REGISTRY, family
+from vlmdata.format.schema import Sample
+
+_TEXT: dict[str, Any] = {
+    "vocab_size": 1024,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "initializer_range": 0.1,
+}
+_ROPE = {"rope_type": "default", "rope_theta": 1000.0}
+_DELTA = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "head_dim": 64,
+    "rope_parameters": _ROPE | {"mrope_section": [3, 3, 2], "mrope_interleaved": True, "partial_rotary_factor": 0.25},
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_THIRDS = {"rope_parameters": _ROPE | {"mrope_section": [6, 5, 5], "mrope_interleaved": True}}
+_VISION: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 64,
+    "initializer_range": 0.1,
+}
+_DEEPSTACK = {"deepstack_visual_indexes": [0, 1]}
+_WINDOWS = {"window_size": 56, "fullatt_block_indexes": [1], "patch_size": 14, "in_channels": 3}
+
+#: By model type: names of the configuration and the model, then the text and vision configuration.
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen2_5_vl": ("Qwen2_5_VL", {"rope_parameters": _ROPE | {"mrope_section": [6, 5, 5]}}, _WINDOWS),
+    "qwen3_vl": ("Qwen3VL", _THIRDS, _DEEPSTACK),
+    "qwen3_vl_moe": ("Qwen3VLMoe", _THIRDS | _EXPERTS, _DEEPSTACK),
+    "qwen3_5": ("Qwen3_5", _DELTA, {}),
+    "qwen3_5_moe": ("Qwen3_5Moe", _DELTA | _EXPERTS | {"shared_expert_intermediate_size": 48}, {}),
+}
+
+
+def tiny_model(model_type: str, seed: int = 0, image_token: int = IMAGE_TOKEN, **text: Any) -> Any:
+    """A model of four decoder layers and two vision blocks, in float32.
+
+    Args:
+        model_type: One of :data:`MODELS`.
+        seed: Of its weights.
+        image_token: Id of image placeholders.
+        **text: Changes of the text configuration.
+    """
+    import transformers
+
+    name, more_text, more_vision = MODELS[model_type]
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{name}Config")(
+        text_config=_TEXT | more_text | text,
+        vision_config=_VISION | more_vision,
+        image_token_id=image_token,
+        video_token_id=3,
+        vision_start_token_id=4,
+        vision_end_token_id=5,
+    )
+    return getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+
+
+def family_of(model_type: str) -> str:
+    """The family of a model type."""
+    return next(name for name in REGISTRY if model_type in family(name).model_types)
+
+
+def inputs_of_sample(model: Any, sample: Sample) -> dict[str, torch.Tensor]:
+    """The arguments of a forward pass as the processor makes them: transformers computes the positions."""
+    ids = torch.from_numpy(sample.input_ids[: sample.length].astype(np.int64))[None]
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if len(sample.image_grid_thw):
+        inputs["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+        inputs["image_grid_thw"] = torch.from_numpy(sample.image_grid_thw.astype(np.int64))
+        values = family(family_of(model.config.model_type)).pixel_values
+        inputs["pixel_values"] = values(torch.from_numpy(sample.patches.copy()))
+    return inputs
+
+
+def losses_of_sample(model: Any, sample: Sample) -> torch.Tensor:
+    """The loss at every token but the last, (length - 1,), 0 where the next one is no target."""
+    model.model.rope_deltas = None
+    inputs = inputs_of_sample(model, sample)
+    logits = model(**inputs, use_cache=False).logits[0]
+    target = torch.from_numpy(sample.loss_mask[1 : sample.length].astype(bool))
+    losses = cross_entropy(logits[:-1], inputs["input_ids"][0, 1:], reduction="none")
+    return torch.where(target, losses, torch.zeros(()))

@@ -1,0 +1,5 @@
+"""Packed batches in other people's models and trainers. Nothing else in vlmdata imports this package.
+
+- :mod:`vlmdata.integrations.transformers` computes packs with the models of transformers.
+- :mod:`vlmdata.integrations.steps` groups batches into optimizer steps, and weighs their losses.
+"""
