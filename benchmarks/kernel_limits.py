@@ -62,10 +62,16 @@ class Limits(NamedTuple):
 
 
 def row_of(kernel: str, widths: dict[str, int]) -> str:
-    """The group of a kernel of a profile. Widths of heads in cuDNN's names tell the tower from the decoder."""
+    """The group of a kernel of a profile. Widths of heads in cuDNN's names tell the tower from the decoder.
+
+    Of kernels without a width, those that add up gradients over a group's query heads are the decoder's: the tower has
+    no groups.
+    """
     if re.search(r"sdpa|compute_dot_do_o|cudnn::fusion|cudnn_generated", kernel):
         found = re.search(r"_\d+x\d+x(\d+)_|, (\d+)>", kernel)
-        width = int(next(filter(None, found.groups()))) if found else widths["decoder"]
+        if found is None:
+            return "attention of the decoder" if "reduce_head" in kernel else "attention of either"
+        width = int(next(filter(None, found.groups())))
         near = min(widths, key=lambda part: (abs(widths[part] - width), part))
         return f"attention of the {near}"
     return group(kernel)

@@ -20,7 +20,6 @@ class AttentionShape:
         gated: Whether a gate is multiplied onto attention's output.
         zero_centered: Whether a norm's scale is 1 + its weight.
         feed_forward: Width of the dense feed-forward part's inner activation on a rank; None with experts.
-        stream: Width of the residual stream; None if its norms are Transformer Engine's.
     """
 
     groups: int
@@ -30,7 +29,6 @@ class AttentionShape:
     gated: bool
     zero_centered: bool
     feed_forward: int | None
-    stream: int | None
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,6 @@ def run_layers(delta_net: DeltaNetShape, attention: AttentionShape, device: str)
     from model.kernels.delta_inputs import run_delta_inputs
     from model.kernels.gated_norm import gated_norm
     from model.kernels.gating import SwiGLUActivation, gated
-    from model.kernels.residual_rms_norm import run_residual_rms_norm
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device=device, requires_grad=True)
@@ -92,7 +89,5 @@ def run_layers(delta_net: DeltaNetShape, attention: AttentionShape, device: str)
         made.append(gated(both, both))
     if attention.feed_forward is not None:
         made.append(SwiGLUActivation(None)(empty(2, 2 * attention.feed_forward)))
-    if attention.stream is not None:
-        run_residual_rms_norm(attention.stream, attention.zero_centered, device)
     torch.autograd.backward(made, [torch.ones_like(each) for each in made])
     run_delta_inputs(delta_net, device)

@@ -1,8 +1,8 @@
 """Decoder layer specs for both back ends.
 
 Mirrors transformers' ``Qwen3VLTextDecoderLayer``, ``Qwen3VLTextMLP``, ``Qwen3VLMoeTextSparseMoeBlock`` and, with a
-shared expert, ``Qwen3_5MoeSparseMoeBlock``. The MLP and the expert layer are megatron-core's, the layer a
-subclass of its class. A *provider* selects their linear layers, norms and attention.
+shared expert, ``Qwen3_5MoeSparseMoeBlock``. The layer, the MLP and the expert layer are megatron-core's. A *provider*
+selects their linear layers, norms and attention.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import nn
 
 from model.network.attention import KernelSelfAttention, RotatedSelfAttention
-from model.network.fused_layer import FusedLayer, residual_sum
 from model.network.provider import Provider
 from model.network.router import BalancedRouter
 
@@ -66,7 +65,7 @@ def first_linear(provider: Provider) -> Any:
 
 
 def layer_spec(
-    config: TransformerConfig, provider: Provider, mixer: Mixer, module: type[FusedLayer] = FusedLayer
+    config: TransformerConfig, provider: Provider, mixer: Mixer, module: type[TransformerLayer] = TransformerLayer
 ) -> ModuleSpec:
     """Returns the spec of a decoder layer, with experts if the configuration has any.
 
@@ -78,7 +77,6 @@ def layer_spec(
     """
     fused, moe = provider.fuse_layernorm_and_linear(), config.num_moe_experts is not None
     norm = provider.layer_norm(rms_norm=True)
-    add = get_bias_dropout_add if provider.compiled else residual_sum
     # Transformer Engine keeps a norm's weight in the linear layer that follows. Both back ends use its checkpoint keys.
     keys = {}
     if not fused:
@@ -87,14 +85,13 @@ def layer_spec(
             keys["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     return ModuleSpec(
         module=module,
-        params={"projection": mixer.projection},
         submodules=TransformerLayerSubmodules(
             input_layernorm=IdentityOp if fused else norm,
             self_attention=mixer.spec,
-            self_attn_bda=add,
+            self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=IdentityOp if fused and not moe else norm,
             mlp=_experts(config, provider) if moe else _dense(provider),
-            mlp_bda=add,
+            mlp_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map=keys,
         ),
     )

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from model.network.fused_layer import FusedLayer
 from model.parallel.packed import PackParams
 
 
-class DeepstackLayer(FusedLayer):
+class DeepstackLayer(TransformerLayer):
     """A decoder layer that adds the first of the remaining image features and hands on the others.
 
     megatron-core passes ``context`` from layer to layer, beside the hidden states and through recomputation, for

@@ -12,10 +12,8 @@ width k, output width n.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.metadata
-from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -249,20 +247,13 @@ class ShortLinear(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Maps (…, k) to (…, n), and returns the bias if it is not added here."""
-        if not self.goes_short(x):
+        parameters = self._parameters
+        if not _goes_short(self, x, parameters.get("weight")):
             longer: tuple[Tensor, Tensor | None] = super().forward(x)
             return longer
-        return self._shortly(x, self._multiply)
-
-    def goes_short(self, x: Tensor) -> bool:
-        """True if a call with x needs nothing but products and a norm."""
-        return _goes_short(self, x, self._parameters.get("weight"))
-
-    def _shortly(self, x: Tensor, multiply: Callable[..., Tensor]) -> tuple[Tensor, Tensor | None]:
-        parameters = self._parameters
         bias: Any = parameters.get("bias")
         added = bias if self.apply_bias and not self.gemm_bias_unfused_add else None
-        out = multiply(x.contiguous(), parameters["weight"], added)
+        out = self._multiply(x.contiguous(), parameters["weight"], added)
         if self.gemm_bias_unfused_add:
             out = out + bias
         return out, bias if self.te_return_bias else None
@@ -293,27 +284,6 @@ class ShortNormLinear(ShortLinear):
     fwd_ln_sm_margin: int
     inf_ln_sm_margin: int
     bwd_ln_sm_margin: int
-    _normed: Tensor | None = None
-
-    @contextlib.contextmanager
-    def given(self, normed: Tensor) -> Iterator[None]:
-        """Within, the layer is called with an input that is normed already.
-
-        Args:
-            normed: (…, k), the input of the next call, which must go the short way.
-        """
-        self._normed = normed
-        try:
-            yield
-        finally:
-            self._normed = None
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Maps (…, k) to (…, n), and returns the bias if it is not added here."""
-        if self._normed is None:
-            return super().forward(x)
-        assert x is self._normed, "the layer was called with another input than the one that is normed"
-        return self._shortly(x, super()._multiply)
 
     def _multiply(self, x: Tensor, weight: Any, bias: Any) -> Tensor:
         accumulate, scale = self._accumulate(weight), self._parameters["layer_norm_weight"]

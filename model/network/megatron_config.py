@@ -98,7 +98,7 @@ def _common_options(settings: ModelSettings) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "bias_activation_fusion": engine,
-        "bias_dropout_fusion": engine,
+        "bias_dropout_fusion": engine and settings.compile,  # torch compiles the fused sum
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
         "apply_rope_fusion": engine,

@@ -95,6 +95,8 @@ def test_attention_counts_its_segments() -> None:
             "attention of the decoder"
         ),
         "void cudnn::fusion::compute_dot_do_o<__nv_bfloat16, 64, 72>(T1 const*)": "attention of the tower",
+        "void cudnn::fusion::convert_dq_to_16bits_ragged<true>(void const*)": "attention of either",
+        "void cudnn::fusion::fmha_reduce_head_ragged<true>(void const*)": "attention of the decoder",
         "kernel_cutlass_kernel_flash_attncuteflash_bwd_sm90FlashAttentionBackwardSm90": "attention of the tower",
     }.items(),
 )

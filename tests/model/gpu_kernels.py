@@ -13,7 +13,6 @@ import torch
 from tests.model.gpu_attention import tower_attention
 from tests.model.gpu_configurations import configurations_agree
 from tests.model.gpu_linear import host_times, layers_agree, whole_model_agrees
-from tests.model.gpu_norms import fused_layers, residual_rms_norm
 from tests.model.helpers import relative
 
 CUDA = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -229,8 +228,6 @@ KERNELS: dict[str, Callable[[], None]] = {
     "attention inputs": attention_inputs,
     "delta net's kernels": delta_net_kernels,
     "residual norm": residual_norm,
-    "residual rms norm": residual_rms_norm,
-    "fused layers": fused_layers,
     "biased gelu": biased_gelu,
     "delta rule": delta_rule,
     "delta rule, each configuration": configurations_agree,

@@ -36,8 +36,6 @@ def decoder_kernels(architecture: Qwen35Architecture, settings: ModelSettings, t
 def _attention_shape(language: Qwen35LanguageArchitecture, settings: ModelSettings) -> AttentionShape:
     ranks = settings.tensor_parallel
     groups = language.num_key_value_heads // ranks
-    # As FusedLayer decides for a built layer (model.network.fused_layer).
-    fused = language.moe is None and ranks == 1 and settings.recompute != "selective"
     return AttentionShape(
         groups=groups,
         queries=language.num_attention_heads // ranks // max(1, groups),
@@ -46,5 +44,4 @@ def _attention_shape(language: Qwen35LanguageArchitecture, settings: ModelSettin
         gated=True,
         zero_centered=True,
         feed_forward=language.intermediate_size // ranks if language.moe is None else None,
-        stream=language.hidden_size if fused else None,
     )

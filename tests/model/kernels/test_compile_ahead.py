@@ -156,8 +156,6 @@ def of_layers() -> None:
     from model.kernels.decoder import run_layers
     from model.kernels.gating import SwiGLUActivation
     from model.network.attention import KernelSelfAttention
-    from model.network.fused_layer import FusedLayer
-    from model.network.linear import ShortNormLinear
     from model.parallel.packed import PackParams
 
     pretend_hopper()
@@ -218,18 +216,6 @@ def of_layers() -> None:
         *parts, gate = attention.get_query_key_value_tensors(empty(21, 1, 32), output_gate=True)
         made += [*parts, attention._apply_output_gate(empty(21, 1, 64), gate)]
         made.append(SwiGLUActivation(None)(empty(21, 1, 192)))
-        linear = bare(
-            ShortNormLinear, eps=1e-6, zero_centered_gamma=True, layer_norm_weight=empty(48), goes_short=lambda _: True
-        )
-        mixer = bare(nn.Module, first=linear)
-        mixer.forward = lambda x, **_: (x + 1, None)
-        mlp = bare(nn.Module, linear_fc1=linear)
-        mlp.forward = lambda x: (x + 1, None)
-        layer = bare(
-            FusedLayer, may_fuse=True, _projection="first", self_attention=mixer, mlp=mlp, layer_number=1, config=config
-        )
-        layer._forward_post_mlp = lambda product, stream: product[0] + stream
-        made.append(layer.forward(empty(21, 1, 48))[0])
         torch.autograd.backward(made, [torch.ones_like(each) for each in made])
 
     def kernels(run: Any) -> list[str]:
@@ -238,7 +224,7 @@ def of_layers() -> None:
         return sorted(f"{each.name} {each.signature} {each.constants} {each.attrs}" for each in found)
 
     delta_net = DeltaNetShape(tokens=300, key_heads=2, value_heads=4, key_width=16, value_width=16, taps=4)
-    attention = AttentionShape(2, 2, 16, 8, gated=True, zero_centered=True, feed_forward=96, stream=48)
+    attention = AttentionShape(2, 2, 16, 8, gated=True, zero_centered=True, feed_forward=96)
     ahead = kernels(lambda: run_layers(delta_net, attention, "meta"))
     print(json.dumps({"ahead": ahead, "layers": kernels(layers)}))
 
@@ -250,7 +236,6 @@ def test_layers_launch_what_is_compiled_ahead(tmp_path: Path) -> None:
     names = [each.partition(" ")[0] for each in found["ahead"]]
     delta_net = ["_delta_decays", "_delta_decays_backward", "_delta_heads", "_delta_heads_backward"]
     both_ways = ["_gate"] * 4 + ["_norm_and_gate"] * 2 + ["_split_norm_rotate"] * 2
-    both_ways += ["_sum_and_rms_norm"] * 2 + ["_sum_and_rms_norm_backward", "_sum_of_parts"]
     assert names == delta_net + both_ways
     assert found["layers"] == found["ahead"]
 

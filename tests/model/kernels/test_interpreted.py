@@ -29,9 +29,6 @@ CALLS = [
         "residual_norm:with_frozen_inputs",
         "residual_norm:in_the_stream",
         "residual_norm:in_the_tower",
-        "residual_rms_norm:interpreted",
-        "residual_rms_norm:with_frozen_inputs",
-        "residual_rms_norm:in_the_model",
     )
 ]
 

@@ -321,32 +321,6 @@ def test_contexts_that_need_the_long_way(engine: PlainEngine, kind: type) -> Non
     assert kind()(x)[0] == "long"
 
 
-@pytest.mark.parametrize("options", [{}, {"bias": True}, {"bias": True, "skip_bias": True}])
-def test_an_input_that_is_normed_already(engine: PlainEngine, options: dict[str, bool]) -> None:
-    layer, x = ShortNorm(**options), torch.randn(6, 1, 3, requires_grad=True)
-
-    def given(x: Tensor) -> Any:
-        with layer.given(x):
-            return layer(x)
-
-    def wanted(x: Tensor) -> Any:
-        bias = layer.bias if layer.te_return_bias else None
-        return F.linear(x, layer.weight, layer.bias if layer.apply_bias else None), bias
-
-    agree(gradients(layer, given, x), gradients(layer, wanted, x))
-    assert "norm" not in engine.calls
-    agree(gradients(layer, layer, x), gradients(layer, lambda each: expected(layer, each), x))
-    with torch.no_grad():
-        assert torch.equal(given(x)[0], wanted(x)[0])
-
-
-def test_no_other_input_is_taken_for_normed(engine: PlainEngine) -> None:
-    layer, x = ShortNorm(), torch.randn(4, 3)
-    with pytest.raises(AssertionError, match="another input"), layer.given(x):
-        layer(x.clone())
-    torch.testing.assert_close(layer(x)[0], expected(layer, x)[0])
-
-
 def test_classes_keep_their_names() -> None:
     assert Short.__name__ == ShortNorm.__name__ == "Layer"
     assert issubclass(Short, Layer)

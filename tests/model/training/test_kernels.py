@@ -35,7 +35,7 @@ class TestTheStart:
 
     def test_with_the_heads_of_a_rank(self, started: list[Kernels]) -> None:
         self.start(model__preset="4b", parallel__tp=2, parallel__cp=2, data__capacity=8192)
-        attention = AttentionShape(2, 4, 256, 64, gated=True, zero_centered=True, feed_forward=4608, stream=None)
+        attention = AttentionShape(2, 4, 256, 64, gated=True, zero_centered=True, feed_forward=4608)
         decoder = DecoderKernels(DeltaNetShape(8192, 4, 8, 128, 128, 4), attention)
         assert started == [Kernels(decoder, tower=TowerKernels(8, 64, 1024, 2048), vocabulary=None, every=False)]
 
@@ -50,22 +50,10 @@ class TestTheStart:
         self.start(model__preset="2b", model__compile=True)
         assert [each.vocabulary for each in started] == [248320, 248320, None, 248320]
         shapes = [each.decoder.attention for each in started]
-        assert shapes[0] == AttentionShape(
-            2, 4, 256, 64, gated=True, zero_centered=True, feed_forward=6144, stream=2048
-        )
-        assert shapes[1] == AttentionShape(
-            2, 8, 256, 64, gated=True, zero_centered=True, feed_forward=None, stream=None
-        )
-        assert shapes[2] == AttentionShape(
-            0, 4, 256, 64, gated=True, zero_centered=True, feed_forward=None, stream=None
-        )
+        assert shapes[0] == AttentionShape(2, 4, 256, 64, gated=True, zero_centered=True, feed_forward=6144)
+        assert shapes[1] == AttentionShape(2, 8, 256, 64, gated=True, zero_centered=True, feed_forward=None)
+        assert shapes[2] == AttentionShape(0, 4, 256, 64, gated=True, zero_centered=True, feed_forward=None)
         assert shapes[3] is None
-
-    def test_without_the_norms_of_layers_that_are_recomputed_in_part(self, started: list[Kernels]) -> None:
-        self.start(model__preset="2b", model__recompute="selective")
-        assert started[0].decoder.attention == AttentionShape(
-            2, 4, 256, 64, gated=True, zero_centered=True, feed_forward=6144, stream=None
-        )
 
     def test_for_a_checkpoint(self, started: list[Kernels], tmp_path: Path) -> None:
         from model.families import architecture_to_hf, preset
