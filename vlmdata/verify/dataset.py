@@ -170,7 +170,9 @@ def _audit_shards(opened: _Opened, workers: int) -> Iterator[ShardAudit]:
     if workers <= 1 or len(shards) <= 1:
         yield from (opened.audit(shard) for shard in shards)
         return
-    pool = Workers(partial(_prepare, opened.directory, opened.open_shard, opened.pixels), min(workers, len(shards)))
+    prepare = partial(_prepare, opened.directory, opened.open_shard, opened.pixels)
+    # Spawned: a fork server without the libraries of preprocessing would stay that of this process.
+    pool = Workers(prepare, min(workers, len(shards)), method="spawn")
     try:
         for future in [pool.submit(shard) for shard in shards]:
             yield future.result()
