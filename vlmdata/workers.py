@@ -104,8 +104,8 @@ class Workers[Job, Result]:
         self._max_deaths, self._on_death, self._start_now = max_deaths, on_death, start_now
         self._waiting: deque[_Task[Job, Result]] = deque()
         self._pool: list[_Worker[Job, Result]] = []
-        self._lock = threading.Lock()
-        self._closed = False
+        self._lock = threading.RLock()  # garbage collection may close the pool in its own thread
+        self._closed = self._waking = False
         self._woken, self._wake = multiprocessing.Pipe(duplex=False)
         self.restarts = 0
         self._thread = threading.Thread(target=self._run, name="vlmdata-workers", daemon=True)
@@ -123,7 +123,7 @@ class Workers[Job, Result]:
                 task.future.set_exception(PoolClosed())
             else:
                 self._waiting.append(task)
-                self._wake.send_bytes(b"j")
+                self._wake_up()
         return task.future
 
     def close(self, seconds: float = 2 * _SECONDS_TO_DIE) -> bool:
@@ -138,10 +138,16 @@ class Workers[Job, Result]:
         with self._lock:
             if not self._closed:
                 self._closed = True
-                self._wake.send_bytes(b"c")
+                self._wake_up()
         if threading.current_thread() is not self._thread:  # garbage collection may run in any thread
             self._thread.join(seconds)
         return not self._thread.is_alive() and not self._pool
+
+    def _wake_up(self) -> None:
+        """Wakes the thread. The caller holds the lock; one byte is enough, and more could fill the pipe."""
+        if not self._waking:
+            self._waking = True
+            self._wake.send_bytes(b"w")
 
     def _run(self) -> None:
         try:
@@ -152,8 +158,10 @@ class Workers[Job, Result]:
                 self._give()
                 busy: list[Any] = [each.pipe for each in self._pool] + [each.sentinel for each in self._pool]
                 ready = set(wait([self._woken, *busy], _SECONDS_BETWEEN_LOOKS))
-                while self._woken.poll():
-                    self._woken.recv_bytes()
+                if self._woken in ready:
+                    with self._lock:
+                        self._woken.recv_bytes()
+                        self._waking = False
                 for worker in list(self._pool):
                     if worker.pipe in ready or worker.sentinel in ready or not worker.is_alive():
                         self._look_at(worker)
@@ -176,6 +184,11 @@ class Workers[Job, Result]:
                     self._died(task, f"before it started ({error or type(error).__name__})")
                 else:
                     self._lose(worker)
+            except Exception as error:  # such as of what cannot be pickled
+                if worker is not None:
+                    worker.task = None
+                    idle.append(worker)
+                task.future.set_exception(error)
 
     def _start(self) -> _Worker[Job, Result]:
         if self._context.get_start_method() == "forkserver":
