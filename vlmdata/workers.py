@@ -255,17 +255,9 @@ def in_workers[Job, Result](
     max_deaths: int = MAX_DEATHS,
     on_death: Callable[[Job], Job] = lambda job: job,
 ) -> Generator[Result]:
-    """Does jobs in worker processes and yields results in any order.
+    """Does jobs in worker processes and yields results in any order. The options are those of :class:`Workers`.
 
     No worker outlives the iteration; close the iterator when leaving it early.
-
-    Args:
-        prepare: Called once in each worker; returns the function that does a job. Picklable.
-        jobs: Picklable.
-        count: Number of processes.
-        preload: Modules to import before workers are forked.
-        max_deaths: Number of workers that may die on one job.
-        on_death: Called with a job whose worker died; returns the job to do in its place.
 
     Raises:
         WorkersDied: If a job killed its worker repeatedly.

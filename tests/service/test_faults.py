@@ -21,7 +21,8 @@ from tests.service.servers import Proxy, Server, assert_equal, serving, start, w
 from vlmdata import PackedBatch, StreamingLoader
 from vlmdata.errors import ConfigMismatchError, ResourceError, UsageError
 from vlmdata.loader.state import Position
-from vlmdata.service.client.servers import Servers
+from vlmdata.service.client import pipeline
+from vlmdata.service.client.race import fetch
 from vlmdata.service.protocol import BatchQuery
 from vlmdata.service.shared_memory import this_place
 
@@ -132,8 +133,7 @@ def test_no_server_is_an_error_that_names_all(
     client.advance(1)
     for server in two:
         server.kill()
-    fetch = Servers.fetch
-    monkeypatch.setattr(Servers, "fetch", lambda *given: fetch(*given[:5], 3.0, *given[6:]))  # in place of the timeout
+    monkeypatch.setattr(pipeline, "fetch", lambda *given: fetch(*given[:5], 3.0, *given[6:]))  # in place of the timeout
     with pytest.raises(ResourceError, match="no server answered within 3 s") as caught:
         client.advance(2)
     for server in two:
@@ -213,10 +213,11 @@ def test_killed_workers_are_replaced(chat: Path, batches: list[PackedBatch], all
         family = psutil.Process(server.process.pid).children(recursive=True)
         workers = [each for each in family if each.parent().pid != server.process.pid]
         assert len(workers) == 2
-        for victim in workers if all_of_them else workers[:1]:
+        victims = workers if all_of_them else workers[:1]
+        for victim in victims:
             victim.kill()
         client.advance(len(batches))
-        assert not any(each.is_running() for each in workers)
+        assert [each for each in workers if each.is_running()] == [each for each in workers if each not in victims]
 
 
 def test_sigterm_lets_answers_end_and_refuses_new_ones(two: list[Server], batches: list[PackedBatch]) -> None:
