@@ -39,7 +39,7 @@ from vlmdata.media.codecs import RAW, codec_feature
 from vlmdata.storage.join import shifted_keys
 from vlmdata.verify.fault import Fault
 from vlmdata.verify.file_names import foreign_files, listed, stray_files
-from vlmdata.verify.manifest import image_files_faults, manifest_faults, totals_faults
+from vlmdata.verify.manifest import image_files_faults, manifest_faults, totals_faults, turns_faults
 from vlmdata.verify.sample import SampleRules
 from vlmdata.verify.shard import FolderShards, ShardAudit, audit_shard, hash_shard
 from vlmdata.verify.tokenizer_ids import tokenizer_info_faults
@@ -103,12 +103,16 @@ def verify_dataset(
     else:
         found, shards = _check_rows(directory, open_shard, manifest, workers, pixels)
         faults += found
-    samples = 0
+    samples, turns, sound = 0, Counter[str](), True
     for result in shards:
         samples += result.samples
         faults += result.faults
+        turns.update(result.turns)
+        sound = sound and bool(result.turns) and not result.faults
         if on_shard is not None:
             on_shard(result)
+    if sound:  # else the counts of the samples are not known
+        faults += turns_faults(turns, manifest)
     size = sum(shard.bytes for shard in manifest.shards)
     return Audit(manifest, samples, size, faults, foreign_files(names, manifest))
 

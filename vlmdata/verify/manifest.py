@@ -33,6 +33,13 @@ def totals_faults(file: str, check: str, sums: Mapping[str, int], manifest: Mani
             yield Fault(file, check, f"{name} sum to {value}, but the totals say {totals[name]}")
 
 
+def turns_faults(counts: Mapping[str, int], manifest: Manifest) -> Iterator[Fault]:
+    """Yields a fault for each count of assistant turns over the samples that differs from the manifest's."""
+    for name, value in counts.items():
+        if (said := manifest.turns.get(name, 0)) != value:
+            yield Fault(MANIFEST_NAME, "turns", f"turns.{name} is {said}, but the samples have {value}")
+
+
 def _config(manifest: Manifest) -> Iterator[Finding]:
     if canonical_hash(manifest.config) != manifest.config_hash:
         yield "config_hash", "the config was edited after the dataset was made"

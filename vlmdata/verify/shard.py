@@ -8,8 +8,9 @@ import json
 import mmap
 import os
 import tarfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from vlmdata.format.dataset import OpenShard
 from vlmdata.format.index_row import IndexRow
 from vlmdata.format.manifest import ShardInfo
 from vlmdata.format.schema import ITEMS_MEMBER, MEMBERS, METADATA_MEMBER, OPTIONAL_MEMBERS, Member, Sample, parse_key
+from vlmdata.format.turns import DROPPED_REASONING, ROWS_WITH_DROPPED_REASONING
 from vlmdata.verify.fault import Fault
 from vlmdata.verify.items import Owners, audit_items, described_items, owners_of, raw_items_problem
 from vlmdata.verify.sample import SampleRules, audit_sample, turn_weights_of
@@ -36,10 +38,12 @@ class ShardAudit:
     Attributes:
         samples: Number of audited samples.
         faults: All faults.
+        turns: Counts of the manifest's ``turns`` that samples have; empty if no sample was looked at.
     """
 
     samples: int
     faults: list[Fault] = field(default_factory=list)
+    turns: Mapping[str, int] = field(default_factory=dict)
 
 
 def audit_shard(
@@ -54,7 +58,9 @@ def audit_shard(
         rules: Rules for its samples.
         pixels: Whether encoded images are decoded and their patches checked.
     """
-    return _opened(open_shard, info, len(rows), lambda data: _audit(data, info, rows, rules, pixels))
+    dropped: Counter[int] = Counter()
+    audit = _opened(open_shard, info, len(rows), lambda data: _audit(data, info, rows, rules, pixels, dropped))
+    return replace(audit, turns={DROPPED_REASONING: dropped.total(), ROWS_WITH_DROPPED_REASONING: len(dropped)})
 
 
 def hash_shard(open_shard: OpenShard, info: ShardInfo) -> ShardAudit:
@@ -101,7 +107,10 @@ def _hash(data: mmap.mmap, info: ShardInfo) -> Iterator[Fault]:
         yield Fault(info.name, "sha256", f"{digest}, the manifest says {info.sha256}")
 
 
-def _audit(data: mmap.mmap, info: ShardInfo, rows: list[IndexRow], rules: SampleRules, pixels: bool) -> Iterator[Fault]:
+def _audit(
+    data: mmap.mmap, info: ShardInfo, rows: list[IndexRow], rules: SampleRules, pixels: bool, dropped: Counter[int]
+) -> Iterator[Fault]:
+    """Yields the faults of a shard, and counts in ``dropped`` the turns of each row that lack their reasoning."""
     yield from _hash(data, info)
     if len(rows) != info.samples:
         yield Fault(
@@ -120,7 +129,7 @@ def _audit(data: mmap.mmap, info: ShardInfo, rows: list[IndexRow], rules: Sample
     owners = owners_of(rows)
     for row in rows:
         # In a damaged archive, each sample is read separately, so that samples after the damage are not affected.
-        for check, message in _audit_row(data, None if problem else members, row, rules, owners, pixels):
+        for check, message in _audit_row(data, None if problem else members, row, rules, owners, pixels, dropped):
             yield Fault(info.name, check, message, row.source_row, row.key)
 
 
@@ -172,6 +181,7 @@ def _audit_row(
     rules: SampleRules,
     owners: Owners,
     pixels: bool,
+    dropped: Counter[int],
 ) -> Iterator[tuple[str, str]]:
     place = row.placement
     if place.offset + place.size > len(data):
@@ -186,7 +196,10 @@ def _audit_row(
         members = {name: (place.offset + start, size) for name, (start, size) in own.items()}
     turn_weights: tuple[float, ...] = ()
     try:
-        turn_weights = _check_metadata(data, members, row, owners)
+        metadata = _checked_metadata(data, members, row, owners)
+        turn_weights = turn_weights_of(metadata)
+        if isinstance(count := metadata.get(DROPPED_REASONING), int) and count > 0:
+            dropped[row.source_row] += count
     except ValueError as error:
         yield "metadata", str(error)
     arrays: dict[str, Any] = {}
@@ -254,10 +267,10 @@ def _checksum_problem(arrays: dict[str, Any], row: IndexRow) -> str:
     return ""
 
 
-def _check_metadata(
+def _checked_metadata(
     data: mmap.mmap, members: dict[str, tuple[int, int]], row: IndexRow, owners: Owners
-) -> tuple[float, ...]:
-    """Checks a sample's metadata and returns its turn weights.
+) -> dict[str, Any]:
+    """Returns a sample's metadata, checked against the index.
 
     Raises:
         ValueError: If the metadata is damaged or contradicts the index.
@@ -288,7 +301,7 @@ def _check_metadata(
     wrong = [name for name, value in indexed.items() if metadata.get(name) != value]
     if wrong:
         raise ValueError(f"differs from the index in {', '.join(wrong)}")
-    return turn_weights_of(metadata)
+    return metadata
 
 
 def _shape_problem(arrays: dict[str, Any], row: IndexRow, patch_bytes: int) -> str:
