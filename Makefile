@@ -13,7 +13,7 @@ MINUTES ?= 10
 # Where nothing compiled is kept, every process compiles half of torch and megatron-core anew: 15 s instead of 5.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help env demo test explore browser check docs bench lock clean
+.PHONY: help env demo test explore browser check docs bench wheel lock clean
 
 help:
 	@echo "make demo    draw receipts, make shards, verify, plan, look at them, train on them  ($(DEMO_DIR))"
@@ -22,6 +22,7 @@ help:
 	@echo "make check   ruff, mypy strict, import boundaries"
 	@echo "make docs    the documentation as a site, in build/docs; a broken link is an error"
 	@echo "make bench   benchmarks; results are written under benchmarks/results/"
+	@echo "make wheel   build the wheel into build/dist, and try it in an environment of its own"
 	@echo "make env     only make .venv, with .venv/bin/vlmdata in it"
 	@echo "make lock    resolve $(LOCK) anew"
 	@echo "make clean   remove build products (not .venv)"
@@ -98,6 +99,15 @@ bench: .venv/.stamp-dev
 	$(PY) benchmarks/loader.py
 	$(PY) benchmarks/sources.py
 	$(PY) benchmarks/codecs.py
+
+# As a user has it: away from the checkout, with the locked versions.
+wheel: | .venv/bin/python
+	rm -rf build/dist build/wheel-env build/wheel-trial
+	$(UV) build --quiet --wheel --out-dir build/dist
+	$(UV) venv --quiet --python 3.12 build/wheel-env
+	$(UV) pip install --quiet --python build/wheel-env/bin/python --constraint $(LOCK) build/dist/*.whl
+	cd build && wheel-env/bin/vlmdata preprocess demo --limit 2 --out wheel-trial && wheel-env/bin/vlmdata verify wheel-trial
+	@ls build/dist
 
 # No index URL and no host stands in the lock; wheels come from whatever index the user's uv is set to.
 lock: | $(filter .uv/bin/uv,$(UV))

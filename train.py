@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
+from model.training.settings.config import TrainConfig
 from vlmdata.loader.config import loader_options
 
 if TYPE_CHECKING:
     from model.kernels.ahead import KernelsAhead
-    from model.training.settings.config import TrainConfig
 
 app = typer.Typer(
     add_completion=False,
@@ -23,70 +25,57 @@ app = typer.Typer(
 
 #: Options of the loader mean here what they mean there, so their help is the loader's.
 _LOADER = loader_options()
-#: Command-line options and the configuration fields that they set.
-_SETTINGS = {
-    "data": "data.paths",
-    "capacity": "data.capacity",
-    "global_batch": "data.global_batch",
-    "workers": "data.workers",
-    "eval_data": "data.eval_paths",
-    "preset": "model.preset",
-    "hf": "model.hf",
-    "weights": "model.weights",
-    "freeze": "model.freeze",
-    "tp": "parallel.tp",
-    "sp": "parallel.sp",
-    "cp": "parallel.cp",
-    "pp": "parallel.pp",
-    "ep": "parallel.ep",
-    "lr": "optimizer.lr",
-    "steps": "run.steps",
-    "save_every": "run.save_every",
-    "eval_every": "run.eval_every",
-    "keep_best": "run.keep_best",
-    "out": "run.out",
-    "seed": "run.seed",
+#: Options of the command line: the setting of a run that each is, and its help.
+_OPTIONS = {
+    "data": ("data.paths", "Dataset directory or URL; may be repeated."),
+    "preset": ("model.preset", "Model size: tiny, 0.8b, 2b, 9b, …, qwen3-vl-tiny, qwen3-vl-2b, …"),
+    "hf": ("model.hf", "Train this Hugging Face checkpoint: folder or hub id."),
+    "weights": ("model.weights", "Folder with initial weights. Default: those of --hf, or random."),
+    "steps": ("run.steps", "Total number of optimizer steps."),
+    "capacity": ("data.capacity", _LOADER["capacity"].summary),
+    "global_batch": ("data.global_batch", _LOADER["global_batch"].summary),
+    "workers": ("data.workers", _LOADER["num_workers"].summary),
+    "tp": ("parallel.tp", _LOADER["tensor_parallel"].summary),
+    "sp": ("parallel.sp", _LOADER["sequence_parallel"].summary),
+    "cp": ("parallel.cp", _LOADER["context_parallel"].summary),
+    "pp": ("parallel.pp", "Pipeline stages."),
+    "ep": ("parallel.ep", "Expert parallel size."),
+    "freeze": ("model.freeze", "Parts to freeze, such as vision,merger; may be repeated."),
+    "lr": ("optimizer.lr", "Peak learning rate."),
+    "out": ("run.out", "Folder for logs and checkpoints."),
+    "save_every": ("run.save_every", "Steps between checkpoints; 0: only at the end."),
+    "eval_data": ("data.eval_paths", "Dataset directory or URL to evaluate on; may be repeated."),
+    "eval_every": ("run.eval_every", "Steps between evaluations; 0: only at the end."),
+    "keep_best": ("run.keep_best", "Keep the checkpoint with the lowest evaluation loss."),
+    "seed": ("run.seed", "Seed of the initial weights."),
 }
 
 
+def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds :data:`_OPTIONS` to a command, with the types of their settings. It receives them as ``**settings``."""
+    parameters = []
+    for name, (setting, meaning) in _OPTIONS.items():
+        group, _, key = setting.partition(".")
+        kind = get_type_hints(type(getattr(TrainConfig(), group)))[key]
+        kind = list[str] if get_origin(kind) is tuple else (get_args(kind) or (kind,))[0]
+        flag = f"--{name.replace('_', '-')}"
+        option: Any = typer.Option(f"{flag}/--no-{flag[2:]}" if kind is bool else flag, help=meaning)
+        annotation: Any = Annotated[kind | None, option]
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
+    own = [each for each in inspect.signature(command, eval_str=True).parameters.values() if each.name != "settings"]
+    parameters += [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    return command
+
+
 @app.command()
+@_with_settings
 def main(
-    context: typer.Context,
-    data: Annotated[list[str] | None, typer.Option(help="Dataset directory or URL; may be repeated.")] = None,
-    preset: Annotated[
-        str | None, typer.Option(help="Model size: tiny, 0.8b, 2b, 9b, …, qwen3-vl-tiny, qwen3-vl-2b, …")
-    ] = None,
-    hf: Annotated[str | None, typer.Option(help="Train this Hugging Face checkpoint: folder or hub id.")] = None,
-    weights: Annotated[
-        str | None, typer.Option(help="Folder with initial weights. Default: those of --hf, or random.")
-    ] = None,
-    steps: Annotated[int | None, typer.Option(help="Total number of optimizer steps.")] = None,
-    capacity: Annotated[int | None, typer.Option(help=_LOADER["capacity"].summary)] = None,
-    global_batch: Annotated[int | None, typer.Option(help=_LOADER["global_batch"].summary)] = None,
-    workers: Annotated[int | None, typer.Option(help=_LOADER["num_workers"].summary)] = None,
-    tp: Annotated[int | None, typer.Option(help=_LOADER["tensor_parallel"].summary)] = None,
-    sp: Annotated[bool | None, typer.Option("--sp/--no-sp", help=_LOADER["sequence_parallel"].summary)] = None,
-    cp: Annotated[int | None, typer.Option(help=_LOADER["context_parallel"].summary)] = None,
-    pp: Annotated[int | None, typer.Option(help="Pipeline stages.")] = None,
-    ep: Annotated[int | None, typer.Option(help="Expert parallel size.")] = None,
-    freeze: Annotated[
-        list[str] | None, typer.Option(help="Parts to freeze, such as vision,merger; may be repeated.")
-    ] = None,
-    lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
-    out: Annotated[str | None, typer.Option(help="Folder for logs and checkpoints.")] = None,
-    save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints; 0: only at the end.")] = None,
-    eval_data: Annotated[
-        list[str] | None, typer.Option(help="Dataset directory or URL to evaluate on; may be repeated.")
-    ] = None,
-    eval_every: Annotated[int | None, typer.Option(help="Steps between evaluations; 0: only at the end.")] = None,
-    keep_best: Annotated[
-        bool | None,
-        typer.Option("--keep-best/--no-keep-best", help="Keep the checkpoint with the lowest evaluation loss."),
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the initial weights.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file; command-line options override it.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Any setting: group.name=value.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint in --out.")] = False,
+    **settings: Any,
 ) -> None:
     """Train Qwen3.5-VL or Qwen3-VL on datasets that `vlmdata preprocess` wrote.
 
@@ -108,8 +97,8 @@ def main(
     space or workers; 4 loss or gradient not finite; 130 or 143 interrupted, with a checkpoint saved.
     """
     overrides: list[str | tuple[str, Any]] = []
-    for name, setting in _SETTINGS.items():
-        value = context.params[name]
+    for name, (setting, _) in _OPTIONS.items():
+        value = settings[name]
         if value is not None and value not in ([], ()):  # typer passes either for an option that was not given
             parts = [part for each in value for part in each.split(",") if part] if name == "freeze" else value
             overrides.append((setting, parts))

@@ -28,25 +28,25 @@ import torch
 
 from benchmarks.device_timer import by_kernel, host_microseconds, milliseconds
 from model.kernels import attention_inputs
-from model.kernels.attention_inputs import AttentionInputs, Heads
+from model.kernels.attention_inputs import AttentionHeads, AttentionInputs
 
 TOKENS = 16384
 #: Layouts and the columns that are rotated.
 LAYOUTS = {
-    "Qwen3.5 0.8b, 2b": (Heads(2, 4, 256, gated=True, zero_centered=True, eps=1e-6), 64),
-    "Qwen3-VL 2b": (Heads(8, 2, 128, gated=False, zero_centered=False, eps=1e-6), 128),
+    "Qwen3.5 0.8b, 2b": (AttentionHeads(2, 4, 256, gated=True, zero_centered=True, eps=1e-6), 64),
+    "Qwen3-VL 2b": (AttentionHeads(8, 2, 128, gated=False, zero_centered=False, eps=1e-6), 128),
 }
 KERNEL = "_split_norm_rotate"
 
 
-def bytes_of(heads: Heads, rotated: int) -> tuple[float, float]:
+def bytes_of(heads: AttentionHeads, rotated: int) -> tuple[float, float]:
     """Bytes that the kernel must move forward and backward. Both halves of the angles are equal: it reads one."""
     normalised = heads.groups * (heads.queries + 1) * heads.width
     angles = 4 * rotated // 2
     return TOKENS * (2.0 * 2 * heads.columns + angles), TOKENS * (2.0 * (2 * heads.columns + normalised) + angles)
 
 
-def both_ways(heads: Heads, rotated: int, device: str) -> tuple[Callable[[], object], Callable[[], object]]:
+def both_ways(heads: AttentionHeads, rotated: int, device: str) -> tuple[Callable[[], object], Callable[[], object]]:
     """The forward and the backward pass, which was run once."""
     shapes = [(TOKENS, heads.columns), (heads.width,), (heads.width,)]
     mixed, *weights = (torch.empty(each, device=device, dtype=torch.bfloat16) for each in shapes)

@@ -27,7 +27,7 @@ sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != Path(
 
 from preprocess.config import ImageConfig
 from vlmdata.families.qwen3_5 import FAMILY
-from vlmdata.media.codecs import Item, codec
+from vlmdata.media.codecs import IMAGE, Item, ItemShape, codec
 from vlmdata.media.decode import decode_image
 from vlmdata.media.resize import resize_image
 
@@ -82,11 +82,13 @@ def of_codec(name: str) -> Way:
     found = codec(name)
 
     def decode(stored: bytes, out: Array, shape: Shape) -> None:
-        found.decode(stored, grid_of(shape), FAMILY, out)
+        found.decode(stored, ItemShape(IMAGE, grid_of(shape)), FAMILY, out)
 
     return Way(
         f"codec {name}",
-        lambda picture: bytes(found.encode(Item(FAMILY.patchify(picture), grid_of(picture.shape), FAMILY))),
+        lambda picture: bytes(
+            found.encode(Item(FAMILY.patchify(picture), ItemShape(IMAGE, grid_of(picture.shape)), FAMILY))
+        ),
         decode,
     )
 

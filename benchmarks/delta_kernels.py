@@ -24,12 +24,13 @@ import torch.nn.functional as F
 
 from benchmarks.device_timer import by_kernel, host_microseconds, milliseconds
 from model.kernels import delta_inputs, short_convolution
-from model.kernels.delta_inputs import DeltaInputs, Heads
+from model.kernels.delta_inputs import DeltaInputs
+from model.kernels.short_convolution import DeltaHeads
 
 TOKENS, SAMPLES = 16384, 16
 
 
-def bytes_of(heads: Heads) -> dict[str, float]:
+def bytes_of(heads: DeltaHeads) -> dict[str, float]:
     """Bytes that each kernel must move."""
     channels = heads.channels
     repeated = heads.values * (2 * heads.key_width + heads.value_width)
@@ -42,7 +43,7 @@ def bytes_of(heads: Heads) -> dict[str, float]:
     }
 
 
-def arguments(heads: Heads) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+def arguments(heads: DeltaHeads) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
     """Projection and parameters, boundaries, and the first token of each token's sample."""
     width = heads.channels + heads.values * (heads.value_width + 2)
     shapes = [(TOKENS, width), (heads.channels, 1, 4), (heads.values,), (heads.values,)]
@@ -52,7 +53,7 @@ def arguments(heads: Heads) -> tuple[list[torch.Tensor], torch.Tensor, torch.Ten
     return tensors, bounds, starts
 
 
-def theirs(tensors: list[torch.Tensor], bounds: torch.Tensor, heads: Heads) -> tuple[torch.Tensor, ...]:
+def theirs(tensors: list[torch.Tensor], bounds: torch.Tensor, heads: DeltaHeads) -> tuple[torch.Tensor, ...]:
     """What the layer did before: flash-linear-attention's convolution and norm, torch's copies and decay."""
     from fla.modules.convolution import causal_conv1d
     from fla.modules.l2norm import l2norm
@@ -72,7 +73,7 @@ def theirs(tensors: list[torch.Tensor], bounds: torch.Tensor, heads: Heads) -> t
     return query, key, value, gate, decay, beta.contiguous().sigmoid()
 
 
-def measure(heads: Heads, name: str) -> None:
+def measure(heads: DeltaHeads, name: str) -> None:
     """Prints the times of a way."""
     tensors, bounds, starts = arguments(heads)
 
@@ -98,7 +99,7 @@ def measure(heads: Heads, name: str) -> None:
         print(f"| {kernel[:70]} | {took:.4f} | {rate} |", flush=True)
 
 
-def try_tiles(heads: Heads) -> None:
+def try_tiles(heads: DeltaHeads) -> None:
     """Prints the time of the convolution's kernels with other tiles forward and other blocks backward."""
     tensors, _, starts = arguments(heads)
     tiles = list(itertools.product((8, 16, 32), (2, 4, 8)))
@@ -124,7 +125,7 @@ def main() -> None:
     options = parser.parse_args()
     print(torch.cuda.get_device_name(0))
     if options.tiles:
-        try_tiles(Heads(16, 16, 128, 128))
+        try_tiles(DeltaHeads(16, 16, 128, 128))
         return
     from model.kernels.configurations import choose_configurations
 
@@ -132,7 +133,7 @@ def main() -> None:
     # First what needs few seconds: flash-linear-attention's convolution has several configurations to compile.
     for name in ("now", "before"):
         for values in (16, 32):
-            measure(Heads(16, values, 128, 128), name)
+            measure(DeltaHeads(16, values, 128, 128), name)
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ def simulate(out: Path, shards: int, rows: int) -> None:
         info = replace(
             first.info, name=name, row_start=number * rows, row_stop=(number + 1) * rows, samples=rows, bytes=0
         )
-        record = ShardRecord(info, replace(first.totals, rows=rows, samples=rows), {}, first.keys, first.features)
+        record = ShardRecord(info, replace(first.totals, rows=rows, samples=rows), {}, first.features)
         os.link(nothing, out / name)
         for suffix, source in (("parquet", content), ("jsonl", nothing)):
             path = out / progress_name(number, suffix)

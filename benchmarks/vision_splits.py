@@ -20,7 +20,7 @@ from typing import Any
 
 from packing import draw
 
-from model.parallel.split_estimate import Speeds, split_of, time_together
+from model.parallel.split_estimate import Speeds, SplitSimulation
 from vlmdata.packing import PlanConfig, cost_model, plan_epoch
 from vlmdata.packing.plan.epoch import EpochPlan
 
@@ -105,7 +105,7 @@ def best_of(model: str, data: str, gpus: int, packs: int, plans: dict[int, Epoch
         replica = layout.tensor * layout.stages
         if layout.fits(gpus):
             batch = batch_of(gpus // replica)
-            time = time_together(plan(batch), gpus, layout.tensor, layout.stages, speeds)
+            time = SplitSimulation(plan(batch), layout.tensor, layout.stages, speeds).time_together(gpus)
             assert time is not None
             together.append((batch / time, str(layout)))
         for vision in range(1, max(gpus // 3, 4) + 1):
@@ -113,7 +113,8 @@ def best_of(model: str, data: str, gpus: int, packs: int, plans: dict[int, Epoch
                 continue
             batch = batch_of((gpus - vision) // replica)
             for ahead in AHEAD:
-                split = split_of(plan(batch), gpus, vision, layout.tensor, layout.stages, ahead, speeds)
+                simulation = SplitSimulation(plan(batch), layout.tensor, layout.stages, speeds)
+                split = simulation.split(gpus, vision, ahead, None)
                 found.append((batch / split.time, vision, str(layout), ahead, split))
     row: dict[str, Any] = {"model": model, "data": data, "gpus": gpus, "packs": packs}
     if together:
@@ -145,13 +146,13 @@ def same_pipeline(model: str, layout: Layout, gpus: int, packs: int) -> dict[str
         return plans[batch]
 
     whole = plan(gpus // replica)
-    time = time_together(whole, gpus, layout.tensor, layout.stages, speeds)
+    time = SplitSimulation(whole, layout.tensor, layout.stages, speeds).time_together(gpus)
     assert time is not None
     found = []
     for vision in range(1, gpus // 3):
         if layout.fits(gpus - vision):
             part = plan((gpus - vision) // replica)
-            split = split_of(part, gpus, vision, layout.tensor, layout.stages, 1, speeds)
+            split = SplitSimulation(part, layout.tensor, layout.stages, speeds).split(gpus, vision, 1, None)
             found.append((part.config.global_batch / split.time / (whole.config.global_batch / time), vision))
     about = {"model": model, "layout": str(layout), "gpus": gpus, "packs": packs}
     if not found:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
 if TYPE_CHECKING:
-    from vlmdata.format.manifest import TokenizerInfo
+    from vlmdata.format.tokenizer_info import TokenizerInfo
 
 
 @dataclass(frozen=True)
@@ -229,9 +229,9 @@ class Architecture:
             self,
             language=dataclasses.replace(self.language, vocab_size=size),
             image_token_id=tokenizer.image,
-            video_token_id=tokenizer.video,
-            vision_start_token_id=tokenizer.vision_start,
-            vision_end_token_id=tokenizer.vision_end,
+            video_token_id=tokenizer.items["video"].token,
+            vision_start_token_id=tokenizer.items["image"].before[0],
+            vision_end_token_id=tokenizer.items["image"].after[0],
         )
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from model.architecture import LanguageArchitecture, VisionArchitecture
+from model.architecture import Architecture, LanguageArchitecture, VisionArchitecture
 from vlmdata.packing.cost import CostModel
 
 if TYPE_CHECKING:
@@ -110,7 +110,44 @@ class Trained:
         return 3 if self.language or self.vision or self.merger else 1
 
 
-def vision_per_patch(vision: VisionArchitecture, trained: Trained) -> int:
+def step_flops(
+    model: Architecture,
+    frozen: tuple[str, ...],
+    *,
+    full_layers: int,
+    gate: bool,
+    feed_forward_layers: int,
+    outputs: int = 1,
+    own_projections: int = 0,
+    own_mixing: int = 0,
+) -> StepFlops:
+    """Returns the FLOP coefficients of a model.
+
+    Args:
+        model: The architecture.
+        frozen: Parts that are not trained: any of "vision", "merger", "language".
+        full_layers: Layers with full attention: causal, 2 heads d s^2 per sample of s tokens (half of 4 heads d s^2).
+        gate: Whether they have an output gate.
+        feed_forward_layers: Layers with a feed-forward part, all with dense layers or all with experts.
+        outputs: Number of times that a target passes the output layer.
+        own_projections: Forward FLOP per token in products with weights of other layers.
+        own_mixing: Forward FLOP per token in products without weights of other layers.
+    """
+    language, vision, trained = model.language, model.vision, Trained.without(frozen)
+    heads = language.num_attention_heads * language.head_dim
+    projections = own_projections + full_layers * _attention_per_token(language, gate)
+    weights = projections + feed_forward_layers * _feed_forward_per_token(language)
+    return StepFlops(
+        per_token=trained.language_weights * weights + trained.language_mixing * own_mixing,
+        per_token_squared=trained.language_mixing * full_layers * 2 * heads,
+        per_patch=_vision_per_patch(vision, trained),
+        # Attention scores of all blocks.
+        per_patch_squared=(3 if trained.vision else 1) * vision.depth * 4 * vision.hidden_size,
+        per_target=trained.language_weights * outputs * 2 * language.hidden_size * language.vocab_size,
+    )
+
+
+def _vision_per_patch(vision: VisionArchitecture, trained: Trained) -> int:
     """FLOP per patch in embedding, blocks and mergers, forward and backward, without attention scores."""
     width, merged = vision.hidden_size, vision.hidden_size * vision.merge_unit
     embedding = 2 * vision.patch_values // vision.temporal_patch_size * width
@@ -123,24 +160,14 @@ def vision_per_patch(vision: VisionArchitecture, trained: Trained) -> int:
     )
 
 
-def vision_per_patch_squared(vision: VisionArchitecture, trained: Trained) -> int:
-    """FLOP per squared patch of an image in the attention scores of all blocks, forward and backward."""
-    return (3 if trained.vision else 1) * vision.depth * 4 * vision.hidden_size
-
-
-def attention_per_token(language: LanguageArchitecture, gate: bool) -> int:
+def _attention_per_token(language: LanguageArchitecture, gate: bool) -> int:
     """Forward FLOP per token in the projections of a full-attention layer, with or without an output gate."""
     queries = language.num_attention_heads * language.head_dim
     keys = language.num_key_value_heads * language.head_dim
     return 2 * language.hidden_size * ((2 + gate) * queries + 2 * keys)
 
 
-def attention_per_token_squared(language: LanguageArchitecture) -> int:
-    """Forward FLOP per squared token of a sample in the causal scores of a full-attention layer."""
-    return 2 * language.num_attention_heads * language.head_dim
-
-
-def feed_forward_per_token(language: LanguageArchitecture) -> int:
+def _feed_forward_per_token(language: LanguageArchitecture) -> int:
     """Forward FLOP per token in a feed-forward layer, or in its experts and their router."""
     width, moe = language.hidden_size, language.moe
     if moe is None:

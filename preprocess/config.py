@@ -6,11 +6,14 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
+from preprocess.options import data_option, image_option, run_option, text_option
 from vlmdata.errors import UsageError
-from vlmdata.families import DEFAULT_FAMILY, Family, family
-from vlmdata.media.codecs import MOST_FILE_PIXELS, RAW, codec
+from vlmdata.families import DEFAULT_FAMILY, Family
+from vlmdata.families import REGISTRY as FAMILIES
+from vlmdata.media.codecs import MOST_FILE_PIXELS, RAW, ItemCodec, describe_codecs
+from vlmdata.media.codecs import REGISTRY as CODECS
 
 #: Name of the tokenizer included in vlmdata: 6,144 ids, which fit no published model.
 EMBEDDED = "embedded"
@@ -57,18 +60,18 @@ class SpecialText(StrEnum):
 
 @dataclass(frozen=True)
 class ImageConfig:
-    """Image geometry and limits.
+    """Geometry and limits of images. ``min_pixels`` and ``max_pixels`` of None are the family's defaults."""
 
-    Attributes:
-        min_pixels: Smaller images are enlarged to about this many pixels. None: the family's default.
-        max_pixels: Larger images are reduced to at most this many pixels. None: the family's default.
-        max_source_pixels: An image file with more pixels is rejected before decoding. The default is the size
-            from which Pillow warns of decompression bombs.
-    """
-
-    min_pixels: int | None = None
-    max_pixels: int | None = None
-    max_source_pixels: int = 89_478_485
+    min_pixels: Annotated[
+        int | None,
+        image_option("Enlarge images with fewer pixels to this.", shown_default="the family's, 200,704 for qwen3_5"),
+    ] = None
+    max_pixels: Annotated[
+        int | None,
+        image_option("Reduce images with more pixels to this.", shown_default="the family's, 1,003,520 for qwen3_5"),
+    ] = None
+    #: From this size, Pillow warns of decompression bombs.
+    max_source_pixels: Annotated[int, image_option("Reject image files with more pixels before decoding.")] = 89_478_485
 
     def __post_init__(self) -> None:
         if self.max_source_pixels < 1:
@@ -98,17 +101,26 @@ class ImageConfig:
 
 @dataclass(frozen=True)
 class MediaConfig:
-    """Access to image files that rows name.
+    """Access to image files that rows name."""
 
-    Attributes:
-        image_root: Folder or URL that image paths in the data are relative to and may not leave. None: the source's.
-        allow_urls: Whether http(s) image URLs in the data are fetched.
-        private_hosts: Hosts in private networks that such URLs may name, as ``host`` or ``host:port``.
-    """
-
-    image_root: str | None = None
-    allow_urls: bool = False
-    private_hosts: tuple[str, ...] = ()
+    image_root: Annotated[
+        str | None,
+        data_option(
+            "Folder or URL (s3://…) that image paths in the data are relative to and may not leave. Default: the "
+            "source's folder."
+        ),
+    ] = None
+    allow_urls: Annotated[bool, data_option("Download http(s) images named in the data.")] = False
+    private_hosts: Annotated[
+        tuple[str, ...],
+        data_option(
+            "With --allow-urls: a host in a private network, or on this machine, that may be asked; `host` or "
+            "`host:port`. Repeatable.",
+            name="allow_private_host",
+            metavar="HOST",
+            shown_default=False,
+        ),
+    ] = ()
 
     def __post_init__(self) -> None:
         for host in self.private_hosts:
@@ -120,49 +132,85 @@ class MediaConfig:
 
 @dataclass(frozen=True)
 class PreprocessConfig:
-    """The configuration of a run, except source, output folder and parallelism.
+    """The configuration of a run: all options that can change a byte of a dataset, except those of the source.
 
-    Attributes:
-        recipe: Name of a registered recipe, or ``module:attribute``. The command can choose it by the source's columns.
-        tokenizer: Hub id or folder, or ``embedded``, which is for the demo and trials. The command requires a
-            tokenizer for other sources.
-        tokenizer_revision: Hub revision.
-        family: Family of the samples.
-        image: Image geometry.
-        pixels: Name of the codec that stores images.
-        recipe_options: The recipe's own options by name, as text or typed values. Omitted options have the
-            recipe's defaults.
-        media: Access to image files that rows name.
-        train_turns: Which assistant turns are targets.
-        train_think: Whether think blocks are targets.
-        max_length: Largest true length of a sample, in tokens.
-        overlong: Handling of longer samples.
-        special_text: Handling of special-token text in data.
-        strict: Whether to reject rows with unknown keys, or with reasoning that the chat template drops.
-        pad_multiple: Stored lengths are multiples of this.
-        rows_per_shard: Source rows per shard.
+    ``recipe_options`` may be text or typed values; omitted ones have the recipe's defaults. The command can choose the
+    recipe by the source's columns and the family by the tokenizer's files, and requires a tokenizer except for the
+    demo. Recipe, family and codec (``pixels``) are names, ``module:attribute`` or ``file.py:attribute``.
     """
 
-    recipe: str = "cord_v2"
-    tokenizer: str = EMBEDDED
-    tokenizer_revision: str | None = None
-    family: str = DEFAULT_FAMILY
+    recipe: Annotated[
+        str,
+        data_option(
+            "`cord_v2`, `chat`, `text`, `caption`, or your own as `module:attribute` or `file.py:attribute`. "
+            "Default: by the columns.",
+            shown_default=False,
+        ),
+    ] = "cord_v2"
+    tokenizer: Annotated[
+        str,
+        text_option(
+            "Your model's tokenizer: hub id or folder, e.g. Qwen/Qwen3.5-9B. Required except for the demo. "
+            "`embedded` is a small one for trials.",
+            shown_default=False,
+        ),
+    ] = EMBEDDED
+    tokenizer_revision: Annotated[str | None, text_option("Branch, tag or commit of a hub tokenizer.")] = None
+    family: Annotated[
+        str,
+        text_option(
+            f"Model family: {', '.join(FAMILIES)}, or your own as `module:attribute` or `file.py:attribute`. "
+            f"Default: from the tokenizer's files, else {DEFAULT_FAMILY}.",
+            shown_default=False,
+        ),
+    ] = DEFAULT_FAMILY
     image: ImageConfig = field(default_factory=ImageConfig)
-    pixels: str = RAW
-    recipe_options: Mapping[str, Any] = field(default_factory=dict)
+    pixels: Annotated[
+        str,
+        image_option(
+            f"How shards store images. {describe_codecs()}; or your own as `module:attribute` or `file.py:attribute`."
+        ),
+    ] = RAW
+    recipe_options: Annotated[
+        Mapping[str, Any],
+        data_option(
+            "Option of the recipe; repeat for several. `cord_v2`: prompt, target. `caption`: prompt, stray_marks. "
+            "`chat`, `text`: stray_marks. `-O help` describes them, also for your own --recipe.",
+            name="recipe_option",
+            flags=("--recipe-option", "-O"),
+            metavar="NAME=VALUE",
+            shown_default=False,
+        ),
+    ] = field(default_factory=dict)
     media: MediaConfig = field(default_factory=MediaConfig)
-    train_turns: TrainTurns = TrainTurns.ALL
-    train_think: TrainThink = TrainThink.AUTO
-    max_length: int = 8192
-    overlong: Overlong = Overlong.REJECT
-    special_text: SpecialText = SpecialText.REJECT
-    strict: bool = False
-    pad_multiple: int = 16
-    rows_per_shard: int = 256
+    train_turns: Annotated[
+        TrainTurns,
+        text_option(
+            "Learn all assistant turns in one sample, only the last, or each in a sample of its own, with the context "
+            "that inference has; images are stored once."
+        ),
+    ] = TrainTurns.ALL
+    train_think: Annotated[
+        TrainThink, text_option("Learn think blocks: if they contain reasoning, always, or never.")
+    ] = TrainThink.AUTO
+    max_length: Annotated[int, text_option("Largest number of tokens in a sample.")] = 8192
+    overlong: Annotated[
+        Overlong,
+        text_option("Longer samples: reject, truncate the last answer or document, or split a document into samples."),
+    ] = Overlong.REJECT
+    special_text: Annotated[
+        SpecialText, text_option("Text of special tokens in data: reject, or encode as plain text.")
+    ] = SpecialText.REJECT
+    strict: Annotated[
+        bool,
+        data_option("Reject rows with keys that the recipe does not know, or with reasoning that the template drops."),
+    ] = False
+    pad_multiple: Annotated[int, text_option("Pad stored lengths to multiples of this (a loader can re-pad).")] = 16
+    rows_per_shard: Annotated[int, run_option("Source rows per shard.")] = 256
 
     def __post_init__(self) -> None:
-        family(self.family)  # refuses an unknown name
-        store = codec(self.pixels)
+        FAMILIES.find(self.family)  # refuses an unknown name
+        store = self.codec
         store.libraries()  # refuses a codec whose package is not installed
         if store.needs_file and self.image.max_source_pixels > MOST_FILE_PIXELS:
             raise ValueError(
@@ -176,13 +224,19 @@ class PreprocessConfig:
     @property
     def model_family(self) -> Family:
         """Family of the samples."""
-        return family(self.family)
+        return FAMILIES.find(self.family)
+
+    @property
+    def codec(self) -> ItemCodec:
+        """Stores the images."""
+        return CODECS.find(self.pixels)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the configuration as nested JSON, with the defaults of the family filled in."""
         least, most = self.image.bounds(self.model_family)
         image = dataclasses.replace(self.image, min_pixels=least, max_pixels=most)
         options = dataclasses.asdict(dataclasses.replace(self, image=image))
+        options |= {"family": self.model_family.name, "pixels": self.codec.name}  # they may be given as files
         hosts = options["media"].pop("private_hosts")
         if hosts:  # earlier versions had no such option
             options["media"]["private_hosts"] = list(hosts)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
+
+#: A value of a column that a recipe attaches to a sample.
+ColumnValue = str | int | float | bool | None
+Columns = Mapping[str, ColumnValue | list[ColumnValue]]
 
 Role = Literal["system", "user", "assistant", "tool"]
 ROLES: frozenset[str] = frozenset(get_args(Role))
@@ -117,6 +122,8 @@ class Conversation:
             ``messages[].name``. The run's summary counts them.
         unknown: Keys of the row that the recipe does not know. The run's summary counts them;
             ``--strict`` rejects the row.
+        columns: Facts to store with the sample, such as ``{"lang": "de"}``: text, finite numbers, booleans, None, or
+            lists of these. They change no token.
     """
 
     messages: tuple[Message, ...]
@@ -124,6 +131,7 @@ class Conversation:
     loss_weight: float = 1.0
     unused: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
+    columns: Columns = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _require_tuple("Conversation.messages", self.messages, (Message,), "Message")
@@ -131,11 +139,17 @@ class Conversation:
         _require_tuple("Conversation.unused", self.unused, (str,), "str")
         _require_tuple("Conversation.unknown", self.unknown, (str,), "str")
         _require_weight("Conversation.loss_weight", self.loss_weight)
+        _require_columns("Conversation.columns", self.columns)
 
     @property
     def images(self) -> list[ImagePart]:
         """All images in order of appearance."""
         return [image for message in self.messages for image in message.images]
+
+    @property
+    def answers(self) -> list[Message]:
+        """The assistant's messages."""
+        return [message for message in self.messages if message.role == "assistant"]
 
 
 @dataclass(frozen=True)
@@ -147,18 +161,21 @@ class Document:
         loss_weight: Weight of all targets of the sample, at least 0.
         unused: See :class:`Conversation`.
         unknown: See :class:`Conversation`.
+        columns: See :class:`Conversation`.
     """
 
     parts: tuple[ContentPart, ...]
     loss_weight: float = 1.0
     unused: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
+    columns: Columns = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _require_tuple("Document.parts", self.parts, (TextPart, ImagePart), "TextPart and ImagePart")
         _require_tuple("Document.unused", self.unused, (str,), "str")
         _require_tuple("Document.unknown", self.unknown, (str,), "str")
         _require_weight("Document.loss_weight", self.loss_weight)
+        _require_columns("Document.columns", self.columns)
 
     @property
     def text(self) -> str:
@@ -187,6 +204,24 @@ def _require_weight(name: str, value: Any) -> None:
         raise TypeError(f"{name} is {value!r} ({_kind(value)}); it must be a number")
     if not (math.isfinite(value) and value >= 0):
         raise ValueError(f"{name} is {value}; it must be finite and at least 0")
+
+
+def _require_columns(name: str, columns: Any) -> None:
+    if not isinstance(columns, Mapping) or not all(isinstance(key, str) and key for key in columns):
+        raise TypeError(f"{name} is {columns!r}; it must map names to values")
+    for key, value in columns.items():
+        for each in value if isinstance(value, list) else [value]:
+            if not isinstance(each, ColumnValue):
+                raise TypeError(
+                    f"{name}[{key!r}] holds {each!r} ({_kind(each)}); it may hold str, int, float, bool, None, or a "
+                    "list of these"
+                )
+            if isinstance(each, float) and not math.isfinite(each):
+                raise ValueError(f"{name}[{key!r}] holds {each}; numbers must be finite")
+    try:
+        json.dumps(dict(columns), ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} holds text that is not Unicode: {error}") from error
 
 
 def _kind(value: Any) -> str:

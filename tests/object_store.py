@@ -20,11 +20,19 @@ import pytest
 
 #: How the server is told its port, and tells us which one it got.
 _SERVE = """
-import sys
+from threading import Lock
 from werkzeug.serving import make_server
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
 app = DomainDispatcherApplication(create_backend_app)
-server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=MotoRequestHandler)
+conditional = Lock()
+
+def atomic(environ, start_response):
+    if "HTTP_IF_NONE_MATCH" not in environ:
+        return app(environ, start_response)
+    with conditional:  # moto looks and then writes; S3 does both in one step
+        return list(app(environ, start_response))
+
+server = make_server("127.0.0.1", 0, atomic, threaded=True, request_handler=MotoRequestHandler)
 print(server.port, flush=True)
 server.serve_forever()
 """

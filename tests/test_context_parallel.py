@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmdata.context_parallel import chunk_ranges, images_in_slice, local_ranges, partition_indices
+from vlmdata.context_parallel import chunk_ranges, partition_indices
 
 
 def reference(cu_seqlens: list[int], size: int, rank: int) -> list[int]:
@@ -50,29 +50,12 @@ def test_chunks_name_the_same_tokens(case: tuple[list[int], int]) -> None:
         assert tokens == partition_indices(cu_seqlens, cu_seqlens[-1], size, rank).tolist()
 
 
-@given(packs(), st.data())
-def test_images_land_where_their_tokens_land(case: tuple[list[int], int], data: st.DataObject) -> None:
-    cu_seqlens, size = case
-    edge = st.integers(0, cu_seqlens[-1])
-    images = [sorted(pair) for pair in data.draw(st.lists(st.tuples(edge, edge), max_size=5))]
-    starts, ends = [a for a, _ in images], [b for _, b in images]
-    for rank in range(size):
-        slice_tokens = partition_indices(cu_seqlens, cu_seqlens[-1], size, rank).tolist()
-        ranges = local_ranges(starts, ends, cu_seqlens, size, rank)
-        for (first, last), (start, end) in zip(images, ranges.tolist(), strict=True):
-            assert slice_tokens[start:end] == [t for t in slice_tokens if first <= t < last]
-        held = images_in_slice(starts, ends, cu_seqlens, size, rank).tolist()
-        assert held == [any(a <= t < b for t in slice_tokens) for a, b in images]
-
-
 def test_size_one_owns_everything() -> None:
     assert partition_indices([0, 3, 10], 10, 1, 0).tolist() == list(range(10))
-    assert local_ranges([2], [7], [0, 3, 10], 1, 0).tolist() == [[2, 7]]
 
 
 def test_empty_pack() -> None:
     assert partition_indices([0], 0, 2, 1).tolist() == []
-    assert images_in_slice([], [], [0], 2, 0).tolist() == []
 
 
 @pytest.mark.parametrize(
@@ -89,11 +72,6 @@ def test_empty_pack() -> None:
 def test_bad_input_is_refused(arguments: tuple[list[int], int, int, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         partition_indices(*arguments)
-
-
-def test_image_outside_the_pack_is_refused() -> None:
-    with pytest.raises(ValueError, match="0 <= start <= end <= 8"):
-        local_ranges([4], [12], [0, 8], 2, 0)
 
 
 @pytest.mark.gpu

@@ -69,8 +69,8 @@ class PackedBatch:
         loss_mask: float32 (1, t), 1 where ``labels`` is a target.
         loss_weights: float32 (1, t), weight of each target in the loss, which is sum(weight x loss) / sum(weight); 0
             off target. If not given or if all targets of the pack weigh 1, it is the tensor ``loss_mask`` itself.
-        position_ids: int64 (3, 1, T), MRoPE rows t, h, w, from 0 in every sample; 0 on padding. Never sliced. (3, 1, 0)
-            on ranks of a vision tower of its own.
+        position_ids: int64 (k, 1, T), rows of the family's axes, such as t, h, w, from 0 in every sample; 0 on padding.
+            Never sliced. (k, 1, 0) on ranks of a vision tower of its own.
         padding_mask: bool (1, t), True on padding (the convention of megatron-core's router).
         cu_seqlens: int32 (segments + 1,), running sum of true lengths.
         cu_seqlens_padded: int32 (segments + 1,), start of each segment; the last entry is T. Always of the whole pack.

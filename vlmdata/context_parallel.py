@@ -33,7 +33,7 @@ def chunk_ranges(cu_seqlens_padded: npt.ArrayLike, size: int, rank: int) -> IntA
         cu_seqlens_padded: (n + 1,) integers, sample boundaries in tokens, from 0, non-decreasing; every sample's padded
             length must be a multiple of ``2 * size`` (any length if ``size`` is 1).
         size: Context-parallel size.
-        rank: Context-parallel rank, ``0 <= rank < size``.
+        rank: Context-parallel rank.
 
     Returns:
         int64 (n, 2, 2): for each sample its early and its late chunk, each as ``[start, end)`` in pack tokens. For
@@ -89,75 +89,6 @@ def partition_indices(cu_seqlens_padded: npt.ArrayLike, total_tokens: int, size:
     starts = ranges[:, :, 0].ravel()
     lengths = ranges[:, :, 1].ravel() - starts
     return concatenated_ranges(starts, lengths)
-
-
-def local_ranges(
-    starts: npt.ArrayLike, ends: npt.ArrayLike, cu_seqlens_padded: npt.ArrayLike, size: int, rank: int
-) -> IntArray:
-    """Maps token ranges of the pack (such as images) to one rank's slice.
-
-    A rank holds its tokens in pack order, so its part of a range is contiguous in its slice, even if the
-    range crosses several chunks.
-
-    Args:
-        starts: (m,) integers, first token of each range in the pack.
-        ends: (m,) integers, one past the last token; not below ``starts``, within the pack.
-        cu_seqlens_padded: (n + 1,) integers, as for :func:`chunk_ranges`.
-        size: Context-parallel size.
-        rank: Context-parallel rank.
-
-    Returns:
-        int64 (m, 2): ``[start, end)`` in the rank's slice; an empty range if it owns none of the tokens.
-
-    Raises:
-        ValueError: See :func:`chunk_ranges`, or if a range is reversed or extends beyond the pack.
-    """
-    ranges = chunk_ranges(cu_seqlens_padded, size, rank)
-    bounds = np.asarray(cu_seqlens_padded).astype(np.int64)
-    edges = np.stack([np.asarray(starts).astype(np.int64), np.asarray(ends).astype(np.int64)], axis=-1)
-    if edges.size and ((edges[:, 0] > edges[:, 1]).any() or edges.min() < 0 or edges.max() > bounds[-1]):
-        raise ValueError(
-            f"token ranges must satisfy 0 <= start <= end <= {bounds[-1]}, got starts down to {edges[:, 0].min()} and "
-            f"ends up to {edges[:, 1].max()}"
-        )
-    if not edges.size or len(bounds) == 1:
-        return np.zeros(edges.shape, np.int64)
-    return _owned_before(edges, bounds, ranges)
-
-
-def images_in_slice(
-    starts: npt.ArrayLike, ends: npt.ArrayLike, cu_seqlens_padded: npt.ArrayLike, size: int, rank: int
-) -> npt.NDArray[np.bool_]:
-    """Returns which images have at least one token in a rank's slice.
-
-    Args:
-        starts: (m,) integers, first image token of each image in the pack.
-        ends: (m,) integers, one past the last image token.
-        cu_seqlens_padded: (n + 1,) integers, as for :func:`chunk_ranges`.
-        size: Context-parallel size.
-        rank: Context-parallel rank.
-
-    Returns:
-        bool (m,).
-
-    Raises:
-        ValueError: See :func:`local_ranges`.
-    """
-    ranges = local_ranges(starts, ends, cu_seqlens_padded, size, rank)
-    return ranges[:, 1] > ranges[:, 0]
-
-
-def _owned_before(positions: IntArray, bounds: IntArray, ranges: IntArray) -> IntArray:
-    """Counts the rank's tokens before each pack position. The result has the shape of ``positions``."""
-    owned = (ranges[:, :, 1] - ranges[:, :, 0]).sum(1)
-    before_sample = np.concatenate([[0], np.cumsum(owned)[:-1]])
-    # The sample of each position. A position at the end of the pack belongs to the last sample.
-    sample = np.clip(np.searchsorted(bounds, positions, side="right") - 1, 0, len(bounds) - 2)
-    count = before_sample[sample]
-    for half in (0, 1):
-        start, end = ranges[sample, half, 0], ranges[sample, half, 1]
-        count = count + np.clip(positions - start, 0, end - start)
-    return count
 
 
 def concatenated_ranges(starts: IntArray, lengths: IntArray) -> IntArray:

@@ -37,6 +37,7 @@ class Reason(StrEnum):
     ASPECT_RATIO = "aspect_ratio"
     IMAGE_BOUNDS = "image_bounds"
     PIXEL_RANGE = "pixel_range"
+    UNSUITABLE_ITEM = "unsuitable_item"
     OVERLONG = "overlong"
     WORKER_DIED = "worker_died"
     UNEXPECTED_ERROR = "unexpected_error"

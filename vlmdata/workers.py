@@ -38,13 +38,7 @@ _PAUSES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
 class WorkersDied(Exception):
-    """Several workers in a row died on one job.
-
-    Attributes:
-        job: The job.
-        deaths: Number of dead workers.
-        cause: How the last one ended, in words.
-    """
+    """Several workers in a row died on one job. ``cause`` is how the last one ended, in words."""
 
     def __init__(self, job: Any, deaths: int, cause: str):
         super().__init__(f"{deaths} worker processes died in a row on {job}, the last one {cause}")
@@ -73,16 +67,12 @@ class Workers[Job, Result]:
 
     Args:
         prepare: Called once in each worker; returns the function that does a job. Picklable unless workers are forked.
-        count: Number of processes.
         method: Start method of :mod:`multiprocessing`; None means the interpreter's default.
         preload: Modules that a forkserver imports before workers are forked.
         max_deaths: Number of workers that may die on one job.
         on_death: Called with a job whose worker died; returns the job to do in its place. Deaths on another job are
             counted anew.
         start_now: Whether to start all workers now, not with the first jobs.
-
-    Attributes:
-        restarts: Number of workers that died so far.
 
     Raises:
         ValueError: If the platform has no such start method.
@@ -107,7 +97,7 @@ class Workers[Job, Result]:
         self._lock = threading.RLock()  # garbage collection may close the pool in its own thread
         self._closed = self._waking = False
         self._woken, self._wake = multiprocessing.Pipe(duplex=False)
-        self.restarts = 0
+        self.restarts = 0  # workers that died so far
         self._thread = threading.Thread(target=self._run, name="vlmdata-workers", daemon=True)
         self._thread.start()
 
@@ -129,11 +119,7 @@ class Workers[Job, Result]:
     def close(self, seconds: float = 2 * _SECONDS_TO_DIE) -> bool:
         """Kills the workers. Jobs that are not done fail with :class:`PoolClosed`.
 
-        Args:
-            seconds: Time to wait until they are gone; 0 to return at once.
-
-        Returns:
-            Whether all are gone.
+        Waits so many seconds until they are gone, and returns whether all are.
         """
         with self._lock:
             if not self._closed:
@@ -257,12 +243,8 @@ def in_workers[Job, Result](
 ) -> Generator[Result]:
     """Does jobs in worker processes and yields results in any order. The options are those of :class:`Workers`.
 
-    No worker outlives the iteration; close the iterator when leaving it early.
-
-    Raises:
-        WorkersDied: If a job killed its worker repeatedly.
-        VlmdataError: If the function raised one.
-        WorkerError: If it raised anything else.
+    No worker outlives the iteration; close the iterator when leaving it early. Raises the exceptions of
+    :meth:`Workers.submit`.
     """
     pool = Workers(prepare, count, preload=preload, max_deaths=max_deaths, on_death=on_death)
     try:
@@ -273,13 +255,7 @@ def in_workers[Job, Result](
 
 
 class _Worker[Job, Result]:
-    """A worker process, from its parent's side.
-
-    Attributes:
-        pipe: Sends jobs and receives (result, error).
-        sentinel: Ready when the process has ended.
-        task: Its current job; None if it waits.
-    """
+    """A worker process, from its parent's side; ``sentinel`` is ready when it has ended, ``task`` is its job."""
 
     def __init__(self, context: Any, prepare: Callable[[], Callable[[Job], Result]]):
         self.task: _Task[Job, Result] | None = None
@@ -351,13 +327,10 @@ os.register_at_fork(after_in_child=_renew_lock)
 
 
 def start_worker_server(preload: Sequence[str]) -> None:
-    """Starts the process from which workers are forked. Returns while it is still importing libraries.
+    """Starts the process from which workers are forked. Returns while it still imports ``preload``.
 
     It imports everything once and starts no threads, so forking is quick and safe. Ctrl-C reaches all processes of
     a terminal; this process and its workers ignore it and leave it to the parent.
-
-    Args:
-        preload: Modules to import.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(preload))
     resource_tracker.ensure_running()  # first, as it unblocks SIGINT when it starts

@@ -1,4 +1,4 @@
-"""What the documentation site needs beyond MkDocs: links to files outside `docs/`, and a navigation entry by pattern.
+"""What the documentation site needs beyond MkDocs: links out of `docs/`, navigation by pattern, tables of options.
 
 Pages are written to be read in the repository, where `../benchmarks/results/x.md` is a link. The site has no such
 files, except for the results of benchmarks, which it takes along.
@@ -7,14 +7,18 @@ files, except for the results of benchmarks, which it takes along.
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files, InclusionLevel
 
+from preprocess.options import option_table
+
 _ROOT = Path(__file__).resolve().parents[2]
 _RESULTS, _SHOWN = "benchmarks/results", (".md", ".png")
+_OPTIONS = re.compile(r"^options: ([\w.]+):(\w+)$", re.MULTILINE)
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(((?:\.\./)+)([^)#]+)(#[^)]*)?\)")
 
 
@@ -39,7 +43,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Turns links that leave `docs/` into links to results, or into plain file names."""
+    """Turns links that leave `docs/` into links to results or file names, and `options: module:Class` into a table."""
     depth = page.file.src_uri.count("/")
 
     def changed(link: re.Match[str]) -> str:
@@ -52,4 +56,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             return f"{mark}[{text}]({'../' * depth}results/{Path(target).name}{anchor or ''})"
         return text if text.startswith("`") else f"{text} (`{target}`)"
 
-    return _LINK.sub(changed, markdown)
+    return _LINK.sub(changed, _OPTIONS.sub(_table, markdown))
+
+
+def _table(options: re.Match[str]) -> str:
+    return option_table(getattr(import_module(options[1]), options[2]))

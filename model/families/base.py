@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 from model.architecture import Architecture
@@ -81,3 +82,12 @@ class ModelSpec[A: Architecture]:
     build: Build[A]
     parameter_maps: ParameterMaps[A]
     kernels: Callable[[A, ModelSettings, int], DecoderKernels | None] = lambda *_: None
+
+
+def imported_when_called(module: str, name: str) -> Any:
+    """Returns a function whose module is imported by its first call, since torch and megatron-core take seconds."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return getattr(import_module(module), name)(*args, **kwargs)
+
+    return call

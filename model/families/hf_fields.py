@@ -1,72 +1,82 @@
-"""Reads and writes the parts of a transformers ``config.json`` that families share. Needs no torch.
+"""Reads and writes transformers' ``config.json``, as far as families share it. Needs no torch.
 
-A field is represented by the architecture, demanded to have a certain value, known to be harmless, or refused: it might
-change what the model computes.
+Sources: transformers' configuration classes for names and defaults, and published ``config.json`` files for fields that
+those classes do not declare.
+
+Every field is one of four kinds: represented in the architecture, required to have the one value that the model
+computes, known not to change the result, or unknown. Unknown fields raise an error, since they may change the result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from model.architecture import Architecture, VisionArchitecture
+from model.architecture import Architecture, MoeArchitecture, VisionArchitecture
 
-#: Fields at the top level that an architecture represents.
-TOP = frozenset(
-    [
-        "text_config",
-        "vision_config",
-        "image_token_id",
-        "video_token_id",
-        "vision_start_token_id",
-        "vision_end_token_id",
-        "tie_word_embeddings",
-        "model_type",
-    ]
+#: Fields with one name and meaning here and in transformers: ids of special tokens, ``text_config``, ``vision_config``.
+_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+_TEXT = (
+    "vocab_size",
+    "hidden_size",
+    "num_attention_heads",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "initializer_range",
 )
-#: Fields of ``text_config`` that an architecture of any family represents.
-TEXT = frozenset(
-    [
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "num_experts",
-        "num_experts_per_tok",
-        "moe_intermediate_size",
-        "router_aux_loss_coef",
-        "rope_parameters",
-        "rope_theta",
-        "mrope_section",
-        "rms_norm_eps",
-        "max_position_embeddings",
-        "initializer_range",
-        "tie_word_embeddings",
-        "model_type",
-    ]
+_VISION = (
+    "depth",
+    "hidden_size",
+    "intermediate_size",
+    "num_heads",
+    "out_hidden_size",
+    "num_position_embeddings",
+    "in_channels",
+    "patch_size",
+    "temporal_patch_size",
+    "spatial_merge_size",
+    "initializer_range",
 )
-#: Fields of ``vision_config`` that an architecture represents.
-VISION = frozenset(
-    [
-        "depth",
-        "hidden_size",
-        "intermediate_size",
-        "num_heads",
-        "out_hidden_size",
-        "num_position_embeddings",
-        "rope_parameters",
-        "in_channels",
-        "patch_size",
-        "temporal_patch_size",
-        "spatial_merge_size",
-        "initializer_range",
-        "model_type",
-    ]
-)
+#: By section, fields that architectures of all families represent.
+_REPRESENTED = {
+    "": frozenset([*_IDS, "text_config", "vision_config", "tie_word_embeddings", "model_type"]),
+    "text_config": frozenset(
+        [
+            *_TEXT,
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_key_value_heads",
+            "head_dim",
+            "num_experts",
+            "num_experts_per_tok",
+            "moe_intermediate_size",
+            "router_aux_loss_coef",
+            "rope_parameters",
+            "rope_theta",
+            "mrope_section",
+            "tie_word_embeddings",
+            "model_type",
+        ]
+    ),
+    "vision_config": frozenset([*_VISION, "rope_parameters", "model_type"]),
+    "text_config.rope_parameters": frozenset(["rope_theta", "mrope_section"]),
+    "vision_config.rope_parameters": frozenset(["rope_theta"]),
+}
+#: By section, fields that must hold one of some values for every family, if present.
+_DEMANDED: Mapping[str, dict[str, tuple[Any, ...]]] = {
+    "": {"quantization_config": (None,)},
+    "text_config": {
+        "attention_bias": (False, None),
+        "attention_dropout": (0, 0.0, None),
+        "hidden_act": ("silu",),
+        "quantization_config": (None,),
+        "sliding_window": (None,),
+    },
+    "vision_config": {"hidden_act": ("gelu_pytorch_tanh",), "quantization_config": (None,)},
+    "text_config.rope_parameters": {"rope_type": ("default",), "mrope_interleaved": (True,)},
+    "vision_config.rope_parameters": {"rope_type": ("axial", "default")},
+}
 
 #: Fields that do not change what the model computes: data types, caches, ids of other tokens, notes of tools.
 _HARMLESS = frozenset(
@@ -93,36 +103,153 @@ _HARMLESS = frozenset(
 
 
 @dataclass(frozen=True)
-class KnownFields:
-    """The fields of a family's config.
+class Config:
+    """A checked config.
 
     Attributes:
-        demanded: By section, fields that must hold one of some values if present.
-        represented: By section, fields that the architecture represents.
+        moe: Whether the model has experts.
+        text: Its ``text_config``, with transformers' defaults for what it omits.
+        given: Its ``text_config`` alone.
+        defaults: The defaults of ``text_config``.
+        rope: The rotary fields that it gives.
+        shared: Arguments of the architecture, except ``language``.
     """
 
-    demanded: Mapping[str, Mapping[str, tuple[Any, ...]]]
-    represented: Mapping[str, frozenset[str]]
+    moe: bool
+    text: Mapping[str, Any]
+    given: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+    rope: Mapping[str, Any]
+    shared: Mapping[str, Any]
 
-    def check(self, section: str, fields: Mapping[str, Any], ignore: Collection[str]) -> None:
-        """Raises an error for unknown fields and for values that the family does not compute.
+    def language(
+        self, theta: float, mrope: tuple[int, int, int], experts: int | None = None, shared_expert: int = 0
+    ) -> dict[str, Any]:
+        """Returns arguments of the decoder's architecture that all families have.
 
         Args:
-            section: Section, such as ``text_config``; "" for the top level.
-            fields: Its content.
-            ignore: Names of unknown fields to ignore.
+            theta: Base of the rotary embedding of a config that gives none.
+            mrope: Its sections of frequencies.
+            experts: Number of experts; None means ``num_experts``.
+            shared_expert: Width of the shared expert.
+        """
+        text, moe, heads = self.text, None, self.text["num_attention_heads"]
+        if self.moe:
+            moe = MoeArchitecture(
+                num_experts=text["num_experts"] if experts is None else experts,
+                num_experts_per_tok=text["num_experts_per_tok"],
+                intermediate_size=text["moe_intermediate_size"],
+                shared_expert_intermediate_size=shared_expert,
+                router_aux_loss_coef=text["router_aux_loss_coef"],
+            )
+        t, h, w = self.rope.get("mrope_section", text.get("mrope_section", mrope))
+        return {name: text[name] for name in _TEXT} | {
+            "intermediate_size": 0 if self.moe else text["intermediate_size"],
+            "num_key_value_heads": text["num_key_value_heads"] or heads,
+            "head_dim": text.get("head_dim") or text["hidden_size"] // heads,
+            "moe": moe,
+            "rope_theta": float(self.rope.get("rope_theta", text.get("rope_theta", theta))),
+            "mrope_section": (int(t), int(h), int(w)),
+        }
+
+
+@dataclass(frozen=True)
+class ConfigFormat:
+    """The ``config.json`` of a family.
+
+    Attributes:
+        dense: ``model_type`` of its dense models.
+        moe: ``model_type`` of its models with experts.
+        name: Name of its dense class in transformers, without ``ForConditionalGeneration``; those with experts add Moe.
+        demanded: By section, further fields that must hold one of some values if present.
+        represented: By section, further fields that its architecture represents.
+        not_default: Fields of ``text_config`` that follow from others, so that transformers' default would be wrong.
+    """
+
+    dense: str
+    moe: str
+    name: str
+    demanded: Mapping[str, Mapping[str, tuple[Any, ...]]] = field(default_factory=dict)
+    represented: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    not_default: tuple[str, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[str, str]:
+        """Both values of ``model_type``."""
+        return self.dense, self.moe
+
+    def read(self, config: Mapping[str, Any] | Any, ignore: Collection[str]) -> Config:
+        """Checks a config and reads what families share.
+
+        Args:
+            config: The content of ``config.json``, or a transformers config object.
+            ignore: Names of unknown fields (without their section) that do not change the result.
 
         Raises:
-            ValueError: Naming the field, its value and what to do.
+            ValueError: If the model is of another kind, a field has a value that the model does not compute, or
+                fields are unknown.
         """
+        given: dict[str, Any] = dict(config) if isinstance(config, Mapping) else config.to_dict()
+        kind = given.get("model_type")
+        if kind not in self.kinds or not given.get("text_config"):
+            raise ValueError(
+                f"need the top-level config of a {' or '.join(self.kinds)} vision-language checkpoint (with "
+                f"text_config), got model_type {kind!r}"
+            )
+        text, vision = dict(given["text_config"]), dict(given.get("vision_config") or {})
+        rope = dict(text.get("rope_parameters") or {})
+        if "rope_scaling" in self.represented.get("text_config", ()):  # an older name of the same fields
+            rope = dict(text.get("rope_scaling") or {}) | rope
+        sections = {
+            "": given,
+            "text_config": text,
+            "vision_config": vision,
+            "text_config.rope_parameters": rope,
+            "vision_config.rope_parameters": dict(vision.get("rope_parameters") or {}),
+        }
+        for name, fields in sections.items():
+            self._check(name, fields, ignore)
+        from transformers import CONFIG_MAPPING
+
+        defaults: dict[str, Any] = CONFIG_MAPPING[kind]().to_dict()
+        of_text = {name: value for name, value in defaults["text_config"].items() if name not in self.not_default}
+        shared = {name: given.get(name, defaults[name]) for name in _IDS} | {
+            "vision": _vision_from_hf(defaults["vision_config"] | vision),
+            "tie_embeddings": bool(given.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
+        }
+        return Config(kind == self.moe, of_text | text, text, of_text, rope, shared)
+
+    def write(self, architecture: Architecture, text: Mapping[str, Any], vision: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the content of a ``config.json``.
+
+        Args:
+            architecture: The model.
+            text: Fields of ``text_config`` that only this family has.
+            vision: The same of ``vision_config``.
+        """
+        moe = architecture.language.moe is not None
+        kind, name = (self.moe, f"{self.name}Moe") if moe else (self.dense, self.name)
+        return {
+            "model_type": kind,
+            "architectures": [f"{name}ForConditionalGeneration"],
+            **{each: getattr(architecture, each) for each in _IDS},
+            "tie_word_embeddings": architecture.tie_embeddings,
+            "text_config": _text_to_hf(architecture, kind) | dict(text),
+            "vision_config": _vision_to_hf(architecture.vision, kind) | dict(vision),
+        }
+
+    def _check(self, section: str, fields: Mapping[str, Any], ignore: Collection[str]) -> None:
+        """Raises an error for unknown fields and for values that the family does not compute."""
         where = f"{section}." if section else ""
-        demanded = self.demanded.get(section, {})
+        demanded = _DEMANDED[section] | dict(self.demanded.get(section, {}))
         for name, allowed in demanded.items():
             if name in fields and fields[name] not in allowed:
                 raise ValueError(
                     f"{where}{name} is {fields[name]!r}; this model computes {' or '.join(map(repr, allowed))} only"
                 )
-        known = self.represented[section] | set(demanded) | _HARMLESS | set(ignore)
+        known = (
+            _REPRESENTED[section] | self.represented.get(section, frozenset()) | set(demanded) | _HARMLESS | set(ignore)
+        )
         if not section.endswith(("rope_parameters", "rope_scaling")):
             from transformers import PretrainedConfig
 
@@ -139,98 +266,33 @@ class KnownFields:
             )
 
 
-def sections_of(config: Mapping[str, Any] | Any, kinds: Collection[str]) -> dict[str, dict[str, Any]]:
-    """Returns the sections of a config: the top level as "", ``text_config``, ``vision_config`` and their rotary parts.
-
-    Args:
-        config: The content of ``config.json``, or a transformers config object.
-        kinds: Accepted values of ``model_type``.
-
-    Raises:
-        ValueError: If it is the config of another model, or of a part of one.
-    """
-    given: dict[str, Any] = dict(config) if isinstance(config, Mapping) else config.to_dict()
-    kind = given.get("model_type")
-    if kind not in kinds or not given.get("text_config"):
-        raise ValueError(
-            f"need the top-level config of a {' or '.join(kinds)} vision-language checkpoint (with text_config), "
-            f"got model_type {kind!r}"
-        )
-    text, vision = dict(given["text_config"]), dict(given.get("vision_config") or {})
-    return {
-        "": given,
-        "text_config": text,
-        "vision_config": vision,
-        "text_config.rope_parameters": dict(text.get("rope_parameters") or {}),
-        "vision_config.rope_parameters": dict(vision.get("rope_parameters") or {}),
-    }
-
-
-def token_ids(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the ids of special tokens, with transformers' defaults for fields that ``config.json`` omits."""
-    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    return {name: given.get(name, defaults[name]) for name in names}
-
-
-def is_tied(given: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
-    """Returns whether the output layer is the embedding table, from the top level or else ``text_config``."""
-    return bool(given.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
-
-
-def vision_from_hf(vision: Mapping[str, Any]) -> VisionArchitecture:
-    """Reads a whole ``vision_config``."""
+def _vision_from_hf(vision: Mapping[str, Any]) -> VisionArchitecture:
     rope: dict[str, Any] = vision.get("rope_parameters") or {}
+    sides = {name: _side(name, vision[name]) for name in ("patch_size", "temporal_patch_size")}
     return VisionArchitecture(
-        depth=vision["depth"],
-        hidden_size=vision["hidden_size"],
-        intermediate_size=vision["intermediate_size"],
-        num_heads=vision["num_heads"],
-        out_hidden_size=vision["out_hidden_size"],
-        num_position_embeddings=vision["num_position_embeddings"],
+        **{name: vision[name] for name in _VISION} | sides,
         rope_theta=float(rope.get("rope_theta", 10_000.0)),
-        in_channels=vision["in_channels"],
-        patch_size=_side("patch_size", vision["patch_size"]),
-        temporal_patch_size=_side("temporal_patch_size", vision["temporal_patch_size"]),
-        spatial_merge_size=vision["spatial_merge_size"],
-        initializer_range=vision["initializer_range"],
         deepstack_layers=tuple(vision.get("deepstack_visual_indexes") or ()),
     )
 
 
-def vision_to_hf(vision: VisionArchitecture, kind: str) -> dict[str, Any]:
-    """Returns a ``vision_config`` without ``deepstack_visual_indexes``, which some families lack."""
+def _vision_to_hf(vision: VisionArchitecture, kind: str) -> dict[str, Any]:
     return {
         "model_type": f"{kind}_vision",
-        "depth": vision.depth,
-        "hidden_size": vision.hidden_size,
-        "intermediate_size": vision.intermediate_size,
-        "num_heads": vision.num_heads,
-        "out_hidden_size": vision.out_hidden_size,
-        "num_position_embeddings": vision.num_position_embeddings,
-        "in_channels": vision.in_channels,
-        "patch_size": vision.patch_size,
-        "temporal_patch_size": vision.temporal_patch_size,
-        "spatial_merge_size": vision.spatial_merge_size,
-        "initializer_range": vision.initializer_range,
+        **{name: getattr(vision, name) for name in _VISION},
         "hidden_act": "gelu_pytorch_tanh",
         "rope_parameters": {"rope_type": "axial", "rope_theta": vision.rope_theta},
     }
 
 
-def text_to_hf(architecture: Architecture, kind: str) -> dict[str, Any]:
-    """Returns the fields of ``text_config`` that all families have."""
+def _text_to_hf(architecture: Architecture, kind: str) -> dict[str, Any]:
     language = architecture.language
     text: dict[str, Any] = {
         "model_type": f"{kind}_text",
-        "vocab_size": language.vocab_size,
-        "hidden_size": language.hidden_size,
+        **{name: getattr(language, name) for name in _TEXT},
         "num_hidden_layers": language.num_layers,
-        "num_attention_heads": language.num_attention_heads,
         "num_key_value_heads": language.num_key_value_heads,
         "head_dim": language.head_dim,
-        "rms_norm_eps": language.rms_norm_eps,
-        "max_position_embeddings": language.max_position_embeddings,
-        "initializer_range": language.initializer_range,
         "hidden_act": "silu",
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -250,31 +312,6 @@ def text_to_hf(architecture: Architecture, kind: str) -> dict[str, Any]:
         "moe_intermediate_size": language.moe.intermediate_size,
         "router_aux_loss_coef": language.moe.router_aux_loss_coef,
     }
-
-
-def top_to_hf(architecture: Architecture, kind: str, name: str) -> dict[str, Any]:
-    """Returns the top level of a ``config.json`` without its sections.
-
-    Args:
-        architecture: The model.
-        kind: Its ``model_type``.
-        name: Its class in transformers.
-    """
-    return {
-        "model_type": kind,
-        "architectures": [name],
-        "image_token_id": architecture.image_token_id,
-        "video_token_id": architecture.video_token_id,
-        "vision_start_token_id": architecture.vision_start_token_id,
-        "vision_end_token_id": architecture.vision_end_token_id,
-        "tie_word_embeddings": architecture.tie_embeddings,
-    }
-
-
-def three(section: Any) -> tuple[int, int, int]:
-    """Returns an ``mrope_section`` as a tuple."""
-    t, h, w = section
-    return int(t), int(h), int(w)
 
 
 def _side(name: str, value: Any) -> int:

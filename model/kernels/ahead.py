@@ -28,27 +28,16 @@ _PATIENCE = 600.0
 
 @dataclass(frozen=True)
 class Kernels:
-    """Kernels of a run to compile ahead.
+    """Kernels of a run to compile ahead."""
 
-    Attributes:
-        decoder: Those of the decoder.
-        tower: Those of the vision tower; None without a tower.
-        vocabulary: Rows of the output layer; None where cross-entropy is computed by others.
-        every: Whether Triton's autotuner chooses among all configurations, instead of those of the table.
-    """
-
-    decoder: DecoderKernels
-    tower: TowerKernels | None
-    vocabulary: int | None
-    every: bool
+    decoder: DecoderKernels  # those of the decoder
+    tower: TowerKernels | None  # those of the vision tower; None without a tower
+    vocabulary: int | None  # rows of the output layer; None where cross-entropy is computed by others
+    every: bool  # whether Triton's autotuner chooses among all configurations, instead of those of the table
 
 
 class KernelsAhead:
-    """A process that compiles kernels into Triton's cache: :mod:`model.kernels.compile_ahead`.
-
-    Args:
-        command: Its command line.
-    """
+    """A process that compiles kernels into Triton's cache: :mod:`model.kernels.compile_ahead`."""
 
     def __init__(self, command: Sequence[str]):
         self._begun = time.perf_counter()

@@ -1,9 +1,8 @@
-"""A Triton kernel pair between an attention layer's first projection and its attention.
+"""A Triton kernel pair between an attention layer's first projection and its attention, in place of some ten launches.
 
 The projection holds, for each group of heads, its queries, their gates if the model has any, one key and one value.
-One pass splits them, normalises queries and keys over each head, and rotates the two. It takes the place of some ten
-launches: Transformer Engine's norms and rotations, and copies of what lies apart. The backward pass writes the gradient
-of the projection in one piece. All is computed in float32 and rounded once. Nothing is saved but the inputs.
+One pass splits them, normalises queries and keys over each head, and rotates the two. The backward pass writes the
+gradient of the projection in one piece. All is computed in float32 and rounded once. Only the inputs are saved.
 
 Shapes: tokens T, groups g (key-value heads), queries of a group n, head width d, rotated width r <= d.
 """
@@ -27,24 +26,15 @@ BACKWARD = (2, 16, 2)
 
 
 @dataclass(frozen=True)
-class Heads:
-    """Layout of a projection and settings of its norms.
+class AttentionHeads:
+    """Layout of a projection and settings of its norms."""
 
-    Attributes:
-        groups: Groups, each with a key and a value.
-        queries: Queries of a group.
-        width: Width of a head.
-        gated: Whether gates follow the queries of a group, as many as these.
-        zero_centered: Whether a norm's scale is 1 + its weight.
-        eps: Added to the mean of squares.
-    """
-
-    groups: int
-    queries: int
-    width: int
-    gated: bool
-    zero_centered: bool
-    eps: float
+    groups: int  # groups, each with a key and a value
+    queries: int  # queries of a group
+    width: int  # width of a head
+    gated: bool  # whether gates follow the queries of a group, as many as these
+    zero_centered: bool  # whether a norm's scale is 1 + its weight
+    eps: float  # added to the mean of squares
 
     @property
     def columns(self) -> int:
@@ -60,7 +50,7 @@ class AttentionInputs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, mixed: Tensor, angles: Tensor, of_query: Tensor, of_key: Tensor, heads: Heads
+        ctx: Any, mixed: Tensor, angles: Tensor, of_query: Tensor, of_key: Tensor, heads: AttentionHeads
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Splits, normalises and rotates."""
         mixed, angles = mixed.contiguous(), angles.contiguous()
@@ -77,7 +67,7 @@ class AttentionInputs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor, Tensor, None]:
         """Returns the gradients of the projection and of the norms' weights."""
         mixed, angles, of_query, of_key = ctx.saved_tensors
-        heads: Heads = ctx.heads
+        heads: AttentionHeads = ctx.heads
         gradient = torch.empty_like(mixed)
         height, tiles, _ = _tiles(heads, backward=True)
         programs = [triton.cdiv(len(mixed), height * tiles) * heads.groups * each for each in (heads.queries, 1)]
@@ -91,7 +81,7 @@ class AttentionInputs(torch.autograd.Function):
         return gradient, None, dquery, dkey, None
 
 
-def _tiles(heads: Heads, *, backward: bool) -> tuple[int, int, int]:
+def _tiles(heads: AttentionHeads, *, backward: bool) -> tuple[int, int, int]:
     """Tokens of a tile, tiles and warps of a program. Tiles of narrower heads are higher, to be as large."""
     height, tiles, warps = BACKWARD if backward else FORWARD
     return height * WIDEST // triton.next_power_of_2(heads.width), tiles, warps
@@ -103,32 +93,18 @@ def _launch(
     angles: Tensor,
     weights: tuple[Tensor, Tensor],
     gradients: tuple[Tensor, Tensor],
-    heads: Heads,
+    heads: AttentionHeads,
     *,
     backward: bool,
 ) -> None:
     tokens, half = len(mixed), angles.shape[-1] // 2
     height, tiles, warps = _tiles(heads, backward=backward)
     _split_norm_rotate[(triton.cdiv(tokens, height * tiles) * (heads.columns // heads.width),)](
-        mixed,
-        *parts,
-        angles,
-        *weights,
-        *gradients,
-        tokens,
-        heads.eps,
-        groups=heads.groups,
-        queries=heads.queries,
-        width=heads.width,
-        half=half,
-        block=triton.next_power_of_2(heads.width),
-        height=height,
-        tiles=tiles,
-        gated=heads.gated,
-        zero_centered=heads.zero_centered,
-        backward=backward,
-        num_warps=warps,
-    )
+        mixed, *parts, angles, *weights, *gradients, tokens, heads.eps,
+        groups=heads.groups, queries=heads.queries, width=heads.width, half=half,
+        block=triton.next_power_of_2(heads.width), height=height, tiles=tiles, gated=heads.gated,
+        zero_centered=heads.zero_centered, backward=backward, num_warps=warps,
+    )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -163,29 +139,11 @@ def _cos_sin(angle, half: tl.constexpr, block: tl.constexpr, height: tl.constexp
 
 @triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
 def _split_norm_rotate(  # type: ignore[no-untyped-def]  # Triton compiles it; its arguments are pointers and numbers
-    mixed,
-    query,
-    key,
-    value,
-    gate,
-    angles,
-    of_query,
-    of_key,
-    gradient,
-    parts,
-    tokens,
-    eps,
-    groups: tl.constexpr,
-    queries: tl.constexpr,
-    width: tl.constexpr,
-    half: tl.constexpr,
-    block: tl.constexpr,
-    height: tl.constexpr,
-    tiles: tl.constexpr,
-    gated: tl.constexpr,
-    zero_centered: tl.constexpr,
+    mixed, query, key, value, gate, angles, of_query, of_key, gradient, parts, tokens, eps,
+    groups: tl.constexpr, queries: tl.constexpr, width: tl.constexpr, half: tl.constexpr, block: tl.constexpr,
+    height: tl.constexpr, tiles: tl.constexpr, gated: tl.constexpr, zero_centered: tl.constexpr,
     backward: tl.constexpr,
-):
+):  # fmt: skip
     """Processes a head of some tokens. Forward it reads ``mixed``; backward also the gradients of the four parts.
 
     Programs of the same tokens follow one another, so that rows of ``mixed`` and angles are read at about one time.

@@ -22,22 +22,15 @@ from torch import Tensor
 
 
 class GeluTiling(NamedTuple):
-    """How a matrix is divided among programs.
+    """How a matrix is divided among programs."""
 
-    Attributes:
-        height: Rows of a tile.
-        columns: Columns of a tile: 256 are 16 bytes of bfloat16 for each thread of a warp.
-        warps: Warps of a program.
-        programs: Maximum number of programs, except that each block of columns has one. A program has a block of
-            columns and takes tiles of rows in turn.
-        stages: Number of tiles in work at once. All but one of them are being copied to shared memory.
-    """
-
-    height: int
-    columns: int
-    warps: int
+    height: int  # rows of a tile
+    columns: int  # columns of a tile: 256 are 16 bytes of bfloat16 for each thread of a warp
+    warps: int  # warps of a program
+    #: Maximum number of programs, except that each block of columns has one. A program has a block of columns and
+    #: takes tiles of rows in turn.
     programs: int
-    stages: int = 1
+    stages: int = 1  # number of tiles in work at once. All but one of them are being copied to shared memory.
 
 
 #: Tilings forward and backward: the fastest of 20 on an H200 (``benchmarks/tower_biases.py --tilings``, 55,500 patches
@@ -79,46 +72,18 @@ class GeluWithBias(torch.autograd.Function):
 
 
 def gelu_with_bias(product: Tensor, bias: Tensor) -> Tensor:
-    """Adds a layer's bias to its product and applies GELU, approximated by tanh.
-
-    Args:
-        product: (R, w).
-        bias: (w,).
-
-    Returns:
-        ``gelu(product + bias)``, (R, w), in the dtype of the product.
-    """
+    """Returns ``gelu(product + bias)``, approximated by tanh, for (R, w) and (w,), in the dtype of the product."""
     out: Tensor = GeluWithBias.apply(product, bias)
     return out
 
 
-def run_gelu_with_bias(width: int, device: str) -> None:
-    """Runs both kernels on one row, for example to compile them for a width.
-
-    Args:
-        width: Columns of the feed-forward part on a rank.
-        device: ``meta`` for tensors without content.
-    """
-    product, bias = (
-        torch.empty(shape, dtype=torch.bfloat16, device=device, requires_grad=True) for shape in ((1, width), (width,))
-    )
-    out = gelu_with_bias(product, bias)
-    out.backward(torch.ones_like(out))
-
-
 def _grid(x: Tensor, tiling: GeluTiling) -> tuple[tuple[int, int], int, dict[str, int]]:
-    """Returns the programs across and down, the tiles of each program, and the constants of a launch."""
+    """Returns programs across and down, tiles per program, and constants."""
     rows, width = x.shape
     across, tiles = triton.cdiv(width, tiling.columns), triton.cdiv(rows, tiling.height)
     down = min(tiles, max(1, tiling.programs // across))
-    constants = {
-        "width": width,
-        "height": tiling.height,
-        "columns": tiling.columns,
-        "stages": tiling.stages,
-        "num_warps": tiling.warps,
-    }
-    return (across, down), triton.cdiv(tiles, max(1, down)), constants
+    constants = {"width": width, "height": tiling.height, "columns": tiling.columns, "stages": tiling.stages}
+    return (across, down), triton.cdiv(tiles, max(1, down)), constants | {"num_warps": tiling.warps}
 
 
 @triton.jit
@@ -131,16 +96,9 @@ def _sigmoid(x, square):  # type: ignore[no-untyped-def]  # Triton compiles it
 
 @triton.jit(do_not_specialize=["rows", "tiles"])  # type: ignore[untyped-decorator]
 def _gelu_with_bias(  # type: ignore[no-untyped-def]  # Triton compiles it; its arguments are pointers and numbers
-    product,
-    bias,
-    out,
-    rows,
-    tiles,
-    width: tl.constexpr,
-    height: tl.constexpr,
-    columns: tl.constexpr,
-    stages: tl.constexpr,
-):
+    product, bias, out, rows, tiles,
+    width: tl.constexpr, height: tl.constexpr, columns: tl.constexpr, stages: tl.constexpr,
+):  # fmt: skip
     """Processes some tiles of a block of columns."""
     column = tl.program_id(0) * columns + tl.arange(0, columns)
     within = column < width
@@ -156,19 +114,9 @@ def _gelu_with_bias(  # type: ignore[no-untyped-def]  # Triton compiles it; its 
 
 @triton.jit(do_not_specialize=["rows", "tiles"])  # type: ignore[untyped-decorator]
 def _gelu_with_bias_backward(  # type: ignore[no-untyped-def]
-    gradient,
-    product,
-    bias,
-    d,
-    parts,
-    rows,
-    tiles,
-    width: tl.constexpr,
-    height: tl.constexpr,
-    columns: tl.constexpr,
-    stages: tl.constexpr,
-    of_bias: tl.constexpr,
-):
+    gradient, product, bias, d, parts, rows, tiles,
+    width: tl.constexpr, height: tl.constexpr, columns: tl.constexpr, stages: tl.constexpr, of_bias: tl.constexpr,
+):  # fmt: skip
     """Processes some tiles of a block of columns. Each thread sums what it has, and threads add up at the end."""
     column = tl.program_id(0) * columns + tl.arange(0, columns)
     within = column < width

@@ -1,8 +1,7 @@
 """Compiles the kernels of a run into Triton's cache: ``python -m model.kernels.compile_ahead KERNELS``.
 
-Triton compiles kernels one after the other, in the process that launches them. Here a process without a GPU context
-calls the same functions with tensors without content, which gives the same kernels, and one fork of it compiles each.
-The trainer then finds them in the cache.
+A process without a GPU context calls the functions with tensors without content, which gives the same kernels as the
+trainer, and one fork of it compiles each. Triton alone compiles one after the other.
 """
 
 from __future__ import annotations
@@ -135,11 +134,7 @@ def run_all_configurations(run: Callable[[], None]) -> None:
 
 
 def compile_in_forks(calls: Sequence[Callable[[], Any]], processes: int) -> int:
-    """Compiles in forks of this process, some at a time, and prints a line of JSON for each kernel.
-
-    Returns:
-        The number of calls that failed.
-    """
+    """Compiles in forks, prints a line of JSON for each kernel, and returns the number of calls that failed."""
     launchers = _launchers_can_be_built()
     return in_forks([functools.partial(_compile, call, launchers) for call in calls], processes)
 

@@ -25,16 +25,11 @@ _WARM_UP, _TIMED = 5, 20
 
 @dataclass(frozen=True)
 class Configuration:
-    """A kernel's configuration.
+    """A kernel's configuration."""
 
-    Attributes:
-        warps: Warps of a program.
-        stages: Stages of software pipelining.
-        blocks: Block sizes and other constants, by their names in the kernel.
-    """
-
-    warps: int
-    stages: int = 3
+    warps: int  # warps of a program
+    stages: int = 3  # stages of software pipelining
+    #: Block sizes and other constants, by their names in the kernel.
     blocks: Mapping[str, Any] = field(default_factory=dict)
 
     def is_that_of(self, config: Any) -> bool:
@@ -76,12 +71,6 @@ def miscompiled(key_width: int, value_width: int, capability: tuple[int, int], t
 
     On Hopper and before version 3.7.1, it does so for heads of 33 to 64 columns: flash-linear-attention's
     ``chunk_bwd_kernel_dqkwg`` with tiles of 64 (its issue 640).
-
-    Args:
-        key_width: Width of a query or key head.
-        value_width: Width of a value head.
-        capability: Compute capability of the GPU.
-        triton: Version of Triton.
     """
     version = tuple(int(part) for part in re.findall(r"\d+", triton)[:3])
     return capability == HOPPER and version < (3, 7, 1) and any(32 < width <= 64 for width in (key_width, value_width))
@@ -91,15 +80,7 @@ def choose_configurations(key_width: int, value_width: int, capability: tuple[in
     """Restricts Triton's autotuners to the configurations of the table, for this process.
 
     Where they may not fit (other GPUs, wider heads, another version of flash-linear-attention), an autotuner keeps its
-    own.
-
-    Args:
-        key_width: Width of a query or key head.
-        value_width: Width of a value head.
-        capability: Compute capability of the GPU.
-
-    Returns:
-        Names of the kernels whose autotuners keep their own configurations.
+    own. Returns the names of these kernels.
     """
     tuners = autotuners()
     if capability != HOPPER or max(key_width, value_width) > _WIDEST:

@@ -19,12 +19,7 @@ _PACKAGES = (
 
 
 def run_cross_entropy(vocabulary: int, device: str) -> None:
-    """Runs the kernels forward and backward on a few tokens, as megatron-core does without tensor parallelism.
-
-    Args:
-        vocabulary: Rows of the output layer.
-        device: ``meta`` for tensors without content.
-    """
+    """Runs the kernels as megatron-core does without tensor parallelism. Device ``meta``: tensors without content."""
     import torch
 
     kernels = _without_the_package()

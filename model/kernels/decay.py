@@ -1,9 +1,6 @@
-"""Triton kernels for the decay and the step size of a delta net, forward and backward.
+"""Triton kernels for a delta net's decay, ``-exp(a) softplus(alpha + b)``, and step, ``sigmoid(beta)``, in float32.
 
-They take the place of a dozen small kernels of torch: ``-exp(a) softplus(alpha + b)`` and ``sigmoid(beta)``, in
-float32, from columns of the projection.
-
-Shapes: tokens T, value heads h.
+They take the place of a dozen small kernels of torch. Shapes: tokens T, value heads h.
 """
 
 from __future__ import annotations
@@ -20,15 +17,10 @@ _TERMS = 7
 
 
 def decays(x: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes decay and step size.
+    """Computes the decay's logarithm, float32 (T, h), and beta (T, h) in the dtype of x.
 
-    Args:
-        x: (T, 2 h), columns of beta before those of alpha. Rows may be apart.
-        a_log: (h,), logarithm of the rate.
-        dt_bias: (h,), added to alpha.
-
-    Returns:
-        The decay's logarithm, float32 (T, h), and beta (T, h) in the dtype of ``x``.
+    x is (T, 2 h), columns of beta before those of alpha; rows may be apart. ``a_log`` (h,) is the logarithm of the
+    rate, and ``dt_bias`` (h,) is added to alpha.
     """
     tokens, heads = x.shape[0], a_log.shape[0]
     decay = x.new_empty(tokens, heads, dtype=torch.float32)
@@ -41,17 +33,10 @@ def decays(x: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
 def decays_backward(
     x: Tensor, a_log: Tensor, dt_bias: Tensor, grads: tuple[Tensor, Tensor], dx: Tensor, sums: Tensor, block: int
 ) -> None:
-    """Computes the gradients.
+    """Computes the gradients from those of decay and beta, ``grads``. The first three are as in :func:`decays`.
 
-    Args:
-        x: As in :func:`decays`, as the next two.
-        a_log: See there.
-        dt_bias: See there.
-        grads: Gradients of decay and beta.
-        dx: (T, 2 h), is written. Rows may be apart.
-        sums: float32 (blocks, 2 h), is written. Its sum over blocks is the gradient of ``a_log`` and of ``dt_bias``,
-            one beside the other. Rows may be apart.
-        block: Tokens of a block, a multiple of a tile's.
+    ``dx``, (T, 2 h), is written, and ``sums``, float32 (blocks of ``block`` tokens, 2 h): its sum over blocks is the
+    gradient of ``a_log`` and of ``dt_bias``, one beside the other. Rows may be apart. A block has whole tiles.
     """
     tokens, heads = x.shape[0], a_log.shape[0]
     constants = _constants(x, heads)
@@ -59,33 +44,18 @@ def decays_backward(
     assert block % constants["rows"] == 0, (block, constants)
     ddecay, dbeta = (each.contiguous() for each in grads)
     _delta_decays_backward[(sums.shape[0],)](
-        x,
-        a_log,
-        dt_bias,
-        ddecay,
-        dbeta,
-        dx,
-        sums,
-        tokens,
-        **constants,
-        dx_stride=dx.stride(0),
-        sums_stride=sums.stride(0),
+        x, a_log, dt_bias, ddecay, dbeta, dx, sums, tokens,
+        **constants, dx_stride=dx.stride(0), sums_stride=sums.stride(0),
         steps=triton.cdiv(min(block, tokens), constants["rows"]),
-    )
+    )  # fmt: skip
 
 
 def _constants(x: Tensor, heads: int) -> dict[str, int]:
     assert (x.shape[1], x.stride(1)) == (2 * heads, 1), (x.shape, x.stride(), heads)
     columns = triton.next_power_of_2(heads)
     rows = max(1, min(64, _TILE // columns))
-    return {
-        "stride": x.stride(0),
-        "heads": heads,
-        "columns": columns,
-        "rows": rows,
-        "terms": _TERMS,
-        "num_warps": _WARPS,
-    }
+    sizes = {"stride": x.stride(0), "heads": heads, "columns": columns, "rows": rows}
+    return sizes | {"terms": _TERMS, "num_warps": _WARPS}
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -105,18 +75,9 @@ def _softplus(x, terms: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton
 
 @triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
 def _delta_decays(  # type: ignore[no-untyped-def]
-    x,
-    a_log,
-    dt_bias,
-    decay,
-    beta,
-    tokens,
-    stride: tl.constexpr,
-    heads: tl.constexpr,
-    columns: tl.constexpr,
-    rows: tl.constexpr,
-    terms: tl.constexpr,
-):
+    x, a_log, dt_bias, decay, beta, tokens,
+    stride: tl.constexpr, heads: tl.constexpr, columns: tl.constexpr, rows: tl.constexpr, terms: tl.constexpr,
+):  # fmt: skip
     """All heads of some tokens."""
     row = (tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows))[:, None]
     head = tl.arange(0, columns)[None, :]
@@ -133,23 +94,10 @@ def _delta_decays(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
 def _delta_decays_backward(  # type: ignore[no-untyped-def]
-    x,
-    a_log,
-    dt_bias,
-    ddecay,
-    dbeta,
-    dx,
-    sums,
-    tokens,
-    stride: tl.constexpr,
-    heads: tl.constexpr,
-    columns: tl.constexpr,
-    rows: tl.constexpr,
-    terms: tl.constexpr,
-    dx_stride: tl.constexpr,
-    sums_stride: tl.constexpr,
-    steps: tl.constexpr,
-):
+    x, a_log, dt_bias, ddecay, dbeta, dx, sums, tokens,
+    stride: tl.constexpr, heads: tl.constexpr, columns: tl.constexpr, rows: tl.constexpr, terms: tl.constexpr,
+    dx_stride: tl.constexpr, sums_stride: tl.constexpr, steps: tl.constexpr,
+):  # fmt: skip
     """All heads of a block of tokens."""
     block = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, columns)[None, :]

@@ -10,38 +10,23 @@ from model.kernels.delta_net import DeltaNetShape
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What the kernels around attention are compiled for, and that of the feed-forward part.
+    """What the kernels around attention are compiled for, and that of the feed-forward part."""
 
-    Attributes:
-        groups: Key and value heads on a rank; 0 if ranks share them.
-        queries: Query heads of each.
-        width: Width of a head.
-        rotated: Columns of a head that are rotated.
-        gated: Whether a gate is multiplied onto attention's output.
-        zero_centered: Whether a norm's scale is 1 + its weight.
-        feed_forward: Width of the dense feed-forward part's inner activation on a rank; None with experts.
-    """
-
-    groups: int
-    queries: int
-    width: int
-    rotated: int
-    gated: bool
-    zero_centered: bool
-    feed_forward: int | None
+    groups: int  # key and value heads on a rank; 0 if ranks share them
+    queries: int  # query heads of each
+    width: int  # width of a head
+    rotated: int  # columns of a head that are rotated
+    gated: bool  # whether a gate is multiplied onto attention's output
+    zero_centered: bool  # whether a norm's scale is 1 + its weight
+    feed_forward: int | None  # width of the dense feed-forward part's inner activation on a rank; None with experts
 
 
 @dataclass(frozen=True)
 class DecoderKernels:
-    """Kernels of a decoder on a rank.
+    """Kernels of a decoder on a rank."""
 
-    Attributes:
-        delta_net: Shape of the gated delta nets.
-        attention: Shape of the other layers; None if torch compiles megatron-core's functions.
-    """
-
-    delta_net: DeltaNetShape
-    attention: AttentionShape | None
+    delta_net: DeltaNetShape  # shape of the gated delta nets
+    attention: AttentionShape | None  # shape of the other layers; None if torch compiles megatron-core's functions
 
     @classmethod
     def of(cls, found: dict[str, Any]) -> DecoderKernels:
@@ -50,11 +35,7 @@ class DecoderKernels:
         return cls(DeltaNetShape(**found["delta_net"]), attention)
 
     def run(self, device: str) -> None:
-        """Runs all, forward and backward.
-
-        Args:
-            device: ``meta`` for tensors without content.
-        """
+        """Runs all, forward and backward. Device ``meta`` gives tensors without content."""
         if self.attention is not None:
             run_layers(self.delta_net, self.attention, device)
         self.delta_net.run(device, rule_only=self.attention is not None)
@@ -64,10 +45,11 @@ def run_layers(delta_net: DeltaNetShape, attention: AttentionShape, device: str)
     """Runs the kernels that take the place of megatron-core's functions, forward and backward."""
     import torch
 
-    from model.kernels.attention_inputs import AttentionInputs, Heads
-    from model.kernels.delta_inputs import run_delta_inputs
+    from model.kernels.attention_inputs import AttentionHeads, AttentionInputs
+    from model.kernels.delta_inputs import DeltaInputs
     from model.kernels.gated_norm import gated_norm
     from model.kernels.gating import SwiGLUActivation, gated
+    from model.kernels.short_convolution import DeltaHeads
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device=device, requires_grad=True)
@@ -78,7 +60,7 @@ def run_layers(delta_net: DeltaNetShape, attention: AttentionShape, device: str)
     by_head = empty(2, delta_net.value_heads, delta_net.value_width)
     made = [gated_norm(by_head, projected[:, :values], empty(delta_net.value_width), 1e-6)]
     if attention.groups:
-        heads = Heads(
+        heads = AttentionHeads(
             attention.groups, attention.queries, attention.width, attention.gated, attention.zero_centered, 1e-6
         )
         angles = torch.empty(2, attention.rotated, device=device)
@@ -89,5 +71,9 @@ def run_layers(delta_net: DeltaNetShape, attention: AttentionShape, device: str)
         made.append(gated(both, both))
     if attention.feed_forward is not None:
         made.append(SwiGLUActivation(None)(empty(2, 2 * attention.feed_forward)))
+    delta_heads = DeltaHeads(delta_net.key_heads, delta_net.value_heads, delta_net.key_width, delta_net.value_width)
+    inputs = empty(delta_net.tokens, delta_heads.channels + values + 2 * delta_heads.values)
+    parameters = empty(delta_heads.channels, 1, delta_net.taps), *(empty(delta_heads.values) for _ in range(2))
+    first = torch.zeros(delta_net.tokens, dtype=torch.int32, device=device)
+    made += DeltaInputs.apply(inputs, *parameters, first, delta_heads)
     torch.autograd.backward(made, [torch.ones_like(each) for each in made])
-    run_delta_inputs(delta_net, device)

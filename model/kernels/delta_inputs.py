@@ -1,7 +1,6 @@
 """From a delta net's input projection to the arguments of its delta rule, as one step of autograd.
 
-Forward and backward read and write the projection's columns where they are. torch would copy parts of them and join
-their gradients.
+Both passes use the projection's columns where they are. torch would copy parts of them and join their gradients.
 
 Shapes: tokens T, projected width w, channels C, taps K, value heads h, key width k, value width v.
 """
@@ -15,10 +14,7 @@ import triton
 from torch import Tensor
 
 from model.kernels.decay import decays, decays_backward
-from model.kernels.delta_net import DeltaNetShape
-from model.kernels.short_convolution import BLOCK, Heads, convolve, convolve_backward
-
-__all__ = ["DeltaInputs", "Heads", "run_delta_inputs"]
+from model.kernels.short_convolution import BLOCK, DeltaHeads, convolve, convolve_backward
 
 
 class DeltaInputs(torch.autograd.Function):
@@ -29,22 +25,13 @@ class DeltaInputs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, projected: Tensor, taps: Tensor, a_log: Tensor, dt_bias: Tensor, first: Tensor, heads: Heads
+        ctx: Any, projected: Tensor, taps: Tensor, a_log: Tensor, dt_bias: Tensor, first: Tensor, heads: DeltaHeads
     ) -> tuple[Tensor, ...]:
-        """Computes the arguments.
+        """Computes the arguments from the taps (C, 1, K), ``a_log`` and ``dt_bias`` (h,), and ``first``, int32 (T,).
 
-        Args:
-            ctx: Of autograd.
-            projected: (T, w).
-            taps: (C, 1, K), the convolution's weight.
-            a_log: (h,).
-            dt_bias: (h,).
-            first: int32 (T,), the first token of each token's sample.
-            heads: Heads on this rank.
-
-        Returns:
-            Queries (T, h, k) and keys (T, h, k), of unit length, values (T, h, v), the gate (T, h v), which is a part
-            of the projection, the decay's logarithm, float32 (T, h), and beta (T, h).
+        ``first`` is the first token of each token's sample. Returns queries (T, h, k) and keys (T, h, k), of unit
+        length, values (T, h, v), the gate (T, h v), which is a part of the projection, the decay's logarithm, float32
+        (T, h), and beta (T, h).
         """
         taps = taps.contiguous()
         gate, rates = _columns(projected, heads)
@@ -56,7 +43,7 @@ class DeltaInputs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Returns the gradients of the projection and of the parameters."""
         projected, taps, a_log, dt_bias, first = ctx.saved_tensors
-        heads: Heads = ctx.heads
+        heads: DeltaHeads = ctx.heads
         query, key, value, gate, decay, beta = grads
         tokens, size = projected.shape[0], taps.numel()
         dx = projected.new_empty(projected.shape)
@@ -72,38 +59,8 @@ class DeltaInputs(torch.autograd.Function):
         if taps.dtype == a_log.dtype == dt_bias.dtype:  # one conversion in place of three
             sums = sums.to(taps.dtype)
         of_taps, of_rates, of_bias = sums.split([size, heads.values, heads.values])
-        return (
-            dx,
-            of_taps.view(taps.shape).to(taps.dtype),
-            of_rates.to(a_log.dtype),
-            of_bias.to(dt_bias.dtype),
-            None,
-            None,
-        )
-
-
-def run_delta_inputs(shape: DeltaNetShape, device: str) -> None:
-    """Runs the kernels forward and backward, such as to compile them for a shape.
-
-    Args:
-        shape: Of the delta net on a rank.
-        device: ``meta`` for tensors without content.
-    """
-    heads = Heads(shape.key_heads, shape.value_heads, shape.key_width, shape.value_width)
-
-    def empty(*sizes: int) -> Tensor:
-        return torch.empty(sizes, dtype=torch.bfloat16, device=device, requires_grad=True)
-
-    width = heads.channels + heads.values * (heads.value_width + 2)
-    out = DeltaInputs.apply(
-        empty(shape.tokens, width),
-        empty(heads.channels, 1, shape.taps),
-        empty(heads.values),
-        empty(heads.values),
-        torch.zeros(shape.tokens, dtype=torch.int32, device=device),
-        heads,
-    )
-    torch.autograd.backward(out, [torch.ones_like(each) for each in out])
+        of_decays = of_rates.to(a_log.dtype), of_bias.to(dt_bias.dtype)
+        return dx, of_taps.view(taps.shape).to(taps.dtype), *of_decays, None, None
 
 
 def _copy_rows(source: Tensor, target: Tensor) -> None:
@@ -115,7 +72,7 @@ def _copy_rows(source: Tensor, target: Tensor) -> None:
     target.copy_(source)
 
 
-def _columns(projected: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
+def _columns(projected: Tensor, heads: DeltaHeads) -> tuple[Tensor, Tensor]:
     """Returns the gate's columns and those of beta and alpha."""
     gate = heads.values * heads.value_width
     _, gates, rates = projected.split([heads.channels, gate, 2 * heads.values], -1)

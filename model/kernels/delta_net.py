@@ -5,7 +5,7 @@ Shapes: batch 1, tokens T, channels c, value heads h, key width k, value width v
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,31 +24,20 @@ _MODULES = (
 
 @dataclass(frozen=True)
 class DeltaNetShape:
-    """What the kernels of a gated delta net are compiled for.
+    """What the kernels of a gated delta net are compiled for."""
 
-    Attributes:
-        tokens: Tokens of a pack.
-        key_heads: Query and key heads on a rank.
-        value_heads: Value heads on a rank.
-        key_width: Width of a query or key head.
-        value_width: Width of a value head.
-        taps: Taps of the convolution.
-    """
-
-    tokens: int
-    key_heads: int
-    value_heads: int
-    key_width: int
-    value_width: int
-    taps: int
+    tokens: int  # tokens of a pack
+    key_heads: int  # query and key heads on a rank
+    value_heads: int  # value heads on a rank
+    key_width: int  # width of a query or key head
+    value_width: int  # width of a value head
+    taps: int  # taps of the convolution
 
     def run(self, device: str, segments: int = 1, *, rule_only: bool = False) -> None:
         """Runs convolution, norm and delta rule, forward and backward, as megatron-core's ``GatedDeltaNet`` does.
 
-        Args:
-            device: ``meta`` for tensors without content.
-            segments: Samples of the pack, of equal length.
-            rule_only: Whether to run only the delta rule, because kernels of our own compute the rest.
+        Device ``meta`` gives tensors without content. The pack has samples of equal length, ``segments`` of them. With
+        ``rule_only``, kernels of our own compute all but the delta rule.
         """
         import torch
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
@@ -58,7 +47,7 @@ class DeltaNetShape:
 
         bounds = torch.linspace(0, self.tokens, segments + 1).to("cpu" if device == "meta" else device, torch.int32)
         if not rule_only:
-            self._run_convolution(bounds, device)
+            self._run_convolution(empty, bounds)
         heads = (1, self.tokens, self.value_heads)
         out, _ = chunk_gated_delta_rule(
             empty(*heads, self.key_width),
@@ -73,13 +62,10 @@ class DeltaNetShape:
         )
         out.sum().backward()
 
-    def _run_convolution(self, bounds: Any, device: str) -> None:
+    def _run_convolution(self, empty: Callable[..., Any], bounds: Any) -> None:
         import torch
         from fla.modules.convolution import causal_conv1d
         from fla.modules.l2norm import l2norm
-
-        def empty(*shape: int) -> torch.Tensor:
-            return torch.empty(shape, dtype=torch.bfloat16, device=device, requires_grad=True)
 
         values = self.value_heads * self.value_width
         mixed = 2 * self.key_heads * self.key_width + values
@@ -106,14 +92,9 @@ def autotuners() -> dict[str, Any]:
     from triton.runtime.autotuner import Autotuner
 
     found: dict[str, Any] = {}
-    for each in _objects(import_module(name) for name in _MODULES):
+    for each in (each for name in _MODULES for each in vars(import_module(name)).values() if hasattr(each, "fn")):
         while each is not None and not isinstance(each, Autotuner):
             each = getattr(each, "fn", None)
         if each is not None:
             found[each.base_fn.__name__] = each
     return found
-
-
-def _objects(modules: Iterable[Any]) -> list[Any]:
-    """What the modules define: kernels, wrapped in heuristics and autotuners."""
-    return [each for module in modules for each in vars(module).values() if hasattr(each, "fn")]

@@ -1,10 +1,8 @@
 """The gated delta rule with flash-linear-attention's kernels, but fewer waits and launches than its own function has.
 
-``chunk_gated_delta_rule`` copies the boundaries of samples from the GPU to count chunks, for which the host waits until
-the GPU has done all that is queued, and goes through several decorators in each layer. The trainer knows the boundaries
-on the host. This calls the same kernels in the same order (``fla/ops/gated_delta_rule/chunk.py``, version 0.4.2), with
-chunks counted there (:attr:`PackParams.delta_chunks`). It can also keep what flash-linear-attention computes again in
-the backward pass.
+That copies the boundaries of samples from the GPU to count chunks, for which the host waits. Here chunks are counted on
+the host (:attr:`PackParams.delta_chunks`), and the same kernels called in the same order
+(``fla/ops/gated_delta_rule/chunk.py``, version 0.4.2).
 
 Shapes: tokens T, value heads h, key width k, value width v, chunks m of 64 tokens.
 """
@@ -41,20 +39,10 @@ class DeltaRule(torch.autograd.Function):
     ) -> Tensor:
         """Computes the rule; see ``gated_delta_rule`` of :mod:`model.families.qwen3_5.delta_rule`.
 
-        Args:
-            ctx: Of autograd.
-            query: (T, h, k), contiguous as all that follow.
-            key: (T, h, k).
-            value: (T, h, v).
-            decay: float32 (T, h), the decay's logarithm.
-            beta: (T, h).
-            bounds: int32 (samples + 1,), boundaries of samples.
-            chunks: int32 (m, 2), the sample of each chunk and its number in it.
-            keep: Whether to keep the states of chunks, (m, h, k, v), and two tensors of the size of key and value,
-                instead of computing them again in the backward pass.
-
-        Returns:
-            (T, h, v).
+        ``decay`` is the decay's logarithm, float32 (T, h), ``beta`` is (T, h), ``bounds`` int32 (samples + 1,), and
+        ``chunks`` int32 (m, 2), the sample of each chunk and its number in it. All are contiguous. With ``keep``, the
+        states of chunks, (m, h, k, v), and two tensors of the size of key and value are kept for the backward pass,
+        instead of computed again.
         """
         packed = {"cu_seqlens": bounds, "chunk_indices": chunks}
         q, k, v, g, b = (each[None] for each in (query, key, value, decay, beta))
@@ -96,10 +84,7 @@ class DeltaRule(torch.autograd.Function):
 def _states(
     k: Tensor, v: Tensor, total: Tensor, beta: Tensor, system: Tensor, packed: dict[str, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the keys that read a state, (1, T, h, k), each chunk's first state, (1, m, h, k, v), and what tokens add.
-
-    What tokens add are values less those that the state already has for their keys, (1, T, h, v).
-    """
+    """Returns keys that read states, (1, T, h, k), chunks' first states, (1, m, h, k, v), and what tokens add."""
     w, u = recompute_w_u_fwd(k=k, v=v, beta=beta, A=system, g=total, **packed)
     states, changes, _ = chunk_gated_delta_rule_fwd_h(
         k=k, w=w, u=u, g=total, initial_state=None, output_final_state=False, **packed

@@ -14,12 +14,9 @@ from model.kernels.configurations import HOPPER
 
 
 def in_forks(calls: Sequence[Callable[[], dict[str, Any]]], processes: int) -> int:
-    """Runs each call in a fork of this process, up to ``processes`` at a time, and prints a line of JSON for each.
+    """Runs each call in a fork, up to ``processes`` at a time, and prints a line of JSON for each: result and seconds.
 
-    The line has what the call returns, and its seconds. If a call fails, its error goes to standard error instead.
-
-    Returns:
-        The number of calls that failed.
+    If a call fails, its error goes to standard error instead. Returns the number of calls that failed.
     """
     failed, running, waiting = 0, 0, list(calls)
     while waiting or running:

@@ -1,9 +1,7 @@
 """A Triton kernel pair for the norm and the gate at the end of a delta net: ``Qwen3_5RMSNormGated`` of transformers.
 
-``out = x / rms(x) * weight * silu(gate)`` over each head. One pass forward and one backward take the place of
-Transformer Engine's norm, a gate and what lies between them: two reads and a write of (T, heads x width) instead of
-four and two, and one launch instead of several. All is computed in float32 and rounded once. Nothing is saved but the
-inputs.
+``out = x / rms(x) * weight * silu(gate)`` over each head, with half the memory traffic of Transformer Engine's norm and
+a gate. All is computed in float32 and rounded once. Nothing is saved but the inputs.
 
 Shapes: tokens T, heads h, width w of a head, rows R = T h.
 """
@@ -49,16 +47,10 @@ class GatedNorm(torch.autograd.Function):
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalises each head of x, scales it, and multiplies it by SiLU of the gate.
+    """Normalises each head of x (…, h, w), scales it by the weight (w,), and multiplies it by SiLU of the gate.
 
-    Args:
-        x: (…, h, w), w at most :data:`WIDEST`.
-        gate: (…, h, w) or (…, h w), as many values in the same order; tokens may be apart.
-        weight: (w,), the scale.
-        eps: Added to the mean of squares.
-
-    Returns:
-        (…, h w), in the dtype of x.
+    w is at most :data:`WIDEST`. The gate, (…, h, w) or (…, h w), has as many values in the same order; its tokens may
+    be apart. Returns (…, h w), in the dtype of x.
     """
     heads, width = x.shape[-2:]
     assert width <= WIDEST
@@ -73,43 +65,18 @@ def _launch(
     _, heads, width = x.shape
     rows = x.numel() // width
     _norm_and_gate[(triton.cdiv(rows, _HEIGHT * _TILES),)](
-        x,
-        gate,
-        weight,
-        out,
-        *grads,
-        rows,
-        gate.stride(0),
-        eps,
-        heads=heads,
-        width=width,
-        columns=triton.next_power_of_2(width),
-        height=_HEIGHT,
-        tiles=_TILES,
-        backward=backward,
-        num_warps=4,
-    )
+        x, gate, weight, out, *grads, rows, gate.stride(0), eps,
+        heads=heads, width=width, columns=triton.next_power_of_2(width), height=_HEIGHT, tiles=_TILES,
+        backward=backward, num_warps=4,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
 def _norm_and_gate(  # type: ignore[no-untyped-def]  # Triton compiles it; its arguments are pointers and numbers
-    x,
-    gate,
-    weight,
-    out,
-    dx,
-    dgate,
-    parts,
-    rows,
-    gate_stride,
-    eps,
-    heads: tl.constexpr,
-    width: tl.constexpr,
-    columns: tl.constexpr,
-    height: tl.constexpr,
-    tiles: tl.constexpr,
+    x, gate, weight, out, dx, dgate, parts, rows, gate_stride, eps,
+    heads: tl.constexpr, width: tl.constexpr, columns: tl.constexpr, height: tl.constexpr, tiles: tl.constexpr,
     backward: tl.constexpr,
-):
+):  # fmt: skip
     """Processes some tiles of rows. Forward it writes ``out``; backward it reads the gradient from there."""
     column = tl.arange(0, columns)
     within = column < width

@@ -1,10 +1,7 @@
-"""Triton kernels that multiply by an activated gate, forward and backward, in one pass each.
+"""Triton kernels that multiply by an activated gate (SwiGLU, attention's gate), forward and backward, in one pass each.
 
-They take the place of functions that megatron-core has torch compile: SwiGLU and attention's gate. torch's compiler
-costs seconds at each start and checks its guards at each call. Values are multiplied in float32 and rounded once, as in
-its kernels.
-
-Shapes: rows R, width w.
+megatron-core has torch compile these, which costs seconds at each start. Values are multiplied in float32 and rounded
+once, as there. Shapes: rows R, width w.
 """
 
 from __future__ import annotations
@@ -78,19 +75,10 @@ class SwiGLUActivation(nn.Module):
 
 
 def gated(x: Tensor, gate: Tensor) -> Tensor:
-    """Multiplies x by the sigmoid of a gate of as many values.
-
-    Args:
-        x: (…, w).
-        gate: As many values, in the same order.
-
-    Returns:
-        A tensor like x.
-    """
+    """Multiplies x (…, w) by the sigmoid of a gate of as many values in the same order. The result is like x."""
     width = x.shape[-1]
-    out: Tensor = Gated.apply(x.reshape(-1, width), gate.reshape(-1, width))
-    shaped: Tensor = out.view(x.shape)
-    return shaped
+    out: Tensor = Gated.apply(x.reshape(-1, width), gate.reshape(-1, width)).view(x.shape)
+    return out
 
 
 def _with_unit_columns(x: Tensor) -> Tensor:
@@ -105,44 +93,17 @@ def _launch(x: Tensor, gate: Tensor, out: Tensor, grads: tuple[Tensor, Tensor], 
     columns = divisor if divisor >= 64 else min(triton.next_power_of_2(width), 1024)
     height = _TILE // columns
     _gate[(triton.cdiv(rows, height), triton.cdiv(width, columns))](
-        x,
-        gate,
-        out,
-        *grads,
-        rows,
-        x.stride(0),
-        gate.stride(0),
-        out.stride(0),
-        grads[0].stride(0),
+        x, gate, out, *grads, rows, x.stride(0), gate.stride(0), out.stride(0), grads[0].stride(0),
         grads[1].stride(0),
-        width=width,
-        height=height,
-        columns=columns,
-        silu=silu,
-        backward=backward,
-        num_warps=4,
-    )
+        width=width, height=height, columns=columns, silu=silu, backward=backward, num_warps=4,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
 def _gate(  # type: ignore[no-untyped-def]  # Triton compiles it; its arguments are pointers, strides and constants
-    x,
-    gate,
-    out,
-    dx,
-    dgate,
-    rows,
-    x_stride,
-    gate_stride,
-    out_stride,
-    dx_stride,
-    dgate_stride,
-    width: tl.constexpr,
-    height: tl.constexpr,
-    columns: tl.constexpr,
-    silu: tl.constexpr,
-    backward: tl.constexpr,
-):
+    x, gate, out, dx, dgate, rows, x_stride, gate_stride, out_stride, dx_stride, dgate_stride,
+    width: tl.constexpr, height: tl.constexpr, columns: tl.constexpr, silu: tl.constexpr, backward: tl.constexpr,
+):  # fmt: skip
     """Processes a tile. Forward it writes ``out``; backward it reads the gradient from there."""
     row = (tl.program_id(0).to(tl.int64) * height + tl.arange(0, height))[:, None]
     column = (tl.program_id(1) * columns + tl.arange(0, columns))[None, :]

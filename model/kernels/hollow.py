@@ -16,16 +16,9 @@ _FLA = ("fla.modules.convolution", "fla.modules.l2norm", "fla.ops.gated_delta_ru
 
 @contextlib.contextmanager
 def hollow(*names: str) -> Iterator[None]:
-    """Puts empty modules in place of packages that are not imported yet.
+    """Puts empty modules in place of packages that are not imported yet, outer ones first; ImportError without one.
 
-    Modules in them can be imported, and stay. The packages themselves can be imported afterwards, as if for the first
-    time.
-
-    Args:
-        *names: Packages, each after those that it is in.
-
-    Raises:
-        ImportError: If one does not exist.
+    Modules in them can be imported, and stay. The packages can be imported afterwards, as if for the first time.
     """
     made = {}
     try:

@@ -1,12 +1,9 @@
 """Triton kernels for the residual sums and the layer norms of the vision tower's blocks.
 
 One pass computes ``s = x + y + bias`` and ``normed = LayerNorm(s)``. Backward, one pass combines the gradients of both
-outputs. Forward, this replaces three kernels: the bias, which Transformer Engine adds in a kernel of its own after
-row-parallel layers, the sum, and the norm. Backward, it replaces the norm's kernel, a sum of two gradients and a
-reduction for the bias (docs/decisions/0067). All is computed in float32. s is rounded before it is normalised, so that
-the backward pass can start from what is stored: s, and the mean and inverse deviation of each row.
-
-Gradients of parameters are sums over rows. Each program sums over its own rows, and torch adds up the programs.
+outputs (docs/decisions/0067). All is computed in float32. s is rounded before it is normalised, so that the backward
+pass can start from what is stored: s, and the mean and inverse deviation of each row. Gradients of parameters are sums
+over each program's rows, which torch adds up.
 
 Shapes: rows R, width c. Parts of parameters' gradients: programs p.
 """
@@ -22,19 +19,12 @@ from torch import Tensor
 
 
 class Tiling(NamedTuple):
-    """How rows are divided among programs.
+    """How rows are divided among programs."""
 
-    Attributes:
-        height: Rows of a tile.
-        per_warp: Columns of a warp: 256 are 16 bytes of bfloat16 per thread.
-        programs: Maximum number of programs, which take tiles in turn.
-        stages: Number of tiles in work at once. All but one of them are being copied to shared memory.
-    """
-
-    height: int
-    per_warp: int
-    programs: int
-    stages: int = 1
+    height: int  # rows of a tile
+    per_warp: int  # columns of a warp: 256 are 16 bytes of bfloat16 per thread
+    programs: int  # maximum number of programs, which take tiles in turn
+    stages: int = 1  # number of tiles in work at once. All but one of them are being copied to shared memory.
 
 
 #: Tilings forward, backward, and backward without a norm: the fastest of 42 on an H200 (``benchmarks/tower_kernels.py
@@ -104,18 +94,10 @@ class SumWithBias(torch.autograd.Function):
 def sum_and_norm(
     x: Tensor, y: Tensor, bias: Tensor, weight: Tensor, shift: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Adds a layer's output to the residual stream and normalises the sum.
+    """Returns ``x + y + bias`` and its layer norm, both (R, c), in the dtype of x.
 
-    Args:
-        x: (R, c).
-        y: (R, c), the product of a layer.
-        bias: (c,), the layer's bias.
-        weight: (c,), the norm's weight.
-        shift: (c,), the norm's bias.
-        eps: Added to the variance.
-
-    Returns:
-        ``x + y + bias`` and its layer norm, (R, c), in the dtype of x.
+    x is the residual stream (R, c), y (R, c) and bias (c,) are a layer's product and bias, weight and shift (c,) are
+    the norm's, and eps is added to its variance.
     """
     both: tuple[Tensor, Tensor] = SumAndNorm.apply(x, y, bias, weight, shift, eps)
     return both
@@ -133,34 +115,14 @@ def sum_with_bias(x: Tensor, y: Tensor, bias: Tensor) -> Tensor:
     return out
 
 
-def run_residual_norm(width: int, device: str) -> None:
-    """Runs all kernels forward and backward on one row, for example to compile them for a width.
-
-    Args:
-        width: Width of the tower.
-        device: ``meta`` for tensors without content.
-    """
-    x, y = (torch.empty(1, width, dtype=torch.bfloat16, device=device, requires_grad=True) for _ in range(2))
-    bias, weight, shift = (
-        torch.empty(width, dtype=torch.bfloat16, device=device, requires_grad=True) for _ in range(3)
-    )
-    made = [*keep_and_norm(x, weight, shift, 1e-6), *sum_and_norm(x, y, bias, weight, shift, 1e-6)]
-    made.append(sum_with_bias(x, y, bias))
-    torch.autograd.backward(made, [torch.ones_like(each) for each in made])
-
-
 def grid(x: Tensor, tiling: Tiling) -> tuple[int, int, dict[str, int]]:
     """Returns the number of programs for (R, c), the tiles of each program, and the constants of a launch."""
     rows, width = x.shape
     columns, tiles = triton.next_power_of_2(width), triton.cdiv(rows, tiling.height)
     programs = min(tiles, tiling.programs)
-    constants = {
-        "width": width,
-        "columns": columns,
-        "height": tiling.height,
-        "stages": tiling.stages if tiling.height * columns * x.element_size() <= _LARGEST_STAGED else 1,
-        "num_warps": min(16, max(1, columns // tiling.per_warp)),
-    }
+    staged = tiling.height * columns * x.element_size() <= _LARGEST_STAGED
+    constants = {"width": width, "columns": columns, "height": tiling.height, "stages": tiling.stages if staged else 1}
+    constants |= {"num_warps": min(16, max(1, columns // tiling.per_warp))}
     return programs, triton.cdiv(tiles, max(1, programs)), constants
 
 
@@ -176,67 +138,34 @@ def _forward(
 ) -> None:
     programs, tiles, constants = grid(x, FORWARD)
     _sum_and_norm[(programs,)](
-        x,
-        x if y is None else y.contiguous(),
-        x if bias is None else bias,
-        *((x, x) if norm is None else norm),
-        out,
-        normed,
-        moments,
-        len(x),
-        tiles,
-        eps,
-        summed=y is not None,
-        normalised=norm is not None,
-        **constants,
-    )
+        x, x if y is None else y.contiguous(), x if bias is None else bias, *((x, x) if norm is None else norm),
+        out, normed, moments, len(x), tiles, eps,
+        summed=y is not None, normalised=norm is not None, **constants,
+    )  # fmt: skip
 
 
 def _backward(gradient: Tensor, norm: tuple[Tensor, ...] | None, of_bias: bool, of_norm: bool) -> Tensor:
-    """Writes d, the last tensor of ``norm``, and returns the gradients of parameters.
+    """Writes d, the last of ``norm``. Returns float32 (n, c): gradients of weight and shift with a norm, then of bias.
 
-    Returns:
-        float32 (n, c): the gradients of the norm's weight and shift if there is a norm, then that of the bias if it is
-        wanted. Those of the norm have no meaning if they are not wanted.
+    Those of the norm have no meaning if they are not wanted.
     """
     rows, width = gradient.shape
     programs, tiles, constants = grid(gradient, OF_BIAS if norm is None else BACKWARD)
     kinds = of_bias + (0 if norm is None else 2)
     parts = gradient.new_empty((kinds, programs if of_bias or of_norm else 0, width), dtype=torch.float32)
     _sum_and_norm_backward[(programs,)](
-        gradient,
-        *(norm or [gradient] * 5),
-        parts,
-        rows,
-        tiles,
-        of_bias=of_bias,
-        of_norm=of_norm,
-        normalised=norm is not None,
-        **constants,
-    )
+        gradient, *(norm or [gradient] * 5), parts, rows, tiles,
+        of_bias=of_bias, of_norm=of_norm, normalised=norm is not None, **constants,
+    )  # fmt: skip
     return parts.sum(1)
 
 
 @triton.jit(do_not_specialize=["rows", "tiles"])  # type: ignore[untyped-decorator]
 def _sum_and_norm(  # type: ignore[no-untyped-def]  # Triton compiles it; its arguments are pointers and numbers
-    x,
-    y,
-    bias,
-    weight,
-    shift,
-    out,
-    normed,
-    moments,
-    rows,
-    tiles,
-    eps,
-    width: tl.constexpr,
-    columns: tl.constexpr,
-    height: tl.constexpr,
-    stages: tl.constexpr,
-    summed: tl.constexpr,
+    x, y, bias, weight, shift, out, normed, moments, rows, tiles, eps,
+    width: tl.constexpr, columns: tl.constexpr, height: tl.constexpr, stages: tl.constexpr, summed: tl.constexpr,
     normalised: tl.constexpr,
-):
+):  # fmt: skip
     """Processes some tiles of whole rows."""
     column = tl.arange(0, columns)
     within = column < width
@@ -266,23 +195,10 @@ def _sum_and_norm(  # type: ignore[no-untyped-def]  # Triton compiles it; its ar
 
 @triton.jit(do_not_specialize=["rows", "tiles"])  # type: ignore[untyped-decorator]
 def _sum_and_norm_backward(  # type: ignore[no-untyped-def]
-    gradient,
-    out,
-    moments,
-    weight,
-    dnormed,
-    d,
-    parts,
-    rows,
-    tiles,
-    width: tl.constexpr,
-    columns: tl.constexpr,
-    height: tl.constexpr,
-    stages: tl.constexpr,
-    of_bias: tl.constexpr,
-    of_norm: tl.constexpr,
-    normalised: tl.constexpr,
-):
+    gradient, out, moments, weight, dnormed, d, parts, rows, tiles,
+    width: tl.constexpr, columns: tl.constexpr, height: tl.constexpr, stages: tl.constexpr, of_bias: tl.constexpr,
+    of_norm: tl.constexpr, normalised: tl.constexpr,
+):  # fmt: skip
     """Processes some tiles of whole rows. What lies beyond the width is not zero, and not stored."""
     column = tl.arange(0, columns)
     within = column < width

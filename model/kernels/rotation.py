@@ -2,9 +2,8 @@
 
 It replaces the vision tower's ``q, k, v = (product + bias).unbind(); q = rotate(q); k = rotate(k)``
 (``apply_rotary_pos_emb_vision``), with separate angles for each row. Backward, it also sums the rows of the gradient,
-which is the gradient of the bias. Memory traffic is its only cost: cosines and sines, which are the same in all heads
-and blocks, are computed once before. Transformer Engine's kernel, which is made for angles per sequence position, takes
-more than twice as long on an H200 (docs/decisions/0026).
+which is the gradient of the bias. Cosines and sines are computed once before all heads and blocks
+(docs/decisions/0026).
 
 Shapes: rows P, heads n, head width d. The two halves of a head rotate against each other.
 """
@@ -21,19 +20,13 @@ from torch import Tensor
 
 
 class RotationTiling(NamedTuple):
-    """How rows are divided among programs.
+    """How rows are divided among programs."""
 
-    Attributes:
-        pairs: Pairs of columns in a tile that rotate against each other, of as many rows as fit, but at least one.
-        per_thread: Neighbouring pairs of a thread: 8 are 16 bytes of bfloat16 from each half.
-        programs: Maximum number of programs, which take tiles in turn.
-        stages: Number of tiles in work at once. All but one of them are being copied to shared memory.
-    """
-
+    #: Pairs of columns in a tile that rotate against each other, of as many rows as fit, but at least one.
     pairs: int
-    per_thread: int
-    programs: int
-    stages: int = 1
+    per_thread: int  # neighbouring pairs of a thread: 8 are 16 bytes of bfloat16 from each half
+    programs: int  # maximum number of programs, which take tiles in turn
+    stages: int = 1  # number of tiles in work at once. All but one of them are being copied to shared memory.
 
 
 #: Tilings forward and backward: the fastest of 27 on an H200 (``benchmarks/tower_biases.py --tilings``, 55,500 patches
@@ -70,20 +63,6 @@ class SplitAndRotate(torch.autograd.Function):
         return mixed, parts.sum(0).to(ctx.dtype) if of_bias else None, None
 
 
-def run_rotation(heads: int, width: int, device: str) -> None:
-    """Runs the kernels forward and backward on one row, such as to compile them for a number of heads and their width.
-
-    Args:
-        heads: Heads on a rank.
-        width: Width of a head.
-        device: ``meta`` for tensors without content.
-    """
-    mixed = torch.empty(1, heads, 3, width, dtype=torch.bfloat16, device=device, requires_grad=True)
-    bias = torch.empty(3 * heads * width, dtype=torch.bfloat16, device=device, requires_grad=True)
-    parts = SplitAndRotate.apply(mixed, bias, torch.empty(1, width, device=device))
-    torch.autograd.backward(parts, [torch.ones_like(each) for each in parts])
-
-
 def _launch(
     mixed: Tensor,
     bias: Tensor | None,
@@ -93,11 +72,7 @@ def _launch(
     *,
     of_bias: bool = False,
 ) -> Tensor:
-    """Splits ``mixed``, or joins it from its parts if there is no bias.
-
-    Returns:
-        float32 (programs, 3 n d): the sums over each program's rows; without rows if they are not wanted.
-    """
+    """Splits ``mixed``, or joins it without a bias. Returns sums over programs' rows, float32 (programs, 3 n d)."""
     rows, heads, _, width = mixed.shape
     block_heads, block_half = triton.next_power_of_2(heads), triton.next_power_of_2(width // 2)
     height = max(1, tiling.pairs // (block_heads * block_half))
@@ -106,23 +81,11 @@ def _launch(
     programs = min(tiles, tiling.programs)
     sums = mixed.new_empty((programs if of_bias else 0, 3 * heads * width), dtype=torch.float32)
     _split_and_rotate[(programs,)](
-        mixed,
-        mixed if bias is None else bias,
-        *parts,
-        turns_pd,
-        sums,
-        rows,
-        triton.cdiv(tiles, max(1, programs)),
-        heads=heads,
-        half=width // 2,
-        block_heads=block_heads,
-        block_half=block_half,
-        height=height,
-        stages=tiling.stages,
-        backward=bias is None,
-        of_bias=of_bias,
+        mixed, mixed if bias is None else bias, *parts, turns_pd, sums, rows, triton.cdiv(tiles, max(1, programs)),
+        heads=heads, half=width // 2, block_heads=block_heads, block_half=block_half, height=height,
+        stages=tiling.stages, backward=bias is None, of_bias=of_bias,
         num_warps=min(16, max(1, height * block_heads * block_half // per_warp)),
-    )
+    )  # fmt: skip
     return sums
 
 
@@ -154,28 +117,11 @@ def _add(both, others):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["rows", "tiles"])  # type: ignore[untyped-decorator]
 def _split_and_rotate(  # type: ignore[no-untyped-def]  # Triton compiles it; its arguments are pointers and numbers
-    mixed,
-    bias,
-    query,
-    key,
-    value,
-    turns,
-    sums,
-    rows,
-    tiles,
-    heads: tl.constexpr,
-    half: tl.constexpr,
-    block_heads: tl.constexpr,
-    block_half: tl.constexpr,
-    height: tl.constexpr,
-    stages: tl.constexpr,
-    backward: tl.constexpr,
-    of_bias: tl.constexpr,
-):
-    """Processes some tiles of whole rows. The backward pass joins instead, and rotates back.
-
-    The backward pass has the sums in registers, where the forward pass has the bias.
-    """
+    mixed, bias, query, key, value, turns, sums, rows, tiles,
+    heads: tl.constexpr, half: tl.constexpr, block_heads: tl.constexpr, block_half: tl.constexpr,
+    height: tl.constexpr, stages: tl.constexpr, backward: tl.constexpr, of_bias: tl.constexpr,
+):  # fmt: skip
+    """Processes some tiles of whole rows. Backward joins, rotates back, and has the sums where forward has the bias."""
     lines: tl.constexpr = height * block_heads
     head, column = (tl.arange(0, lines) % block_heads)[:, None], tl.arange(0, block_half)[None, :]
     within = (head < heads) & (column < half)

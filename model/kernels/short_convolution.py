@@ -1,11 +1,9 @@
 """Triton kernels from a delta net's projected channels to the heads of its delta rule, forward and backward.
 
-Forward, one kernel: causal depthwise convolution within samples, SiLU, split into heads, and for queries and keys the
-unit length of each head and its repetition for the value heads that share it. It takes the place of
-flash-linear-attention's ``causal_conv1d`` and ``l2norm``, and of the copies between them. Backward, one kernel: a warp
-goes through the tokens of a block, computes a head up to the convolution's output again, and from the gradient there
-those of the input and of the taps, which it sums over the block. Nothing is added atomically, so that gradients are
-the same in every run. All is computed in float32 and rounded once.
+Forward: causal depthwise convolution within samples, SiLU, split into heads, and for queries and keys the unit length
+of each head and its repetition for the value heads that share it. Backward, a warp goes through the tokens of a block,
+computes a head again, and sums the gradient of the taps over the block. Nothing is added atomically, so that gradients
+are the same in every run. All is computed in float32 and rounded once.
 
 Shapes: tokens T, channels C (queries, keys, values), taps K, value heads h, key width k, value width v.
 """
@@ -29,20 +27,13 @@ BLOCK = 64
 MOST_TAPS = 4
 
 
-class Heads(NamedTuple):
-    """Heads of a delta net on this rank.
+class DeltaHeads(NamedTuple):
+    """Heads of a delta net on this rank."""
 
-    Attributes:
-        keys: Query heads, and as many key heads.
-        values: Value heads, a multiple of ``keys``.
-        key_width: Width of a query or key head.
-        value_width: Width of a value head.
-    """
-
-    keys: int
-    values: int
-    key_width: int
-    value_width: int
+    keys: int  # query heads, and as many key heads
+    values: int  # value heads, a multiple of ``keys``
+    key_width: int  # width of a query or key head
+    value_width: int  # width of a value head
 
     @property
     def channels(self) -> int:
@@ -50,17 +41,11 @@ class Heads(NamedTuple):
         return 2 * self.keys * self.key_width + self.values * self.value_width
 
 
-def convolve(x: Tensor, taps: Tensor, first: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the heads.
+def convolve(x: Tensor, taps: Tensor, first: Tensor, heads: DeltaHeads) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes queries (T, h, k) and keys (T, h, k), of unit length, and values (T, h, v).
 
-    Args:
-        x: (T, at least C); the first C columns are read. Rows may be apart.
-        taps: (C, 1, K), contiguous; the last tap applies to the token itself.
-        first: int32 (T,), the first token of each token's sample.
-        heads: What the channels are split into.
-
-    Returns:
-        Queries (T, h, k) and keys (T, h, k), of unit length, and values (T, h, v).
+    The first C columns of x, (T, at least C), are read. Rows may be apart. The last of the contiguous taps (C, 1, K)
+    applies to the token itself. ``first``, int32 (T,), is the first token of each token's sample.
     """
     tokens = _checked(x, taps, first, heads)
     query, key = (x.new_empty(tokens, heads.values, heads.key_width) for _ in range(2))
@@ -73,46 +58,24 @@ def convolve(x: Tensor, taps: Tensor, first: Tensor, heads: Heads) -> tuple[Tens
 
 
 def convolve_backward(
-    x: Tensor,
-    taps: Tensor,
-    first: Tensor,
-    heads: Heads,
-    grads: tuple[Tensor, Tensor, Tensor],
-    dx: Tensor,
-    sums: Tensor,
+    x: Tensor, taps: Tensor, first: Tensor, heads: DeltaHeads, grads: tuple[Tensor, ...], dx: Tensor, sums: Tensor
 ) -> None:
-    """Computes the gradients of the input and of the taps.
+    """Computes the gradients from those of queries, keys and values. The first four are as in :func:`convolve`.
 
-    Args:
-        x: As in :func:`convolve`, as the rest.
-        taps: See there.
-        first: See there.
-        heads: See there.
-        grads: Gradients of queries, keys and values.
-        dx: (T, at least C); the first C columns are written.
-        sums: float32 (blocks of :data:`BLOCK` tokens, at least C K); the first C K columns are written. Their sum
-            over blocks is the gradient of the taps.
+    Writes the first C columns of ``dx``, (T, at least C), and the first C K of ``sums``, float32 (blocks of
+    :data:`BLOCK` tokens, at least C K), whose sum over blocks is the gradient of the taps.
     """
     tokens = _checked(x, taps, first, heads)
     assert (dx.shape[0], dx.stride(1)) == (tokens, 1), (dx.shape, dx.stride())
     assert (sums.shape[0], sums.stride(1)) == (triton.cdiv(tokens, BLOCK), 1), (sums.shape, sums.stride())
     _delta_heads_backward[(2 * heads.keys + heads.values, sums.shape[0])](
-        x,
-        taps,
-        first,
-        *(each.contiguous() for each in grads),
-        dx,
-        sums,
-        tokens,
-        **_constants(x, taps, heads),
-        dx_stride=dx.stride(0),
-        sums_stride=sums.stride(0),
-        length=min(BLOCK, tokens),
+        x, taps, first, *(each.contiguous() for each in grads), dx, sums, tokens,
+        **_constants(x, taps, heads), dx_stride=dx.stride(0), sums_stride=sums.stride(0), length=min(BLOCK, tokens),
         num_warps=1,
-    )
+    )  # fmt: skip
 
 
-def _checked(x: Tensor, taps: Tensor, first: Tensor, heads: Heads) -> int:
+def _checked(x: Tensor, taps: Tensor, first: Tensor, heads: DeltaHeads) -> int:
     """Checks what the kernels read. Returns the number of tokens."""
     tokens = x.shape[0]
     assert x.stride(1) == 1, x.stride()
@@ -125,7 +88,7 @@ def _checked(x: Tensor, taps: Tensor, first: Tensor, heads: Heads) -> int:
     return tokens
 
 
-def _constants(x: Tensor, taps: Tensor, heads: Heads) -> dict[str, object]:
+def _constants(x: Tensor, taps: Tensor, heads: DeltaHeads) -> dict[str, object]:
     """What is fixed in a run. The stride is among it, so that the compiler knows how rows are aligned."""
     return {
         "eps": _EPSILON,
@@ -149,18 +112,9 @@ def _sigmoid(x):  # type: ignore[no-untyped-def]  # Triton compiles it, as all t
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _preactivation(  # type: ignore[no-untyped-def]
-    x,
-    taps,
-    begin,
-    row,
-    tokens,
-    start,
-    stride: tl.constexpr,
-    width: tl.constexpr,
-    columns: tl.constexpr,
-    count: tl.constexpr,
-    rows: tl.constexpr,
-):
+    x, taps, begin, row, tokens, start,
+    stride: tl.constexpr, width: tl.constexpr, columns: tl.constexpr, count: tl.constexpr, rows: tl.constexpr,
+):  # fmt: skip
     """The convolution's output for some tokens and the channels of a head, float32 (rows, columns)."""
     column = tl.arange(0, columns)
     inside = column < width
@@ -175,23 +129,10 @@ def _preactivation(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _forward_head(  # type: ignore[no-untyped-def]
-    x,
-    taps,
-    first,
-    out,
-    tokens,
-    start,
-    head,
-    eps: tl.constexpr,
-    stride: tl.constexpr,
-    count: tl.constexpr,
-    heads: tl.constexpr,
-    repeats: tl.constexpr,
-    unit: tl.constexpr,
-    width: tl.constexpr,
-    columns: tl.constexpr,
-    rows: tl.constexpr,
-):
+    x, taps, first, out, tokens, start, head,
+    eps: tl.constexpr, stride: tl.constexpr, count: tl.constexpr, heads: tl.constexpr, repeats: tl.constexpr,
+    unit: tl.constexpr, width: tl.constexpr, columns: tl.constexpr, rows: tl.constexpr,
+):  # fmt: skip
     """Writes a head of the projection to the ``repeats`` heads of the output that it serves."""
     row = tl.program_id(1).to(tl.int64) * rows + tl.arange(0, rows)
     begin = tl.load(first + row, mask=row < tokens, other=0)
@@ -208,24 +149,11 @@ def _forward_head(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
 def _delta_heads(  # type: ignore[no-untyped-def]
-    x,
-    taps,
-    first,
-    query,
-    key,
-    value,
-    tokens,
-    eps: tl.constexpr,
-    stride: tl.constexpr,
-    count: tl.constexpr,
-    key_heads: tl.constexpr,
-    repeats: tl.constexpr,
-    key_width: tl.constexpr,
-    value_width: tl.constexpr,
-    key_columns: tl.constexpr,
-    value_columns: tl.constexpr,
+    x, taps, first, query, key, value, tokens,
+    eps: tl.constexpr, stride: tl.constexpr, count: tl.constexpr, key_heads: tl.constexpr, repeats: tl.constexpr,
+    key_width: tl.constexpr, value_width: tl.constexpr, key_columns: tl.constexpr, value_columns: tl.constexpr,
     rows: tl.constexpr,
-):
+):  # fmt: skip
     """A program computes one head of some tokens. Neighbours have neighbouring heads, so that rows are read whole."""
     head = tl.program_id(0)
     heads: tl.constexpr = key_heads * repeats
@@ -258,27 +186,11 @@ def _gradient_of_heads(place, mask, repeats: tl.constexpr, width: tl.constexpr):
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _backward_of_head(  # type: ignore[no-untyped-def]
-    x,
-    taps,
-    first,
-    grad,
-    dx,
-    sums,
-    tokens,
-    start,
-    head,
-    eps: tl.constexpr,
-    stride: tl.constexpr,
-    dx_stride: tl.constexpr,
-    count: tl.constexpr,
-    heads: tl.constexpr,
-    sums_stride: tl.constexpr,
-    repeats: tl.constexpr,
-    unit: tl.constexpr,
-    width: tl.constexpr,
-    columns: tl.constexpr,
-    length: tl.constexpr,
-):
+    x, taps, first, grad, dx, sums, tokens, start, head,
+    eps: tl.constexpr, stride: tl.constexpr, dx_stride: tl.constexpr, count: tl.constexpr, heads: tl.constexpr,
+    sums_stride: tl.constexpr, repeats: tl.constexpr, unit: tl.constexpr, width: tl.constexpr,
+    columns: tl.constexpr, length: tl.constexpr,
+):  # fmt: skip
     """Goes through the tokens of a block and three more, each of which sends gradients to three tokens before it.
 
     What the taps hold of earlier tokens (``x1`` to ``x3``) and what earlier tokens have got so far (``due1`` to
@@ -361,28 +273,11 @@ def _backward_of_head(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
 def _delta_heads_backward(  # type: ignore[no-untyped-def]
-    x,
-    taps,
-    first,
-    dquery,
-    dkey,
-    dvalue,
-    dx,
-    sums,
-    tokens,
-    eps: tl.constexpr,
-    stride: tl.constexpr,
-    count: tl.constexpr,
-    key_heads: tl.constexpr,
-    repeats: tl.constexpr,
-    key_width: tl.constexpr,
-    value_width: tl.constexpr,
-    key_columns: tl.constexpr,
-    value_columns: tl.constexpr,
-    dx_stride: tl.constexpr,
-    sums_stride: tl.constexpr,
-    length: tl.constexpr,
-):
+    x, taps, first, dquery, dkey, dvalue, dx, sums, tokens,
+    eps: tl.constexpr, stride: tl.constexpr, count: tl.constexpr, key_heads: tl.constexpr, repeats: tl.constexpr,
+    key_width: tl.constexpr, value_width: tl.constexpr, key_columns: tl.constexpr, value_columns: tl.constexpr,
+    dx_stride: tl.constexpr, sums_stride: tl.constexpr, length: tl.constexpr,
+):  # fmt: skip
     """A program goes through a block of tokens of one head."""
     head = tl.program_id(0)
     heads: tl.constexpr = key_heads * repeats

@@ -1,8 +1,9 @@
-"""Puts models together: process groups, vision tower, routers."""
+"""Builds models from the parts that a family chooses: process groups, decoder, vision tower, routers."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -13,11 +14,12 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from model.architecture import Architecture
 from model.metrics import MetricSums
+from model.network.decoder import Decoder
 from model.network.megatron_config import vision_config
 from model.network.provider import Provider, TorchProvider, transformer_engine_provider
 from model.network.router import BalancedRouter, RouterState
 from model.network.saved_model import SavedModel
-from model.network.settings import Field, ModelSettings, SettingError
+from model.network.settings import Field, ModelSettings, SettingError, vocabulary_rows
 from model.network.vision import VisionTower
 from vlmdata.families import family
 
@@ -53,10 +55,6 @@ def process_groups(settings: ModelSettings) -> ProcessGroupCollection:
 def provider_of(settings: ModelSettings, *packages: str) -> Provider:
     """Returns the building blocks of the back end.
 
-    Args:
-        settings: Names the back end.
-        packages: Further packages that a family needs with Transformer Engine.
-
     Raises:
         ImportError: If the back end is not installed.
     """
@@ -65,22 +63,54 @@ def provider_of(settings: ModelSettings, *packages: str) -> Provider:
     return transformer_engine_provider(*packages, compiled=settings.compile)
 
 
-def block_of(config: TransformerConfig, provider: Provider, layers: list[ModuleSpec]) -> TransformerBlockSubmodules:
-    """Returns this stage's decoder layers and the final norm, from the specs of all layers."""
+def build_stage[M: SavedModel](
+    architecture: Architecture,
+    settings: ModelSettings,
+    config: TransformerConfig,
+    provider: Provider,
+    layers: Sequence[ModuleSpec],
+    model: Callable[..., M],
+    *,
+    decoder: Callable[..., Decoder] = Decoder,
+    pre_process: bool = True,
+    post_process: bool = True,
+) -> M:
+    """Builds a pipeline stage of a model with freshly initialised weights, on its device.
+
+    Args:
+        architecture: What to compute.
+        settings: How to compute it; already checked.
+        config: Configuration of the decoder.
+        provider: The back end.
+        layers: Specs of all decoder layers, of which this stage takes its own.
+        model: Makes the model, as :class:`~model.network.vision_language.VisionLanguageModel`.
+        decoder: Makes the decoder.
+        pre_process: True for the first stage (vision tower, embedding).
+        post_process: True for the last stage (output layer).
+
+    Raises:
+        SettingError: If the settings differ from the process groups.
+    """
+    groups, metrics = process_groups(settings), MetricSums()
     first = get_transformer_layer_offset(config)
-    return TransformerBlockSubmodules(
-        layer_specs=layers[first : first + get_num_layers_to_build(config)],
-        layer_norm=provider.layer_norm(rms_norm=True),
+    language = decoder(
+        config,
+        architecture,
+        TransformerBlockSubmodules(
+            layer_specs=list(layers[first : first + get_num_layers_to_build(config)]),
+            layer_norm=provider.layer_norm(rms_norm=True),
+        ),
+        vocab_rows=vocabulary_rows(architecture.language.vocab_size, settings.tensor_parallel),
+        metrics=metrics,
+        pre_process=pre_process,
+        post_process=post_process,
+        pg_collection=groups,
     )
-
-
-def build_tower(
-    architecture: Architecture, settings: ModelSettings, provider: Provider, groups: ProcessGroupCollection
-) -> VisionTower | None:
-    """Builds the vision tower of the first pipeline stage; None if there is none, or other ranks hold it."""
-    if settings.language_only or settings.separate_vision:
-        return None
-    return tower_of(architecture, settings, provider, *_vision_groups(settings, groups))
+    vision = None
+    if pre_process and not (settings.language_only or settings.separate_vision):
+        vision = tower_of(architecture, settings, provider, *_vision_groups(settings, groups))
+    state = _connected_routers(language, metrics)
+    return finished(model(config, architecture, vision, language, metrics, state), settings)
 
 
 def tower_of(
@@ -111,7 +141,7 @@ def tower_of(
     )
 
 
-def connected_routers(language: Any, metrics: MetricSums) -> RouterState | None:
+def _connected_routers(language: Any, metrics: MetricSums) -> RouterState | None:
     """Gives all routers of a decoder one state, and returns it; None without experts."""
     routers = [module for module in language.modules() if isinstance(module, BalancedRouter)]
     if language.config.num_moe_experts is None:

@@ -120,7 +120,8 @@ class KernelSelfAttention(RotatedSelfAttention):
         split_qkv: bool = True,
     ) -> Any:
         """Returns normalised and rotated queries and keys, values, and the gate if the model has one."""
-        from model.kernels.attention_inputs import WIDEST, AttentionInputs, Heads  # Triton is only there with CUDA
+        # Triton is only there with CUDA.
+        from model.kernels.attention_inputs import WIDEST, AttentionHeads, AttentionInputs
 
         width, groups = self.hidden_size_per_attention_head, self.num_query_groups_per_partition
         shared_groups = (self.config.num_query_groups or groups) < self.world_size  # by tensor-parallel ranks
@@ -128,7 +129,7 @@ class KernelSelfAttention(RotatedSelfAttention):
             return super().get_query_key_value_tensors(
                 hidden_states, key_value_states, output_gate=output_gate, split_qkv=split_qkv
             )
-        heads = Heads(
+        heads = AttentionHeads(
             groups=groups,
             queries=self.num_attention_heads_per_partition // groups,
             width=width,

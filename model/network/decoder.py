@@ -22,7 +22,7 @@ from torch import Tensor
 from model.architecture import Architecture
 from model.metrics import MetricSums
 from model.network.attention import InterleavedMRoPE
-from model.network.targets import TargetRows, Targets
+from model.network.targets import TargetRows
 from model.parallel.packed import PackParams
 from vlmdata.batch import IGNORE_INDEX
 
@@ -34,13 +34,13 @@ class HeadInputs:
     Attributes:
         position_ids: int64 (3, 1, t), of the tokens on this rank.
         pack: The pack.
-        targets: None for logits.
+        targets: Of each head; empty for logits.
         extra: A family's own inputs.
     """
 
     position_ids: Tensor
     pack: PackParams
-    targets: Targets | None
+    targets: tuple[TargetRows, ...]
     extra: Any
 
 
@@ -95,7 +95,7 @@ class Decoder(GPTModel):
         position_ids: Tensor,
         pack: PackParams,
         padding_mask: Tensor | None,
-        targets: Targets | None,
+        targets: tuple[TargetRows, ...],
         *,
         features: Tensor | None = None,
         extra: Any = None,
@@ -108,7 +108,7 @@ class Decoder(GPTModel):
             position_ids: int64 (3, 1, t), of the tokens on this rank.
             pack: The pack.
             padding_mask: bool (1, t), scattered under sequence parallelism.
-            targets: None for logits.
+            targets: Of each head; empty for logits.
             features: Image features for this stage's first layers (:mod:`model.network.deepstack`); None without any.
             extra: Inputs of a family's own heads.
 
@@ -133,15 +133,13 @@ class Decoder(GPTModel):
     def _process_output(
         self, hidden_states: Tensor, output_weight: Tensor | None, context: HeadInputs, **unused: Any
     ) -> Tensor:
-        if context.targets is None:
+        if not context.targets:
             return self._logits(self._all_tokens(hidden_states), output_weight).transpose(0, 1).contiguous()
-        return self._heads(hidden_states, output_weight, context, context.targets)
+        return self._heads(hidden_states, output_weight, context)
 
-    def _heads(
-        self, hidden_states: Tensor, output_weight: Tensor | None, given: HeadInputs, targets: Targets
-    ) -> Tensor:
+    def _heads(self, hidden_states: Tensor, output_weight: Tensor | None, given: HeadInputs) -> Tensor:
         """Returns weighted losses, float32 (1, t). Families with more heads override it."""
-        return self._losses(hidden_states, output_weight, targets.next)[0]
+        return self._losses(hidden_states, output_weight, given.targets[0])[0]
 
     def _logits(self, hidden_states: Tensor, output_weight: Tensor | None) -> Tensor:
         logits: Tensor = self.output_layer(hidden_states, weight=output_weight)[0]

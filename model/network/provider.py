@@ -10,12 +10,13 @@ import copy
 from typing import Any, Protocol
 
 import torch
-from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from model.network.attention import SegmentAttention
-from model.network.linear import ShortNormLinear, functions_are_known, with_short_way
+from model.network.linear import ShortLinear, ShortNormLinear, functions_are_known, with_short_way
+from model.network.wrapping import wrappable
 
 
 class RMSNorm(nn.Module):
@@ -66,28 +67,14 @@ class LayerNorm(nn.LayerNorm):
         super().__init__(hidden_size, eps=eps, device=device, dtype=config.params_dtype)
 
 
-class Provider(Protocol):
-    """Building blocks of a back end: megatron-core's ``BackendSpecProvider`` with additions.
+class Provider(BackendSpecProvider, Protocol):
+    """Building blocks of a back end: megatron-core's, with additions.
 
     Attributes:
         compiled: Whether gates, activation and residual sums are megatron-core's, which torch compiles on GPUs.
     """
 
     compiled: bool
-
-    def column_parallel_linear(self) -> type: ...  # noqa: D102
-
-    def column_parallel_layer_norm_linear(self) -> type | None: ...  # noqa: D102
-
-    def row_parallel_linear(self) -> type: ...  # noqa: D102
-
-    def fuse_layernorm_and_linear(self) -> bool: ...  # noqa: D102
-
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> Any: ...  # noqa: D102
-
-    def core_attention(self) -> type: ...  # noqa: D102
-
-    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any: ...  # noqa: D102
 
     def plain_rms_norm(self) -> Any:
         """Returns an RMS norm whose scale is the weight itself, for a delta net's output."""
@@ -98,6 +85,14 @@ class TorchProvider(LocalSpecProvider):
     """The torch back end; runs on CPU and GPU."""
 
     compiled = True
+
+    def column_parallel_linear(self) -> type:
+        """Returns megatron-core's layer, with a place for a wrapper."""
+        return wrappable(super().column_parallel_linear(), columns=True)
+
+    def row_parallel_linear(self) -> type:
+        """Returns megatron-core's layer, with a place for a wrapper."""
+        return wrappable(super().row_parallel_linear(), columns=False)
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> Any:
         """Returns an RMS norm or a layer norm."""
@@ -137,7 +132,8 @@ def transformer_engine_provider(*packages: str, compiled: bool = False) -> Provi
         )
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
-    short = functions_are_known()
+    def shorter(layer: type, way: type = ShortLinear) -> type:
+        return with_short_way(layer, way) if functions_are_known() else layer
 
     class PlainNorm:
         """Transformer Engine's RMS norm, scaled by the weight itself."""
@@ -153,16 +149,13 @@ def transformer_engine_provider(*packages: str, compiled: bool = False) -> Provi
         compiled: bool
 
         def column_parallel_linear(self) -> type:
-            layer = super().column_parallel_linear()
-            return with_short_way(layer) if short else layer
+            return wrappable(shorter(super().column_parallel_linear()), columns=True)
 
         def row_parallel_linear(self) -> type:
-            layer = super().row_parallel_linear()
-            return with_short_way(layer) if short else layer
+            return wrappable(shorter(super().row_parallel_linear()), columns=False)
 
         def column_parallel_layer_norm_linear(self) -> type:
-            layer = super().column_parallel_layer_norm_linear()
-            return with_short_way(layer, ShortNormLinear) if short else layer
+            return wrappable(shorter(super().column_parallel_layer_norm_linear(), ShortNormLinear), columns=True)
 
         def plain_rms_norm(self) -> Any:
             return PlainNorm

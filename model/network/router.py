@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from model.metrics import MetricSums
+from vlmdata.batch import PackedBatch
 
 
 @dataclass
@@ -25,6 +27,41 @@ class RouterState:
 
     weight: Tensor | float = 1.0
     metrics: MetricSums = field(default_factory=MetricSums)
+
+    def weigh(self, batch: PackedBatch, context_group: dist.ProcessGroup) -> None:
+        """Takes the sum of a pack's target weights, over context-parallel ranks, as the weight of its loss.
+
+        Raises:
+            ValueError: If the batch has no labels, and is trained on.
+        """
+        if batch.labels is None:
+            if not torch.is_grad_enabled():
+                return
+            raise ValueError(
+                f"pack {batch.pack} has no labels, but the load-balancing loss is weighted by the targets: "
+                "load the part 'labels' on every pipeline stage, or set moe_aux_loss to 0"
+            )
+        assert batch.loss_weights is not None
+        self.weight = batch.loss_weights.sum()
+        if dist.get_world_size(context_group) > 1:
+            dist.all_reduce(self.weight, group=context_group)
+
+    def kept_for_backward(self, output: Tensor) -> Tensor:
+        """Makes the backward pass of an output use this micro-batch's weight, for layers that are computed again."""
+        kept: Tensor = _RestoreWeight.apply(output, self, self.weight)
+        return kept
+
+
+class _RestoreWeight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, state: RouterState, weight: Tensor | float) -> Tensor:
+        ctx.state, ctx.weight = state, weight
+        return output.clone() if output.is_leaf else output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        ctx.state.weight = ctx.weight
+        return gradients[0], None, None
 
 
 class BalancedRouter(TopKRouter):
@@ -49,12 +86,6 @@ class BalancedRouter(TopKRouter):
         Equations 4 to 6 of "Switch Transformers" (Fedus et al. 2021), with the shares taken over all choices of a token
         as in megatron-core: the loss is 1 if tokens are spread evenly (transformers' ``load_balancing_loss_func`` gives
         the number of choices per token). Each rank adds the part of its own tokens.
-
-        Args:
-            probs: Weights of the experts, which carry the gradient.
-            scores_for_aux_loss: float32 (t, experts), probabilities; 0 for padding.
-            routing_map: bool (t, experts), chosen experts; none for padding.
-            with_padding_mask: Ignored.
         """
         coefficient, group = self.get_aux_loss_coeff("aux_loss"), self.tp_cp_group
         if coefficient == 0:

@@ -166,6 +166,7 @@ def check_settings(settings: ModelSettings, architecture: Architecture) -> None:
     _check_sizes(settings, architecture)
     _check_experts(settings, architecture)
     _check_back_end(settings, architecture)
+    _check_attention_heads(settings, architecture)
 
 
 def require_divides(settings: ModelSettings, sizes: Mapping[str, int]) -> None:
@@ -183,12 +184,8 @@ def _require_divides(setting: Field, tensor: int, sizes: Mapping[str, int]) -> N
             raise SettingError(setting, f" {tensor} does not divide {name} {size}; choose a divisor of it")
 
 
-def check_attention_heads(settings: ModelSettings, architecture: Architecture) -> None:
-    """Raises an error if the heads of full attention do not divide over tensor-parallel ranks.
-
-    Raises:
-        SettingError: If a number of heads is not a multiple of the tensor-parallel size.
-    """
+def _check_attention_heads(settings: ModelSettings, architecture: Architecture) -> None:
+    """Raises an error if the heads of full attention do not divide over tensor-parallel ranks."""
     language = architecture.language
     sizes = {"language.num_attention_heads": language.num_attention_heads}
     if settings.tensor_parallel % language.num_key_value_heads:  # several ranks may hold copies of one key-value head

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,19 +11,6 @@ from vlmdata.batch import IGNORE_INDEX
 
 #: The number of targets is padded to a multiple of this.
 _ROWS = 128
-
-
-@dataclass(frozen=True)
-class Targets:
-    """Targets of the last stage.
-
-    Attributes:
-        next: The tokens that come next.
-        after_next: The tokens after the next; None without multi-token prediction.
-    """
-
-    next: TargetRows
-    after_next: TargetRows | None
 
 
 class TargetRows:

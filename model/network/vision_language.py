@@ -1,6 +1,7 @@
-"""What whole models share: encode images, exchange their embeddings, merge them with the text.
+"""The whole model: encode images, exchange their embeddings, merge them with the text, decode. Start here.
 
-Mirrors the steps of transformers' ``Qwen3VLModel``; a family's ``model.py`` puts them together.
+Mirrors transformers' ``Qwen3VLModel`` and ``Qwen3VLForConditionalGeneration``. A family's ``model.py`` adds what only
+its decoder has.
 
 A rank receives a :class:`PackedBatch` from the loader. On the first pipeline stage:
 
@@ -17,12 +18,14 @@ If the tower is on ranks of its own, the first stage receives the embeddings fro
 All ranks derive all sizes from the grids of the whole pack. No rank decides from its own data whether to join a
 collective. A rank without images encodes a dummy image so that all parameters take part.
 
-Shapes: tokens of the pack T, tokens on this rank t, hidden H, image embeddings on this rank m.
+Pipeline stages send hidden states, and after them what a family's later layers need besides (``beside``): rows of the
+same width.
+
+Shapes: tokens of the pack T, tokens on this rank t, hidden H, image embeddings on this rank m, rows beside r.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +42,7 @@ from model.metrics import MetricSums
 from model.network.decoder import Decoder
 from model.network.router import RouterState
 from model.network.saved_model import SavedModel
-from model.network.targets import TargetRows, Targets
+from model.network.targets import TargetRows
 from model.network.vision import VisionTower
 from model.parallel.exchange import all_gather_rows, exchange_rows
 from model.parallel.image_rows import ImageRows, places
@@ -68,7 +71,7 @@ class ImageEmbeddings:
 
 
 class VisionLanguageModel(SavedModel):
-    """A vision-language model, or one pipeline stage of it. A family adds ``forward``.
+    """A vision-language model, or one pipeline stage of it.
 
     Args:
         config: Configuration of the decoder.
@@ -134,28 +137,82 @@ class VisionLanguageModel(SavedModel):
         Raises:
             ValueError: If the batch belongs to another rank, lacks a part or is inconsistent.
         """
-        raise NotImplementedError
-
-    def _layout(self, batch: PackedBatch) -> tuple[PackIndex, PackParams]:
-        """Returns the index arithmetic of a pack, and the pack as the layers take it."""
         cp = self.pg_collection.cp
         size, rank = dist.get_world_size(cp), dist.get_rank(cp)
         index = PackIndex.of(batch, size, rank)
-        return index, index.params(batch.max_seqlen, size, rank, batch.position_ids.device)
+        # Before the tower: the host needs the number of targets at the end of the forward pass.
+        targets = self._targets(batch, index) if self.post_process and batch.labels is not None else ()
+        embeddings, beside = self._embed(batch, index) if self.pre_process else (None, self._receive(index))
+        if self.router_state is not None and "moe_aux_loss" in self.metric_names:
+            self.router_state.weigh(batch, cp)
+        pack = index.params(batch.max_seqlen, size, rank, batch.position_ids.device)
+        output = self.language.decode(
+            embeddings,
+            pack.own_tokens(batch.position_ids, 2),
+            pack,
+            None if self.router_state is None else self._local_mask(batch.padding_mask),
+            targets,
+            **self._decoder_inputs(batch, index, pack, beside),
+        )
+        if self.router_state is not None and torch.is_grad_enabled():
+            output = self.router_state.kept_for_backward(output)
+        due = None if self.post_process or beside is None else self._due_later(beside)
+        return output if due is None else torch.cat([output, due.to(output.dtype)])
 
-    def _encode(
-        self, batch: PackedBatch, index: PackIndex, tokens_of: Callable[[PackIndex], IntArray]
-    ) -> ImageEmbeddings | None:
-        """Encodes this rank's images and exchanges embeddings. Returns None for the language model alone.
+    # What families add. Without an override, there is nothing beside the hidden states.
 
-        Args:
-            batch: The batch, with pixels.
-            index: Its index.
-            tokens_of: Returns the pack tokens whose embeddings a context-parallel rank needs, from its index.
+    def _targets(self, batch: PackedBatch, index: PackIndex) -> tuple[TargetRows, ...]:
+        """Returns the targets of each head, for a batch with labels."""
+        assert batch.labels is not None
+        assert batch.loss_weights is not None
+        return (TargetRows(batch.labels, batch.loss_weights),)
 
-        Raises:
-            ValueError: If the pack has images, but there is no vision tower.
-        """
+    def _tokens_wanted(self, batch: PackedBatch, index: PackIndex) -> IntArray:
+        """Returns the pack tokens whose image embeddings a context-parallel rank needs, from its index."""
+        return index.local
+
+    def _beside(self, batch: PackedBatch, index: PackIndex, found: ImageEmbeddings | None) -> Tensor | None:
+        """Returns what goes beside the hidden states from the first stage, (r, 1, H)."""
+        return None
+
+    def _due_later(self, beside: Tensor) -> Tensor | None:
+        """Returns the part of ``beside`` that later stages need."""
+        return beside
+
+    def _decoder_inputs(
+        self, batch: PackedBatch, index: PackIndex, pack: PackParams, beside: Tensor | None
+    ) -> dict[str, Any]:
+        """Returns further arguments of the decoder."""
+        return {}
+
+    def _embed(self, batch: PackedBatch, index: PackIndex) -> tuple[Tensor, Tensor | None]:
+        """Returns the merged inputs of the decoder, (t, 1, H), and what goes beside them."""
+        if batch.input_ids is None:
+            raise ValueError(
+                f"pack {batch.pack} has no tokens, which the first pipeline stage needs: load the part 'tokens'"
+            )
+        found = self._encode(batch, index)
+        merged = self._merge(batch.input_ids, found, index.local)
+        return self._scatter(merged), self._beside(batch, index, found)
+
+    def _receive(self, index: PackIndex) -> Tensor | None:
+        """Hands the previous stage's hidden states to the decoder, and returns what came beside them."""
+        received = self._received
+        tokens = len(self._layer_tokens(index))
+        assert received is not None
+        self.language.set_input_tensor(received[:tokens])
+        return received[tokens:] if len(received) > tokens else None
+
+    def _layer_tokens(self, index: PackIndex) -> IntArray:
+        """Returns the pack tokens that this rank's layers compute: under sequence parallelism a part of its own."""
+        if not self.config.sequence_parallel:
+            return index.local
+        tp = self.pg_collection.tp
+        part = len(index.local) // dist.get_world_size(tp)
+        return index.local[dist.get_rank(tp) * part :][:part]
+
+    def _encode(self, batch: PackedBatch, index: PackIndex) -> ImageEmbeddings | None:
+        """Encodes this rank's images and exchanges embeddings. Returns None for the language model alone."""
         if self.receiver is not None:
             rows, wanted, row_of_token = self.receiver.receive()
             _check_placeholders(batch, row_of_token, index, self.architecture.image_token_id)
@@ -179,33 +236,15 @@ class VisionLanguageModel(SavedModel):
         )
         assert batch.patches is not None
         _check_placeholders(batch, images.row_of_token, index, self.architecture.image_token_id)
-        routes = images.routes([tokens_of(each) for each in index.of_all_ranks(size)])
+        routes = images.routes([self._tokens_wanted(batch, each) for each in index.of_all_ranks(size)])
         rows = self.vision(images.patches_of(batch.patches), images.grids)
         rows = all_gather_rows(rows, images.part_counts, sharing, sum_gradients=False)
         if size > 1:
             rows = exchange_rows(rows, to_device(routes.outgoing, rows.device), routes.sent, routes.received, cp)
         return ImageEmbeddings(rows, routes.wanted, images.row_of_token)
 
-    def _tokens_of(self, batch: PackedBatch) -> Tensor:
-        """Returns the token ids of a batch.
-
-        Raises:
-            ValueError: If they were not loaded.
-        """
-        if batch.input_ids is None:
-            raise ValueError(
-                f"pack {batch.pack} has no tokens, which the first pipeline stage needs: load the part 'tokens'"
-            )
-        return batch.input_ids
-
     def _merge(self, input_ids: Tensor, found: ImageEmbeddings | None, tokens: IntArray) -> Tensor:
-        """Embeds tokens and inserts image embeddings; (1, t) to (t, 1, H).
-
-        Args:
-            input_ids: int64 (1, t).
-            found: The image embeddings; None for the language model alone.
-            tokens: The pack tokens that ``input_ids`` are, (t,); -1 for none.
-        """
+        """Embeds tokens and inserts image embeddings; (1, t) to (t, 1, H)."""
         embedded: Tensor = self.language.embedding(input_ids=input_ids, position_ids=None)
         if found is None:
             return embedded
@@ -228,62 +267,9 @@ class VisionLanguageModel(SavedModel):
         group = self.pg_collection.tp
         return mask.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)].contiguous()
 
-    def _padding_mask(self, batch: PackedBatch) -> Tensor | None:
-        """Returns the tokens that router statistics ignore, bool (1, t); None without experts."""
-        return None if self.router_state is None else self._local_mask(batch.padding_mask)
-
-    def _targets(self, batch: PackedBatch, after_next: TargetRows | None = None) -> Targets | None:
-        """Returns the targets of the last stage; None on other stages and without labels."""
-        if not self.post_process or batch.labels is None:
-            return None
-        assert batch.loss_weights is not None
-        return Targets(TargetRows(batch.labels, batch.loss_weights), after_next)
-
-    def _weigh_router_loss(self, batch: PackedBatch) -> None:
-        """Passes the sum of this pack's target weights to the routers."""
-        if self.router_state is None or "moe_aux_loss" not in self.metric_names:
-            return
-        if batch.labels is None:
-            if not torch.is_grad_enabled():
-                return
-            raise ValueError(
-                f"pack {batch.pack} has no labels, but the load-balancing loss is weighted by the targets: "
-                "load the part 'labels' on every pipeline stage, or set moe_aux_loss to 0"
-            )
-        assert batch.loss_weights is not None
-        weight = batch.loss_weights.sum()
-        if dist.get_world_size(self.pg_collection.cp) > 1:
-            dist.all_reduce(weight, group=self.pg_collection.cp)
-        self.router_state.weight = weight
-
-    def _keep_router_weight(self, output: Tensor) -> Tensor:
-        """Makes the backward pass of an output use this micro-batch's router weight, for recomputed layers."""
-        if self.router_state is None or not torch.is_grad_enabled():
-            return output
-        kept: Tensor = _RestoreRouterWeight.apply(output, self.router_state, self.router_state.weight)
-        return kept
-
-
-class _RestoreRouterWeight(torch.autograd.Function):
-    """Restores the routers' weight of a micro-batch before its backward pass, for recomputed layers."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, state: RouterState, weight: Tensor | float) -> Tensor:
-        ctx.state, ctx.weight = state, weight
-        return output.clone() if output.is_leaf else output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        ctx.state.weight = ctx.weight
-        return gradients[0], None, None
-
 
 def _check_placeholders(batch: PackedBatch, row_of_token: IntArray, index: PackIndex, image_token_id: int) -> None:
-    """Checks on the CPU, where it costs nothing, that the image positions match the ids.
-
-    Raises:
-        ValueError: If placeholders stand elsewhere.
-    """
+    """Checks on the CPU, where it costs nothing, that the image positions match the ids."""
     assert batch.input_ids is not None
     if batch.input_ids.device.type != "cpu":
         return

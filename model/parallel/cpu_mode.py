@@ -1,11 +1,9 @@
 """The CPU mode: megatron-core's training code on machines without CUDA.
 
-megatron-core's process groups, tensor-parallel layers and attention run on CPU unchanged. Sequence parallelism, expert
-dispatch, pipeline schedules, gradient buffers, optimizers and recompute would too, but they ask ``torch.cuda`` for the
-current device, streams and random states, and allocate with ``device="cuda"``. :func:`cpu_as_cuda` answers those
-requests for the CPU. While it is active, it changes ``torch.cuda``, the dispatch of torch functions, and the sizes that
-``all_to_all_single`` accepts, in this process. It changes no attribute of megatron-core. Enter it once, around building
-and training, and only on machines without CUDA.
+Much of it asks ``torch.cuda`` for the current device, streams and random states, and allocates with ``device="cuda"``.
+:func:`cpu_as_cuda` answers for the CPU. While it is active, it changes ``torch.cuda``, the dispatch of torch functions,
+and the sizes that ``all_to_all_single`` accepts, in this process. It changes no attribute of megatron-core. Enter it
+once, around building and training.
 """
 
 from __future__ import annotations
@@ -137,15 +135,9 @@ class _Stream:
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    def wait_stream(self, *_: Any) -> None: ...
-
-    def wait_event(self, *_: Any) -> None: ...
-
     def wait(self, *_: Any) -> None: ...
 
-    def record(self, *_: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
+    wait_stream = wait_event = record = synchronize = wait
 
     def record_event(self, *_: Any) -> _Stream:
         return self

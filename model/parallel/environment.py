@@ -22,15 +22,10 @@ from vlmdata.errors import ResourceError, VlmdataError
 def before_megatron(launch_order: bool = True, compiled: bool = True, open_cuda: bool = False) -> None:
     """Sets up cuDNN, device memory, the order of CUDA work and the kernel cache, and silences megatron-core's warnings.
 
-    Args:
-        launch_order: Run CUDA work in the order in which it is launched. The overlap of tensor-parallel messages with
-            matrix products relies on it. It holds up messages of other streams, such as those that gather sharded
-            weights.
-        compiled: Whether torch may compile functions of megatron-core on GPUs.
-        open_cuda: Create the CUDA context of this process's GPU meanwhile, if there is one.
-
-    Raises:
-        VlmdataError: If megatron-core is not installed.
+    With ``launch_order``, CUDA work runs in the order in which it is launched. The overlap of tensor-parallel messages
+    with matrix products relies on it. It holds up messages of other streams, such as those that gather sharded weights.
+    With ``compiled``, torch may compile functions of megatron-core on GPUs. With ``open_cuda``, the CUDA context of
+    this process's GPU is created meanwhile, if there is one. A VlmdataError if megatron-core is not installed.
     """
     if not _is_installed("megatron.core"):
         raise VlmdataError(
@@ -63,10 +58,8 @@ def adopt_slurm_ranks() -> None:
     """Takes rank and number of processes from ``srun`` if torchrun has not set them.
 
     Each task of ``srun`` is then one process, and Slurm's signals reach each process directly. ``MASTER_ADDR`` (the
-    host of the first task) and ``MASTER_PORT`` must be exported before; see ``docs/launch/slurm.sh``.
-
-    Raises:
-        VlmdataError: If srun started several processes that cannot find each other.
+    host of the first task) and ``MASTER_PORT`` must be exported before; see ``docs/launch/slurm.sh``. A VlmdataError if
+    srun started several processes that cannot find each other.
     """
     tasks = int(os.environ.get("SLURM_NTASKS", "1"))
     # A batch script has the task counts but no Slurm step: a process started there runs alone.
@@ -91,11 +84,9 @@ def require_one_cudnn() -> None:
 
     A machine may have another cuDNN in addition to the one in PyTorch. cuDNN is a thin library that loads its parts by
     name on first use. Transformer Engine starts the system's version, and then PyTorch's thin library runs with the
-    system's parts. Nothing fails: forward results are right, but gradients of attention are wrong by 20 % or
-    not finite (seen with 9.19 over 9.14; docs/decisions/0025). :func:`before_megatron` loads PyTorch's parts first.
-
-    Raises:
-        ResourceError: If another cuDNN is active.
+    system's parts. Nothing fails: forward results are right, but gradients of attention are wrong by 20 % or not finite
+    (seen with 9.19 over 9.14; docs/decisions/0025). :func:`before_megatron` loads PyTorch's parts first. A
+    ResourceError if another cuDNN is active.
     """
     import torch
 
@@ -138,11 +129,10 @@ def _open_cuda() -> None:
 
 
 def _import_uncompiled() -> None:
-    """Imports megatron-core without torch's compiler.
+    """Imports megatron-core without torch's compiler, which the first of its marked functions would import.
 
-    megatron-core marks small functions for compilation, and the first mark imports the whole compiler. That would add
-    seconds to every start, for functions that nobody calls (Triton kernels compute them on GPUs), or that the CPU mode
-    runs uncompiled.
+    That takes seconds, and nobody calls these functions (Triton kernels compute them on GPUs), or the CPU mode runs
+    them uncompiled.
     """
     import torch
 

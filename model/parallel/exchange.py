@@ -15,20 +15,13 @@ import torch.distributed as dist
 def all_gather_rows(
     rows: torch.Tensor, counts: Sequence[int], group: dist.ProcessGroup, *, sum_gradients: bool = True
 ) -> torch.Tensor:
-    """Gathers a different number of rows from each rank of a group.
+    """Gathers a different number of rows from each rank of a group: (R, ...) to (N, ...), in rank order.
 
     All ranks must call it together, even with zero rows. The counts come from data that all ranks have.
 
-    Args:
-        rows: (R, ...), R equal to this rank's count; zero is allowed.
-        counts: Rows of each rank, in rank order; equal on all ranks.
-        group: The ranks.
-        sum_gradients: Whether to sum the gradient over the ranks. This is needed if the ranks use the gathered rows for
-            different things (context parallelism). If all ranks do the same with them and have the same gradient
-            (tensor parallelism), each rank takes its rows of the gradient without communication.
-
-    Returns:
-        (sum of counts, ...), rows in rank order.
+    ``sum_gradients`` sums the gradient over the ranks. This is needed if the ranks use the gathered rows for different
+    things (context parallelism). If all ranks do the same with them and have the same gradient (tensor parallelism),
+    each rank takes its rows of the gradient without communication.
     """
     size = dist.get_world_size(group)
     assert len(counts) == size
@@ -74,25 +67,14 @@ class _AllGatherRows(torch.autograd.Function):
 
 
 def exchange_rows(
-    rows: torch.Tensor,
-    outgoing: torch.Tensor,
-    sent: Sequence[int],
-    received: Sequence[int],
-    group: dist.ProcessGroup,
+    rows: torch.Tensor, outgoing: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Sends some rows to each rank of a group, and nothing else. Gradients return to where the rows came from.
+    """Sends some of the rows (R, ...) to each rank of a group, and nothing else. Gradients return the same way.
 
-    All ranks must call it together, even with zero rows. The counts come from data that all ranks have.
-
-    Args:
-        rows: (R, ...), this rank's rows.
-        outgoing: int64 (sum of sent,), the rows to send, in the order of their destinations; a row may go to several.
-        sent: Rows for each rank, in rank order.
-        received: Rows from each rank, in rank order.
-        group: The ranks.
-
-    Returns:
-        (sum of received, ...), in the order of the ranks they came from.
+    All ranks must call it together, even with zero rows. The counts come from data that all ranks have. ``outgoing``,
+    int64 (sum of sent,), are the rows to send, in the order of their destinations; a row may go to several. ``sent``
+    and ``received`` are numbers of rows by rank. Returns (sum of received, ...), in the order of the ranks they came
+    from.
     """
     assert len(sent) == len(received) == dist.get_world_size(group)
     chosen = rows.index_select(0, outgoing)
@@ -116,23 +98,12 @@ class _ExchangeRows(torch.autograd.Function):
 
 
 def all_tokens_of_some_columns(
-    x: torch.Tensor,
-    sections: Sequence[int],
-    order: torch.Tensor,
-    inverse: torch.Tensor,
-    group: dist.ProcessGroup,
+    x: torch.Tensor, sections: Sequence[int], order: torch.Tensor, inverse: torch.Tensor, group: dist.ProcessGroup
 ) -> torch.Tensor:
     """Exchanges some tokens of all columns for all tokens of some columns: heads, under context parallelism.
 
-    Args:
-        x: (t, w), this rank's tokens.
-        sections: Widths of the parts of a row; each rank gets an equal share of each.
-        order: int64 (T,), for each token its row in the rank-order concatenation of all ranks' tokens.
-        inverse: int64 (T,), the inverse of ``order``.
-        group: The ranks, each with t tokens.
-
-    Returns:
-        (T, w / ranks), this rank's share of each section, tokens in their order.
+    Each rank gives its tokens (t, w), and gets (T, w / ranks): an equal share of each of the sections of a row, whose
+    widths are given. ``order``, int64 (T,), is each token's row in the rank-order concatenation of all ranks' tokens.
     """
     size = dist.get_world_size(group)
     counts = (x.shape[0],) * size
@@ -144,16 +115,9 @@ def all_tokens_of_some_columns(
 def some_tokens_of_all_columns(
     x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Reverses :func:`all_tokens_of_some_columns` for columns of one section.
+    """Reverses :func:`all_tokens_of_some_columns` for columns of one section: (T, w) to (T / ranks, w * ranks).
 
-    Args:
-        x: (T, w), all tokens.
-        order: int64 (T,), for each token its row in the rank-order concatenation of all ranks' tokens.
-        inverse: int64 (T,), the inverse of ``order``.
-        group: The ranks.
-
-    Returns:
-        (T / ranks, w * ranks), this rank's tokens, columns in the order of the ranks.
+    Columns are in the order of the ranks. ``order`` and ``inverse`` are as there.
     """
     size = dist.get_world_size(group)
     counts = (x.shape[0] // size,) * size
@@ -204,15 +168,7 @@ def _all_to_all(
 
 
 def all_gather_plain(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Gathers tensors of equal shape from all ranks along a new first axis, without gradient.
-
-    Args:
-        local: Any shape, equal on all ranks.
-        group: The ranks.
-
-    Returns:
-        (size, *local.shape).
-    """
+    """Gathers tensors of equal shape along a new first axis, (size, *local.shape), without gradient."""
     size = dist.get_world_size(group)
     if size == 1:
         return local.unsqueeze(0)

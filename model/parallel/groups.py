@@ -27,17 +27,10 @@ def initialize(
 ) -> None:
     """Joins torchrun's process group or forms one alone, creates megatron-core's groups and sets the seeds.
 
-    Args:
-        tensor: Tensor-parallel size.
-        context: Context-parallel size.
-        pipeline: Number of pipeline stages.
-        expert: Expert-parallel size; must divide data x context x tensor.
-        vision: Ranks that hold the vision tower and nothing else (:mod:`model.parallel.separation`); the sizes above
-            are those of the others. 0 if all ranks share one layout.
-        vision_tensor: Tensor-parallel size of the tower on ranks of its own.
-        backend: ``"gloo"`` or ``"nccl"``; None means nccl with CUDA, else gloo.
-        seed: Seed of the initial weights; see :func:`seed_all`.
-        timeout_minutes: How long a collective waits for a missing rank before the job fails.
+    ``expert`` must divide data x context x tensor. ``vision`` ranks hold the vision tower and nothing else
+    (:mod:`model.parallel.separation`), with a tensor-parallel size of their own; the other sizes are those of the other
+    ranks. It is 0 if all ranks share one layout. The default ``backend`` is nccl with CUDA, else gloo. A collective
+    waits ``timeout_minutes`` for a missing rank before the job fails.
 
     Raises:
         ValueError: If the number of processes is not a multiple of the layout's, or ``MASTER_PORT`` is in use.
@@ -48,15 +41,8 @@ def initialize(
     if parallel_state.model_parallel_is_initialized():
         raise RuntimeError("the parallel groups already exist: call model.parallel.groups.destroy first")
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    require_layout(
-        world,
-        tensor=tensor,
-        context=context,
-        pipeline=pipeline,
-        expert=expert,
-        vision=vision,
-        vision_tensor=vision_tensor,
-    )
+    layout = {"tensor": tensor, "context": context, "pipeline": pipeline, "expert": expert}
+    require_layout(world, **layout, vision=vision, vision_tensor=vision_tensor)
     if torch.cuda.is_available():
         from model.parallel.environment import require_one_cudnn
 
@@ -88,9 +74,6 @@ def seed_all(seed: int) -> None:
     The ranks of a separate vision tower have streams of their own, like a further stage.
     Tensor-parallel ranks share torch's default stream, which initialises replicated parameters, and differ in the
     tracker's stream, which initialises sharded ones.
-
-    Args:
-        seed: The seed, at least 0.
     """
     import random
 

@@ -1,7 +1,4 @@
-"""Which rank encodes which images of a pack, and where their embeddings go.
-
-Everything follows from the image grids and the layout, which every rank knows, so ranks agree on all sizes without
-communication.
+"""Which rank encodes which images of a pack, and where their embeddings go, from what every rank knows.
 
 Shapes: tokens of the pack T, tokens on this rank t, images N, embedding rows on this rank m.
 """
@@ -26,45 +23,26 @@ class ImageRows:
 
     Context-parallel ranks hold different images. If the tower is not tensor parallel, the ranks of a tensor-parallel
     group hold the same images and encode different parts of them.
-
-    Attributes:
-        counts: Embedding rows of each context-parallel rank's images, in rank order.
-        part_counts: Embedding rows that each part of this context-parallel rank computes.
-        grids: Grids of the images that this rank encodes, in order, on the host.
-        held: Half-open ranges of those images' patches among the patches on this rank, in order.
-        row_of_token: int64 (T,), for each token of the pack its row among the embeddings of all ranks; -1 for text.
-        context_rank: This rank.
     """
 
-    counts: tuple[int, ...]
-    part_counts: tuple[int, ...]
-    grids: tuple[tuple[int, int, int], ...]
+    counts: tuple[int, ...]  # embedding rows of each context-parallel rank's images, in rank order
+    part_counts: tuple[int, ...]  # embedding rows that each part of this context-parallel rank computes
+    grids: tuple[tuple[int, int, int], ...]  # grids of the images that this rank encodes, in order, on the host
+    #: Half-open ranges of those images' patches among the patches on this rank, in order.
     held: tuple[tuple[int, int], ...]
+    #: int64 (T,), for each token of the pack its row among the embeddings of all ranks; -1 for text.
     row_of_token: IntArray
-    context_rank: int
+    context_rank: int  # this rank
 
     @classmethod
     def of(
-        cls,
-        batch: PackedBatch,
-        merge_unit: int,
-        context_size: int,
-        context_rank: int,
-        parts: int = 1,
-        part: int = 0,
+        cls, batch: PackedBatch, merge_unit: int, context_size: int, context_rank: int, parts: int = 1, part: int = 0
     ) -> ImageRows:
         """Computes the rows from the grids of the whole pack, which are equal on all ranks.
 
-        Args:
-            batch: The batch of this context-parallel rank.
-            merge_unit: Patches per embedding row.
-            context_size: Context-parallel size.
-            context_rank: Context-parallel rank.
-            parts: Number of parts that encode a context-parallel rank's images.
-            part: The part of this rank.
-
-        Raises:
-            ValueError: If an image extends beyond the pack, or the patches do not match the grids.
+        ``batch`` is that of this context-parallel rank. Several ``parts`` encode a context-parallel rank's images;
+        ``part`` is that of this rank. An embedding row has ``merge_unit`` patches. A ValueError if an image extends
+        beyond the pack, or the patches do not match the grids.
         """
         grids, starts = batch.host.image_grid_thw.reshape(-1, 3), batch.host.image_starts
         owners = image_owners(grids, context_size)
@@ -94,10 +72,9 @@ class ImageRows:
         return torch.cat([patches[start:end] for start, end in self.held]) if self.held else patches[:0]
 
     def routes(self, tokens: Sequence[IntArray]) -> RowRoutes:
-        """Returns how embeddings travel so that each context-parallel rank gets those of some tokens, each once.
+        """Returns how embeddings travel so that each context-parallel rank gets those of its ``tokens``, each once.
 
-        Args:
-            tokens: For each rank the pack tokens whose embeddings it needs; -1 and text tokens need none.
+        ``tokens`` are the pack tokens of each rank; -1 and text tokens need no embedding.
         """
         ends = np.cumsum([0, *self.counts])
         mine, first = self.context_rank, int(ends[self.context_rank])
@@ -109,57 +86,27 @@ class ImageRows:
         # Rows are ordered by the rank that computes them, so what one rank gets from another is a slice.
         cuts = [np.searchsorted(rows, ends) for rows in wanted]
         outgoing = [rows[cut[mine] : cut[mine + 1]] - first for rows, cut in zip(wanted, cuts, strict=True)]
-        return RowRoutes(
-            np.concatenate(outgoing),
-            tuple(len(rows) for rows in outgoing),
-            tuple(np.diff(cuts[mine]).tolist()),
-            wanted[mine],
-        )
-
-    def places(self, tokens: IntArray, routes: RowRoutes, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns which of the given tokens are image tokens, and their rows among the embeddings that arrived.
-
-        Args:
-            tokens: (t,) indices in the pack; -1 for no token.
-            routes: How the embeddings travelled.
-            device: Device of the results.
-
-        Returns:
-            Indices into ``tokens`` and rows; int64, of equal length.
-        """
-        return places(self.row_of_token, routes.wanted, tokens, device)
+        sent, received = tuple(len(rows) for rows in outgoing), tuple(np.diff(cuts[mine]).tolist())
+        return RowRoutes(np.concatenate(outgoing), sent, received, wanted[mine])
 
 
 @dataclass(frozen=True)
 class RowRoutes:
-    """How image embeddings travel between context-parallel ranks: each rank gets the rows of its own tokens.
+    """How image embeddings travel between context-parallel ranks: each rank gets the rows of its own tokens."""
 
-    Attributes:
-        outgoing: int64, rows among those that this rank computed, in the order of their destinations.
-        sent: Number of rows for each rank.
-        received: Number of rows from each rank.
-        wanted: int64 (m,), ascending rows among those of all ranks that this rank gets.
-    """
-
-    outgoing: IntArray
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
-    wanted: IntArray
+    outgoing: IntArray  # int64, rows among those that this rank computed, in the order of their destinations
+    sent: tuple[int, ...]  # number of rows for each rank
+    received: tuple[int, ...]  # number of rows from each rank
+    wanted: IntArray  # int64 (m,), ascending rows among those of all ranks that this rank gets
 
 
 def places(
     row_of_token: IntArray, wanted: IntArray, tokens: IntArray, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns which of the given tokens are image tokens, and their rows among those that a rank has.
+    """Returns which of some pack tokens (t,) are image tokens, and their rows among those that a rank has, both int64.
 
-    Args:
-        row_of_token: int64 (T,), the row of each pack token; -1 for text.
-        wanted: int64 (m,), ascending rows that the rank has.
-        tokens: (t,) indices in the pack; -1 for no token.
-        device: Device of the results.
-
-    Returns:
-        Indices into ``tokens`` and rows; int64, of equal length.
+    ``row_of_token``, int64 (T,), is the row of each pack token; -1 for text. ``wanted``, int64 (m,), are the ascending
+    rows that the rank has. A token of -1 is none.
     """
     rows = _rows_of(row_of_token, tokens)
     where = np.flatnonzero(rows >= 0)

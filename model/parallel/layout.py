@@ -10,17 +10,8 @@ def require_layout(
 ) -> None:
     """Raises an error if the layout does not fit the number of processes.
 
-    Args:
-        world: Number of processes.
-        tensor: Tensor-parallel size.
-        context: Context-parallel size.
-        pipeline: Number of pipeline stages.
-        expert: Expert-parallel size; must divide data x context x tensor.
-        vision: Processes that hold the vision tower and nothing else.
-        vision_tensor: Their tensor-parallel size.
-
-    Raises:
-        ValueError: If the number of processes is not a multiple of the layout's, or experts cannot be split evenly.
+    ``vision`` processes hold the vision tower and nothing else; ``expert`` must divide data x context x tensor. A
+    ValueError if the number of processes is not a multiple of the layout's, or experts cannot be split evenly.
     """
     need = tensor * context * pipeline
     if vision:

@@ -1,7 +1,6 @@
 """Layout of a pack on this rank: segments and local tokens. All layers of a forward pass share it.
 
-Everything follows from ``cu_seqlens_padded`` and the context-parallel rank. Every rank knows these, so ranks agree on
-all sizes without communication.
+Every rank knows ``cu_seqlens_padded``, from which all follows, so ranks agree on all sizes without communication.
 
 Shapes: tokens of the pack T, tokens on this rank t, segments S.
 """
@@ -33,24 +32,17 @@ class PackParams(PackedSeqParams):
     The padded boundaries serve as the only boundaries: padding is at the end of a segment, where causal attention,
     convolution and delta rule keep it from the real tokens. One set of boundaries thus serves all layers and kernels
     (``pad_between_seqs`` would rule out FlashAttention).
-
-    Attributes:
-        bounds: Segment boundaries of the whole pack, on the host.
-        context_size: Context-parallel size.
-        context_rank: Context-parallel rank.
-        token_index: int64 (t,), index in the pack of each token on this rank, on the device; None without context
-            parallelism.
-        gathered_order: int64 (T,), for each token of the pack its row in the rank-order concatenation of all ranks'
-            tokens; None without context parallelism.
-        image_tokens: int64 (m,), image tokens among the tokens that this rank's layers compute; None if no layer adds
-            image features.
     """
 
-    bounds: tuple[int, ...] = ()
-    context_size: int = 1
-    context_rank: int = 0
+    bounds: tuple[int, ...] = ()  # segment boundaries of the whole pack, on the host
+    context_size: int = 1  # context-parallel size
+    context_rank: int = 0  # context-parallel rank
+    #: int64 (t,), index in the pack of each token on this rank, on the device; None without context parallelism.
     token_index: torch.Tensor | None = None
+    #: int64 (T,), for each token of the pack its row in the rank-order concatenation of all ranks' tokens; None
+    #: without context parallelism.
     gathered_order: torch.Tensor | None = None
+    #: int64 (m,), image tokens among the tokens that this rank's layers compute; None if no layer adds image features.
     image_tokens: torch.Tensor | None = None
 
     @cached_property
@@ -91,27 +83,16 @@ class PackParams(PackedSeqParams):
 
 @dataclass(frozen=True)
 class PackIndex:
-    """Host-side index arithmetic of a pack.
+    """Host-side index arithmetic of a pack."""
 
-    Attributes:
-        bounds: int64 (S + 1,), padded segment boundaries.
-        true_ends: int64 (S,), one past the last real token of each segment.
-        local: int64 (t,), index in the pack of each token on this rank.
-        following: int64 (t,), index of the next real token of the same sample; -1 if none.
-    """
-
-    bounds: IntArray
-    true_ends: IntArray
-    local: IntArray
-    following: IntArray
+    bounds: IntArray  # int64 (S + 1,), padded segment boundaries
+    true_ends: IntArray  # int64 (S,), one past the last real token of each segment
+    local: IntArray  # int64 (t,), index in the pack of each token on this rank
+    following: IntArray  # int64 (t,), index of the next real token of the same sample; -1 if none
 
     @classmethod
     def of(cls, batch: PackedBatch, context_size: int, context_rank: int) -> PackIndex:
-        """Builds the index from the boundaries of a batch.
-
-        Raises:
-            ValueError: If the batch is the slice of another rank.
-        """
+        """Builds the index from the boundaries of a batch; a ValueError if the batch is the slice of another rank."""
         held = batch.context_parallel
         have = (held.rank, held.size) if held is not None else (0, 1)
         if have != (context_rank, context_size):

@@ -1,12 +1,9 @@
 """Sends image rows from the ranks of the tower to the language model, and their gradients back.
 
 Each direction has a group of its own. In a step every rank takes part in the exchange of every micro-batch, in order,
-with sizes from the plan. So ranks cannot wait for each other in a circle, whatever the order of forward and backward
-passes between them.
-
-The language model asks for rows as many micro-batches ahead as the tower may be (``parallel.vision_ahead``). All rows
-that a rank of the tower has begun to send can then arrive, even while a rank of the language model waits for all work
-on its GPU, as it does when memory runs short.
+with sizes from the plan. So ranks cannot wait for each other in a circle. The language model asks for rows as many
+micro-batches ahead as the tower may be (``parallel.vision_ahead``). All rows that a rank of the tower has begun to send
+can then arrive, even while a rank waits for all work on its GPU, as it does when memory runs short.
 
 Shapes: rows on a rank m, width of a row W.
 """
@@ -32,15 +29,9 @@ from model.parallel.waiting import Waiting
 
 @dataclass(frozen=True)
 class RowFormat:
-    """What rows look like.
+    """What rows look like."""
 
-    Attributes:
-        width: Values per row.
-        dtype: Their type.
-        device: Where they are.
-    """
-
-    width: int
+    width: int  # values per row
     dtype: torch.dtype
     device: torch.device
 
@@ -50,16 +41,7 @@ class RowFormat:
 
 
 class RowSender:
-    """A rank of the tower: sends rows and receives their gradients.
-
-    Args:
-        ranks: Both sides.
-        rows: Format of the rows.
-        tensor_group: Tensor-parallel ranks of the tower.
-
-    Attributes:
-        waiting: Time that this rank waits for gradients.
-    """
+    """A rank of the tower, with its tensor-parallel group: sends rows, receives gradients, counts its waiting time."""
 
     def __init__(self, ranks: Separation, rows: RowFormat, tensor_group: Any):
         self._ranks, self._format, self._tensor_group = ranks, rows, tensor_group
@@ -67,13 +49,7 @@ class RowSender:
         self._sent: dict[int, tuple[Any, Transfer, Tensor]] = {}
 
     def send(self, number: int, micro_batch: MicroBatchRows, rows: Tensor) -> None:
-        """Starts to send the rows of a micro-batch.
-
-        Args:
-            number: The micro-batch in its step.
-            micro_batch: Its rows.
-            rows: (m, W), those that this rank computed.
-        """
+        """Starts to send the rows of a micro-batch, (m, W), that this rank computed."""
         transfer = micro_batch.to_send(dist.get_rank())
         chosen = rows.detach().index_select(0, to_device(transfer.outgoing, rows.device))
         work = _start(self._format.empty(0), chosen, transfer.received, transfer.sent, self._ranks.rows_group)
@@ -102,16 +78,9 @@ class RowSender:
 
 
 class RowReceiver:
-    """A rank of the language model's first stage: receives rows and sends their gradients.
+    """A rank of the language model's first stage, with its tensor-parallel group: receives rows, sends their gradients.
 
-    Args:
-        ranks: Both sides.
-        rows: Format of the rows.
-        tensor_group: Tensor-parallel ranks of the language model.
-        ahead: Micro-batches whose rows it asks for before it needs them.
-
-    Attributes:
-        waiting: Time that this rank waits for rows.
+    It asks for the rows of as many micro-batches ``ahead`` before it needs them, and counts the time that it waits.
     """
 
     def __init__(self, ranks: Separation, rows: RowFormat, tensor_group: Any, ahead: int):
@@ -124,22 +93,15 @@ class RowReceiver:
         self._returning: list[tuple[Any, Tensor]] = []
 
     def begin(self, micro_batches: Sequence[MicroBatchRows], trained: bool) -> None:
-        """Begins a step.
-
-        Args:
-            micro_batches: Its micro-batches, in the order in which the model computes them.
-            trained: Whether the tower wants gradients.
-        """
+        """Begins a step of micro-batches in the order of computation; ``trained`` if the tower wants gradients."""
         self._micro_batches, self._trained, self._next = micro_batches, trained, 0
         for number in range(self._ahead):
             self._request(number)
 
     def receive(self) -> tuple[Tensor, IntArray, IntArray]:
-        """Returns the rows of the next micro-batch.
+        """Returns the rows of the next micro-batch that this context-parallel rank places, (m, W).
 
-        Returns:
-            (m, W), the rows that this context-parallel rank places; int64 (m,), their ascending numbers; and int64
-            (T,), the number of each token's row, -1 for text.
+        With them come their ascending numbers, int64 (m,), and the number of each token's row, int64 (T,), -1 for text.
         """
         number = self._next
         self._next = number + 1

@@ -1,8 +1,7 @@
-"""Process groups for a vision tower on processes of its own.
+"""Process groups for a vision tower on processes of its own: ranks [0, N). The others hold the language model.
 
-Ranks [0, N) hold the tower, the others the language model. Each side has a grid of megatron-core's groups, with its own
-sizes. A process sees the grid of its side in ``megatron.core.parallel_state``, as if the other side did not exist. The
-sides meet in the default group and in two groups of the ranks that exchange image rows.
+Each side has a grid of megatron-core's groups, which a process sees in ``megatron.core.parallel_state`` as if the other
+side did not exist. The sides meet in the default group and in two groups of the ranks that exchange image rows.
 """
 
 from __future__ import annotations
@@ -23,26 +22,16 @@ _BLOCKS = 2
 
 @dataclass(frozen=True)
 class Separation:
-    """Sizes of both sides, and the groups in which they exchange image rows.
+    """Sizes of both sides, and the groups in which they exchange image rows."""
 
-    Attributes:
-        vision: Ranks that hold the tower: the first ones.
-        vision_tensor: Tensor-parallel size of the tower.
-        data: Data-parallel size of the language model.
-        context: Its context-parallel size.
-        tensor: Its tensor-parallel size.
-        pipeline: Its number of pipeline stages.
-        rows_group: Ranks of the tower and of the first pipeline stage; rows of images travel here.
-        gradients_group: The same ranks; gradients travel here, so that neither direction waits for the other.
-    """
-
-    vision: int
-    vision_tensor: int
-    data: int
-    context: int
-    tensor: int
-    pipeline: int
-    rows_group: Any = None
+    vision: int  # ranks that hold the tower: the first ones
+    vision_tensor: int  # tensor-parallel size of the tower
+    data: int  # data-parallel size of the language model
+    context: int  # its context-parallel size
+    tensor: int  # its tensor-parallel size
+    pipeline: int  # its number of pipeline stages
+    rows_group: Any = None  # ranks of the tower and of the first pipeline stage; rows of images travel here
+    #: The same ranks; gradients travel here, so that neither direction waits for the other.
     gradients_group: Any = None
 
     @property
@@ -92,13 +81,9 @@ def forget_separation() -> None:
 
 
 def initialize_sides(vision: int, vision_tensor: int, language: dict[str, int], timeout_minutes: int) -> None:
-    """Creates the groups of both sides. All processes must call it.
+    """Creates the groups of both sides, with ``vision`` ranks for the tower. All processes must call it.
 
-    Args:
-        vision: Ranks that hold the tower.
-        vision_tensor: Tensor-parallel size of the tower.
-        language: Sizes of the language model's layout, as arguments of megatron-core's ``initialize_model_parallel``.
-        timeout_minutes: How long a collective waits for a missing rank.
+    ``language`` are arguments of megatron-core's ``initialize_model_parallel``.
     """
     global _current
     make = partial(
@@ -115,9 +100,7 @@ def initialize_sides(vision: int, vision_tensor: int, language: dict[str, int], 
     make(**language, rank_offset=vision, local_world_size=others)
     if dist.get_rank() < vision:
         vars(parallel_state).update(of_tower)
-    tensor, context, pipeline = (
-        language[f"{name}_parallel_size"] for name in ("tensor_model", "context", "pipeline_model")
-    )
+    tensor, context, pipeline = (language[f"{x}_parallel_size"] for x in ("tensor_model", "context", "pipeline_model"))
     sizes = Separation(vision, vision_tensor, others // (tensor * context * pipeline), context, tensor, pipeline)
     rows, gradients = (_exchange_group(sizes, timedelta(minutes=timeout_minutes)) for _ in range(2))
     _current = replace(sizes, rows_group=rows, gradients_group=gradients)

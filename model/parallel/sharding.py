@@ -1,13 +1,9 @@
 """Fully sharded parameters: each data-parallel rank holds some rows of every parameter, with torch's FSDP2.
 
-A *unit* is a module whose parameters are gathered together right before its forward or backward pass and released after
-it. All modules of a unit then see whole parameters, whether or not they are called: the delta net reads its
-convolution's weight, and multi-token prediction the output layer.
-
-Ranks that hold the same parameters share the rows: those of the data- and context-parallel group, and for spread
-experts those of the experts' own group. Each tensor-parallel rank shards its own part.
-
-Decision: docs/decisions/0064.
+A *unit* is a module whose parameters are gathered right before its forward or backward pass and released after it. All
+modules of a unit then see whole parameters, whether or not they are called. Ranks that hold the same parameters share
+the rows: those of the data- and context-parallel group, and for spread experts those of the experts' own group. Each
+tensor-parallel rank shards its own part (docs/decisions/0064).
 """
 
 from __future__ import annotations
@@ -27,21 +23,13 @@ from torch.distributed.tensor import DTensor
 
 @dataclass(frozen=True)
 class ParameterRows:
-    """A parameter of which this rank holds some rows.
-
-    Attributes:
-        name: Name in the model.
-        parameter: The model's parameter, a ``DTensor``.
-        rows: The rows of this rank as a parameter of their own, in the same memory, for the optimizer.
-        start: The first of these rows; of the parameter that the tensor-parallel rank holds.
-        group: The ranks that hold the other rows.
-    """
+    """A parameter of which this rank holds some rows."""
 
     name: str
-    parameter: nn.Parameter
-    rows: nn.Parameter
-    start: int
-    group: dist.ProcessGroup
+    parameter: nn.Parameter  # the model's parameter, a ``DTensor``
+    rows: nn.Parameter  # the rows of this rank as a parameter of their own, in the same memory, for the optimizer
+    start: int  # the first of these rows; of the parameter that the tensor-parallel rank holds
+    group: dist.ProcessGroup  # the ranks that hold the other rows
 
     @property
     def stop(self) -> int:
@@ -50,17 +38,10 @@ class ParameterRows:
 
 
 def shard_parameters(model: Any, compute: torch.dtype, device: torch.device) -> list[ParameterRows]:
-    """Shards a model's parameters in place, one unit after another.
+    """Shards a model's parameters in place, one unit after another. Returns all, in the order of ``named_parameters``.
 
-    Trained parameters become float32 and are computed with in ``compute``. Gradients are summed in float32.
-
-    Args:
-        model: A :class:`model.network.vision_language.VisionLanguageModel` on its device, equal on all replicas.
-        compute: Dtype of gathered parameters.
-        device: Its device.
-
-    Returns:
-        All parameters in the order of ``named_parameters``.
+    Trained parameters become float32 and are computed with in ``compute``. Gradients are summed in float32. The model,
+    a :class:`model.network.vision_language.VisionLanguageModel`, is equal on all replicas.
     """
     marks = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
     dense = parallel_state.get_data_parallel_group(with_context_parallel=True)

@@ -26,40 +26,24 @@ _STEPS = 40
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """FLOP/s of a GPU, in any unit.
+    """FLOP/s of a GPU, in any unit."""
 
-    Attributes:
-        vision: In a tower of its own.
-        language: In the language model.
-        vision_together: In a tower in the language model's layout.
-    """
-
-    vision: float = 1.0
-    language: float = 1.0
-    vision_together: float = 1.0
+    vision: float = 1.0  # in a tower of its own
+    language: float = 1.0  # in the language model
+    vision_together: float = 1.0  # in a tower in the language model's layout
 
 
 def estimate_splits(
     plan: EpochPlan, gpus: int, model_parallel: int, stages: int = 1, ahead: int = 1, speeds: Speeds | None = None
 ) -> tuple[Split, ...]:
-    """Estimates each split of some GPUs that the global batch allows.
+    """Estimates each split of GPUs for both sides that the global batch allows, by ascending ``vision_gpus``.
 
-    Args:
-        plan: The plan; its cost model is that of the whole model.
-        gpus: GPUs for both sides.
-        model_parallel: GPUs that share each layer of the language model for a pack (tensor x context parallel).
-        stages: Its pipeline stages.
-        ahead: Micro-batches that the tower encodes ahead (``parallel.vision_ahead``).
-        speeds: FLOP/s; None if all are equal.
-
-    Returns:
-        The estimates, by ascending ``vision_gpus``.
-
-    Raises:
-        UsageError: If no split is possible.
+    The plan's cost model is that of the whole model. ``model_parallel`` GPUs share each layer of the language model for
+    a pack (tensor x context parallel). The tower encodes ``ahead`` micro-batches ahead (``parallel.vision_ahead``). A
+    UsageError if no split is possible.
     """
     batch, replica = plan.config.global_batch, model_parallel * stages
-    simulation = _Simulation(plan, model_parallel, stages, speeds or Speeds())
+    simulation = SplitSimulation(plan, model_parallel, stages, speeds or Speeds())
     together = simulation.time_together(gpus)
     found = []
     for apart in range(1, gpus):
@@ -74,31 +58,15 @@ def estimate_splits(
     return tuple(found)
 
 
-def split_of(
-    plan: EpochPlan, gpus: int, vision_gpus: int, model_parallel: int, stages: int, ahead: int, speeds: Speeds
-) -> Split:
-    """Estimates one split, whose sizes must fit, without comparison; see :func:`estimate_splits`."""
-    return _Simulation(plan, model_parallel, stages, speeds).split(gpus, vision_gpus, ahead, None)
-
-
-def time_together(
-    plan: EpochPlan, gpus: int, model_parallel: int, stages: int = 1, speeds: Speeds | None = None
-) -> float | None:
-    """Returns the mean time of a step if one layout holds both; None if sizes do not fit.
-
-    The arguments are those of :func:`estimate_splits`.
-    """
-    return _Simulation(plan, model_parallel, stages, speeds or Speeds()).time_together(gpus)
-
-
-class _Simulation:
-    """Steps of a plan, and the work of each side in them."""
+class SplitSimulation:
+    """Steps of a plan, and the work of each side in them; the arguments are those of :func:`estimate_splits`."""
 
     def __init__(self, plan: EpochPlan, model_parallel: int, stages: int, speeds: Speeds):
         cost = plan.config.cost
         self._plan = plan
         self._model_parallel, self._stages, self._speeds = model_parallel, stages, speeds
-        self._language = _with_cost(plan, dataclasses.replace(cost, per_patch=0, per_patch_squared=0))
+        config = dataclasses.replace(plan.config, cost=dataclasses.replace(cost, per_patch=0, per_patch_squared=0))
+        self._language = dataclasses.replace(plan, config=config)
         self._vision = CostModel(0, 0, 0, cost.per_patch, cost.per_patch_squared)
         self._known: dict[int, npt.NDArray[np.int64]] = {}
         self.steps = sorted({number * plan.num_steps // _STEPS for number in range(_STEPS)})
@@ -153,15 +121,8 @@ class _Simulation:
         if pack < 0:
             return np.zeros(0, np.int64)
         if pack not in self._known:
-            self._known[pack] = self._computed(pack)
+            table, samples = self._plan.table, self._plan.pack(pack).samples
+            none, patches = np.zeros(len(samples), np.int64), table.num_patches[samples]
+            costs = self._vision.sample_costs(none, none, patches, table.sum_patches_squared[samples])
+            self._known[pack] = costs[costs > 0]
         return self._known[pack]
-
-    def _computed(self, pack: int) -> npt.NDArray[np.int64]:
-        table, samples = self._plan.table, self._plan.pack(pack).samples
-        none = np.zeros(len(samples), np.int64)
-        costs = self._vision.sample_costs(none, none, table.num_patches[samples], table.sum_patches_squared[samples])
-        return costs[costs > 0]
-
-
-def _with_cost(plan: EpochPlan, cost: CostModel) -> EpochPlan:
-    return dataclasses.replace(plan, config=dataclasses.replace(plan.config, cost=cost))

@@ -22,11 +22,10 @@ FORWARD = 1 / 3
 def step_time(language: FloatArray, tower: FloatArray | None = None, ahead: int = 1) -> float:
     """Returns when the last pass of a step ends.
 
-    Args:
-        language: (n, D, S), time of the forward and backward pass of each micro-batch, rank and stage.
-        tower: (n, V), the same for the ranks of a tower of its own. A rank without images in a micro-batch has 0 there,
-            and neither makes others wait nor waits for their gradients. None if there is no such tower.
-        ahead: Micro-batches that the tower encodes ahead of those in the pipeline.
+    ``language`` (n, D, S) is the time of the forward and backward pass of each micro-batch, rank and stage, and
+    ``tower`` (n, V) the same for the ranks of a tower of its own, if there is one, which encodes as many micro-batches
+    ``ahead`` of those in the pipeline. A rank without images in a micro-batch has 0 there, and neither makes others
+    wait nor waits.
     """
     micro_batches, _, stages = language.shape
     in_flight = stages + ahead
@@ -62,13 +61,9 @@ def step_time(language: FloatArray, tower: FloatArray | None = None, ahead: int 
 def _one_forward_one_backward(
     micro_batches: int, first: int, last_forward_first: bool = True
 ) -> Iterator[tuple[bool, int]]:
-    """Yields a rank's passes in order, (whether backward, micro-batch).
+    """Yields a rank's passes in order, (whether backward, micro-batch); ``first`` forward passes before the first pair.
 
-    Args:
-        micro_batches: Their number.
-        first: Forward passes before the first pair of passes.
-        last_forward_first: Whether a pair begins with its forward pass, as in a pipeline; a tower frees its memory
-            first.
+    A pair begins with its forward pass in a pipeline; a tower frees its memory first.
     """
     forward = min(first, micro_batches)
     yield from ((False, number) for number in range(forward))

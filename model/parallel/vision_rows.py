@@ -1,9 +1,8 @@
 """Which image rows of a micro-batch go from which rank of the tower to which rank of the language model.
 
-Everything follows from the plan, so both sides know all sizes and nothing is negotiated. Rows of a micro-batch are
-numbered by the data-parallel rank of the tower that computes them, then by pack, then by image. If the tower is tensor
-parallel, its ranks all have the rows of their images and each sends an equal part. Tensor-parallel ranks of the
-language model need the same rows: each receives an equal part, and they gather them.
+Everything follows from the plan, so nothing is negotiated. Rows of a micro-batch are numbered by the data-parallel rank
+of the tower that computes them, then by pack, then by image. Tensor-parallel ranks of the tower each send an equal part
+of their rows, and those of the language model each receive one and gather them.
 
 Shapes: tokens of a pack T, rows of a micro-batch R, images of a pack N.
 """
@@ -17,53 +16,33 @@ import numpy as np
 
 from model.parallel.packed import IntArray, PackIndex
 from model.parallel.separation import Separation
-from vlmdata.loader.request.stream import PackImages
+from vlmdata.loader.request.rank_stream import PackImages
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """One rank's part of an exchange.
+    """One rank's part of an exchange."""
 
-    Attributes:
-        outgoing: int64, on a rank of the tower the rows to send, in the order of their destinations, as numbers among
-            those that it computes; empty on others.
-        sent: Rows for each rank of the group.
-        received: Rows from each rank of the group.
-    """
-
+    #: int64, on a rank of the tower the rows to send, in the order of their destinations, as numbers among those that
+    #: it computes; empty on others.
     outgoing: IntArray
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
+    sent: tuple[int, ...]  # rows for each rank of the group
+    received: tuple[int, ...]  # rows from each rank of the group
 
 
 @dataclass(frozen=True)
 class MicroBatchRows:
-    """The rows of a micro-batch.
+    """The rows of a micro-batch."""
 
-    Attributes:
-        packs: The packs of the data-parallel ranks of the language model.
-        row_of_token: For each pack int64 (T,): the row of each token; -1 for text.
-        bounds: int64 (vision ranks + 1,): rank v of the tower sends rows [bounds[v], bounds[v + 1]).
-        ranks: Both sides.
-        following: Whether a rank also needs the rows of the tokens that follow its own (multi-token prediction).
-    """
-
-    packs: Sequence[PackImages]
-    row_of_token: tuple[IntArray, ...]
-    bounds: IntArray
+    packs: Sequence[PackImages]  # the packs of the data-parallel ranks of the language model
+    row_of_token: tuple[IntArray, ...]  # for each pack int64 (T,): the row of each token; -1 for text
+    bounds: IntArray  # int64 (vision ranks + 1,): rank v of the tower sends rows [bounds[v], bounds[v + 1])
     ranks: Separation
-    following: bool
+    following: bool  # whether a rank also needs the rows of the tokens that follow its own (multi-token prediction)
 
     @classmethod
     def of(cls, packs: Sequence[PackImages], ranks: Separation, merge_unit: int, following: bool) -> MicroBatchRows:
-        """Numbers the rows.
-
-        Args:
-            packs: The packs.
-            ranks: Both sides.
-            merge_unit: Patches per row.
-            following: See the class.
-        """
+        """Numbers the rows of packs, of ``merge_unit`` patches each; for ``following`` see the class."""
         counts = np.concatenate([each.image_grid_thw.prod(1) // merge_unit for each in packs])
         owners = np.concatenate([each.owners for each in packs])
         order = np.argsort(owners, kind="stable")
@@ -82,9 +61,8 @@ class MicroBatchRows:
 
     def wanted(self, data: int, context: int) -> IntArray:
         """Returns the rows that a context-parallel rank of the language model places, ascending, each once."""
-        index = PackIndex.of_boundaries(
-            self.packs[data].cu_seqlens, self.packs[data].cu_seqlens_padded, self.ranks.context, context
-        )
+        pack = self.packs[data]
+        index = PackIndex.of_boundaries(pack.cu_seqlens, pack.cu_seqlens_padded, self.ranks.context, context)
         row_of_token = self.row_of_token[data]
         needed = np.zeros(int(self.bounds[-1]) + 1, np.bool_)
         needed[row_of_token[index.local]] = True  # -1 marks the entry beyond the rows

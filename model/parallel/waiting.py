@@ -1,48 +1,62 @@
-"""How long a device waits for other ranks."""
+"""Moments of a device's work, and how long it waits for other ranks."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import torch
+
+
+class DeviceMoment:
+    """The moment at which a device has done all work that is queued now. On a CPU, this is now."""
+
+    def __init__(self, device: torch.device):
+        self._host = time.perf_counter()
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+
+    def has_come(self) -> bool:
+        """Whether the device has done the work."""
+        return self._event is None or self._event.query()
+
+    def wait(self) -> None:
+        """Waits until the device has done the work."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_after(self, earlier: DeviceMoment) -> float:
+        """Returns the seconds from an earlier moment to this one. Both must have come."""
+        if self._event is None or earlier._event is None:
+            return self._host - earlier._host
+        milliseconds: float = earlier._event.elapsed_time(self._event)
+        return milliseconds / 1e3
 
 
 class Waiting:
     """Sums the time in which a device has no other work than to wait.
 
     On a CUDA device, it is the time that the current stream waits, not the process: that one only enters commands.
-
-    Args:
-        device: The device.
     """
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._seconds = 0.0
-        self._marks: list[tuple[Any, Any]] = []
+        self._marks: list[tuple[DeviceMoment, DeviceMoment]] = []
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
         """Wraps a wait."""
-        if self._device.type != "cuda":
-            begun = time.perf_counter()
-            yield
-            self._seconds += time.perf_counter() - begun
-            return
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+        begin = DeviceMoment(self._device)
         yield
-        end.record()
-        self._marks.append((begin, end))
+        self._marks.append((begin, DeviceMoment(self._device)))
 
     def take(self) -> float:
         """Returns the seconds since the last call, and starts again from zero. Waits for the last of these waits."""
         if self._marks:
-            self._marks[-1][1].synchronize()
-        seconds: float = self._seconds + sum(begin.elapsed_time(end) for begin, end in self._marks) / 1e3
-        self._seconds = 0.0
+            self._marks[-1][1].wait()
+        seconds = sum(end.seconds_after(begin) for begin, end in self._marks)
         self._marks.clear()
         return seconds

@@ -17,17 +17,11 @@ _TOWER = -1
 
 
 def settle_damage(loader: StreamingLoader, place: RankPlace, masked: Collection[SampleId]) -> None:
-    """Tells all loaders what any of them masked, so that their states and limits are one; a collective.
+    """Tells all loaders what any of them masked in a step, so that their states and limits are one; a collective.
 
-    Args:
-        loader: The loader of this rank.
-        place: This process.
-        masked: (dataset number, position in the dataset) of the samples that this rank masked in the step.
-
-    Raises:
-        DatasetFormatError: On all ranks, if ranks that share packs masked different samples, as copies of the data on
-            several nodes may differ; or if there are more than ``data.max_damaged`` now. A rank of a vision tower of
-            its own shares the packs of all.
+    ``masked`` are dataset numbers and positions in the dataset. All ranks raise a DatasetFormatError if ranks that
+    share packs masked different samples, as copies of the data on several nodes may differ; or if there are more than
+    ``data.max_damaged`` now. A rank of a vision tower of its own shares the packs of all.
     """
     found = gathered((place.dp_rank, frozenset(masked)))
     with together():

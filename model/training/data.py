@@ -16,9 +16,7 @@ from model.training.settings.early_checks import require_data_family, require_da
 from vlmdata import Blend, LoaderConfig, PackedBatch, StreamingLoader
 from vlmdata.errors import UsageError
 from vlmdata.format.manifest import Manifest
-from vlmdata.loader.config import Packing, Parallelism, Reading, Service
 from vlmdata.loader.data import open_data
-from vlmdata.storage.choices import DEFAULT_CACHE_BYTES
 from vlmdata.wording import counted
 
 
@@ -62,31 +60,31 @@ class RankPlace:
         from model.parallel.separation import separation
 
         sides = separation()
+        of_all = {
+            "rank": torch.distributed.get_rank(),
+            "world": torch.distributed.get_world_size(),
+            "tp_rank": groups.get_tensor_model_parallel_rank(),
+            "vision_size": 0 if sides is None else sides.replicas,
+        }
         if sides is not None and sides.holds_tower:
             return cls(
-                rank=torch.distributed.get_rank(),
-                world=torch.distributed.get_world_size(),
+                **of_all,
                 dp_rank=-1,
                 dp_size=sides.data,
                 cp_rank=0,
                 cp_size=sides.context,
-                tp_rank=groups.get_tensor_model_parallel_rank(),
                 first_stage=False,
                 last_stage=False,
                 vision_rank=groups.get_data_parallel_rank(),
-                vision_size=sides.replicas,
             )
         return cls(
-            rank=torch.distributed.get_rank(),
-            world=torch.distributed.get_world_size(),
+            **of_all,
             dp_rank=groups.get_data_parallel_rank(),
             dp_size=groups.get_data_parallel_world_size(),
             cp_rank=groups.get_context_parallel_rank(),
             cp_size=groups.get_context_parallel_world_size(),
-            tp_rank=groups.get_tensor_model_parallel_rank(),
             first_stage=groups.is_pipeline_first_stage(),
             last_stage=groups.is_pipeline_last_stage(),
-            vision_size=0 if sides is None else sides.replicas,
         )
 
     @property
@@ -119,46 +117,32 @@ def open_loader(
     data, parallel, model = config.data, config.parallel, config.model
     require_data_named(data)
     weighs = architecture.language.moe is not None and model.moe_aux_loss != 0
-    of_tower, shared = place.vision_rank is not None, place.vision_size == 0
+    of_tower, shared, on_gpu = place.vision_rank is not None, place.vision_size == 0, device.type == "cuda"
     flops = spec_of(architecture).step_flops(architecture, model.mtp is not False, model.freeze)
     try:
-        options = LoaderConfig(
-            Packing(
-                capacity=data.capacity,
-                global_batch=data.global_batch,
-                max_patches=data.max_patches,
-                pad_to_capacity=device.type == "cuda" if data.pad_to_capacity is None else data.pad_to_capacity,
-                pad_multiple=math.lcm(data.pad_multiple, 16 if config.run.fp8 else 1),
-                shuffle_window=data.shuffle_window,
-                seed=data.seed,
-                blend=Blend(data.blend_by, data.blend) if data.blend else None,
-                balance=data.balance,
-                cost=(flops if shared else flops.without_vision()).cost_model(),
-            ),
-            Parallelism(
-                dp_rank=max(place.dp_rank, 0),
-                dp_size=place.dp_size,
-                context_parallel=parallel.cp,
-                context_parallel_rank=place.cp_rank if parallel.cp > 1 and not of_tower else None,
-                tensor_parallel=parallel.tp,
-                sequence_parallel=parallel.sp,
-                vision_ranks=place.vision_size,
-                vision_rank=place.vision_rank,
-            ),
-            Reading(
-                parts=("pixels",)
+        options = LoaderConfig.of(
+            **data.loader_options
+            | {
+                "capacity": data.capacity,
+                "global_batch": data.global_batch,
+                "pad_to_capacity": on_gpu if data.pad_to_capacity is None else data.pad_to_capacity,
+                "pad_multiple": math.lcm(data.loader_options["pad_multiple"], 16 if config.run.fp8 else 1),
+                "blend": Blend(data.blend_by, data.blend) if data.blend else None,
+                "cost": (flops if shared else flops.without_vision()).cost_model(),
+                "dp_rank": max(place.dp_rank, 0),
+                "dp_size": place.dp_size,
+                "context_parallel": parallel.cp,
+                "context_parallel_rank": place.cp_rank if parallel.cp > 1 and not of_tower else None,
+                "tensor_parallel": parallel.tp,
+                "sequence_parallel": parallel.sp,
+                "vision_ranks": place.vision_size,
+                "vision_rank": place.vision_rank,
+                "parts": ("pixels",)
                 if of_tower
                 else parts_needed(place.first_stage, place.last_stage, weighs, shared and not model.language_only),
-                num_workers=data.workers,
-                timeout=data.timeout,
-                verify=data.verify,
-                on_damage=data.on_damage,
-                max_damaged=data.max_damaged,
-                device=device if device.type == "cuda" else None,
-                fetch=data.fetch,
-                cache_dir=data.cache_dir,
-            ),
-            service_of(data),
+                "num_workers": data.workers,
+                "device": device if on_gpu else None,
+            }
         )
         loader = StreamingLoader(data.paths, options)
     except UsageError as error:
@@ -174,7 +158,7 @@ def _require_no_images(data: DataConfig, loader: StreamingLoader) -> None:
     """Raises an error if a dataset that the run reads has images."""
     shares = data.blend or (1.0,) * len(loader.datasets)
     for dataset, share in zip(loader.datasets, shares, strict=True):
-        images = dataset.manifest.totals.images
+        images = dataset.manifest.totals.items
         if images and share > 0:
             raise ConfigError(
                 f"{dataset.name} has {counted(images, 'image')}, but model.language_only builds no vision tower: give "
@@ -188,27 +172,14 @@ def manifest_of(config: TrainConfig) -> Manifest:
     Raises:
         ConfigError: If no data is given.
         DatasetFormatError: If the dataset is missing or unfinished.
+        UsageError: If options of a service are incompatible.
     """
     data = config.data
     require_data_named(data)
-    cache = None if data.cache_dir is None else Path(data.cache_dir)
-    return open_data(data.paths[:1], cache, DEFAULT_CACHE_BYTES, service_of(data), data.timeout).datasets[0].manifest
-
-
-def service_of(data: DataConfig) -> Service:
-    """Returns the options of a collation service.
-
-    Raises:
-        UsageError: If they are incompatible.
-    """
-    return Service(
-        hedge=data.hedge,
-        service_token_file=data.service_token_file,
-        service_insecure=data.service_insecure,
-        tls_ca=data.tls_ca,
-        tls_cert=data.tls_cert,
-        tls_key=data.tls_key,
-    )
+    given = LoaderConfig.of(capacity=data.capacity, global_batch=data.global_batch, **data.loader_options)
+    cache = None if given.reading.cache_dir is None else Path(given.reading.cache_dir)
+    opened = open_data(data.paths[:1], cache, given.reading.cache_bytes, given.service, given.reading.timeout)
+    return opened.datasets[0].manifest
 
 
 def endless(loader: StreamingLoader) -> Iterator[PackedBatch]:

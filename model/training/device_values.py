@@ -1,44 +1,16 @@
-"""Results and times of a device's work, for a host that does not wait for them at once."""
+"""Results of a device's work, for a host that does not wait for them at once."""
 
 from __future__ import annotations
 
-import time
-
 import torch
 
-
-class DeviceMoment:
-    """The moment at which a device has done all work that is queued now. On a CPU, this is now."""
-
-    def __init__(self, device: torch.device):
-        self._host = time.perf_counter()
-        self._event: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self._event = torch.cuda.Event(enable_timing=True)
-            self._event.record()
-
-    def has_come(self) -> bool:
-        """Whether the device has done the work."""
-        return self._event is None or self._event.query()
-
-    def wait(self) -> None:
-        """Waits until the device has done the work."""
-        if self._event is not None:
-            self._event.synchronize()
-
-    def seconds_after(self, earlier: DeviceMoment) -> float:
-        """Returns the seconds from an earlier moment to this one. Both must have come."""
-        if self._event is None or earlier._event is None:
-            return self._host - earlier._host
-        milliseconds: float = earlier._event.elapsed_time(self._event)
-        return milliseconds / 1e3
+from model.parallel.waiting import DeviceMoment
 
 
 class DeviceValues:
     """Copies the values of some tensors from their device in the background, all together. float64 holds them exactly.
 
-    Attributes:
-        ready: The moment at which the values are on the host.
+    They are on the host from the moment ``ready`` on.
     """
 
     def __init__(self, *tensors: torch.Tensor):

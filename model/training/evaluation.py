@@ -10,21 +10,20 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from model.architecture import Architecture
 from model.training.checkpoints.learner_state import gather_weights
 from model.training.data import RankPlace, open_loader
 from model.training.optimizer.learner import Learner, unwrapped
 from model.training.settings.config import ConfigError, TrainConfig
-from model.training.step import forward_step
+from model.training.step import run_passes
 from model.training.vision_side import VisionSide
-from vlmdata import PackedBatch, StreamingLoader
+from vlmdata import StreamingLoader
 from vlmdata.loader.data import require_one_tokenizer
 from vlmdata.wording import counted
 
@@ -106,15 +105,15 @@ def open_evaluation_sets(
     """
     sets = []
     for path, name in zip(config.data.eval_paths, set_names(config.data.eval_paths), strict=True):
-        data = dataclasses.replace(
-            config.data,
-            paths=(path,),
-            blend=(),
-            global_batch=place.dp_size,
-            balance=False,
-            on_damage="raise",  # losses over other samples would not compare
-            workers=min(config.data.workers, _WORKERS),
-        )
+        changed: dict[str, Any] = {
+            "paths": (path,),
+            "blend": (),
+            "global_batch": place.dp_size,
+            "balance": False,
+            "on_damage": "raise",  # losses over other samples would not compare
+            "workers": min(config.data.workers, _WORKERS),
+        }
+        data = dataclasses.replace(config.data, **changed)
         try:
             loader = open_loader(dataclasses.replace(config, data=data), place, architecture, device)
         except ConfigError as error:
@@ -143,17 +142,7 @@ def also_trained_on(sets: Sequence[EvaluationSet], training: StreamingLoader) ->
 
 
 class Evaluator:
-    """Evaluates a model during training without changing it.
-
-    Args:
-        sets: The evaluation sets.
-        learner: The model.
-        place: This process.
-        config: The run.
-        device: Device for sums over ranks.
-        stop_requested: Whether this process was asked to stop; checked after as many packs as a training step has.
-        vision: This rank's part of the work with a separate vision tower; None without.
-    """
+    """Evaluates a model during training without changing it."""
 
     def __init__(
         self,
@@ -170,7 +159,6 @@ class Evaluator:
         self._device, self._stop_requested = device, stop_requested
         self._capacity = config.data.capacity
         self._most = config.data.global_batch // place.dp_size
-        self._forward_backward = get_forward_backward_func()
         self._starts = [each.loader.state_dict() for each in sets]
 
     def __call__(self, step: int) -> Evaluation | None:
@@ -223,8 +211,11 @@ class Evaluator:
         total = torch.zeros(3, dtype=torch.float64, device=self._device)
         steps, done, batches = loader.steps(0), 0, iter(loader)
         while done < steps:
-            count = min(steps - done, self._most)
-            total += self._forward(loader, batches, done, count)
+            count = min(steps - done, self._most)  # each micro-batch is a step of this loader
+            images = [] if self._vision is None else [p for i in range(done, done + count) for p in loader.images(0, i)]
+            found = run_passes(self._learner, self._vision, batches, images, count, self._capacity, forward_only=True)
+            if self._place.speaks:
+                total += found.sum(0)
             done += count
             stop = torch.tensor([float(self._stop_requested())], device=self._device)
             torch.distributed.all_reduce(stop, op=torch.distributed.ReduceOp.MAX)
@@ -232,27 +223,6 @@ class Evaluator:
                 return None
         torch.distributed.all_reduce(total)
         return total
-
-    def _forward(self, loader: StreamingLoader, batches: Iterator[PackedBatch], done: int, count: int) -> torch.Tensor:
-        """Passes over some micro-batches, each a step of the loader."""
-        compute = partial(
-            self._forward_backward,
-            forward_step_func=forward_step,
-            data_iterator=batches,
-            model=self._learner.model,
-            num_microbatches=count,
-            seq_length=self._capacity,
-            micro_batch_size=1,
-            forward_only=True,
-        )
-        if self._vision is None:
-            found = compute()
-        else:
-            images = [packs for step in range(done, done + count) for packs in loader.images(0, step)]
-            found = self._vision.run(images, batches, compute, True)
-        if not self._place.speaks:
-            return torch.zeros(3, dtype=torch.float64, device=self._device)
-        return torch.stack([each["loss"] for each in found]).sum(0, dtype=torch.float64)
 
 
 def _mean(total: float, weight: float) -> float:

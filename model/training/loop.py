@@ -32,11 +32,10 @@ from model.training.processes.agreement import by_leaders, gathered, raise_toget
 from model.training.processes.failure import ending, say
 from model.training.processes.garbage import only_new_objects_collected
 from model.training.processes.interruption import Interruption
-from model.training.reports.data_wait import DataWait, decoded_codecs
 from model.training.reports.logs import RunLog, StepReport
-from model.training.reports.memory_note import MemoryNote
 from model.training.reports.not_finite import not_finite_error
 from model.training.reports.profiling import Profiler
+from model.training.reports.step_notes import DataWait, MemoryNote, decoded_codecs
 from model.training.settings.config import TrainConfig
 from model.training.settings.model_settings import settings_of
 from model.training.step import LaunchedStep, Stepper, StepResult, digest

@@ -23,9 +23,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from model.flops import StepFlops
 from model.metrics import named_means
 from model.parallel.packed import to_device
+from model.parallel.waiting import DeviceMoment
 from model.training.data import RankPlace
-from model.training.device_values import DeviceMoment, DeviceValues
-from model.training.optimizer.learner import Learner, TargetWeights, unwrapped
+from model.training.device_values import DeviceValues
+from model.training.optimizer.learner import Learner, unwrapped, weight_of_all_ranks
 from model.training.processes.garbage import collect_after_micro_batch, collect_after_step
 from model.training.vision_side import StepImages, VisionSide
 from vlmdata import PackedBatch
@@ -109,15 +110,15 @@ def digest(batches: Sequence[MicroBatch]) -> str:
 
 
 class _Counted:
-    """Iterates over the batches of one step and counts them; of each ``every`` batches, it keeps the first's origin.
+    """Iterates over the batches of one step and counts what they hold, for the log, on the host.
 
-    The wait for the first batch counts only if the device is no longer ``busy`` when the wait ends.
+    Of each ``every`` batches, it keeps the first's origin. The wait for the first batch counts only if the device is no
+    longer ``busy`` when the wait ends.
     """
 
     def __init__(self, batches: Iterator[PackedBatch], flops: StepFlops, every: int, busy: Callable[[], bool]):
         self._batches, self._flops, self._every, self._busy = batches, flops, every, busy
         self._origins: list[tuple[int, int, tuple[str, ...]]] = []
-        self.weights = TargetWeights()
         self.masked: set[tuple[int, int]] = set()
         self.tokens = self.images = self.patches = 0
         self.flops = self.vision_flops = self.wait = 0.0
@@ -134,7 +135,6 @@ class _Counted:
             self.wait += time.perf_counter() - begun
         lengths = np.diff(batch.host.cu_seqlens)
         patches = batch.host.image_grid_thw.prod(axis=1)
-        self.weights.add(batch)
         self.tokens += batch.true_tokens
         self.images += len(patches)
         self.patches += int(patches.sum())
@@ -204,7 +204,6 @@ class Stepper:
         self._learner, self._place, self._flops, self._device = learner, place, flops, device
         self._stop_requested = stop_requested
         self._micro_batches, self._capacity = micro_batches, capacity
-        self._forward_backward = get_forward_backward_func()
         self._steps = 0
         self._retries = 0  # of the allocator since the start
         self._launched: DeviceValues | None = None  # results of the step that was launched last
@@ -229,24 +228,14 @@ class Stepper:
         for chunk in learner.model:
             chunk.zero_grad_buffer()
         learner.optimizer.zero_grad()
-        compute = partial(
-            self._forward_backward,
-            forward_step_func=forward_step,
-            data_iterator=counted,
-            model=learner.model,
-            num_microbatches=self._micro_batches,
-            seq_length=self._capacity,
-            micro_batch_size=1,
-            forward_only=False,
-        )
-        if self._vision is None:
-            found = compute()
-        else:
+        images: StepImages = ()
+        if self._vision is not None:
             self._vision.waited()  # forgets the waits of an evaluation
-            found = self._vision.run(self._images(), counted, compute, False)
-        grad_norm = learner.optimizer.step(counted.weights.over_all_ranks(self._device))
+            images = self._images()
+        losses = run_passes(learner, self._vision, counted, images, self._micro_batches, self._capacity)
+        grad_norm = learner.optimizer.step(weight_of_all_ranks(losses[:, 1].sum()))
         learner.schedule.step(increment=1)
-        results = self._launched = self._reduce(found, counted, grad_norm)
+        results = self._launched = self._reduce(losses, counted, grad_norm)
         self._steps += 1
         collect_after_step(self._steps)  # the device is still busy
         return LaunchedStep(counted, begun, results)
@@ -255,15 +244,14 @@ class Stepper:
         """Whether the device still works on the step that was launched last."""
         return self._launched is not None and not self._launched.ready.has_come()
 
-    def _reduce(self, found: list[dict[str, Any]], counted: _Counted, grad_norm: torch.Tensor) -> DeviceValues:
+    def _reduce(self, losses: torch.Tensor, counted: _Counted, grad_norm: torch.Tensor) -> DeviceValues:
         """Reduces results over ranks, with one message for sums and one for maxima, and copies them to the host."""
         speaks = self._place.speaks
         whole = speaks and self._place.cp_rank == 0
-        losses = torch.stack([each["loss"] for each in found]) if speaks else None
         slots = self._micro_batches * self._capacity
         counts = (counted.tokens, slots, counted.images, counted.patches, counted.flops, counted.vision_flops)
         total = to_device(np.array([0.0, 0.0, 0.0, *(counts if whole else [0.0] * 6)]), self._device)
-        if losses is not None:
+        if speaks:
             total[:3] += losses.sum(0)
         memory, retries = device_memory(self._device)
         self._retries, retries = retries, retries - self._retries
@@ -281,8 +269,7 @@ class Stepper:
             torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
         model = unwrapped(self._learner.model[0])
         means = model.metrics.take(model.metric_names, device=self._device)
-        own_losses = total[:0] if losses is None else losses[:, 0]
-        return DeviceValues(own_losses, grad_norm, total, means, most)
+        return DeviceValues(losses[:, 0], grad_norm, total, means, most)
 
     def finish(self, launched: LaunchedStep) -> StepResult:
         """Waits for a launched step and returns its results. Steps must be finished in the order of their launch.
@@ -297,7 +284,6 @@ class Stepper:
         names = unwrapped(self._learner.model[0]).metric_names
         extra_losses = named_means(names, extra)
         odd = [name for name, value in {"loss": loss, **extra_losses}.items() if not math.isfinite(value)]
-        has_losses = self._place.speaks
         return StepResult(
             loss=loss / (weight or 1.0),
             extra_losses=extra_losses,
@@ -320,7 +306,7 @@ class Stepper:
             any_masked=bool(any_masked),
             masked=frozenset(counted.masked),
             not_finite=(*odd, "grad_norm") if overflow else tuple(odd),
-            batches=counted.made(each_loss if has_losses else None),
+            batches=counted.made(each_loss if self._place.speaks else None),
         )
 
     def _longest_waits(self, vision: VisionSide) -> tuple[float, float]:
@@ -339,20 +325,57 @@ def device_memory(device: torch.device) -> tuple[int, int]:
     return found.get("allocated_bytes.all.peak", 0), found.get("num_alloc_retries", 0)
 
 
+def run_passes(
+    learner: Learner,
+    vision: VisionSide | None,
+    batches: Iterator[PackedBatch],
+    images: StepImages,
+    count: int,
+    capacity: int,
+    *,
+    forward_only: bool = False,
+) -> torch.Tensor:
+    """Computes the forward passes of some micro-batches with megatron-core's schedule, and the backward passes.
+
+    Args:
+        learner: The model.
+        vision: This rank's part of the work with a separate vision tower; None without.
+        batches: The micro-batches.
+        images: Their packs, for ``vision``.
+        count: Number of micro-batches.
+        capacity: Tokens per pack, for the exchange between pipeline stages.
+        forward_only: Whether to omit backward passes.
+
+    Returns:
+        float64 (n, 3): for each micro-batch the sum of weighted losses, of weights, and the number of targets. Ranks
+        without the loss have none.
+    """
+    compute = partial(
+        get_forward_backward_func(),
+        forward_step_func=forward_step,
+        data_iterator=batches,
+        model=learner.model,
+        num_microbatches=count,
+        seq_length=capacity,
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+    found = compute() if vision is None else vision.run(images, batches, compute, forward_only)
+    if not found:
+        return torch.zeros(0, 3, dtype=torch.float64, device=next(learner.model[0].parameters()).device)
+    return torch.stack([each["loss"] for each in found])
+
+
 def forward_step(batches: Iterator[PackedBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-    """Forward step that megatron-core's schedules call for each micro-batch, in training and evaluation."""
+    """Forward step that megatron-core's schedules call for each micro-batch."""
     batch = next(batches)
     return model(batch), partial(_loss, batch)
 
 
 def _loss(batch: PackedBatch, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Returns the weighted sum over this rank's targets, their number, and for the log the sum, weight and number.
-
-    Args:
-        batch: The batch, with ``loss_mask`` and ``loss_weights`` (1, t).
-        losses: float32 (1, t), cross-entropy of each token times its weight, 0 off target.
-    """
+    """Returns the weighted sum over this rank's targets, their number, and what :func:`run_passes` returns of them."""
     assert batch.loss_mask is not None
     assert batch.loss_weights is not None
-    total, weight, targets = losses.sum(), batch.loss_weights.sum(), batch.loss_mask.sum()
-    return total, targets.to(torch.int), {"loss": torch.stack([total.detach(), weight, targets])}
+    total, targets = losses.sum(), batch.loss_mask.sum()
+    weight = batch.loss_weights.sum(dtype=torch.float64)
+    return total, targets.to(torch.int), {"loss": torch.stack([total.detach().double(), weight, targets.double()])}

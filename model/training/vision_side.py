@@ -23,22 +23,13 @@ from model.training.optimizer.learner import Learner, unwrapped
 from model.training.processes.agreement import gathered, together
 from model.training.settings.config import ConfigError, TrainConfig
 from vlmdata import PackedBatch, StreamingLoader
-from vlmdata.loader.request.stream import PackImages
+from vlmdata.loader.request.rank_stream import PackImages
 
 type StepImages = Sequence[Sequence[PackImages]]
 
 
 class VisionSide:
-    """This rank's part of what both sides do together.
-
-    Args:
-        ranks: Both sides.
-        learner: Model of this rank.
-        config: The run.
-        architecture: Architecture of the whole model.
-        device: Device of the model.
-        dtype: Type of its parameters.
-    """
+    """This rank's part of what both sides do together."""
 
     def __init__(
         self,
@@ -154,14 +145,6 @@ def vision_side(
     loaders: Mapping[str, StreamingLoader],
 ) -> VisionSide | None:
     """Returns this rank's part of the work of both sides; None if the same ranks hold both. A collective.
-
-    Args:
-        learner: This side's model.
-        config: Configuration of the run.
-        architecture: The whole model.
-        device: Device of this rank.
-        dtype: Type of the rows.
-        loaders: Loaders whose packs both sides compute, by what messages call their data.
 
     Raises:
         ConfigError: If ranks plan different packs, so that one would wait for rows that another does not send.

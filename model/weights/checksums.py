@@ -22,15 +22,7 @@ _BLOCK = 16 << 20
 
 
 def write_checksums(folder: Path, rank: int = 0) -> None:
-    """Reads back the files of a rank and records their checksums. Rank 0 also records shared files.
-
-    Args:
-        folder: A complete checkpoint.
-        rank: Rank that wrote the files.
-
-    Raises:
-        OSError: If reading or writing fails; the checkpoint is unchanged.
-    """
+    """Reads back the files of a rank and records their checksums; rank 0 also those of shared files."""
     table = {name: _checksum(folder / name) for name in _names(folder) if _owner(name) == rank}
     temporary = folder / f".{_TABLE.format(rank)}"
     temporary.write_text(json.dumps(table, indent=1) + "\n")
@@ -38,19 +30,9 @@ def write_checksums(folder: Path, rank: int = 0) -> None:
 
 
 def damaged_files(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
-    """Compares a checkpoint's files with their checksums.
+    """Returns a line for each file that differs from its checksum, of one of several shares of the files.
 
-    Args:
-        folder: The checkpoint.
-        part: Index of the share of files to read.
-        parts: Number of shares.
-
-    Returns:
-        One line for each file of the share that differs from what was written.
-
-    Raises:
-        OSError: If a file cannot be read.
-        ValueError: If a checksum table is malformed.
+    An unreadable file is an OSError, and a malformed checksum table a ValueError.
     """
     expected = sorted(_tables(folder).items())
     found = []
@@ -70,10 +52,20 @@ def unchecked_files(folder: Path) -> list[str]:
     return [name for name in _names(folder) if name not in known]
 
 
-def without_checksum(folder: Path, names: list[str]) -> str:
-    """Formats a line about files that could not be checked."""
+def require_sound(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
+    """Checks one of several shares of a checkpoint's files. Returns the names of all files without a checksum.
+
+    A ValueError names damaged files. A file that cannot be read is an OSError.
+    """
+    if damaged := damaged_files(folder, part, parts):
+        raise ValueError("; ".join(damaged))
+    return unchecked_files(folder)
+
+
+def without_checksum(folder: Path, names: list[str]) -> list[str]:
+    """Returns a line about files that could not be checked, if there are any."""
     more = ", …" if len(names) > 3 else ""
-    return f"{folder}: not checked, for lack of a checksum: {', '.join(names[:3])}{more}"
+    return [f"{folder}: not checked, for lack of a checksum: {', '.join(names[:3])}{more}"] if names else []
 
 
 def _names(folder: Path) -> list[str]:

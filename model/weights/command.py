@@ -5,8 +5,10 @@ from __future__ import annotations
 import json as jsonlib
 import re
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -92,13 +94,9 @@ def convert(
     seconds = time.perf_counter() - begun
     kind_of = "Megatron distributed checkpoint" if to_megatron else "Hugging Face checkpoint"
     if json:
-        result: dict[str, Any] = {
-            "source": str(source),
-            "out": str(out),
-            "format": "megatron" if to_megatron else "hf",
-            **vars(done),
-        }
-        typer.echo(jsonlib.dumps({**result, "seconds": round(seconds, 2)}))
+        form = "megatron" if to_megatron else "hf"
+        result = {"source": str(source), "out": str(out), "format": form, **vars(done), "seconds": round(seconds, 2)}
+        typer.echo(jsonlib.dumps(result))
         return
     without = "" if done.mtp else ", without multi-token prediction (the source has none)"
     typer.echo(f"{kind_of} in {out}: {done.tensors:,} tensors, {_size(done.bytes)} in {seconds:.1f} s{without}")
@@ -111,11 +109,7 @@ def convert(
 
 
 def _direction(source: Path, out: Path, like: Path | None, data: str | None, dtype: str | None) -> bool:
-    """Returns True if the direction is to Megatron.
-
-    Raises:
-        VlmdataError: If the direction is unclear, or the options do not fit it.
-    """
+    """Returns True if the direction is to Megatron; a VlmdataError if it is unclear, or the options do not fit it."""
     if not source.is_dir():
         raise VlmdataError(
             f"{source} is not a folder; download a checkpoint first: `hf download OWNER/NAME --local-dir DIR`"
@@ -150,29 +144,15 @@ def _size(count: int) -> str:
     return f"{count / 1e6:.1f} MB" if count < 1e9 else f"{count / 1e9:.2f} GB"
 
 
-def _bar(source: Path, quiet: bool) -> Any:
-    """Shows a progress bar over bytes if on a terminal. Returns the function that advances it."""
-    from contextlib import contextmanager
-
+@contextmanager
+def _bar(source: Path, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """Shows a progress bar over bytes if on a terminal. Yields the function that advances it."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-    @contextmanager
-    def shown() -> Any:
-        console = Console(stderr=True, emoji=False)
-        with Progress(
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            disable=quiet or not console.is_terminal,
-        ) as progress:
-            task = progress.add_task("convert", total=_weight_bytes(source))
-            yield lambda count: progress.advance(task, count)
-
-    return shown()
-
-
-def _weight_bytes(source: Path) -> int:
-    return sum(file.stat().st_size for pattern in ("*.safetensors", "*.distcp") for file in source.glob(pattern))
+    total = sum(file.stat().st_size for kind in ("*.safetensors", "*.distcp") for file in source.glob(kind))
+    console = Console(stderr=True, emoji=False)
+    columns = BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, disable=quiet or not console.is_terminal) as progress:
+        task = progress.add_task("convert", total=total)
+        yield lambda count: progress.advance(task, count)

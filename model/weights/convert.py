@@ -1,9 +1,7 @@
 """Converts weights between Hugging Face files and megatron-core's distributed checkpoint, one tensor at a time.
 
-A distributed checkpoint does not depend on the layout that wrote it, so one conversion serves every TP, PP and EP. The
-model is built without memory (on the ``meta`` device) to find megatron-core's keys, shapes and shards. Values move
-through the model family's name table (:mod:`model.weights.mapping`). Both directions only rearrange values, so they are
-exact.
+A distributed checkpoint does not depend on the layout that wrote it. The model is built on the ``meta`` device to find
+megatron-core's keys, shapes and shards. Values move through the family's name table (:mod:`model.weights.mapping`).
 """
 
 from __future__ import annotations
@@ -33,21 +31,15 @@ from torch.distributed.checkpoint.storage import StorageReader
 from model.architecture import Architecture
 from model.families import architecture_to_hf, spec_of
 from model.network.settings import ModelSettings, vocabulary_rows
-from model.weights.checksums import damaged_files, unchecked_files, write_checksums
-from model.weights.hf_files import (
-    HfTensors,
-    PlannedTensor,
-    WeightsError,
-    differences,
-    require_none,
-    write_tensors,
-)
+from model.network.wrapping import WRAPPER, LinearWrapper
+from model.weights.checksums import require_sound, write_checksums
+from model.weights.hf_files import HfTensors, PlannedTensor, WeightsError, differences, require_none, write_tensors
 from model.weights.hf_folder import CONFIG, architecture_in, config_for, copy_small_files, read_json, with_dtypes
 from model.weights.hf_load import TOWER, holds_prediction, table_of, tower_of
 from model.weights.hf_processor import choose_dataset, opened, write_processor
 from model.weights.mapping import ParameterMap, canonical_names, hf_names
 from model.weights.output import reading_from, writing_to
-from model.weights.streaming import StreamingSave
+from model.weights.store import StreamingSave
 from model.weights.vision_names import VISUAL
 
 Progress = Callable[[int], None]
@@ -55,23 +47,14 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Converted:
-    """Result of a conversion.
+    """Result of a conversion."""
 
-    Attributes:
-        tensors: Hugging Face tensors read or written.
-        bytes: Their size in bytes.
-        mtp: Whether they include multi-token prediction.
-        unchecked: Number of files read without a checksum to compare with.
-        data: The dataset that supplied tokenizer and processor.
-        notes: Notes for the user, one line each.
-    """
-
-    tensors: int
-    bytes: int
-    mtp: bool
-    unchecked: int = 0
-    data: str | None = None
-    notes: tuple[str, ...] = ()
+    tensors: int  # Hugging Face tensors read or written
+    bytes: int  # their size in bytes
+    mtp: bool  # whether they include multi-token prediction
+    unchecked: int = 0  # number of files read without a checksum to compare with
+    data: str | None = None  # the dataset that supplied tokenizer and processor
+    notes: tuple[str, ...] = ()  # notes for the user, one line each
 
 
 def to_megatron(
@@ -79,13 +62,9 @@ def to_megatron(
 ) -> Converted:
     """Writes a distributed checkpoint from a Hugging Face folder.
 
-    Needs process groups of one process (:func:`model.parallel.groups.initialize`), and CPU mode without CUDA.
-
-    Args:
-        source: Folder with ``config.json`` and ``*.safetensors``.
-        out: Output folder; must be empty or absent.
-        progress: Called with the number of bytes written.
-        ignore: Unknown fields of ``config.json`` to ignore. The written file omits them.
+    Needs process groups of one process (:func:`model.parallel.groups.initialize`), and CPU mode without CUDA. ``out``
+    must be empty or absent. Fields of ``config.json`` to ignore are not written. ``progress`` gets numbers of bytes
+    written.
 
     Raises:
         WeightsError: If tensors are missing, unexpected or of the wrong shape; lists all of them.
@@ -130,29 +109,28 @@ def to_hf(
     progress: Progress = lambda count: None,
     ignore: Collection[str] = (),
     data: str | None = None,
+    wrap: Callable[[torch.nn.Module], object] = lambda model: None,
 ) -> Converted:
     """Writes a Hugging Face folder from a distributed checkpoint of ``to_megatron`` or of a training run.
 
-    Args:
-        source: The checkpoint.
-        out: Output folder; must be empty or absent.
-        like: A Hugging Face folder of the same model. Its other files (tokenizer, processor) are copied, and its
-            ``config.json`` is kept except for dtypes. None writes a ``config.json`` with the architecture only. For a
-            checkpoint of the language model alone, the folder supplies the vision tower too.
-        dtype: Dtype of the weights; None keeps the dtypes of the checkpoint.
-        file_bytes: Largest file size in bytes, unless one tensor is larger.
-        progress: Called with the number of bytes written.
-        ignore: Unknown fields of ``like``'s ``config.json`` to ignore; they are kept.
-        data: A training dataset that supplies tokenizer, processor and generation settings. None means those of
-            ``like``, or else of the run's own dataset.
+    Of a Hugging Face folder ``like`` of the same model, other files (tokenizer, processor) are copied, and
+    ``config.json`` is kept except for dtypes. Its unknown fields to ignore are kept. Without ``like``, ``config.json``
+    has the architecture only. For a checkpoint of the language model alone, the folder supplies the vision tower too.
+    ``data`` is a training dataset that supplies tokenizer, processor and generation settings. None means those of
+    ``like``, or else of the run's own dataset. Without ``dtype``, weights keep theirs. A file has at most
+    ``file_bytes`` bytes, unless one tensor is larger. ``progress`` gets numbers of bytes written. ``out`` must be empty
+    or absent. ``wrap`` wraps the linear layers that the run had wrapped (:func:`model.network.wrapping.wrap`); their
+    wrappers are merged into the weights.
 
     Raises:
-        WeightsError: If the checkpoint is damaged or was removed meanwhile, or it or ``like`` is of another
-            architecture.
+        WeightsError: If the checkpoint is damaged or removed, or it or ``like`` is of another architecture.
         ResourceError: If the files cannot be written. Nothing is left of them.
     """
     architecture = read_architecture(source)
-    unchecked = _check_files(source)
+    try:
+        unchecked = len(require_sound(source))
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{source}: {error}. Use another checkpoint, or restore this one") from error
     config = config_for(architecture, like, ignore)
     chosen, notes = choose_dataset(source, like, data, architecture)
     reader = torch_strategies._get_filesystem_reader(str(source))
@@ -162,7 +140,9 @@ def to_hf(
     stored = {k: each for k, each in metadata.state_dict_metadata.items() if isinstance(each, TensorStorageMetadata)}
     mtp = any(key.startswith("language.predictor.") for key in stored)
     alone = not any(key.startswith(TOWER) for key in stored)
-    pieces = _pieces(_meta_model(architecture, mtp, language_only=alone))
+    model = _meta_model(architecture, mtp, language_only=alone)
+    wrap(model)
+    pieces = _pieces(model)
     rows = vocabulary_rows(architecture.language.vocab_size, 1)
     maps = spec_of(architecture).parameter_maps(architecture, mtp=mtp, vocab_rows=rows)
     tower: HfTensors | None = None
@@ -179,7 +159,7 @@ def to_hf(
         return maps[canonical].to_hf(loaded)
 
     owners = _owners(maps)
-    first_keys = pieces.first_keys()
+    first_keys = {owner: key for (key, _), (owner, number) in pieces.where.items() if number == 0}
     keys = {name: first_keys[by_canonical[found[0][0]]] for name, found in owners.items()}
     planned = {
         name: PlannedTensor(shape, dtype or stored[keys[name]].properties.dtype)
@@ -188,9 +168,8 @@ def to_hf(
 
     if tower is not None:
         names = [name for name in tower.tensors if name not in planned and name.startswith(VISUAL)]
-        planned = {
-            name: PlannedTensor(tower.tensors[name].shape, dtype or tower.dtype(name)) for name in names
-        } | planned
+        of_tower = {name: PlannedTensor(tower.tensors[name].shape, dtype or tower.dtype(name)) for name in names}
+        planned = of_tower | planned
 
     def tensor(name: str) -> Tensor:
         if name not in owners:
@@ -212,36 +191,13 @@ def to_hf(
     return Converted(len(planned), total, mtp, unchecked, chosen, tuple(notes))
 
 
-def _check_files(folder: Path) -> int:
-    """Compares a checkpoint's files with their checksums. Returns the number of files without one."""
-    try:
-        damaged, unchecked = damaged_files(folder), unchecked_files(folder)
-    except (OSError, ValueError) as error:
-        damaged = [str(error)]
-    if damaged:
-        raise WeightsError(f"{folder}: {'; '.join(damaged)}. Use another checkpoint, or restore this one")
-    return len(unchecked)
-
-
 def read_architecture(folder: Path, ignore: Collection[str] = ()) -> Architecture:
-    """Reads the architecture of a folder of weights.
-
-    Args:
-        folder: Folder with the weights.
-        ignore: Unknown fields of its ``config.json`` to ignore.
-
-    Raises:
-        WeightsError: If it is missing, or no family has such models.
-    """
+    """Reads the architecture of a folder of weights, without the fields of its ``config.json`` to ignore."""
     return architecture_in(folder / CONFIG, read_config(folder), ignore)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Reads the config of a folder of weights: ``config.json``, or a training run's ``run.json``.
-
-    Raises:
-        WeightsError: If both are missing.
-    """
+    """Reads the config of a folder of weights: ``config.json``, or a training run's ``run.json``."""
     if not (folder / "run.json").exists():
         return read_json(folder / CONFIG)
     state = read_json(folder / "run.json")
@@ -252,18 +208,17 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Pieces:
-    """megatron-core's stored pieces of each parameter.
+class _ParameterPieces:
+    """megatron-core's stored pieces of each parameter: by key and offset, the parameter's name and the piece's number.
 
-    Attributes:
-        state: The sharded state dict of a model on the meta device.
-        canonical: Canonical names by parameter name.
-        where: Parameter and piece number by key and offset of a piece.
+    ``state`` is the sharded state dict of a model on the meta device. ``canonical`` are names by parameter name,
+    ``wrapped`` the wrapped layers by the names of their weights.
     """
 
     state: dict[str, Any]
     canonical: dict[str, str]
     where: dict[tuple[str, tuple[int, ...]], tuple[str, int]]
+    wrapped: dict[str, LinearWrapper]
 
     def cut(self, name: str, parameter: Tensor) -> list[ShardedTensor]:
         """Splits a parameter into pieces with their values."""
@@ -271,19 +226,23 @@ class _Pieces:
         if isinstance(entry, ShardedTensorFactory):
             built = entry.build_fn(entry.key, parameter, entry.replica_id, None)
             return [each for each in nested_values(built) if isinstance(each, ShardedTensor)]
-        return [_with_data(entry, parameter)]
+        return [dataclasses.replace(entry, data=parameter, dtype=parameter.dtype)]
 
     def load(self, name: str, reader: StorageReader, stored: Mapping[str, TensorStorageMetadata]) -> Tensor:
-        """Reads a parameter from a checkpoint that may be sharded differently."""
+        """Reads a parameter from a checkpoint that may be sharded differently, and merges its layer's wrapper."""
+        weight = self._load(name, reader, stored)
+        if name not in self.wrapped:
+            return weight
+        wrapper, place = self.wrapped[name], name.removesuffix("weight") + WRAPPER
+        own = {each: self._load(f"{place}.{each}", reader, stored) for each, _ in wrapper.named_parameters()}
+        return wrapper.merged(weight, own)
+
+    def _load(self, name: str, reader: StorageReader, stored: Mapping[str, TensorStorageMetadata]) -> Tensor:
         entry = self.state[name]
         if not isinstance(entry, ShardedTensorFactory):
             return _read(entry, reader, stored[entry.key])
         merged: Tensor = entry.merge_fn(_mapped(entry.build(), lambda piece: _read(piece, reader, stored[piece.key])))
         return merged
-
-    def first_keys(self) -> dict[str, str]:
-        """Returns the key of each parameter's first piece."""
-        return {owner: key for (key, _), (owner, number) in self.where.items() if number == 0}
 
     def set_dtypes(self, dtypes: Mapping[str, torch.dtype]) -> None:
         """Sets the dtype in which each parameter is stored."""
@@ -294,17 +253,19 @@ class _Pieces:
                 entry.dtype = dtype
 
 
-def _pieces(model: torch.nn.Module) -> _Pieces:
+def _pieces(model: torch.nn.Module) -> _ParameterPieces:
     state = model.sharded_state_dict()  # type: ignore[operator]
     canonical = canonical_names(model)
     where = {}
-    for name in canonical:
+    for name, _ in model.named_parameters():
         entry = state[name]
         built = entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
         sharded = [each for each in nested_values(built) if isinstance(each, ShardedTensor)]
         for number, piece in enumerate(sharded):
             where[(piece.key, tuple(piece.global_offset))] = (name, number)
-    return _Pieces(state, canonical, where)
+    layers = model.named_modules()
+    wrapped = {f"{name}.weight": each.wrapper for name, each in layers if WRAPPER in each._modules}
+    return _ParameterPieces(state, canonical, where, wrapped)
 
 
 def _meta_model(architecture: Architecture, mtp: bool, language_only: bool = False) -> torch.nn.Module:
@@ -330,20 +291,15 @@ def _dtype(files: HfTensors, entry: ParameterMap) -> torch.dtype:
     return dtypes[0]
 
 
-def _key_differences(pieces: _Pieces, stored: Mapping[str, tuple[int, ...]]) -> list[str]:
+def _key_differences(pieces: _ParameterPieces, stored: Mapping[str, tuple[int, ...]]) -> list[str]:
     wanted = {}
-    for name in pieces.canonical:
+    for name in dict.fromkeys(owner for owner, _ in pieces.where.values()):
         for piece in pieces.cut(name, pieces.state[name].data):
             if not piece.allow_shape_mismatch:
                 wanted[piece.key] = tuple(piece.global_shape)
             elif piece.key in stored:  # the vocabulary, padded differently in other layouts
                 wanted[piece.key] = stored[piece.key]
     return differences(wanted, {key: shape for key, shape in stored.items() if not key.startswith("optimizer.")})
-
-
-def _with_data(piece: ShardedTensor, data: Tensor) -> ShardedTensor:
-
-    return dataclasses.replace(piece, data=data, dtype=data.dtype)
 
 
 def _mapped(built: Any, function: Callable[[ShardedTensor], Tensor]) -> Any:

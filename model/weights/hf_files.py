@@ -1,9 +1,8 @@
 """Hugging Face checkpoints on disk, one tensor at a time.
 
-The safetensors library reads the files by memory mapping. This module does the writing, because the library wants all
-tensors of a file in memory. The format is an 8-byte little-endian header length, a JSON header with the dtype, shape
-and byte range of each tensor, and the bytes (https://github.com/huggingface/safetensors, "Format"). All sizes are known
-beforehand, so the header is written first and the tensors follow in order.
+The safetensors library reads the files by memory mapping. To write, it would want all tensors of a file in memory. The
+format is an 8-byte little-endian header length, a JSON header with the dtype, shape and byte range of each tensor, and
+the bytes (https://github.com/huggingface/safetensors, "Format").
 """
 
 from __future__ import annotations
@@ -36,13 +35,7 @@ class WeightsError(VlmdataError):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a checkpoint's files.
-
-    Attributes:
-        file: Its file.
-        shape: Its shape.
-        dtype: As safetensors spells it, such as ``BF16``.
-    """
+    """A tensor in a checkpoint's files, with the dtype as safetensors spells it, such as ``BF16``."""
 
     file: Path
     shape: tuple[int, ...]
@@ -51,12 +44,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A tensor to write.
-
-    Attributes:
-        shape: Its shape.
-        dtype: Its dtype in the file.
-    """
+    """A tensor to write."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -68,14 +56,7 @@ class PlannedTensor:
 
 
 class HfTensors:
-    """The tensors of a checkpoint folder, by name.
-
-    Args:
-        folder: Folder with ``*.safetensors`` files.
-
-    Raises:
-        WeightsError: If the folder has none, or one cannot be read.
-    """
+    """The tensors of a folder's ``*.safetensors``, by name; a WeightsError if there are none, or one cannot be read."""
 
     def __init__(self, folder: Path):
         files = sorted(folder.glob("*.safetensors"))
@@ -102,11 +83,7 @@ class HfTensors:
         return tensor
 
     def dtype(self, name: str) -> torch.dtype:
-        """Returns a tensor's dtype.
-
-        Raises:
-            WeightsError: If the dtype is not supported for weights.
-        """
+        """Returns a tensor's dtype; a WeightsError if it is not supported for weights."""
         stored = self.tensors[name]
         for dtype, spelled in DTYPES.items():
             if spelled == stored.dtype:
@@ -162,15 +139,7 @@ def differences(wanted: Mapping[str, tuple[int, ...]], have: Mapping[str, tuple[
 
 
 def require_none(lines: Sequence[str], source: Path) -> None:
-    """Raises an error if weights do not match their architecture.
-
-    Args:
-        lines: Output of :func:`differences`.
-        source: Folder of the weights.
-
-    Raises:
-        WeightsError: If there are any lines; shows the first 40.
-    """
+    """Raises a :class:`WeightsError` with the first 40 :func:`differences` of the weights in a folder, if any."""
     if lines:
         shown = "\n  ".join(lines[:40])
         more = f"\n  … and {len(lines) - 40} more" if len(lines) > 40 else ""
@@ -184,17 +153,10 @@ def write_tensors(
     file_bytes: int,
     wrote: Callable[[int], None] = lambda count: None,
 ) -> list[Path]:
-    """Writes a checkpoint's tensors with one in memory at a time.
+    """Writes a checkpoint's tensors, in the order of ``planned``, with one in memory at a time.
 
-    Args:
-        folder: Output folder.
-        planned: Shapes and dtypes by name, in the order of writing.
-        tensors: Returns a tensor by name. Called once per tensor, in order.
-        file_bytes: Largest file size in bytes; a larger tensor gets its own file.
-        wrote: Called with the bytes of each written tensor.
-
-    Returns:
-        The files. If there are several, an index file is written too.
+    A file has at most ``file_bytes`` bytes, or one larger tensor. ``wrote`` gets the bytes of each. Several files get
+    an index.
     """
     groups = _groups(planned, file_bytes)
     names = [_SINGLE]

@@ -27,14 +27,8 @@ _VISION = "model.visual."
 def config_for(architecture: Architecture, like: Path | None, ignore: Collection[str] = ()) -> dict[str, Any]:
     """Returns the content of a ``config.json`` without dtypes.
 
-    Args:
-        architecture: Architecture of the weights.
-        like: A folder whose ``config.json`` is used, with all that an :class:`Architecture` does not hold (ids of
-            other tokens, versions, notes). None returns one with the architecture only.
-        ignore: Unknown fields of that file to ignore.
-
-    Raises:
-        WeightsError: If the folder holds another model, or one of no known family.
+    With a folder ``like``, it is that folder's, with all that an :class:`Architecture` does not hold (ids of other
+    tokens, versions, notes). A WeightsError if the folder holds another model, or one of no known family.
     """
     ours = architecture_to_hf(architecture)
     if like is None:
@@ -51,16 +45,7 @@ def config_for(architecture: Architecture, like: Path | None, ignore: Collection
 
 
 def architecture_in(path: Path, config: Mapping[str, Any], ignore: Collection[str] = ()) -> Architecture:
-    """Reads the architecture from a config.
-
-    Args:
-        path: Path of the config, for messages.
-        config: Content of the file.
-        ignore: Unknown fields to ignore.
-
-    Raises:
-        WeightsError: If no family has such models.
-    """
+    """Reads the architecture from a config; a WeightsError with the path if no family has such models."""
     try:
         return architecture_from_hf(config, ignore=ignore)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -68,11 +53,7 @@ def architecture_in(path: Path, config: Mapping[str, Any], ignore: Collection[st
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads the JSON object in a file.
-
-    Raises:
-        WeightsError: If there is no file or no object in it.
-    """
+    """Reads the JSON object in a file; a WeightsError if there is none."""
     try:
         return dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError) as error:
@@ -85,10 +66,6 @@ def with_dtypes(config: Mapping[str, Any], planned: Mapping[str, PlannedTensor])
     """Returns a config with the dtypes of written weights, in its existing dtype fields or else in one new field.
 
     A section's dtype is the one of most of its bytes.
-
-    Args:
-        config: The config.
-        planned: The weights, by name.
     """
     vision = {name: tensor for name, tensor in planned.items() if name.startswith(_VISION)}
     text = {name: tensor for name, tensor in planned.items() if name not in vision}

@@ -24,19 +24,13 @@ TOWER = "vision."
 
 @dataclass(frozen=True)
 class ModelPart:
-    """The part of the weights that a rank holds.
+    """The part of the weights that a rank holds."""
 
-    Attributes:
-        tensor_rank: Tensor-parallel rank.
-        tensor_parallel: Tensor-parallel size.
-        vision_parallel: Tensor-parallel size of the vision tower: 1, or None for the same size.
-        predicts: Whether to load multi-token prediction. If False, the folder need not contain it, and the model keeps
-            its own values.
-    """
-
-    tensor_rank: int
-    tensor_parallel: int
-    vision_parallel: int | None
+    tensor_rank: int  # tensor-parallel rank
+    tensor_parallel: int  # tensor-parallel size
+    vision_parallel: int | None  # tensor-parallel size of the vision tower: 1, or None for the same size
+    #: Whether to load multi-token prediction. If False, the folder need not contain it, and the model keeps its own
+    #: values.
     predicts: bool
 
 
@@ -46,16 +40,9 @@ def holds_prediction(files: HfTensors) -> bool:
 
 
 def table_of(files: HfTensors, architecture: Architecture, *, mtp: bool, rows: int) -> dict[str, ParameterMap]:
-    """Returns the weight name table of a checkpoint, which must hold exactly these tensors.
+    """Returns the weight name table of a checkpoint, with ``rows`` rows of embeddings.
 
-    Args:
-        files: The checkpoint.
-        architecture: Architecture of the model.
-        mtp: Whether the table includes multi-token prediction.
-        rows: Rows of the embedding table.
-
-    Raises:
-        WeightsError: If tensors are missing, unexpected or of another shape; lists all of them.
+    A WeightsError lists all tensors that are missing, unexpected or of another shape.
     """
     maps = spec_of(architecture).parameter_maps(architecture, mtp=mtp, vocab_rows=rows, stored=files.shapes)
     have = {
@@ -69,21 +56,10 @@ def table_of(files: HfTensors, architecture: Architecture, *, mtp: bool, rows: i
 
 
 def fill_from_folder(model: nn.Module, folder: Path, architecture: Architecture, part: ModelPart) -> int:
-    """Fills this rank's parameters from a folder's ``*.safetensors``.
+    """Fills this rank's parameters of an unwrapped model from a folder's ``*.safetensors``. Returns the tensors' bytes.
 
-    The files are memory-mapped, and one parameter at a time is assembled and sharded. Uses no collectives.
-
-    Args:
-        model: An unwrapped model of any layout and back end.
-        folder: The checkpoint.
-        architecture: Architecture of the model.
-        part: The part that this rank holds.
-
-    Returns:
-        Size of the checkpoint's tensors in bytes.
-
-    Raises:
-        WeightsError: If the files hold another model, or cannot be read.
+    The files are memory-mapped, and one parameter at a time is assembled and sharded. Uses no collectives. A
+    WeightsError if the files hold another model, or cannot be read.
     """
     files = HfTensors(folder)
     rows = vocabulary_rows(architecture.language.vocab_size, part.tensor_parallel)
@@ -102,15 +78,9 @@ def fill_from_folder(model: nn.Module, folder: Path, architecture: Architecture,
 
 
 def tower_of(source: Path, like: Path | None, maps: Mapping[str, ParameterMap]) -> HfTensors:
-    """Returns the files that have the vision tower of a checkpoint of the language model alone.
+    """Returns the files ``like`` that have the vision tower of ``source``, a checkpoint of the language model alone.
 
-    Args:
-        source: The checkpoint, for messages.
-        like: The folder that the model started from; None if the user gave none.
-        maps: The weight name table of the whole model.
-
-    Raises:
-        WeightsError: If no folder is given, or it lacks tensors of the tower.
+    A WeightsError if no folder is given, or it lacks tensors of the tower.
     """
     if like is None:
         raise WeightsError(

@@ -1,8 +1,4 @@
-"""Writes the files that ``AutoProcessor`` and ``generate`` need besides weights, from a training dataset.
-
-The tokenizer and its chat template are the dataset's own files. The image processor uses the pixel bounds and constants
-with which the dataset's images were resized. Generation stops at the end of a turn.
-"""
+"""Writes the files that ``AutoProcessor`` and ``generate`` need besides weights, from a training dataset."""
 
 from __future__ import annotations
 
@@ -36,25 +32,15 @@ _BICUBIC = 3
 
 @dataclass(frozen=True)
 class DatasetFiles:
-    """The parts of a dataset that complete a folder.
+    """The parts of a dataset that complete a folder."""
 
-    Attributes:
-        name: Path or URL of the dataset, as the user gave it.
-        manifest: Its manifest.
-        tokenizer: Folder of its tokenizer.
-    """
-
-    name: str
+    name: str  # path or URL of the dataset, as the user gave it
     manifest: Manifest
-    tokenizer: Path
+    tokenizer: Path  # folder of its tokenizer
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """Minimum and maximum pixels per image.
-
-        Raises:
-            WeightsError: If it joins datasets with different ones.
-        """
+        """Minimum and maximum pixels per image; a WeightsError if it joins datasets with different ones."""
         try:
             image = self.manifest.config["options"]["image"]
             return int(image["min_pixels"]), int(image["max_pixels"])
@@ -66,11 +52,7 @@ class DatasetFiles:
 
 @contextmanager
 def opened(location: str) -> Iterator[DatasetFiles]:
-    """Opens a dataset for its tokenizer. Files of a URL are downloaded temporarily.
-
-    Raises:
-        VlmdataError: If the dataset is missing or unfinished, or its tokenizer folder has changed.
-    """
+    """Opens a dataset, at a path or URL, for its tokenizer; an error if it is missing, unfinished or changed."""
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(location)
         if "://" in location:
@@ -97,20 +79,11 @@ def _fetch(url: str, directory: Path) -> None:
 def choose_dataset(
     source: Path, like: Path | None, data: str | None, architecture: Architecture
 ) -> tuple[str | None, list[str]]:
-    """Chooses the dataset that supplies tokenizer and processor.
+    """Chooses the dataset that supplies tokenizer and processor: ``data``, or the first readable dataset of the run.
 
-    Args:
-        source: The checkpoint. A checkpoint of a run names the run's datasets.
-        like: A Hugging Face folder whose tokenizer and processor are kept, unless ``data`` is given or it lacks one of
-            them.
-        data: The requested dataset; None means the first readable dataset of the run.
-        architecture: Architecture of the weights.
-
-    Returns:
-        The dataset or None, and notes for the user, one line each.
-
-    Raises:
-        VlmdataError: If ``data`` is not a finished dataset, or has another tokenizer than this model.
+    The tokenizer and processor of a Hugging Face folder ``like`` are kept, unless ``data`` is given or it lacks one.
+    Returns the dataset or None, and notes for the user, one line each. A VlmdataError if ``data`` is not a finished
+    dataset, or has another tokenizer than this model.
     """
     if data is not None:
         with opened(data) as dataset:
@@ -169,11 +142,7 @@ def _pixels(bounds: tuple[int, int] | None) -> str:
 
 
 def _require_vocabulary(dataset: DatasetFiles, architecture: Architecture) -> None:
-    """Raises an error for a tokenizer that is not the model's.
-
-    Raises:
-        WeightsError: If its ids are not those of the architecture.
-    """
+    """Raises an error for a tokenizer that is not the model's."""
     tokenizer, size = dataset.manifest.tokenizer, architecture.language.vocab_size
     if tokenizer.image != architecture.image_token_id or tokenizer.vocab_size > size:
         raise WeightsError(
@@ -191,33 +160,18 @@ def write_processor(dataset: DatasetFiles, out: Path) -> None:
             shutil.copy(file, to)
     least, most = dataset.bounds
     processor = dataset.manifest.config["fingerprints"]["processor"]
-    names = ("image_mean", "image_std", "merge_size", "patch_size", "temporal_patch_size")
-    constants = {name: processor[name] for name in names}
+    fields = ("image_mean", "image_std", "merge_size", "patch_size", "temporal_patch_size")
+    constants = {name: processor[name] for name in fields}
     image = {"shortest_edge": least, "longest_edge": most}
     tokenizer = dataset.manifest.tokenizer
-    stops = [tokenizer.im_end, *([tokenizer.pad] if tokenizer.pad != tokenizer.im_end else [])]
+    stops = list(dict.fromkeys([tokenizer.turns.end, tokenizer.pad]))
     # Remove processor files of other transformers versions, which would take precedence over these.
     (out / _JOINT).unlink(missing_ok=True)
-    _write(
-        out / _IMAGES,
-        {
-            "processor_class": _PROCESSOR,
-            "image_processor_type": "Qwen2VLImageProcessorFast",
-            "size": image,
-            "do_convert_rgb": True,
-            "resample": _BICUBIC,
-            **constants,
-        },
-    )
-    _write(
-        out / _VIDEOS,
-        {
-            "processor_class": _PROCESSOR,
-            "video_processor_type": "Qwen3VLVideoProcessor",
-            "size": _VIDEO_SIZE,
-            **constants,
-        },
-    )
+    names = {"processor_class": _PROCESSOR}
+    images = {"image_processor_type": "Qwen2VLImageProcessorFast", "size": image, "do_convert_rgb": True}
+    _write(out / _IMAGES, {**names, **images, "resample": _BICUBIC, **constants})
+    videos = {"video_processor_type": "Qwen3VLVideoProcessor", "size": _VIDEO_SIZE}
+    _write(out / _VIDEOS, {**names, **videos, **constants})
     _write(out / _GENERATION, _generation(out / _GENERATION, stops, tokenizer.pad))
 
 

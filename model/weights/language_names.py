@@ -11,7 +11,7 @@ from functools import partial
 from torch import Tensor
 
 from model.architecture import LanguageArchitecture, MoeArchitecture
-from model.weights.mapping import ParameterMap, Source, fill, joined, same, trim
+from model.weights.mapping import ParameterMap, SourceTensor, fill, joined, same, trim
 
 #: Name prefix of the decoder's tensors.
 LANGUAGE = "model.language_model."
@@ -45,23 +45,16 @@ def attention_maps(
     to_mcore: Callable[[Sequence[Tensor]], Tensor],
     to_hf: Callable[[Tensor], list[Tensor]],
 ) -> list[ParameterMap]:
-    """Returns the entries of full attention.
+    """Returns the entries of full attention; ``ours`` and ``theirs`` prefix the canonical and Hugging Face names.
 
-    Args:
-        ours: Prefix of the canonical names.
-        theirs: Prefix of the Hugging Face names.
-        language: The decoder.
-        query_rows: Rows of ``q_proj``, with the gate if the family has one.
-        to_mcore: Joins ``q_proj``, ``k_proj`` and ``v_proj`` by key-value group, as ``linear_qkv`` holds them.
-        to_hf: Its inverse.
+    ``query_rows`` are those of ``q_proj``, with the gate if the family has one. ``to_mcore`` joins ``q_proj``,
+    ``k_proj`` and ``v_proj`` by key-value group, as ``linear_qkv`` holds them; ``to_hf`` is its inverse.
     """
     head, width = language.head_dim, language.hidden_size
     keys = language.num_key_value_heads * head
     sizes = (query_rows, keys, keys)
-    sources = tuple(
-        Source(f"{theirs}{name}.weight", (rows, width))
-        for name, rows in zip(("q_proj", "k_proj", "v_proj"), sizes, strict=True)
-    )
+    named = zip(("q_proj", "k_proj", "v_proj"), sizes, strict=True)
+    sources = tuple(SourceTensor(f"{theirs}{name}.weight", (rows, width)) for name, rows in named)
     outputs = (width, language.num_attention_heads * head)
     return [
         ParameterMap(ours + "linear_qkv.weight", (sum(sizes), width), sources, to_mcore, to_hf, 0),
@@ -86,11 +79,6 @@ def router_map(ours: str, theirs: str, language: LanguageArchitecture, moe: MoeA
 
 
 def _vocabulary_map(ours: str, theirs: str, language: LanguageArchitecture, rows: int) -> ParameterMap:
-    return ParameterMap(
-        f"language.{ours}.weight",
-        (rows, language.hidden_size),
-        (Source(theirs, (language.vocab_size, language.hidden_size)),),
-        partial(fill, rows),
-        partial(trim, language.vocab_size),
-        0,
-    )
+    width, source = language.hidden_size, SourceTensor(theirs, (language.vocab_size, language.hidden_size))
+    to_mcore, to_hf = partial(fill, rows), partial(trim, language.vocab_size)
+    return ParameterMap(f"language.{ours}.weight", (rows, width), (source,), to_mcore, to_hf, 0)

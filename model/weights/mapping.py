@@ -1,10 +1,7 @@
 """Entries of a weight name table: which Hugging Face tensors form which megatron-core parameter, and how.
 
-The table itself belongs to the family (``model/families/NAME/names.py``). The *canonical* name of a megatron-core
-parameter is its name in a model of one process with the torch back end. :func:`canonical_names` translates from any
-other layout and back end.
-
-All functions only move values, so both directions are exact inverses in every dtype.
+The table itself belongs to the family (``model/families/NAME/names.py``). The *canonical* name of a parameter is its
+name in a model of one process with the torch back end. All functions only move values, so both directions are exact.
 """
 
 from __future__ import annotations
@@ -13,28 +10,23 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from model.parallel.rows import assign
+from model.network.wrapping import is_of_wrapper
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Source:
-    """A Hugging Face tensor, or one entry of its first axis.
+class SourceTensor:
+    """A Hugging Face tensor, or one entry of its first axis."""
 
-    Attributes:
-        name: Name in the checkpoint.
-        shape: Shape of the whole tensor.
-        index: Selected entry (an expert); None for the whole tensor.
-    """
-
-    name: str
-    shape: Shape
-    index: int | None = None
+    name: str  # name in the checkpoint
+    shape: Shape  # shape of the whole tensor
+    index: int | None = None  # selected entry (an expert); None for the whole tensor
 
     def take(self, tensor: Tensor) -> Tensor:
         """Selects the source's part of the whole tensor."""
@@ -43,27 +35,18 @@ class Source:
 
 @dataclass(frozen=True)
 class ParameterMap:
-    """Conversion and sharding of one parameter.
+    """Conversion and sharding of one parameter."""
 
-    Attributes:
-        name: Canonical name.
-        shape: Shape of the parameter without tensor parallelism.
-        sources: Tensors that form the parameter.
-        to_mcore: Converts the sources (their entries, in order) to the parameter.
-        to_hf: The inverse of ``to_mcore``.
-        shard_dim: Axis that tensor parallelism shards; None for a parameter that every rank holds.
-        sections: Lengths of the parts of that axis that are sharded separately; empty to shard the whole axis.
-        expert: Global number of the parameter's expert.
-    """
-
-    name: str
-    shape: Shape
-    sources: tuple[Source, ...]
+    name: str  # canonical name
+    shape: Shape  # shape of the parameter without tensor parallelism
+    sources: tuple[SourceTensor, ...]  # tensors that form the parameter
+    #: Converts the sources (their entries, in order) to the parameter.
     to_mcore: Callable[[Sequence[Tensor]], Tensor]
-    to_hf: Callable[[Tensor], list[Tensor]]
-    shard_dim: int | None = None
+    to_hf: Callable[[Tensor], list[Tensor]]  # the inverse of ``to_mcore``
+    shard_dim: int | None = None  # axis that tensor parallelism shards; None for a parameter that every rank holds
+    #: Lengths of the parts of that axis that are sharded separately; empty to shard the whole axis.
     sections: tuple[int, ...] = ()
-    expert: int | None = None
+    expert: int | None = None  # Global number of the parameter's expert
 
     def shard(self, parameter: Tensor, rank: int, size: int) -> Tensor:
         """Returns the shard of a tensor-parallel rank."""
@@ -72,15 +55,6 @@ class ParameterMap:
         parts = parameter.split(self.sections or (parameter.shape[self.shard_dim],), self.shard_dim)
         return torch.cat([part.chunk(size, self.shard_dim)[rank] for part in parts], self.shard_dim)
 
-    def unshard(self, parts: Sequence[Tensor]) -> Tensor:
-        """Joins the shards of all tensor-parallel ranks to the whole parameter."""
-        if self.shard_dim is None or len(parts) == 1:
-            return parts[0]
-        axis, size = self.shard_dim, len(parts)
-        lengths = [section // size for section in self.sections] or [parts[0].shape[axis]]
-        columns = zip(*(part.split(lengths, axis) for part in parts), strict=True)
-        return torch.cat([piece for column in columns for piece in column], axis)
-
 
 def hf_names(maps: Mapping[str, ParameterMap]) -> dict[str, Shape]:
     """Returns the Hugging Face tensors of a table with their shapes."""
@@ -88,13 +62,9 @@ def hf_names(maps: Mapping[str, ParameterMap]) -> dict[str, Shape]:
 
 
 def canonical_names(model: nn.Module) -> dict[str, str]:
-    """Returns the canonical names of a model's parameters on this rank.
+    """Returns the canonical names of an unwrapped model's parameters on this rank, by those of ``named_parameters``.
 
-    Args:
-        model: An unwrapped model of any layout and back end.
-
-    Returns:
-        Canonical names by the names of ``named_parameters``.
+    Those of wrappers are left out: only checkpoints have them.
     """
     layers: dict[str, int] = {}
     experts: dict[str, int] = {}
@@ -103,38 +73,30 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
             layers[name] = module.layer_number - 1
         if name.endswith(".mlp") and hasattr(module, "local_expert_indices"):
             experts[name] = module.local_expert_indices[0]
-    return {name: _canonical(name, layers, experts) for name, _ in model.named_parameters()}
+    names = (name for name, _ in model.named_parameters() if not is_of_wrapper(name))
+    return {name: _canonical(name, layers, experts) for name in names}
 
 
 @torch.no_grad()
 def load_from_hf(
     model: nn.Module,
     maps: Mapping[str, ParameterMap],
-    take: Callable[[Source], Tensor],
+    take: Callable[[SourceTensor], Tensor],
     *,
     tensor_rank: int = 0,
     tensor_parallel: int = 1,
     vision_parallel: int | None = None,
     leave: tuple[str, ...] = (),
 ) -> None:
-    """Fills a model's parameters on this rank from Hugging Face tensors.
+    """Fills an unwrapped model's parameters on this rank from Hugging Face tensors, as ``take`` returns them.
 
-    Args:
-        model: An unwrapped model of any layout and back end.
-        maps: The table.
-        take: Returns the tensor of a source, or its entry of the tensor.
-        tensor_rank: Tensor-parallel rank.
-        tensor_parallel: Tensor-parallel size.
-        vision_parallel: Tensor-parallel size of the vision tower: 1, or None for the same size.
-        leave: Prefixes of the canonical names of parameters to leave unchanged.
-
-    Raises:
-        KeyError: If a parameter is not in the table.
-        ValueError: If shapes differ.
+    ``vision_parallel`` is the tensor-parallel size of the vision tower: 1, or None for the same size. Parameters whose
+    canonical names start with a prefix in ``leave`` stay unchanged. A KeyError if a parameter is not in the table, a
+    ValueError if shapes differ.
     """
     names = canonical_names(model)
     for name, parameter in model.named_parameters():
-        if names[name].startswith(leave):
+        if name not in names or names[name].startswith(leave):
             continue
         entry = _entry(maps, names[name])
         value = entry.to_mcore([take(source) for source in entry.sources])
@@ -146,6 +108,16 @@ def load_from_hf(
                 f"{tuple(value.shape)}: the checkpoint has another architecture"
             )
         assign(parameter, value)
+
+
+def assign(parameter: Any, value: Tensor) -> None:
+    """Copies a whole value to a parameter; of a fully sharded one (:mod:`model.parallel.sharding`), its rows."""
+    start: int | None = getattr(parameter, "first_row", None)
+    if start is None:
+        parameter.copy_(value)
+    else:
+        rows = parameter.to_local()
+        rows.copy_(value[start : start + rows.shape[0]])
 
 
 def _entry(maps: Mapping[str, ParameterMap], name: str) -> ParameterMap:
@@ -217,18 +189,11 @@ def same(
     name: str, source: str, shape: Shape, shard_dim: int | None = None, sections: tuple[int, ...] = ()
 ) -> ParameterMap:
     """Maps a parameter to an identical tensor."""
-    return ParameterMap(name, shape, (Source(source, shape),), only, lambda x: [x], shard_dim, sections)
+    return ParameterMap(name, shape, (SourceTensor(source, shape),), only, lambda x: [x], shard_dim, sections)
 
 
 def joined(name: str, sources: Sequence[tuple[str, int]], rest: Shape, sections: tuple[int, ...]) -> ParameterMap:
     """Maps a parameter to several concatenated tensors, sharded by section."""
     sizes = tuple(rows for _, rows in sources)
-    return ParameterMap(
-        name,
-        (sum(sizes), *rest),
-        tuple(Source(source, (rows, *rest)) for source, rows in sources),
-        join,
-        partial(parts, sizes),
-        0,
-        sections,
-    )
+    tensors = tuple(SourceTensor(source, (rows, *rest)) for source, rows in sources)
+    return ParameterMap(name, (sum(sizes), *rest), tensors, join, partial(parts, sizes), 0, sections)

@@ -16,8 +16,6 @@ from model.weights.places import temporary_of
 from vlmdata.errors import ResourceError, VlmdataError
 
 _REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOTDIR)
-#: Bytes with which a folder is tried out.
-_PROBE = 1 << 20
 
 
 @contextlib.contextmanager
@@ -26,9 +24,6 @@ def writing_to(out: Path) -> Iterator[Path]:
 
     It lies beside ``out``, or in ``out`` if that exists, as it may be the root of another disk. What a killed
     conversion left there is removed first.
-
-    Raises:
-        ResourceError: If the folder or its disk does not take the files.
     """
     folder = temporary_of(out)
     try:
@@ -47,11 +42,7 @@ def writing_to(out: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def reading_from(source: Path) -> Iterator[None]:
-    """Converts what torch and others raise for damaged files to a :class:`WeightsError` with a remedy.
-
-    Args:
-        source: Folder of a distributed checkpoint.
-    """
+    """Converts what torch and others raise for damaged files of a distributed checkpoint to a :class:`WeightsError`."""
     try:
         yield
     except VlmdataError:
@@ -62,8 +53,8 @@ def reading_from(source: Path) -> Iterator[None]:
             raise cause from error
         if not (source / ".metadata").exists():
             raise WeightsError(
-                f"{source} was removed while it was read, as a run removes old checkpoints (run.keep). Convert a newer "
-                "one"
+                f"{source} was removed while it was read, as a run removes old checkpoints (run.keep). Convert "
+                "a newer one"
             ) from error
         text = next((f": {line.strip()}" for line in str(cause).splitlines() if line.strip()), "")
         raise WeightsError(
@@ -109,13 +100,20 @@ def _refusal_of(folder: Path, cause: BaseException) -> str | None:
     """Returns the system's reason why files cannot be written, which torch hides; None if they can."""
     if isinstance(cause, OSError) and cause.errno in _REFUSED and _is_in(cause, folder):
         return cause.strerror
+    refusal = refusal_of(folder / "probe")
+    return None if refusal is None else refusal.strerror
+
+
+def refusal_of(probe: Path) -> OSError | None:
+    """Returns the error with which the system refuses a file of 1 MiB, which torch hides; None if it takes one."""
     try:
-        with (folder / "probe").open("wb") as file:
-            file.write(bytes(_PROBE))
+        with probe.open("wb") as file:
+            file.write(bytes(1 << 20))
             file.flush()
             os.fsync(file.fileno())
+        probe.unlink()
     except OSError as error:
-        return error.strerror
+        return error
     return None
 
 

@@ -11,7 +11,7 @@ from functools import partial
 from torch import Tensor
 
 from model.architecture import VisionArchitecture
-from model.weights.mapping import ParameterMap, Source, only, reshape, reshape_back, same
+from model.weights.mapping import ParameterMap, SourceTensor, only, reshape, reshape_back, same
 
 #: Name prefix of the tower's tensors.
 VISUAL = "model.visual."
@@ -22,14 +22,10 @@ def vision_maps(vision: VisionArchitecture) -> list[ParameterMap]:
     width, wide, merged = vision.hidden_size, vision.intermediate_size, vision.hidden_size * vision.merge_unit
     kernel = (width, vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
     flat = (width, vision.patch_values)
+    source = SourceTensor(f"{VISUAL}patch_embed.proj.weight", kernel)
+    to_mcore, to_hf = partial(reshape, flat), partial(reshape_back, kernel)
     maps = [
-        ParameterMap(
-            "vision.patch_embed.weight",
-            flat,
-            (Source(f"{VISUAL}patch_embed.proj.weight", kernel),),
-            partial(reshape, flat),
-            partial(reshape_back, kernel),
-        ),
+        ParameterMap("vision.patch_embed.weight", flat, (source,), to_mcore, to_hf),
         same("vision.patch_embed.bias", f"{VISUAL}patch_embed.proj.bias", (width,)),
         same("vision.pos_embed.weight", f"{VISUAL}pos_embed.weight", (vision.num_position_embeddings, width)),
     ]
@@ -38,16 +34,9 @@ def vision_maps(vision: VisionArchitecture) -> list[ParameterMap]:
         maps += _affine_pair(ours + "norm1", theirs + "norm1", width)
         maps += _affine_pair(ours + "norm2", theirs + "norm2", width)
         for kind, shape in (("weight", (3 * width, width)), ("bias", (3 * width,))):
-            maps.append(
-                ParameterMap(
-                    f"{ours}qkv.{kind}",
-                    shape,
-                    (Source(f"{theirs}attn.qkv.{kind}", shape),),
-                    partial(_by_head, vision.num_heads),
-                    partial(_by_head_back, vision.num_heads),
-                    0,
-                )
-            )
+            source = SourceTensor(f"{theirs}attn.qkv.{kind}", shape)
+            to_mcore, to_hf = partial(_by_head, vision.num_heads), partial(_by_head_back, vision.num_heads)
+            maps.append(ParameterMap(f"{ours}qkv.{kind}", shape, (source,), to_mcore, to_hf, 0))
         maps += _row_parallel(ours + "proj", theirs + "attn.proj", width, width)
         maps += _column_parallel(ours + "linear_fc1", theirs + "mlp.linear_fc1", width, wide)
         maps += _row_parallel(ours + "linear_fc2", theirs + "mlp.linear_fc2", wide, width)
@@ -79,10 +68,7 @@ def _column_parallel(ours: str, theirs: str, width: int, out: int) -> list[Param
 
 
 def _row_parallel(ours: str, theirs: str, width: int, out: int) -> list[ParameterMap]:
-    return [
-        same(f"{ours}.weight", f"{theirs}.weight", (out, width), 1),
-        same(f"{ours}.bias", f"{theirs}.bias", (out,)),
-    ]
+    return [same(f"{ours}.weight", f"{theirs}.weight", (out, width), 1), same(f"{ours}.bias", f"{theirs}.bias", (out,))]
 
 
 def _by_head(heads: int, tensors: Sequence[Tensor]) -> Tensor:

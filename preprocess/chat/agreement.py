@@ -10,110 +10,53 @@ from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
-from preprocess.chat.length import require_length
-from preprocess.chat.render import Rendered, Renderer
-from preprocess.chat.targets import Tokens, Turn, find_turns, token_over, tokenize
-from preprocess.chat.tokenizer import ASSISTANT_HEADER, IM_START, ChatTokenizer
-from preprocess.config import TrainThink
-from preprocess.conversation import Conversation, Document, Message, TextPart
+from preprocess.chat.render import Rendered
+from preprocess.chat.targets import Tokens, Turn
+from preprocess.chat.tokenizer import ChatTokenizer
+from preprocess.conversation import Conversation, Message, TextPart
 from preprocess.reject import RowRejected, excerpt
-from vlmdata.format.manifest import TokenizerInfo
+from vlmdata.families.chat import IMAGE
 from vlmdata.reasons import Reason
 from vlmdata.wording import counted
 
 
-def encode_turns(
-    renderer: Renderer, conversation: Conversation, weights: Sequence[float], train_think: TrainThink
-) -> tuple[Rendered, Tokens, list[Turn]]:
-    """Renders and tokenizes a conversation, and finds its assistant turns.
-
-    Args:
-        renderer: Applies the template.
-        conversation: The conversation.
-        weights: Weight of each assistant turn; a turn of weight 0 is not learned.
-        train_think: Whether think blocks are targets.
-
-    Returns:
-        The rendered text, its tokens, and one turn for each assistant message, in order.
-
-    Raises:
-        RowRejected: TEMPLATE_ERROR if the result is not the conversation: a turn, an image or a text is missing or
-            misplaced. SPECIAL_TOKEN_TEXT if the data forged a special token. OVERLONG if the text is far too long.
-    """
-    tokenizer = renderer.tokenizer
-    rendered = renderer.render(conversation)
-    require_length(tokenizer, rendered.text, renderer.most_tokens)
-    tokens = tokenize(tokenizer, rendered)
-    _require_reserved(rendered, tokens, tokenizer)
-    turns = find_turns(rendered.text, tokens, tokenizer.info)
-    answers = [message for message in conversation.messages if message.role == "assistant"]
-    if len(turns) != len(answers):
-        raise _template_error(
-            f"wrote {counted(len(turns), 'assistant turn')} for {counted(len(answers), 'assistant message')}"
-        )
-    learned = [(answer, turn) for answer, turn, weight in zip(answers, turns, weights, strict=True) if weight]
-    tokens = _cut_before_answers(tokenizer, rendered, tokens, learned, train_think)
-    _require_headers(rendered.text, tokens, tokenizer.info, {turn.body for _, turn in learned})
-    _require_images(tokens, tokenizer.info, len(conversation.images))
-    for message in conversation.messages:
-        if message.role == "system" and missing_piece([message.text], rendered.text) is not None:
-            raise _template_error(f"left out the system prompt {excerpt(message.text, 60)!r}")
-    for number, stretch in enumerate(_stretches(conversation)):
-        _require_stretch(number, stretch, rendered.text, tokens, turns, tokenizer.info)
-    return rendered, tokens, turns
-
-
-def encode_document_text(renderer: Renderer, document: Document) -> Tokens:
-    """Tokenizes a document, with one placeholder per image and the end of text last.
-
-    Raises:
-        RowRejected: SPECIAL_TOKEN_TEXT if the data forged a special token, TEMPLATE_ERROR if one was lost, OVERLONG if
-            the text is far too long.
-    """
-    rendered = renderer.render_document(document)
-    hint = "; --overlong split makes several samples of such documents"
-    require_length(renderer.tokenizer, rendered.text, renderer.most_tokens, hint)
-    tokens = tokenize(renderer.tokenizer, rendered)
-    _require_reserved(rendered, tokens, renderer.tokenizer)
-    return tokens
-
-
-def _cut_before_answers(
-    tokenizer: ChatTokenizer,
-    rendered: Rendered,
+def require_conversation(
+    conversation: Conversation,
+    text: str,
     tokens: Tokens,
-    learned: Sequence[tuple[Message, Turn]],
-    train_think: TrainThink,
-) -> Tokens:
-    """Tokenizes again if the whitespace that begins a learned answer merged with the newline before it.
+    turns: list[Turn],
+    learned: Collection[int],
+    tokenizer: ChatTokenizer,
+) -> None:
+    """Compares a rendered conversation with its messages.
 
-    At inference that newline ends the prompt, so its token has nothing of the answer. Whitespace of the template before
-    an answer is in the prompt, too, and stays as it is.
+    Raises:
+        RowRejected: TEMPLATE_ERROR if a turn, an image or a text is missing or misplaced.
     """
-    text, overs = rendered.text, dict[int, int]()
-    for answer, turn in learned:
-        if answer.text[:1].isspace() and answer.text.strip():
-            for at in {turn.body, turn.target_start(train_think)}:
-                if text.startswith(answer.text, at) and (over := token_over(tokens, at)) is not None:
-                    overs[at] = int(tokens.ends[over])
-    if not overs:
-        return tokens
-    cut = tokenize(tokenizer, rendered, sorted(overs))
-    _require_reserved(rendered, cut, tokenizer)
-    for at, end in overs.items():
-        first, last = np.searchsorted(cut.starts, [at, end]).tolist()
-        spelled = tokenizer.hf.decode(cut.ids[first:last], clean_up_tokenization_spaces=False)
-        if spelled != text[at : int(cut.ends[last - 1])]:  # some tokenizers put a space before each piece
-            return tokens
-    return cut
+    begin = tokenizer.info.turns.begin
+    if begin >= 0 and np.flatnonzero(tokens.ids == begin).tolist() != [0]:
+        times = counted(int((tokens.ids == begin).sum()), "time")
+        raise template_error(f"wrote {tokenizer.family.chat.begin} {times}; the text must begin with one")
+    _require_headers(text, tokens, tokenizer, learned)
+    _require_images(tokens, tokenizer, len(conversation.images))
+    for message in conversation.messages:
+        if message.role == "system" and missing_piece([message.text], text) is not None:
+            raise template_error(f"left out the system prompt {excerpt(message.text, 60)!r}")
+    for number, stretch in enumerate(_stretches(conversation)):
+        _require_stretch(number, stretch, text, tokens, turns, tokenizer)
 
 
-def _template_error(message: str) -> RowRejected:
+def template_error(message: str) -> RowRejected:
+    """Returns the rejection of a row whose template wrote something else."""
     return RowRejected(Reason.TEMPLATE_ERROR, f"the chat template {message}")
 
 
-def _require_reserved(rendered: Rendered, tokens: Tokens, tokenizer: ChatTokenizer) -> None:
-    """Checks that reserved ids are exactly where their texts were written, despite normalisation."""
+def require_reserved(rendered: Rendered, tokens: Tokens, tokenizer: ChatTokenizer) -> None:
+    """Checks that reserved ids are exactly where their texts were written, despite normalisation.
+
+    Raises:
+        RowRejected: SPECIAL_TOKEN_TEXT if the data forged one, TEMPLATE_ERROR if one was lost.
+    """
     at = np.flatnonzero(np.isin(tokens.ids, tokenizer.reserved_ids))
     found = list(zip(tokens.starts[at].tolist(), tokens.ends[at].tolist(), strict=True))
     if found == list(rendered.reserved_spans):
@@ -133,42 +76,43 @@ def _require_reserved(rendered: Rendered, tokens: Tokens, tokenizer: ChatTokeniz
     )
 
 
-def _require_headers(text: str, tokens: Tokens, info: TokenizerInfo, learned: Collection[int]) -> None:
+def _require_headers(text: str, tokens: Tokens, tokenizer: ChatTokenizer, learned: Collection[int]) -> None:
     """Checks the ids of assistant headers. A tokenizer may merge them with the text that follows.
 
-    Args:
-        text: The rendered text.
-        tokens: Its tokens.
-        info: The header's ids.
-        learned: First characters of the learned turns' bodies. In other turns the last token of the header may differ,
-            as it does at inference; the others tell whose turn it is.
+    In turns that are not learned the last token of the header may differ, as it does at inference; the others tell
+    whose turn it is.
     """
-    header = np.array(info.assistant_header)
-    for at in np.flatnonzero(tokens.ids == info.im_start).tolist():
-        body = int(tokens.starts[at]) + len(IM_START)
-        needed = len(header) if body + len(ASSISTANT_HEADER) in learned else max(len(header) - 1, 1)
+    ids = tokenizer.info.turns
+    header = np.array(ids.assistant)
+    opening = tokenizer.family.chat.turn_start + tokenizer.family.chat.assistant_header
+    for at in np.flatnonzero(tokens.ids == ids.start).tolist():
+        start = int(tokens.starts[at])
+        needed = len(header) if start + len(opening) in learned else max(len(header) - 1, 1)
         found = tokens.ids[at + 1 : at + 1 + len(header)]
-        if text.startswith(ASSISTANT_HEADER, body) and not np.array_equal(found[:needed], header[:needed]):
+        if text.startswith(opening, start) and not np.array_equal(found[:needed], header[:needed]):
+            turn = text[int(tokens.ends[at]) :]
             raise RowRejected(
                 Reason.TEMPLATE_ERROR,
-                f"the tokenizer encodes the header of the turn {excerpt(text[body:], 40)!r} as {found.tolist()} "
-                f"instead of {header.tolist()}: it merges with the answer",
+                f"the tokenizer encodes the header of the turn {excerpt(turn, 40)!r} as {found.tolist()} instead of "
+                f"{header.tolist()}: it merges with the answer",
             )
 
 
-def _require_images(tokens: Tokens, info: TokenizerInfo, images: int) -> None:
-    """Checks for one placeholder per image, each between vision tokens, and no further vision tokens."""
-    ids = tokens.ids
-    at = np.flatnonzero(ids == info.image)
+def _require_images(tokens: Tokens, tokenizer: ChatTokenizer, images: int) -> None:
+    """Checks for one placeholder per image, each between the family's marks, and no further marks."""
+    image, ids = tokenizer.info.items[IMAGE], tokens.ids
+    at = np.flatnonzero(ids == image.token)
     if len(at) != images:
-        raise _template_error(f"wrote {counted(len(at), 'image placeholder')} for {counted(images, 'image')}")
-    marks = int((ids == info.vision_start).sum()), int((ids == info.vision_end).sum())
-    enclosed = marks == (images, images) and not (images and (at[0] == 0 or at[-1] + 1 == len(ids)))
-    if not enclosed or (ids[at - 1] != info.vision_start).any() or (ids[at + 1] != info.vision_end).any():
-        raise _template_error(
-            f"wrote {marks[0]} <|vision_start|> and {marks[1]} <|vision_end|> around "
-            f"{counted(images, 'image placeholder')}; each <|image_pad|> must be directly between the two, "
-            "as Qwen-VL models require"
+        raise template_error(f"wrote {counted(len(at), 'image placeholder')} for {counted(images, 'image')}")
+    marks = {mark: int((ids == mark).sum()) for mark in (*image.before, *image.after)}
+    around = np.arange(len(image.ids)) + at[:, None] - len(image.before)
+    inside = not images or (around[0, 0] >= 0 and around[-1, -1] < len(ids))
+    if set(marks.values()) - {images} or not inside or (ids[around] != image.ids).any():
+        spell = tokenizer.hf.convert_ids_to_tokens
+        found = " and ".join(f"{count} {spell(mark)}" for mark, count in marks.items())
+        raise template_error(
+            f"wrote {found} around {counted(images, 'image placeholder')}; each {tokenizer.image_text} must be "
+            f"directly between the two, as models of the family {tokenizer.family.name} require"
         )
 
 
@@ -193,18 +137,18 @@ def _require_stretch(
     text: str,
     tokens: Tokens,
     turns: list[Turn],
-    info: TokenizerInfo,
+    tokenizer: ChatTokenizer,
 ) -> None:
     """Checks that the text between two assistant turns has the images and user texts of the messages between them."""
     before, answer = stretch
     start = turns[number - 1].stop if number else 0
     stop = turns[number].body if answer is not None else len(text)
     first, last = np.searchsorted(tokens.starts, [start, stop]).tolist()
-    images = int((tokens.ids[first:last] == info.image).sum())
+    images = int((tokens.ids[first:last] == tokenizer.info.image).sum())
     expected = sum(1 for message in before for _ in message.images)
     where = f"before assistant turn {number + 1}" if answer is not None else "after the last assistant turn"
     if images != expected:
-        raise _template_error(
+        raise template_error(
             f"wrote {counted(images, 'image placeholder')} {where}, where the messages have "
             f"{counted(expected, 'image')}"
         )
@@ -217,14 +161,15 @@ def _require_stretch(
     ]
     missing = missing_piece(said, text[start:stop])
     if missing is not None:
-        raise _template_error(f"left out or moved the user's text {excerpt(missing, 60)!r}, which belongs {where}")
+        raise template_error(f"left out or moved the user's text {excerpt(missing, 60)!r}, which belongs {where}")
     if answer is None:
         return
     turn = turns[number]
     # Templates treat reasoning inside the text as a think block, and drop it from earlier turns.
-    words = answer.text.rpartition("</think>")[2]
+    think = tokenizer.family.chat.think
+    words = answer.text.rpartition(think[1].strip())[2] if think else answer.text
     if missing_piece([words], text[turn.body : turn.stop]) is not None:
-        raise _template_error(
+        raise template_error(
             f"wrote {excerpt(text[turn.body : turn.stop], 60)!r} as assistant turn {number + 1}; the message says "
             f"{excerpt(words, 60)!r}"
         )

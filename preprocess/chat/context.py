@@ -15,8 +15,6 @@ from preprocess.chat.targets import Turn
 from preprocess.conversation import Conversation, Message
 from preprocess.reject import RowRejected
 
-_THINK, _THINK_END = "<think>", "</think>"
-
 
 def up_to_answers(conversation: Conversation) -> Iterator[tuple[Message, Conversation]]:
     """Yields each assistant message, and the conversation that ends with it."""
@@ -25,18 +23,13 @@ def up_to_answers(conversation: Conversation) -> Iterator[tuple[Message, Convers
             yield message, replace(conversation, messages=conversation.messages[:number])
 
 
-def dropped_reasoning(conversation: Conversation, text: str, turns: Sequence[Turn]) -> list[int]:
-    """Returns the numbers of the assistant turns, from 1, whose reasoning the template left out.
-
-    Args:
-        conversation: The conversation.
-        text: The rendered text.
-        turns: Its assistant turns.
-    """
-    answers = [message for message in conversation.messages if message.role == "assistant"]
+def dropped_reasoning(
+    conversation: Conversation, text: str, turns: Sequence[Turn], think: tuple[str, str] | None
+) -> list[int]:
+    """Returns the numbers of the assistant turns, from 1, whose reasoning the template left out."""
     found = []
-    for number, (answer, turn) in enumerate(zip(answers, turns, strict=True), start=1):
-        reasoning, words = _reasoning_and_words(answer)
+    for number, (answer, turn) in enumerate(zip(conversation.answers, turns, strict=True), start=1):
+        reasoning, words = _reasoning_and_words(answer, think)
         # A template may write reasoning without a think block, but before the answer.
         written = turn.reasoning or missing_piece([reasoning, words], text[turn.body : turn.stop]) is None
         if reasoning.strip() and not written:
@@ -44,12 +37,12 @@ def dropped_reasoning(conversation: Conversation, text: str, turns: Sequence[Tur
     return found
 
 
-def _reasoning_and_words(answer: Message) -> tuple[str, str]:
+def _reasoning_and_words(answer: Message, think: tuple[str, str] | None) -> tuple[str, str]:
     """Returns the reasoning of a turn and what it says after it. Templates read reasoning from the text, too."""
-    if answer.reasoning is not None:
-        return answer.reasoning, answer.text
-    before, _, words = answer.text.rpartition(_THINK_END)
-    return before.strip().removeprefix(_THINK), words
+    if answer.reasoning is not None or think is None:
+        return answer.reasoning or "", answer.text
+    before, _, words = answer.text.rpartition(think[1].strip())
+    return before.strip().removeprefix(think[0].strip()), words
 
 
 def is_unlike_inference(
@@ -58,13 +51,6 @@ def is_unlike_inference(
     """True if a learned turn follows another text than it does at inference, where it is the last turn.
 
     The first learned turn decides: of all it is the furthest from the end.
-
-    Args:
-        renderer: Applies the template.
-        conversation: The conversation.
-        text: The rendered text.
-        turns: Its assistant turns.
-        weights: Weight of each assistant turn; a turn of weight 0 is not learned.
     """
     first = next(number for number, weight in enumerate(weights) if weight)
     turn, (message, alone) = turns[first], list(up_to_answers(conversation))[first]

@@ -12,8 +12,6 @@ from vlmdata.families import DEFAULT_FAMILY, REGISTRY, family
 #: Files that identify a family, and their field: the model type in a config, else the processor class.
 _FILES = (("config.json", "model_type"), ("preprocessor_config.json", "processor_class"),
           ("processor_config.json", "processor_class"), ("tokenizer_config.json", "processor_class"))  # fmt: skip
-#: Families of processors. Qwen3.5 and Qwen3-VL share one, and their images and positions are equal.
-_PROCESSORS = {"Qwen2_5_VLProcessor": "qwen2_5_vl", "Qwen3VLProcessor": DEFAULT_FAMILY}
 #: Ends the model type of the language model in a model, whose tokenizer is the model's.
 _TEXT_PART = "_text"
 
@@ -21,25 +19,23 @@ _TEXT_PART = "_text"
 def family_of(tokenizer: str, revision: str | None = None) -> str:
     """Returns the family in a tokenizer's files, or :data:`DEFAULT_FAMILY` if they specify none.
 
-    Args:
-        tokenizer: Hub id or folder.
-        revision: Hub branch, tag or commit.
-
     Raises:
         SourceError: If the files are those of a model of no family.
     """
-    types = {kind: name for name in REGISTRY for kind in family(name).model_types}
+    known = {name: family(name) for name in REGISTRY.names()}
+    types = {kind: name for name, each in known.items() for kind in (*each.model_types, *each.processors)}
     for file, field in _FILES:
         value = _read(tokenizer, file, revision).get(field)
         if not isinstance(value, str):
             continue
-        found = types.get(value) or types.get(value.removesuffix(_TEXT_PART)) or _PROCESSORS.get(value)
+        found = types.get(value) or types.get(value.removesuffix(_TEXT_PART))
         if found is not None:
             return found
         raise SourceError(
             f"--tokenizer {tokenizer}: its {file} says {field} {value!r}, which is of none of the families "
-            f"{', '.join(REGISTRY)}, so samples may not fit the model. If the model takes the images and positions of "
-            f"one of them, or rows without images, give it as --family; else add a family (docs/extend/family.md)."
+            f"{', '.join(REGISTRY.names())}, so samples may not fit the model. If the model takes the images and "
+            "positions of one of them, or rows without images, give it as --family; else add a family "
+            "(docs/extend/family.md)."
         )
     return DEFAULT_FAMILY
 

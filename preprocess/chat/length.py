@@ -18,12 +18,6 @@ _CERTAIN = 2
 def require_length(tokenizer: ChatTokenizer, text: str, most: int | None, hint: str = "") -> None:
     """Rejects a text of more than twice the allowed number of tokens.
 
-    Args:
-        tokenizer: Counts the tokens.
-        text: The rendered text.
-        most: Largest number of tokens; None allows any.
-        hint: Ends the message.
-
     Raises:
         RowRejected: OVERLONG.
     """

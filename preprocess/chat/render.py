@@ -9,7 +9,7 @@ places, nearly all, are rendered unmodified.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -60,12 +60,13 @@ class Renderer:
             RowRejected: TEMPLATE_ERROR if the template rejects it; SPECIAL_TOKEN_TEXT if data spells a reserved
                 token and the policy is ``reject``; INVALID_UNICODE if a text cannot be encoded.
         """
-        _require_unicode(conversation)
-        suspicious = any(self._opening.search(text) for text in _strings(conversation))
-        if not suspicious:
+        strings = list(_strings(conversation))
+        for where, text in strings:
+            _require_encodable(text, where)
+        if not any(self._opening.search(text) for _, text in strings):
             text = self._apply(conversation, lambda text: text)
-            return Rendered(text, self._spans(text))
-        marker = _unused_character(conversation)
+            return self._with_images(Rendered(text, self._spans(text)))
+        marker = _unused_character(text for _, text in strings)
         broken = self._apply(conversation, lambda text: self._opening.sub(lambda m: m[0] + marker, text))
         text = broken.replace(marker, "")
         starts = ((m.start() - broken.count(marker, 0, m.start()), len(m[0])) for m in self._reserved.finditer(broken))
@@ -73,17 +74,33 @@ class Renderer:
         spans = self._spans(text)
         genuine = tuple(span for span in spans if span in written)
         forged = tuple(span for span in spans if span not in written)
-        if not forged:
-            return Rendered(text, genuine)
-        if self.special_text is SpecialText.REJECT:
+        if forged and self.special_text is SpecialText.REJECT:
             raise self._forgery(text, forged)
-        return Rendered(text, genuine, forged)
+        return self._with_images(Rendered(text, genuine, forged))
+
+    def _with_images(self, rendered: Rendered) -> Rendered:
+        """Replaces the token that the template wrote for each image by all tokens of an image, with their margins."""
+        if (written := self.tokenizer.written_image) is None:
+            return rendered
+        made, plain, cursor = _Pieces(self.tokenizer), [], 0
+        for start, stop in sorted((*rendered.reserved_spans, *rendered.plain_spans)):
+            made.add(rendered.text[cursor:start])
+            piece, cursor = rendered.text[start:stop], stop
+            if (start, stop) in rendered.plain_spans:
+                plain.append((made.length, made.length + len(piece)))
+                made.add(piece)
+            elif piece == written:
+                made.add_image()
+            else:
+                made.add_token(piece)
+        made.add(rendered.text[cursor:])
+        return Rendered(made.text, tuple(made.spans), tuple(plain))
 
     def _spans(self, text: str) -> tuple[tuple[int, int], ...]:
         return tuple(match.span() for match in self._reserved.finditer(text))
 
     def render_document(self, document: Document) -> Rendered:
-        """Renders a document as text: a placeholder with vision tokens for each image, and the end of text.
+        """Renders a document as text: the tokens of each image with one placeholder, and the end of text.
 
         No template is involved, so the places of reserved tokens are known. Any other one comes from the data.
 
@@ -92,18 +109,16 @@ class Renderer:
                 and a reserved token together read as another one. INVALID_UNICODE if the text cannot be encoded.
         """
         info, spell = self.tokenizer.info, self.tokenizer.hf.convert_ids_to_tokens
-        image = [spell(info.vision_start), spell(info.image), spell(info.vision_end)]
-        pieces: list[str] = []
-        written: set[tuple[int, int]] = set()
-        length = 0
-        for part in (*document.parts, None):
-            own = [spell(info.end_of_text)] if part is None else image if isinstance(part, ImagePart) else []
-            for piece in [part.text] if isinstance(part, TextPart) else own:
-                if own:
-                    written.add((length, length + len(piece)))
-                pieces.append(piece)
-                length += len(piece)
-        text = "".join(pieces)
+        made = _Pieces(self.tokenizer)
+        if info.turns.begin >= 0:
+            made.add_token(spell(info.turns.begin))
+        for part in document.parts:
+            if isinstance(part, ImagePart):
+                made.add_image()
+            else:
+                made.add(part.text)
+        made.add_token(spell(info.end_of_text))
+        text, written = made.text, set(made.spans)
         _require_encodable(text, "the document")
         forged = tuple(span for span in self._spans(text) if span not in written)
         genuine = tuple(span for span in self._spans(text) if span in written)
@@ -149,6 +164,35 @@ class Renderer:
         return str(text)
 
 
+class _Pieces:
+    """A text in the making, with the spans of the reserved tokens in it."""
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._pieces: list[str] = []
+        self.length = 0
+        self.spans: list[tuple[int, int]] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+    def add(self, piece: str) -> None:
+        self._pieces.append(piece)
+        self.length += len(piece)
+
+    def add_token(self, token: str) -> None:
+        self.spans.append((self.length, self.length + len(token)))
+        self.add(token)
+
+    def add_image(self) -> None:
+        margin = self._tokenizer.family.image.margin
+        self.add(margin)
+        for token in self._tokenizer.image_tokens:
+            self.add_token(token)
+        self.add(margin)
+
+
 def _template_message(message: Message, edit: Callable[[str], str]) -> dict[str, Any]:
     content: Any
     if all(isinstance(part, TextPart) for part in message.parts):
@@ -177,16 +221,8 @@ def _edit(value: Any, edit: Callable[[str], str]) -> Any:
     return value
 
 
-def _require_unicode(conversation: Conversation) -> None:
-    """Rejects lone surrogates: halves of a character, which cannot be encoded."""
-    for number, message in enumerate(conversation.messages):
-        for text in _message_strings(message):
-            _require_encodable(text, f"message {number + 1} of {len(conversation.messages)} ({message.role})")
-    for text in _nested_strings(conversation.tools):
-        _require_encodable(text, "tools")
-
-
 def _require_encodable(text: str, where: str) -> None:
+    """Rejects lone surrogates: halves of a character, which cannot be encoded."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -198,22 +234,16 @@ def _require_encodable(text: str, where: str) -> None:
         ) from None
 
 
-def _strings(conversation: Conversation) -> Iterable[str]:
-    for message in conversation.messages:
-        yield from _message_strings(message)
-    yield from _nested_strings(conversation.tools)
+def _strings(conversation: Conversation) -> Iterator[tuple[str, str]]:
+    """Yields all strings of a conversation, each with its place."""
+    for number, message in enumerate(conversation.messages, start=1):
+        where = f"message {number} of {len(conversation.messages)} ({message.role})"
+        texts = [part.text for part in message.parts if isinstance(part, TextPart)]
+        yield from ((where, text) for text in _nested_strings([texts, message.reasoning, message.tool_calls]))
+    yield from (("tools", text) for text in _nested_strings(conversation.tools))
 
 
-def _message_strings(message: Message) -> Iterable[str]:
-    for part in message.parts:
-        if isinstance(part, TextPart):
-            yield part.text
-    if message.reasoning is not None:
-        yield message.reasoning
-    yield from _nested_strings(message.tool_calls)
-
-
-def _nested_strings(value: Any) -> Iterable[str]:
+def _nested_strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -225,8 +255,8 @@ def _nested_strings(value: Any) -> Iterable[str]:
             yield from _nested_strings(item)
 
 
-def _unused_character(conversation: Conversation) -> str:
-    used = set().union(*map(set, _strings(conversation)))
+def _unused_character(texts: Iterable[str]) -> str:
+    used = set().union(*texts)
     free = next((chr(code) for code in _PRIVATE_USE if chr(code) not in used), None)
     if free is None:
         raise RowRejected(

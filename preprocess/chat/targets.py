@@ -1,7 +1,7 @@
 """Tokenizes rendered text and finds the target tokens.
 
-Turns are found by structure (the ``<|im_start|>`` and ``<|im_end|>`` that the template wrote), and targets within them
-by character offsets. Nothing is ever searched for by its tokens, so an answer repeated in the prompt is no problem.
+Turns are found by structure (the tokens of their start and end that the template wrote), and targets within them by
+character offsets. Nothing is ever searched for by its tokens, so an answer repeated in the prompt is no problem.
 """
 
 from __future__ import annotations
@@ -15,14 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from preprocess.chat.render import Rendered
-from preprocess.chat.tokenizer import ASSISTANT_HEADER, IM_END, IM_START, ChatTokenizer
+from preprocess.chat.tokenizer import ChatTokenizer
 from preprocess.config import TrainThink
 from preprocess.reject import RowRejected, excerpt
-from vlmdata.format.manifest import TokenizerInfo
+from vlmdata.families.chat import ChatFormat
 from vlmdata.reasons import Reason
-
-_THINK_OPEN, _THINK_CLOSE = "<think>\n", "\n</think>\n\n"
-_THINK_CLOSE_EMPTY = "</think>\n\n"
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,13 +39,13 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Turn:
-    r"""One assistant turn in the rendered text, in characters.
+    """One assistant turn in the rendered text, in characters.
 
     Attributes:
-        body: Start of the text after ``<|im_start|>assistant\n``.
+        body: Start of the text after the header.
         answer: Start of the text after the think block; equals ``body`` without one.
         reasoning: Whether the think block is not empty.
-        stop: One past ``<|im_end|>`` and the newline after it, if that is a separate token.
+        stop: One past the turn's end, and the newline after it if that is a separate token.
     """
 
     body: int
@@ -133,19 +130,15 @@ def _tokens(pieces: list[tuple[int, Any]]) -> Tokens:
     return Tokens(ids, offsets[:, 0], offsets[:, 1])
 
 
-def find_turns(text: str, tokens: Tokens, info: TokenizerInfo) -> list[Turn]:
-    """Finds the assistant turns of a rendered conversation.
-
-    Args:
-        text: The rendered text.
-        tokens: Its tokens. (:func:`tokenize` gave look-alikes in data other ids.)
-        info: Ids of ``<|im_start|>`` and ``<|im_end|>``, and of the newline that may follow it.
+def find_turns(text: str, tokens: Tokens, tokenizer: ChatTokenizer) -> list[Turn]:
+    """Finds the assistant turns of a rendered conversation; :func:`tokenize` gave look-alikes in data other ids.
 
     Raises:
-        RowRejected: TEMPLATE_ERROR if the text is not a sequence of ChatML turns.
+        RowRejected: TEMPLATE_ERROR if the text is not a sequence of turns of the family.
     """
-    starts = tokens.starts[tokens.ids == info.im_start].tolist()
-    end_tokens = np.flatnonzero(tokens.ids == info.im_end)
+    chat, ids = tokenizer.family.chat, tokenizer.info.turns
+    starts = tokens.starts[tokens.ids == ids.start].tolist()
+    end_tokens = np.flatnonzero(tokens.ids == ids.end)
     ends = tokens.starts[end_tokens].tolist()
     alternating = len(starts) == len(ends) and all(
         start < end and (i + 1 == len(starts) or end < starts[i + 1])
@@ -154,27 +147,26 @@ def find_turns(text: str, tokens: Tokens, info: TokenizerInfo) -> list[Turn]:
     if not alternating or not starts:
         raise RowRejected(
             Reason.TEMPLATE_ERROR,
-            f"the chat template wrote {len(starts)} {IM_START} and {len(ends)} {IM_END}; "
-            f"turns must have the form {IM_START}role … {IM_END}",
+            f"the chat template wrote {len(starts)} {chat.turn_start} and {len(ends)} {chat.turn_end}; "
+            f"turns must have the form {chat.turn_start}role … {chat.turn_end}",
         )
-    turns = []
+    turns, opening = [], chat.turn_start + chat.assistant_header
     for start, end, token in zip(starts, ends, end_tokens.tolist(), strict=True):
-        body = start + len(IM_START) + len(ASSISTANT_HEADER)
-        if text[start + len(IM_START) : body] == ASSISTANT_HEADER:
+        if text.startswith(opening, start):
             # Only a token that is just the newline: a longer one ("\n\n") belongs to the template, between turns.
-            newline = tokens.ids[token + 1 : token + 2].tolist() == [info.assistant_header[-1]]
-            turns.append(_turn(text, body, end, int(tokens.ends[token + newline])))
+            newline = tokens.ids[token + 1 : token + 2].tolist() == [ids.assistant[-1]]
+            turns.append(_turn(text, start + len(opening), end, int(tokens.ends[token + newline]), chat))
     return turns
 
 
-def _turn(text: str, body: int, end: int, stop: int) -> Turn:
-    content = text[body:end]
-    if not content.startswith(_THINK_OPEN):
+def _turn(text: str, body: int, end: int, stop: int, chat: ChatFormat) -> Turn:
+    content, (opening, closing) = text[body:end], chat.think or ("", "")
+    if not opening or not content.startswith(opening):
         return Turn(body, body, False, stop)
-    for close in (_THINK_CLOSE, _THINK_CLOSE_EMPTY):
+    for close in (closing, closing.lstrip()):  # an empty block may have no whitespace before its end
         at = content.find(close)
         if at >= 0:
-            reasoning = content[len(_THINK_OPEN) : max(at, len(_THINK_OPEN))].strip()
+            reasoning = content[len(opening) : max(at, len(opening))].strip()
             return Turn(body, body + at + len(close), bool(reasoning), stop)
     return Turn(body, body, True, stop)
 
@@ -189,13 +181,6 @@ def target_spans(
     tokens: Tokens, turns: list[Turn], turn_weights: tuple[float, ...], train_think: TrainThink, text: str
 ) -> TargetSpans:
     """Returns the loss weights of the target tokens.
-
-    Args:
-        tokens: Tokens of the rendered text.
-        turns: Its assistant turns.
-        turn_weights: Their weights; a turn of weight 0 has no targets. At least one is above 0.
-        train_think: Whether think blocks are targets.
-        text: The rendered text.
 
     Raises:
         RowRejected: TEMPLATE_ERROR if a target would start inside a token (the template then merges header and answer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass
@@ -17,13 +18,18 @@ from tokenizers import Tokenizer
 from preprocess.assets import EMBEDDED_TOKENIZER
 from preprocess.config import EMBEDDED
 from vlmdata.errors import SourceError
-from vlmdata.format.manifest import TokenizerInfo
+from vlmdata.families import DEFAULT_FAMILY, Family, family
+from vlmdata.families.chat import IMAGE
 from vlmdata.format.tokenizer_files import fingerprint_of
-
-IM_START = "<|im_start|>"
-IM_END = "<|im_end|>"
-END_OF_TEXT = "<|endoftext|>"
-ASSISTANT_HEADER = "assistant\n"
+from vlmdata.format.tokenizer_info import (
+    ItemTokens,
+    TokenizerInfo,
+    TurnTokens,
+    flat,
+    nested,
+    special_ids,
+    special_texts,
+)
 
 #: Special tokens that data may contain as text: they mark up content (grounding boxes), not turns or media.
 _CONTENT_MARKUP = ("object_ref", "box", "quad")
@@ -35,6 +41,7 @@ class ChatTokenizer:
 
     Attributes:
         hf: The transformers tokenizer.
+        family: The family whose conversations it writes.
         info: Ids and fingerprints, as written to the manifest.
         reserved: Texts of turns, media and the end of text, which data must not be able to forge. Those that
             the code relies on are reserved even if the tokenizer does not flag them special.
@@ -42,6 +49,7 @@ class ChatTokenizer:
     """
 
     hf: Any
+    family: Family
     info: TokenizerInfo
     reserved: frozenset[str]
     specials: frozenset[str]
@@ -50,6 +58,17 @@ class ChatTokenizer:
     def image_text(self) -> str:
         """Text of the image placeholder token."""
         return str(self.hf.convert_ids_to_tokens(self.info.image))
+
+    @cached_property
+    def image_tokens(self) -> tuple[str, ...]:
+        """Texts of the tokens of an image, with one placeholder."""
+        return tuple(self.hf.convert_ids_to_tokens(list(self.info.items[IMAGE].ids)))
+
+    @property
+    def written_image(self) -> str | None:
+        """Text of the token that the template writes for an image; None if it writes all of them."""
+        image = self.family.image
+        return self.image_tokens[image.texts.index(image.written)] if image.written else None
 
     @cached_property
     def reserved_ids(self) -> npt.NDArray[np.int64]:
@@ -71,15 +90,13 @@ class ChatTokenizer:
         self.hf.save_pretrained(directory)
 
 
-def load_tokenizer(name: str = EMBEDDED, revision: str | None = None) -> ChatTokenizer:
+def load_tokenizer(
+    name: str = EMBEDDED, revision: str | None = None, family_name: str = DEFAULT_FAMILY
+) -> ChatTokenizer:
     """Loads a tokenizer by hub id or folder.
 
-    Args:
-        name: Argument of ``AutoTokenizer.from_pretrained``, or ``embedded``.
-        revision: Hub branch, tag or commit.
-
     Raises:
-        SourceError: If the tokenizer cannot be loaded, is not fast, or lacks the ChatML or vision tokens.
+        SourceError: If the tokenizer cannot be loaded, is not fast, or lacks special tokens of the family.
     """
     try:
         hf = _loaded(name, revision)
@@ -95,8 +112,9 @@ def load_tokenizer(name: str = EMBEDDED, revision: str | None = None) -> ChatTok
     # Disables truncation and padding settings of tokenizer.json, which would apply to every row.
     hf.backend_tokenizer.no_truncation()
     hf.backend_tokenizer.no_padding()
-    info = _describe(hf, name)
-    relied = _relied_tokens(hf, info)
+    made = family(family_name)
+    info = _describe(hf, name, made)
+    relied = _relied_tokens(hf, info, made)
     flagged = frozenset(token.content for token in hf.added_tokens_decoder.values() if token.special)
     reserved = relied | {text for text in flagged if not any(mark in text for mark in _CONTENT_MARKUP)}
     if short := sorted(text for text in reserved if len(text) < 2):
@@ -104,7 +122,7 @@ def load_tokenizer(name: str = EMBEDDED, revision: str | None = None) -> ChatTok
             f"--tokenizer {name}: its special token {short[0]!r} is an ordinary character, which occurs in text; set "
             "another one in its tokenizer_config.json (pad_token: <|endoftext|>)"
         )
-    return ChatTokenizer(hf, info, reserved, flagged | reserved)
+    return ChatTokenizer(hf, made, info, reserved, flagged | reserved)
 
 
 def _loaded(name: str, revision: str | None) -> Any:
@@ -118,71 +136,76 @@ def _loaded(name: str, revision: str | None) -> Any:
     return AutoTokenizer.from_pretrained(name, revision=revision)
 
 
-def _describe(hf: Any, name: str) -> TokenizerInfo:
-    def special(text: str, attribute: str | None = None) -> int:
-        text = (getattr(hf, attribute, None) if attribute else None) or text
-        token = hf.convert_tokens_to_ids(text)
-        if token is None or hf.convert_ids_to_tokens(token) != text:
-            raise SourceError(f"--tokenizer {name}: it has no token {text}, so it is not a Qwen-VL chat tokenizer")
-        return int(token)
-
+def _describe(hf: Any, name: str, made: Family) -> TokenizerInfo:
+    ids = special_ids(hf.backend_tokenizer, made, lambda setting: getattr(hf, setting, None))
+    for place, texts in special_texts(made).items():
+        for text, id in zip(texts, _ids(ids[place]), strict=True):
+            if id is None:
+                raise SourceError(
+                    f"--tokenizer {name}: it has no token {text}, so it is not a tokenizer of the family {made.name}"
+                )
+    text = made.chat.turn_start + made.chat.assistant_header
+    if hf.backend_tokenizer.encode(text, add_special_tokens=False).offsets[-1][1] != len(text):
+        raise SourceError(
+            f"--tokenizer {name}: it drops the newline at the end of {text!r}, so answers cannot be separated from "
+            "headers; remove whitespace stripping (normalizer) from its tokenizer.json"
+        )
     pad = hf.pad_token_id if hf.pad_token_id is not None else hf.eos_token_id
     if pad is None:
         raise SourceError(
             f"--tokenizer {name}: it has neither a pad token nor an end token to fill sequences with; set pad_token in "
             "its tokenizer_config.json"
         )
+    fields = nested(ids)
     return TokenizerInfo(
         name=name,
         fingerprint=fingerprint_of(hf.backend_tokenizer),
         chat_template=hashlib.sha256(_template_text(hf).encode()).hexdigest(),
         vocab_size=len(hf),
         pad=int(pad),
-        im_start=special(IM_START),
-        im_end=special(IM_END),
-        vision_start=special("<|vision_start|>", "vision_bos_token"),
-        vision_end=special("<|vision_end|>", "vision_eos_token"),
-        image=special("<|image_pad|>", "image_token"),
-        video=special("<|video_pad|>", "video_token"),
-        assistant_header=_assistant_header(hf, name),
+        turns=TurnTokens(**fields["turns"]),
+        items={kind: ItemTokens(**tokens) for kind, tokens in fields["items"].items()},
         special_tokens=dict(hf.special_tokens_map),
-        end_of_text=_end_of_text(hf),
+        end_of_text=fields["end_of_text"],
     )
 
 
-def _assistant_header(hf: Any, name: str) -> tuple[int, ...]:
-    # After the turn's start, as in a conversation: some tokenizers put a space before the first word of a text.
-    text = IM_START + ASSISTANT_HEADER
-    encoding = hf.backend_tokenizer.encode(text, add_special_tokens=False)
-    if encoding.offsets[-1][1] != len(text):
-        raise SourceError(
-            f"--tokenizer {name}: it drops the newline at the end of {text!r}, so answers cannot be separated from "
-            "headers; remove whitespace stripping (normalizer) from its tokenizer.json"
-        )
-    return tuple(encoding.ids[1:])
+def _ids(value: int | tuple[int, ...]) -> tuple[int, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
-def _relied_tokens(hf: Any, info: TokenizerInfo) -> frozenset[str]:
-    """Returns the texts of the tokens for turns, images and padding.
+#: What a token is for, by the last words of its place.
+_ROLES = {
+    "turns.start": "the turn's start",
+    "turns.end": "the turn's end",
+    "turns.begin": "the beginning of texts",
+    "before": "the mark before items",
+    "token": "the {kind} placeholder",
+    "after": "the mark after items",
+}
+
+
+def _relied_tokens(hf: Any, info: TokenizerInfo, made: Family) -> frozenset[str]:
+    """Returns the texts of the tokens for turns, items and padding.
 
     Raises:
         SourceError: If one of them cannot be distinguished from text or from another one.
     """
-    ids = {
-        "the turn's start": info.im_start,
-        "the turn's end": info.im_end,
-        "the vision start": info.vision_start,
-        "the vision end": info.vision_end,
-        "the image placeholder": info.image,
-        "the video placeholder": info.video,
-    }
-    shared = [(a, b) for a, b in combinations(ids, 2) if ids[a] == ids[b]]
-    shared += [("padding", role) for role, id in ids.items() if id == info.pad and id != info.im_end]
+    found, roles = flat(dataclasses.asdict(info)), dict[str, tuple[str, int]]()
+    for place, texts in special_texts(made).items():
+        _, kind, *last = place.split(".")
+        role = _ROLES.get(place) or _ROLES[last[0]].format(kind=kind)
+        for text, id in zip(texts, _ids(found[place]), strict=True):
+            roles.setdefault(text, (role, id))  # kinds of items may share their marks
+    end = info.turns.end
+    padding = [("padding", info.pad)]
+    shared = [(a, b) for a, b in combinations(roles.values(), 2) if a[1] == b[1]]
+    shared += [(padding[0], each) for each in roles.values() if each[1] == info.pad != end]
     if shared:
-        a, b = shared[0]
-        token = hf.convert_ids_to_tokens(ids[b])
+        (a, id), (b, _) = shared[0]
+        token = hf.convert_ids_to_tokens(id)
         raise SourceError(f"--tokenizer {info.name}: it uses {token} for both {a} and {b}; each needs its own token")
-    for role, id in (*ids.items(), ("padding", info.pad)):
+    for role, id in (*roles.values(), *padding):
         token = hf.added_tokens_decoder.get(id)
         text = hf.convert_ids_to_tokens(id)
         if token is None:
@@ -195,17 +218,7 @@ def _relied_tokens(hf: Any, info: TokenizerInfo) -> frozenset[str]:
                 f"--tokenizer {info.name}: {text} is marked lstrip, rstrip or single_word, so it absorbs adjacent text "
                 "or is not always found; set all three to false in its tokenizer.json"
             )
-    return frozenset(hf.convert_ids_to_tokens([*ids.values(), info.pad]))
-
-
-def _end_of_text(hf: Any) -> int:
-    """Returns the token that ends documents: ``<|endoftext|>``, else the tokenizer's end token, else the end of turns.
-
-    The token is flagged special, so that data cannot spell it.
-    """
-    special = {token.content: id for id, token in hf.added_tokens_decoder.items() if token.special}
-    found = next((special[text] for text in (END_OF_TEXT, hf.eos_token) if text in special), None)
-    return int(hf.convert_tokens_to_ids(IM_END) if found is None else found)
+    return frozenset(hf.convert_ids_to_tokens([*(id for _, id in roles.values()), info.pad]))
 
 
 def _template_text(hf: Any) -> str:

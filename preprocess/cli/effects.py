@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from preprocess.config import EMBEDDED, Overlong, PreprocessConfig
 from preprocess.conversation import Conversation, Document
-from preprocess.recipes.base import REGISTRY, constructor_takes, recipe_class, recipe_options
+from preprocess.own_options import constructor_takes, make_options
+from preprocess.recipes.base import PARTS, REGISTRY
 from preprocess.sources.open import DEMO
 from vlmdata.errors import SourceError
 from vlmdata.locations import is_url
@@ -20,15 +21,7 @@ RECIPE_DEPENDENT = _TURN_OPTIONS | _MEDIA_OPTIONS
 
 
 def require_tokenizer(spec: str, given: Collection[str]) -> None:
-    """Raises an error if no tokenizer is given, except for the demo.
-
-    Args:
-        spec: The source.
-        given: Names of the options that the user gave.
-
-    Raises:
-        SourceError: If another source has no tokenizer.
-    """
+    """Raises a SourceError if no tokenizer is given, except for the demo."""
     if spec != DEMO and "tokenizer" not in given:
         raise SourceError(
             f"SOURCE {spec}: give the tokenizer of your model, e.g. --tokenizer Qwen/Qwen3.5-9B. "
@@ -37,11 +30,7 @@ def require_tokenizer(spec: str, given: Collection[str]) -> None:
 
 
 def refuse_without_effect(spec: str, tokenizer: str, given: Collection[str]) -> None:
-    """Raises an error for options without effect with this source or tokenizer.
-
-    Raises:
-        SourceError: For the first such option.
-    """
+    """Raises a SourceError for the first option without effect with this source or tokenizer."""
     for names, why in _without_effect(spec, tokenizer):
         for name in names:
             if name in given:
@@ -49,13 +38,9 @@ def refuse_without_effect(spec: str, tokenizer: str, given: Collection[str]) -> 
 
 
 def refuse_foreign_options(config: PreprocessConfig, given: Collection[str]) -> None:
-    """Raises an error for options without effect with the recipe, and for unknown recipe options.
-
-    Raises:
-        SourceError: For the first such option.
-    """
+    """Raises a SourceError for the first option without effect with the recipe, or unknown to it."""
     recipe = config.recipe
-    recipe_options(recipe, config.recipe_options)
+    make_options(REGISTRY, recipe, config.recipe_options)
     for name in sorted((RECIPE_DEPENDENT - obeyed(recipe)).intersection(given)):
         others = " or ".join(other for other in REGISTRY if name in obeyed(other))
         raise SourceError(f"{flag(name)} has no effect with --recipe {recipe}. Omit it, or choose --recipe {others}.")
@@ -69,13 +54,13 @@ def refuse_foreign_options(config: PreprocessConfig, given: Collection[str]) -> 
 def obeyed(recipe: str) -> frozenset[str]:
     """Returns the options of :data:`RECIPE_DEPENDENT` that have an effect with a recipe."""
     turns = _TURN_OPTIONS if Conversation in _makes(recipe) else frozenset()
-    media = _MEDIA_OPTIONS if "media" in constructor_takes(recipe) else frozenset()
+    media = _MEDIA_OPTIONS if "media" in constructor_takes(REGISTRY, recipe, PARTS) else frozenset()
     return turns | media
 
 
 def _makes(recipe: str) -> tuple[type, ...]:
     """Returns what a recipe makes. A recipe without ``makes`` may make both."""
-    makes: tuple[type, ...] = getattr(recipe_class(recipe), "makes", (Conversation, Document))
+    makes: tuple[type, ...] = getattr(REGISTRY.find(recipe), "makes", (Conversation, Document))
     return makes
 
 
@@ -84,19 +69,17 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _without_effect(spec: str, tokenizer: str) -> list[tuple[tuple[str, ...], str]]:
-    found: list[tuple[tuple[str, ...], str]] = []
+def _without_effect(spec: str, tokenizer: str) -> Iterator[tuple[tuple[str, ...], str]]:
     path = Path(spec)
     if spec == DEMO:
-        found.append((("split", "subset", "revision"), "the demo has one split, drawn on this machine"))
-        found.append((("image_root", "allow_urls", "allow_private_host"), "the demo's rows contain their images"))
+        yield ("split", "subset", "revision"), "the demo has one split, drawn on this machine"
+        yield ("image_root", "allow_urls", "allow_private_host"), "the demo's rows contain their images"
     elif is_url(spec):
-        found.append((("subset", "revision"), f"SOURCE {spec} is a URL; they belong to hub datasets"))
+        yield ("subset", "revision"), f"SOURCE {spec} is a URL; they belong to hub datasets"
     elif path.exists() or glob.has_magic(spec):
-        found.append((("revision",), f"SOURCE {spec} is local; revisions belong to hub datasets"))
+        yield ("revision",), f"SOURCE {spec} is local; revisions belong to hub datasets"
         if not path.is_dir() or (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-            found.append((("subset",), f"SOURCE {spec} has no configurations; hub datasets and similar folders do"))
+            yield ("subset",), f"SOURCE {spec} has no configurations; hub datasets and similar folders do"
     if tokenizer == EMBEDDED or Path(tokenizer).exists():
         where = "is included in vlmdata" if tokenizer == EMBEDDED else "is a local folder"
-        found.append((("tokenizer_revision",), f"the tokenizer {tokenizer} {where}; revisions belong to the hub"))
-    return found
+        yield ("tokenizer_revision",), f"the tokenizer {tokenizer} {where}; revisions belong to the hub"

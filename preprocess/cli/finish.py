@@ -41,12 +41,11 @@ def finish(
     import json
     import time
 
-    from rich.console import Console
-
     from preprocess.cli.locations import output_store
-    from preprocess.cli.report import report_of
+    from preprocess.cli.report import report_of, show
     from preprocess.cli.run_command import quiet_libraries
     from preprocess.run.finish import Missing, finish_dataset
+    from vlmdata.cli.console import messages, results
 
     if not 0 <= max_reject_rate <= 1:
         raise typer.BadParameter(f"max_reject_rate is {max_reject_rate}; it must be between 0 and 1")
@@ -57,19 +56,14 @@ def finish(
         if as_json:
             print(json.dumps({"directory": str(store), **_as_json(result)}, indent=2))
         else:
-            _print_missing(Console(highlight=False, emoji=False), str(store), result)
+            _print_missing(results(), str(store), result)
         raise typer.Exit(1)
     command = "the `vlmdata preprocess` command, in place of --part,"
     report = report_of(store, result, time.monotonic() - begun, max_reject_rate, command)
     if as_json:
         print(json.dumps({"finished": True, **report.to_json()}, indent=2))
-    else:
-        report.print(Console(highlight=False, emoji=False))
-    if report.failure is not None:
-        talk = Console(stderr=True, highlight=False, emoji=False)
-        talk.print("[bold red]failed:[/]", end=" ")
-        talk.print(report.failure, soft_wrap=True, markup=False)
-        raise typer.Exit(1)
+    show(report, messages(), as_json)
+    raise typer.Exit(int(report.failure is not None))
 
 
 def _as_json(missing: Missing) -> dict[str, object]:

@@ -27,11 +27,7 @@ def source_place(spec: str) -> str:
 
 
 def output_store(out: str, called: str = "--out") -> Store:
-    """Returns the store at a command's output: a folder, or the URL of a folder in an object store.
-
-    Args:
-        out: The folder or URL.
-        called: What the command calls it.
+    """Returns the store at a command's output, its option ``called``: a folder, or the URL of one in an object store.
 
     Raises:
         SourceError: If the path, or part of it, is a file.

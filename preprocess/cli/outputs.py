@@ -15,27 +15,16 @@ from vlmdata.storage import Store
 
 @dataclass(frozen=True, eq=False)
 class Output:
-    """A dataset to make.
+    """A dataset to make."""
 
-    Attributes:
-        name: Name of the split or side, and of its folder in ``--out``; None for a single dataset.
-        source: Its rows.
-        store: Destination of the dataset.
-        split: Its split, if the command names several.
-    """
-
-    name: str | None
+    name: str | None  # of the split or side, and of its folder in --out; None for a single dataset
     source: Source
     store: Store
-    split: str | None = None
+    split: str | None = None  # if the command names several
 
 
 def split_names(split: str | None, *, holdout: float | None, trace: int | None) -> list[str | None]:
-    """Returns the splits in ``--split``; None means the default.
-
-    Raises:
-        SourceError: If a name is missing or repeated, or several splits conflict with other options.
-    """
+    """Returns the splits in ``--split``; None means the default. Raises a SourceError for wrong ones."""
     if split is None:
         return [None]
     names = [name.strip() for name in split.split(",")]
@@ -56,14 +45,9 @@ def divide(
     workers: int,
     on_rows: Callable[[int], None],
 ) -> list[Output]:
-    """Returns the datasets to make.
+    """Returns the datasets to make of the opened splits: one if there is a holdout.
 
-    Args:
-        sources: The opened splits by name; one if there is a holdout.
-        store: Destination in ``--out``.
-        holdout: Share of the rows to hold out, if any.
-        workers: Number of processes.
-        on_rows: Called with the number of rows read so far for the division.
+    Calls ``on_rows`` with the number of rows read so far for the division.
 
     Raises:
         ConfigMismatchError: If several datasets would go into a folder that is itself a dataset.

@@ -9,19 +9,14 @@ from typing import Any
 from rich.console import Console
 
 from preprocess.run.dataset import PartResult
+from preprocess.shards.sums import summed
 from vlmdata.storage import Store
 from vlmdata.wording import counted, duration
 
 
 @dataclass(frozen=True)
 class PartReport:
-    """The result of a part. ``vlmdata finish`` checks whether too many rows were rejected.
-
-    Attributes:
-        store: The dataset's directory.
-        result: The shards of the part.
-        seconds: Wall time of this run.
-    """
+    """The result of a part. ``vlmdata finish`` checks whether too many rows were rejected."""
 
     store: Store
     result: PartResult
@@ -65,10 +60,7 @@ class PartReport:
 
     @property
     def _rejects(self) -> Counter[str]:
-        total: Counter[str] = Counter()
-        for record in self.result.records:
-            total.update(record.rejects)
-        return total
+        return Counter(summed(record.rejects for record in self.result.records))
 
     def _sum(self, name: str) -> int:
         return sum(getattr(record.totals, name) for record in self.result.records)

@@ -6,10 +6,9 @@ import json
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -29,15 +28,7 @@ _SHOWN_REASONS = 3
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Counts so far, those of earlier runs included, and rates of this run alone.
-
-    Attributes:
-        counts: Counts so far.
-        rows: Rows per second.
-        images: Images per second.
-        tokens: True tokens per second.
-        bytes: Bytes of samples per second.
-    """
+    """Counts so far, those of earlier runs included, and rates per second of this run alone."""
 
     counts: Counts
     rows: float
@@ -63,7 +54,7 @@ class _Meter:
 
 
 class ProgressDisplay:
-    """Shows progress from a separate thread, until :meth:`stop`."""
+    """Shows progress from a separate thread, until the block ends: a bar, or lines, of JSON even on a terminal."""
 
     def __init__(
         self,
@@ -103,8 +94,10 @@ class ProgressDisplay:
         """Counts a finished shard."""
         self._done += 1
 
-    def stop(self) -> None:
-        """Stops the display after showing the last counts."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -147,14 +140,7 @@ def pause_after(elapsed: float) -> float:
 
 
 def progress_line(snapshot: Snapshot, rows: int, done: int, shards: int) -> str:
-    """A line of a log: ``shard 3/30, 10 %, 41 rows/s, 29.5 MB/s, 2 min left, 7 rejected (5 overlong, 2 empty_image)``.
-
-    Args:
-        snapshot: Counts so far.
-        rows: Rows to make.
-        done: Shards that are whole.
-        shards: Shards in all.
-    """
+    """A line of a log: ``shard 3/30, 10 %, 41 rows/s, 29.5 MB/s, 2 min left, 7 rejected (5 overlong, 2 cut)``."""
     counts, missing = snapshot.counts, max(rows - snapshot.counts.rows, 0)
     parts = [f"shard {done:,}/{shards:,}", f"{100 * counts.rows // max(rows, 1)} %"]
     if snapshot.rows > 0:
@@ -207,23 +193,3 @@ def _rates(snapshot: Snapshot) -> str:
     counts = snapshot.counts
     rates = f"{_short(snapshot.rows)} rows/s, {snapshot.tokens:,.0f} tokens/s, {_short(snapshot.bytes / 1e6)} MB/s"
     return f"{rates}, {counts.rejected:,} rejected" + (f" ({_listed(counts.rejects)})" if counts.rejects else "")
-
-
-@contextmanager
-def progress_display(
-    console: Console, config: PreprocessConfig, workers: int, part: Part | None = None, *, as_json: bool = False
-) -> Iterator[ProgressDisplay]:
-    """A display that stops, whatever happens, when the block ends.
-
-    Args:
-        console: Where it shows.
-        config: The options, some of which it tells.
-        workers: Workers to use.
-        part: The part of the run that is made; None is all.
-        as_json: Whether to print lines of JSON, even on a terminal.
-    """
-    display = ProgressDisplay(console, config, workers, part, as_json=as_json)
-    try:
-        yield display
-    finally:
-        display.stop()

@@ -22,17 +22,21 @@ _CODECS = ", ".join(f"`{name}`" for name in REGISTRY if not codec(name).needs_fi
 
 def recode(
     data: Annotated[str, typer.Argument(metavar="DIR", help="A finished dataset: a folder or fsspec URL.")],
-    pixels: Annotated[str, typer.Option(help=f"How the copy stores images, all lossless: {_CODECS}.")],
     out: Annotated[str, typer.Option("--out", "-o", help="Folder of the copy to make or continue.")],
+    pixels: Annotated[
+        str | None,
+        typer.Option(help=f"How the copy stores images, all lossless: {_CODECS}. Default: as they are stored now."),
+    ] = None,
     workers: Annotated[int | None, typer.Option("--workers", "-j", help="Processes. Default: one per core.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Remove a dataset in --out and start over.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON on stdout.")] = False,
 ) -> None:
-    """Copy a dataset with its images in another codec, without the original source.
+    """Copy a dataset with its images in another codec, or bring it up to the current format, without its source.
 
     With equal library versions, the copy is byte-identical to the result of `vlmdata preprocess --pixels`. Every sample
-    is checked. Repeat the command to continue an interrupted run. A dataset with codec `source` can be read but not
-    made, because the original files are not in the dataset.
+    is checked. Without `--pixels`, the stored images of a dataset of an earlier format stay, byte for byte; index and
+    manifest are new. Repeat the command to continue an interrupted run. A dataset with codec `source` can be read but
+    not made, because the original files are not in the dataset.
 
     **Examples**
 
@@ -40,25 +44,22 @@ def recode(
 
     - `vlmdata recode s3://bucket/cord-jxl --pixels raw --out /scratch/cord -j 16`
 
+    - `vlmdata recode data/made-by-1.1 --out data/current`
+
     - `vlmdata recode data/cord --pixels jxl --out data/cord-jxl --json | jq .ratio`
 
     **Exit codes**: 0 done; 2 invalid options, no dataset, or a damaged one; 3 out of space or workers; 130
     interrupted.
     """
-    from rich.console import Console
-    from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
-
     from preprocess.cli.locations import output_store
     from preprocess.recode.run import recode_dataset
+    from vlmdata.cli.console import counting_bar, messages, results
     from vlmdata.machine import available_cores
 
     if workers is not None and workers < 1:
         raise typer.BadParameter(f"workers is {workers}; it must be at least 1")
-    talk = Console(stderr=True, highlight=False, emoji=False)
-    begun, store = time.monotonic(), output_store(out)
-    bar = Progress(*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn(), console=talk)
-    bar.disable = not talk.is_terminal
-    with bar:
+    talk, begun, store = messages(), time.monotonic(), output_store(out)
+    with counting_bar(talk) as bar:
         task = bar.add_task("shards", total=None)
 
         def started(shards: int, kept: int) -> None:
@@ -75,28 +76,28 @@ def recode(
             started=started,
             shard_done=lambda record: bar.advance(task),
         )
-    summary = _summary(data, str(store), pixels, result, time.monotonic() - begun)
+    summary = _summary(data, str(store), result, time.monotonic() - begun)
     if as_json:
         print(json.dumps(summary, indent=2))
     else:
-        _print(Console(highlight=False, soft_wrap=True, emoji=False), summary, result.manifest.totals)
+        _print(results(soft_wrap=True), summary, result.manifest.totals)
 
 
-def _summary(data: str, out: str, pixels: str, result: RecodeResult, seconds: float) -> dict[str, Any]:
+def _summary(data: str, out: str, result: RecodeResult, seconds: float) -> dict[str, Any]:
     before, after = result.old.totals, result.manifest.totals
     return {
         "from": data,
         "directory": out,
         "was": result.was,
-        "pixels": pixels,
+        "pixels": result.manifest.config["options"]["pixels"],
         "fingerprint": result.manifest.fingerprint,
         "samples": after.samples,
-        "images": after.images,
+        "images": after.items,
         "bytes_before": before.bytes,
         "bytes": after.bytes,
         "ratio": after.bytes / max(before.bytes, 1),
-        "bytes_per_image": after.image_bytes / max(after.images, 1),
-        "bytes_per_file": after.file_bytes / max(after.images, 1),
+        "bytes_per_image": after.item_bytes / max(after.items, 1),
+        "bytes_per_file": after.file_bytes / max(after.items, 1),
         "shards": len(result.manifest.shards),
         "shards_made": result.made,
         "shards_kept": result.kept,
@@ -105,7 +106,7 @@ def _summary(data: str, out: str, pixels: str, result: RecodeResult, seconds: fl
 
 
 def _print(console: Console, summary: dict[str, Any], totals: Totals) -> None:
-    from vlmdata.format.image_sizes import image_sizes
+    from vlmdata.format.item_sizes import item_sizes
     from vlmdata.wording import counted, duration
 
     sizes = f"{summary['bytes_before'] / 1e6:,.1f} MB as {summary['was']}, {summary['bytes'] / 1e6:,.1f} MB as"
@@ -115,7 +116,7 @@ def _print(console: Console, summary: dict[str, Any], totals: Totals) -> None:
         f"({summary['ratio']:.2f} of it)",
         markup=False,
     )
-    if sizes := image_sizes(totals, summary["pixels"]):
+    if sizes := item_sizes(totals, summary["pixels"]):
         console.print(sizes, markup=False)
     made = f"{counted(summary['shards_made'], 'shard')} made{kept} in {duration(summary['seconds'])}"
     console.print(made, markup=False)

@@ -15,9 +15,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from preprocess.cli.part_report import PartReport
 from preprocess.config import EMBEDDED, Overlong, TrainTurns
 from preprocess.run.dataset import RunResult
-from vlmdata.format.image_sizes import image_sizes
+from vlmdata.cli.console import results
+from vlmdata.format.item_sizes import item_sizes
 from vlmdata.format.ledger import Rejection, read_ledger
 from vlmdata.format.manifest import Manifest, Totals, counts_to_json
 from vlmdata.format.schema import INDEX_NAME, LEDGER_NAME
@@ -48,52 +50,32 @@ _LEARNED = {
 
 @dataclass(frozen=True)
 class LengthDistribution:
-    """True lengths of the samples, in tokens.
-
-    Attributes:
-        mean: Mean.
-        percentiles: Length by percent.
-        edges: Histogram bin edges, one more than ``counts``.
-        counts: Samples per bin.
-    """
+    """True lengths of the samples, in tokens."""
 
     mean: float
-    percentiles: dict[int, int]
-    edges: list[int]
+    percentiles: dict[int, int]  # by percent
+    edges: list[int]  # of the bins of the histogram, one more than counts
     counts: list[int]
 
 
 @dataclass(frozen=True)
 class Report:
-    """Summary of a run.
-
-    Attributes:
-        store: The dataset.
-        manifest: Its manifest.
-        lengths: Length distribution; None without samples.
-        seconds: Wall time of this run.
-        made: Number of shards made in this run.
-        kept: Number of shards already present.
-        repaired: Lost files and folders of a finished dataset that were recreated.
-        max_reject_rate: Largest rejected share without failure.
-        examples: The first rejection for each of the most common reasons, the most common first.
-        failed_row: The first row with an unexpected error, if any.
-        command: The command to which to add ``--trace``, in words.
-        has_turns: Whether any sample is a conversation.
-    """
+    """Summary of a run."""
 
     store: Store
-    manifest: Manifest
-    lengths: LengthDistribution | None
+    result: RunResult
+    lengths: LengthDistribution | None  # None without samples
     seconds: float
-    made: int
-    kept: int
-    repaired: tuple[str, ...]
-    max_reject_rate: float
-    examples: tuple[Rejection, ...]
-    failed_row: int | None
-    command: str = "the command"
-    has_turns: bool = False
+    max_reject_rate: float  # the largest without failure
+    examples: tuple[Rejection, ...]  # the first of each of the most common reasons, the most common first
+    failed_row: int | None  # the first with an unexpected error
+    command: str
+    has_turns: bool  # whether any sample is a conversation
+
+    @property
+    def manifest(self) -> Manifest:
+        """Manifest of the dataset."""
+        return self.result.manifest
 
     @property
     def reject_rate(self) -> float:
@@ -135,7 +117,7 @@ class Report:
             "directory": str(self.store),
             "fingerprint": self.manifest.fingerprint,
             "config_hash": self.manifest.config_hash,
-            "recipe": self._recipe,
+            "recipe": self._options["recipe"],
             "tokenizer": self.manifest.tokenizer.name,
             "totals": counts_to_json(self.manifest.totals),
             "candidates": self.manifest.totals.candidates,
@@ -144,14 +126,14 @@ class Report:
             "reject_examples": [dataclasses.asdict(example) for example in self.examples],
             "unused_keys": dict(self.manifest.unused_keys),
             "unknown_keys": dict(self.manifest.unknown_keys),
-            "train_turns": self._train_turns,
+            "train_turns": self._options["train_turns"],
             "turns": dict(self.manifest.turns),
             "max_reject_rate": self.max_reject_rate,
             "lengths": dataclasses.asdict(self.lengths) if self.lengths else None,
             "shards": len(self.manifest.shards),
-            "shards_made": self.made,
-            "shards_kept": self.kept,
-            "repaired": list(self.repaired),
+            "shards_made": self.result.made,
+            "shards_kept": self.result.kept,
+            "repaired": list(self.result.repaired),
             "seconds": round(self.seconds, 3),
         }
 
@@ -164,10 +146,10 @@ class Report:
             console.print(_histogram(self.lengths))
         lines = []
         if self.has_turns:
-            lines.append(f"learned: {_LEARNED[TrainTurns(self._train_turns)]} (--train-turns {self._train_turns})")
-        lines.append(
-            f"recipe {self._recipe}, tokenizer {tokenizer.name} ({counted(tokenizer.vocab_size, 'id')}{trial})"
-        )
+            turns = self._options["train_turns"]
+            lines.append(f"learned: {_LEARNED[TrainTurns(turns)]} (--train-turns {turns})")
+        ids = counted(tokenizer.vocab_size, "id")
+        lines.append(f"recipe {self._options['recipe']}, tokenizer {tokenizer.name} ({ids}{trial})")
         lines += self._turn_lines()
         lines += self._key_lines()
         for example in self.examples:
@@ -177,24 +159,17 @@ class Report:
             lines.append(f"rejected rows, with reasons: {self._ledger}")
         if self.failed_row is not None:
             lines.append(f"unexpected errors: add --trace {self.failed_row} to {self.command} for the first traceback")
-        if self.repaired:
-            lines.append(f"recreated and equal to the manifest: {', '.join(self.repaired)}")
+        if self.result.repaired:
+            lines.append(f"recreated and equal to the manifest: {', '.join(self.result.repaired)}")
         if self.manifest.totals.samples:
             lines.append(f"next: vlmdata verify {shlex.quote(str(self.store))}")
         for line in lines:
             console.print(line, soft_wrap=True, markup=False)
 
     @property
-    def _recipe(self) -> str:
-        return str(self.manifest.config["options"]["recipe"])
-
-    @property
-    def _pixels(self) -> str:
-        return str(self.manifest.config["options"].get("pixels", RAW))
-
-    @property
-    def _train_turns(self) -> str:
-        return str(self.manifest.config["options"]["train_turns"])
+    def _options(self) -> Mapping[str, Any]:
+        options: Mapping[str, Any] = self.manifest.config["options"]
+        return options
 
     def _turn_lines(self) -> Iterator[str]:
         """Yields lines about what the chat template did to assistant turns."""
@@ -231,22 +206,17 @@ class Report:
         table.add_column(justify="right")
         table.add_column()
         share = 100 * totals.targets / max(totals.tokens, 1)
-        done = f"{counted(self.made, 'shard')} made" + (f", {self.kept:,} kept" if self.kept else "")
+        kept = f", {self.result.kept:,} kept" if self.result.kept else ""
         table.add_row("rows", f"{totals.rows:,}", "")
         # If documents are split, cuts lose nothing.
-        cut = "truncated"
-        if self.manifest.config["options"]["overlong"] == Overlong.SPLIT:
-            cut = "continue in the next sample"
+        cut = "continue in the next sample" if self._options["overlong"] == Overlong.SPLIT else "truncated"
         table.add_row("samples", f"{totals.samples:,}", f"{totals.truncated:,} {cut}" if totals.truncated else "")
         table.add_row("tokens", f"{totals.tokens:,}", f"+ {totals.padding:,} padding")
         table.add_row("target tokens", f"{totals.targets:,}", f"{share:.1f} % of tokens")
-        table.add_row("images", f"{totals.images:,}", image_sizes(totals, self._pixels))
-        table.add_row("patches", f"{totals.patches:,}", f"{totals.patches / max(totals.images, 1):,.0f} per image")
-        table.add_row(
-            "bytes",
-            f"{totals.bytes:,}",
-            f"{totals.bytes / 1e6:,.1f} MB in {counted(len(self.manifest.shards), 'shard')}",
-        )
+        table.add_row("images", f"{totals.items:,}", item_sizes(totals, self._options.get("pixels", RAW)))
+        table.add_row("patches", f"{totals.patches:,}", f"{totals.patches / max(totals.items, 1):,.0f} per image")
+        shards = counted(len(self.manifest.shards), "shard")
+        table.add_row("bytes", f"{totals.bytes:,}", f"{totals.bytes / 1e6:,.1f} MB in {shards}")
         share = totals.rejected / max(totals.candidates, 1)
         rejected = f"{100 * share:.2f} % of {'samples of the rows' if totals.extra_candidates else 'rows'}"
         table.add_row("rejected", f"{totals.rejected:,}", rejected)
@@ -254,14 +224,14 @@ class Report:
             style = "bold red" if reason == Reason.UNEXPECTED_ERROR else "yellow"
             remark = "not counted for --max-reject-rate" if reason == Reason.NO_TARGETS else ""
             table.add_row(f"  {reason}", f"{count:,}", remark, style=style)
-        table.add_row("time", duration(self.seconds), done)
+        table.add_row("time", duration(self.seconds), f"{counted(self.result.made, 'shard')} made{kept}")
         return table
 
 
 def report_of(
     store: Store, result: RunResult, seconds: float, max_reject_rate: float, command: str = "the command"
 ) -> Report:
-    """Creates the report of a finished run; for ``command`` see :class:`Report`."""
+    """Creates the report of a finished run; ``command`` is the one to which to add ``--trace``, in words."""
     manifest = result.manifest
     shown = [reason for reason, _ in _commonest_first(manifest)[:_EXAMPLES]]
     if manifest.rejects.get(Reason.UNEXPECTED_ERROR):
@@ -272,18 +242,24 @@ def report_of(
     failed = first.get(Reason.UNEXPECTED_ERROR)
     return Report(
         store=store,
-        manifest=manifest,
+        result=result,
         lengths=_distribution(index.column("length").to_numpy()),
         seconds=seconds,
-        made=result.made,
-        kept=result.kept,
-        repaired=result.repaired,
         max_reject_rate=max_reject_rate,
         examples=tuple(first[reason] for reason in dict.fromkeys(shown[:_EXAMPLES]) if reason in first),
         failed_row=None if failed is None else failed.row,
         command=command,
         has_turns=bool(index.column("target_turns").to_numpy().any()),
     )
+
+
+def show(report: Report | PartReport, talk: Console, as_json: bool) -> None:
+    """Prints a summary on stdout, except as JSON, and a failure on stderr."""
+    if not as_json:
+        report.print(results())
+    if report.failure is not None:
+        talk.print("[bold red]failed:[/]", end=" ")
+        talk.print(report.failure, soft_wrap=True, markup=False)
 
 
 def _candidates(totals: Totals) -> str:

@@ -6,10 +6,10 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -20,13 +20,15 @@ from preprocess.cli.effects import refuse_foreign_options, refuse_without_effect
 from preprocess.cli.locations import output_store, source_place
 from preprocess.cli.outputs import Output, divide, split_names
 from preprocess.cli.part_report import PartReport
-from preprocess.cli.progress import progress_display
-from preprocess.cli.report import Report, report_of
+from preprocess.cli.preprocess import PreprocessCommand
+from preprocess.cli.progress import ProgressDisplay
+from preprocess.cli.report import Report, report_of, show
 from preprocess.cli.trace_text import print_trace
 from preprocess.config import EMBEDDED, PreprocessConfig
 from preprocess.encode import Encoder
 from preprocess.engines.base import Engine, load_engine
-from preprocess.recipes.base import load_recipe
+from preprocess.own_options import constructor_takes
+from preprocess.recipes.base import PARTS, REGISTRY, load_recipe
 from preprocess.recipes.choice import choose_recipe, first_rows, misfit, recipe_for
 from preprocess.recipes.image_files import listed
 from preprocess.recipes.media import require_image_root
@@ -35,6 +37,7 @@ from preprocess.run.part import Part
 from preprocess.run.trace import trace_row
 from preprocess.sources.open import DEMO, open_source
 from preprocess.sources.rows import Source
+from vlmdata.cli.console import messages, results
 from vlmdata.errors import SourceError
 from vlmdata.machine import available_cores
 from vlmdata.wording import counted
@@ -43,159 +46,85 @@ from vlmdata.wording import counted
 _LEAST_COUNT = 64
 
 
-def run_command(
-    spec: str,
-    out: str | None,
-    config: PreprocessConfig,
-    given: Collection[str],
-    *,
-    split: str | None,
-    subset: str | None,
-    revision: str | None,
-    limit: int | None,
-    holdout: float | None,
-    engine: str,
-    ray_address: str | None = None,
-    reject_after_deaths: int | None = None,
-    part: Part | None = None,
-    workers: int | None,
-    overwrite: bool,
-    hash_source: bool,
-    max_reject_rate: float,
-    as_json: bool,
-    trace: int | None = None,
-) -> int:
-    """Runs the command. Returns its exit code.
-
-    Args:
-        spec: The source, as typed.
-        out: The output folder or URL, as typed; not needed to trace a row.
-        config: Options that affect the bytes; its recipe and tokenizer count only if the user gave them.
-        given: Names of the options that the user gave.
-        split: Split to read, or several separated by commas, each for a dataset in its own folder.
-        subset: Configuration of a hub dataset.
-        revision: Revision of a hub dataset.
-        limit: Largest number of rows to read per split.
-        holdout: Share of the rows to hold out as a separate dataset.
-        engine: Name of the engine that makes shards.
-        ray_address: The cluster of an engine that takes one.
-        reject_after_deaths: Deaths of workers on a row after which it is rejected, for an engine that takes it.
-        part: The part of the shards to make; None is all.
-        workers: Workers; None is as many as the engine finds.
-        overwrite: Whether to remove a dataset that stands in the output folder.
-        hash_source: Whether to identify source files, and compare image files of an earlier run, by their bytes.
-        max_reject_rate: Largest share of rejected rows without failure.
-        as_json: Whether to print the summary as JSON.
-        trace: A row to show instead of making a dataset.
-    """
+def run_command(command: PreprocessCommand) -> int:
+    """Runs the command. Returns its exit code."""
     # stdout is only for the summary; progress and other messages go to stderr.
-    talk = Console(stderr=True, highlight=False, emoji=False)
-    spec, store = source_place(spec), None if out is None else output_store(out)
-    _check_options(spec, config, given)
-    made_by = load_engine(engine, ray_address, reject_after_deaths)
-    names = split_names(split, holdout=holdout, trace=trace)
+    talk = messages()
+    command = dataclasses.replace(command, source=source_place(command.source))
+    store = None if command.out is None else output_store(command.out)
+    part = None if command.part is None else Part.parse(command.part)
+    _check_options(command)
+    engine = load_engine(command.engine, command.engine_options)
+    names = split_names(command.split, holdout=command.holdout, trace=command.trace)
     quiet_libraries()
-    if config.tokenizer != EMBEDDED:
-        load_tokenizer(config.tokenizer, config.tokenizer_revision)  # before the source, a possibly long download
-    config = _with_family(config, given, talk)
-    talk.print(f"opening {spec} …", markup=False, soft_wrap=True)
-    with _counting(talk, "receipt", "drawn") as drawn:
-        sources = {
-            name: open_source(
-                spec,
-                layout=config.recipe,
-                split=name,
-                config_name=subset,
-                revision=revision,
-                limit=limit,
-                hash_source=hash_source,
-                image_root=config.media.image_root,
-                drawn=drawn,
-            )
-            for name in names
-        }
-    config = _with_recipe(config, sources, spec, given, talk)
-    if trace is not None:
-        return _trace(sources[names[0]], config, trace)
+    command = dataclasses.replace(command, config=_with_family(command, talk))
+    if command.config.tokenizer != EMBEDDED:
+        # before the source, a possibly long download
+        load_tokenizer(command.config.tokenizer, command.config.tokenizer_revision, command.config.model_family.name)
+    talk.print(f"opening {command.source} …", markup=False, soft_wrap=True)
+    sources = _open_sources(command, names, talk)
+    command = dataclasses.replace(command, config=_with_recipe(command, sources, talk))
+    if command.trace is not None:
+        return _trace(sources[names[0]], command.config, command.trace)
     assert store is not None
     with _counting(talk, "row", "read to divide them") as read:
-        outputs = divide(sources, store, holdout=holdout, workers=workers or available_cores(), on_rows=read)
-    workers = workers or made_by.default_workers(config)
-    run = Run(config, made_by, workers, part, overwrite, hash_source, max_reject_rate, as_json)
+        workers = command.workers or available_cores()
+        outputs = divide(sources, store, holdout=command.holdout, workers=workers, on_rows=read)
+    workers = command.workers or engine.default_workers(command.config)
     reports: dict[str | None, Report | PartReport] = {}
     for output in outputs:
-        report = reports[output.name] = _make(output, run, talk)
-        if not as_json:
-            report.print(Console(highlight=False, emoji=False))
-        if report.failure is not None:
-            talk.print("[bold red]failed:[/]", end=" ")
-            talk.print(report.failure, soft_wrap=True, markup=False)
-    if as_json:
+        report = reports[output.name] = _make(output, command, engine, workers, part, talk)
+        show(report, talk, command.as_json)
+    if command.as_json:
         summaries = {name: report.to_json() for name, report in reports.items()}
         print(json.dumps(summaries.get(None, summaries), indent=2))
     return int(any(report.failure is not None for report in reports.values()))
 
 
-@dataclass(frozen=True)
-class Run:
-    """How datasets are made.
-
-    Attributes:
-        config: Options that decide the bytes.
-        engine: Makes shards.
-        workers: Workers to use.
-        part: The part of the shards to make; None is all.
-        overwrite: Whether to remove a dataset that stands there.
-        hash_source: Whether to compare all image files of an earlier run by content.
-        max_reject_rate: Largest share of rejected rows that is no failure.
-        as_json: Whether progress is for programs.
-    """
-
-    config: PreprocessConfig
-    engine: Engine
-    workers: int
-    part: Part | None
-    overwrite: bool
-    hash_source: bool
-    max_reject_rate: float
-    as_json: bool
+def _open_sources(command: PreprocessCommand, splits: Sequence[str | None], talk: Console) -> dict[str | None, Source]:
+    """Opens each split."""
+    with _counting(talk, "receipt", "drawn") as drawn:
+        return {
+            split: open_source(
+                command.source,
+                layout=command.config.recipe,
+                split=split,
+                config_name=command.subset,
+                revision=command.revision,
+                limit=command.limit,
+                hash_source=command.hash_source,
+                image_root=command.config.media.image_root,
+                drawn=drawn,
+            )
+            for split in splits
+        }
 
 
-def _make(output: Output, run: Run, talk: Console) -> Report | PartReport:
+def _make(
+    output: Output, command: PreprocessCommand, engine: Engine, workers: int, part: Part | None, talk: Console
+) -> Report | PartReport:
     """Makes one dataset or a part of it, or continues it."""
     begun = time.monotonic()
     if output.name is not None:
         talk.print(f"{output.name}: {output.store}", markup=False, soft_wrap=True)
     made: PartResult | RunResult
-    with progress_display(talk, run.config, run.workers, run.part, as_json=run.as_json) as display:
-        watcher = Watcher(display.start, display.shard_done, partial(_print_changed_files, talk))
-        if run.part is not None:
-            made = preprocess_part(
-                run.part,
-                output.source,
-                output.store,
-                run.config,
-                workers=run.workers,
-                hash_source=run.hash_source,
-                engine=run.engine,
-                watcher=watcher,
-            )
+    with ProgressDisplay(talk, command.config, workers, part, as_json=command.as_json) as display:
+        options: dict[str, Any] = {
+            "workers": workers,
+            "hash_source": command.hash_source,
+            "engine": engine,
+            "watcher": Watcher(display.start, display.shard_done, partial(_print_changed_files, talk)),
+        }
+        if part is not None:
+            made = preprocess_part(part, output.source, output.store, command.config, **options)
         else:
-            made = preprocess_dataset(
-                output.source,
-                output.store,
-                run.config,
-                workers=run.workers,
-                overwrite=run.overwrite,
-                hash_source=run.hash_source,
-                engine=run.engine,
-                watcher=watcher,
-            )
+            options["overwrite"] = command.overwrite
+            made = preprocess_dataset(output.source, output.store, command.config, **options)
     seconds = time.monotonic() - begun
     if isinstance(made, PartResult):
         return PartReport(output.store, made, seconds)
-    command = "the command" if output.split is None else f"the command, with only --split {output.split},"
-    return report_of(output.store, made, seconds, run.max_reject_rate, command)
+    repeat = "the command" if output.split is None else f"the command, with only --split {output.split},"
+    return report_of(output.store, made, seconds, command.max_reject_rate, repeat)
 
 
 def _print_changed_files(talk: Console, changed: Mapping[int, Sequence[str]]) -> None:
@@ -206,20 +135,21 @@ def _print_changed_files(talk: Console, changed: Mapping[int, Sequence[str]]) ->
     )
 
 
-def _check_options(spec: str, config: PreprocessConfig, given: Collection[str]) -> None:
+def _check_options(command: PreprocessCommand) -> None:
     """Checks everything that does not need the source, which may take long to open."""
+    spec, config, given = command.source, command.config, command.given
     if "recipe" in given:
-        load_recipe(config.recipe, config.recipe_options)  # reports an unknown name immediately
+        if "context" not in constructor_takes(REGISTRY, config.recipe, PARTS):  # which depends on the tokenizer
+            load_recipe(config.recipe, config.recipe_options)  # reports an unknown name immediately
         refuse_foreign_options(config, given)
     refuse_without_effect(spec, config.tokenizer, given)
     require_image_root(config.media.image_root)
     require_tokenizer(spec, given)
 
 
-def _with_recipe(
-    config: PreprocessConfig, sources: Mapping[str | None, Source], spec: str, given: Collection[str], talk: Console
-) -> PreprocessConfig:
+def _with_recipe(command: PreprocessCommand, sources: Mapping[str | None, Source], talk: Console) -> PreprocessConfig:
     """Returns the config with the recipe that the user gave or the columns select."""
+    spec, config, given = command.source, command.config, command.given
     if "recipe" in given:
         for source in sources.values():
             if warning := misfit(source, spec, config):
@@ -237,13 +167,14 @@ def _with_recipe(
     return config
 
 
-def _with_family(config: PreprocessConfig, given: Collection[str], talk: Console) -> PreprocessConfig:
+def _with_family(command: PreprocessCommand, talk: Console) -> PreprocessConfig:
     """Returns the config with the family that the user gave or the tokenizer's files specify.
 
     Raises:
         UsageError: If the image bounds do not fit the family.
     """
-    if "family" not in given and config.tokenizer != EMBEDDED:
+    config = command.config
+    if "family" not in command.given and config.tokenizer != EMBEDDED:
         found = family_of(config.tokenizer, config.tokenizer_revision)
         if found != config.family:
             talk.print(f"family {found}, by the tokenizer's files", markup=False)
@@ -253,9 +184,9 @@ def _with_family(config: PreprocessConfig, given: Collection[str], talk: Console
 
 
 def _trace(source: Source, config: PreprocessConfig, row: int) -> int:
-    tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_revision)
+    tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_revision, config.model_family.name)
     traced = trace_row(source, recipe_for(source, config), Encoder(config, tokenizer), row)
-    print_trace(Console(highlight=False, emoji=False), traced, config.recipe, tokenizer)
+    print_trace(results(), traced, config.recipe, tokenizer)
     return 0 if traced.accepted else 1
 
 

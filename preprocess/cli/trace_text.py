@@ -25,19 +25,11 @@ _TARGET = "bold green"
 
 
 def print_trace(console: Console, traced: TracedRow, recipe: str, tokenizer: ChatTokenizer) -> None:
-    """Prints a traced row.
-
-    Args:
-        console: Console to print to.
-        traced: The row.
-        recipe: Name of the recipe.
-        tokenizer: Decodes the tokens.
-    """
+    """Prints a traced row, its tokens decoded."""
     console.print(Text(f"source row {traced.number:,} of {traced.rows:,}", "bold"))
     if traced.row is not None:
-        console.print(
-            facts(*((visible(str(name)), data(_shown(value)), "") for name, value in traced.row.values.items()))
-        )
+        columns = traced.row.values.items()
+        console.print(facts(*((visible(str(name)), data(_shown(value)), "") for name, value in columns)))
     console.print()
     if traced.error is not None:
         _print_error(console, traced.error, "the row is rejected" if traced.row is None else f"recipe {recipe}")
@@ -62,7 +54,7 @@ def _print_candidate(console: Console, traced: TracedCandidate, keys: list[str],
     if not isinstance(made, RowRejected):
         samples = [each for each in outcome if isinstance(each, EncodedSample)] if isinstance(outcome, list) else []
         # Pieces of a document have different images, turns of a conversation the same.
-        images = list(dict.fromkeys(image for sample in samples for image in sample.images))
+        images = list(dict.fromkeys(image for sample in samples for image in sample.images if not image.view))
         console.print(facts(*_parts(made, images)))
     if isinstance(outcome, Exception):
         _print_error(console, outcome, "the recipe rejected it" if isinstance(made, RowRejected) else "encoding it")
@@ -104,6 +96,8 @@ def _parts(made: Conversation | Document, images: list[EncodedImage]) -> Iterato
             yield "" if number else "document", *_part(part, remaining, "")
     else:
         yield from _turns(made, remaining)
+    for name, value in made.columns.items():
+        yield "column", data(f"{name} = {value}", limit=_PART), ""
     for keys, remark in ((made.unused, "harmless"), (made.unknown, "unknown to the recipe")):
         if keys:
             yield "unused keys", data(", ".join(keys)), remark
@@ -163,9 +157,8 @@ def _marked(encoded: EncodedSample, tokenizer: ChatTokenizer) -> Text:
 
 def _print_error(console: Console, error: Exception, doing: str) -> None:
     if isinstance(error, RowRejected):
-        console.print(
-            facts(("rejected", data(error.reason.value, "yellow"), doing), ("because", data(error.message), ""))
-        )
+        rejected = ("rejected", data(error.reason.value, "yellow"), doing)
+        console.print(facts(rejected, ("because", data(error.message), "")))
         return
     console.print(Text(f"{doing} failed:", "bold red"))
     console.print(Text(visible("".join(traceback.format_exception(error))).rstrip()), soft_wrap=True)

@@ -30,18 +30,7 @@ Question = tuple[str, str, str | None]
 
 
 def demo_conversation(row: int, seed: int = 0) -> tuple[list[Message], tuple[int, ...]]:
-    """Creates the conversation of a row.
-
-    Args:
-        row: 0 or more.
-        seed: Another seed gives another dataset.
-
-    Returns:
-        The messages in the chat layout, and the rows of the receipts, in the order of their images.
-
-    Raises:
-        ValueError: If ``row`` is negative.
-    """
+    """Creates the messages of a row in the chat layout, and the rows of the receipts in the order of their images."""
     kind, rng = deal("chat kinds", KINDS, row, seed), stream("chat", row, seed)
     # Rows 2k and 2k + 1, so that no receipt is in two conversations.
     shown = tuple(range(2 * row, 2 * row + _IMAGES.get(kind, 1)))

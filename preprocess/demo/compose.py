@@ -7,7 +7,7 @@ from functools import cache
 from importlib.resources import files
 from random import Random
 
-from preprocess.demo.receipt import Figure, Item, Receipt
+from preprocess.demo.receipt import Figure, MenuLine, Receipt
 
 LOCALES = ("id_ID", "en_US", "de_DE", "ja_JP")
 _EPOCH = datetime.datetime(2019, 1, 1, 8, 0)
@@ -68,13 +68,7 @@ def locale_named(code: str) -> Locale:
 
 
 def compose_receipt(rng: Random, locale_code: str, item_count: int) -> Receipt:
-    """Composes one receipt.
-
-    Args:
-        rng: Source of all random choices.
-        locale_code: One of ``LOCALES``.
-        item_count: Number of item lines, 1 to 30.
-    """
+    """Composes one receipt of 1 to 30 item lines in the words of one of ``LOCALES``."""
     locale, eatery = locale_named(locale_code), rng.random() < 0.6
     labels = {key: rng.choice(words) for key, words in locale.labels.items()}
     if rng.random() < 0.3:
@@ -114,7 +108,7 @@ def _articles(rng: Random, locale: Locale, eatery: bool, count: int) -> list[tup
     return rng.sample(list(prices.items()), count)
 
 
-def _items(rng: Random, locale: Locale, money: Money, eatery: bool, count: int) -> tuple[tuple[Item, ...], int]:
+def _items(rng: Random, locale: Locale, money: Money, eatery: bool, count: int) -> tuple[tuple[MenuLine, ...], int]:
     """Returns the item lines and their sum in minor units."""
     codes, discounts, extras = rng.random() < 0.12, rng.random() < 0.15, eatery and rng.random() < 0.4
     counts, capitals = rng.random() < 0.85, rng.random() < 0.25
@@ -127,7 +121,7 @@ def _items(rng: Random, locale: Locale, money: Money, eatery: bool, count: int) 
         off = off if discounts and rng.random() < 0.4 else 0
         added = rng.sample(locale.extras, rng.choice((1, 1, 2))) if extras and rng.random() < 0.35 else []
         subtotal += unit * quantity - off + sum(price for _, price in added)
-        item = Item(
+        item = MenuLine(
             name=name.upper() if capitals else name,
             price=money.text(unit * quantity),
             quantity=quantity,

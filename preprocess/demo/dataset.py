@@ -26,23 +26,15 @@ _ROWS_PER_GROUP = 100
 def ensure_demo_dataset(
     layout: DemoLayout, rows: int, seed: int = 0, cache_dir: Path | None = None, progress: Progress | None = None
 ) -> Path:
-    """Returns a cached demo dataset; draws it first if there is none.
+    """Returns a cached demo dataset, in ``demo/`` of the cache; draws it first if there is none.
 
     The parquet file has the same bytes on every run with the same library versions. Several processes may call this at
-    once: one draws, the others wait. A process killed while drawing leaves nothing that looks like a dataset.
+    once: one draws, the others wait. A process killed while drawing leaves nothing that looks like a dataset. A longer
+    dataset starts with the rows of a shorter one; another seed gives another dataset.
 
-    Args:
-        layout: ``cord_v2`` has the columns ``image`` and ``ground_truth``; ``chat`` has ``messages`` and ``images``.
-        rows: Number of rows, at least 1. A longer dataset starts with the rows of a shorter one.
-        seed: Another seed gives another dataset.
-        cache_dir: Root of the cache; by default ``$VLMDATA_CACHE``, else the user's cache directory for ``vlmdata``.
-        progress: See ``Progress``; not called if the dataset is cached.
-
-    Returns:
-        The dataset's directory, in ``demo/`` of the cache.
-
-    Raises:
-        ValueError: If ``layout`` is unknown, or ``rows`` is less than 1.
+    The layout ``cord_v2`` has the columns ``image`` and ``ground_truth``; ``chat`` has ``messages`` and ``images``. The
+    root of the cache is ``cache_dir``, else ``$VLMDATA_CACHE``, else the user's cache directory for ``vlmdata``. A
+    ValueError if ``layout`` is unknown, or ``rows`` is less than 1.
     """
     if layout not in get_args(DemoLayout):
         raise ValueError(f"unknown demo layout {layout!r}; known: {', '.join(get_args(DemoLayout))}")

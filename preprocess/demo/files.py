@@ -34,7 +34,7 @@ _ORIENTATION_TAG = 0x0112
 
 
 @dataclass(frozen=True)
-class ImageFile:
+class DemoImage:
     """An encoded image: Pillow's container name, and the size in pixels after EXIF rotation."""
 
     data: bytes
@@ -42,16 +42,10 @@ class ImageFile:
     upright: tuple[int, int]
 
 
-def encode(paper: Image.Image, em: int, ink: Colour, kind: str, rng: Random, noise: np.random.Generator) -> ImageFile:
-    """Photographs a print in a way that suits the kind of file, and encodes the file.
+def encode(paper: Image.Image, em: int, ink: Colour, kind: str, rng: Random, noise: np.random.Generator) -> DemoImage:
+    """Photographs a black print on white in a way that suits the kind of file, and encodes the file.
 
-    Args:
-        paper: Black print on white, mode L.
-        em: Size of its letters, in pixels.
-        ink: Colour of the print.
-        kind: A key of ``KINDS``.
-        rng: Chooses effects and quality.
-        noise: Source of textures.
+    ``em`` is the size of the letters in pixels, ``kind`` a key of ``KINDS``.
     """
     # Coarse quantisation would destroy fine print.
     quality = rng.randint(45 if em >= 22 else 68, 94)
@@ -70,7 +64,7 @@ def encode(paper: Image.Image, em: int, ink: Colour, kind: str, rng: Random, noi
         image = image.transpose(_TURNS[orientation])
     buffer = io.BytesIO()
     image.save(buffer, container, **options)
-    return ImageFile(buffer.getvalue(), container, upright)
+    return DemoImage(buffer.getvalue(), container, upright)
 
 
 def _picture(

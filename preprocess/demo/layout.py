@@ -6,7 +6,7 @@ from PIL import Image, ImageDraw
 
 from preprocess.demo.letters import Face
 from preprocess.demo.page import Align, Flow, Look, NoRoomError, Page
-from preprocess.demo.receipt import Item, Receipt
+from preprocess.demo.receipt import MenuLine, Receipt
 
 MIN_SIZE = 13
 """Em in pixels, below which letters are illegible after effects."""
@@ -16,20 +16,10 @@ _COLUMNS = ("code", "count", "name", "unit", "price")
 
 
 def lay_out(receipt: Receipt, look: Look, seed: int) -> tuple[Page, int]:
-    """Lays a receipt out with the largest letters that fit.
+    """Lays a receipt out with the largest letters that fit. Returns the page, and the size of its letters in pixels.
 
-    Letters shrink until nothing is too wide and the page is not too high. At ``MIN_SIZE``, the height is not limited.
-
-    Args:
-        receipt: Its text.
-        look: Its appearance.
-        seed: Seed of the modules of codes.
-
-    Returns:
-        The page, and the size of its letters (em in pixels).
-
-    Raises:
-        NoRoomError: If a word is wider than the paper even at ``MIN_SIZE``.
+    Letters shrink until nothing is too wide and the page is not too high. At ``MIN_SIZE``, the height is not limited,
+    and a word that is wider than the paper is a NoRoomError. The seed determines the modules of codes.
     """
     size, tallest = max(look.face.size, MIN_SIZE), min(2800, round(look.width * look.shape.tallest))
     while True:
@@ -101,7 +91,7 @@ def _items(flow: Flow, receipt: Receipt, look: Look, face: Face) -> None:
     {"columns": _columns, "below": _below, "leaders": _leaders}[look.items](flow, receipt, look, face)
 
 
-def _additions(flow: Flow, receipt: Receipt, item: Item, face: Face, inset: int) -> None:
+def _additions(flow: Flow, receipt: Receipt, item: MenuLine, face: Face, inset: int) -> None:
     """Places extras and the discount of an item, each on a line below it."""
     for name, price in item.extras:
         flow.mark(flow.x0 + inset, "+", face)

@@ -12,19 +12,12 @@ _CELL = (6, 11)
 
 @dataclass(frozen=True)
 class Face:
-    """A font at one size.
+    """A font at one size."""
 
-    Attributes:
-        size: Em in pixels.
-        dots: True for the scaled bitmap font, False for Aileron.
-        bold: Whether to draw every letter twice.
-        stretch: Width factor of Aileron's letters.
-    """
-
-    size: int
-    dots: bool = False
-    bold: bool = False
-    stretch: float = 1.0
+    size: int  # em in pixels
+    dots: bool = False  # true for the scaled bitmap font, False for Aileron
+    bold: bool = False  # whether to draw every letter twice
+    stretch: float = 1.0  # width factor of Aileron's letters
 
     @property
     def height(self) -> int:

@@ -102,11 +102,7 @@ class Page:
 
 
 def wrap(text: str, face: Face, width: int) -> list[str]:
-    """Breaks a text at its spaces into lines of at most ``width`` pixels.
-
-    Raises:
-        NoRoomError: If a word is wider.
-    """
+    """Breaks a text at its spaces into lines of at most ``width`` pixels; a NoRoomError if a word is wider."""
     lines: list[str] = []
     for word in text.split(" "):
         if lines and face.width(f"{lines[-1]} {word}") <= width:
@@ -129,14 +125,7 @@ class Flow:
         return round(face.height * self.leading)
 
     def put(self, x: int, width: int, text: str, face: Face, align: Align = "left", dy: int = 0) -> int:
-        """Places a text at ``x`` within ``width`` pixels, wrapped, without moving down.
-
-        Returns:
-            Its height in pixels.
-
-        Raises:
-            NoRoomError: If a word is wider than ``width``.
-        """
+        """Places a text at ``x`` within ``width`` pixels, wrapped, without moving down. Returns its height."""
         lines = wrap(text, face, width)
         for number, line in enumerate(lines):
             slack = width - face.width(line)
@@ -154,11 +143,7 @@ class Flow:
         self.page.runs.append((x, self.y + dy, text, face))
 
     def pair(self, label: str, value: str | None, face: Face, leader: bool = False, inset: int = 0) -> None:
-        """Places a label, wrapped, and its value at the right of its last line; moves below them.
-
-        Raises:
-            NoRoomError: If they do not fit.
-        """
+        """Places a label, wrapped, and its value at the right of its last line; moves below them."""
         start = self.x1 - (face.width(value) if value else 0)
         height = self.put(self.x0 + inset, start - self.x0 - inset - face.size * (2 if leader else 1), label, face)
         if value:

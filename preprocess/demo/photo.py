@@ -58,15 +58,9 @@ def _coloured(brightness: Image.Image, dark: Colour, light: Colour) -> Image.Ima
 
 
 def shoot(paper: Image.Image, em: int, ink: Colour, camera: Camera, rng: Random, noise: np.random.Generator) -> Shot:
-    """Photographs a flat print.
+    """Photographs a flat print, black on white, with small noise on small letters (``em`` is their size in pixels).
 
-    Args:
-        paper: Black print on white, mode L.
-        em: Size of its letters in pixels: small letters get less noise.
-        ink: Colour of the print.
-        camera: Way of taking the image.
-        rng: Source of random choices except textures.
-        noise: Source of textures.
+    ``noise`` gives textures, ``rng`` all other random choices.
     """
     tint = rng.choice(_TINTS)
     if camera == "clean":
@@ -92,8 +86,7 @@ def _lay(
 ) -> tuple[Image.Image, Image.Image]:
     """Places the paper, turned by at most so many degrees, with margins as a share of its width.
 
-    Returns:
-        The scene, white around the paper, and the paper's mask, both mode L.
+    Returns the scene, white around the paper, and the paper's mask, both mode L.
     """
     (width, height), angle = paper.size, math.radians(rng.uniform(-degrees, degrees))
     cos, sin, margin = math.cos(angle), math.sin(angle), 2 * rng.uniform(*margins) * width

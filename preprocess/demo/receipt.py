@@ -6,7 +6,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Item:
+class MenuLine:
     """One line of the menu. ``None`` is not printed. ``price`` is the total, without discount and extras."""
 
     name: str
@@ -31,32 +31,20 @@ class Figure:
 
 @dataclass(frozen=True)
 class Receipt:
-    """All texts of a receipt, in no particular layout.
+    """All texts of a receipt, in no particular layout."""
 
-    Attributes:
-        locale: For example ``id_ID``.
-        shop: Name of the shop.
-        address: Lines below the name.
-        date: As printed, without the time.
-        facts: Labels and values above the items; the first holds the date.
-        labels: Words of columns (by attribute of ``Item``) and of discounts (``promotion``), and the last line
-            (``thanks``).
-        items: One or more.
-        figures: In printing order.
-        currency: ISO 4217 code.
-        total: Amount to pay, in minor units.
-    """
-
-    locale: str
-    shop: str
-    address: tuple[str, ...]
-    date: str
-    facts: tuple[tuple[str, str], ...]
+    locale: str  # for example ``id_ID``
+    shop: str  # name of the shop
+    address: tuple[str, ...]  # lines below the name
+    date: str  # as printed, without the time
+    facts: tuple[tuple[str, str], ...]  # labels and values above the items; the first holds the date
+    #: Words of columns (by attribute of ``MenuLine``) and of discounts (``promotion``), and the last line
+    #: (``thanks``).
     labels: dict[str, str]
-    items: tuple[Item, ...]
-    figures: tuple[Figure, ...]
-    currency: str
-    total: int
+    items: tuple[MenuLine, ...]  # one or more
+    figures: tuple[Figure, ...]  # in printing order
+    currency: str  # ISO 4217 code
+    total: int  # amount to pay, in minor units
 
     def text(self, key: str) -> str | None:
         """Returns the figure with this ground-truth key, as printed."""
@@ -72,7 +60,7 @@ def _printed(texts: dict[str, str | None]) -> dict[str, Any]:
     return {key: text for key, text in texts.items() if text is not None}
 
 
-def _item_parse(item: Item) -> dict[str, Any]:
+def _item_parse(item: MenuLine) -> dict[str, Any]:
     texts = {"nm": item.name, "num": item.code, "unitprice": item.unit, "cnt": item.count}
     entry = _printed(texts | {"discountprice": item.discount, "price": item.price})
     subs = [_printed({"nm": name, "price": price}) for name, price in item.extras]
@@ -91,11 +79,8 @@ def gt_parse(receipt: Receipt) -> dict[str, Any]:
 def ground_truth(receipt: Receipt, row: int, upright: tuple[int, int], two: bool) -> str:
     """Returns the ``ground_truth`` column of a row: JSON with ``gt_parse`` (or the list ``gt_parses``) and ``meta``.
 
-    Args:
-        receipt: The printed receipt.
-        row: Number for ``meta.image_id``.
-        upright: Width and height of the displayed image, in pixels.
-        two: Whether to add a second valid reading: names and prices of the items, and the total.
+    ``upright`` is width and height of the displayed image. With ``two``, there is a second valid reading: names and
+    prices of the items, and the total.
     """
     full, total = gt_parse(receipt), receipt.text("total_price")
     brief = {"menu": _one_or_list([{"nm": item.name, "price": item.price} for item in receipt.items])}

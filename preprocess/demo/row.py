@@ -6,7 +6,7 @@ from random import Random
 import numpy as np
 
 from preprocess.demo.compose import LOCALES, compose_receipt
-from preprocess.demo.files import KINDS, ImageFile, encode
+from preprocess.demo.files import KINDS, DemoImage, encode
 from preprocess.demo.layout import lay_out
 from preprocess.demo.page import SHAPES, Look, Page, choose_look
 from preprocess.demo.receipt import Receipt, ground_truth
@@ -20,7 +20,7 @@ class DemoReceipt:
     """A drawn receipt: its kind of file, the file, the JSON of its ground truth, and all strings to read."""
 
     kind: str
-    file: ImageFile = field(repr=False)
+    file: DemoImage = field(repr=False)
     ground_truth: str
     texts: tuple[str, ...] = field(repr=False)
 
@@ -33,11 +33,7 @@ def stream(purpose: str, row: int, seed: int) -> Random:
 
 
 def deal(purpose: str, shares: dict[str, int], row: int, seed: int) -> str:
-    """Chooses a kind for a row, so that each block of ``sum(shares.values())`` rows has the exact shares.
-
-    Raises:
-        ValueError: If ``row`` is negative.
-    """
+    """Chooses a kind for a row, so that each block of ``sum(shares.values())`` rows has the exact shares."""
     if row < 0:
         raise ValueError(f"row must be 0 or more, got {row}")
     deck = [kind for kind, count in shares.items() for _ in range(count)]
@@ -47,11 +43,7 @@ def deal(purpose: str, shares: dict[str, int], row: int, seed: int) -> str:
 
 
 def demo_content(row: int, seed: int = 0) -> Receipt:
-    """Returns the text of a row's receipt.
-
-    Raises:
-        ValueError: If ``row`` is negative.
-    """
+    """Returns the text of a row's receipt."""
     locale = deal("locales", dict.fromkeys(LOCALES, 4), row, seed)
     rng = stream("content", row, seed)
     return compose_receipt(rng, locale, rng.choice(SHAPES[_shape(row, seed)].counts))
@@ -64,15 +56,7 @@ def demo_page(row: int, seed: int = 0) -> tuple[Page, int, Look]:
 
 
 def demo_receipt(row: int, seed: int = 0) -> DemoReceipt:
-    """Draws the receipt of a row. Equal arguments give equal bytes, regardless of earlier draws.
-
-    Args:
-        row: 0 or more, without upper limit.
-        seed: Another seed gives another dataset.
-
-    Raises:
-        ValueError: If ``row`` is negative.
-    """
+    """Draws the receipt of a row, 0 or more. Equal arguments give equal bytes, regardless of earlier draws."""
     page, em, look = demo_page(row, seed)
     kind, rng = deal("kinds", KINDS, row, seed), stream("effects", row, seed)
     noise = np.random.Generator(np.random.PCG64(rng.getrandbits(128)))

@@ -5,15 +5,19 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
-from preprocess.chat.agreement import encode_document_text
+from preprocess.chat.agreement import require_reserved
+from preprocess.chat.length import require_length
 from preprocess.chat.render import Renderer
+from preprocess.chat.targets import tokenize
 from preprocess.config import Overlong, PreprocessConfig
 from preprocess.conversation import Document
 from preprocess.encode.image import encode_images, image_tokens
 from preprocess.encode.sample import EncodedSample, WeightedTokens, finish_sample
 from preprocess.encode.weights import document_weight
 from preprocess.reject import RowRejected
+from vlmdata.families.chat import IMAGE
 from vlmdata.families.positions import locate_images
 from vlmdata.reasons import Reason
 from vlmdata.wording import counted
@@ -42,20 +46,20 @@ def encode_document(
     weight = document_weight(document)
     info = renderer.tokenizer.info
     # Text first: it is cheap, and rejected documents need no image decoding.
-    ids = encode_document_text(renderer, document).ids
-    parts = document.images
+    ids, parts = _ids(document, renderer), document.images
     tokens_of_images = image_tokens(parts, config, more_than=config.max_length - len(ids) + len(parts))
     if tokens_of_images is not None and config.overlong == Overlong.REJECT:
         raise _overlong(len(ids) - len(parts) + tokens_of_images, len(parts), config)
     images = encode_images(parts, config)
-    learned = ~np.isin(ids, (info.image, info.vision_start, info.vision_end))
+    learned = ~np.isin(ids, info.items[IMAGE].ids)
     tokens = WeightedTokens(ids, learned * np.float32(weight)).with_images(images, info.image)
-    token_counts = np.array([image.tokens for image in images], dtype=np.int64)
+    token_counts = np.array([sum(view.tokens for view in views) for views in images], dtype=np.int64)
     starts = locate_images(tokens.ids, token_counts, info.image).tolist()
-    blocks = [(start - 1, start + image.tokens + 1) for start, image in zip(starts, images, strict=True)]
+    before, after = (len(marks) for marks in (info.items[IMAGE].before, info.items[IMAGE].after))
+    blocks = [(start - before, start + count + after) for start, count in zip(starts, token_counts, strict=True)]
     pieces: list[EncodedSample | RowRejected] = []
     for start, stop in pairwise(_bounds(len(tokens), blocks, config)):
-        within = tuple(image for image, block in zip(images, blocks, strict=True) if start <= block[0] < stop)
+        within = [views for views, block in zip(images, blocks, strict=True) if start <= block[0] < stop]
         piece = tokens[start:stop]
         piece.weights[0] = 0
         if piece.weights.any():
@@ -65,6 +69,16 @@ def encode_document(
             found = f"{what} have {counted(len(within), 'image')} and no text to learn"
             pieces.append(RowRejected(Reason.NO_TARGETS, found))
     return pieces
+
+
+def _ids(document: Document, renderer: Renderer) -> npt.NDArray[np.int64]:
+    """Tokenizes a document, with one placeholder per image."""
+    rendered, tokenizer = renderer.render_document(document), renderer.tokenizer
+    hint = "; --overlong split makes several samples of such documents"
+    require_length(tokenizer, rendered.text, renderer.most_tokens, hint)
+    tokens = tokenize(tokenizer, rendered)
+    require_reserved(rendered, tokens, tokenizer)
+    return tokens.ids
 
 
 def _bounds(length: int, blocks: list[Block], config: PreprocessConfig) -> list[int]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.chat.agreement import encode_turns
 from preprocess.chat.context import dropped_reasoning, is_unlike_inference, up_to_answers
 from preprocess.chat.render import Renderer
 from preprocess.chat.targets import TargetSpans, Turn, target_spans
@@ -16,7 +16,8 @@ from preprocess.config import Overlong, PreprocessConfig, TrainTurns
 from preprocess.conversation import Conversation, Document
 from preprocess.encode.document import encode_document
 from preprocess.encode.image import encode_images, image_tokens
-from preprocess.encode.sample import EncodedImage, EncodedSample, WeightedTokens, finish_sample
+from preprocess.encode.sample import EncodedSample, Views, WeightedTokens, finish_sample
+from preprocess.encode.turns import encode_turns
 from preprocess.encode.weights import turn_weights
 from preprocess.reject import RowRejected, excerpt
 from vlmdata.reasons import Reason
@@ -44,10 +45,16 @@ class Encoder:
         Raises:
             RowRejected: If nothing of it can be encoded.
         """
+        encoded: Sequence[EncodedSample | RowRejected]
         if isinstance(made, Conversation):
-            return self._encode_each(made) if self.config.train_turns is TrainTurns.EACH else [self.encode(made)]
-        self._require_known_keys(made)
-        return encode_document(made, self.renderer, self.config)
+            encoded = self._encode_each(made) if self.config.train_turns is TrainTurns.EACH else [self.encode(made)]
+        else:
+            self._require_known_keys(made)
+            encoded = encode_document(made, self.renderer, self.config)
+        return [
+            each if isinstance(each, RowRejected) else dataclasses.replace(each, columns=made.columns)
+            for each in encoded
+        ]
 
     def encode(self, conversation: Conversation) -> EncodedSample:
         """Encodes one conversation to one sample; under ``--train-turns each``, to that of its last turn.
@@ -69,7 +76,7 @@ class Encoder:
         answers = list(up_to_answers(conversation))
         if conversation.loss_weight == 0 or all(answer.loss_weight == 0 for answer, _ in answers):
             turn_weights(conversation, TrainTurns.ALL)  # refuses it
-        images: list[EncodedImage] = []
+        images: list[Views] = []
         made: list[EncodedSample | RowRejected] = []
         for number, (answer, up_to) in enumerate(answers, start=1):
             if answer.loss_weight == 0:
@@ -86,7 +93,7 @@ class Encoder:
                 made.append(RowRejected(error.reason, where + error.message))
         return made
 
-    def _encode(self, conversation: Conversation, images: list[EncodedImage]) -> EncodedSample:
+    def _encode(self, conversation: Conversation, images: list[Views]) -> EncodedSample:
         """Encodes one conversation; ``images`` has the first of its images, and gets the others."""
         _check_turns(conversation)
         weights = turn_weights(conversation, self.config.train_turns)
@@ -102,7 +109,7 @@ class Encoder:
             self._kept_length(text - len(parts) + placeholders, text, spans, len(parts))
         images += encode_images(parts[len(images) :], self.config)
         return dataclasses.replace(
-            self._assemble(tokens.ids, spans, tuple(images)),
+            self._assemble(tokens.ids, spans, images),
             dropped_reasoning=len(dropped),
             drops_last_reasoning=len(turns) in dropped and _ends_with_answer(conversation),
             unlike_inference=is_unlike_inference(self.renderer, conversation, rendered.text, turns, weights),
@@ -110,7 +117,8 @@ class Encoder:
 
     def _dropped_reasoning(self, conversation: Conversation, text: str, turns: list[Turn]) -> list[int]:
         """Numbers the turns whose reasoning the sample should have and lacks; with a sample per turn, only its last."""
-        dropped, each = dropped_reasoning(conversation, text, turns), self.config.train_turns is TrainTurns.EACH
+        dropped = dropped_reasoning(conversation, text, turns, self.tokenizer.family.chat.think)
+        each = self.config.train_turns is TrainTurns.EACH
         if each:
             dropped = [number for number in dropped if number == len(turns)]
         if dropped and self.config.strict:
@@ -132,9 +140,7 @@ class Encoder:
                 "--strict.",
             )
 
-    def _assemble(
-        self, ids: npt.NDArray[np.int64], spans: TargetSpans, images: tuple[EncodedImage, ...]
-    ) -> EncodedSample:
+    def _assemble(self, ids: npt.NDArray[np.int64], spans: TargetSpans, images: list[Views]) -> EncodedSample:
         """Expands placeholders, and truncates or rejects samples that are too long."""
         tokens = WeightedTokens(ids, spans.weights).with_images(images, self.tokenizer.info.image)
         length = len(tokens)
@@ -178,7 +184,7 @@ class Encoder:
 
 
 def _check_turns(conversation: Conversation) -> None:
-    answers = [message for message in conversation.messages if message.role == "assistant"]
+    answers = conversation.answers
     if not answers:
         roles = ", ".join(message.role for message in conversation.messages) or "none"
         raise RowRejected(Reason.NO_ASSISTANT_TURN, f"no assistant turn to learn from; roles: {roles}")
@@ -189,7 +195,7 @@ def _check_turns(conversation: Conversation) -> None:
 
 def _check_answers(conversation: Conversation, weights: tuple[float, ...]) -> None:
     """Checks that learned turns are not empty; other turns may be."""
-    answers = [message for message in conversation.messages if message.role == "assistant"]
+    answers = conversation.answers
     for number, (message, weight) in enumerate(zip(answers, weights, strict=True), start=1):
         if weight and not message.text.strip() and not message.tool_calls:
             raise RowRejected(Reason.EMPTY_ANSWER, f"assistant turn {number} of {len(answers)} has no text")

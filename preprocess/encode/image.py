@@ -5,47 +5,63 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from preprocess.config import ImageConfig, PreprocessConfig
 from preprocess.conversation import ImagePart
-from preprocess.encode.sample import EncodedImage
+from preprocess.encode.sample import EncodedImage, Views
 from preprocess.reject import RowRejected
-from vlmdata.families import Family
+from vlmdata.families import Family, View
 from vlmdata.media.decode import DecodedImage, decode_image, header_size
 from vlmdata.media.error import MediaError
 from vlmdata.media.resize import resize_to_patches
 from vlmdata.media.size import SizeRequest, target_size
 
 
-def encode_image(part: ImagePart, config: ImageConfig, family: Family, what: str) -> EncodedImage:
-    """Decodes, normalises, resizes and splits an image into patches.
+def encode_image(part: ImagePart, config: ImageConfig, family: Family, what: str) -> Views:
+    """Decodes and normalises an image, and resizes its views and splits them into patches.
 
     Raises:
         RowRejected: If the image cannot be used.
     """
     try:
         decoded = decode_image(part.data, config.max_source_pixels, what)
-        source_height, source_width = decoded.memory.shape[:2]
-        height, width = target_size(source_height, source_width, _request(part), config.bounds(family), family, what)
+        height, width = decoded.memory.shape[:2]
+        views = _views(height, width, part, family, config.bounds(family), what)
     except MediaError as error:
         raise RowRejected(error.reason, error.message) from error
-    patches = resize_to_patches(decoded.memory, height, width, family)
-    grid = (1, height // family.patch_size, width // family.patch_size)
-    tokens = len(patches) // family.patches_per_token
-    return EncodedImage(patches, grid, (height, width), tokens, _origin(decoded), part.data)
+    made = []
+    for number, view in enumerate(views):
+        memory = decoded.memory
+        if view.crop is not None:
+            top, left, rows, columns = view.crop
+            memory = np.ascontiguousarray(memory[top : top + rows, left : left + columns])
+        patches = resize_to_patches(memory, *view.size, family, part=view.part)
+        grid = (1, view.shape[0] // family.patch_size, view.shape[1] // family.patch_size)
+        origin = _origin(decoded) | ({"view": number} if len(views) > 1 else {})
+        tokens = len(patches) // family.patches_per_token
+        made.append(EncodedImage(patches, grid, view.shape, tokens, origin, part.data, number, view.is_whole))
+    return tuple(made)
 
 
-def encode_images(parts: Sequence[ImagePart], config: PreprocessConfig) -> tuple[EncodedImage, ...]:
-    """Encodes the images of a sample. References to equal files of equal size share one :class:`EncodedImage`.
+def encode_images(parts: Sequence[ImagePart], config: PreprocessConfig) -> list[Views]:
+    """Encodes the images of a sample. References to equal files of equal size share their views.
 
     Raises:
         RowRejected: If an image cannot be used.
     """
-    made: dict[tuple[bytes, SizeRequest], EncodedImage] = {}
+    made: dict[tuple[bytes, SizeRequest], Views] = {}
     for part in parts:
         same = part.data, _request(part)
         if same not in made:
             made[same] = encode_image(part, config.image, config.model_family, part.field)
-    return tuple(made[part.data, _request(part)] for part in parts)
+    return [made[part.data, _request(part)] for part in parts]
+
+
+def _views(
+    height: int, width: int, part: ImagePart, family: Family, bounds: tuple[int, int], what: str
+) -> tuple[View, ...]:
+    return family.views(height, width, target_size(height, width, _request(part), bounds, family, what))
 
 
 def image_tokens(parts: Sequence[ImagePart], config: PreprocessConfig, more_than: int) -> int | None:
@@ -64,7 +80,7 @@ def image_tokens(parts: Sequence[ImagePart], config: PreprocessConfig, more_than
     family = config.model_family
     bounds = config.image.bounds(family)
     requests = [_request(part) for part in parts]
-    if set(requests) <= {SizeRequest()} and len(parts) * bounds[1] <= more_than * family.factor**2:
+    if set(requests) <= {SizeRequest()} and len(parts) * family.most_views * bounds[1] <= more_than * family.factor**2:
         return None
     counts: dict[tuple[bytes, SizeRequest], int | None] = {}
     tokens = 0
@@ -84,13 +100,15 @@ def _tokens_of(part: ImagePart, config: ImageConfig, family: Family, bounds: tup
     try:
         width, height = header_size(part.data, config.max_source_pixels, part.field)
         # Decoding turns images as their EXIF says, which some formats have after the pixels.
-        upright, turned = (
-            target_size(*sides, _request(part), bounds, family, part.field)
-            for sides in ((height, width), (width, height))
-        )
+        areas = {
+            sum(rows * columns for rows, columns in (view.shape for view in views))
+            for views in (
+                _views(height, width, part, family, bounds, part.field),
+                _views(width, height, part, family, bounds, part.field),
+            )
+        }
     except MediaError:
         return None
-    areas = {upright[0] * upright[1], turned[0] * turned[1]}
     return areas.pop() // family.factor**2 if len(areas) == 1 else None
 
 

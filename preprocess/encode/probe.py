@@ -17,7 +17,8 @@ from preprocess.reject import RowRejected
 from vlmdata.errors import SourceError
 from vlmdata.format.index_row import IndexRow
 from vlmdata.format.schema import sample_key
-from vlmdata.format.shard import Placement
+from vlmdata.format.shard import ItemPlace, Placement
+from vlmdata.media.codecs import IMAGE, ItemShape
 from vlmdata.media.image_file import image_file
 from vlmdata.reasons import Reason
 from vlmdata.verify.sample import SampleRules, audit_sample
@@ -27,7 +28,6 @@ _REMEDY = (
 )
 #: Template functions and filters whose result varies between calls, with a description of the result.
 _IMPURE = {"strftime_now": "the date", "lipsum": "random text", "random": "a random choice"}
-_NO_PLACE = Placement(0, 0, 0, 0, 0, (), ())
 
 
 def require_usable(tokenizer: ChatTokenizer, config: PreprocessConfig) -> None:
@@ -90,18 +90,18 @@ def _knows_images(encoder: Encoder, conversation: Conversation) -> bool:
 
 
 def _index_row(sample: EncodedSample) -> IndexRow:
+    items = tuple(ItemPlace(ItemShape(IMAGE, image.grid), 0, 0, 0, 0) for image in sample.images)
     return IndexRow(
         key=sample_key(0),
         source_row=0,
         shard=0,
-        placement=_NO_PLACE,
+        placement=Placement(0, 0, 0, 0, 0, {}, 0, items),
         length=sample.length,
         padded_length=len(sample.input_ids),
         num_targets=int(sample.loss_mask.sum()),
         target_turns=sample.target_turns,
         truncated=sample.truncated,
-        image_grid_thw=tuple(image.grid for image in sample.images),
-        image_starts=sample.image_starts,
+        item_starts=sample.image_starts,
     )
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from preprocess.config import PreprocessConfig
+from preprocess.conversation import Columns
 from vlmdata.families.positions import locate_images
-from vlmdata.format.manifest import TokenizerInfo
 from vlmdata.format.schema import Sample
+from vlmdata.format.tokenizer_info import TokenizerInfo
+from vlmdata.media.codecs import IMAGE, ItemShape
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +29,8 @@ class EncodedImage:
         tokens: Number of placeholder tokens.
         origin: Data of the file: width, height, mode, format, normalisation steps.
         file: The file.
+        view: Number of the picture among those of its image.
+        whole: Whether it shows all of the image.
     """
 
     patches: npt.NDArray[np.uint8]
@@ -34,6 +39,12 @@ class EncodedImage:
     tokens: int
     origin: Mapping[str, Any]
     file: bytes
+    view: int = 0
+    whole: bool = True
+
+
+#: The pictures of an image, of which each is an item.
+type Views = tuple[EncodedImage, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +55,7 @@ class EncodedSample:
         length: True length.
         input_ids: int32 (L,), L a multiple of ``pad_multiple``.
         loss_mask: uint8 (L,).
-        position_ids: int32 (3, L).
+        position_ids: int32 (k, L), k the family's axes of positions.
         images: Per image, its patches, grid and origin.
         image_starts: First token of each image.
         target_turns: Assistant turns that are targets; 0 for a document.
@@ -55,6 +66,7 @@ class EncodedSample:
         dropped_reasoning: Assistant turns whose reasoning the template left out. Of samples of one turn, that turn.
         drops_last_reasoning: Whether the last turn is one of them.
         unlike_inference: Whether a learned turn follows another text than at inference.
+        columns: Facts that the recipe attached.
     """
 
     length: int
@@ -71,6 +83,7 @@ class EncodedSample:
     dropped_reasoning: int = 0
     drops_last_reasoning: bool = False
     unlike_inference: bool = False
+    columns: Columns = field(default_factory=dict)
 
     @property
     def image_grid_thw(self) -> npt.NDArray[np.int32]:
@@ -94,6 +107,7 @@ class EncodedSample:
             self.image_grid_thw,
             patches,
             self.loss_weights,
+            tuple(ItemShape(IMAGE, image.grid) for image in self.images),
         )
 
 
@@ -115,10 +129,10 @@ class WeightedTokens:
     def __getitem__(self, span: slice) -> WeightedTokens:
         return WeightedTokens(self.ids[span], self.weights[span])
 
-    def with_images(self, images: tuple[EncodedImage, ...], image_token: int) -> WeightedTokens:
-        """Expands the placeholder of each image to one per merged patch."""
+    def with_images(self, images: Sequence[Views], image_token: int) -> WeightedTokens:
+        """Expands the placeholder of each image to one per merged patch of its views."""
         repeats = np.ones(len(self.ids), dtype=np.int64)
-        repeats[self.ids == image_token] = [image.tokens for image in images]
+        repeats[self.ids == image_token] = [sum(view.tokens for view in views) for views in images]
         return WeightedTokens(np.repeat(self.ids, repeats), np.repeat(self.weights, repeats))
 
 
@@ -129,7 +143,7 @@ def grids_of(images: tuple[EncodedImage, ...]) -> npt.NDArray[np.int64]:
 
 def finish_sample(
     tokens: WeightedTokens,
-    images: tuple[EncodedImage, ...],
+    views: Sequence[Views],
     config: PreprocessConfig,
     info: TokenizerInfo,
     *,
@@ -137,18 +151,8 @@ def finish_sample(
     truncated: bool = False,
     turn_weights: tuple[float, ...] = (),
 ) -> EncodedSample:
-    """Pads a sample's tokens and computes their positions.
-
-    Args:
-        tokens: The tokens, image placeholders expanded.
-        images: Their images.
-        config: Padding options.
-        info: Padding token.
-        target_turns: See :class:`EncodedSample`.
-        truncated: See :class:`EncodedSample`.
-        turn_weights: See :class:`EncodedSample`.
-    """
-    length, family = len(tokens), config.model_family
+    """Pads a sample's tokens and computes their positions."""
+    length, family, images = len(tokens), config.model_family, tuple(chain.from_iterable(views))
     grids = grids_of(images)
     starts = locate_images(tokens.ids, family.token_counts(grids), info.image)
     padded = -(-length // config.pad_multiple) * config.pad_multiple
@@ -157,7 +161,7 @@ def finish_sample(
     loss_weights = np.zeros(padded, dtype=np.float32)
     loss_weights[:length] = tokens.weights
     loss_mask = (loss_weights > 0).astype(np.uint8)
-    position_ids = np.zeros((3, padded), dtype=np.int32)
+    position_ids = np.zeros((len(family.position_axes), padded), dtype=np.int32)
     position_ids[:, :length] = family.position_ids(length, starts, grids)
     return EncodedSample(
         length=length,

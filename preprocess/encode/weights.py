@@ -18,17 +18,13 @@ LEAST, MOST = 1e-8, 1e8
 def turn_weights(conversation: Conversation, train_turns: TrainTurns) -> tuple[float, ...]:
     """Returns the target weight of each assistant turn; 0 if the turn is not learned.
 
-    Args:
-        conversation: The sample.
-        train_turns: Which assistant turns are learned; ``each`` is the sample of the last turn.
-
     Returns:
         One float32 value per assistant turn: weight of the sample x weight of the turn, or 0.
 
     Raises:
         RowRejected: NO_TARGETS if no turn is learned; LOSS_WEIGHT if a weight is out of bounds.
     """
-    answers = [message for message in conversation.messages if message.role == "assistant"]
+    answers = conversation.answers
     factor = float(conversation.loss_weight)
     weights = []
     for number, message in enumerate(answers, start=1):

@@ -8,27 +8,31 @@ from concurrent.futures import BrokenExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature
 from pickle import PicklingError
-from typing import Protocol
+from typing import Any, Protocol
 
 from preprocess.config import PreprocessConfig
-from preprocess.registry import find, problem_of, shown_name
+from preprocess.own_options import make_own
 from preprocess.shards.counters import Counters
 from preprocess.shards.job import RowOutcome, ShardContext, ShardJob, ShardRecord, run_shard
 from preprocess.sources.rows import Source
 from vlmdata.errors import ResourceError, SourceError, VlmdataError
-from vlmdata.format.manifest import TokenizerInfo
 from vlmdata.format.schema import shard_name
+from vlmdata.format.tokenizer_info import TokenizerInfo
 from vlmdata.machine import available_cores
+from vlmdata.registry import Registry, not_callable, problem_of, shown_name
 from vlmdata.storage import Store
 from vlmdata.workers import WorkerError
 
 #: Engines by name. To add one, add a file here with an Engine class, and a line below.
-REGISTRY: Mapping[str, str] = {
-    "local": "preprocess.engines.local:Local",
-    "ray": "preprocess.engines.ray:Ray",
-}
+REGISTRY = Registry[Any](
+    "engine",
+    "vlmdata.engines",
+    "--engine",
+    not_callable,
+    {"local": "preprocess.engines.local:Local", "ray": "preprocess.engines.ray:Ray"},
+    SourceError,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +64,11 @@ class ShardWork:
 
 
 class Engine(Protocol):
-    """Runs shard jobs. The bytes of a dataset depend neither on the engine nor on the number of workers."""
+    """Runs shard jobs. The bytes of a dataset depend neither on the engine nor on the number of workers.
+
+    Its constructor may take ``options``, an instance of its frozen dataclass ``Options`` (see
+    ``preprocess/own_options.py``), and ``watch``: whether to say where this process ended, if it dies.
+    """
 
     def default_workers(self, config: PreprocessConfig) -> int:
         """Workers to use if the user names no number: one per core of this machine, unless the engine has others.
@@ -181,28 +189,17 @@ def _named(engine: Engine, made: Generator[ShardRecord]) -> Generator[ShardRecor
         ) from error
 
 
-def load_engine(name: str, ray_address: str | None = None, reject_after_deaths: int | None = None) -> Engine:
-    """Loads an engine by registered name or as ``module:attribute``.
+def load_engine(name: str, options: Mapping[str, Any] | None = None) -> Engine:
+    """Loads an engine by name, as ``module:attribute`` or as ``file.py:attribute``.
 
     Args:
         name: The name.
-        ray_address: Where the engine's cluster is, for one whose constructor takes a ``ray_address``.
-        reject_after_deaths: Deaths after which a row is rejected, for one whose constructor takes it.
+        options: Its options by name, as text or values; omitted options have their defaults.
 
     Raises:
-        SourceError: If there is none, it is no engine, or it does not take an option.
+        SourceError: If there is none, it is no engine, or the options are invalid.
     """
-    made = find("--engine", name, REGISTRY)
-    taken = signature(made).parameters.keys()
-    options = {"ray_address": ray_address, "reject_after_deaths": reject_after_deaths}
-    given: dict[str, object] = {option: value for option, value in options.items() if value is not None}
-    for option, engine_with_it in (("ray_address", "ray"), ("reject_after_deaths", "local")):
-        if option in given and option not in taken:
-            flag = f"--{option.replace('_', '-')}"
-            raise SourceError(
-                f"{flag} has no effect with --engine {name}. Leave it out, or choose --engine {engine_with_it}."
-            )
-    engine: Engine = made(**given, **({"watch": True} if "watch" in taken else {}))
+    engine: Engine = make_own(REGISTRY, name, options or {}, {"watch": True})
     if not callable(getattr(engine, "run", None)):
         raise SourceError(f"--engine {name}: it has no method `run`. Derive it from preprocess.engines.base.Engine.")
     return engine

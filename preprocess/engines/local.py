@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, nullcontext
+from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
 from preprocess.engines.base import Engine, ShardWork, make_shard, rows_of
 from preprocess.engines.deaths import REJECTING, Deaths, watched
@@ -27,15 +29,21 @@ PRELOADED = [
 class Local(Engine):
     """Runs one worker or one job in this process, and several in separate processes."""
 
-    def __init__(self, reject_after_deaths: int | None = None, *, watch: bool = False):
-        """Sets what happens if a row ends the process that processes it.
+    @dataclass(frozen=True)
+    class Options:
+        """Options of the engine. With ``reject_after_deaths``, even one worker is a process of its own."""
 
-        Args:
-            reject_after_deaths: Deaths of worker processes on a row after which it is rejected; None ends the run after
-                five. If given, even one worker is a process of its own.
-            watch: Whether to say where the process ended, if it makes shards itself and dies.
-        """
-        self._reject_after = reject_after_deaths
+        reject_after_deaths: Annotated[
+            int | None, "Reject a row that has ended this many worker processes; none: the fifth death ends the run."
+        ] = None
+
+        def __post_init__(self) -> None:
+            if self.reject_after_deaths is not None and self.reject_after_deaths < 1:
+                raise ValueError(f"reject_after_deaths is {self.reject_after_deaths}; it must be at least 1")
+
+    def __init__(self, options: Options | None = None, *, watch: bool = False):
+        """``watch`` says where the process ended, if it makes shards itself and dies."""
+        self._reject_after = None if options is None else options.reject_after_deaths
         self._watch = watch
 
     def warm_up(self, workers: int) -> None:

@@ -16,21 +16,23 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 from uuid import uuid4
 
 from preprocess.config import PreprocessConfig
 from preprocess.engines.base import Engine, ShardWork, make_shard, rows_of
 from preprocess.engines.tally import Tally
 from preprocess.recipes.base import REGISTRY as RECIPES
-from preprocess.registry import is_file
 from preprocess.shards.counters import Counters
 from preprocess.shards.fingerprints import fingerprints
 from preprocess.shards.job import RowOutcome, ShardContext, ShardJob, ShardRecord
 from vlmdata.errors import ResourceError, SourceError, VlmdataError
+from vlmdata.families import REGISTRY as FAMILIES
 from vlmdata.format.manifest import differences
 from vlmdata.format.schema import shard_name
 from vlmdata.machine import available_cores
+from vlmdata.media.codecs import REGISTRY as CODECS
+from vlmdata.registry import Registry, is_file
 from vlmdata.storage import Store
 from vlmdata.workers import WorkerError
 
@@ -52,12 +54,17 @@ class Ray(Engine):
     Uses this process's connection to Ray. If there is none, the engine connects.
     """
 
-    def __init__(self, ray_address: str | None = None):
-        """Checks that Ray is installed. Does not connect yet.
+    @dataclasses.dataclass(frozen=True)
+    class Options:
+        """Options of the engine."""
 
-        Args:
-            ray_address: The cluster, such as ``10.0.0.1:6379`` or ``auto``. Default: ``$RAY_ADDRESS``. Without either,
-                Ray starts on this machine and ends with this process.
+        address: Annotated[
+            str | None,
+            "The cluster, such as 10.0.0.1:6379 or auto. Without it: $RAY_ADDRESS, else Ray starts on this machine.",
+        ] = None
+
+    def __init__(self, options: Options):
+        """Checks that Ray is installed. Does not connect yet.
 
         Raises:
             SourceError: If Ray is not installed.
@@ -68,9 +75,9 @@ class Ray(Engine):
             raise SourceError(f"--engine ray needs Ray ({error}). Install it: pip install 'vlmdata[ray]'.") from error
         _ignore_interrupts_at_exit()
         self._ray: Any = ray
-        self._address = ray_address or os.environ.get("RAY_ADDRESS") or "local"
+        self._address = options.address or os.environ.get("RAY_ADDRESS") or "local"
         self._connected_here = False
-        self._shipped = False  # whether the recipe's file was sent to the workers
+        self._shipped = False  # whether the user's own code was sent to the workers
 
     def default_workers(self, config: PreprocessConfig) -> int:
         """Returns the number of CPUs of the cluster, or of this machine if Ray starts here."""
@@ -82,9 +89,9 @@ class Ray(Engine):
     ) -> Generator[ShardRecord]:
         """Makes shards; see :meth:`Engine.run`. At most ``workers`` tasks are in flight."""
         self._connect(work.config, workers)
-        recipe = _name_on_workers(work.config.recipe) if self._shipped else work.config.recipe
+        sent = dataclasses.replace(work, config=_on_workers(work.config)) if self._shipped else work
         with _Interrupts() as interrupts:
-            run = _Run(self._ray, work, recipe, counters)
+            run = _RayRun(self._ray, work, sent, counters)
             try:
                 waiting = iter(jobs)
                 while True:
@@ -111,7 +118,7 @@ class Ray(Engine):
                 "object_store_memory": _OBJECT_STORE_BYTES,
                 "include_dashboard": False,
             }
-        shipped = _shipped_modules(config.recipe)
+        shipped = _shipped_modules(config)
         try:
             self._ray.init(
                 address=self._address,
@@ -123,18 +130,19 @@ class Ray(Engine):
             self._connected_here, self._shipped = True, bool(shipped)
         except (ConnectionError, OSError, RuntimeError, ValueError) as error:
             raise ResourceError(
-                f"--ray-address {self._address}: cannot connect: {error}. Check that the cluster runs (`ray status`)."
+                f"--engine-option address={self._address}: cannot connect: {error}. Check that the cluster runs "
+                "(`ray status`)."
             ) from error
 
 
-class _Run:
+class _RayRun:
     """The tasks of one run.
 
     Attributes:
         pending: The jobs in flight, by the reference to their task's result.
     """
 
-    def __init__(self, ray: Any, work: ShardWork, recipe: str, counters: Counters):
+    def __init__(self, ray: Any, work: ShardWork, sent: ShardWork, counters: Counters):
         self.pending: dict[Any, ShardJob] = {}
         self._ray = ray
         self._work = work
@@ -143,7 +151,6 @@ class _Run:
         self._task = ray.remote(num_cpus=1, max_retries=0)(_make_in_task)
         self._tally = ray.remote(num_cpus=0, max_restarts=-1)(Tally).remote()
         self._taken: Any = None
-        sent = dataclasses.replace(work, config=dataclasses.replace(work.config, recipe=recipe))
         versions = fingerprints(work.config, work.tokenizer)
         self._arguments = ray.put(_TaskInput(uuid4().hex, sent, versions, self._tally, os.getcwd()))
 
@@ -318,30 +325,39 @@ class _Reporter:
                 raise _RunEndedError
 
 
-def _shipped_modules(recipe: str) -> list[str]:
-    """Returns the file or folder of a user's recipe, which workers lack; empty for built-in and installed recipes."""
-    module = recipe.partition(":")[0]
-    if recipe in RECIPES:
-        return []
-    if is_file(module):
-        return [str(Path(module).resolve())]
-    spec = find_spec(module.partition(".")[0])
-    if spec is None or spec.origin is None:
-        return []
-    place = Path(spec.origin)
-    installed = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib")]
-    if spec.name in _OUR_PACKAGES or any(place.is_relative_to(folder) for folder in installed):
-        return []
-    return [str(place.parent if spec.submodule_search_locations else place)]
-
-
+#: Options that may name the user's own code, and what finds it.
+_OWN_CODE: Mapping[str, Registry[Any]] = {"recipe": RECIPES, "pixels": CODECS, "family": FAMILIES}
 _OUR_PACKAGES = frozenset({"vlmdata", "preprocess"})
 
 
-def _name_on_workers(recipe: str) -> str:
-    """Returns the name by which workers import a shipped recipe."""
-    module, separator, attribute = recipe.partition(":")
-    return f"{Path(module).stem}{separator}{attribute}" if is_file(module) else recipe
+def _shipped_modules(config: PreprocessConfig) -> list[str]:
+    """Returns the files and folders of the user's own code, which workers lack."""
+    modules = [registry.target(getattr(config, option)).partition(":")[0] for option, registry in _OWN_CODE.items()]
+    return list(dict.fromkeys(place for module in modules if (place := _place_to_ship(module)) is not None))
+
+
+def _place_to_ship(module: str) -> str | None:
+    """Returns the file or folder of a module; None if it is built in or installed."""
+    if is_file(module):
+        return str(Path(module).resolve())
+    spec = find_spec(module.partition(".")[0])
+    if spec is None or spec.origin is None:
+        return None
+    place = Path(spec.origin)
+    installed = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib")]
+    if spec.name in _OUR_PACKAGES or any(place.is_relative_to(folder) for folder in installed):
+        return None
+    return str(place.parent if spec.submodule_search_locations else place)
+
+
+def _on_workers(config: PreprocessConfig) -> PreprocessConfig:
+    """Returns the configuration with the names by which workers import shipped files."""
+    named: dict[str, Any] = {}
+    for option, registry in _OWN_CODE.items():
+        module, _, attribute = registry.target(getattr(config, option)).partition(":")
+        if is_file(module):
+            named[option] = f"{Path(module).stem}:{attribute}"
+    return dataclasses.replace(config, **named)
 
 
 def _first_line(error: Exception) -> str:

@@ -9,10 +9,10 @@ from typing import Any
 
 from preprocess.conversation import Conversation, Document
 from preprocess.recipes.base import Recipe
-from preprocess.registry import shown_name
 from preprocess.reject import RowRejected
 from preprocess.row import Row
 from vlmdata.reasons import Reason
+from vlmdata.registry import shown_name
 from vlmdata.wording import with_article
 
 _WANTED = "a Conversation or Document"

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from preprocess.config import PreprocessConfig
-from preprocess.recipes.base import REGISTRY, Recipe, load_recipe, recipe_class
+from preprocess.recipes.base import REGISTRY, Recipe, load_recipe
 from preprocess.recipes.candidates import candidates_of
+from preprocess.recipes.context import RecipeContext
 from preprocess.recipes.media import MediaLoader
 from preprocess.reject import RowRejected, excerpt
 from preprocess.row import Row
@@ -34,11 +35,11 @@ def choose_recipe(source: Source, spec: str) -> str:
         raise SourceError(
             f"SOURCE {spec}: no recipe can be chosen, as none of the first rows can be read: {_first_fault(source)}"
         )
-    fitting = [name for name in REGISTRY if recipe_class(name).fits(columns)]
+    fitting = [name for name in REGISTRY if REGISTRY.find(name).fits(columns)]
     if len(fitting) == 1:
         return fitting[0]
     found = f"several recipes fit ({', '.join(fitting)})" if fitting else "no built-in recipe fits"
-    needs = "; ".join(f"{name} needs {recipe_class(name).needs}" for name in fitting or REGISTRY)
+    needs = "; ".join(f"{name} needs {REGISTRY.find(name).needs}" for name in fitting or REGISTRY)
     own = "" if fitting else "; or write one of your own and give it as module:attribute"
     raise SourceError(
         f"SOURCE {spec}: {found} its columns, {', '.join(columns)}. Choose one with --recipe: {needs}{own}."
@@ -53,7 +54,8 @@ def recipe_for(source: Source, config: PreprocessConfig, media: MediaLoader | No
         config: The options.
         media: What it loads images with; None makes one.
     """
-    return load_recipe(config.recipe, config.recipe_options, media or media_for(source, config))
+    media = media or media_for(source, config)
+    return load_recipe(config.recipe, config.recipe_options, media, RecipeContext.of(config))
 
 
 def media_for(source: Source, config: PreprocessConfig) -> MediaLoader:
@@ -76,7 +78,7 @@ def misfit(source: Source, spec: str, config: PreprocessConfig) -> str | None:
         SourceError: If later rows have the same columns, so that none can succeed.
     """
     name = config.recipe
-    fits, columns = getattr(recipe_class(name), "fits", None), columns_of(source)
+    fits, columns = getattr(REGISTRY.find(name), "fits", None), columns_of(source)
     if fits is None or not columns or fits(columns):
         return None
     recipe, rejections = recipe_for(source, config), []
@@ -91,7 +93,7 @@ def misfit(source: Source, spec: str, config: PreprocessConfig) -> str | None:
             return None
         rejections.append(f"row {row.number}: {made[0]}")
     why = (
-        f"--recipe {name} needs {recipe_class(name).needs}; SOURCE {spec} has the columns {', '.join(columns)}. "
+        f"--recipe {name} needs {REGISTRY.find(name).needs}; SOURCE {spec} has the columns {', '.join(columns)}. "
         f"It rejects the first {counted(len(rejections), 'row')}: {rejections[0]}"
     )
     if source.rows.columns() is not None or source.num_rows <= _READ_ROWS:
@@ -113,11 +115,11 @@ def other_form(name: str, source: Source, row: Row) -> str:
         source: The rows.
         row: The row.
     """
-    fits = getattr(recipe_class(name), "fits", None)
+    fits = getattr(REGISTRY.find(name), "fits", None)
     if fits is None or source.rows.columns() is not None:
         return ""
     columns = tuple(key for key, value in row.values.items() if value is not None)
-    others = [other for other in REGISTRY if recipe_class(other).fits(columns)]
+    others = [other for other in REGISTRY if REGISTRY.find(other).fits(columns)]
     if not others or fits(columns):
         return ""
     return (

@@ -1,4 +1,4 @@
-"""Records the image files of a shard, and detects later changes.
+"""Lists the image files of a shard, and detects later changes.
 
 Rows may name image files by path. Their content is recorded by hash, since the dataset depends on it and it is the same
 for every copy of the source. Reading all files again to compare them is slow. So a file counts as unchanged if its size
@@ -9,10 +9,8 @@ read.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,11 +36,9 @@ SCHEMA = pa.schema(
 _MARGIN_NS = 60 * 10**9
 _THREADS = 16
 
-_reading: ContextVar[dict[str, ImageFile] | None] = ContextVar("image files read", default=None)
-
 
 @dataclass(frozen=True)
-class ImageFile:
+class RecordedFile:
     """An image file used by a shard.
 
     Attributes:
@@ -56,54 +52,27 @@ class ImageFile:
     xxh3_128: str
 
 
-@contextmanager
-def recording() -> Iterator[Mapping[str, ImageFile]]:
-    """Collects the image files read in the block, by path."""
-    files: dict[str, ImageFile] = {}
-    token = _reading.set(files)
-    try:
-        yield files
-    finally:
-        _reading.reset(token)
+def recorded_file(path: str, size: int | None, data: bytes | None) -> RecordedFile:
+    """Returns the entry of a file; ``size`` is None if it is missing, ``data`` if it was not read."""
+    digest = "" if data is None else xxhash.xxh3_128_hexdigest(data)
+    return RecordedFile(path.encode("utf-8", "backslashreplace").decode(), ABSENT if size is None else size, digest)
 
 
-def record(root: Path, path: str, full: Path | None, size: int | None, data: bytes | None) -> None:
-    """Records a file that a row names, inside :func:`recording`.
+def recorded_path(root: Path, path: str, full: Path | None) -> str:
+    """Returns the path of a local file as recorded: relative to the root if it is inside, as in any copy of the source.
 
     Args:
         root: The image root, with links resolved.
         path: Path in the data.
         full: The file in the root, with links resolved; None if missing.
-        size: Size of the file; None if missing.
-        data: Content of the file; None if not read.
     """
-    files = _reading.get()
-    if files is None:
-        return
-    if Path(path).is_absolute():  # a copy of the source elsewhere has the same files
-        absolute = full or Path(path)
-        path = absolute.relative_to(root).as_posix() if absolute.is_relative_to(root) else path
-    path = path.encode("utf-8", "backslashreplace").decode()
-    digest = "" if data is None else xxhash.xxh3_128_hexdigest(data)
-    files[path] = ImageFile(path, ABSENT if size is None else size, digest)
+    absolute = full or Path(path)
+    if Path(path).is_absolute() and absolute.is_relative_to(root):
+        return absolute.relative_to(root).as_posix()
+    return path
 
 
-def record_remote(name: str, size: int | None, data: bytes | None) -> None:
-    """Notes that a row names a file below a URL, if somebody collects them.
-
-    Args:
-        name: Below the image root, as the data names it.
-        size: Its size; None if there is no such file.
-        data: Its content; None if it was not read.
-    """
-    files = _reading.get()
-    if files is not None:
-        name = name.encode("utf-8", "backslashreplace").decode()
-        digest = "" if data is None else xxhash.xxh3_128_hexdigest(data)
-        files[name] = ImageFile(name, ABSENT if size is None else size, digest)
-
-
-def write_files(store: Store, name: str, shard: int, files: Mapping[str, ImageFile]) -> None:
+def write_files(store: Store, name: str, shard: int, files: Mapping[str, RecordedFile]) -> None:
     """Writes the list of a shard's files, ascending by path. Writes nothing if there are none."""
     if not files:
         store.delete([name])
@@ -150,56 +119,52 @@ def changed_files(recorded: Path, root: Path | RemoteRoot, since_ns: int | None)
         Paths of changed, removed or added files, by shard.
     """
     changed: dict[int, list[str]] = {}
-    is_changed: Callable[[ImageFile], bool]
-    if isinstance(root, RemoteRoot):
-        is_changed = partial(_is_changed_remote, root, since_ns)
-    else:
-        is_changed = partial(_is_changed, root, since_ns)
     with pq.ParquetFile(recorded) as file, ThreadPoolExecutor(_THREADS) as threads:
         for batch in file.iter_batches():
             rows = batch.to_pylist()
-            files = [ImageFile(row["path"], row["bytes"], row["xxh3_128"]) for row in rows]
-            for row, differs in zip(rows, threads.map(is_changed, files), strict=True):
+            files = [RecordedFile(row["path"], row["bytes"], row["xxh3_128"]) for row in rows]
+            for row, differs in zip(rows, threads.map(partial(_is_changed, root, since_ns), files), strict=True):
                 if differs:
                     changed.setdefault(row["shard"], []).append(row["path"])
     return changed
 
 
-def _is_changed(root: Path, since_ns: int | None, file: ImageFile) -> bool:
-    path = root / file.path
-    try:
-        status, link = path.stat(), path.lstat()
-        is_file = path.is_file()
-    except (OSError, ValueError):
-        is_file = False
-    if not is_file or file.bytes == ABSENT:
-        return is_file != (file.bytes != ABSENT)
-    if status.st_size != file.bytes:
-        return True
-    # A copy with the old modification time, or a new file with the old name, still has a new change time.
-    touched = max(status.st_mtime_ns, status.st_ctime_ns, link.st_ctime_ns)
-    if not file.xxh3_128 or (since_ns is not None and touched < since_ns - _MARGIN_NS):
-        return False
-    try:
-        return file_digest(path) != file.xxh3_128
-    except OSError:
-        return True
-
-
-def _is_changed_remote(root: RemoteRoot, since_ns: int | None, file: ImageFile) -> bool:
-    size, seconds = root.state(file.path)
+def _is_changed(root: Path | RemoteRoot, since_ns: int | None, file: RecordedFile) -> bool:
+    size, touched_ns = _state(root, file.path)
     if size is None or file.bytes == ABSENT:
         return (size is None) != (file.bytes == ABSENT)
-    if not file.xxh3_128:
-        return False
+    if not file.xxh3_128 and isinstance(root, RemoteRoot):
+        return False  # too large, and recorded with the size of its beginning
     if size != file.bytes:
         return True
-    if since_ns is not None and seconds is not None and seconds * 10**9 < since_ns - _MARGIN_NS:
+    is_old = since_ns is not None and touched_ns is not None and touched_ns < since_ns - _MARGIN_NS
+    if not file.xxh3_128 or is_old:
         return False
     try:
-        return xxhash.xxh3_128_hexdigest(root.fetch(root.name_of(file.path))) != file.xxh3_128
-    except FetchProblem:
+        return _digest(root, file.path) != file.xxh3_128
+    except (OSError, FetchProblem):
         return True
+
+
+def _state(root: Path | RemoteRoot, path: str) -> tuple[int | None, float | None]:
+    """Returns a file's size and last change in nanoseconds; None if it is missing, or the store does not know."""
+    if isinstance(root, RemoteRoot):
+        size, seconds = root.state(path)
+        return size, None if seconds is None else seconds * 10**9
+    try:
+        status, link = (root / path).stat(), (root / path).lstat()
+        is_file = (root / path).is_file()
+    except (OSError, ValueError):
+        return None, None
+    # A copy with the old modification time, or a new file with the old name, still has a new change time.
+    touched = max(status.st_mtime_ns, status.st_ctime_ns, link.st_ctime_ns)
+    return (status.st_size, touched) if is_file else (None, None)
+
+
+def _digest(root: Path | RemoteRoot, path: str) -> str:
+    if isinstance(root, RemoteRoot):
+        return xxhash.xxh3_128_hexdigest(root.fetch(root.name_of(path)))
+    return file_digest(root / path)
 
 
 def listed(changed: Mapping[int, Sequence[str]], shown: int = 3) -> str:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from preprocess.recipes import image_files
 from preprocess.recipes.ahead import Ahead, image_names
+from preprocess.recipes.image_files import RecordedFile, recorded_file, recorded_path
 from preprocess.recipes.remote_root import MAX_FILE_BYTES, FetchProblem, RemoteRoot, require_remote_root
 from preprocess.reject import RowRejected, excerpt
 from vlmdata.errors import SourceError
@@ -69,15 +69,20 @@ class MediaLoader:
         self._private_hosts = (*private_hosts, *named)
         self._ahead = Ahead()
         self._of_row: dict[str, bytes] | None = None
+        self._files: dict[str, RecordedFile] | None = None
 
     @contextmanager
-    def row(self) -> Iterator[None]:
-        """Reads each file that a row names once, so that many references to it take no more memory than one."""
-        self._of_row = {}
+    def row(self) -> Iterator[Mapping[str, RecordedFile]]:
+        """Yields the files that a row names, by path, as they are read; each is read once.
+
+        So many references to a file take no more memory than one.
+        """
+        files: dict[str, RecordedFile] = {}
+        self._of_row, self._files = {}, files
         try:
-            yield
+            yield files
         finally:
-            self._of_row = None
+            self._of_row = self._files = None
 
     @property
     def is_remote(self) -> bool:
@@ -141,7 +146,7 @@ class MediaLoader:
             # Symbolic links are resolved first: neither `..` nor a link may leave the root.
             full = (self._root / path).resolve(strict=True)
         except (OSError, ValueError, RuntimeError) as error:
-            image_files.record(self._root, path, None, None, None)
+            self._note(recorded_path(self._root, path, None), None, None)
             raise RowRejected(
                 Reason.MISSING_IMAGE, f"{field}: no file {shown} in the image root: {type(error).__name__}"
             ) from error
@@ -161,7 +166,7 @@ class MediaLoader:
         except OSError as error:
             raise RowRejected(Reason.MISSING_IMAGE, f"{field}: cannot read {shown}: {error.strerror}") from error
         finally:
-            image_files.record(self._root, path, full, size, data)
+            self._note(recorded_path(self._root, path, full), size, data)
 
     def _read_remote(self, root: RemoteRoot, path: str, field: str) -> bytes:
         try:
@@ -173,12 +178,17 @@ class MediaLoader:
             data = self._ahead.get(name, partial(root.fetch, name))
         except FetchProblem as problem:
             if problem.reason in (Reason.MISSING_IMAGE, Reason.IMAGE_TOO_LARGE):
-                image_files.record_remote(named, problem.size, None)
+                self._note(named, problem.size, None)
             # As of a file on disk, the ledger tells the path as the row has it.
             said = str(problem).replace(excerpt(name), excerpt(named), 1)
             raise RowRejected(problem.reason, f"{field}: {said}") from problem
-        image_files.record_remote(named, len(data), data)
+        self._note(named, len(data), data)
         return data
+
+    def _note(self, path: str, size: int | None, data: bytes | None) -> None:
+        if self._files is not None:
+            file = recorded_file(path, size, data)
+            self._files[file.path] = file
 
     def _fetch(self, url: str, field: str) -> bytes:
         if not self._allow_urls:

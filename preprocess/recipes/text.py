@@ -16,7 +16,7 @@ from preprocess.recipes.chat.forms import LIST_COLUMNS
 from preprocess.recipes.chat.forms import fits as fits_chat
 from preprocess.recipes.chat.images import BOUND_KEYS, RowImages
 from preprocess.recipes.chat.row_keys import refuse_row
-from preprocess.recipes.chat.turns import HARMLESS_KEYS, Turn, read_turn
+from preprocess.recipes.chat.turns import HARMLESS_KEYS, RowTurn, read_turn
 from preprocess.recipes.chat.weights import ROW_WEIGHTS, TURN_WEIGHTS, row_weight, turn_weight
 from preprocess.recipes.keys import HARMLESS_COLUMNS, KeyLog, filled, is_empty
 from preprocess.recipes.media import MediaLoader, place_with_file
@@ -76,7 +76,7 @@ class Text:
         keys.note(values, frozenset({column, *images, *ROW_WEIGHTS}), _HARMLESS_COLUMNS)
         return Document(parts, weight, keys.harmless, keys.unknown)
 
-    def _content(self, turn: Turn, values: Mapping[str, Any], keys: KeyLog) -> tuple[ContentPart, ...]:
+    def _content(self, turn: RowTurn, values: Mapping[str, Any], keys: KeyLog) -> tuple[ContentPart, ...]:
         """Reads text with marks, or a list of text and image items. Images of a column fill the places in order."""
         images = RowImages(values, self._media, keys)
         parts = tuple(ContentReader([turn], images, self._options.stray_marks, keys).parts(turn))
@@ -146,10 +146,10 @@ def _column(values: Mapping[str, Any]) -> str:
     return found[0]
 
 
-def _turn(value: Any, column: str, keys: KeyLog) -> tuple[Turn, float]:
+def _turn(value: Any, column: str, keys: KeyLog) -> tuple[RowTurn, float]:
     """Returns the document as a user turn, in which :class:`ContentReader` orders text and images, and its weight."""
     if column not in LIST_COLUMNS:
-        return Turn("row" if isinstance(value, list) else column, "user", value, {}), 1.0
+        return RowTurn("row" if isinstance(value, list) else column, "user", value, {}), 1.0
     found = [read_turn(turn, f"{column}[{i}]") for i, turn in enumerate(value)] if isinstance(value, list) else []
     if [turn.role for turn in found] != ["assistant"] or found[0].calls:
         what = ", ".join(turn.role for turn in found) if found else excerpt(value)

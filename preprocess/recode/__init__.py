@@ -1,1 +1,1 @@
-"""``vlmdata recode``: changes how a finished dataset stores its images, without its source."""
+"""``vlmdata recode``: changes how a finished dataset stores its items, or brings it up to the current format."""

@@ -16,8 +16,10 @@ from typing import Any
 from preprocess.engines.base import system_message
 from preprocess.recode.old import OldDataset
 from preprocess.recode.shard import RecodeWork, named_shard, recode_shard
+from preprocess.run.claim import directory_claim
 from preprocess.run.closing import merged_index
-from preprocess.run.place import clear_place, is_ours, locked, prepare_place, read_manifest, resource_errors
+from preprocess.run.directory import tidied
+from preprocess.run.place import clear_place, is_ours, prepare_place, read_manifest, resource_errors
 from preprocess.shards.fingerprints import (
     as_recorded,
     codec_fingerprints,
@@ -72,7 +74,7 @@ class RecodeResult:
 def recode_dataset(
     location: str | PathLike[str],
     out: Store | str | PathLike[str],
-    pixels: str,
+    pixels: str | None,
     *,
     workers: int = 1,
     overwrite: bool = False,
@@ -81,32 +83,36 @@ def recode_dataset(
 ) -> RecodeResult:
     """Makes, or continues, a copy of a finished dataset with its images in another codec.
 
-    The copy equals, byte for byte, the result of preprocessing with that codec and the same libraries.
+    The copy equals, byte for byte, the result of preprocessing with that codec and the same libraries. A copy of a
+    dataset of an earlier format has the current one.
 
     Args:
         location: The finished dataset: a folder, or an fsspec URL.
         out: Destination of the copy: a folder, created if absent, or the URL of a folder in an object store.
-        pixels: Name of the codec.
+        pixels: Name of the codec; None keeps the stored bytes and only brings the dataset up to the current format.
         workers: Number of processes; the result does not depend on it.
         overwrite: Whether to remove an existing dataset.
         started: Called once with the number of shards and the number already finished.
         shard_done: Called with the record of each shard made in this run.
 
     Raises:
-        UsageError: If the codec is unknown, the dataset already has it, or it cannot store images without their source.
+        UsageError: If the codec is unknown, the dataset already has it and the current format, or the codec cannot
+            store images without their source.
         DatasetFormatError: If the dataset is damaged.
         ConfigMismatchError: If ``out`` contains another dataset or other files.
         ResourceError: If ``out`` is full or not writable, another run is using it, or workers keep dying.
     """
-    if pixels not in REGISTRY:
-        raise UsageError(f"--pixels {pixels}: unknown codec; known codecs: {', '.join(REGISTRY)}")
     old, store = OldDataset.open(location), open_store(out) if isinstance(out, str | PathLike) else out
-    _require_change(old, store, pixels)
-    was, config = " and ".join(old.codecs), _config(old.manifest.config, pixels)
+    name = None if pixels is None else REGISTRY.find(pixels).name
+    if old.codecs == (name,) and old.manifest.schema_version != SCHEMA_VERSION:
+        pixels = name = None
+    _require_change(old, store, name)
+    was, config = " and ".join(old.codecs), _config(old.manifest.config, name)
     work = RecodeWork(old.manifest, old.directory / INDEX_NAME, old.shards, pixels, store)
     with resource_errors(store, "cannot be written"):
         prepare_place(store)
-    with locked(store, _COMMAND) as lock, resource_errors(store, "the run failed"):
+    claim = directory_claim(store, _COMMAND)
+    with resource_errors(store, "the run failed"), claim as lock, tidied(store, lock):
         if overwrite:
             clear_place(store)
         jobs = [ShardJob(n, info.row_start, info.row_stop) for n, info in enumerate(old.manifest.shards)]
@@ -130,11 +136,16 @@ def recode_dataset(
         return RecodeResult(old.manifest, was, manifest, made=len(missing), kept=kept)
 
 
-def _require_change(old: OldDataset, store: Store, pixels: str) -> None:
-    if old.codecs == (pixels,):
+def _require_change(old: OldDataset, store: Store, pixels: str | None) -> None:
+    if pixels is None:
+        if old.manifest.schema_version == SCHEMA_VERSION:
+            raise UsageError(
+                f"{old.name}: already has the format {SCHEMA_VERSION}; give the codec of the copy as --pixels"
+            )
+    elif old.codecs == (pixels,):
         others = ", ".join(name for name in REGISTRY if name != pixels and not codec(name).needs_file)
         raise UsageError(f"{old.name}: already stores its images with {pixels}; give another --pixels ({others})")
-    if codec(pixels).needs_file:
+    elif codec(pixels).needs_file:
         remedy = f"Run its `vlmdata preprocess` command with --pixels {pixels} and another --out."
         if JOINED in old.manifest.config:
             remedy = (
@@ -142,20 +153,20 @@ def _require_change(old: OldDataset, store: Store, pixels: str) -> None:
                 "results."
             )
         raise UsageError(f"--pixels {pixels}: it stores the original files, which the dataset does not have. {remedy}")
-    codec(pixels).libraries()  # raises an error if the codec's package is not installed
-    local = not (is_url(old.name) or is_url(store.place))
-    if old.name == store.place or (local and Path(old.name).resolve() == Path(store.place).resolve()):
+    else:
+        codec(pixels).libraries()  # raises an error if the codec's package is not installed
+    local = not (is_url(old.name) or is_url(str(store)))
+    if old.name == str(store) or (local and Path(old.name).resolve() == Path(str(store)).resolve()):
         raise UsageError(f"--out {store}: is the dataset to read; give another folder")
 
 
-def _config(config: Mapping[str, Any], pixels: str) -> dict[str, Any]:
+def _config(config: Mapping[str, Any], pixels: str | None) -> dict[str, Any]:
     """Returns the configuration of the copy: the old one, and those of joined datasets, with codec and libraries."""
-    fingerprints = {name: found for name, found in config["fingerprints"].items() if name not in CODEC_FINGERPRINTS}
-    changed = {
-        **config,
-        "options": {**config["options"], "pixels": pixels},
-        "fingerprints": fingerprints | codec_fingerprints(pixels),
-    }
+    changed = dict(config)
+    if pixels is not None:
+        kept = {name: found for name, found in config["fingerprints"].items() if name not in CODEC_FINGERPRINTS}
+        changed["options"] = {**config["options"], "pixels": pixels}
+        changed["fingerprints"] = kept | codec_fingerprints(pixels)
     if JOINED in config:
         changed[JOINED] = [_config(each, pixels) for each in config[JOINED]]
     return changed
@@ -256,8 +267,9 @@ def _close(store: Store, lock: Lock, old: OldDataset, config: dict[str, Any], re
         _copy(old, store, IMAGE_FILES_NAME)
         # Changes of image files count from this time.
         store.stamp(IMAGE_FILES_NAME, (old.directory / IMAGE_FILES_NAME).stat().st_mtime_ns)
+    tokenizer_files = old.manifest.tokenizer_files or hash_tokenizer_files(old.directory / TOKENIZER_DIR)
     with store.writing_folder(TOKENIZER_DIR) as folder:
-        for name in old.manifest.tokenizer_files or hash_tokenizer_files(old.directory / TOKENIZER_DIR):
+        for name in tokenizer_files:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(old.directory / TOKENIZER_DIR / name, folder / name)
     manifest = dataclasses.replace(
@@ -268,6 +280,8 @@ def _close(store: Store, lock: Lock, old: OldDataset, config: dict[str, Any], re
         shards=tuple(record.info for record in records),
         index_sha256=index_hash,
         features=features,
+        family=old.manifest.model_family.name,
+        tokenizer_files=tokenizer_files,
         schema_version=SCHEMA_VERSION,
         created_by=f"vlmdata {__version__}",
     )
@@ -277,7 +291,7 @@ def _close(store: Store, lock: Lock, old: OldDataset, config: dict[str, Any], re
 
 def _totals(old: Totals, shards: Sequence[Totals]) -> Totals:
     return dataclasses.replace(
-        old, bytes=sum(each.bytes for each in shards), image_bytes=sum(each.image_bytes for each in shards)
+        old, bytes=sum(each.bytes for each in shards), item_bytes=sum(each.item_bytes for each in shards)
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Buffer, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,19 +16,20 @@ import pyarrow.parquet as pq
 from preprocess.config import TrainTurns
 from preprocess.shards.items import encode_item
 from preprocess.shards.job import ShardRecord, progress_name, totals_of
-from preprocess.shards.key_counts import KeyCounts
+from vlmdata.errors import DatasetFormatError, UsageError
 from vlmdata.format.index import DatasetIndex
-from vlmdata.format.index_row import WHOLE_MEMBERS, IndexRow, index_table, used_features
+from vlmdata.format.index_row import IndexRow, index_table, used_features
 from vlmdata.format.manifest import Manifest, ShardInfo
-from vlmdata.format.schema import MEMBERS, OPTIONAL_MEMBERS, Member, supported_features
+from vlmdata.format.schema import MEMBER_BY_NAME, Member, supported_features
 from vlmdata.format.shard import EncodedItem, ShardWriter
-from vlmdata.media.codecs import RAW, Grid, Item, decode_item
+from vlmdata.media.codecs import IMAGE, RAW, REGISTRY, Item, ItemShape, Unsuitable, decode_item
 from vlmdata.storage import Store
 from vlmdata.storage.shards import DatasetShards, ShardStore
 
 Patches = npt.NDArray[np.uint8]
-_Items = dict[tuple[int, Grid], EncodedItem]
-"""Encoded items by offset in the old shard and grid. The same stored file can have several grids."""
+_Items = dict[tuple[int, ItemShape], EncodedItem]
+"""Encoded items by offset in the old shard and shape. The same stored file can have several grids."""
+_COPIED_BYTES = 1 << 22
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,14 +40,14 @@ class RecodeWork:
         manifest: Manifest of the old dataset.
         index: Its index, a local file.
         shards: Access to its shards.
-        pixels: Name of the new codec.
+        pixels: Name of the new codec; None keeps the shards as they are, for the index of the current format.
         store: Destination of new shards and their records.
     """
 
     manifest: Manifest
     index: Path
     shards: DatasetShards
-    pixels: str
+    pixels: str | None
     store: Store
 
     @property
@@ -72,60 +74,86 @@ def recode_shard(number: int, work: RecodeWork) -> ShardRecord:
         OSError: If the disk is full or not writable; leaves no partial file.
     """
     old, store = work.manifest.shards[number], work.store
-    index = DatasetIndex.read(work.index, work.manifest.model_family.patch_bytes, shard=number)
-    reader = _SampleReader(number, work)
-    try:
-        with store.writing(old.name) as file, ShardWriter(file) as writer:
-            rows, items = [], _Items()
-            for i in range(len(index)):
-                row, items = _recode_sample(index.row(i), reader, work, writer, items)
-                rows.append(row)
-            size, digest = writer.close()
-    finally:
-        reader.close()
-    info = replace(old, bytes=size, sha256=digest)
-    record = ShardRecord(info, totals_of(info, rows), {}, KeyCounts(), tuple(sorted(used_features(rows))))
+    index = DatasetIndex.read(work.index, shard=number)
+    rows = [index.row(i) for i in range(len(index))]
+    if work.pixels is None:
+        info = old
+        _copy_shard(number, work)
+    else:
+        reader, codec = _SampleReader(number, work), REGISTRY.find(work.pixels).name
+        try:
+            with store.writing(old.name) as file, ShardWriter(file) as writer:
+                items = _Items()
+                for i, row in enumerate(rows):
+                    rows[i], items = _recode_sample(row, reader, work, codec, writer, items)
+                size, digest = writer.close()
+        finally:
+            reader.close()
+        info = replace(old, bytes=size, sha256=digest)
+    record = ShardRecord(info, totals_of(info, rows), {}, tuple(sorted(used_features(rows))))
     with store.writing(progress_name(number, "parquet")) as file:
         pq.write_table(index_table(rows, supported_features()), file)
     store.put(progress_name(number, "json"), record.to_json())
     return record
 
 
+def _copy_shard(number: int, work: RecodeWork) -> None:
+    """Copies a shard, and checks its hash before it gets its name."""
+    old, store = work.manifest.shards[number], ShardStore([work.shards], "pixels")
+    digest, piece = hashlib.sha256(), np.empty(min(_COPIED_BYTES, old.bytes), np.uint8)
+    try:
+        with work.store.writing(old.name) as file:
+            for begin in range(0, old.bytes, _COPIED_BYTES):
+                part = memoryview(piece)[: old.bytes - begin]
+                store.read(0, number, begin, part, None, f"bytes from {begin}")
+                digest.update(part)
+                file.write(part)
+            if digest.hexdigest() != old.sha256:
+                raise DatasetFormatError(
+                    f"{store.path(0, number)}: its sha256 is {digest.hexdigest()}, the manifest says {old.sha256}. Run "
+                    "`vlmdata verify` on the dataset to see how to repair it."
+                )
+    finally:
+        store.close()
+
+
 def _recode_sample(
-    row: IndexRow, reader: _SampleReader, work: RecodeWork, writer: ShardWriter, known: _Items
+    row: IndexRow, reader: _SampleReader, work: RecodeWork, pixels: str, writer: ShardWriter, known: _Items
 ) -> tuple[IndexRow, _Items]:
-    """Copies a sample.
+    """Copies a sample. Returns the new index row, and the sample's items.
 
-    Args:
-        row: Its index row.
-        reader: Reads it.
-        work: The new codec.
-        writer: Writes the new shard.
-        known: The items of the sample before it. Turns of a conversation share theirs.
-
-    Returns:
-        The new index row, and the sample's items.
+    ``known`` are the items of the sample before it: turns of a conversation share theirs.
     """
     sample = reader.read(row)
     metadata = sample.metadata
     metadata.pop("items", None)
     pieces: dict[str, list[npt.NDArray[Any]]] = {name: [array] for name, array in sample.tokens.items()}
     items: _Items = {}
-    if (work.pixels == RAW and not work.shares_images) or not row.items:
+    images = all(item.shape.kind == IMAGE for item in row.items)
+    if (pixels == RAW and images and not work.shares_images) or not row.items:
         empty = np.zeros((0, work.manifest.model_family.patch_bytes), np.uint8)
         pieces["patches"] = list(reader.patches(row, sample)) or [empty]
     else:
         family = work.manifest.model_family
-        for number, (grid, item) in enumerate(zip(row.image_grid_thw, row.items, strict=True)):
-            if (stored := known.get((item.offset, grid))) is None:
-                what = f"key {row.key}, image {number}"
-                payload = encode_item(work.pixels, Item(reader.image(row, sample, number), grid, family), what)
-                stored = EncodedItem(payload, work.pixels, item.pixel_checksum, item.kind)
-            items[item.offset, grid] = stored
+        for number, item in enumerate(row.items):
+            if (stored := known.get((item.offset, item.shape))) is None:
+                what, patches = f"key {row.key}, {item.shape.kind} {number}", reader.item(row, sample, number)
+                payload = _encoded(pixels, Item(patches, item.shape, family), what)
+                stored = EncodedItem(payload, item.shape, pixels, item.pixel_checksum)
+            items[item.offset, item.shape] = stored
     # In a joined dataset the index counts rows on, and the shard keeps its own keys.
-    places = zip((item.offset for item in row.items), row.image_grid_thw, strict=True)
-    in_order = [items[place] for place in places] if items else []
+    in_order = [items[item.offset, item.shape] for item in row.items] if items else []
     return replace(row, placement=writer.add(metadata["key"], metadata, pieces, in_order)), items
+
+
+def _encoded(pixels: str, item: Item, what: str) -> Buffer:
+    try:
+        return encode_item(pixels, item, what)
+    except Unsuitable as error:  # the ledger is that of the old dataset
+        raise UsageError(
+            f"--pixels {pixels}: the codec does not store {what}: {error}. Choose another --pixels, or preprocess the "
+            "source again, which rejects such samples."
+        ) from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,46 +196,42 @@ class _SampleReader:
         self._store.read(0, self._number, place.offset, content, place.checksum, _named(row))
         text = place.json_offset - place.offset
         metadata = json.loads(bytes(content[text : text + place.json_size]))
-        offsets = {m.name: o for m, o in zip(MEMBERS, place.data_offsets, strict=True) if m in WHOLE_MEMBERS}
-        offsets |= {name: found.offset for name, found in place.optional.items()}
         tokens = {
-            member.name: self._array(member, row, content[offsets[member.name] - place.offset :])
-            for member in (*WHOLE_MEMBERS, *OPTIONAL_MEMBERS)
-            if member.name in offsets
+            name: self._array(MEMBER_BY_NAME[name], row, content[found.offset - place.offset :])
+            for name, found in place.arrays.items()
         }
         return _StoredSample(metadata, tokens, place.offset, content)
 
     def patches(self, row: IndexRow, sample: _StoredSample) -> Iterator[Patches]:
-        """Yields the patches of each image, as :meth:`image` returns them."""
-        return (self.image(row, sample, number) for number in range(len(row.items)))
+        """Yields the patches of each item, as :meth:`item` returns them."""
+        return (self.item(row, sample, number) for number in range(len(row.items)))
 
-    def image(self, row: IndexRow, sample: _StoredSample, number: int) -> Patches:
-        """Returns the patches of one image, uint8 (P, bytes per patch).
+    def item(self, row: IndexRow, sample: _StoredSample, number: int) -> Patches:
+        """Returns the patches of one item, uint8 (R, bytes per patch).
 
         Raises:
             DatasetFormatError: If it does not decode, or decodes to different pixels.
         """
-        item, grid = row.items[number], row.image_grid_thw[number]
-        what = f"{_named(row)} image {number}"
+        item = row.items[number]
+        what = f"{_named(row)} {item.shape.kind} {number}"
         start = item.offset - sample.start
         stored = sample.content[max(start, 0) : start + item.bytes]
         if start < 0 or stored.nbytes != item.bytes:  # shared with another sample, and stored there
             stored = memoryview(np.empty(item.bytes, np.uint8))
-            self._store.read(0, self._number, item.offset, stored, row.placement.data_checksums[-1][number], what)
-        return self._decoded(stored, item.codec, grid, item.pixel_checksum, what)
-
-    def _decoded(self, stored: memoryview, name: str, grid: Grid, checksum: int, what: str) -> Patches:
-        shape = (grid[0] * grid[1] * grid[2], self._family.patch_bytes)
-        if name == RAW:
-            patches = np.frombuffer(stored, np.uint8).reshape(shape)
+            self._store.read(0, self._number, item.offset, stored, item.checksum, what)
+        size = (item.shape.rows, self._family.patch_bytes)
+        if item.codec == RAW:
+            patches = np.frombuffer(stored, np.uint8).reshape(size)
         else:
-            patches = np.empty(shape, np.uint8)
-            decode_item(name, stored, grid, self._family, patches, f"{self._store.path(0, self._number)}: {what}")
-        self._store.require_pixels(0, self._number, patches, checksum, what)
+            patches = np.empty(size, np.uint8)
+            path = self._store.path(0, self._number)
+            decode_item(item.codec, stored, item.shape, self._family, patches, f"{path}: {what}")
+        self._store.require_pixels(0, self._number, patches, item.pixel_checksum, what)
         return patches
 
     def _array(self, member: Member, row: IndexRow, data: memoryview) -> npt.NDArray[Any]:
-        shapes = {"position_ids": (3, row.padded_length), "image_grid_thw": (len(row.image_grid_thw), 3)}
+        axes = len(self._family.position_axes)
+        shapes = {"position_ids": (axes, row.padded_length), "image_grid_thw": (len(row.items), 3)}
         shape = shapes.get(member.name, (row.padded_length,))
         return np.frombuffer(data, member.dtype, int(np.prod(shape))).reshape(shape)
 

@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from preprocess.run.part import Part
 from preprocess.run.place import LOCK_FILE
@@ -41,15 +41,13 @@ def whole_claim(store: Store) -> Iterator[Lock]:
         yield lock
 
 
-@contextmanager
-def directory_claim(store: Store) -> Iterator[Lock]:
-    """Locks the store against whole runs, and against parts that have not begun.
+def directory_claim(store: Store, command: str = "vlmdata preprocess") -> AbstractContextManager[Lock]:
+    """Locks the store against whole runs, and against parts that have not begun. ``command`` is for messages.
 
     Raises:
         ResourceError: If a whole run is at work there.
     """
-    with _locked(store, LOCK_FILE, "another `vlmdata preprocess` is using it") as lock:
-        yield lock
+    return _locked(store, LOCK_FILE, f"another `{command}` is using it")
 
 
 @contextmanager
@@ -75,12 +73,7 @@ def part_claim(store: Store, part: Part) -> Iterator[Lock]:
 
 
 def parts_at_work(store: Store, except_of: int | None = None) -> list[Part]:
-    """Returns the parts that are at work.
-
-    Args:
-        store: The store.
-        except_of: Omits parts of a run with this number of parts.
-    """
+    """Returns the parts that are at work, except those of a run with ``except_of`` parts."""
     found = {}
     for name in store.listing(PROGRESS_DIR):
         if (match := _PART_LOCK.fullmatch(name)) and int(match[2]) != except_of:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from preprocess.recipes.file_versions import FileVersions, shards_of_paths
 from preprocess.recipes.image_files import merge_files
 from preprocess.run.part import Part, job_array
 from preprocess.shards.job import FILES_SUFFIX, RUN_FILE, ShardRecord, progress_name
-from preprocess.shards.key_counts import KeyCounts
+from preprocess.shards.sums import most_frequent, summed
 from vlmdata.errors import ConfigMismatchError, ResourceError
 from vlmdata.format.index_row import index_schema
 from vlmdata.format.manifest import Manifest, Totals, canonical_hash
@@ -39,6 +39,7 @@ from vlmdata.wording import counted
 
 #: Largest number of row groups of an index. Describing one takes about 4 kB in the file and 20 kB in memory.
 _MOST_ROW_GROUPS = 1000
+_TOTALS = tuple(field.name for field in fields(Totals))
 
 
 def close_dataset(
@@ -49,15 +50,7 @@ def close_dataset(
     tokenizer: ChatTokenizer,
     parts: int = 1,
 ) -> Manifest:
-    """Merges the shards' records, then writes the manifest, if no other run took over.
-
-    Args:
-        store: The dataset.
-        lock: Its lock.
-        identity: The run's identity.
-        records: Of all shards.
-        tokenizer: The tokenizer.
-        parts: Number of parts of the run, for messages.
+    """Merges the records of all shards, then writes the manifest, if no other run took over.
 
     Raises:
         ConfigMismatchError: If an image file had different contents for different shards. Writes nothing.
@@ -76,26 +69,21 @@ def close_dataset(
             ledger_hash = ledger.sha256
         with saved_tokenizer(store, tokenizer) as folder:
             tokenizer_files = hash_tokenizer_files(folder)
-        keys = KeyCounts.sum(record.keys for record in records).to_json()
-        rejects, turns = Counter[str](), Counter[str]()
-        for record in records:
-            rejects.update(record.rejects)
-            turns.update(record.turns)
         manifest = Manifest(
             config=identity["config"],
             config_hash=canonical_hash(identity["config"]),
             source={**identity["source"], **image_files},
             tokenizer=tokenizer.info,
-            totals=_sum([record.totals for record in records]),
-            rejects=dict(sorted(rejects.items())),
+            totals=Totals(**{name: sum(getattr(each.totals, name) for each in records) for name in _TOTALS}),
+            rejects=summed(record.rejects for record in records),
             shards=tuple(record.info for record in records),
             index_sha256=index_hash,
             ledger_sha256=ledger_hash,
             features=features,
             family=identity["config"]["options"]["family"],
-            unused_keys=keys["unused"],
-            unknown_keys=keys["unknown"],
-            turns=dict(sorted(turns.items())),
+            unused_keys=most_frequent(summed(record.unused for record in records)),
+            unknown_keys=most_frequent(summed(record.unknown for record in records)),
+            turns=summed(record.turns for record in records),
             created_by=f"vlmdata {__version__}",
             tokenizer_files=tokenizer_files,
         )
@@ -108,23 +96,12 @@ def close_dataset(
     return manifest
 
 
-def _sum(totals: list[Totals]) -> Totals:
-    names = Totals.__dataclass_fields__
-    return Totals(**{name: sum(getattr(each, name) for each in totals) for name in names})
-
-
 @contextmanager
 def merged_index(store: Store, records: Store, shards: Sequence[int], features: Collection[str]) -> Iterator[Hashing]:
     """Merges the index rows of shards. Yields the file, so that its hash can be checked, then renames it.
 
     Rows are streamed: memory does not grow with the dataset. Each row group holds one shard or, with over a
-    thousand shards, several, so that there are at most a thousand groups. Only columns of used features are kept.
-
-    Args:
-        store: The dataset.
-        records: Where the shards' records are.
-        shards: Shard numbers, ascending.
-        features: Format features that the dataset uses.
+    thousand shards, several, so that there are at most a thousand groups. Only columns of ``features`` are kept.
     """
     schema = index_schema(features)
     together = -(-len(shards) // _MOST_ROW_GROUPS)
@@ -161,11 +138,6 @@ def merged_image_files(store: Store, records: Store, parts: int = 1) -> Iterator
     Yields None, and writes nothing, if no row named an image file. The caller sets the list's modification time
     (:meth:`Store.stamp`) to the start of the run: later file changes count. The time is not part of the content,
     which is the same for every copy of the source.
-
-    Args:
-        store: The dataset.
-        records: Where the shards' records are.
-        parts: Number of parts of the run, for messages.
 
     Raises:
         ConfigMismatchError: If a file had different contents for different shards.

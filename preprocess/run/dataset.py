@@ -33,11 +33,9 @@ class Watcher:
     """Callbacks that follow a run.
 
     Attributes:
-        started: Called once with the number of rows and shards, the number of finished shards, and the live
-            counters.
+        started: Called once with the numbers of rows, shards and finished shards, and the live counters.
         shard_done: Called with the record of each shard made in this run.
-        files_changed: Called with the numbers of shards that are recreated because of changed image files,
-            and the paths of these files.
+        files_changed: Called with the shards that are recreated because image files have changed, and these files.
     """
 
     started: Callable[[int, int, int, Counters], None] = lambda rows, shards, done, counters: None
@@ -47,14 +45,7 @@ class Watcher:
 
 @dataclass(frozen=True)
 class RunResult:
-    """Result of a run.
-
-    Attributes:
-        manifest: Manifest of the finished dataset.
-        made: Number of shards made in this run.
-        kept: Number of shards that were already finished.
-        repaired: Names of lost files and folders of a finished dataset that were recreated.
-    """
+    """Result of a run: numbers of shards made now and kept, and names of lost files and folders that were recreated."""
 
     manifest: Manifest
     made: int
@@ -64,14 +55,9 @@ class RunResult:
 
 @dataclass(frozen=True)
 class PartResult:
-    """How a part of a run ended.
+    """Result of a part: the records of its shards, and numbers of shards made now and kept.
 
-    Attributes:
-        part: Which.
-        records: Of its shards, ascending; none if the dataset was finished before.
-        made: Shards made in this run.
-        kept: Shards that were already whole.
-        finished: Whether the dataset was finished before, so that there was nothing to do.
+    If the dataset was ``finished`` before, there was nothing to do, and there are no records.
     """
 
     part: Part
@@ -187,24 +173,12 @@ def preprocess_part(
 
 @dataclass(frozen=True, eq=False)
 class _Run:
-    """What a run is made of, whole or in parts.
-
-    Attributes:
-        work: What workers need.
-        plan: All shards.
-        tokenizer: The tokenizer.
-        identity: What another run must share to continue this one.
-        earlier: Image files that earlier runs recorded.
-        engine: Makes shards.
-        workers: Workers to use.
-        jobs: All shards.
-        counters: Counts rows of all shards.
-    """
+    """What a run is made of, whole or in parts."""
 
     work: ShardWork
     plan: ShardPlan
     tokenizer: ChatTokenizer
-    identity: Mapping[str, object]
+    identity: Mapping[str, object]  # what another run must share to continue this one
     earlier: EarlierFiles
     engine: Engine
     workers: int
@@ -216,7 +190,7 @@ class _Run:
         cls, source: Source, store: Store, config: PreprocessConfig, engine: Engine, workers: int, hash_source: bool
     ) -> _Run:
         """Loads the tokenizer, and tries it."""
-        tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_revision)
+        tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_revision, config.model_family.name)
         require_usable(tokenizer, config)
         identity = run_identity(config, tokenizer.info, source.identity, source.times)
         plan = ShardPlan(source.num_rows, config.rows_per_shard)

@@ -15,11 +15,7 @@ from preprocess.shards.identity_changes import identity_changes, refusal
 from preprocess.shards.job import RUN_FILE, ShardJob, ShardRecord, plan_shards
 from vlmdata.errors import ConfigMismatchError, ResourceError
 from vlmdata.format.manifest import Manifest
-from vlmdata.format.schema import (
-    IMAGE_FILES,
-    MANIFEST_NAME,
-    PROGRESS_DIR,
-)
+from vlmdata.format.schema import IMAGE_FILES, MANIFEST_NAME, PROGRESS_DIR
 from vlmdata.storage import Lock, LockedError, Store
 
 _PLAN_FILE = f"{PROGRESS_DIR}/plan.json"
@@ -28,13 +24,7 @@ _RECORD = re.compile(r"shard-\d{6,}\.json")
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """The division of a run into shards and parts.
-
-    Attributes:
-        rows: Rows of the source.
-        rows_per_shard: Rows of each shard except the last.
-        parts: Number of parts; 1 if the run is not divided.
-    """
+    """The division of a run into shards and parts: 1 if the run is not divided."""
 
     rows: int
     rows_per_shard: int
@@ -60,15 +50,10 @@ class ShardPlan:
 
 
 def begin(store: Store, identity: Mapping[str, Any], *, restart: bool = False) -> Manifest | None:
-    """Begins a run in a store, or continues the run that is there.
+    """Begins a run in a store, or continues the run that is there. Returns the manifest if it is finished.
 
-    Args:
-        store: The store. The caller has locked it or a part of the run, unless it has a finished dataset.
-        identity: The run's identity; see :func:`preprocess.shards.fingerprints.run_identity`.
-        restart: Whether a run that accepted no row may be removed.
-
-    Returns:
-        The manifest of a finished dataset of this run; None if the run is not finished.
+    The caller has locked the store or a part of the run, unless it has a finished dataset. ``restart`` allows to remove
+    a run that accepted no row.
 
     Raises:
         ConfigMismatchError: If the store has another run or other files.
@@ -109,7 +94,7 @@ def read_identity(store: Store) -> dict[str, Any] | None:
 def tidied(store: Store, lock: Lock) -> Iterator[None]:
     """Removes incomplete files before and after a run, and all progress files after the dataset is complete.
 
-    For a run that has locked the store while no part is at work, so that no other run uses the removed files.
+    The run has locked the store while no part is at work, so no other run uses the removed files.
     """
     store.tidy(PROGRESS_DIR)
     try:

@@ -22,17 +22,11 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class EarlierFiles:
-    """The image files that earlier runs recorded in a store.
-
-    Attributes:
-        store: The dataset's.
-        image_root: Folder or URL that the files lie in; None if rows can name none.
-        hash_source: Whether to read all files, and not only those that were touched since the run began.
-    """
+    """The image files that earlier runs recorded in a store."""
 
     store: Store
-    image_root: str | None
-    hash_source: bool
+    image_root: str | None  # None if rows can name no files
+    hash_source: bool  # whether to read all files, and not only those that were touched since the run began
 
     def require_unchanged(self, manifest: Manifest) -> None:
         """Checks the files of a finished dataset.
@@ -54,14 +48,7 @@ class EarlierFiles:
             )
 
     def forget_changed(self, records: MutableMapping[int, ShardRecord]) -> Mapping[int, Sequence[str]]:
-        """Removes the records of finished shards with changed files, so that these shards are recreated.
-
-        Args:
-            records: Records of the finished shards by number.
-
-        Returns:
-            The removed shards and their changed files.
-        """
+        """Removes the records of finished shards with changed files. Returns the removed shards and these files."""
         changed: dict[int, list[str]] = {}
         progress = self.store.listing(PROGRESS_DIR)
         for shard in list(records):

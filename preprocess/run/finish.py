@@ -24,13 +24,7 @@ from vlmdata.storage import Store, open_store
 
 @dataclass(frozen=True)
 class Missing:
-    """Shards that are absent or incomplete.
-
-    Attributes:
-        plan: All shards of the run, and its number of parts.
-        shards: Numbers of the missing shards, ascending.
-        at_work: Parts that are being made now.
-    """
+    """Numbers of the shards that are absent or incomplete, ascending, and the parts that are being made now."""
 
     plan: ShardPlan
     shards: tuple[int, ...]
@@ -94,7 +88,7 @@ def finish_dataset(out: Store | str | PathLike[str]) -> RunResult | Missing:
 def _tokenizer(store: Store, identity: Mapping[str, Any]) -> ChatTokenizer:
     """Loads the tokenizer that the run recorded, and checks that it is unchanged."""
     options, fingerprints = identity["config"]["options"], identity["config"]["fingerprints"]
-    tokenizer = load_tokenizer(options["tokenizer"], options["tokenizer_revision"])
+    tokenizer = load_tokenizer(options["tokenizer"], options["tokenizer_revision"], options["family"])
     info = tokenizer.info
     recorded = {
         **identity["tokenizer"],

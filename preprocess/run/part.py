@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 
 from vlmdata.errors import UsageError
 
@@ -50,10 +51,6 @@ class Part:
 
 def job_array(parts: Iterable[Part]) -> str:
     """Formats part numbers as the option of a job array: ``2,5-7``."""
-    spans: list[list[int]] = []
-    for number in sorted({part.number for part in parts}):
-        if spans and spans[-1][1] == number - 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    numbers = sorted({part.number for part in parts})
+    spans = [[n for _, n in run] for _, run in groupby(enumerate(numbers), key=lambda each: each[1] - each[0])]
+    return ",".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans)

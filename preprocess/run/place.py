@@ -1,17 +1,17 @@
-"""Creates, locks and clears the output of a run, for all commands that make datasets."""
+"""Creates and clears the output of a run, for all commands that make datasets."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from preprocess.engines.base import system_message
 from preprocess.shards.job import RUN_FILE
 from vlmdata.errors import ConfigMismatchError, ResourceError
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import IMAGE_FILES_NAME, INDEX_NAME, LEDGER_NAME, MANIFEST_NAME, PROGRESS_DIR, TOKENIZER_DIR
-from vlmdata.storage import Lock, LockedError, Store
+from vlmdata.storage import Store
 
 #: The lock of a whole run.
 LOCK_FILE = f"{PROGRESS_DIR}/lock"
@@ -32,11 +32,7 @@ def resource_errors(store: Store, what: str) -> Iterator[None]:
 
 
 def prepare_place(store: Store) -> None:
-    """Creates the place and its progress folder.
-
-    Raises:
-        ConfigMismatchError: If it contains other files, and neither a dataset nor a run.
-    """
+    """Creates the place and its progress folder. Raises a ConfigMismatchError if it contains only other files."""
     store.prepare()
     foreign = [name for name in store.listing() if not is_ours(store.final_name(name))]
     if foreign and store.size(MANIFEST_NAME) is None and store.size(RUN_FILE) is None:
@@ -54,34 +50,6 @@ def is_ours(name: str) -> bool:
     """True for the name of a file or folder of a dataset or a run."""
     fixed = (MANIFEST_NAME, INDEX_NAME, LEDGER_NAME, IMAGE_FILES_NAME, TOKENIZER_DIR, PROGRESS_DIR)
     return name in fixed or SHARD_FILE.fullmatch(name) is not None
-
-
-@contextmanager
-def locked(store: Store, command: str = "vlmdata preprocess") -> Iterator[Lock]:
-    """Locks the store against a second run until this process ends, even if it is killed.
-
-    Args:
-        store: The place.
-        command: The command, for messages.
-
-    Raises:
-        ResourceError: If another run is using the store.
-    """
-    try:
-        with store.lock(LOCK_FILE) as lock:
-            try:
-                yield lock
-            finally:
-                # The error that ended the run is more useful. If another run took over, the files are that run's.
-                with suppress(OSError, ResourceError, LockedError):
-                    lock.check()
-                    store.tidy(PROGRESS_DIR)
-                    # Removed while locked, so that no other run can be using it.
-                    if store.size(MANIFEST_NAME) is not None or store.size(RUN_FILE) is None:
-                        store.delete_folder(PROGRESS_DIR)
-    except LockedError as error:
-        who = f" ({error.holder})" if error.holder else ""
-        raise ResourceError(f"{store}: another `{command}` is using it{who}; wait for it or stop it") from None
 
 
 def clear_place(store: Store) -> None:

@@ -42,34 +42,17 @@ _BEGUN = "begun"
 
 @dataclass(frozen=True)
 class Damage:
-    """The files of a finished dataset that are missing or do not match the manifest.
-
-    Attributes:
-        shards: Numbers of the damaged shards.
-        index: Whether the index is damaged.
-        ledger: Whether the ledger is damaged.
-        image_files: Whether the list of image files is damaged.
-        tokenizer: Whether the tokenizer folder is damaged.
-    """
+    """Shards, by number, and other files of a finished dataset that are missing or do not match the manifest."""
 
     shards: tuple[int, ...] = ()
-    index: bool = False
-    ledger: bool = False
-    image_files: bool = False
-    tokenizer: bool = False
+    others: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.shards or self.index or self.ledger or self.image_files or self.tokenizer)
+        return bool(self.shards or self.others)
 
     def names(self, manifest: Manifest) -> tuple[str, ...]:
         """Returns the names of the damaged files and folders."""
-        others = (
-            (INDEX_NAME, self.index),
-            (LEDGER_NAME, self.ledger),
-            (IMAGE_FILES_NAME, self.image_files),
-            (TOKENIZER_DIR, self.tokenizer),
-        )
-        return (*(manifest.shards[n].name for n in self.shards), *(name for name, damaged in others if damaged))
+        return (*(manifest.shards[n].name for n in self.shards), *self.others)
 
 
 def find_damage(store: Store, manifest: Manifest) -> Damage:
@@ -78,24 +61,16 @@ def find_damage(store: Store, manifest: Manifest) -> Damage:
     with store.local(*(f"{TOKENIZER_DIR}/{name}" for name in tokenizer_file_names(manifest))) as folder:
         # Added files are left alone: removing what this program did not make is up to the user.
         tokenizer = any(check != STRAY for _, check, _ in tokenizer_findings(folder, manifest))
-    image_files = manifest.source.get(IMAGE_FILES)
-    return Damage(
-        shards=tuple(n for n, info in enumerate(manifest.shards) if sizes.get(info.name) != info.bytes),
-        index=store.sha256(INDEX_NAME) != manifest.index_sha256,
-        ledger=store.sha256(LEDGER_NAME) != manifest.ledger_sha256,
-        image_files=image_files is not None and store.sha256(IMAGE_FILES_NAME) != image_files["sha256"],
-        tokenizer=tokenizer,
-    )
+    hashes = {INDEX_NAME: manifest.index_sha256, LEDGER_NAME: manifest.ledger_sha256}
+    if IMAGE_FILES in manifest.source:
+        hashes[IMAGE_FILES_NAME] = manifest.source[IMAGE_FILES]["sha256"]
+    others = [name for name, digest in hashes.items() if store.sha256(name) != digest]
+    shards = tuple(n for n, info in enumerate(manifest.shards) if sizes.get(info.name) != info.bytes)
+    return Damage(shards, (*others, *([TOKENIZER_DIR] if tokenizer else [])))
 
 
 def with_deadly_rows(jobs: Sequence[ShardJob], store: Store, manifest: Manifest) -> list[ShardJob]:
-    """Returns jobs that reject the rows again that ended their workers, as an intact ledger tells.
-
-    Args:
-        jobs: All shards.
-        store: The dataset.
-        manifest: Its manifest.
-    """
+    """Returns all jobs, which reject the rows again that ended their workers, as an intact ledger tells."""
     if Reason.WORKER_DIED not in manifest.rejects or store.sha256(LEDGER_NAME) != manifest.ledger_sha256:
         return list(jobs)
     with store.local(LEDGER_NAME) as folder:
@@ -106,17 +81,7 @@ def with_deadly_rows(jobs: Sequence[ShardJob], store: Store, manifest: Manifest)
 
 @dataclass(frozen=True, eq=False)
 class Repair:
-    """The repair of one dataset.
-
-    Attributes:
-        work: Source, options and store.
-        manifest: The expected manifest.
-        jobs: All shards.
-        tokenizer: The tokenizer.
-        engine: Engine that makes shards.
-        workers: Number of workers.
-        counters: Row counters, for progress.
-    """
+    """The repair of one dataset, whose files must be as its manifest says."""
 
     work: ShardWork
     manifest: Manifest
@@ -127,14 +92,7 @@ class Repair:
     counters: Counters
 
     def apply(self, damage: Damage, shard_done: Callable[[ShardRecord], None]) -> Damage:
-        """Recreates damaged files.
-
-        Args:
-            damage: Result of :func:`find_damage`.
-            shard_done: Called with the record of each recreated shard.
-
-        Returns:
-            The recreated files: the damage, and further shards found to be damaged while rebuilding the index.
+        """Recreates damaged files. Returns them, with shards found to be damaged while rebuilding the index.
 
         Raises:
             DatasetFormatError: If a recreated file does not match the manifest; it then replaces nothing.
@@ -143,22 +101,22 @@ class Repair:
         store.delete_folder(_SCRATCH)
         scratch.prepare(PROGRESS_DIR)
         scratch.put(_BEGUN, b"")
-        if damage.index:
+        if INDEX_NAME in damage.others:
             damage = replace(damage, shards=tuple(sorted({*damage.shards, *self._read_index_rows(damage.shards)})))
         self._make_shards(set(damage.shards), self.shards_to_make(damage), shard_done)
-        if damage.index:
+        if INDEX_NAME in damage.others:
             with merged_index(store, scratch, range(len(self.jobs)), self.manifest.features) as index:
                 hint = "a different version of pyarrow writes different bytes"
                 self._require(INDEX_NAME, index.sha256, self.manifest.index_sha256, hint)
-        if damage.ledger:
+        if LEDGER_NAME in damage.others:
             with merged_ledger(store, scratch, self._rejecting) as ledger:
                 self._require(LEDGER_NAME, ledger.sha256, self.manifest.ledger_sha256, _OTHER_SOURCE)
-        if damage.image_files:
+        if IMAGE_FILES_NAME in damage.others:
             with merged_image_files(store, scratch) as files:
                 expected = self.manifest.source[IMAGE_FILES]["sha256"]
                 self._require(IMAGE_FILES_NAME, "none" if files is None else files["sha256"], expected, _OTHER_SOURCE)
             store.stamp(IMAGE_FILES_NAME, scratch.modified_ns(_BEGUN))
-        if damage.tokenizer:
+        if TOKENIZER_DIR in damage.others:
             self._save_tokenizer()
         store.delete_folder(_SCRATCH)
         return damage
@@ -180,9 +138,9 @@ class Repair:
 
         These are the damaged shards, for the ledger all shards with rejected rows, and for image files all shards.
         """
-        if damage.image_files:
+        if IMAGE_FILES_NAME in damage.others:
             return set(range(len(self.jobs)))
-        return {*damage.shards, *(self._rejecting if damage.ledger else ())}
+        return {*damage.shards, *(self._rejecting if LEDGER_NAME in damage.others else ())}
 
     @property
     def _rejecting(self) -> list[int]:
@@ -195,7 +153,6 @@ class Repair:
     def _read_index_rows(self, known: Iterable[int]) -> list[int]:
         """Reads the index rows of all intact shards. Returns the numbers of the others."""
         damaged = set(known)
-
         image, made = self.manifest.tokenizer.image, self.manifest.model_family
         store, scratch = self.work.store, self._scratch
 

@@ -16,12 +16,7 @@ from vlmdata.wording import counted
 
 @dataclass(frozen=True, eq=False)
 class TracedCandidate:
-    """Outcome of a candidate.
-
-    Attributes:
-        candidate: Result of the recipe.
-        outcome: The sample, or the samples of a split document; or the rejection, or an unexpected error.
-    """
+    """Outcome of a candidate: its samples, its rejection or an unexpected error."""
 
     candidate: Candidate
     outcome: list[EncodedSample | RowRejected] | Exception
@@ -34,21 +29,13 @@ class TracedCandidate:
 
 @dataclass(frozen=True, eq=False)
 class TracedRow:
-    """Outcome of a row.
-
-    Attributes:
-        number: The row.
-        rows: Number of rows in the source.
-        row: The row passed to the recipe; None if the source could not read it.
-        candidates: Results of the recipe and their outcomes; empty if ``error`` is set.
-        error: The rejection of the whole row, or an unexpected error.
-    """
+    """Outcome of a row of a source with ``rows`` rows."""
 
     number: int
     rows: int
-    row: Row | None
-    candidates: tuple[TracedCandidate, ...] = ()
-    error: Exception | None = None
+    row: Row | None  # None if the source could not read it
+    candidates: tuple[TracedCandidate, ...] = ()  # none if there is an error
+    error: Exception | None = None  # the rejection of the whole row, or an unexpected error
 
     @property
     def accepted(self) -> bool:

@@ -19,15 +19,7 @@ _COLUMN = {reason: column for column, reason in enumerate(_REASONS, start=4)}
 
 @dataclass(frozen=True)
 class Counts:
-    """What was made of rows so far.
-
-    Attributes:
-        rows: Rows that were read.
-        images: Images of their samples.
-        tokens: True tokens of their samples.
-        bytes: Bytes of their samples in shards.
-        rejects: Rejected candidates by reason, the most frequent first.
-    """
+    """The rows read so far, images, true tokens and bytes of their samples, and rejects, the most frequent first."""
 
     rows: int
     images: int
@@ -73,15 +65,17 @@ class Counters:
     def add(self, shard: int, outcome: RowOutcome) -> None:
         """Counts a row."""
         line = self.table()[shard]
-        line[:4] += (1, outcome.images, outcome.tokens, outcome.bytes)
-        for reason in outcome.rejects:
-            line[_COLUMN[reason]] += 1
+        line[0] += 1
+        for sample in outcome.samples:
+            line[1:4] += (len(sample.items), sample.length, sample.placement.size)
+        for rejection in outcome.rejections:
+            line[_COLUMN[rejection.reason]] += 1
 
     def finish(self, shard: int, record: ShardRecord) -> None:
         """Sets the counts of a shard that is whole."""
         totals = record.totals
         line = np.zeros(4 + len(_REASONS), dtype=np.int64)
-        line[:4] = (totals.rows, totals.images, totals.tokens, totals.bytes)
+        line[:4] = (totals.rows, totals.items, totals.tokens, totals.bytes)
         for reason, count in record.rejects.items():
             line[_COLUMN[Reason(reason)]] = count
         self.table()[shard] = line

@@ -8,12 +8,13 @@ from importlib.metadata import version
 from typing import Any
 
 from preprocess.config import PreprocessConfig
-from preprocess.recipes.base import recipe_fingerprint, recipe_options
-from preprocess.shards.source_code import source_fingerprint
+from preprocess.own_options import make_options
+from preprocess.recipes.base import REGISTRY as RECIPES
+from preprocess.shards.source_code import recipe_fingerprint, source_fingerprint
 from vlmdata.families import REGISTRY as FAMILIES
-from vlmdata.format.manifest import TokenizerInfo
 from vlmdata.format.schema import SCHEMA_VERSION
-from vlmdata.media.codecs import RAW, codec
+from vlmdata.format.tokenizer_info import TokenizerInfo, tokenizer_to_json
+from vlmdata.media.codecs import RAW
 from vlmdata.media.codecs import REGISTRY as CODECS
 from vlmdata.media.versions import decoder_versions
 from vlmdata.version import __version__
@@ -35,12 +36,12 @@ def fingerprints(config: PreprocessConfig, tokenizer: TokenizerInfo) -> dict[str
         "tokenizer": tokenizer.fingerprint,
         "chat_template": tokenizer.chat_template,
         "recipe": recipe_fingerprint(config.recipe),
-        _FAMILY_SOURCE: source_fingerprint(FAMILIES[config.family], made),
+        _FAMILY_SOURCE: source_fingerprint(FAMILIES.target(config.family), made),
         "processor": {
             "patch_size": made.patch_size,
             "merge_size": made.merge_size,
             "temporal_patch_size": made.temporal_patch_size,
-            "resize": "torchvision bicubic antialias uint8",
+            "resize": f"torchvision {made.resample} antialias uint8",
             "image_mean": list(made.image_mean),
             "image_std": list(made.image_std),
         },
@@ -56,9 +57,11 @@ def codec_fingerprints(name: str) -> dict[str, Any]:
     """
     if name == RAW:
         return {}
-    made = codec(name)
+    made = CODECS.find(name)
     libraries = made.libraries()
-    return ({_CODEC: dict(libraries)} if libraries else {}) | {_CODEC_SOURCE: source_fingerprint(CODECS[name], made)}
+    return ({_CODEC: dict(libraries)} if libraries else {}) | {
+        _CODEC_SOURCE: source_fingerprint(CODECS.target(name), made)
+    }
 
 
 def run_identity(
@@ -83,7 +86,7 @@ def run_identity(
 
 def _options(config: PreprocessConfig) -> dict[str, Any]:
     """Returns all options, including the recipe's own with defaults."""
-    return config.to_json() | {"recipe_options": asdict(recipe_options(config.recipe, config.recipe_options))}
+    return config.to_json() | {"recipe_options": asdict(make_options(RECIPES, config.recipe, config.recipe_options))}
 
 
 def tokenizer_identity(tokenizer: TokenizerInfo) -> dict[str, Any]:
@@ -92,12 +95,8 @@ def tokenizer_identity(tokenizer: TokenizerInfo) -> dict[str, Any]:
     ``special_tokens`` is absent for datasets of format 1.0, whose manifest does not record it.
     """
     told_elsewhere = ("name", "fingerprint", "chat_template")
-    fields = {name: value for name, value in asdict(tokenizer).items() if name not in told_elsewhere}
-    if not fields["special_tokens"]:
-        del fields["special_tokens"]
-    if fields["end_of_text"] < 0:
-        del fields["end_of_text"]
-    return fields
+    fields = tokenizer_to_json(tokenizer, SCHEMA_VERSION)
+    return {name: value for name, value in fields.items() if name not in told_elsewhere}
 
 
 def as_recorded(config: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from itertools import islice
 
 from preprocess.recipes.media import MediaLoader
@@ -25,29 +24,25 @@ _DIED = (
 
 def rows_of(
     source: Source, numbers: Sequence[int], media: MediaLoader, deadly: Collection[int] = ()
-) -> Generator[tuple[int, Callable[[], Row]]]:
-    """Numbers of rows, and what gives each row or raises what reading it raised.
+) -> Generator[tuple[int, Row | RowRejected]]:
+    """Yields rows of a source with their numbers; or their rejections, for ``deadly`` rows without reading them.
 
     Close the generator when leaving it early.
-
-    Args:
-        source: The rows.
-        numbers: Which of them, in this order.
-        media: Fetches their images.
-        deadly: Rows that are not read, as they end the processes that do; asking for one raises RowRejected.
     """
 
-    def row_of(number: int) -> Row:
+    def row_of(number: int) -> Row | RowRejected:
         if number in deadly:
-            raise RowRejected(Reason.WORKER_DIED, _DIED)
-        return source.row(number)
+            return RowRejected(Reason.WORKER_DIED, _DIED)
+        try:
+            return source.row(number)
+        except RowRejected as error:
+            return error
 
     if not source.is_remote and not media.is_remote:
-        for number in numbers:
-            yield number, partial(row_of, number)
+        yield from ((number, row_of(number)) for number in numbers)
         return
-    reading: deque[tuple[int, Future[Row]]] = deque()
-    ahead: deque[tuple[int, Future[Row], list[str]]] = deque()
+    reading: deque[tuple[int, Future[Row | RowRejected]]] = deque()
+    ahead: deque[tuple[int, Future[Row | RowRejected], list[str]]] = deque()
     # One thread, as an opened source is for one.
     with ThreadPoolExecutor(1, thread_name_prefix="rows") as reader:
         try:
@@ -58,15 +53,21 @@ def rows_of(
                 # Images of rows that have come are asked for at once, and of the next row in any case.
                 while reading and (reading[0][1].done() or not ahead):
                     number, row = reading.popleft()
-                    begun = media.begin(row.result().values) if row.exception() is None else []
-                    ahead.append((number, row, begun))
+                    ahead.append((number, row, _begun(row, media)))
                 if not ahead:
                     return
                 number, row, begun = ahead.popleft()
-                yield number, row.result
+                yield number, row.result()
                 media.forget(begun)
         finally:
             for _, row in reading:
                 row.cancel()
             for _, _, begun in ahead:
                 media.forget(begun)
+
+
+def _begun(row: Future[Row | RowRejected], media: MediaLoader) -> list[str]:
+    """Begins to fetch the images of a row, if it can be read."""
+    if row.exception() is None and isinstance(read := row.result(), Row):
+        return media.begin(read.values)
+    return []

@@ -60,6 +60,8 @@ def write_sample(
         metadata["turn_weights"] = encoded.turn_weights
     if encoded.dropped_reasoning:
         metadata["dropped_reasoning"] = encoded.dropped_reasoning
+    if encoded.columns:
+        metadata["columns"] = dict(encoded.columns)
     pieces = _pieces(encoded)
     if items:
         del pieces["patches"]
@@ -76,8 +78,7 @@ def write_sample(
         num_targets=targets,
         target_turns=encoded.target_turns,
         truncated=encoded.truncated,
-        image_grid_thw=grids,
-        image_starts=encoded.image_starts,
+        item_starts=encoded.image_starts,
     )
 
 

@@ -1,4 +1,4 @@
-"""Hashes the source code of a family or codec, which decides bytes of a dataset as a recipe's does."""
+"""Hashes the source code of what decides bytes of a dataset: its recipe, family and codec."""
 
 from __future__ import annotations
 
@@ -6,25 +6,28 @@ import hashlib
 import inspect
 import sys
 from collections.abc import Iterator
-from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from preprocess.recipes.base import REGISTRY as RECIPES
+from vlmdata.registry import module_named, shown_name
 
 #: Packages whose modules hold rules that a family's or codec's module takes from elsewhere.
 _PACKAGES = ("vlmdata.families", "vlmdata.media.codecs")
 
 
-def source_fingerprint(name: str, made: object) -> str:
+def source_fingerprint(target: str, made: object) -> str:
     """Returns the sha256 of the source code of a family or codec.
 
     The source code is the module, the modules of the classes that ``made`` is derived from, and what these modules
     import by name from their own package, from :mod:`vlmdata.families` or from :mod:`vlmdata.media.codecs`.
 
     Args:
-        name: The module in the registry.
+        target: Its ``module:attribute`` or ``file.py:attribute``.
         made: The family or codec in it.
     """
-    start = import_module(name)
+    start = module_named(target.partition(":")[0])
     found: dict[str, ModuleType] = {}
     waiting = [start, *(module for module in _modules_of(type(made).__mro__) if not _is_pythons(module))]
     own = {*_PACKAGES, *(module.__package__ for module in waiting if module.__package__)}
@@ -34,9 +37,20 @@ def source_fingerprint(name: str, made: object) -> str:
             found[module.__name__] = module
             waiting += [each for each in _modules_of(vars(module).values()) if _holds_rules(each, own)]
     digest = hashlib.sha256()
-    for module_name in sorted(found):
-        source = inspect.getsource(found[module_name]).encode()
-        digest.update(f"{module_name} {len(source)}\n".encode() + source)
+    for module in sorted(found.values(), key=lambda each: shown_name(each.__name__)):
+        source = inspect.getsource(module).encode()
+        digest.update(f"{shown_name(module.__name__)} {len(source)}\n".encode() + source)
+    return digest.hexdigest()
+
+
+def recipe_fingerprint(name: str) -> str:
+    """Returns the sha256 of a recipe's source code: of the file that defines it, or of all files of its package."""
+    digest = hashlib.sha256(inspect.getsource(inspect.getmodule(RECIPES.find(name)) or object).encode())
+    package = module_named(RECIPES.target(name).partition(":")[0])
+    for folder in map(Path, getattr(package, "__path__", ())):
+        for file in sorted(folder.rglob("*.py")):
+            source = file.read_bytes()
+            digest.update(f"{file.relative_to(folder).as_posix()} {len(source)}\n".encode() + source)
     return digest.hexdigest()
 
 

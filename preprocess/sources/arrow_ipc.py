@@ -38,11 +38,7 @@ class _Message:
 
 
 def count_arrow(file: DataFile) -> Fragments:
-    """Reads the headers of all messages.
-
-    Raises:
-        SourceError: If it is not an Arrow file, or is truncated.
-    """
+    """Reads the headers of all messages; a SourceError if it is not an Arrow file, or is truncated."""
     digest = xxhash.xxh3_128()
     with file.open(_HEADER_BUFFER, counting=True) as stream:
         messages = list(_messages(file, stream))
@@ -128,12 +124,7 @@ def _schema(file: DataFile, stream: BinaryIO, messages: list[_Message]) -> pa.Sc
 
 
 class ArrowReader:
-    """An open Arrow file.
-
-    Args:
-        file: The file.
-        places: Offset and bytes of each record batch.
-    """
+    """An open Arrow file, given the offset and bytes of each record batch."""
 
     def __init__(self, file: DataFile, places: Sequence[tuple[int, int]]):
         self._file, self._places = file, places
@@ -141,11 +132,7 @@ class ArrowReader:
         self._between: dict[int, bytes] = {}
 
     def batches(self, fragment: int) -> Iterator[pa.RecordBatch]:
-        """Yields the rows of a record batch.
-
-        Raises:
-            SourceError: If they cannot be read.
-        """
+        """Yields the rows of a record batch; a SourceError if they cannot be read."""
         # Schema and dictionaries are before and between batches; a later dictionary replaces or extends an earlier.
         before = b"".join(self._before(number) for number in range(fragment + 1))
         try:

@@ -26,15 +26,10 @@ _EXPANSION = 6
 
 @dataclass(frozen=True)
 class ByteFile:
-    """A file whose uncompressed bytes can be read from any offset.
-
-    Attributes:
-        file: The file.
-        restart_points: Where decompression can start (an index of ``indexed_gzip``); empty for an empty file, None for
-            a plain file.
-    """
+    """A file whose uncompressed bytes can be read from any offset."""
 
     file: DataFile
+    #: Where decompression can start (an index of ``indexed_gzip``); empty for an empty file, None for a plain file.
     restart_points: bytes | None = None
 
     @property
@@ -43,13 +38,7 @@ class ByteFile:
         return self.file.place
 
     def open(self, offset: int = 0, buffered: int = STREAM_BYTES, *, counting: bool = False) -> BinaryIO:
-        """Opens a stream of the uncompressed bytes at an offset.
-
-        Args:
-            offset: Position of the stream.
-            buffered: Bytes per request to a remote object.
-            counting: As in :meth:`DataFile.open`.
-        """
+        """Opens a stream of the uncompressed bytes at an offset; options as in :meth:`DataFile.open`."""
         if self.restart_points is None:
             stream = self.file.open(buffered, counting=counting)
         elif not self.restart_points:
@@ -80,11 +69,7 @@ def spacing_of(files: list[DataFile]) -> int:
 
 @contextmanager
 def on_disk(file: DataFile) -> Iterator[DataFile]:
-    """Provides the file, or a temporary copy of a remote one.
-
-    Raises:
-        ResourceError: If there is no space for the copy.
-    """
+    """Provides the file, or a temporary copy of a remote one; a ResourceError if there is no space for the copy."""
     if not file.is_remote:
         yield file
         return
@@ -104,15 +89,9 @@ def on_disk(file: DataFile) -> Iterator[DataFile]:
 
 
 def restart_points(file: DataFile, spacing: int, name: str) -> bytes:
-    """Decompresses a file on disk once, to check it and to find restart points.
+    """Decompresses a file on disk once, to check it and to find restart points ``spacing`` uncompressed bytes apart.
 
-    Args:
-        file: The file.
-        spacing: Uncompressed bytes between restart points.
-        name: The user's name for it.
-
-    Raises:
-        SourceError: If it is damaged or truncated.
+    A damaged or truncated file is a SourceError with the user's name for it.
     """
     from indexed_gzip import IndexedGzipFile
 

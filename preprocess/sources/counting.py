@@ -33,15 +33,10 @@ _THREADS = 16
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Offsets of some records of a file.
+    """Offsets of some records of a file."""
 
-    Attributes:
-        rows: int64 (n,) record numbers, ascending from 0.
-        offsets: int64 (n,) byte offsets.
-    """
-
-    rows: npt.NDArray[np.int64]
-    offsets: npt.NDArray[np.int64]
+    rows: npt.NDArray[np.int64]  # int64 (n,) record numbers, ascending from 0
+    offsets: npt.NDArray[np.int64]  # int64 (n,) byte offsets
 
     def before(self, row: int) -> tuple[int, int]:
         """Returns the last recorded record up to ``row``, and its offset."""
@@ -51,21 +46,13 @@ class Places:
 
 @dataclass(frozen=True, eq=False)
 class Counted:
-    """Result of counting the records of a file.
+    """Result of counting the records of a file."""
 
-    Attributes:
-        count: Number of records.
-        places: Offsets of some records.
-        restart_points: Where decompression can start; None for a plain file.
-        content: Hash of the file's bytes; None unless all were read from disk.
-        metadata: Hash of the file's own metadata; None if it has none.
-    """
-
-    count: int
-    places: Places
-    restart_points: bytes | None = None
-    content: str | None = None
-    metadata: str | None = None
+    count: int  # number of records
+    places: Places  # offsets of some records
+    restart_points: bytes | None = None  # where decompression can start; None for a plain file
+    content: str | None = None  # hash of the file's bytes; None unless all were read from disk
+    metadata: str | None = None  # hash of the file's own metadata; None if it has none
 
     def to_json(self) -> Any:
         """Returns the result as JSON values."""
@@ -88,17 +75,9 @@ Pass = Callable[[ByteFile, int], Counted]
 def count_records(
     kind: str, files: Sequence[DataFile], pass_over: Pass, *, lines: bool, beside: Sequence[DataFile] = ()
 ) -> list[Counted]:
-    """Counts the records of files, or reuses an earlier count.
+    """Counts the records of files by scanning them with ``pass_over``, or reuses an earlier count.
 
-    Args:
-        kind: Kind of the files.
-        files: The files.
-        pass_over: Counts the records of a file by scanning it.
-        lines: Whether each line is a record, so that plain files need no scan.
-        beside: Other files that the count depends on.
-
-    Raises:
-        SourceError: If a file is damaged.
+    With ``lines``, each line is a record, so that plain files need no scan. The count also depends on ``beside``.
     """
     block = max(_BLOCK_BYTES, sum(file.size for file in files) // _MOST_PLACES)
 
@@ -177,12 +156,7 @@ def _last_byte(file: DataFile) -> bytes:
 
 
 def places_of(offsets: Any, block: int) -> tuple[int, Places]:
-    """Returns the number of offsets, and places at least a block apart, starting with the first.
-
-    Args:
-        offsets: Offsets of all records, ascending.
-        block: Smallest distance between places, in bytes.
-    """
+    """Returns the number of ascending offsets, and places at least ``block`` bytes apart, starting with the first."""
     rows, found, count = [0], [0], 0
     for count, offset in enumerate(offsets, start=1):
         if count == 1:

@@ -24,20 +24,13 @@ _THREADS = 16
 
 @dataclass(frozen=True)
 class DataFile:
-    """A file and its state when the source was opened. Cheap to pickle.
+    """A file and its state when the source was opened. Cheap to pickle."""
 
-    Attributes:
-        place: Path or URL.
-        size: Size in bytes.
-        version: On disk, the modification time. In a bucket, the store's checksum or version; None if it reports
-            neither.
-        web: On a web server, its version in full.
-    """
-
-    place: str
-    size: int
+    place: str  # path or URL
+    size: int  # size in bytes
+    #: On disk, the modification time. In a bucket, the store's checksum or version; None if it reports neither.
     version: str | None
-    web: WebVersion | None = None
+    web: WebVersion | None = None  # on a web server, its version in full
 
     @classmethod
     def local(cls, path: Path | str) -> DataFile:
@@ -56,15 +49,11 @@ class DataFile:
         return without_query(self.place).rpartition("/")[2]
 
     def open(self, buffered: int = STREAM_BYTES, *, counting: bool = False) -> BinaryIO:
-        """Opens a stream of the file's bytes.
+        """Opens a stream of the file's bytes; a SourceError if a file on disk is missing or has changed.
 
-        Args:
-            buffered: Smallest request to a remote object, in bytes; 0 requests exactly what is read.
-            counting: Omits the request that compares a remote object's version. A changed object is then detected
-                when its first row is read.
-
-        Raises:
-            SourceError: If a file on disk is missing or has changed. Remote objects are checked when read.
+        A request to a remote object has ``buffered`` bytes or more; with 0, exactly those that are read. ``counting``
+        omits the request that compares a remote object's version. A changed object is then detected when its first row
+        is read.
         """
         if self.is_remote:
             raw = RemoteStream(self.place, self.size, self.version, pinned=not counting, web=self.web)
@@ -73,30 +62,19 @@ class DataFile:
         return open(self.place, "rb")
 
     def require_unchanged(self) -> None:
-        """Checks a file on disk.
-
-        Raises:
-            SourceError: If it is missing or has changed since the source was opened.
-        """
+        """Raises a SourceError if a file on disk is missing or has changed since the source was opened."""
         try:
             now = DataFile.local(self.place)
         except OSError as error:
             raise SourceError(f"SOURCE {self.place}: {error.strerror}; the file existed when the run began") from error
         if now != self:
-            raise SourceError(
-                f"SOURCE {self.place}: the file was changed while it was being read ({self.size} bytes, then "
-                f"{now.size})"
-            )
+            sizes = f"{self.size} bytes, then {now.size}"
+            raise SourceError(f"SOURCE {self.place}: the file was changed while it was being read ({sizes})")
 
 
 @dataclass(frozen=True)
 class Listing:
-    """Files below a folder or URL.
-
-    Attributes:
-        root: The folder or URL.
-        files: Files by name below it, with forward slashes; ascending.
-    """
+    """Files below a folder or URL by their names there, with forward slashes, ascending."""
 
     root: str
     files: dict[str, DataFile]
@@ -122,11 +100,7 @@ def without_query(place: str) -> str:
 
 
 def list_remote(url: str) -> Listing:
-    """Lists all objects below a URL in one pass.
-
-    Raises:
-        SourceError: If there are none, or they cannot be listed.
-    """
+    """Lists all objects below a URL in one pass; a SourceError if there are none, or they cannot be listed."""
     found = _asked(url, lambda files, path: files.find(path, detail=True))
     prefix = f"{_path(url)}/"
     names = {name.partition(prefix)[2]: _data_file(url, entry) for name, entry in found.items()}
@@ -138,11 +112,7 @@ def list_remote(url: str) -> Listing:
 def matching(pattern: str) -> list[DataFile]:
     """Returns the files that match a pattern, or the file of exactly this name; ascending by name.
 
-    Args:
-        pattern: A path or URL. An existing local name is taken literally, including brackets.
-
-    Raises:
-        SourceError: If there is none.
+    An existing local name is taken literally, including brackets. A SourceError if there is none.
     """
     if is_url(pattern):
         files = _remote_matching(pattern)
@@ -155,11 +125,7 @@ def matching(pattern: str) -> list[DataFile]:
 
 
 def at_addresses(urls: Sequence[str]) -> list[DataFile]:
-    """Looks up objects of one file system by URL, in parallel.
-
-    Raises:
-        SourceError: If one is missing or cannot be looked up.
-    """
+    """Looks up objects of one file system by URL, in parallel; a SourceError if one cannot be looked up."""
 
     def look(files: Any, _: str) -> list[dict[str, Any]]:
         with ThreadPoolExecutor(_THREADS) as threads:

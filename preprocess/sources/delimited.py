@@ -35,27 +35,16 @@ class _Damaged:
 
 @dataclass(frozen=True)
 class DelimitedFile:
-    """A CSV or TSV file, which may be compressed with gzip.
-
-    Attributes:
-        file: The file.
-        delimiter: Separator of fields.
-        columns: Column names from the header.
-        body: Offset of the first record after the header.
-    """
+    """A CSV or TSV file, which may be compressed with gzip."""
 
     file: ByteFile
-    delimiter: str
-    columns: tuple[str, ...]
-    body: int
+    delimiter: str  # separator of fields
+    columns: tuple[str, ...]  # column names from the header
+    body: int  # offset of the first record after the header
 
     @classmethod
     def read_header(cls, file: ByteFile) -> DelimitedFile:
-        """Reads the names of the columns.
-
-        Raises:
-            SourceError: If there is no usable header.
-        """
+        """Reads the names of the columns; a SourceError if there is no usable header."""
         delimiter = "\t" if ".tsv" in file.path.lower()[-7:] else ","
         with file.open(0, _HEADER_BYTES, counting=True) as stream:
             lines = _Lines(stream)
@@ -72,30 +61,16 @@ class DelimitedFile:
 
     @staticmethod
     def pass_over(file: ByteFile, block: int) -> Counted:
-        """Counts the records of a file.
-
-        Raises:
-            SourceError: If there is no usable header, or a quote is not closed.
-        """
+        """Counts the records of a file; a SourceError if there is no usable header, or a quote is not closed."""
         table = DelimitedFile.read_header(file)
         with file.open(table.body, counting=True) as stream:
             count, places = places_of((offset for offset, _ in table.records(stream)), block)
         return Counted(count, places, content=None if file.file.is_remote else stream_digest(file.file))
 
-    @property
-    def path(self) -> str:
-        """Location of the file."""
-        return self.file.path
-
-    def open(self, offset: int) -> BinaryIO:
-        """Opens a stream of the records from an offset."""
-        return self.file.open(max(offset, self.body))
-
     def records(self, stream: BinaryIO) -> Iterator[tuple[int, list[str] | _Damaged]]:
         """Yields the records and their offsets. Skips blank lines between records.
 
-        Raises:
-            SourceError: If a quote is never closed, which would make the rest of the file one field.
+        A quote that is never closed, which would make the rest of the file one field, is a SourceError.
         """
         lines = _Lines(stream)
         reader = _reader(lines, self.delimiter)
@@ -108,21 +83,17 @@ class DelimitedFile:
             except csv.Error as error:
                 if lines.ended:
                     raise SourceError(
-                        f"SOURCE {self.path}: the record at byte {offset} opens a quote that is not closed before the "
-                        f"end of the file ({error}); double a quote that is part of the text"
+                        f"SOURCE {self.file.path}: the record at byte {offset} opens a quote that is not closed before "
+                        f"the end of the file ({error}); double a quote that is part of the text"
                     ) from error
                 record = _Damaged(f"{error}: {excerpt(lines.last.strip())}")
             if record:
                 yield offset, record
 
     def values(self, record: list[str] | _Damaged, stream: BinaryIO) -> Mapping[str, Any]:
-        """Returns the fields by column.
-
-        Raises:
-            RowRejected: MALFORMED_ROW if they do not fit the header, or are not UTF-8.
-        """
+        """Returns the fields by column; MALFORMED_ROW if they do not fit the header, or are not UTF-8."""
         if isinstance(record, _Damaged):
-            raise RowRejected(Reason.MALFORMED_ROW, f"not a record of {self.path}: {record.problem}")
+            raise RowRejected(Reason.MALFORMED_ROW, f"not a record of {self.file.path}: {record.problem}")
         if len(record) != len(self.columns):
             raise RowRejected(
                 Reason.MALFORMED_ROW,

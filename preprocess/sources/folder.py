@@ -21,23 +21,14 @@ _METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 
 @dataclass(frozen=True)
 class FolderContent:
-    """Contents of a folder.
+    """Contents of a folder."""
 
-    Attributes:
-        root: The folder, or a URL.
-        data: Names of its data files below it, with forward slashes; ascending.
-        images: Number of image files.
-        others: Number of other files by ending.
-        card: Its dataset card (``README.md``); empty without one.
-        is_dataset: Whether it is a dataset of ``vlmdata preprocess``.
-    """
-
-    root: str
-    data: Sequence[str]
-    images: int
-    others: Counter[str]
-    card: str
-    is_dataset: bool
+    root: str  # the folder, or a URL
+    data: Sequence[str]  # names of its data files below it, with forward slashes; ascending
+    images: int  # number of image files
+    others: Counter[str]  # number of other files by ending
+    card: str  # its dataset card (``README.md``); empty without one
+    is_dataset: bool  # whether it is a dataset of ``vlmdata preprocess``
 
     @classmethod
     def look(cls, folder: Path) -> FolderContent:
@@ -84,10 +75,7 @@ class FolderContent:
 
     @property
     def is_for_datasets(self) -> bool:
-        """True if `datasets` knows more about the folder than its file names tell.
-
-        This is an image folder, or a folder whose dataset card (``README.md``) assigns files to splits.
-        """
+        """True if `datasets` must read the folder: images, or a dataset card that assigns files to splits."""
         if "data_files:" in self.card.partition("\n---")[0]:
             return True
         return self.images > 0 and all(name.rpartition("/")[2] in _METADATA for name in self.data)
@@ -95,8 +83,7 @@ class FolderContent:
     def choose(self, split: str | None) -> tuple[Kind, str, list[str]]:
         """Returns the kind of the data files, the split to read, and the names of its files.
 
-        Raises:
-            SourceError: If there are no data files, several kinds of them, or no such split.
+        A SourceError if there are no data files, several kinds of them, or no such split.
         """
         what = f"SOURCE {self.root}"
         kinds = {kind for name in self.data if (kind := kind_of(name)) is not None}
@@ -109,9 +96,10 @@ class FolderContent:
                 "with `vlmdata inspect`."
             )
         if len(kinds) > 1:
+            ending = next(ending for ending in ENDINGS if self.data[0].lower().endswith(ending))
             raise SourceError(
                 f"{what}: data files of several kinds in one folder: {listing(self.data)}. Give those to "
-                f"read, for example '{self.root.rstrip('/')}/**/*{_ending(self.data[0])}'."
+                f"read, for example '{self.root.rstrip('/')}/**/*{ending}'."
             )
         splits = splits_by_name(self.data)
         self._require_all_in_splits(splits)
@@ -143,7 +131,3 @@ def _dataset_of(name: str, names: Container[str]) -> str | None:
 
 def _is_hidden(name: str) -> bool:
     return name.startswith((".", "__"))
-
-
-def _ending(name: str) -> str:
-    return next(ending for ending in ENDINGS if name.lower().endswith(ending))

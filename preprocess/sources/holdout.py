@@ -1,8 +1,7 @@
-"""Holds out a share of the rows for validation, by their content.
+"""Holds out rows for validation, if a hash of their content is below the share (docs/decisions/0071).
 
-A row is held out if a hash of its content is below the share. Its position and the other rows do not matter. A row
-stays on its side with more rows, another order or another kind of file (docs/decisions/0071). Equal rows are on the
-same side. A larger share includes the rows of a smaller one.
+A row stays on its side with more rows, another order or another kind of file. Equal rows are on the same side. A larger
+share includes the rows of a smaller one.
 """
 
 from __future__ import annotations
@@ -46,22 +45,18 @@ def hold_out(
     preload: Sequence[str] = (),
     on_rows: Callable[[int], None] = lambda rows: None,
 ) -> dict[str, Source]:
-    """Divides a source. Reads all rows, but decodes nothing.
+    """Divides a source into ``train`` and ``validation``, under their old numbers. Reads all rows, but decodes nothing.
 
-    Args:
-        source: The source: all its rows, or the first few.
-        share: Share of the rows to hold out, between 0 and 1.
-        workers: Number of processes; the result does not depend on it.
-        preload: Modules that workers import before they are forked.
-        on_rows: Called occasionally with the number of rows read so far.
-
-    Returns:
-        ``train`` and ``validation``, each with some of the rows under their old numbers.
-
-    Raises:
-        SourceError: If one of the two would be empty.
+    ``share`` is between 0 and 1; a SourceError if a side would be empty. The result does not depend on the number of
+    ``workers``, which import the modules ``preload`` before they are forked. ``on_rows`` is called occasionally with
+    the number of rows read so far.
     """
-    held = _held_out(source, share, workers, preload, on_rows)
+    held, done = np.zeros(source.num_rows, dtype=bool), 0
+    jobs = [range(start, min(start + _ROWS_PER_JOB, len(held))) for start in range(0, len(held), _ROWS_PER_JOB)]
+    with closing(_parts(source.rows, share, jobs, workers, preload)) as parts:
+        for start, part in parts:
+            held[start : start + len(part)] = part
+            on_rows(done := done + len(part))
     divided = {}
     for side, mask in ((TRAIN, ~held), (VALIDATION, held)):
         numbers = np.flatnonzero(mask)
@@ -141,20 +136,6 @@ def _feed(update: Callable[[bytes], object], value: Any) -> None:
         data = value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
         update(f"{type(value).__name__}:{len(data)}:".encode())
         update(data)
-
-
-def _held_out(
-    source: Source, share: float, workers: int, preload: Sequence[str], on_rows: Callable[[int], None]
-) -> npt.NDArray[np.bool_]:
-    """Returns which rows are held out: bool (rows,)."""
-    held = np.zeros(source.num_rows, dtype=bool)
-    jobs = [range(start, min(start + _ROWS_PER_JOB, len(held))) for start in range(0, len(held), _ROWS_PER_JOB)]
-    done = 0
-    with closing(_parts(source.rows, share, jobs, workers, preload)) as parts:
-        for start, part in parts:
-            held[start : start + len(part)] = part
-            on_rows(done := done + len(part))
-    return held
 
 
 def _parts(

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import xxhash
 
 from preprocess.sources.data_files import STREAM_BYTES, DataFile
 from vlmdata.format.manifest import canonical_hash
 
-_CHUNK = 1 << 22
 #: With more files, one hash over their listing identifies them.
 LISTED_FILES = 256
 #: Kinds of marks that identify a file, in addition to name and size: a hash of its bytes, a hash of its metadata
@@ -22,11 +21,9 @@ CONTENT, METADATA, STORE = "xxh3_128", "metadata_xxh3_128", "etag"
 
 @dataclass(frozen=True)
 class Mark:
-    """Identifies a file, in addition to its name and size.
+    """Identifies a file, in addition to name and size: a hash or version, and its kind.
 
-    Attributes:
-        kind: :data:`CONTENT`, :data:`METADATA` or :data:`STORE`.
-        value: The hash or version.
+    The kind is :data:`CONTENT`, :data:`METADATA` or :data:`STORE`.
     """
 
     kind: str
@@ -34,33 +31,24 @@ class Mark:
 
 
 def identify(files: Sequence[tuple[str, int, Mark]]) -> dict[str, Any]:
-    """Returns an identity of files. A moved copy is the same source, a changed one is not.
+    """Returns an identity of files by name below the source's folder, size in bytes and mark.
 
-    Args:
-        files: Name below the source's folder, size in bytes and mark of each file.
+    A moved copy is the same source, a changed one is not.
     """
-    identities = [{"name": name, "bytes": size, mark.kind: mark.value} for name, size, mark in sorted(files, key=_name)]
+    identities = [
+        {"name": name, "bytes": size, mark.kind: mark.value}
+        for name, size, mark in sorted(files, key=lambda file: file[0].split("/"))
+    ]
     if len(identities) <= LISTED_FILES:
         return {"files": identities}
-    return {
-        "num_files": len(identities),
-        "bytes": sum(size for _, size, _ in files),
-        "listing_sha256": canonical_hash(identities),
-    }
-
-
-def _name(file: tuple[str, int, Mark]) -> list[str]:
-    return file[0].split("/")
+    size, listing = sum(size for _, size, _ in files), canonical_hash(identities)
+    return {"num_files": len(identities), "bytes": size, "listing_sha256": listing}
 
 
 def mark_of(file: DataFile, content: str | None, metadata: str | None, hash_source: bool) -> Mark:
-    """Returns the mark of a file.
+    """Returns the mark of a file, given a hash of its bytes, if known from counting its rows, and of its metadata.
 
-    Args:
-        file: The file.
-        content: Hash of its bytes, if known from counting its rows.
-        metadata: Hash of its metadata, if it has any.
-        hash_source: Whether to read all its bytes.
+    With ``hash_source``, all its bytes are read.
     """
     if hash_source:
         return Mark(CONTENT, content or stream_digest(file))
@@ -75,17 +63,18 @@ def stream_digest(file: DataFile) -> str:
     """Returns the xxh3-128 of a file's bytes, as hexadecimal text."""
     if file.web is not None and file.web.content is not None:
         return file.web.content
-    digest = xxhash.xxh3_128()
     with file.open(0, counting=True) as stream:
-        while chunk := stream.read(STREAM_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return _digest(stream)
 
 
 def file_digest(file: Path) -> str:
     """Returns the same hash of a file on disk, regardless of its time."""
-    digest = xxhash.xxh3_128()
     with open(file, "rb") as stream:
-        while chunk := stream.read(_CHUNK):
-            digest.update(chunk)
+        return _digest(stream)
+
+
+def _digest(stream: BinaryIO) -> str:
+    digest = xxhash.xxh3_128()
+    while chunk := stream.read(STREAM_BYTES):
+        digest.update(chunk)
     return digest.hexdigest()

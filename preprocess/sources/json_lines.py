@@ -23,20 +23,13 @@ class JsonLinesFile:
 
     file: ByteFile
 
-    @property
-    def path(self) -> str:
-        """Location of the file."""
-        return self.file.path
-
-    def open(self, offset: int) -> BinaryIO:
-        """Opens a stream of the lines from an offset."""
-        return self.file.open(offset)
+    body = 0
 
     @staticmethod
     def pass_over(file: ByteFile, block: int) -> Counted:
         """Counts the lines of a compressed file."""
         lines = JsonLinesFile(file)
-        with lines.open(0) as stream:
+        with file.open() as stream:
             return Counted(*places_of((offset for offset, _ in lines.records(stream)), block))
 
     def records(self, stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
@@ -47,11 +40,7 @@ class JsonLinesFile:
             offset += len(line)
 
     def values(self, record: bytes, stream: BinaryIO) -> Mapping[str, Any]:
-        """Parses the object in a line.
-
-        Raises:
-            RowRejected: MALFORMED_ROW if the line has none.
-        """
+        """Parses the object in a line; MALFORMED_ROW if the line has none."""
         record = record.removeprefix(_BYTE_ORDER_MARK)
         try:
             line = record.decode().rstrip("\r\n")

@@ -32,14 +32,9 @@ def kept[T](
     to_json: Callable[[T], Any],
     from_json: Callable[[Any], T],
 ) -> T:
-    """Returns the cached count of the same files, or counts them now.
+    """Returns the cached count of the same files, compared by place, size and version, or counts them now.
 
-    Args:
-        kind: The kind of the files and the settings of the count.
-        files: The files, compared by place, size and version.
-        count: Function that counts.
-        to_json: The result as JSON values.
-        from_json: Inverse of ``to_json``.
+    ``kind`` names the kind of the files and the settings of the count. Results are cached as JSON values.
     """
     states = _states(files, time.time_ns())
     if states is None:

@@ -49,11 +49,7 @@ def is_image(name: str) -> bool:
 
 
 def the_kind(what: str, names: Sequence[str]) -> Kind:
-    """Returns the common kind of several files that the user gave.
-
-    Raises:
-        SourceError: If a file is of an unknown kind, or the kinds differ.
-    """
+    """Returns the common kind of several files that the user gave; a SourceError if there is none."""
     kinds = {kind_of(name) for name in names}
     if len(kinds) == 1 and (kind := kinds.pop()) is not None:
         return kind

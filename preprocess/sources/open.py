@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from preprocess.sources import arrow
-from preprocess.sources.arrow import HubDataset
+from preprocess.sources import datasets_library
 from preprocess.sources.byte_files import ByteFile
 from preprocess.sources.counting import Counted, count_records
 from preprocess.sources.data_files import (
@@ -27,6 +26,7 @@ from preprocess.sources.data_files import (
 )
 from preprocess.sources.delimited import DelimitedFile
 from preprocess.sources.folder import FolderContent
+from preprocess.sources.hub import HubDataset
 from preprocess.sources.identity import LISTED_FILES, METADATA, identify, mark_of
 from preprocess.sources.json_lines import JsonLinesFile
 from preprocess.sources.kinds import Kind, kind_of, the_kind
@@ -59,17 +59,11 @@ def open_source(
 ) -> Source:
     """Opens a source of rows.
 
-    Args:
-        spec: ``demo``, a path (file, folder, glob, or ``save_to_disk`` folder), a URL of a file, pattern or folder, or
-            a hub dataset id.
-        layout: Row layout of the demo: the recipe's name.
-        split: Split to read; by default ``train`` if there is one, else the only one.
-        config_name: Hub configuration (subset).
-        revision: Hub branch, tag or commit.
-        limit: Number of first rows to read; for the demo, number of rows to draw.
-        hash_source: Whether to identify all files by their bytes.
-        image_root: Folder or URL that image paths are relative to; None for the source's folder.
-        drawn: Called with the number of demo rows drawn so far.
+    ``spec`` is ``demo``, a path (file, folder, glob, or ``save_to_disk`` folder), a URL of a file, pattern or folder,
+    or a hub dataset id, with a configuration (subset) and a revision (branch, tag or commit). The default split is
+    ``train``, or the only one. Rows of the demo have the ``layout`` of a recipe, and ``drawn`` is called with the
+    number drawn so far. ``limit`` is a number of first rows. With ``hash_source``, all files are identified by their
+    bytes. Image paths are relative to ``image_root``, a folder or URL, by default the source's folder.
 
     Raises:
         SourceError: If it cannot be opened; the message has the remedy.
@@ -108,7 +102,7 @@ def _local(
     path: Path, split: str | None, config_name: str | None, hash_source: bool, image_root: str | None = None
 ) -> Source:
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-        return arrow.open_saved(path, split)
+        return datasets_library.open_saved(path, split)
     if path.is_dir():
         return _folder(path, split, config_name, hash_source, image_root)
     files = matching(str(path))
@@ -152,7 +146,7 @@ def _folder(
             f"SOURCE {folder}: `datasets` takes a folder whose path holds *, ? or [ for a pattern; "
             "rename it, link to it by another name, or give its files"
         )
-    return arrow.open_folder(folder, split, config_name, image_root)
+    return datasets_library.open_folder(folder, split, config_name, image_root)
 
 
 def _hub(dataset: HubDataset) -> Source:
@@ -181,7 +175,7 @@ def _files(kind: Kind, files: Sequence[DataFile], split: str | None, root: str, 
             f"SOURCE {files[0].place}: a list of objects in one file is read only on disk; use JSON lines"
         )
     else:
-        return arrow.open_files(kind.value, [Path(file.place) for file in files], split, Path(root))
+        return datasets_library.open_files(kind.value, [Path(file.place) for file in files], split, Path(root))
     marks = [mark_of(*each, hash_source) for each in zip(files, contents, metadata, strict=True)]
     names = [relative_name(file.place, root) for file in files]
     known = identify([(name, file.size, mark) for name, file, mark in zip(names, files, marks, strict=True)])

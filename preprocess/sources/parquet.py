@@ -25,27 +25,16 @@ _MOST_ROWS = 1024
 
 @dataclass(frozen=True)
 class Fragments:
-    """Result of counting the rows of a file.
+    """Result of counting the rows of a file."""
 
-    Attributes:
-        counts: Number of rows of each fragment.
-        schema: The columns.
-        digest: Hash of the file's metadata, without its rows.
-        places: Offset and size of each fragment, if needed to find it.
-    """
-
-    counts: tuple[int, ...]
+    counts: tuple[int, ...]  # number of rows of each fragment
     schema: pa.Schema
-    digest: str
-    places: tuple[tuple[int, int], ...] = ()
+    digest: str  # hash of the file's metadata, without its rows
+    places: tuple[tuple[int, int], ...] = ()  # offset and size of each fragment, if needed to find it
 
 
 def count_parquet(file: DataFile) -> Fragments:
-    """Reads the footer.
-
-    Raises:
-        SourceError: If the file has none.
-    """
+    """Reads the footer; a SourceError if the file has none."""
     footer = _footer(file)
     try:
         metadata = pq.read_metadata(pa.BufferReader(footer))
@@ -73,17 +62,12 @@ def _end(stream: Any, size: int, wanted: int) -> bytes:
 def damaged(file: DataFile, why: object) -> SourceError:
     """Returns the error for a file that cannot be read."""
     said = str(why).strip().splitlines()
-    return SourceError(
-        f"SOURCE {file.place}: the file is damaged, cut off or of another kind: {said[0] if said else why}"
-    )
+    what = said[0] if said else why
+    return SourceError(f"SOURCE {file.place}: the file is damaged, cut off or of another kind: {what}")
 
 
 class ParquetReader:
-    """An open Parquet file.
-
-    Args:
-        file: The file.
-    """
+    """An open Parquet file."""
 
     def __init__(self, file: DataFile, _places: object = None):
         self._file = file
@@ -91,7 +75,8 @@ class ParquetReader:
         try:
             metadata = pq.read_metadata(self._stream)
             groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
-            stored = max((_stored_bytes(group) for group in groups), default=0)
+            columns = [[group.column(column) for column in range(group.num_columns)] for group in groups]
+            stored = max((sum(column.total_compressed_size for column in each) for each in columns), default=0)
             at_once = file.is_remote and stored <= _FETCHED_AT_ONCE
             self._stream.seek(0)
             self._parquet = pq.ParquetFile(
@@ -102,11 +87,7 @@ class ParquetReader:
             raise damaged(file, error) from error
 
     def batches(self, fragment: int) -> Iterator[pa.RecordBatch]:
-        """Yields the rows of a row group in batches.
-
-        Raises:
-            SourceError: If they cannot be read.
-        """
+        """Yields the rows of a row group in batches; a SourceError if they cannot be read."""
         group = self._parquet.metadata.row_group(fragment)
         row_bytes = max(1, group.total_byte_size // max(1, group.num_rows))
         rows = min(_MOST_ROWS, max(1, _BATCH_BYTES // row_bytes))
@@ -119,7 +100,3 @@ class ParquetReader:
         """Closes the file."""
         self._parquet.close()
         self._stream.close()
-
-
-def _stored_bytes(group: Any) -> int:
-    return sum(group.column(column).total_compressed_size for column in range(group.num_columns))

@@ -1,7 +1,7 @@
 """Rows of files that are sequences of records: JSON lines, CSV, tar.
 
-Counting them remembers the offset of about one record per MiB. To read a row, a worker starts at the last remembered
-record before it and skips the records between. Rows read in order need no skipping.
+To read a row, a worker starts at the last record before it whose offset was remembered when they were counted, about
+one per MiB. Rows read in order need no skipping.
 """
 
 from __future__ import annotations
@@ -13,37 +13,34 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from preprocess.sources.byte_files import ByteFile
 from preprocess.sources.counting import Counted, Places
 from vlmdata.errors import SourceError
 
 
 class RecordFile(Protocol):
-    """One file of records. Cheap to pickle."""
+    """One file of records, which begin at the offset ``body``. Cheap to pickle."""
 
     @property
-    def path(self) -> str:
-        """Location of the file, for messages."""
+    def file(self) -> ByteFile:
+        """The file."""
 
-    def open(self, offset: int) -> BinaryIO:
-        """Opens a stream at an offset."""
+    @property
+    def body(self) -> int:
+        """Offset of the first record."""
 
     def records(self, stream: BinaryIO) -> Iterator[tuple[int, Any]]:
         """Yields each record from the stream's position, parsed as little as possible, with its offset.
 
-        Raises:
-            SourceError: If damage to the file affects more than a row.
+        A SourceError is damage to the file that affects more than a row.
         """
 
     def values(self, record: Any, stream: BinaryIO) -> Mapping[str, Any]:
-        """Returns the column values of a record.
-
-        Raises:
-            RowRejected: MALFORMED_ROW if it cannot be read.
-        """
+        """Returns the column values of a record; MALFORMED_ROW if it cannot be read."""
 
 
 @dataclass
-class _Cursor:
+class _RecordCursor:
     """An open file, and the number of its next record."""
 
     file: int
@@ -53,11 +50,7 @@ class _Cursor:
     places: Places
 
     def read(self, row: int) -> Any:
-        """Reads the record of a row from ``next_row`` on.
-
-        Raises:
-            StopIteration: If the file ends earlier, or a record has moved.
-        """
+        """Reads the record of a row from ``next_row`` on; StopIteration if the file ends earlier, or one has moved."""
         while True:
             offset, record = next(self.records)
             known, place = self.places.before(self.next_row)
@@ -70,18 +63,12 @@ class _Cursor:
 
 @dataclass(eq=False)
 class RecordRows:
-    """The records of several files, in order.
-
-    Attributes:
-        files: The files.
-        places: Remembered places of records, per file.
-        starts: int64 (files + 1,) number of the first row of each file, and of all rows.
-    """
+    """The records of several files, in order."""
 
     files: Sequence[RecordFile]
-    places: Sequence[Places]
-    starts: npt.NDArray[np.int64]
-    _cursor: _Cursor | None = field(default=None, init=False, repr=False)
+    places: Sequence[Places]  # remembered places of records, per file
+    starts: npt.NDArray[np.int64]  # int64 (files + 1,) number of the first row of each file, and of all rows
+    _cursor: _RecordCursor | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def of(cls, files: Sequence[RecordFile], counted: Sequence[Counted]) -> RecordRows:
@@ -96,12 +83,7 @@ class RecordRows:
         """None: rows may differ in their columns."""
 
     def values(self, number: int) -> Mapping[str, Any]:
-        """Column values of a row.
-
-        Raises:
-            RowRejected: MALFORMED_ROW if it cannot be read.
-            SourceError: If the file has changed since it was opened.
-        """
+        """Column values of a row; MALFORMED_ROW if it cannot be read, a SourceError if the file has changed."""
         at = int(np.searchsorted(self.starts, number, "right")) - 1
         row = number - int(self.starts[at])
         cursor = self._at(at, row)
@@ -109,20 +91,20 @@ class RecordRows:
             record = cursor.read(row)
         except StopIteration:
             raise SourceError(
-                f"SOURCE {self.files[at].path}: record {row} is not where it was counted; the file was changed while "
-                "it was being read, or its index (.idx) belongs to another file"
+                f"SOURCE {self.files[at].file.path}: record {row} is not where it was counted; the file was changed "
+                "while it was being read, or its index (.idx) belongs to another file"
             ) from None
         return self.files[at].values(record, cursor.stream)
 
-    def _at(self, at: int, row: int) -> _Cursor:
+    def _at(self, at: int, row: int) -> _RecordCursor:
         """Returns a cursor at or before the row, but not before the nearest remembered place."""
         first, offset = self.places[at].before(row)
         cursor = self._cursor
         if cursor is None or cursor.file != at or not first <= cursor.next_row <= row:
             if cursor is not None:
                 cursor.stream.close()
-            stream = self.files[at].open(offset)
-            cursor = self._cursor = _Cursor(at, stream, self.files[at].records(stream), first, self.places[at])
+            stream = self.files[at].file.open(max(offset, self.files[at].body))
+            cursor = self._cursor = _RecordCursor(at, stream, self.files[at].records(stream), first, self.places[at])
         return cursor
 
     def __getstate__(self) -> dict[str, Any]:

@@ -16,11 +16,7 @@ _CHECKSUMS = ("md5Hash", "sha256", "ETag", "etag", "blob_id", "crc32c")
 
 
 def version_of(details: Mapping[str, Any]) -> str | None:
-    """Returns the store's checksum or else version of an object; None if it reports neither.
-
-    Args:
-        details: Details of the object from fsspec's ``info`` or ``find``.
-    """
+    """Returns the store's checksum, else version, of an object by fsspec's details; None if it reports neither."""
     found = next((str(details[name]) for name in _CHECKSUMS if details.get(name)), None)
     return found.strip('"') if found else None
 
@@ -28,12 +24,8 @@ def version_of(details: Mapping[str, Any]) -> str | None:
 class RemoteStream(io.RawIOBase):
     """Reads ranges of an object. Retries failed requests.
 
-    Args:
-        url: The object.
-        size: Its size in bytes.
-        version: Its version, from :func:`version_of`.
-        pinned: Whether to read only this version, which takes one more request.
-        web: Its version on a web server. Only this version is read, without further requests.
+    With ``pinned``, only this version (:func:`version_of`) is read, which takes one more request. On a web server, only
+    the version ``web`` is read, without further requests.
     """
 
     def __init__(self, url: str, size: int, version: str | None, *, pinned: bool = True, web: WebVersion | None = None):
@@ -60,11 +52,7 @@ class RemoteStream(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Fills the buffer, or less at the end of the object, and returns the number of bytes.
-
-        Raises:
-            SourceError: If the object has changed, is missing, or cannot be read.
-        """
+        """Fills the buffer, or less at the end of the object; a SourceError if it has changed, or cannot be read."""
         view = memoryview(buffer).cast("B")
         wanted = max(0, min(len(view), self._size - self._at))
         if not wanted:

@@ -21,41 +21,28 @@ class Rows(Protocol):
     def values(self, number: int) -> Mapping[str, Any]:
         """Returns the column values of one row; images are undecoded ``{"bytes": …, "path": …}`` mappings.
 
-        Raises:
-            RowRejected: MALFORMED_ROW if only this row cannot be read.
-            SourceError: If the source has changed since it was opened.
+        MALFORMED_ROW rejects a row that cannot be read. A SourceError if the source has changed since it was opened.
         """
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """An opened source, or a part of its rows. Cheap to pickle.
+    """An opened source, or a part of its rows. Cheap to pickle."""
 
-    Attributes:
-        rows: Reads any row of the source.
-        numbers: Numbers of the rows of this source, ascending: all, the first few
-            (``--limit``), or one side of ``--holdout``.
-        identity: Identity of the source, by content, for the manifest.
-        image_root: Folder or URL that relative image paths mean when the user names none; None for sources of the hub.
-        times: Modification times of files on disk whose bytes the identity does not tell, by name (or of many files a
-            hash): an unfinished run is continued only if they are the same.
-        is_remote: Whether rows come over a network.
-    """
-
-    rows: Rows
+    rows: Rows  # reads any row of the source
+    #: Numbers of the rows of this source, ascending: all, the first few (``--limit``), or one side of ``--holdout``.
     numbers: Sequence[int]
-    identity: Mapping[str, Any]
+    identity: Mapping[str, Any]  # identity of the source, by content, for the manifest
+    #: Folder or URL that relative image paths mean when the user names none; None for sources of the hub.
     image_root: str | None
+    #: Modification times of files on disk whose bytes the identity does not tell, by name (or of many files a hash):
+    #: an unfinished run is continued only if they are the same.
     times: Mapping[str, str] = field(default_factory=dict)
-    is_remote: bool = False
+    is_remote: bool = False  # whether rows come over a network
 
     @classmethod
     def whole(
-        cls,
-        rows: Rows,
-        identity: Mapping[str, Any],
-        image_root: str | None,
-        times: Mapping[str, str] | None = None,
+        cls, rows: Rows, identity: Mapping[str, Any], image_root: str | None, times: Mapping[str, str] | None = None
     ) -> Source:
         """Creates a source of all rows."""
         return cls(rows, range(len(rows)), identity, image_root, times or {})
@@ -66,10 +53,5 @@ class Source:
         return len(self.numbers)
 
     def row(self, number: int) -> Row:
-        """Reads one row by its number in the source.
-
-        Raises:
-            RowRejected: MALFORMED_ROW if it cannot be read.
-            SourceError: If the source has changed since it was opened.
-        """
+        """Reads one row by its number in the source; errors as of :meth:`Rows.values`."""
         return Row(number, self.rows.values(number))

@@ -14,15 +14,10 @@ _CHUNK = 1 << 13  # rows
 
 @dataclass(frozen=True, eq=False)
 class SelectedRows(Sequence[int]):
-    """Ascending row numbers.
+    """Ascending row numbers."""
 
-    Attributes:
-        bits: uint8 (ceil(rows / 8),) as packed by numpy: 1 where the row is chosen.
-        counts: int64 (chunks + 1,) number of chosen rows before each chunk, and in total.
-    """
-
-    bits: npt.NDArray[np.uint8]
-    counts: npt.NDArray[np.int64]
+    bits: npt.NDArray[np.uint8]  # uint8 (ceil(rows / 8),) as packed by numpy: 1 where the row is chosen
+    counts: npt.NDArray[np.int64]  # int64 (chunks + 1,) number of chosen rows before each chunk, and in total
 
     @classmethod
     def of(cls, mask: npt.NDArray[np.bool_]) -> SelectedRows:

@@ -19,16 +19,10 @@ _SEPARATOR = "[-._ 0-9]"
 
 
 def splits_by_name(names: Iterable[str]) -> dict[str, list[str]]:
-    """Sorts files into splits.
+    """Sorts files, by paths below the folder, into splits. Those that fit none are left out if some fit one.
 
-    The first rule that fits any file applies: numbered files in ``data/``; a folder named like a split
-    (``train/``, ``val-images/``); a file named like one (``train.jsonl``, ``my-test.csv``); else all are ``train``.
-
-    Args:
-        names: Paths below the folder, with forward slashes.
-
-    Returns:
-        Sorted paths by split name. If some paths fit a split, those that fit none are left out.
+    The first rule that fits any file applies: numbered files in ``data/``; a folder named like a split (``train/``,
+    ``val-images/``); a file named like one (``train.jsonl``, ``my-test.csv``); else all are ``train``.
     """
     names = sorted(names)
     numbered: dict[str, list[str]] = {}
@@ -54,11 +48,7 @@ def _is_named(part: str, split: str) -> bool:
 
 
 def choose_split(what: str, splits: Iterable[object], split: str | None) -> str:
-    """Returns the requested split, or the default: ``train``, or the only one.
-
-    Raises:
-        SourceError: If the split does not exist, or none was requested and there are several.
-    """
+    """Returns the requested split, or the default: ``train``, or the only one; a SourceError if there is none such."""
     names = [str(name) for name in splits]
     if split is None:
         split = "train" if "train" in names else names[0] if len(names) == 1 else None

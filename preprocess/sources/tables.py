@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,34 +29,25 @@ from vlmdata.errors import SourceError
 _THREADS = 32
 
 
-class _Reader(Protocol):
+class _TableReader(Protocol):
     def batches(self, fragment: int) -> Iterator[pa.RecordBatch]: ...
     def close(self) -> None: ...
 
 
 _COUNT: Mapping[Kind, Callable[[DataFile], Fragments]] = {Kind.PARQUET: count_parquet, Kind.ARROW: count_arrow}
 TABLES = tuple(_COUNT)
-_READER: Mapping[Kind, Callable[[DataFile, Sequence[tuple[int, int]]], _Reader]] = {
+_READER: Mapping[Kind, Callable[[DataFile, Sequence[tuple[int, int]]], _TableReader]] = {
     Kind.PARQUET: ParquetReader,
     Kind.ARROW: ArrowReader,
 }
 
 
 @dataclass
-class _Cursor:
-    """An open file and its last decoded rows.
-
-    Attributes:
-        file: Number of the file.
-        reader: Open reader of the file.
-        fragment: Number of the fragment in the source.
-        batches: The next batches of the fragment.
-        table: Decoded rows.
-        first: Number of the first decoded row.
-    """
+class _TableCursor:
+    """An open file, a fragment, its next batches, and decoded rows from the ``first`` one on."""
 
     file: int
-    reader: _Reader
+    reader: _TableReader
     fragment: int
     batches: Iterator[pa.RecordBatch]
     table: pa.Table
@@ -65,41 +56,32 @@ class _Cursor:
 
 @dataclass(eq=False)
 class TableRows:
-    """Rows of files of one kind. Cheap to pickle, because fragments are numbers.
+    """Rows of files of one kind. Cheap to pickle, because fragments are numbers."""
 
-    Attributes:
-        kind: Parquet or Arrow.
-        files: The files.
-        schema: Columns of all rows, with the features of ``datasets`` in its metadata.
-        first_fragments: int64 (files + 1,) number of the first fragment of each file, and the number of fragments.
-        starts: int64 (fragments + 1,) number of the first row of each fragment, and the number of rows.
-        places: int64 (fragments, 2) offset and size of each fragment; (0, 2) for Parquet, whose footers have them.
-    """
-
-    kind: Kind
+    kind: Kind  # parquet or Arrow
     files: Sequence[DataFile]
-    schema: pa.Schema
+    schema: pa.Schema  # columns of all rows, with the features of ``datasets`` in its metadata
+    #: int64 (files + 1,) number of the first fragment of each file, and the number of fragments.
     first_fragments: npt.NDArray[np.int64]
+    #: int64 (fragments + 1,) number of the first row of each fragment, and the number of rows.
     starts: npt.NDArray[np.int64]
+    #: int64 (fragments, 2) offset and size of each fragment; (0, 2) for Parquet, whose footers have them.
     places: npt.NDArray[np.int64]
-    _cursor: _Cursor | None = field(default=None, init=False, repr=False)
+    _cursor: _TableCursor | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def count(cls, kind: Kind, files: Sequence[DataFile], features: Any = None) -> tuple[TableRows, Sequence[str]]:
-        """Counts the rows of files without reading them.
+        """Counts the rows of files without reading them. Returns the rows, and a hash of each file's metadata.
 
-        Args:
-            kind: Parquet or Arrow.
-            files: The files.
-            features: Columns declared by a dataset card; by default those of the first file.
-
-        Returns:
-            The rows, and a hash of each file's metadata.
-
-        Raises:
-            SourceError: If a file is damaged, or its columns do not fit those of the first file.
+        Columns are ``features``, those that a dataset card declares, or else those of the first file. A SourceError if
+        a file is damaged, or its columns do not fit those of the first file.
         """
-        found = kept(kind.value, files, partial(_count, kind, files), _to_json, _from_json)
+
+        def count() -> list[Fragments]:
+            with ThreadPoolExecutor(_THREADS) as threads:
+                return list(threads.map(_COUNT[kind], files))
+
+        found = kept(kind.value, files, count, _to_json, _from_json)
         schema = _target(files, [each.schema for each in found], features)
         fragments = np.array([len(each.counts) for each in found], dtype=np.int64)
         rows = np.array([rows for each in found for rows in each.counts], dtype=np.int64)
@@ -114,16 +96,12 @@ class TableRows:
         return tuple(self.schema.names)
 
     def values(self, number: int) -> Mapping[str, Any]:
-        """Column values of one row.
-
-        Raises:
-            SourceError: If the file has changed, or cannot be read.
-        """
+        """Column values of one row; a SourceError if the file has changed, or cannot be read."""
         cursor = self._at(number)
         record = cursor.table.slice(number - cursor.first, 1).to_pylist()[0]
         return {name: decode_json(value, self._features[name]) for name, value in record.items()}
 
-    def _at(self, number: int) -> _Cursor:
+    def _at(self, number: int) -> _TableCursor:
         """Returns the cursor, moved to decoded rows that contain a row. Rows read in order are decoded once."""
         fragment = int(np.searchsorted(self.starts, number, "right")) - 1
         cursor = self._cursor
@@ -143,7 +121,7 @@ class TableRows:
             cursor.table, cursor.first = (_cast(table, self.schema) if wanted else table), first
         return cursor
 
-    def _begin(self, fragment: int) -> _Cursor:
+    def _begin(self, fragment: int) -> _TableCursor:
         file = int(np.searchsorted(self.first_fragments, fragment, "right")) - 1
         cursor = self._cursor
         if cursor is not None and cursor.file == file:
@@ -154,7 +132,7 @@ class TableRows:
                 self._cursor = None
             reader = _READER[self.kind](self.files[file], self._places_in(file))
         batches = reader.batches(fragment - int(self.first_fragments[file]))
-        return _Cursor(file, reader, fragment, batches, self.schema.empty_table(), int(self.starts[fragment]))
+        return _TableCursor(file, reader, fragment, batches, self.schema.empty_table(), int(self.starts[fragment]))
 
     def _places_in(self, file: int) -> list[tuple[int, int]]:
         first, after = self.first_fragments[file : file + 2]
@@ -181,11 +159,6 @@ def decode_json(value: Any, feature: Any) -> Any:
     if inner is not None and isinstance(value, list):
         return [decode_json(item, inner) for item in value]
     return value
-
-
-def _count(kind: Kind, files: Sequence[DataFile]) -> list[Fragments]:
-    with ThreadPoolExecutor(_THREADS) as threads:
-        return list(threads.map(_COUNT[kind], files))
 
 
 def _to_json(found: Sequence[Fragments]) -> Any:

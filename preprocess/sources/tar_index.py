@@ -22,23 +22,14 @@ _BLOCK_BYTES = 512
 
 @dataclass(frozen=True)
 class TarIndex:
-    """An index. Cheap to pickle: each process reads it once.
-
-    Attributes:
-        file: The index.
-        tar: Its tar.
-    """
+    """An index. Cheap to pickle: each process reads it once."""
 
     file: DataFile
     tar: DataFile
 
     @property
     def offsets(self) -> npt.NDArray[np.int64]:
-        """int64 (samples + 1,): where each sample begins, and where the last one ends.
-
-        Raises:
-            SourceError: If they cannot be those of the tar.
-        """
+        """int64 (samples + 1,): where samples begin, and the last ends; a SourceError if they cannot be the tar's."""
         return _read(self)[0]
 
     @property
@@ -47,15 +38,7 @@ class TarIndex:
         return _read(self)[1]
 
     def require_sample(self, begins: int, ends: int) -> None:
-        """Checks that the index has a sample of the tar.
-
-        Args:
-            begins: Offset of its first header.
-            ends: Offset of the next sample, or of the end mark.
-
-        Raises:
-            SourceError: If the index has no sample there, or the next one is elsewhere.
-        """
+        """Raises a SourceError unless a sample in the index has its first header and its end at these bytes."""
         offsets = self.offsets
         at = int(np.searchsorted(offsets, begins))
         if at + 1 >= len(offsets) or offsets[at] != begins:

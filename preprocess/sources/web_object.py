@@ -32,34 +32,18 @@ class Changed(Exception):
 
 @dataclass(frozen=True)
 class WebVersion:
-    """Tells one version of an object from another.
+    """Tells one version of an object from another."""
 
-    Attributes:
-        etag: ETag of its responses; None without.
-        modified: Last-Modified of its responses; None without, or if it is too recent to tell versions apart.
-        block_bytes: Size of a hashed block.
-        blocks: Hash of each block, 8 bytes each; empty if ETag or Last-Modified suffice.
-        content: xxh3-128 of all bytes, if they were read.
-    """
-
-    etag: str | None = None
+    etag: str | None = None  # ETag of its responses; None without
+    #: Last-Modified of its responses; None without, or if it is too recent to tell versions apart.
     modified: str | None = None
-    block_bytes: int = _BLOCK_BYTES
-    blocks: bytes = b""
-    content: str | None = None
+    block_bytes: int = _BLOCK_BYTES  # size of a hashed block
+    blocks: bytes = b""  # hash of each block, 8 bytes each; empty if ETag or Last-Modified suffice
+    content: str | None = None  # xxh3-128 of all bytes, if they were read
 
 
 def look_up(files: Any, url: str, size: int) -> WebVersion:
-    """Asks a server for the version of an object.
-
-    Args:
-        files: The file system of web addresses.
-        url: The object.
-        size: Its size in bytes.
-
-    Raises:
-        SourceError: If the server does not answer range requests.
-    """
+    """Asks a server for the version of an object; a SourceError if it does not answer range requests."""
     if not size:
         return WebVersion()
     _, headers = _run(files, _get, url, 0, 1, size)
@@ -72,11 +56,7 @@ def look_up(files: Any, url: str, size: int) -> WebVersion:
 
 
 def read_range(files: Any, url: str, size: int, version: WebVersion, start: int, stop: int) -> bytes:
-    """Returns bytes ``start`` to ``stop`` of an object.
-
-    Raises:
-        Changed: If they are those of another version.
-    """
+    """Returns bytes ``start`` to ``stop`` of an object; Changed if they are those of another version."""
     if not version.blocks:
         data, headers = _run(files, _get, url, start, stop, size)
         for name, known in (("ETag", version.etag), ("Last-Modified", version.modified)):

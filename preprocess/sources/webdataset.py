@@ -70,33 +70,15 @@ class _Sample:
 
 @dataclass(frozen=True)
 class TarFile:
-    """A tar of samples.
-
-    Attributes:
-        file: The tar.
-        index: Its index, if it has one.
-    """
+    """A tar of samples, and its index, if it has one."""
 
     file: ByteFile
     index: TarIndex | None = None
-
-    @property
-    def path(self) -> str:
-        """Location of the file."""
-        return self.file.path
-
-    def open(self, offset: int) -> BinaryIO:
-        """Opens a stream of the tar from a member's header."""
-        return self.file.open(offset)
+    body = 0
 
     @staticmethod
     def pass_over(file: ByteFile, block: int, indexes: Mapping[str, TarIndex]) -> Counted:
-        """Counts the samples of a tar by its index, else by its headers.
-
-        Args:
-            file: The tar.
-            block: Smallest distance between remembered places, in bytes.
-            indexes: Indexes by the place of their tar.
+        """Counts the samples of a tar by its index, if there is one by the place of the tar, else by its headers.
 
         Raises:
             SourceError: If the tar is damaged, members of a sample are not adjacent, or the index is of another tar.
@@ -148,7 +130,7 @@ class TarFile:
                 key, begins = member_key, offset
                 if key in seen:
                     raise SourceError(
-                        f"SOURCE {self.path}: {member.name} is apart from the other members of sample {key}. "
+                        f"SOURCE {self.file.path}: {member.name} is apart from the other members of sample {key}. "
                         "Members of a sample must follow each other; make the tar with `tar --sort=name`."
                     )
                 seen.add(key)
@@ -162,16 +144,8 @@ class TarFile:
                     tar.members.clear()  # type: ignore[attr-defined]  # otherwise all headers stay in memory
                     name = _NAME.fullmatch(info.name)
                     if name is not None and (info.isreg() or info.issym() or info.islnk()):
-                        member = _Member(
-                            info.name,
-                            name[2].lower(),
-                            info.offset_data,
-                            info.size,
-                            not info.isreg(),
-                            info.mtime,
-                            info.issparse(),
-                        )
-                        yield info.offset, name[1], member
+                        fields = info.offset_data, info.size, not info.isreg(), info.mtime, info.issparse()
+                        yield info.offset, name[1], _Member(info.name, name[2].lower(), *fields)
                 self._require_end(stream, tar.offset)
                 yield tar.offset, "", None
         except (tarfile.TarError, ValueError) as error:  # a ValueError of numbers in the map of a sparse file
@@ -179,7 +153,7 @@ class TarFile:
 
     def _damaged(self, problem: object) -> SourceError:
         suspect = "" if self.index is None else f", or the index {self.index.file.place} is of another tar"
-        return SourceError(f"SOURCE {self.path}: the tar is damaged or cut off{suspect}: {problem}")
+        return SourceError(f"SOURCE {self.file.path}: the tar is damaged or cut off{suspect}: {problem}")
 
     def _require_end(self, stream: BinaryIO, offset: int) -> None:
         """Checks that the tar ends here. ``tarfile`` stops silently at a damaged header."""
@@ -191,25 +165,20 @@ class TarFile:
         while chunk := stream.read(1 << 20):
             if chunk.count(0) != len(chunk):
                 raise SourceError(
-                    f"SOURCE {self.path}: there is data after the end mark at byte {offset}. Tars that were joined "
-                    "with `cat` are read only up to there; give them as separate files."
+                    f"SOURCE {self.file.path}: there is data after the end mark at byte {offset}. Tars that were "
+                    "joined with `cat` are read only up to there; give them as separate files."
                 )
 
     def values(self, record: _Sample, stream: BinaryIO) -> Mapping[str, Any]:
-        """Returns the columns of a sample.
-
-        Raises:
-            RowRejected: MALFORMED_ROW if a member cannot be read, or two members claim one column.
-        """
+        """Returns the columns of a sample; MALFORMED_ROW if a member cannot be read, or two claim one column."""
         columns = _Columns(record.key)
         images = []
         for member in record.members:
             if member.is_link:
                 raise _malformed(record.key, f"{member.name} is a link; make the tar with --dereference")
             if member.is_sparse:
-                raise _malformed(
-                    record.key, f"{member.name} is stored as a sparse file; make the tar without --sparse (-S)"
-                )
+                problem = f"{member.name} is stored as a sparse file; make the tar without --sparse (-S)"
+                raise _malformed(record.key, problem)
             stream.seek(member.offset)
             data = stream.read(member.size)
             if f".{member.suffix}" in IMAGE_ENDINGS:
@@ -255,20 +224,14 @@ class _Columns:
                 continue
             names = names if isinstance(names, list) else [names]
             if not all(isinstance(name, str) for name in names) or len(names) != len(images):
-                raise _malformed(
-                    self._key,
-                    f"{column} in the JSON is {excerpt(names)}, and the sample has "
-                    f"{counted(len(images), 'image file')}",
-                )
+                held = counted(len(images), "image file")
+                raise _malformed(self._key, f"{column} in the JSON is {excerpt(names)}, and the sample has {held}")
             found = [files.get(name.rpartition("/")[2]) for name in names]
             if len(names) > 1 and (None in found or len(set(names)) != len(names)):
                 raise _malformed(self._key, f"{column} in the JSON names {excerpt(names)}, not {', '.join(files)}")
             ordered = [image for image in found if image is not None] or ordered
         values = [{"bytes": data, "path": member.name} for member, data in ordered]
-        if len(values) > 1:
-            self.values["images"] = values
-        else:
-            self.values["image"] = values[0]
+        self.values |= {"images": values} if len(values) > 1 else {"image": values[0]}
 
     def _set(self, column: str, value: Any, member: _Member) -> None:
         if column in self.values and self.values[column] != value:

@@ -109,5 +109,5 @@ def test_pixels_of_no_patches(name: str) -> None:
 
 
 def test_an_unknown_family_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ValueError, match=f"unknown family 'llava'; known families: {', '.join(REGISTRY)}"):
+    with pytest.raises(ValueError, match=f"--family llava: unknown family. Known: {', '.join(REGISTRY)}"):
         family("llava")

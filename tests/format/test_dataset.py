@@ -134,7 +134,7 @@ def test_index_columns_agree_with_the_samples(dataset):
         assert index.num_patches[i] == len(sample.patches)
         grids = index.grids[index.grid_offsets[i] : index.grid_offsets[i + 1]]
         np.testing.assert_array_equal(grids, sample.image_grid_thw)
-    assert index.image_counts.tolist() == [IMAGES[row] for row in ACCEPTED]
+    assert index.item_counts.tolist() == [IMAGES[row] for row in ACCEPTED]
     assert index.target_turns.tolist() == [1, 1, 2, 1, 2, 1]
     assert index.shard.tolist() == [n for n, rows in enumerate(MIXED_ACCEPTED) for _ in rows]
 
@@ -241,8 +241,8 @@ class TestErrors:
             vlmdata.open_dataset(mixed_copy)
 
     def test_another_major_version(self, mixed_copy):
-        edit_manifest(mixed_copy, schema_version="2.0")
-        with pytest.raises(DatasetFormatError, match=r"schema version 2\.0, but this vlmdata reads 1\."):
+        edit_manifest(mixed_copy, schema_version="3.0")
+        with pytest.raises(DatasetFormatError, match=r"schema version 3\.0, but this vlmdata reads 1\.x and 2\.x"):
             vlmdata.open_dataset(mixed_copy)
 
     @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ class TestErrors:
 
 class TestForwardCompatibility:
     def test_a_higher_minor_version_is_read(self, mixed_copy):
-        edit_manifest(mixed_copy, schema_version="1.99")
+        edit_manifest(mixed_copy, schema_version="2.99")
         assert len(vlmdata.open_dataset(mixed_copy)) == 6
 
     def test_unknown_manifest_fields_are_ignored_at_every_level(self, mixed_copy):

@@ -15,28 +15,30 @@ from vlmdata.errors import DatasetFormatError
 from vlmdata.format.index import DatasetIndex
 from vlmdata.format.index_row import INDEX_SCHEMA, ITEM_COLUMNS, IndexRow, index_table
 from vlmdata.format.schema import MEMBERS
-from vlmdata.format.shard import ItemPlace, Placement
+from vlmdata.format.shard import ArrayPlace, ItemPlace, Placement
+from vlmdata.media.codecs import ItemShape
 
 COUNT = st.integers(0, 2**31 - 1)
 BIG = st.integers(0, 2**63 - 1)
 HASH = st.integers(0, 2**64 - 1)
-ITEM = st.builds(ItemPlace, BIG, BIG, HASH, st.sampled_from(["image", "video"]), st.sampled_from(["raw", "zlib", "é"]))
-GRID = st.tuples(st.just(1), st.integers(1, 100).map(lambda n: 2 * n), st.integers(1, 100).map(lambda n: 2 * n))
+GRID = st.tuples(st.integers(1, 9), *[st.integers(1, 100).map(lambda n: 2 * n)] * 2)
+SHAPE = st.builds(ItemShape, st.sampled_from(["image", "video"]), GRID, st.integers(1, 2))
+ITEM = st.builds(ItemPlace, SHAPE, BIG, BIG, HASH, HASH, st.sampled_from(["raw", "zlib", "é"]))
+WHOLE = [member.name for member in MEMBERS if member.name != "patches"]
 
 
 @st.composite
 def index_rows(draw, number: int = 0) -> IndexRow:
-    grids = tuple(draw(st.lists(GRID, max_size=4)))
-    hashes = [(draw(HASH),) for member in MEMBERS if member.name != "patches"]
+    items = tuple(draw(st.lists(ITEM, max_size=4)))
     placement = Placement(
         offset=draw(BIG),
         size=draw(BIG),
         checksum=draw(HASH),
         json_offset=draw(BIG),
         json_size=draw(COUNT),
-        data_offsets=tuple(draw(BIG) for _ in MEMBERS),
-        data_checksums=(*hashes, tuple(draw(HASH) for _ in grids)),
-        items=tuple(draw(ITEM) for _ in grids),
+        arrays={name: ArrayPlace(draw(BIG), draw(HASH)) for name in WHOLE},
+        patches_offset=draw(BIG),
+        items=items,
     )
     return IndexRow(
         key=f"{number:09d}",
@@ -48,31 +50,27 @@ def index_rows(draw, number: int = 0) -> IndexRow:
         num_targets=draw(COUNT),
         target_turns=draw(COUNT),
         truncated=draw(st.booleans()),
-        image_grid_thw=grids,
-        image_starts=tuple(draw(COUNT) for _ in grids),
+        item_starts=tuple(draw(COUNT) for _ in items),
     )
 
 
-ITEM_A = ItemPlace(4, 3, 9)
-
-
 def simple_rows(count: int) -> list[IndexRow]:
-    hashes = ((1,), (2,), (3,), (4,))
+    arrays = {name: ArrayPlace(n, n) for n, name in enumerate(WHOLE)}
+    image = ItemShape("image", (1, 2, 2))
     return [
         IndexRow(
             key=f"{n:09d}",
             source_row=2 * n,
             shard=n // 2,
             placement=Placement(
-                1024 * n, 1024, n, 512, 10, (1, 2, 3, 4, 5), (*hashes, tuple(range(n))), items=(ITEM_A,) * n
+                1024 * n, 1024, n, 512, 10, arrays, 5, tuple(ItemPlace(image, 4, 3, i, 9) for i in range(n))
             ),
             length=10 + n,
             padded_length=16,
             num_targets=n,
             target_turns=1,
             truncated=n % 2 == 1,
-            image_grid_thw=((1, 2, 2),) * n,
-            image_starts=tuple(range(0, 2 * n, 2)),
+            item_starts=tuple(range(0, 2 * n, 2)),
         )
         for n in range(count)
     ]
@@ -114,11 +112,11 @@ def test_columns_have_the_documented_types(index_file):
 def test_grids_of_a_sample_are_a_slice_of_all_grids(index_file):
     index = DatasetIndex.read(index_file)
     assert index.grid_offsets.tolist() == [0, 0, 1, 3, 6]
-    assert index.image_counts.tolist() == [0, 1, 2, 3]
+    assert index.item_counts.tolist() == [0, 1, 2, 3]
     assert (index.grids.dtype, index.grids.shape) == (np.int32, (6, 3))
     assert index.num_patches.tolist() == [0, 4, 8, 12]
-    assert index.image_starts.tolist() == [0, 0, 2, 0, 2, 4]
-    assert index.image_checksums.tolist() == [0, 0, 1, 0, 1, 2]
+    assert index.item_starts.tolist() == [0, 0, 2, 0, 2, 4]
+    assert index.item_checksums.tolist() == [0, 0, 1, 0, 1, 2]
 
 
 @pytest.mark.parametrize("name", ["lengths", "source_row", "truncated", "grids"])
@@ -181,13 +179,13 @@ def test_a_column_of_the_wrong_type_is_a_format_error(index_file, column):
         DatasetIndex.read(index_file)
 
 
-@pytest.mark.parametrize("name", ["image_starts", "image_checksums", *ITEM_COLUMNS])
-def test_a_list_that_has_not_one_entry_an_image_is_a_format_error(index_file, name):
+@pytest.mark.parametrize("name", [name for name in ITEM_COLUMNS if name != "item_grids"])
+def test_a_list_that_has_not_one_entry_an_item_is_a_format_error(index_file, name):
     table = pq.read_table(index_file)
     lists = table.column(name).to_pylist()
     moved = pa.array([lists[1], [], *lists[2:]], table.schema.field(name).type)
     pq.write_table(table.set_column(table.column_names.index(name), name, moved), index_file)
-    with pytest.raises(DatasetFormatError, match=f"{name} does not have one entry per image"):
+    with pytest.raises(DatasetFormatError, match=f"{name} does not have one entry per item"):
         DatasetIndex.read(index_file)
 
 

@@ -23,7 +23,7 @@ from vlmdata.errors import DatasetFormatError
 from vlmdata.format.index import DatasetIndex
 from vlmdata.format.index_row import INDEX_SCHEMA, index_schema
 from vlmdata.format.manifest import Manifest
-from vlmdata.format.schema import INDEX_NAME, LOSS_WEIGHTS, MANIFEST_NAME, MEMBERS
+from vlmdata.format.schema import INDEX_NAME, LOSS_WEIGHTS, MANIFEST_NAME
 from vlmdata.verify.dataset import verify_dataset
 
 #: By source row: weight of the sample, weights of its assistant turns.
@@ -197,40 +197,3 @@ class TestFaults:
         pq.write_table(table, copy / INDEX_NAME)
         with pytest.raises(DatasetFormatError, match=r"lacks the columns loss_weights_checksum$"):
             DatasetIndex.read(copy / INDEX_NAME)
-
-
-class TestSchema10:
-    """A dataset that the writer of schema 1.0 made (its tokenizer folder left out) is read as it was."""
-
-    @pytest.fixture
-    def old(self, tmp_path: Path) -> Path:
-        directory = Path(shutil.copytree(Path(__file__).with_name("dataset-1.0"), tmp_path / "dataset"))
-        assets = Path(__file__).parents[2] / "preprocess" / "assets" / "tokenizer"
-        shutil.copytree(assets, directory / "tokenizer")
-        return directory
-
-    def test_samples(self, old: Path) -> None:
-        dataset = vlmdata.open_dataset(old)
-        assert dataset.manifest.schema_version == "1.0"
-        assert [(sample.key, sample.length, sample.num_targets) for sample in dataset] == SAMPLES_10
-        for sample in dataset:
-            assert sample.loss_weights is None
-            assert list(sample.arrays()) == [member.name for member in MEMBERS]
-
-    def test_its_fingerprint_is_that_of_its_file(self, old: Path) -> None:
-        """The state of a loader names it: a run that began before 1.1 goes on."""
-        assert Manifest.read(old).to_json() == (old / MANIFEST_NAME).read_bytes()
-
-    def test_it_is_sound(self, old: Path) -> None:
-        assert verify_dataset(old).faults == []
-
-    def test_it_is_streamed(self, old: Path) -> None:
-        with vlmdata.StreamingLoader(old, capacity=128, global_batch=1) as loader:
-            batches = list(loader)
-        assert sorted(key for batch in batches for key in batch.sample_keys) == [key for key, *_ in SAMPLES_10]
-        assert sum(int(batch.loss_mask.sum()) for batch in batches if batch.loss_mask is not None) == sum(
-            targets for *_, targets in SAMPLES_10
-        )
-
-
-SAMPLES_10 = [("000000000", 29, 5), ("000000002", 43, 10)]

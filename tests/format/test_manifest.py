@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from contextlib import suppress
 from pathlib import Path
@@ -13,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlmdata.errors import DatasetFormatError
-from vlmdata.format.manifest import Manifest, ShardInfo, TokenizerInfo, Totals, canonical_hash, differences
+from vlmdata.format.manifest import Manifest, ShardInfo, Totals, canonical_hash, differences
 from vlmdata.format.schema import MANIFEST_NAME, SCHEMA_VERSION, supported_features
+from vlmdata.format.tokenizer_info import ItemTokens, TokenizerInfo, TurnTokens
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 5) | st.floats(allow_nan=False) | st.text(max_size=3),
@@ -24,7 +26,8 @@ JSON = st.recursive(
 
 
 def example() -> Manifest:
-    tokenizer = TokenizerInfo("embedded", "f" * 64, "c" * 64, 1000, 0, 1, 2, 3, 4, 5, 6, (7, 8))
+    items = {"image": ItemTokens(5, (3,), (4,)), "video": ItemTokens(6, (3,), (4,))}
+    tokenizer = TokenizerInfo("embedded", "f" * 64, "c" * 64, 1000, 0, TurnTokens(1, 2, (7, 8)), items)
     config = {"options": {"pad_multiple": 16, "note": "größe"}}
     return Manifest(
         config=config,
@@ -156,3 +159,25 @@ def test_a_family_that_this_version_does_not_know_is_refused(tmp_path):
     assert Manifest.read(write(tmp_path, fields_of(example()))).model_family.name == "qwen3_5"
     known = Manifest.read(write(tmp_path, fields_of(example()) | {"family": "qwen2_5_vl"}))
     assert known.model_family.patch_size == 14
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_a_manifest_of_format_1_is_mapped_and_keeps_its_fingerprint(tmp_path, version):
+    """Its tokenizer's fields, as the writers of these versions had them."""
+    fields = fields_of(example()) | {"schema_version": version}
+    later = {} if version == "1.0" else {"special_tokens": {"pad_token": "<|endoftext|>"}, "end_of_text": 9}
+    marks = {"im_start": 1, "im_end": 2, "vision_start": 3, "vision_end": 4, "image": 5, "video": 6}
+    common = {name: fields["tokenizer"][name] for name in ("name", "fingerprint", "chat_template", "vocab_size", "pad")}
+    fields["tokenizer"] = common | marks | {"assistant_header": [7, 8]} | later
+    totals = fields["totals"]
+    totals["images"] = totals.pop("items")
+    if "item_bytes" in totals:
+        totals["image_bytes"] = totals.pop("item_bytes")
+    text = json.dumps(fields, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    (tmp_path / MANIFEST_NAME).write_text(text, encoding="utf-8")
+    manifest = Manifest.read(tmp_path)
+    assert manifest.tokenizer == dataclasses.replace(example().tokenizer, **later)
+    assert manifest.to_json() == text.encode()
+    assert manifest.fingerprint == hashlib.sha256(text.encode()).hexdigest()
+    now = json.loads(dataclasses.replace(manifest, schema_version=SCHEMA_VERSION).to_json())["tokenizer"]
+    assert set(now) == {*common, "turns", "items", *later}

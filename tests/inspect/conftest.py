@@ -121,7 +121,7 @@ def demo_dataset(demo: Path) -> VlmDataset:
 def mixed_dataset(mixed: Path) -> VlmDataset:
     """The same, opened."""
     dataset = open_dataset(mixed)
-    assert set(dataset.index.image_counts.tolist()) == {0, 1, 2}  # else the tests prove less than they say
+    assert set(dataset.index.item_counts.tolist()) == {0, 1, 2}  # else the tests prove less than they say
     return dataset
 
 

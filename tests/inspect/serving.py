@@ -15,7 +15,8 @@ from typing import Any
 import uvicorn
 
 from vlmdata.inspect.dataset import describe_dataset
-from vlmdata.inspect.server import PackSource, build_app
+from vlmdata.inspect.packs import EpochPacks
+from vlmdata.inspect.server import build_app
 from vlmdata.loader.loader import StreamingLoader
 from vlmdata.storage.open import open_dataset
 
@@ -76,8 +77,8 @@ def serving(directory: Path, *, host: str = "127.0.0.1", check: int | None = Non
     )
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
-        packs = PackSource(loader, 0, {"context_parallel": 2})
-        app = build_app(dataset, describe_dataset(dataset, check=check), packs, host=host, port=port, **options)
+        card = describe_dataset(dataset, check=check)
+        app = build_app(dataset, card, EpochPacks(loader, 0), host=host, port=port, **options)
         # Without log_config=None absl's handler (TensorBoard's) is closed, and with it pytest's captured stderr.
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, log_level="critical", ws="none"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})

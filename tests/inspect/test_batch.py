@@ -17,7 +17,7 @@ from vlmdata.context_parallel import partition_indices
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.inspect import BatchDescription, describe_batch, describe_row, describe_step
 from vlmdata.inspect.batch import batch_at, num_batches
-from vlmdata.loader.data import default_capacity
+from vlmdata.loader.request.index_rows import default_capacity
 from vlmdata.storage.open import open_dataset
 
 LAYOUTS: list[dict[str, Any]] = [

@@ -54,7 +54,7 @@ def test_totals_are_those_of_the_shards(folder: Path, raw: list[RawSample], card
     assert totals.tokens == sum(sample.length for sample in raw)
     assert totals.padding == sum(len(sample.arrays["input_ids"]) - sample.length for sample in raw)
     assert totals.targets == sum(int(sample.mask.sum()) for sample in raw)
-    assert totals.images == sum(len(sample.grids) for sample in raw)
+    assert totals.items == sum(len(sample.grids) for sample in raw)
     assert totals.patches == sum(len(sample.arrays["patches"]) for sample in raw)
     assert totals.bytes == sum(path.stat().st_size for path in folder.glob("shard-*.tar"))
 

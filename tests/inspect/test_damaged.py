@@ -41,7 +41,7 @@ def images_everywhere(draft: Draft) -> None:
 
 
 def image_elsewhere(draft: Draft) -> None:
-    draft.image_starts = (draft.length - 3,)
+    draft.item_starts = (draft.length - 3,)
 
 
 def no_image_tokens(draft: Draft) -> None:

@@ -52,7 +52,7 @@ def test_tokens_are_those_of_the_members(both: Both) -> None:
         tokens = found.tokens
         assert np.array_equal(tokens.ids, raw.ids)
         assert np.array_equal(tokens.mask, raw.mask)
-        assert np.array_equal(np.stack([tokens.t, tokens.h, tokens.w]), raw.positions)
+        assert np.array_equal(np.stack(list(tokens.positions.values())), raw.positions)
         assert len(tokens.texts) == raw.length
 
 

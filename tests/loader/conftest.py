@@ -37,7 +37,7 @@ def receipts(tmp_path_factory: pytest.TempPathFactory, cord_parquet: Path) -> Pa
 def chats(chat: Path) -> VlmDataset:
     """The chats, opened: what batches are compared with."""
     dataset = VlmDataset(chat)
-    images = set(dataset.index.image_counts.tolist())
+    images = set(dataset.index.item_counts.tolist())
     assert images == {0, 1, 2}  # else the tests below prove less than they say
     assert len(dataset.manifest.shards) == 8
     return dataset

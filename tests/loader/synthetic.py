@@ -11,11 +11,13 @@ import pyarrow.parquet as pq
 from vlmdata.families import family as family_of
 from vlmdata.families.base import Family
 from vlmdata.format.index_row import IndexRow, index_table, used_features
-from vlmdata.format.manifest import Manifest, ShardInfo, TokenizerInfo, Totals
+from vlmdata.format.manifest import Manifest, ShardInfo, Totals
 from vlmdata.format.schema import sample_key, shard_name
 from vlmdata.format.shard import ShardWriter
+from vlmdata.format.tokenizer_info import ItemTokens, TokenizerInfo, TurnTokens
 
 IMAGE_TOKEN, PAD = 1000, 1001
+ITEMS = {kind: ItemTokens(token, (3,), (4,)) for kind, token in (("image", IMAGE_TOKEN), ("video", 5))}
 
 
 def write_dataset(
@@ -56,7 +58,7 @@ def write_dataset(
         config={},
         config_hash="",
         source={},
-        tokenizer=TokenizerInfo("synthetic", "0" * 64, "0" * 64, 1002, PAD, 1, 2, 3, 4, IMAGE_TOKEN, 5, (6,)),
+        tokenizer=TokenizerInfo("synthetic", "0" * 64, "0" * 64, 1002, PAD, TurnTokens(1, 2, (6,)), ITEMS),
         totals=Totals(
             rows=len(rows),
             samples=len(rows),
@@ -64,7 +66,7 @@ def write_dataset(
             tokens=sum(row.length for row in rows),
             padding=sum(row.padded_length - row.length for row in rows),
             targets=sum(row.num_targets for row in rows),
-            images=sum(len(row.image_grid_thw) for row in rows),
+            items=sum(len(row.items) for row in rows),
             patches=sum(row.num_patches for row in rows),
             bytes=sum(info.bytes for info in infos),
             truncated=0,
@@ -126,6 +128,5 @@ def _add_sample(
         num_targets=int(mask.sum()),
         target_turns=1,
         truncated=False,
-        image_grid_thw=tuple((1, int(h), int(w)) for _, h, w in grids),
-        image_starts=tuple(starts),
+        item_starts=tuple(starts),
     )

@@ -22,11 +22,11 @@ from tests.loader.remote_fs import TroubledFileSystem
 from tests.verify.rewriting import rewrite_manifest, sha256
 from vlmdata.errors import DatasetFormatError, ResourceError
 from vlmdata.format.dataset import VlmDataset
+from vlmdata.format.manifest import ShardInfo
 from vlmdata.storage import cache as cache_module
 from vlmdata.storage import download as remote
 from vlmdata.storage.cache import CACHE_FOLDER, RemoteShards, cache_folder
 from vlmdata.storage.open import open_dataset
-from vlmdata.storage.shards import ShardFile
 
 PLENTY = 1 << 40
 
@@ -45,21 +45,16 @@ def cache(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def shards(chats: VlmDataset) -> list[ShardFile]:
-    return [shard_file(chats, number) for number in range(len(chats.manifest.shards))]
+def shards(chats: VlmDataset) -> list[ShardInfo]:
+    return list(chats.manifest.shards)
 
 
-def fetch(source: RemoteShards, shard: ShardFile) -> bytes:
+def fetch(source: RemoteShards, shard: ShardInfo) -> bytes:
     file = source.open(shard)
     try:
         return os.pread(file, shard.bytes + 1, 0)
     finally:
         os.close(file)
-
-
-def shard_file(dataset: VlmDataset, number: int) -> ShardFile:
-    shard = dataset.manifest.shards[number]
-    return ShardFile(shard.name, shard.bytes, shard.sha256)
 
 
 def cached(cache: Path) -> set[str]:
@@ -117,7 +112,7 @@ class TestLoading:
             assert packs_of(loader) == packs_of(epoch_of(chat))[1:]
 
     def test_a_cache_smaller_than_the_data_is_enough(
-        self, chat: Path, cache: Path, shards: list[ShardFile], troubled: type[TroubledFileSystem]
+        self, chat: Path, cache: Path, shards: list[ShardInfo], troubled: type[TroubledFileSystem]
     ) -> None:
         size = max(shard.bytes for shard in shards)
         found = epoch_of(f"troubled://{chat}", cache_dir=cache, cache_bytes=2 * size, num_workers=2)
@@ -182,7 +177,7 @@ class TestTrouble:
         self,
         chat: Path,
         cache: Path,
-        shards: list[ShardFile],
+        shards: list[ShardInfo],
         troubled: type[TroubledFileSystem],
         failure: Exception,
     ) -> None:
@@ -192,7 +187,7 @@ class TestTrouble:
         )
 
     def test_but_not_for_ever(
-        self, chat: Path, cache: Path, shards: list[ShardFile], troubled: type[TroubledFileSystem]
+        self, chat: Path, cache: Path, shards: list[ShardInfo], troubled: type[TroubledFileSystem]
     ) -> None:
         troubled.failures = 4
         source = RemoteShards(f"troubled://{chat}", cache, PLENTY)
@@ -203,7 +198,7 @@ class TestTrouble:
         assert fetch(source, shards[0])  # and the next time it may be well again
 
     def test_a_corrupt_remote_is_named_with_both_hashes(
-        self, chat: Path, cache: Path, shards: list[ShardFile], troubled: type[TroubledFileSystem]
+        self, chat: Path, cache: Path, shards: list[ShardInfo], troubled: type[TroubledFileSystem]
     ) -> None:
         troubled.forged = b"not what was written"
         with pytest.raises(DatasetFormatError) as found:
@@ -215,7 +210,7 @@ class TestTrouble:
         assert troubled.opened(shard.name) == [shard.name] * 4
 
     def test_a_missing_remote_shard_is_not_asked_for_again(
-        self, chat_copy: Path, cache: Path, shards: list[ShardFile], troubled: type[TroubledFileSystem]
+        self, chat_copy: Path, cache: Path, shards: list[ShardInfo], troubled: type[TroubledFileSystem]
     ) -> None:
         (chat_copy / shards[2].name).unlink()
         with pytest.raises(DatasetFormatError, match=r"shard-000002.tar: no such remote file"):
@@ -223,7 +218,7 @@ class TestTrouble:
         assert len(troubled.opened()) == 1
 
     def test_a_disk_that_takes_no_more_is_reported_as_ours(
-        self, chat: Path, cache: Path, shards: list[ShardFile], troubled: type[TroubledFileSystem]
+        self, chat: Path, cache: Path, shards: list[ShardInfo], troubled: type[TroubledFileSystem]
     ) -> None:
         def open_on_a_full_disk() -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
@@ -234,7 +229,7 @@ class TestTrouble:
         assert len(troubled.opened()) == 1  # trying again would change nothing
         assert temporaries(cache) == []
 
-    def test_a_copy_cut_short_is_fetched_again(self, chat: Path, cache: Path, shards: list[ShardFile]) -> None:
+    def test_a_copy_cut_short_is_fetched_again(self, chat: Path, cache: Path, shards: list[ShardInfo]) -> None:
         source = RemoteShards(f"file://{chat}", cache, PLENTY)
         fetch(source, shards[0])
         os.truncate(source.local_path(shards[0]), 100)
@@ -248,7 +243,7 @@ class TestRot:
     def rotten(self, chat: Path, chats: VlmDataset, cache: Path, troubled: type[TroubledFileSystem]) -> Path:
         """A shard in the cache that lost a byte, at an equal size."""
         epoch_of(f"troubled://{chat}", cache_dir=cache)
-        path = RemoteShards("", cache / CACHE_FOLDER, PLENTY).local_path(shard_file(chats, 2))
+        path = RemoteShards("", cache / CACHE_FOLDER, PLENTY).local_path(chats.manifest.shards[2])
         with open(path, "r+b") as file:
             file.seek(int(chats.index.data_offsets["input_ids"][12]))
             file.write(b"\xff")
@@ -331,7 +326,7 @@ class TestRot:
         assert troubled.opened() == ["shard-000002.tar"]
 
     def test_of_a_power_cut_is_prevented(
-        self, chat: Path, cache: Path, shards: list[ShardFile], monkeypatch: pytest.MonkeyPatch
+        self, chat: Path, cache: Path, shards: list[ShardInfo], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Content is on the disk before its name, and the name when the shard is used."""
         done: list[str] = []
@@ -352,11 +347,11 @@ class TestRot:
 
 
 class TestRoom:
-    def source(self, chat: Path, cache: Path, shards: list[ShardFile], count: float) -> RemoteShards:
+    def source(self, chat: Path, cache: Path, shards: list[ShardInfo], count: float) -> RemoteShards:
         """A cache with room for so many shards."""
         return RemoteShards(f"file://{chat}", cache, int(count * max(shard.bytes for shard in shards)))
 
-    def test_the_least_recently_used_goes_first(self, chat: Path, cache: Path, shards: list[ShardFile]) -> None:
+    def test_the_least_recently_used_goes_first(self, chat: Path, cache: Path, shards: list[ShardInfo]) -> None:
         source = self.source(chat, cache, shards, 3)
         names = [source.local_path(shard).name for shard in shards]
         for number in (0, 1, 2, 0, 3):  # 0 is used again, so 1 is the oldest
@@ -368,13 +363,13 @@ class TestRoom:
         assert names[2] not in cached(cache)
         assert {names[0], names[3], names[4]} == cached(cache)
 
-    def test_there_is_always_room_for_one(self, chat: Path, cache: Path, shards: list[ShardFile]) -> None:
+    def test_there_is_always_room_for_one(self, chat: Path, cache: Path, shards: list[ShardInfo]) -> None:
         source = self.source(chat, cache, shards, 0.01)
         for shard in shards:
             assert fetch(source, shard) == (chat / shard.name).read_bytes()
             assert cached(cache) == {source.local_path(shard).name}
 
-    def test_an_open_file_outlives_its_eviction(self, chat: Path, cache: Path, shards: list[ShardFile]) -> None:
+    def test_an_open_file_outlives_its_eviction(self, chat: Path, cache: Path, shards: list[ShardInfo]) -> None:
         source = self.source(chat, cache, shards, 1)
         file = source.open(shards[0])
         fetch(source, shards[1])
@@ -383,7 +378,7 @@ class TestRoom:
         os.close(file)
 
     def test_nothing_is_removed_that_the_cache_did_not_make(
-        self, chat: Path, cache: Path, shards: list[ShardFile], troubled: type[TroubledFileSystem]
+        self, chat: Path, cache: Path, shards: list[ShardInfo], troubled: type[TroubledFileSystem]
     ) -> None:
         """The user may name a folder that holds other things, such as a disk of tars."""
         own = cache / CACHE_FOLDER
@@ -402,7 +397,7 @@ class TestRoom:
 
 class TestManyProcesses:
     def test_four_at_once_fetch_each_shard_once(
-        self, chat: Path, cache: Path, shards: list[ShardFile], troubled: type[TroubledFileSystem]
+        self, chat: Path, cache: Path, shards: list[ShardInfo], troubled: type[TroubledFileSystem]
     ) -> None:
         troubled.delay = 0.001
         source = RemoteShards(f"troubled://{chat}", cache, PLENTY)
@@ -417,7 +412,7 @@ class TestManyProcesses:
         assert temporaries(cache) == []
 
     def test_four_at_once_in_a_cache_that_is_too_small(
-        self, chat: Path, cache: Path, shards: list[ShardFile], troubled: type[TroubledFileSystem]
+        self, chat: Path, cache: Path, shards: list[ShardInfo], troubled: type[TroubledFileSystem]
     ) -> None:
         size = max(shard.bytes for shard in shards)
         source = RemoteShards(f"troubled://{chat}", cache, size)  # each evicts what the others fetch
@@ -434,7 +429,7 @@ class TestManyProcesses:
 class TestKilledDownload:
     @pytest.fixture
     def killed(
-        self, chat: Path, cache: Path, shards: list[ShardFile], troubled: type[TroubledFileSystem]
+        self, chat: Path, cache: Path, shards: list[ShardInfo], troubled: type[TroubledFileSystem]
     ) -> RemoteShards:
         """A cache whose first shard a killed process was fetching."""
         source = RemoteShards(f"troubled://{chat}", cache, PLENTY, lock_timeout=5)
@@ -451,12 +446,12 @@ class TestKilledDownload:
         assert len(temporaries(cache)) == 1
         return source
 
-    def test_holds_no_lock(self, killed: RemoteShards, chat: Path, cache: Path, shards: list[ShardFile]) -> None:
+    def test_holds_no_lock(self, killed: RemoteShards, chat: Path, cache: Path, shards: list[ShardInfo]) -> None:
         assert fetch(killed, shards[0]) == (chat / shards[0].name).read_bytes()
         assert temporaries(cache) == []
 
     def test_is_cleaned_away_with_the_next_download(
-        self, killed: RemoteShards, cache: Path, shards: list[ShardFile]
+        self, killed: RemoteShards, cache: Path, shards: list[ShardInfo]
     ) -> None:
         fetch(killed, shards[5])
         assert temporaries(cache) == []

@@ -21,7 +21,7 @@ SAMPLE = 12
 
 def expected_checksum(dataset: VlmDataset, field: str) -> int:
     if field == "patches":
-        return int(dataset.index.image_checksums[dataset.index.grid_offsets[SAMPLE]])
+        return int(dataset.index.item_checksums[dataset.index.grid_offsets[SAMPLE]])
     return int(dataset.index.member_checksums[field][SAMPLE])
 
 

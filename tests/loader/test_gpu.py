@@ -29,7 +29,7 @@ def test_on_the_device(synthetic: Path, check: Callable[[Path], None]) -> None:
 
 def test_the_synthetic_dataset_is_sound(synthetic: Path) -> None:
     dataset = VlmDataset(synthetic)
-    assert set(dataset.index.image_counts.tolist()) == {0, 1, 2, 3}
+    assert set(dataset.index.item_counts.tolist()) == {0, 1, 2, 3}
     with stream(synthetic, capacity=1024, max_patches=None) as loader:
         for batch in loader:
             assert_holds_its_samples(batch, dataset)

@@ -19,7 +19,7 @@ import vlmdata
 from tests.loader.helpers import assert_same, packs_of, stream, wait_until, worker_pids
 from vlmdata.errors import UsageError
 from vlmdata.format.dataset import VlmDataset
-from vlmdata.loader.feed.passes import Pass, Passes
+from vlmdata.loader.feed.one_thread import LoaderIterator, OneThread
 from vlmdata.loader.state import Position
 
 FAST: dict[str, Any] = {"parts": ()}
@@ -170,7 +170,7 @@ class TestThreads:
             assert go.wait(60)
             yield from (1, 2)
 
-        shared = Pass(Passes[int](), items())
+        shared = LoaderIterator(OneThread(), items())
         with ThreadPoolExecutor(1) as pool:
             first = pool.submit(next, shared)
             assert waiting.wait(60)

@@ -54,7 +54,7 @@ def damage(folder: Path, *places: tuple[int, str]) -> None:
     index = dataset.index
     for sample, member in places:
         if member == "patches":
-            if not index.image_counts[sample]:
+            if not index.item_counts[sample]:
                 continue
             offset = int(index.item_offsets[index.grid_offsets[sample + 1] - 1])
         else:
@@ -130,7 +130,7 @@ def test_every_rank_masks_the_same_samples_and_changes_nothing_else(
     rank: int | None,
 ) -> None:
     index = VlmDataset(data).index
-    samples = [sample for sample, member in places if member != "patches" or index.image_counts[sample]]
+    samples = [sample for sample, member in places if member != "patches" or index.item_counts[sample]]
     folder = damaged(*places)
     found = masking(folder, context_parallel=2, context_parallel_rank=rank, parts=tuple(parts))
     absent = {name for name, part in PART_OF.items() if part not in parts}

@@ -9,12 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from vlmdata.families import Family
-from vlmdata.media.codecs import Grid, Item
+from vlmdata.media.codecs import Item, ItemShape
 
 
 class ShuffledZlib:
     """Columns of the patches one after another, compressed."""
 
+    name = "shuffled-zlib"
     summary = "for tests"
     needs_file = False
 
@@ -22,12 +23,11 @@ class ShuffledZlib:
         return {}
 
     def encode(self, item: Item) -> Buffer:
-        grid = item.grid
-        assert item.patches.shape == (grid[0] * grid[1] * grid[2], item.family.patch_bytes)
+        assert item.patches.shape == (item.shape.rows, item.family.patch_bytes)
         return zlib.compress(np.ascontiguousarray(item.patches.T), level=1)
 
-    def decode(self, stored: Buffer, grid: Grid, family: Family, out: npt.NDArray[np.uint8]) -> None:
-        assert out.shape == (grid[0] * grid[1] * grid[2], family.patch_bytes)
+    def decode(self, stored: Buffer, shape: ItemShape, family: Family, out: npt.NDArray[np.uint8]) -> None:
+        assert out.shape == (shape.rows, family.patch_bytes)
         out[:] = np.frombuffer(zlib.decompress(stored), np.uint8).reshape(out.T.shape).T
 
 

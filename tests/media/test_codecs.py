@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Buffer, Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from preprocess.config import ImageConfig, PreprocessConfig
 from preprocess.recode.run import recode_dataset
 from tests.chat_rows import write_jsonl
 from tests.conftest import build_dataset, tree_bytes
+from tests.format.as_earlier import as_earlier
 from tests.loader.helpers import assert_same, stream
 from tests.loader.rows import chat_rows
 from tests.preprocess.extend_pages import write_named_file
@@ -30,17 +32,28 @@ from vlmdata.batch import PackedBatch
 from vlmdata.errors import DatasetFormatError, UsageError
 from vlmdata.families import Family, family
 from vlmdata.families.qwen3_5 import FAMILY
-from vlmdata.format.index_row import ITEM_COLUMNS
+from vlmdata.format.ledger import read_ledger
 from vlmdata.format.manifest import Manifest
-from vlmdata.format.schema import INDEX_NAME
+from vlmdata.format.schema import INDEX_NAME, LEDGER_NAME
 from vlmdata.media import pixel_check
-from vlmdata.media.codecs import REGISTRY, Grid, Item, codec, decode_item
+from vlmdata.media.codecs import IMAGE, REGISTRY, VIDEO, Item, ItemShape, Unsuitable, codec, decode_item
+from vlmdata.reasons import Reason
 from vlmdata.verify.dataset import verify_dataset
 
 NAME = "shuffled-zlib"
+#: Columns of the index that say how items are stored.
+STORAGE = [
+    "item_kinds",
+    "item_copies",
+    "item_codecs",
+    "item_offsets",
+    "item_bytes",
+    "item_checksums",
+    "pixel_checksums",
+]
 #: Codecs of the pages under docs/extend: the page and the file.
 ON_PAGES = {
-    "zlib": ("codec.md", "vlmdata/media/codecs/zlib_patches.py"),
+    "zlib": ("codec.md", "zlib_patches.py"),
     "bz2": ("exercises.md", "vlmdata/media/codecs/bz2_patches.py"),
 }
 ROWS = 24
@@ -51,10 +64,10 @@ OPTIONS = {"recipe": "chat", "image": ImageConfig(1024, 16384), "rows_per_shard"
 def _registered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folder = tmp_path_factory.mktemp("pages")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(REGISTRY, NAME, "tests.media.shuffled_zlib")
+        patch.setitem(REGISTRY, NAME, "tests.media.shuffled_zlib:CODEC")
         patch.syspath_prepend(folder)
         for name, (page, file) in ON_PAGES.items():
-            patch.setitem(REGISTRY, name, write_named_file(page, file, folder))
+            patch.setitem(REGISTRY, name, f"{write_named_file(page, file, folder)}:CODEC")
         yield
 
 
@@ -81,7 +94,7 @@ def damaged(encoded: Path, tmp_path: Path) -> Path:
 def with_image(directory: Path) -> tuple[str, Path, int, int]:
     """Of a sample with two images: its key, its shard, and the first byte and bytes of its second image."""
     dataset = vlmdata.open_dataset(directory)
-    i = int(np.flatnonzero(dataset.index.image_counts == 2)[0])
+    i = int(np.flatnonzero(dataset.index.item_counts == 2)[0])
     item = dataset.index.row(i).items[1]
     return dataset.index.key(i), dataset.shard_path(int(dataset.index.shard[i])), item.offset, item.bytes
 
@@ -106,15 +119,21 @@ def flip(path: Path, offset: int) -> None:
 
 @st.composite
 def items(draw: st.DrawFn) -> Item:
-    """A picture of some kind: flat, grey, of smooth columns, or noise; in families of both patch sizes."""
+    """Frames of some kind: flat, grey, of smooth columns, or noise; in families of both patch sizes."""
     made = draw(st.sampled_from([family("qwen3_5"), family("qwen2_5_vl")]))
     rows, columns, channels = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.sampled_from([1, 3]))
     random = np.random.default_rng(draw(st.integers(0, 99)))
-    shape = (channels, rows * made.factor, columns * made.factor)
+    frames, copies = draw(st.sampled_from([(1, 1), (1, 1), (3, 1), (2, made.temporal_patch_size)]))
+    shape = (channels, frames * copies * rows * made.factor, columns * made.factor)
     steps = random.integers(0, draw(st.sampled_from([1, 2, 256])), shape, np.uint8)
     picture = np.add.accumulate(steps, axis=1, dtype=np.uint8) if draw(st.booleans()) else steps
     patches = made.patchify(np.broadcast_to(picture, (3, *shape[1:])))
-    return Item(patches, (1, 2 * rows, 2 * columns), made)
+    if copies > 1:  # the copies of a patch are adjacent
+        patches = patches.reshape(frames, copies, -1, made.patch_bytes).swapaxes(1, 2).reshape(patches.shape)
+    kind = IMAGE if frames * copies == 1 else VIDEO
+    item = Item(patches, ItemShape(kind, (frames, 2 * rows, 2 * columns), copies), made)
+    np.testing.assert_array_equal(item.picture(), np.broadcast_to(picture, (3, *shape[1:])))
+    return item
 
 
 @pytest.mark.parametrize("name", [*(name for name in REGISTRY if not codec(name).needs_file), NAME, *ON_PAGES])
@@ -123,16 +142,16 @@ def test_every_codec_gives_back_the_patches(name: str, item: Item) -> None:
     stored = bytes(codec(name).encode(item))
     assert bytes(codec(name).encode(item)) == stored
     out = np.full_like(item.patches, 7)
-    codec(name).decode(stored, item.grid, item.family, out)
+    codec(name).decode(stored, item.shape, item.family, out)
     np.testing.assert_array_equal(out, item.patches)
     with pytest.raises(DatasetFormatError, match=f"image 0: its .* bytes do not decode with codec {name}"):
-        decode_item(name, stored[:-1], item.grid, item.family, out, "image 0")
+        decode_item(name, stored[:-1], item.shape, item.family, out, "image 0")
 
 
 class TestOfADataset:
     def test_samples_are_those_stored_raw(self, raw: Path, encoded: Path) -> None:
         plain, dataset = vlmdata.open_dataset(raw), vlmdata.open_dataset(encoded)
-        assert set(plain.index.image_counts.tolist()) == {0, 1, 2}
+        assert set(plain.index.item_counts.tolist()) == {0, 1, 2}
         for one, other in zip(plain, dataset, strict=True):
             assert (one.key, one.length) == (other.key, other.length)
             for name, array in one.arrays().items():
@@ -181,16 +200,16 @@ class TestOfADataset:
 
     def test_one_image_is_found_by_the_index_alone(self, encoded: Path) -> None:
         """As a reader in another language would."""
-        row = next(r for r in pq.read_table(encoded / INDEX_NAME).to_pylist() if len(r["image_grid_thw"]) == 2)
+        row = next(r for r in pq.read_table(encoded / INDEX_NAME).to_pylist() if len(r["item_grids"]) == 2)
         assert row["item_kinds"] == ["image", "image"]
         assert row["item_codecs"] == [NAME, NAME]
         assert row["patches_offset"] == -1
         checksums = row["pixel_checksums"]
         data = (encoded / f"shard-{row['shard']:06d}.tar").read_bytes()
         begin, size = row["item_offsets"][1], row["item_bytes"][1]
-        t, h, w = row["image_grid_thw"][1]
+        t, h, w = row["item_grids"][1]
         out = np.empty((t * h * w, FAMILY.patch_bytes), np.uint8)
-        codec(NAME).decode(data[begin : begin + size], (t, h, w), FAMILY, out)
+        codec(NAME).decode(data[begin : begin + size], ItemShape(IMAGE, (t, h, w)), FAMILY, out)
         stored = vlmdata.open_dataset(encoded).sample(row["key"]).patches
         np.testing.assert_array_equal(out, stored[-len(out) :])
         assert xxhash.xxh3_64_intdigest(out) == checksums[1]
@@ -204,7 +223,7 @@ class TestOfADataset:
             assert ("patches.npy" in sample) == (not described)
             assert sum(item["bytes"] for item in described) == len(sample.get("items.bin", b""))
             counts.append(len(described))
-        assert counts == vlmdata.open_dataset(encoded).index.image_counts.tolist()
+        assert counts == vlmdata.open_dataset(encoded).index.item_counts.tolist()
 
     def test_a_lost_index_and_a_lost_shard_are_made_again_as_they_were(self, damaged: Path, source: Path) -> None:
         whole = tree_bytes(damaged)
@@ -216,17 +235,14 @@ class TestOfADataset:
         assert tree_bytes(damaged) == whole
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen2_5_vl"])
-def test_an_index_without_columns_of_items_is_completed(source: Path, tmp_path: Path, family: str) -> None:
-    """As datasets of format 1.0 have it."""
-    directory = build_dataset(source, tmp_path / "dataset", family=family, **OPTIONS)
-    dataset = vlmdata.open_dataset(directory)
-    pq.write_table(pq.read_table(directory / INDEX_NAME).drop_columns(list(ITEM_COLUMNS)), directory / INDEX_NAME)
-    rewrite_manifest(directory, index_sha256=sha256(directory / INDEX_NAME))
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_an_index_of_an_earlier_schema_is_completed(raw: Path, tmp_path: Path, version: str) -> None:
+    directory, dataset = Path(shutil.copytree(raw, tmp_path / "dataset")), vlmdata.open_dataset(raw)
+    as_earlier(directory, version)
     completed = vlmdata.open_dataset(directory)
     assert completed.index.table.equals(dataset.index.table)
     assert not verify_dataset(directory).faults
-    assert_same(batches(directory), batches(build_dataset(source, tmp_path / "again", family=family, **OPTIONS)))
+    assert_same(batches(directory), batches(raw))
 
 
 class TestDamage:
@@ -252,8 +268,8 @@ class TestDamage:
         """As another version of a decoder might give them; the stored bytes are sound."""
         decode = type(codec(NAME)).decode
 
-        def one_brighter(self: object, stored: Buffer, grid: Grid, family: Family, out: Any) -> None:
-            decode(self, stored, grid, family, out)
+        def one_brighter(self: object, stored: Buffer, shape: ItemShape, family: Family, out: Any) -> None:
+            decode(self, stored, shape, family, out)
             out[-1, -1] ^= 1
 
         whole = batches(encoded)
@@ -278,30 +294,31 @@ class TestDamage:
         flip(shard, offset + size // 2)
         assert ("checksum", key) in {(fault.check, fault.key) for fault in verify_dataset(damaged, pixels=False).faults}
 
-    @pytest.mark.parametrize("column", ITEM_COLUMNS)
+    @pytest.mark.parametrize("column", STORAGE)
     def test_an_index_that_says_otherwise_is_found(self, damaged: Path, column: str) -> None:
         key = change_item(damaged, column, {"item_kinds": "video", "item_codecs": "raw"}.get(column, 17))
         faults = {(fault.check, fault.key) for fault in verify_dataset(damaged).faults}
         assert {("items", key), ("metadata", key)} & faults
 
-    @pytest.mark.parametrize("column", ITEM_COLUMNS)
+    @pytest.mark.parametrize("column", STORAGE)
     def test_an_index_of_raw_pixels_that_says_otherwise_is_found(self, raw: Path, tmp_path: Path, column: str) -> None:
         copy = Path(shutil.copytree(raw, tmp_path / "dataset"))
         key = change_item(copy, column, {"item_kinds": "video", "item_codecs": NAME}.get(column, 17))
-        assert ("index", key) in {(fault.check, fault.key) for fault in verify_dataset(copy).faults}
+        check = "shape" if column == "item_copies" else "index"
+        assert (check, key) in {(fault.check, fault.key) for fault in verify_dataset(copy).faults}
 
     def test_a_codec_that_this_vlmdata_lacks_is_named(self, encoded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(REGISTRY, NAME)
         with pytest.raises(DatasetFormatError, match=f"needs features this vlmdata lacks: patches-{NAME}") as caught:
             vlmdata.open_dataset(encoded)
-        assert f"If codec {NAME} is your own, register it here (docs/extend/codec.md). Read it" in str(caught.value)
+        assert f"Codec {NAME} is neither built in nor installed here. " in str(caught.value)
         assert "Upgrade" not in str(caught.value)
 
     def test_a_codec_that_cannot_encode_is_named_with_the_sample(
         self, source: Path, raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def encode(self: object, item: Item) -> Buffer:
-            raise OSError(f"no codes for {item.grid}")
+            raise OSError(f"no codes for {item.shape.grid}")
 
         monkeypatch.setattr(type(codec(NAME)), "encode", encode)
         found = rf"--pixels {NAME}: the codec cannot encode key 0000000\d\d, image 0 \(\d+x\d+ patches\): no codes for"
@@ -310,8 +327,41 @@ class TestDamage:
         with pytest.raises(UsageError, match=found):
             recode_dataset(raw, tmp_path / "recoded", NAME)
 
+    def test_an_item_that_a_codec_does_not_store_is_rejected_and_the_run_goes_on(
+        self, source: Path, raw: Path, encoded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        encode = type(codec(NAME)).encode
+
+        def only_wide(self: object, item: Item) -> Buffer:
+            if item.shape.grid[1] > item.shape.grid[2]:
+                raise Unsuitable(f"{item.shape.grid[1]} patches high, at most {item.shape.grid[2]}")
+            return encode(self, item)
+
+        monkeypatch.setattr(type(codec(NAME)), "encode", only_wide)
+        made = vlmdata.open_dataset(build_dataset(source, tmp_path / "out", pixels=NAME, **OPTIONS))
+        before = vlmdata.open_dataset(encoded)
+        tall = {
+            int(before.index.source_row[i])
+            for i in range(len(before))
+            if any(item.grid[1] > item.grid[2] for item in before.index.shapes(i))
+        }
+        assert 0 < len(tall) < len(before)
+        assert set(before.index.source_row.tolist()) - tall == set(made.index.source_row.tolist())
+        rejected = {each.row: each for each in read_ledger(made.directory / LEDGER_NAME) if each.row in tall}
+        assert rejected.keys() == tall
+        for each in rejected.values():
+            assert each.reason is Reason.UNSUITABLE_ITEM
+            assert re.fullmatch(
+                rf"images\[\d\]: the codec {NAME} does not store it: \d+ patches high, at most \d+. Choose another "
+                "--pixels to keep the row",
+                each.message,
+            )
+        assert verify_dataset(made.directory).faults == []
+        with pytest.raises(UsageError, match=rf"{NAME}: the codec does not store key 0.*, image \d: \d+ patches"):
+            recode_dataset(raw, tmp_path / "recoded", NAME)
+
     def test_an_unknown_codec_is_refused_as_an_option(self) -> None:
-        with pytest.raises(ValueError, match="unknown codec 'webp'; known codecs: raw"):
+        with pytest.raises(ValueError, match=r"--pixels webp: unknown codec\. Known: raw, "):
             PreprocessConfig(pixels="webp")
 
 

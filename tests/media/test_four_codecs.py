@@ -35,7 +35,7 @@ from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import INDEX_NAME
 from vlmdata.inspect.query import sample_text
 from vlmdata.inspect.sample import SampleDescriber
-from vlmdata.media.codecs import MOST_FILE_PIXELS, RAW, REGISTRY, codec, decode_item
+from vlmdata.media.codecs import IMAGE, MOST_FILE_PIXELS, RAW, REGISTRY, ItemShape, codec, decode_item
 from vlmdata.verify.dataset import verify_dataset
 from vlmdata.verify.remedy import remedies
 
@@ -45,7 +45,7 @@ CODECS = [name for name in REGISTRY if name != RAW]
 ROWS = 20
 OPTIONS: dict[str, Any] = {"recipe": "chat", "image": ImageConfig(1024, 16384), "rows_per_shard": 5}
 #: Columns of the index in which datasets of one source differ by their codec.
-STORED = ("offset", "size", "checksum", "image_checksums", "item_offsets", "item_bytes", "item_codecs", "json_size")
+STORED = ("offset", "size", "checksum", "item_checksums", "item_offsets", "item_bytes", "item_codecs", "json_size")
 
 
 def files() -> list[bytes]:
@@ -153,13 +153,13 @@ class TestEqual:
         raw, encoded = (pq.read_table(datasets[which] / INDEX_NAME) for which in (RAW, name))
         differing = {column for column in raw.column_names if not raw.column(column).equals(encoded.column(column))}
         assert {column for column in differing if not column.endswith("_offset")} <= set(STORED)
-        assert encoded.column("pixel_checksums").equals(raw.column("image_checksums"))
+        assert encoded.column("pixel_checksums").equals(raw.column("item_checksums"))
         assert Manifest.read(datasets[name]).features == ("images", f"patches-{name}")
         assert verify_dataset(datasets[name]).faults == []
 
     def test_masked_samples(self, datasets: dict[str, Path], damaged: Path, name: str) -> None:
         index = vlmdata.open_dataset(damaged).index
-        owner = np.repeat(np.arange(len(index.shard)), index.image_counts)
+        owner = np.repeat(np.arange(len(index.shard)), index.item_counts)
         place = [(int(index.shard[of]), int(index.item_offsets[i])) for i, of in enumerate(owner)]
         with open(damaged / f"shard-{place[4][0]:06d}.tar", "r+b") as file:
             file.seek(place[4][1] + 30)
@@ -208,13 +208,13 @@ def test_source_holds_each_file_once_a_shard(source: Path, datasets: dict[str, P
                     stored += 1
                 owners[dataset.index.key(i), number] = item.offset
     assert shared > 5
-    assert stored + shared == dataset.manifest.totals.images
+    assert stored + shared == dataset.manifest.totals.items
 
 
 class TestDamage:
     def test_a_flipped_bit(self, damaged: Path, name: str) -> None:
         dataset = vlmdata.open_dataset(damaged)
-        i = int(np.flatnonzero(dataset.index.image_counts >= 1)[0])
+        i = int(np.flatnonzero(dataset.index.item_counts >= 1)[0])
         key, item, shard = dataset.index.key(i), dataset.index.row(i).items[0], dataset.shard_path(0)
         data = bytearray(shard.read_bytes())
         data[item.offset + item.bytes // 2] ^= 16
@@ -229,17 +229,17 @@ class TestDamage:
 
     def test_a_truncated_item(self, datasets: dict[str, Path], name: str) -> None:
         index = vlmdata.open_dataset(datasets[name]).index
-        i = int(np.flatnonzero(index.image_counts >= 1)[0])
-        row, grid = index.row(i), index.row(i).image_grid_thw[0]
+        i = int(np.flatnonzero(index.item_counts >= 1)[0])
+        row, shape = index.row(i), index.row(i).items[0].shape
         data = (datasets[name] / "shard-000000.tar").read_bytes()
         stored = data[row.items[0].offset :][: row.items[0].bytes]
-        out = np.empty((grid[1] * grid[2], FAMILY.patch_bytes), np.uint8)
-        decode_item(name, stored, grid, FAMILY, out, "image 0")
+        out = np.empty((shape.rows, FAMILY.patch_bytes), np.uint8)
+        decode_item(name, stored, shape, FAMILY, out, "image 0")
         for cut in (0, 1, len(stored) // 2):
             with pytest.raises(
                 DatasetFormatError, match=f"^image 0: its {cut:,} bytes do not decode with codec {name}"
             ):
-                decode_item(name, stored[:cut], grid, FAMILY, out, "image 0")
+                decode_item(name, stored[:cut], shape, FAMILY, out, "image 0")
 
     @pytest.mark.parametrize("column", ["item_offsets", "item_bytes", "pixel_checksums"])
     def test_an_index_that_points_elsewhere(self, damaged: Path, column: str) -> None:
@@ -262,7 +262,7 @@ class TestHostile:
 
     def refused(self, name: str, stored: bytes, why: str) -> None:
         with pytest.raises(DatasetFormatError, match=why):
-            decode_item(name, stored, (1, 4, 4), FAMILY, self.OUT, "image 0")
+            decode_item(name, stored, ItemShape(IMAGE, (1, 4, 4)), FAMILY, self.OUT, "image 0")
 
     @pytest.mark.parametrize("flags", [0, 1, 2, 3])
     def test_zstd(self, flags: int) -> None:

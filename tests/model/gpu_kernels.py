@@ -40,7 +40,8 @@ def fused_rotations() -> None:
 
 def tower_rotation() -> None:
     """The tower's rotation with a bias against torch in float64, twice with the same bits, for all numbers of rows."""
-    from model.kernels.rotation import SplitAndRotate, run_rotation
+    from model.kernels.rotation import SplitAndRotate
+    from model.kernels.tower import TowerKernels
     from tests.model.kernels.rotation import compared
 
     # Rounding is that of the results: 2^-9 in bfloat16.
@@ -53,7 +54,7 @@ def tower_rotation() -> None:
                 assert max(errors.values()) < limit, (rows, heads, width, fixed, errors)
                 worst = max(worst, *errors.values())
             print(f"  {heads} heads of {width}, {dtype}: {worst:.1e}")
-    run_rotation(16, 64, str(CUDA))
+    TowerKernels(16, 64, 768, 4096).run(str(CUDA))
     with nothing_compiled():
         for rows in (1, 16, 55_500, 60_001):
             shapes = [(rows, 16, 3, 64), (3072,), (rows, 64)]
@@ -82,15 +83,16 @@ def nothing_compiled() -> Iterator[None]:
 
 def delta_net_kernels() -> None:
     """The kernels before the delta rule against plain torch in float64, and twice with the same bits."""
-    from model.kernels.delta_inputs import DeltaInputs, Heads
+    from model.kernels.delta_inputs import DeltaInputs
+    from model.kernels.short_convolution import DeltaHeads
     from tests.model.kernels.delta_inputs import compared, drawn, starts_of
 
     bounds = [0, 1, 2, 5, 300, 301, 555, 1024, 1040]
     cases = [
-        (Heads(16, 16, 128, 128), 4),
-        (Heads(16, 32, 128, 128), 4),
-        (Heads(2, 6, 72, 40), 3),
-        (Heads(1, 1, 256, 64), 4),
+        (DeltaHeads(16, 16, 128, 128), 4),
+        (DeltaHeads(16, 32, 128, 128), 4),
+        (DeltaHeads(2, 6, 72, 40), 3),
+        (DeltaHeads(1, 1, 256, 64), 4),
     ]
     for heads, taps in cases:
         # Rounding is that of the results: 2^-9 in bfloat16. Exponentials of a GPU are exact to about 2e-7.
@@ -98,7 +100,7 @@ def delta_net_kernels() -> None:
             errors = compared(bounds, heads, taps, dtype, device=str(CUDA), apart=16 if heads.key_width == 128 else 7)
             print(f"  {heads} {dtype}: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
             assert max(errors.values()) < limit, errors
-    heads, bounds = Heads(16, 16, 128, 128), [0, 5000, 5001, 16384]
+    heads, bounds = DeltaHeads(16, 16, 128, 128), [0, 5000, 5001, 16384]
     inputs = [each.to(CUDA).requires_grad_() for each in drawn(bounds[-1], heads, 4, torch.bfloat16, 0, 0)]
     runs = []
     for _ in range(3):
@@ -109,7 +111,8 @@ def delta_net_kernels() -> None:
 
 def residual_norm() -> None:
     """The tower's residual stream against plain torch in float64, twice with the same bits, for all numbers of rows."""
-    from model.kernels.residual_norm import run_residual_norm, sum_and_norm, sum_with_bias
+    from model.kernels.residual_norm import sum_and_norm, sum_with_bias
+    from model.kernels.tower import TowerKernels
     from tests.model.kernels.residual_norm import INPUTS, compared
 
     # Rounding is that of the results: 2^-9 in bfloat16.
@@ -124,7 +127,7 @@ def residual_norm() -> None:
                     worst[function] = max(worst[function], *errors.values())
             print(f"  {width} {dtype}: " + ", ".join(f"{name} {error:.1e}" for name, error in worst.items()))
     generator = torch.Generator(CUDA).manual_seed(0)
-    run_residual_norm(768, str(CUDA))
+    TowerKernels(16, 64, 768, 4096).run(str(CUDA))
     with nothing_compiled():
         for rows in (1, 16, 55_500, 60_001):
             shapes = [(rows, 768), (rows, 768), (768,), (768,), (768,)]
@@ -140,7 +143,8 @@ def residual_norm() -> None:
 
 def biased_gelu() -> None:
     """GELU with a bias against torch in float64, twice with the same bits, for all numbers of rows."""
-    from model.kernels.biased_gelu import gelu_with_bias, run_gelu_with_bias
+    from model.kernels.biased_gelu import gelu_with_bias
+    from model.kernels.tower import TowerKernels
     from tests.model.kernels.biased_gelu import compared
 
     # Rounding is that of the results: 2^-9 in bfloat16.
@@ -154,7 +158,7 @@ def biased_gelu() -> None:
                 worst = max(worst, *errors.values())
             print(f"  {width} {dtype}: {worst:.1e}")
     generator = torch.Generator(CUDA).manual_seed(0)
-    run_gelu_with_bias(4096, str(CUDA))
+    TowerKernels(16, 64, 768, 4096).run(str(CUDA))
     with nothing_compiled():
         for rows in (1, 16, 55_500, 60_001):
             product, bias = (
@@ -170,19 +174,19 @@ def biased_gelu() -> None:
 
 def attention_inputs() -> None:
     """The kernel before attention against plain torch in float64, and again with the same bits."""
-    from model.kernels.attention_inputs import AttentionInputs, Heads
+    from model.kernels.attention_inputs import AttentionHeads, AttentionInputs
     from tests.model.kernels.attention_inputs import compared, drawn
 
     # Groups, queries of a group, width, rotated columns: Qwen3.5, Qwen3-VL, six queries, narrow heads, no powers of 2.
     layouts = [(2, 4, 256, 64), (8, 2, 128, 128), (4, 6, 256, 64), (1, 8, 64, 32), (3, 1, 24, 12)]
     for (*shape, rotated), gated in itertools.product(layouts, (True, False)):
-        heads = Heads(*shape, gated=gated, zero_centered=gated, eps=1e-6)
+        heads = AttentionHeads(*shape, gated=gated, zero_centered=gated, eps=1e-6)
         # Rounding is that of the results: 2^-9 in bfloat16. Sums of the weights' gradients have 1,037 terms a query.
         for dtype, limit in ((torch.float32, 2e-6), (torch.bfloat16, 4e-3)):
             errors = compared(1037, heads, rotated, dtype, str(CUDA))
             print(f"  {heads} {dtype}: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
             assert max(errors.values()) < limit, errors
-    heads = Heads(2, 4, 256, gated=True, zero_centered=True, eps=1e-6)
+    heads = AttentionHeads(2, 4, 256, gated=True, zero_centered=True, eps=1e-6)
     mixed, angles, *weights = drawn(16384, heads, 64, torch.bfloat16, str(CUDA))
     runs = []
     for _ in range(3):

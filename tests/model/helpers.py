@@ -84,6 +84,16 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return math.inf if math.isnan(error) else error
 
 
+def unsharded(entry: Any, parts: list[torch.Tensor]) -> torch.Tensor:
+    """Joins the shards of all tensor-parallel ranks to a whole parameter: the inverse of ``ParameterMap.shard``."""
+    if entry.shard_dim is None or len(parts) == 1:
+        return parts[0]
+    axis, size = entry.shard_dim, len(parts)
+    lengths = [section // size for section in entry.sections] or [parts[0].shape[axis]]
+    columns = zip(*(part.split(lengths, axis) for part in parts), strict=True)
+    return torch.cat([piece for column in columns for piece in column], axis)
+
+
 def weights_of(architecture: Any, **options: Any) -> dict[str, torch.Tensor]:
     """:func:`random_weights` for all tensors of a model; options are those of its name table."""
     from model.weights.mapping import hf_names

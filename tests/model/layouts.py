@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.model.helpers import small_architecture, weights_of
+from tests.model.helpers import small_architecture, unsharded, weights_of
 from tests.model.workers import meet_again
 from vlmdata import StreamingLoader
 from vlmdata.batch import PackedBatch
@@ -326,7 +326,7 @@ def whole_gradients(case: Case, data: Path, outcomes: list[StepOutcome]) -> dict
                 torch.testing.assert_close(other, copies[0], rtol=1e-6, atol=0, msg=f"{case.name}: {name}")
             whole[name] = copies[0]
         else:
-            whole[name] = entry.unshard([parts[name][rank] for rank in range(size)])
+            whole[name] = unsharded(entry, [parts[name][rank] for rank in range(size)])
     return whole
 
 

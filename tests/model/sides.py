@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.model.helpers import weights_of
+from tests.model.helpers import unsharded, weights_of
 from tests.model.layouts import LOADING, Case, StepOutcome, architecture_of, whole_gradients
 from tests.model.workers import meet_again
 from vlmdata import StreamingLoader
@@ -148,7 +148,7 @@ def gradients_of_sides(case: SideCase, data: Path, outcomes: list[StepOutcome]) 
     for name in towers[0]:
         for rank, each in enumerate(towers):
             torch.testing.assert_close(each[name], towers[rank % size][name], rtol=1e-6, atol=0, msg=name)
-        whole[name] = maps[name].unshard([each[name] for each in towers[:size]]) if size > 1 else towers[0][name]
+        whole[name] = unsharded(maps[name], [each[name] for each in towers[:size]])
     return whole
 
 

@@ -23,7 +23,7 @@ from vlmdata.packing.patterns.patterns import MAX_SIZES, find_patterns, pack_by_
 from vlmdata.packing.patterns.program_bound import program_bound
 from vlmdata.packing.seeding import hash64
 
-attempt = one_limit._try
+attempt = one_limit.SizeClasses.by_strategy
 Histogram = tuple[np.ndarray, np.ndarray, int]
 
 
@@ -194,7 +194,9 @@ def test_strategies_that_cannot_win_are_not_tried(monkeypatch: pytest.MonkeyPatc
     # Nothing is good enough without comparison.
     preference = dataclasses.replace(preference, excess=1e-9)
     tried: list[object] = []
-    monkeypatch.setattr(one_limit, "_try", lambda strategy, *rest: tried.append(strategy) or attempt(strategy, *rest))
+    monkeypatch.setattr(
+        one_limit.SizeClasses, "by_strategy", lambda self, strategy: tried.append(strategy) or attempt(self, strategy)
+    )
     counts, bins = [], []
     for least in (10**9, 100):
         monkeypatch.setattr(one_limit, "_MIN_EXPECTED_BINS", least)

@@ -8,9 +8,11 @@ from pathlib import Path
 PAGES = Path(__file__).parents[2] / "docs" / "extend"
 
 
-def write_example(page: str, folder: Path) -> str:
-    """Writes a page's first block of code as the module that its first line names; returns the module's name."""
-    (code,) = re.findall(r"^```python\n(# (\w+)\.py\n.*?)^```$", (PAGES / page).read_text(), re.DOTALL | re.MULTILINE)
+def write_example(page: str, folder: Path, number: int = 0) -> str:
+    """Writes a page's block of code as the module that the block's first line names; returns the module's name."""
+    code = re.findall(r"^```python\n(# (\w+)\.py\n.*?)^```$", (PAGES / page).read_text(), re.DOTALL | re.MULTILINE)[
+        number
+    ]
     (folder / f"{code[1]}.py").write_text(code[0])
     return str(code[1])
 

@@ -8,8 +8,12 @@ import pytest
 
 from preprocess.engines.base import load_engine
 from preprocess.recipes.base import load_recipe
-from preprocess.registry import find
 from vlmdata.errors import SourceError
+from vlmdata.registry import Registry, not_callable
+
+
+def registry(**built_in: str) -> Registry[type]:
+    return Registry("recipe", "vlmdata.recipes", "--recipe", not_callable, built_in, SourceError)
 
 
 @pytest.mark.parametrize(
@@ -36,9 +40,9 @@ def test_an_import_error_names_the_remedy(
     (tmp_path / "raising.py").write_text("\n1 / 0")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SourceError, match=f"--recipe {name}: cannot load") as raised:
-        find("--recipe", name, {"one": "json:load"})
+        registry(one="json:load").find(name)
     assert remedy in str(raised.value)
-    assert find("--recipe", "mine_here.py:Mine", {}).__name__ == "Mine"
+    assert registry().find("mine_here.py:Mine").__name__ == "Mine"
 
 
 OWN = """
@@ -78,4 +82,4 @@ def test_what_is_no_recipe_is_refused(tmp_path: Path, attribute: str, words: str
 def test_what_is_no_engine_is_refused(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     with pytest.raises(SourceError, match=r"own\.py:WithoutCall: it has no method `run`\. Derive it from"):
-        load_engine(f"{tmp_path}/own.py:WithoutCall", None)
+        load_engine(f"{tmp_path}/own.py:WithoutCall")

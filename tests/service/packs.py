@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from vlmdata.loader.fill.buffers import BufferPool
-from vlmdata.loader.fill.fill import Filled
-from vlmdata.service.server.clients import Clients, Share
+from vlmdata.loader.fill.filler import Filled
 from vlmdata.service.server.packs import FilledPack
 
 MIB = 1 << 20
@@ -18,9 +17,12 @@ MIB = 1 << 20
 def pack_request(number: int, size: int = 4 * MIB) -> Any:
     """A request for a pack of tokens that fills its buffer."""
     request = SimpleNamespace(
-        layout=SimpleNamespace(bytes=size, fields=()), position=SimpleNamespace(epoch=0), pack=number, pixels="uint8"
+        arrays=SimpleNamespace(bytes=size, placed=(), has_patches=False),
+        position=SimpleNamespace(epoch=0),
+        pack=SimpleNamespace(number=number),
+        pixels="uint8",
     )
-    request.of = lambda *_: request
+    request.whole = lambda _: request
     return request
 
 
@@ -35,9 +37,4 @@ def filled_pack(size: int) -> FilledPack:
 
 def whole(pack: FilledPack) -> Any:
     """A client's request for all of a pack."""
-    return SimpleNamespace(layout=pack.request.layout, context_parallel=None)
-
-
-def share() -> Share:
-    """A call's part of what its machine may use."""
-    return Clients(64, 1 << 30, 60.0, lambda _: False).enter("ipv4:127.0.0.1", lambda: False)
+    return SimpleNamespace(arrays=pack.request.arrays, context_parallel=None)

@@ -107,15 +107,10 @@ def assert_equal(a: PackedBatch, b: PackedBatch) -> None:
 
 
 class Proxy:
-    """Passes TCP connections on to a server, slowly or not to the end.
+    """Passes TCP connections on to the server of a port, slowly or not to the end."""
 
-    Args:
-        port: The server's port.
-        source: Address from which the server sees connections come.
-    """
-
-    def __init__(self, port: int, source: str = "127.0.0.1"):
-        self._target, self._source = port, source
+    def __init__(self, port: int):
+        self._target = port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         #: Bytes of answers after which connections are cut; None is never.
@@ -141,7 +136,7 @@ class Proxy:
                 client, _ = self._listener.accept()
             except OSError:
                 return
-            server = socket.create_connection(("127.0.0.1", self._target), source_address=(self._source, 0))
+            server = socket.create_connection(("127.0.0.1", self._target))
             self._sockets += [client, server]
             threading.Thread(target=self._pass, args=(client, server, False), daemon=True).start()
             threading.Thread(target=self._pass, args=(server, client, True), daemon=True).start()

@@ -15,9 +15,8 @@ import trustme
 
 from vlmdata import StreamingLoader
 from vlmdata.errors import ResourceError, UsageError
-from vlmdata.service.client.calls import more_telling
-from vlmdata.service.client.connection import ServerLostError, _brief
-from vlmdata.service.server.access import RateLimit, Tokens, machine_of
+from vlmdata.service.client.connection import ServerLostError, _brief, more_telling
+from vlmdata.service.server.access import RateLimit, TokenFile, machine_of
 from vlmdata.service.server.config import ServerConfig
 from vlmdata.service.server.server import CollationServer
 
@@ -102,10 +101,10 @@ class TestTokens:
 
     def test_a_file_without_tokens_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="cannot be read: No such file"):
-            Tokens(tmp_path / "none")
+            TokenFile(tmp_path / "none")
         (tmp_path / "empty").write_text("# nothing\n")
         with pytest.raises(UsageError, match="has no token; write one on each line"):
-            Tokens(tmp_path / "empty")
+            TokenFile(tmp_path / "empty")
 
 
 class TestTls:

@@ -16,7 +16,7 @@ from tests.service.packs import MIB, pack_request
 from tests.service.servers import assert_equal, wait_until
 from vlmdata import StreamingLoader
 from vlmdata.errors import DatasetFormatError
-from vlmdata.loader.fill.fill import Filled
+from vlmdata.loader.fill.filler import Filled
 from vlmdata.loader.state import Position
 from vlmdata.packing.config import PlanConfig
 from vlmdata.service.protocol import BatchQuery
@@ -128,19 +128,15 @@ class Fillers:
         return Filled(1)
 
 
-def no_limit(*_: object) -> None:
-    pass
-
-
 class TestMemory:
     def test_a_third_at_most(self) -> None:
         packs = Packs(Fillers(), 24 * MIB, 0.1, frozenset, lambda: False)  # type: ignore[arg-type]
         for number in range(4):
             packs.prepare(pack_request(number), "plan", "raise")
         assert packs.counts.made == packs.counts.ahead == 2
-        packs.get(pack_request(0), "plan", "raise", no_limit)
+        packs.get(pack_request(0), "plan", "raise")
         assert (packs.counts.made, packs.counts.shared) == (2, 0)
-        packs.get(pack_request(0), "plan", "raise", no_limit)
+        packs.get(pack_request(0), "plan", "raise")
         assert packs.counts.shared == 1
         packs.prepare(pack_request(3), "plan", "raise")
         assert packs.counts.made == 3
@@ -156,14 +152,14 @@ class TestMemory:
 
         monkeypatch.setattr(packs.memory, "acquire", meanwhile)
         packs.prepare(pack_request(0), "plan", "raise")
-        packs.get(pack_request(0), "plan", "raise", no_limit)
+        packs.get(pack_request(0), "plan", "raise")
         assert (packs.counts.made, packs.counts.ahead, packs.counts.shared) == (1, 1, 0)
 
     def test_packs_that_nobody_asks_for_make_room(self) -> None:
         packs = Packs(Fillers(), 12 * MIB, 0.1, frozenset, lambda: False)  # type: ignore[arg-type]
         packs.prepare(pack_request(0), "plan", "raise")
         for number in range(1, 4):
-            packs.get(pack_request(number), "plan", "raise", no_limit)
+            packs.get(pack_request(number), "plan", "raise")
         assert (packs.counts.ahead, packs.counts.dropped) == (1, 1)
         packs.prepare(pack_request(9), "plan", "raise")
         assert packs.counts.ahead == 2
@@ -173,7 +169,7 @@ class TestMemory:
         sending: set[int] = set()
         packs = Packs(Fillers(), 12 * MIB, 240.0, lambda: sending, lambda: bool(relieved.append(1)))  # type: ignore[arg-type]
         for number in range(3):
-            sending.add(id(packs.get(pack_request(number), "plan", "raise", no_limit).buffer))
+            sending.add(id(packs.get(pack_request(number), "plan", "raise").buffer))
         with pytest.raises(BusyError):
             packs.prepare(pack_request(3), "plan", "raise")
         assert not relieved
@@ -204,10 +200,10 @@ class TestMemory:
         assert begun.wait(240)
         threading.Timer(0.05, go.set).start()
         with pytest.raises(DatasetFormatError, match="damaged"):
-            packs.get(pack_request(0), "plan", "raise", no_limit)
+            packs.get(pack_request(0), "plan", "raise")
         thread.join(240)
         assert len(errors) == 1
-        assert packs.memory.bytes_in_use == 0
+        assert packs.memory.pool.bytes_in_use == 0
         packs.prepare(pack_request(1, 5 * MIB), "plan", "raise")  # over a third: not tried
 
 

@@ -14,10 +14,10 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from tests.service.packs import MIB, filled_pack, pack_request, share, whole
+from tests.service.packs import MIB, filled_pack, pack_request, whole
 from tests.service.servers import wait_until
 from vlmdata.loader.fill.buffers import BufferPool
-from vlmdata.loader.fill.fill import Filled
+from vlmdata.loader.fill.filler import Filled
 from vlmdata.service.protocol import FileQuery, Header
 from vlmdata.service.server.answer import Answer, Answers, SharedAnswer, pieces
 from vlmdata.service.server.filling import Fillers
@@ -29,7 +29,7 @@ from vlmdata.service.shared_memory import Maps, SharedPack
 
 def test_a_copy_on_its_way_does_not_keep_the_pack() -> None:
     pack = filled_pack(6 * MIB)
-    answer = Answer(whole(pack), pack, share(), lambda: True)
+    answer = Answer(whole(pack), pack, lambda: True)
     first = next(iter(answer.batches()))
     answer.give_up()
     del pack
@@ -41,10 +41,10 @@ def test_a_copy_on_its_way_does_not_keep_the_pack() -> None:
 def test_an_answer_under_way_is_sound_after_the_server_has_closed() -> None:
     fillers: Any = SimpleNamespace(fill=lambda *_: Filled(1))
     packs = Packs(fillers, 32 * MIB, 0.1, frozenset, lambda: False)
-    pack = packs.get(pack_request(0, 8 * MIB), "plan", "raise", lambda *_: None)
+    pack = packs.get(pack_request(0, 8 * MIB), "plan", "raise")
     pack.buffer[:] = 7
     view = pieces(whole(pack), pack)[0]
-    stream = Answer(whole(pack), pack, share(), lambda: False).batches()
+    stream = Answer(whole(pack), pack, lambda: False).batches()
     sent = [next(stream)[0]]
     maps, place = Maps(), SharedPack.of(pack.name, pack.generation, ())
     assert place is not None
@@ -54,7 +54,7 @@ def test_an_answer_under_way_is_sound_after_the_server_has_closed() -> None:
     assert all((batch.column(0).to_numpy() == 7).all() for batch in sent)
     assert sum(batch.num_rows for batch in sent) == 8 * MIB
     with pytest.raises(BusyError, match="stopping"):
-        packs.get(pack_request(1), "plan", "raise", lambda *_: None)
+        packs.get(pack_request(1), "plan", "raise")
     assert mapped[: place.bytes].all()
     sent.clear()
     del pack, view, stream
@@ -72,7 +72,7 @@ def test_packs_that_wait_when_the_server_ends_have_no_error_of_their_own() -> No
 def test_a_dropped_stream_counts_no_longer() -> None:
     answers = Answers(stall=10.0, memory=8 * MIB)
     pack = filled_pack(MIB)
-    answer = Answer(whole(pack), pack, share(), lambda: False)
+    answer = Answer(whole(pack), pack, lambda: False)
     answers.add(answer)
     assert answers.threads == 1
     del answer
@@ -82,7 +82,7 @@ def test_a_dropped_stream_counts_no_longer() -> None:
 
 def test_a_shared_pack_is_kept_until_the_client_ends_its_query() -> None:
     pack, looks = filled_pack(5 * MIB), iter([False, False, True])
-    answer = SharedAnswer(whole(pack), pack, share(), lambda: next(looks))
+    answer = SharedAnswer(whole(pack), pack, lambda: next(looks))
     ((batch, header),) = answer.batches()
     place = Header.decode(header.to_pybytes()).shared
     assert place is not None
@@ -103,7 +103,7 @@ def test_a_shared_pack_is_kept_until_the_client_ends_its_query() -> None:
 def test_a_shared_pack_that_others_need_is_waited_for_no_longer() -> None:
     answers = Answers(stall=0.0, memory=8 * MIB)
     pack = filled_pack(MIB)
-    answer = SharedAnswer(whole(pack), pack, share(), lambda: False)
+    answer = SharedAnswer(whole(pack), pack, lambda: False)
     answers.add(answer)
     assert answers.packs() == {id(pack.buffer)}
     assert answers.relieve()
@@ -120,18 +120,18 @@ def test_a_file_whose_client_stalls_ends_when_others_wait(tmp_path: Path) -> Non
     )
     query = FileQuery("a", "manifest.json")
     path.rename(tmp_path / "manifest.json")
-    running = [CollationServer._file(server, query, share()) for _ in range(16)]
+    running = [CollationServer._file(server, query) for _ in range(16)]
     streams = [each.batches() for each in running]
     assert all(next(each).num_rows == MIB for each in streams)
-    another = CollationServer._file(server, query, share())
+    another = CollationServer._file(server, query)
     assert sum(each.num_rows for each in another.batches()) == 3 * MIB
     with pytest.raises(BusyError, match="read too slowly, and others wait"):
         next(streams[0])
     assert next(streams[1]).num_rows == MIB
     server.files = Answers(stall=1e9, memory=0)
-    running = [CollationServer._file(server, query, share()) for _ in range(16)]
+    running = [CollationServer._file(server, query) for _ in range(16)]
     with pytest.raises(BusyError, match="too many files are being sent"):
-        CollationServer._file(server, query, share())
+        CollationServer._file(server, query)
 
 
 def test_calls_that_wait_for_a_pack_count_as_calls() -> None:
@@ -156,7 +156,7 @@ def test_calls_that_wait_for_a_pack_count_as_calls() -> None:
     assert enters()
     server._preparing = 1
     pack = filled_pack(MIB)
-    sent = [Answer(whole(pack), pack, share(), lambda: False) for _ in range(2)]
+    sent = [Answer(whole(pack), pack, lambda: False) for _ in range(2)]
     for each in sent:
         server.answers.add(each)
     assert not enters()

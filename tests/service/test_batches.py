@@ -260,15 +260,6 @@ class TestSharing:
             text = urllib.request.urlopen(f"http://127.0.0.1:{server.metrics_port}/metrics").read().decode()
             assert f"vlmdata_batches_total {4 * batches}.0" in text
 
-    def test_the_status_names_the_clients(self, server: Server) -> None:
-        with StreamingLoader(server.url, dp_rank=3, dp_size=4, **OPTIONS) as loader:
-            batch = next(iter(loader))
-        clients = json.loads(connection(server).action(STATUS))["clients"]
-        last = min(clients, key=lambda client: client["seconds_ago"])
-        assert (last["dp_rank"], last["dp_size"]) == (3, 4)
-        # The loader asks ahead, by how much depends on the machine.
-        assert last["position"] >= [batch.epoch, batch.step, batch.micro_batch]
-
     def test_the_status_shows_all_servers_and_fails_if_one_does_not_answer(
         self, server: Server, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -17,7 +17,7 @@ from vlmdata import PackedBatch, StreamingLoader
 from vlmdata.errors import ChangedDataError, DatasetFormatError, ResourceError, UnreadableDataError
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.loader.config import Service
-from vlmdata.loader.fill.fill import Filled
+from vlmdata.loader.fill.filler import Filled
 from vlmdata.service.address import parse_address
 from vlmdata.service.client import race
 from vlmdata.service.client.connection import Connection
@@ -159,7 +159,7 @@ def test_a_server_that_is_gone_may_have_a_sound_copy(
     options = OPTIONS | {"seed": 15}
     with flipped(copies[0], 5):
         with monkeypatch.context() as patch, StreamingLoader(place, **options) as loader:
-            patch.setattr(race.Race, "is_late", property(lambda self: len(self.problems) == 2))
+            patch.setattr(race.Race, "is_late", property(lambda self: len(self._problems) == 2))
             with pytest.raises(ResourceError, match="no server answered within 240 s") as caught:
                 list(loader)
             assert f"{copies[0]}/shard-000000.tar: row 5 key " in str(caught.value)

@@ -21,8 +21,8 @@ from tests.service.servers import Proxy, Server, assert_equal, serving, start, w
 from vlmdata import PackedBatch, StreamingLoader
 from vlmdata.errors import ConfigMismatchError, ResourceError, UsageError
 from vlmdata.loader.state import Position
-from vlmdata.service.client import pipeline
-from vlmdata.service.client.race import fetch
+from vlmdata.service.client import filler
+from vlmdata.service.client.race import Race
 from vlmdata.service.protocol import BatchQuery
 from vlmdata.service.shared_memory import this_place
 
@@ -133,7 +133,7 @@ def test_no_server_is_an_error_that_names_all(
     client.advance(1)
     for server in two:
         server.kill()
-    monkeypatch.setattr(pipeline, "fetch", lambda *given: fetch(*given[:5], 3.0, *given[6:]))  # in place of the timeout
+    monkeypatch.setattr(filler, "Race", lambda *given: Race(*given[:5], 3.0))  # in place of the timeout
     with pytest.raises(ResourceError, match="no server answered within 3 s") as caught:
         client.advance(2)
     for server in two:

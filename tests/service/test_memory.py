@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.service.packs import MIB, pack_request
 from vlmdata.errors import UsageError
-from vlmdata.loader.fill.fill import Filled
+from vlmdata.loader.fill.filler import Filled
 from vlmdata.service.server.filling import LateFillError
 from vlmdata.service.server.memory import BusyError, PackMemory
 from vlmdata.service.server.packs import Packs
@@ -24,26 +24,26 @@ def test_is_within_the_limit_whatever_is_asked_for(asked: list[tuple[int, bool]]
     memory = PackMemory(24 * MIB, lambda: bool(kept) and kept.pop(0) is not None)
     try:
         for size, keep in asked:
-            array = memory.array(memory.acquire(size, time.monotonic()))
+            array = memory.acquire(size, time.monotonic()).array()
             array[[0, size - 1]] = 1
-            assert memory.total_bytes <= 24 * MIB
-            assert memory.bytes_in_use <= memory.total_bytes
+            assert memory.pool.total_bytes <= 24 * MIB
+            assert memory.pool.bytes_in_use <= memory.pool.total_bytes
             if keep:
                 kept.append(array)
         kept.clear()
         array = None
-        assert memory.bytes_in_use == 0
+        assert memory.pool.bytes_in_use == 0
     finally:
         memory.close()
 
 
 def test_a_query_waits_until_views_are_gone_and_not_longer_than_its_time() -> None:
     memory = PackMemory(8 * MIB, lambda: False)
-    view = memory.array(memory.acquire(8 * MIB, time.monotonic()))[5:9]
+    view = memory.acquire(8 * MIB, time.monotonic()).array()[5:9]
     with pytest.raises(BusyError, match=f"{8 * MIB} of {8 * MIB} bytes of memory are in use"):
         memory.acquire(1, time.monotonic() + 0.1)
     del view
-    memory.release(memory.acquire(1, time.monotonic() + 0.1))
+    memory.acquire(1, time.monotonic() + 0.1).release()
     memory.close()
 
 
@@ -52,10 +52,6 @@ def test_more_than_the_limit_is_refused_at_once() -> None:
     with pytest.raises(UsageError, match="more than the 8388608 bytes of the server's --memory that are for"):
         memory.acquire(8 * MIB + 1, time.monotonic() + 60)
     memory.close()
-
-
-def _no_limit(*_: object) -> None:
-    pass
 
 
 class _LateFillers:
@@ -73,10 +69,10 @@ def test_a_buffer_that_a_late_worker_may_write_to_is_not_used_again() -> None:
     fillers = _LateFillers()
     packs = Packs(fillers, 8 * MIB, 0.1, frozenset, lambda: False)  # type: ignore[arg-type]
     with pytest.raises(LateFillError, match="not read within 0 s"):
-        packs.get(pack_request(3, MIB), "plan", "raise", _no_limit)
-    assert packs.memory.bytes_in_use > 0
+        packs.get(pack_request(3, MIB), "plan", "raise")
+    assert packs.memory.pool.bytes_in_use > 0
     fillers.future.set_result(None)
-    assert packs.memory.bytes_in_use == 0
+    assert packs.memory.pool.bytes_in_use == 0
     packs.memory.close()
 
 
@@ -91,12 +87,12 @@ def test_packs_that_are_being_sent_stay() -> None:
     """Forgetting one would free nothing, and the next rank that asks for it would have it made again."""
     sending: set[int] = set()
     packs = Packs(_Fillers(), 8 * MIB, 0.1, lambda: sending, lambda: False)  # type: ignore[arg-type]
-    sending.add(id(packs.get(pack_request(0), "plan", "raise", _no_limit).buffer))
+    sending.add(id(packs.get(pack_request(0), "plan", "raise").buffer))
     for number in (1, 2, 3):
-        packs.get(pack_request(number), "plan", "raise", _no_limit)
+        packs.get(pack_request(number), "plan", "raise")
     assert packs.counts.made == 4
-    packs.get(pack_request(0), "plan", "raise", _no_limit)
+    packs.get(pack_request(0), "plan", "raise")
     assert (packs.counts.made, packs.counts.shared) == (4, 1)
-    sending.add(id(packs.get(pack_request(3), "plan", "raise", _no_limit).buffer))
+    sending.add(id(packs.get(pack_request(3), "plan", "raise").buffer))
     with pytest.raises(BusyError, match="bytes of memory are in use"):
-        packs.get(pack_request(4), "plan", "raise", _no_limit)
+        packs.get(pack_request(4), "plan", "raise")

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from socketserver import ThreadingMixIn
-from types import SimpleNamespace
 from typing import Any
 from urllib.request import urlopen
 
@@ -17,40 +16,25 @@ import pytest
 
 from vlmdata.errors import UsageError
 from vlmdata.service.server import metrics
-from vlmdata.service.server.metrics_port import counting
-from vlmdata.service.server.packs import PackCounts
+from vlmdata.service.server.config import ServerConfig
+from vlmdata.service.server.counting import Shown, counting
 
 
 def test_their_package_is_needed_only_with_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vlmdata.service.server.metrics", None)
-    server: Any = SimpleNamespace(config=SimpleNamespace(metrics_port=None))
-    without = counting(server)
+    without = counting(ServerConfig(), list, lambda: False)
     without.sent(1)
     without.serve()
     assert without.port is None
-    server.config.metrics_port = 0
     with pytest.raises(UsageError, match=r"--metrics-port needs a package .*: pip install 'vlmdata\[service\]'"):
-        counting(server)
-
-
-class Sized(list[None]):
-    given_up = 0
+        counting(ServerConfig(metrics_port=0), list, lambda: False)
 
 
 @pytest.fixture
 def port() -> Iterator[int]:
     """Of a server that counts nothing."""
-    state: Any = SimpleNamespace(
-        config=SimpleNamespace(host="127.0.0.1", metrics_port=0, plan_memory=1),
-        packs=SimpleNamespace(counts=PackCounts(), memory=SimpleNamespace(bytes_in_use=0, limit=1)),
-        answers=Sized(),
-        files=Sized(),
-        plans=SimpleNamespace(bytes_in_use=0),
-        restarts=0,
-        damaged_files=0,
-        is_draining=False,
-    )
-    shown = metrics.Metrics(state)
+    packs = Shown("vlmdata_packs_made", "Packs read and decoded.", 0, counts=True)
+    shown = metrics.Metrics("127.0.0.1", 0, lambda: [packs], lambda: False)
     shown.serve()
     assert shown.port is not None
     yield shown.port

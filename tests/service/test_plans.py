@@ -14,7 +14,7 @@ import pytest
 from tests.service.servers import wait_until
 from vlmdata.errors import NotFoundError, UsageError
 from vlmdata.format.dataset import VlmDataset
-from vlmdata.loader.request.plans import EpochPlans
+from vlmdata.loader.request.rank_stream import EpochPlans
 from vlmdata.loader.state import Position
 from vlmdata.packing.config import Blend, PlanConfig
 from vlmdata.packing.plan.epoch import EpochPlan
@@ -89,7 +89,7 @@ def test_queries_that_need_the_same_plan_wait_for_one(
         slow.go.set()
         requests = [each.result()[0] for each in asked]
     assert sorted(slow.begun) == [0, 1]
-    assert len({each.pack for each in requests[:4]}) == 4
+    assert len({each.pack.number for each in requests[:4]}) == 4
 
 
 def test_a_query_does_not_wait_for_a_slow_plan_forever(
@@ -119,7 +119,7 @@ def test_which_rank_runs_which_pack_is_computed_once_a_step(
         return assignment(plan, step, dp_size)
 
     monkeypatch.setattr(EpochPlan, "assignment", counted)
-    found = {plans.request(query(dataset, step=step, rank=rank))[0].pack for rank in range(4) for step in (0, 1)}
+    found = {plans.request(query(dataset, step=step, rank=rank))[0].pack.number for rank in range(4) for step in (0, 1)}
     assert computed == [0, 1]
     assert len(found) == 8
 
@@ -195,7 +195,7 @@ def test_requests_made_ahead_are_found_once_and_are_few(
     assert plans.request(dataclasses.replace(query(dataset, rank=2), place="f" * 64))[0] is made[2]
     again = plans.request(query(dataset, rank=2))[0]
     assert again is not made[2]
-    assert again.samples.keys == made[2].samples.keys
+    assert again.pack.samples.keys == made[2].pack.samples.keys
     assert plans.request(query(dataset, rank=0))[0] is not made[0]
     monkeypatch.setattr("vlmdata.service.server.plans._MOST_SAMPLES_KEPT", 0)
     large, _ = plans.prepare(query(dataset, rank=3))

@@ -159,10 +159,7 @@ def test_another_tokenizer_or_version_is_refused(two: tuple[Path, Path], tmp_pat
     other = tmp_path / "other"
     shutil.copytree(two[1], other)
     manifest = json.loads((other / "manifest.json").read_text())
-    for path, value, words in (
-        (("tokenizer", "im_end"), 7, "tokenizer.im_end"),
-        (("schema_version",), "1.0", "format"),
-    ):
+    for path, value, words in ((("tokenizer", "turns", "end"), 7, "tokenizer.turns.end"),):
         changed = json.loads(json.dumps(manifest))
         place = changed
         for name in path[:-1]:
@@ -171,6 +168,9 @@ def test_another_tokenizer_or_version_is_refused(two: tuple[Path, Path], tmp_pat
         (other / "manifest.json").write_text(json.dumps(changed))
         with pytest.raises(ConfigMismatchError, match=f"{words}.*{value} in .*other"):
             join(two[0], other, out=tmp_path / "out")
+    (other / "manifest.json").write_text(json.dumps(manifest | {"schema_version": "1.0"}))
+    with pytest.raises(ConfigMismatchError, match=r"other: format version 1\.0 cannot be joined. Run `vlmdata recode"):
+        join(two[0], other, out=tmp_path / "out")
 
 
 def test_a_join_needs_two_and_a_place_of_its_own(two: tuple[Path, Path]) -> None:

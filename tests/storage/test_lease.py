@@ -50,7 +50,7 @@ def test_a_run_that_was_killed_on_this_machine_is_in_nobodys_way(
         "import os, signal, sys; from vlmdata.storage import open_store\n"
         f"with open_store(sys.argv[1]).lock({LOCK!r}): os.kill(os.getpid(), signal.SIGKILL)"
     )
-    assert subprocess.run([sys.executable, "-c", program, store.place], timeout=240).returncode == -9
+    assert subprocess.run([sys.executable, "-c", program, str(store)], timeout=240).returncode == -9
     assert locks(store) == ["1"]
     with store.lock(LOCK):
         assert "waiting" not in caplog.text

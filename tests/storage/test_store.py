@@ -197,7 +197,7 @@ def test_a_second_run_is_kept_out_until_the_first_ends(store: Store) -> None:
 def test_what_killed_processes_left_is_removed(store: Store, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     store.put("a", b"")
     if store.keeps_times:
-        folder = Path(store.place)
+        folder = Path(str(store))
         temporary_path(folder / "shard-000000.tar").write_bytes(b"half")
         temporary_path(folder / "tokenizer").mkdir()
         assert {store.final_name(name) for name in store.listing()} == {"a", "shard-000000.tar", "tokenizer"}
@@ -205,7 +205,7 @@ def test_what_killed_processes_left_is_removed(store: Store, tmp_path: Path, req
         assert [path.name for path in folder.iterdir()] == ["a"]
         return
     files = request.getfixturevalue("object_store").file_system()
-    bucket, key = store.place.removeprefix("s3://").split("/", 1)
+    bucket, key = str(store).removeprefix("s3://").split("/", 1)
     foreign = {"another", f"{key}2/shard-000000.tar", f"{key}/v2/shard-000000.tar", f"{key}/.progress/v2/x"}
     for name in (f"{key}/shard-000000.tar", f"{key}/.progress/x", *foreign):
         files.call_s3("create_multipart_upload", Bucket=bucket, Key=name)

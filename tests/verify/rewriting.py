@@ -16,9 +16,10 @@ import pyarrow.parquet as pq
 
 from vlmdata.format.index import DatasetIndex
 from vlmdata.format.index_row import IndexRow, index_table
-from vlmdata.format.manifest import Manifest, TokenizerInfo
+from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import INDEX_NAME, MANIFEST_NAME, TOKENIZER_DIR
 from vlmdata.format.shard import ShardWriter
+from vlmdata.format.tokenizer_info import TokenizerInfo
 from vlmdata.storage.open import open_dataset
 
 
@@ -36,7 +37,7 @@ class Draft:
     patches: np.ndarray
     target_turns: int
     truncated: bool
-    image_starts: tuple[int, ...]
+    item_starts: tuple[int, ...]
     rest: dict[str, Any]
     loss_weights: np.ndarray | None = None
 
@@ -81,18 +82,18 @@ def rewrite_sample(directory: Path, key: str, change: Callable[[Draft], None]) -
         tokens=sum(row.length for row in rows),
         padding=sum(row.padded_length - row.length for row in rows),
         targets=sum(row.num_targets for row in rows),
-        images=sum(len(row.image_grid_thw) for row in rows),
+        items=sum(len(row.items) for row in rows),
         patches=sum(row.num_patches for row in rows),
         truncated=sum(row.truncated for row in rows),
         bytes=sum(info.bytes for info in shards),
-        image_bytes=sum(item.bytes for row in rows for item in row.items) if manifest.totals.image_bytes else 0,
+        item_bytes=sum(item.bytes for row in rows for item in row.items) if manifest.totals.item_bytes else 0,
     )
     rewrite_manifest(directory, shards=tuple(shards), totals=totals, index_sha256=sha256(directory / INDEX_NAME))
 
 
 def turns(draft: Draft, t: TokenizerInfo) -> list[slice]:
     """The turns of a sample, each from its start token on."""
-    starts = [*np.flatnonzero(draft.input_ids == t.im_start).tolist(), draft.length]
+    starts = [*np.flatnonzero(draft.input_ids == t.turns.start).tolist(), draft.length]
     return [slice(a, b) for a, b in pairwise(starts)]
 
 
@@ -141,7 +142,7 @@ def _drafts(directory: Path, shard: int) -> list[Draft]:
                 **arrays,
                 target_turns=row.target_turns,
                 truncated=row.truncated,
-                image_starts=row.image_starts,
+                item_starts=row.item_starts,
                 rest=dataset.metadata(i),
             )
         )
@@ -159,6 +160,5 @@ def _write(writer: ShardWriter, draft: Draft, shard: int) -> IndexRow:
         num_targets=int(draft.loss_mask.sum()),
         target_turns=draft.target_turns,
         truncated=draft.truncated,
-        image_grid_thw=tuple(tuple(grid) for grid in draft.image_grid_thw.tolist()),
-        image_starts=draft.image_starts,
+        item_starts=draft.item_starts,
     )

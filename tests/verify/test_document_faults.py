@@ -12,7 +12,8 @@ import pytest
 from tests.chat_rows import build_mixed
 from tests.documents import SPLIT_KEYS, build_documents
 from tests.verify.rewriting import Draft, edit_manifest_json, rewrite_manifest, rewrite_sample
-from vlmdata.format.manifest import Manifest, TokenizerInfo
+from vlmdata.format.manifest import Manifest
+from vlmdata.format.tokenizer_info import TokenizerInfo
 from vlmdata.storage.open import open_dataset
 from vlmdata.verify.dataset import verify_dataset
 
@@ -50,7 +51,7 @@ def first_token_target(draft: Draft, t: TokenizerInfo) -> None:
 
 
 def vision_mark_target(draft: Draft, t: TokenizerInfo) -> None:
-    draft.loss_mask[np.flatnonzero(draft.input_ids == t.vision_start)] = 1
+    draft.loss_mask[np.flatnonzero(draft.input_ids == t.items["image"].before[0])] = 1
 
 
 def end_of_text_no_target(draft: Draft, t: TokenizerInfo) -> None:
@@ -66,7 +67,7 @@ def end_of_text_within(draft: Draft, t: TokenizerInfo) -> None:
 
 
 def turn_within(draft: Draft, t: TokenizerInfo) -> None:
-    draft.input_ids[2] = t.im_start
+    draft.input_ids[2] = t.turns.start
 
 
 def said_to_be_cut(draft: Draft, t: TokenizerInfo) -> None:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from tests.verify.rewriting import Draft, rewrite_sample, turns
-from vlmdata.format.manifest import Manifest, TokenizerInfo
+from vlmdata.format.manifest import Manifest
+from vlmdata.format.tokenizer_info import TokenizerInfo
 from vlmdata.verify.dataset import verify_dataset
 
 TWO_IMAGES, TEXT_ONLY = "000000002", "000000001"
@@ -70,7 +71,7 @@ def header_with_its_start_token_is_a_target(draft, t):
 
 @fault("broken_target", "end_token")
 def end_token_is_no_target(draft, t):
-    draft.loss_mask[places(draft, t.im_end)[-1]] = 0
+    draft.loss_mask[places(draft, t.turns.end)[-1]] = 0
 
 
 @fault("broken_target", "end_token")
@@ -85,7 +86,7 @@ def newline_after_the_end_token_is_no_target(draft, t):
 
 @fault("broken_target")
 def hole_in_the_targets(draft, t):
-    draft.loss_mask[places(draft, t.im_end)[-1] - 2] = 0
+    draft.loss_mask[places(draft, t.turns.end)[-1] - 2] = 0
 
 
 @fault("padding")
@@ -95,7 +96,7 @@ def padding_is_a_target(draft, t):
 
 @fault("forbidden_target")
 def pad_token_within_an_answer_is_a_target(draft, t):
-    draft.input_ids[places(draft, t.im_end)[-1] - 2] = t.pad
+    draft.input_ids[places(draft, t.turns.end)[-1] - 2] = t.pad
 
 
 @fault("forbidden_target", "prompt_target", "broken_target")
@@ -105,12 +106,12 @@ def image_token_is_a_target(draft, t):
 
 @fault("forbidden_target", "prompt_target", "broken_target")
 def vision_start_is_a_target(draft, t):
-    draft.loss_mask[places(draft, t.vision_start)[0]] = 1
+    draft.loss_mask[places(draft, t.items["image"].before[0])[0]] = 1
 
 
 @fault("forbidden_target", "prompt_target", "broken_target")
 def vision_end_is_a_target(draft, t):
-    draft.loss_mask[places(draft, t.vision_end)[0]] = 1
+    draft.loss_mask[places(draft, t.items["image"].after[0])[0]] = 1
 
 
 @fault("no_target")
@@ -132,7 +133,7 @@ def one_answer_is_left_out(draft, t):
 
 @fault("mask", "broken_target")
 def mask_holds_another_number_than_0_and_1(draft, t):
-    draft.loss_mask[places(draft, t.im_end)[-1] - 1] = 2
+    draft.loss_mask[places(draft, t.turns.end)[-1] - 1] = 2
 
 
 @fault("outside_turn")
@@ -143,7 +144,7 @@ def target_before_the_first_turn(draft, t):
 
 @fault("outside_turn")
 def no_turn_begins(draft, t):
-    draft.input_ids[draft.input_ids == t.im_start] = 0
+    draft.input_ids[draft.input_ids == t.turns.start] = 0
 
 
 @fault("end_token")
@@ -166,7 +167,7 @@ def image_block_is_cut_short(draft, t):
 
 @fault("image_block")
 def image_block_has_a_token_too_many(draft, t):
-    draft.input_ids[places(draft, t.vision_end)[1] + 1] = t.image
+    draft.input_ids[places(draft, t.items["image"].after[0])[1] + 1] = t.image
 
 
 @fault("image_block")
@@ -177,29 +178,29 @@ def image_block_is_interrupted(draft, t):
 
 @fault("image_block")
 def image_block_is_not_closed(draft, t):
-    draft.input_ids[places(draft, t.vision_end)[0]] = 0
+    draft.input_ids[places(draft, t.items["image"].after[0])[0]] = 0
 
 
 @fault("image_block")
 def image_block_is_not_opened(draft, t):
-    draft.input_ids[places(draft, t.vision_start)[1]] = 0
+    draft.input_ids[places(draft, t.items["image"].before[0])[1]] = 0
 
 
 @fault("image_block")
 def image_block_is_opened_one_token_early(draft, t):
-    at = places(draft, t.vision_start)[0]
+    at = places(draft, t.items["image"].before[0])[0]
     draft.input_ids[[at - 1, at]] = draft.input_ids[[at, at - 1]]
 
 
 @fault("image_block")
 def image_block_is_closed_one_token_late(draft, t):
-    at = places(draft, t.vision_end)[1]
+    at = places(draft, t.items["image"].after[0])[1]
     draft.input_ids[[at, at + 1]] = draft.input_ids[[at + 1, at]]
 
 
 @fault("image_block")
 def vision_start_without_an_image(draft, t):
-    draft.input_ids[places(draft, t.vision_end)[1] + 1] = t.vision_start
+    draft.input_ids[places(draft, t.items["image"].after[0])[1] + 1] = t.items["image"].before[0]
 
 
 @fault("image_block", key=TEXT_ONLY)
@@ -227,7 +228,7 @@ def grid_is_transposed(draft, t):
 def image_without_a_place_in_the_text(draft, t):
     draft.image_grid_thw = np.concatenate([draft.image_grid_thw, np.array([[1, 2, 2]], np.int32)])
     draft.patches = np.concatenate([draft.patches, draft.patches[:4]])
-    draft.image_starts = (*draft.image_starts, 40)
+    draft.item_starts = (*draft.item_starts, 40)
 
 
 @fault("shape")
@@ -253,12 +254,12 @@ def grid_of_negative_sides(draft, t):
 @fault("grid", key=TEXT_ONLY)
 def grid_of_no_patches(draft, t):
     draft.image_grid_thw = np.array([[1, 0, 2]], np.int32)
-    draft.image_starts = (4,)
+    draft.item_starts = (4,)
 
 
 @fault("index")
 def index_names_another_start_of_an_image(draft, t):
-    draft.image_starts = (draft.image_starts[0], draft.image_starts[1] + 1)
+    draft.item_starts = (draft.item_starts[0], draft.item_starts[1] + 1)
 
 
 # Positions
@@ -320,7 +321,7 @@ def more_padding_than_needed(draft, t):
 
 @fault("padding")
 def padding_is_another_token(draft, t):
-    draft.input_ids[draft.length :] = t.im_end
+    draft.input_ids[draft.length :] = t.turns.end
 
 
 @fault("padding")

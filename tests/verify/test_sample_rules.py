@@ -34,7 +34,7 @@ class TestLastTurnOnly:
         def teach_the_first_answer(draft):
             tokenizer = Manifest.read(last_turn_only).tokenizer
             answer = turns(draft, tokenizer)[2]
-            draft.loss_mask[answer.start + 1 + len(tokenizer.assistant_header) : answer.stop] = 1
+            draft.loss_mask[answer.start + 1 + len(tokenizer.turns.assistant) : answer.stop] = 1
             draft.target_turns = 2
 
         rewrite_sample(last_turn_only, TWO_ANSWERS, teach_the_first_answer)

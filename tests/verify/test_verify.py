@@ -38,7 +38,7 @@ def member_offset(directory: Path, name: str) -> int:
     place = open_dataset(directory).index.row(2).placement
     if name == "json":
         return place.json_offset
-    return place.data_offsets[[member.name for member in MEMBERS].index(name)]
+    return place.patches_offset if name == "patches" else place.arrays[name].offset
 
 
 def test_a_dataset_as_it_was_made_is_sound(sound_dataset):
@@ -146,7 +146,7 @@ class TestManifest:
         ("field", "value", "expected"),
         [
             *((f"totals.{name}", 12345, ("index.parquet", "totals")) for name in ("samples", "tokens", "padding")),
-            *((f"totals.{name}", 12345, ("index.parquet", "totals")) for name in ("targets", "images", "patches")),
+            *((f"totals.{name}", 12345, ("index.parquet", "totals")) for name in ("targets", "items", "patches")),
             ("totals.truncated", 1, (INDEX_NAME, "totals")),
             *((f"totals.{name}", 12345, (MANIFEST_NAME, "shards")) for name in ("rows", "rejected", "bytes")),
             ("shards.0.sha256", "0" * 64, (SHARD, "sha256")),
@@ -162,12 +162,12 @@ class TestManifest:
             ("config.options.pad_multiple", 64, (SHARD, "length")),
             ("config.options", None, (MANIFEST_NAME, "config")),
             ("config_hash", "0" * 64, (MANIFEST_NAME, "config_hash")),
-            ("tokenizer.image", 1, (SHARD, "image_block")),
-            ("tokenizer.vision_end", 1, (SHARD, "image_block")),
-            ("tokenizer.im_end", 1, (SHARD, "end_token")),
+            ("tokenizer.items.image.token", 1, (SHARD, "image_block")),
+            ("tokenizer.items.image.after", [1], (SHARD, "image_block")),
+            ("tokenizer.turns.end", 1, (SHARD, "end_token")),
             ("tokenizer.pad", 1, (SHARD, "padding")),
             ("tokenizer.vocab_size", 100, (SHARD, "vocabulary")),
-            ("tokenizer.assistant_header", [1], (SHARD, "prompt_target")),
+            ("tokenizer.turns.assistant", [1], (SHARD, "prompt_target")),
         ],
     )
     def test_an_edited_field_is_found(self, damaged, field, value, expected):

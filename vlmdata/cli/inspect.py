@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +14,8 @@ from vlmdata.errors import UsageError
 if TYPE_CHECKING:
     from vlmdata.loader.choice import LoaderChoice
 
-_LOOK, _PAGE = "What to look at", "In the browser"
+_look = partial(typer.Option, rich_help_panel="What to look at")
+_page = partial(typer.Option, rich_help_panel="In the browser")
 
 
 @with_loader_options()
@@ -25,61 +27,33 @@ def inspect(
             metavar="DIR", help="Dataset directory or fsspec URL (several for --pack, --step). Default: those of --run."
         ),
     ] = None,
-    sample: Annotated[
-        str | None, typer.Option(metavar="KEY|N", help="One sample, by key or number.", rich_help_panel=_LOOK)
-    ] = None,
-    tokens: Annotated[
-        bool, typer.Option("--tokens", help="With --sample or --row: the token table.", rich_help_panel=_LOOK)
-    ] = False,
-    row: Annotated[
-        int | None, typer.Option(metavar="SOURCE_ROW", help="The outcome of a source row.", rich_help_panel=_LOOK)
-    ] = None,
+    sample: Annotated[str | None, _look(metavar="KEY|N", help="One sample, by key or number.")] = None,
+    tokens: Annotated[bool, _look("--tokens", help="With --sample or --row: the token table.")] = False,
+    row: Annotated[int | None, _look(metavar="SOURCE_ROW", help="The outcome of a source row.")] = None,
     find: Annotated[
-        str | None,
-        typer.Option(
-            metavar="QUERY", help="Samples that match, e.g. 'target<5% patches>4000 cash'.", rich_help_panel=_LOOK
-        ),
+        str | None, _look(metavar="QUERY", help="Samples that match, e.g. 'target<5% patches>4000 cash'.")
     ] = None,
-    pack: Annotated[
-        int | None, typer.Option(metavar="N", help="The N-th packed batch of the rank's epoch.", rich_help_panel=_LOOK)
-    ] = None,
+    pack: Annotated[int | None, _look(metavar="N", help="The N-th packed batch of the rank's epoch.")] = None,
     step: Annotated[
         str | None,
-        typer.Option(
+        _look(
             metavar="EPOCH:STEP",
             help="The samples of an optimizer step, counted from 0; with --run also N, the step in metrics.jsonl.",
-            rich_help_panel=_LOOK,
         ),
     ] = None,
-    check: Annotated[
-        str,
-        typer.Option(metavar="N|all", help="Number of samples to check for findings.", rich_help_panel=_LOOK),
-    ] = "1000",
-    html: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write a self-contained page.", rich_help_panel=_PAGE)
-    ] = None,
-    samples: Annotated[
-        int, typer.Option(min=0, help="Samples in the page: extremes, suspects, then random.", rich_help_panel=_PAGE)
-    ] = 50,
-    keys: Annotated[
-        str | None, typer.Option(metavar="KEY,…", help="Show these samples in the page instead.", rich_help_panel=_PAGE)
-    ] = None,
-    packs: Annotated[int, typer.Option(min=0, help="Packs in the page.", rich_help_panel=_PAGE)] = 8,
-    serve: Annotated[
-        bool, typer.Option("--serve", help="Serve the page for the whole dataset.", rich_help_panel=_PAGE)
-    ] = False,
-    host: Annotated[str, typer.Option(help="Address to serve on.", rich_help_panel=_PAGE)] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to serve on; 0 picks a free one.", rich_help_panel=_PAGE)
-    ] = 8765,
+    check: Annotated[str, _look(metavar="N|all", help="Number of samples to check for findings.")] = "1000",
+    html: Annotated[str | None, _page(metavar="FILE", help="Write a self-contained page.")] = None,
+    samples: Annotated[int, _page(min=0, help="Samples in the page: extremes, suspects, then random.")] = 50,
+    keys: Annotated[str | None, _page(metavar="KEY,…", help="Show these samples in the page instead.")] = None,
+    packs: Annotated[int, _page(min=0, help="Packs in the page.")] = 8,
+    serve: Annotated[bool, _page("--serve", help="Serve the page for the whole dataset.")] = False,
+    host: Annotated[str, _page(help="Address to serve on.")] = "127.0.0.1",
+    port: Annotated[int, _page(min=0, max=65535, help="Port to serve on; 0 picks a free one.")] = 8765,
     allow_host: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Additional host name of the server or of a proxy, for its port, 80 and 443; or NAME:PORT.",
-            rich_help_panel=_PAGE,
-        ),
+        _page(help="Additional host name of the server or of a proxy, for its port, 80 and 443; or NAME:PORT."),
     ] = None,
-    epoch: Annotated[int, typer.Option(min=0, help="For --pack, --row and pages.", rich_help_panel=_LOOK)] = 0,
+    epoch: Annotated[int, _look(min=0, help="For --pack, --row and pages.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Inspect a dataset: an overview, a sample, a packed batch, an optimizer step, or all of it in the browser.

@@ -33,16 +33,11 @@ def join(
     """
     import json
 
-    from rich.console import Console
-    from rich.progress import MofNCompleteColumn, Progress
-
+    from vlmdata.cli.console import counting_bar, messages
     from vlmdata.storage import open_store
     from vlmdata.storage.join import describe, join_datasets
 
-    talk = Console(stderr=True, highlight=False, emoji=False)
-    bar = Progress(*Progress.get_default_columns()[:2], MofNCompleteColumn(), console=talk)
-    bar.disable = not talk.is_terminal
-    with bar:
+    with counting_bar(messages(), time_left=False) as bar:
         task = bar.add_task("shards")
         result = join_datasets(
             [open_store(place) for place in data],

@@ -56,7 +56,8 @@ def plan(
     """
     from vlmdata.errors import UsageError
     from vlmdata.loader.config import Service
-    from vlmdata.loader.data import open_data, require_one_tokenizer, sample_table
+    from vlmdata.loader.data import open_data, require_one_tokenizer
+    from vlmdata.loader.request.index_rows import sample_table
     from vlmdata.packing.plan.epoch import plan_epoch
     from vlmdata.packing.plan.estimates import split_estimates
     from vlmdata.packing.plan.report import report_plan
@@ -102,18 +103,18 @@ def plan(
 
 
 def _print(data: list[str], report: PlanReport) -> None:
-    from rich.console import Console
+    from vlmdata.cli.console import results
 
-    console = Console(highlight=False, emoji=False)
+    console = results()
     console.print(_table(report))
     if len(data) > 1:
         console.print(_shares(data, report))
 
 
 def _print_splits(splits: Sequence[Split], chosen: int, gpus: int) -> None:
-    from rich.console import Console
     from rich.table import Table
 
+    from vlmdata.cli.console import results
     from vlmdata.packing.plan.estimates import best_split
 
     best = best_split(splits).vision_gpus
@@ -127,7 +128,7 @@ def _print_splits(splits: Sequence[Split], chosen: int, gpus: int) -> None:
         gain = "" if each.gain is None else f"{each.gain:.2f}"
         idle = (f"{each.vision_idle:.0%}", f"{each.language_idle:.0%}")
         table.add_row(f"{each.vision_gpus}", f"{gpus - each.vision_gpus}", *idle, gain, ", ".join(notes))
-    Console(highlight=False, emoji=False).print(table)
+    results().print(table)
 
 
 def _table(report: PlanReport) -> Table:

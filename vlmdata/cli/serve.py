@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,7 +21,10 @@ from vlmdata.wording import counted
 if TYPE_CHECKING:
     from vlmdata.service.server.server import CollationServer
 
-_NETWORK, _LIMITS, _SECURITY, _CLIENT = "Network", "Limits", "Security", "Look at a running server"
+_network = partial(typer.Option, rich_help_panel="Network")
+_limit = partial(typer.Option, rich_help_panel="Limits")
+_security = partial(typer.Option, rich_help_panel="Security")
+_client = partial(typer.Option, rich_help_panel="Look at a running server")
 _LEAST_WIDTH = 110
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -30,68 +34,33 @@ def serve(
         list[str] | None,
         typer.Argument(metavar="DATA…", help="Dataset directories or fsspec URLs, in the loader's order."),
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=_NETWORK)] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port; 0 means a free one.", rich_help_panel=_NETWORK)] = 8815,
-    metrics_port: Annotated[
-        int | None, typer.Option(help="Port for /metrics (Prometheus) and /healthz.", rich_help_panel=_NETWORK)
-    ] = None,
+    host: Annotated[str, _network(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, _network(help="Port; 0 means a free one.")] = 8815,
+    metrics_port: Annotated[int | None, _network(help="Port for /metrics (Prometheus) and /healthz.")] = None,
     workers: Annotated[
-        int,
-        typer.Option(
-            "--workers", "-j", help="Processes that read and decode; 0 means one per core.", rich_help_panel=_LIMITS
-        ),
+        int, _limit("--workers", "-j", help="Processes that read and decode; 0 means one per core.")
     ] = 0,
-    memory: Annotated[
-        str, typer.Option(help="Memory of all packs and plans, such as 500M or 4G.", rich_help_panel=_LIMITS)
-    ] = "4G",
-    ahead: Annotated[
-        int,
-        typer.Option(help="Batches to make for each rank before it asks; 0 for none.", rich_help_panel=_LIMITS),
-    ] = 2,
-    rate: Annotated[float, typer.Option(help="Queries a second per client machine.", rich_help_panel=_LIMITS)] = 2000.0,
-    client_calls: Annotated[
-        int, typer.Option(help="Queries at the same time per client machine; more wait.", rich_help_panel=_LIMITS)
-    ] = 64,
-    verify: Annotated[str, typer.Option(help="Checks: pixels, stored or off.", rich_help_panel=_LIMITS)] = "pixels",
+    memory: Annotated[str, _limit(help="Memory of all packs and plans, such as 500M or 4G.")] = "4G",
+    ahead: Annotated[int, _limit(help="Batches to make for each rank before it asks; 0 for none.")] = 2,
+    rate: Annotated[float, _limit(help="Queries a second per client machine.")] = 2000.0,
+    verify: Annotated[str, _limit(help="Checks: pixels, stored or off.")] = "pixels",
     stall: Annotated[
-        float,
-        typer.Option(
-            help="Seconds after which a client that does not read loses its place if others wait.",
-            rich_help_panel=_LIMITS,
-        ),
+        float, _limit(help="Seconds after which a client that does not read loses its place if others wait.")
     ] = 10.0,
-    drain: Annotated[
-        float, typer.Option(help="Seconds for answers under way when the server is stopped.", rich_help_panel=_LIMITS)
-    ] = 30.0,
-    cache_dir: Annotated[
-        Path | None, typer.Option(help="Folder for shards of remote datasets.", rich_help_panel=_LIMITS)
-    ] = None,
+    drain: Annotated[float, _limit(help="Seconds for answers under way when the server is stopped.")] = 30.0,
+    cache_dir: Annotated[Path | None, _limit(help="Folder for shards of remote datasets.")] = None,
     token_file: Annotated[
-        Path | None,
-        typer.Option(help="Valid tokens, one on each line; read again when it changes.", rich_help_panel=_SECURITY),
+        Path | None, _security(help="Valid tokens, one on each line; read again when it changes.")
     ] = None,
-    tls_cert: Annotated[Path | None, typer.Option(help="Certificate, PEM.", rich_help_panel=_SECURITY)] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="Its private key, PEM.", rich_help_panel=_SECURITY)] = None,
+    tls_cert: Annotated[Path | None, _security(help="Certificate, PEM.")] = None,
+    tls_key: Annotated[Path | None, _security(help="Its private key, PEM.")] = None,
     tls_client_ca: Annotated[
-        Path | None,
-        typer.Option(help="Authorities whose certificates clients must present, PEM.", rich_help_panel=_SECURITY),
+        Path | None, _security(help="Authorities whose certificates clients must present, PEM.")
     ] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Allow clear text and no token on a network.", rich_help_panel=_SECURITY)
-    ] = False,
-    status: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT", help="Show the clients and the state of a server, and exit.", rich_help_panel=_CLIENT
-        ),
-    ] = None,
-    service_token_file: Annotated[
-        Path | None, typer.Option(help="With --status: file that holds the token.", rich_help_panel=_CLIENT)
-    ] = None,
-    tls_ca: Annotated[
-        Path | None,
-        typer.Option(help="With --status: authorities of the server's certificate, PEM.", rich_help_panel=_CLIENT),
-    ] = None,
+    insecure: Annotated[bool, _security("--insecure", help="Allow clear text and no token on a network.")] = False,
+    status: Annotated[str | None, _client(metavar="HOST:PORT", help="Show the state of a server, and exit.")] = None,
+    service_token_file: Annotated[Path | None, _client(help="With --status: file that holds the token.")] = None,
+    tls_ca: Annotated[Path | None, _client(help="With --status: authorities of the server's certificate, PEM.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Log, or print the status, as JSON.")] = False,
 ) -> None:
     """Serve packed batches to loaders: StreamingLoader("grpc://HOST:PORT", …).
@@ -128,7 +97,6 @@ def serve(
         ahead=ahead,
         verify=verify,  # type: ignore[arg-type]
         rate=rate,
-        client_calls=client_calls,
         token_file=token_file,
         tls_cert=tls_cert,
         tls_key=tls_key,
@@ -239,12 +207,9 @@ def _show_status(place: str, token: Path | None, ca: Path | None, as_json: bool)
 
 
 def _print_status(name: str, values: dict[str, Any]) -> None:
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
 
     console = Console(highlight=False, soft_wrap=True, emoji=False)
-    console.width = max(console.width, _LEAST_WIDTH)  # a narrow table that hides its values is of no use
     memory, packs = values["memory"], values["packs"]
     state = "stopping" if values["draining"] else "up"
     console.print(
@@ -258,23 +223,7 @@ def _print_status(name: str, values: dict[str, Any]) -> None:
     console.print(
         f"memory for packs: {memory['in_use'] / 1e6:,.0f} of {memory['limit'] / 1e6:,.0f} MB; "
         f"{counted(values['workers'], 'worker')}, {counted(values['worker_restarts'], 'restart')}; "
-        f"{counted(values['answers_under_way'], 'answer')} under way, {values['waiting']} waiting"
+        f"{counted(values['answers_under_way'], 'answer')} under way"
     )
     for message in values["damaged"].values():
         console.print(f"damaged: {message}", markup=False, style="red")
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("client", "plan", "rank", "slice", "parts", "epoch/step/batch", "batches", "MB", "ago"):
-        table.add_column(name, no_wrap=True)
-    for each in values["clients"]:
-        table.add_row(
-            each["machine"].partition(":")[2],
-            each["plan"],
-            f"{each['dp_rank']}/{each['dp_size']}",
-            each["slice"] or "–",
-            "all" if each["parts"] == "labels+pixels+tokens" else each["parts"] or "none",
-            "/".join(map(str, each["position"])),
-            f"{each['batches']:,}",
-            f"{each['bytes'] / 1e6:,.0f}",
-            f"{each['seconds_ago']:.0f} s",
-        )
-    console.print(table if values["clients"] else "no client has asked in the last ten minutes")

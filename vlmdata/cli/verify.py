@@ -63,9 +63,7 @@ def verify(
 
     **Exit codes**: 0 no faults; 1 faults found; 2 not a dataset.
     """
-    from rich.console import Console
-    from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
-
+    from vlmdata.cli.console import counting_bar, messages, results
     from vlmdata.format.manifest import Manifest
     from vlmdata.format.schema import JOINED
     from vlmdata.locations import is_url, place_of
@@ -74,12 +72,8 @@ def verify(
     from vlmdata.verify.remedy import first_names, remedies
     from vlmdata.verify.remote import auditable, named, remedies_at
 
-    talk = Console(stderr=True, highlight=False, emoji=False)
-    begun = time.monotonic()
-    place = place_of(data)
-    bar = Progress(*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn(), console=talk)
-    bar.disable = not talk.is_terminal
-    with auditable(place) as (directory, open_shard), bar:
+    talk, begun, place = messages(), time.monotonic(), place_of(data)
+    with auditable(place) as (directory, open_shard), counting_bar(talk) as bar:
         manifest = Manifest.read(directory)
         shards, joined = len(manifest.shards), manifest.source.get("kind") == JOINED
         task = bar.add_task("shards", total=shards)
@@ -109,7 +103,7 @@ def verify(
         }
         print(json.dumps(fields, indent=2))
     else:
-        out = Console(highlight=False, soft_wrap=True, emoji=False)
+        out = results(soft_wrap=True)
         for fault in audit.faults[:_SHOWN]:
             out.print(str(fault), markup=False)
         if len(audit.faults) > _SHOWN:

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cache
-from importlib import import_module
-
-from vlmdata.families.base import Family
+from vlmdata.families.base import Family, View
+from vlmdata.registry import Registry
+from vlmdata.wording import with_article
 
 #: Families by name. To add one, add a file here with a constant ``FAMILY``, and a line below.
-REGISTRY: Mapping[str, str] = {
-    "qwen3_5": "vlmdata.families.qwen3_5",
-    "qwen3_vl": "vlmdata.families.qwen3_vl",
-    "qwen2_5_vl": "vlmdata.families.qwen2_5_vl",
-}
+REGISTRY = Registry[Family](
+    "family",
+    "vlmdata.families",
+    "--family",
+    lambda found: "" if isinstance(found, Family) else f"it is {with_article(type(found).__name__)}, not a Family",
+    {
+        "qwen3_5": "vlmdata.families.qwen3_5:FAMILY",
+        "qwen3_vl": "vlmdata.families.qwen3_vl:FAMILY",
+        "qwen2_5_vl": "vlmdata.families.qwen2_5_vl:FAMILY",
+    },
+)
 #: The family of datasets whose manifest has none (format 1.0), and of tokenizers that do not specify one.
 DEFAULT_FAMILY = "qwen3_5"
 
-__all__ = ["DEFAULT_FAMILY", "REGISTRY", "Family", "family"]
+__all__ = ["DEFAULT_FAMILY", "REGISTRY", "Family", "View", "family"]
 
 
-@cache
 def family(name: str) -> Family:
-    """Returns the family of a name.
+    """Returns the family of a name: built in, installed, or given by the user (see :class:`Registry`).
 
     Raises:
-        ValueError: If the name is unknown.
+        UsageError: If the name is unknown.
     """
-    if name not in REGISTRY:
-        raise ValueError(f"unknown family {name!r}; known families: {', '.join(REGISTRY)}")
-    found: Family = import_module(REGISTRY[name]).FAMILY
-    return found
+    return REGISTRY.named(name)

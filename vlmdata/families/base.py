@@ -1,14 +1,15 @@
-"""The definition of a family: image geometry, normalisation, placeholders, and rules for size and position."""
+"""The definition of a family: conversations as text, image geometry, normalisation, rules for size and position."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from vlmdata.families.chat import IMAGE, ChatFormat, Expansion
 from vlmdata.families.patches import patchify, unpatchify
 from vlmdata.families.positions import mrope_position_ids
 
@@ -23,6 +24,31 @@ class AspectRatioError(ValueError):
 
 
 @dataclass(frozen=True)
+class View:
+    """One picture of an image that becomes an item: ``crop`` of the image, resized to ``size``, and ``part`` of that.
+
+    Attributes:
+        size: (height, width) to which the image or its crop is resized, in pixels.
+        crop: (top, left, height, width) in pixels of the image; None is all of it.
+        part: (top, left, height, width) in pixels after resizing, sides multiples of the factor; None is all of it.
+    """
+
+    size: tuple[int, int]
+    crop: tuple[int, int, int, int] | None = None
+    part: tuple[int, int, int, int] | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(height, width) of the picture in pixels."""
+        return self.size if self.part is None else self.part[2:]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it shows all of the image."""
+        return self.crop is None and self.part is None
+
+
+@dataclass(frozen=True)
 class Family:
     """The data format of a kind of model.
 
@@ -31,6 +57,8 @@ class Family:
     Attributes:
         name: Name in manifests and options.
         model_types: Values of ``model_type`` in the transformers configs of this family.
+        chat: How its chat templates write turns.
+        items: How each kind of item becomes tokens; images among them.
         patch_size: Side of a vision patch in pixels.
         merge_size: Patches per side that merge into one token.
         temporal_patch_size: Frames per patch.
@@ -39,14 +67,18 @@ class Family:
         min_pixels: Default smallest area of a resized image, in pixels (``--min-pixels``).
         max_pixels: Default largest area of a resized image, in pixels (``--max-pixels``).
         max_aspect_ratio: Largest ratio of the longer to the shorter side of an image.
-        image_token: Text of the image placeholder.
-        video_token: Text of the video placeholder.
-        vision_start: Text of the token before an image's placeholders.
-        vision_end: Text of the token after them.
+        most_views: Largest number of pictures that :meth:`views` makes of an image.
+        resample: Filter of the antialiased resize.
+        position_axes: Names of the axes of a token's position: t, h, w for MRoPE, one for the order of tokens. Others
+            need a :meth:`position_ids` of their own.
+        processors: Values of ``processor_class`` in the files of this family's tokenizers.
+        token_settings: Texts of special tokens, each with the setting in which a tokenizer may name another text.
     """
 
     name: str
     model_types: tuple[str, ...]
+    chat: ChatFormat
+    items: tuple[Expansion, ...]
     patch_size: int
     merge_size: int
     temporal_patch_size: int
@@ -55,10 +87,16 @@ class Family:
     min_pixels: int
     max_pixels: int
     max_aspect_ratio: float = 200.0
-    image_token: str = "<|image_pad|>"
-    video_token: str = "<|video_pad|>"
-    vision_start: str = "<|vision_start|>"
-    vision_end: str = "<|vision_end|>"
+    most_views: int = 1
+    resample: Literal["bicubic", "bilinear"] = "bicubic"
+    position_axes: tuple[str, ...] = ("t", "h", "w")
+    processors: tuple[str, ...] = ()
+    token_settings: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def image(self) -> Expansion:
+        """How an image becomes tokens."""
+        return next(each for each in self.items if each.kind == IMAGE)
 
     @property
     def factor(self) -> int:
@@ -110,6 +148,19 @@ class Family:
             new_width = math.ceil(width * scale / factor) * factor
         return new_height, new_width
 
+    def views(self, height: int, width: int, size: tuple[int, int]) -> tuple[View, ...]:
+        """Returns the pictures of an image, each an item. Their placeholders stand together between one pair of marks.
+
+        Args:
+            height: Height of the image in pixels.
+            width: Width of the image in pixels.
+            size: The (height, width) of :meth:`image_size`, or that which the data requests.
+
+        Returns:
+            The whole image at ``size``; at most :attr:`most_views` if a family cuts images.
+        """
+        return (View(size),)
+
     def patchify(self, image: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8] | None = None) -> npt.NDArray[np.uint8]:
         """Cuts an image into patches; see :func:`vlmdata.families.patches.patchify`."""
         return patchify(image, self.patch_size, self.merge_size, out)
@@ -132,18 +183,35 @@ class Family:
     def position_ids(
         self, length: int, image_starts: npt.NDArray[np.integer], image_grid_thw: npt.NDArray[np.integer]
     ) -> npt.NDArray[np.int32]:
-        """Computes positions of a sequence with images; see :func:`vlmdata.families.positions.mrope_position_ids`."""
+        """Computes the positions of a sequence with images at known places.
+
+        Args:
+            length: Tokens in the sequence.
+            image_starts: (N,) index of each image's first token, ascending.
+            image_grid_thw: (N, 3), patches along t, h, w.
+
+        Returns:
+            int32 (axes, length): the order of tokens for one axis, for three as
+            :func:`vlmdata.families.positions.mrope_position_ids` tells.
+        """
+        if len(self.position_axes) == 1:
+            return np.arange(length, dtype=np.int32)[None]
         return mrope_position_ids(length, image_starts, image_grid_thw, self.merge_size)
 
     def pixel_values(
-        self, patches: torch.Tensor, dtype: torch.dtype | None = None, out: torch.Tensor | None = None
+        self,
+        patches: torch.Tensor,
+        dtype: torch.dtype | None = None,
+        out: torch.Tensor | None = None,
+        copies: int = 1,
     ) -> torch.Tensor:
         """Expands stored patches to the ``pixel_values`` of transformers' processor, bitwise exact in float32.
 
         Args:
-            patches: uint8 (P, patch_bytes) on any device.
+            patches: uint8 (P * copies, patch_bytes) on any device; the copies of a patch are adjacent.
             dtype: Result dtype; by default that of ``out``, else float32.
             out: Where the values go: contiguous, of the result's shape and dtype. None is a new tensor.
+            copies: Temporal copies of each patch that are stored: 1 (images), or ``temporal_patch_size``.
 
         Returns:
             (P, temporal_patch_size * patch_bytes), columns (C, T, patch, patch), on the patches' device.
@@ -152,9 +220,9 @@ class Family:
 
         from vlmdata.families.pixel_values import expand_patches
 
-        shape = (len(patches), self.temporal_patch_size * self.patch_bytes)
+        shape = (len(patches) // copies, self.temporal_patch_size * self.patch_bytes)
         if out is None:
             out = torch.empty(shape, dtype=dtype or torch.float32, device=patches.device)
-        by_frame = out.view(len(patches), CHANNELS, self.temporal_patch_size, self.patch_size**2)
-        expand_patches(patches, self.image_mean, self.image_std, by_frame)
+        by_frame = out.view(len(out), CHANNELS, self.temporal_patch_size, self.patch_size**2)
+        expand_patches(patches, self.image_mean, self.image_std, by_frame, copies)
         return out

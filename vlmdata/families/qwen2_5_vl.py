@@ -6,11 +6,14 @@ in the model card's example. For images its positions equal Qwen3-VL's. For vide
 time.
 """
 
+from vlmdata.families import qwen
 from vlmdata.families.base import Family
 
 FAMILY = Family(
     name="qwen2_5_vl",
     model_types=("qwen2_5_vl",),
+    chat=qwen.CHATML,
+    items=qwen.ITEMS,
     patch_size=14,
     merge_size=2,
     temporal_patch_size=2,
@@ -18,4 +21,6 @@ FAMILY = Family(
     image_std=(0.26862954, 0.26130258, 0.27577711),
     min_pixels=200_704,
     max_pixels=1_003_520,
+    processors=("Qwen2_5_VLProcessor",),
+    token_settings=qwen.TOKEN_SETTINGS,
 )

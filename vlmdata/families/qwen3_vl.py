@@ -7,4 +7,4 @@ from dataclasses import replace
 
 from vlmdata.families import qwen3_5
 
-FAMILY = replace(qwen3_5.FAMILY, name="qwen3_vl", model_types=("qwen3_vl", "qwen3_vl_moe"))
+FAMILY = replace(qwen3_5.FAMILY, name="qwen3_vl", model_types=("qwen3_vl", "qwen3_vl_moe"), processors=())

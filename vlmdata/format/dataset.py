@@ -8,7 +8,7 @@ import mmap
 import operator
 import os
 import threading
-from collections.abc import Buffer, Callable, Iterator
+from collections.abc import Buffer, Callable, Iterator, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from vlmdata.format.checksum import changed_data
 from vlmdata.format.index import DatasetIndex
 from vlmdata.format.manifest import Manifest, ShardInfo
 from vlmdata.format.schema import INDEX_NAME, MEMBER_BY_NAME, OPTIONAL_MEMBERS, Sample
-from vlmdata.media.codecs import decode_item
+from vlmdata.media.codecs import ItemShape, decode_item
 from vlmdata.media.pixel_check import require_pixels
 from vlmdata.wording import counted
 
@@ -63,7 +63,7 @@ class VlmDataset:
         self._open_shard, self._open_sound = open_shard, open_sound
         self.manifest = Manifest.read(self.directory)
         self.family = self.manifest.model_family
-        self.index = DatasetIndex.read(self.directory / INDEX_NAME, self.family.patch_bytes)
+        self.index = DatasetIndex.read(self.directory / INDEX_NAME)
         if len(self.index) != self.manifest.totals.samples:
             raise DatasetFormatError(
                 f"{self.name}: the index has {counted(len(self.index), 'row')}, but the manifest has "
@@ -106,7 +106,7 @@ class VlmDataset:
         totals = self.manifest.totals
         return (
             f"VlmDataset({self.name!r}, samples={totals.samples}, tokens={totals.tokens}, "
-            f"images={totals.images}, shards={len(self.manifest.shards)})"
+            f"items={totals.items}, shards={len(self.manifest.shards)})"
         )
 
     def __iter__(self) -> Iterator[Sample]:
@@ -118,12 +118,12 @@ class VlmDataset:
         Raises:
             IndexError: If there is no such sample.
             ChangedDataError: If its stored bytes do not have the checksums of the index.
-            DatasetFormatError: If the shard is missing or has another size, or an image does not decode.
+            DatasetFormatError: If the shard is missing or has another size, or an item does not decode.
         """
         return self._sample(self._resolve(i), pixels=True)
 
     def without_pixels(self, i: int) -> Sample:
-        """As ``dataset[i]``, but reads and decodes no image: its ``patches`` are all 0 and take no memory."""
+        """As ``dataset[i]``, but reads and decodes no item: its ``patches`` are all 0 and take no memory."""
         return self._sample(self._resolve(i), pixels=False)
 
     def as_stored(self, i: int, *, pixels: bool = True) -> Sample:
@@ -131,7 +131,7 @@ class VlmDataset:
 
         Args:
             i: Position of the sample.
-            pixels: Whether to read and decode images; otherwise ``patches`` are all 0 and take no memory.
+            pixels: Whether to read and decode items; otherwise ``patches`` are all 0 and take no memory.
         """
         i = self._resolve(i)
         return self._read(i, self._map(int(self.index.shard[i])), pixels=pixels, checked=False)
@@ -149,8 +149,8 @@ class VlmDataset:
     def _read(self, i: int, data: mmap.mmap, *, pixels: bool, checked: bool = True) -> Sample:
         """Returns a sample of a mapped shard, by default after comparing it with its checksums."""
         index = self.index
-        padded, images = int(index.padded_lengths[i]), int(index.image_counts[i])
-        patches_shape = (int(index.num_patches[i]), self.family.patch_bytes)
+        padded, items = int(index.padded_lengths[i]), index.shapes(i)
+        patches_shape = (sum(item.rows for item in items), self.family.patch_bytes)
 
         def view(name: str, shape: tuple[int, ...]) -> Any:
             dtype = MEMBER_BY_NAME[name].dtype
@@ -158,7 +158,7 @@ class VlmDataset:
             if offset < 0:
                 return None
             array = np.frombuffer(data, dtype=dtype, count=int(np.prod(shape)), offset=offset)
-            if checked and name in index.member_checksums:  # images have their own
+            if checked and name in index.member_checksums:  # items have their own
                 self._require_unchanged(i, name, array, int(index.member_checksums[name][i]))
             return array.reshape(shape)
 
@@ -166,30 +166,34 @@ class VlmDataset:
             patches = np.broadcast_to(np.uint8(0), patches_shape)
         else:
             if checked:
-                self._require_unchanged_images(i, data)
+                self._require_unchanged_items(i, data)
             raw = view("patches", patches_shape)
-            patches = self._decoded(i, data) if raw is None else raw
+            patches = self._decoded(i, data, items) if raw is None else raw
         return Sample(
             key=index.key(i),
             length=int(index.lengths[i]),
             input_ids=view("input_ids", (padded,)),
             loss_mask=view("loss_mask", (padded,)),
-            position_ids=view("position_ids", (3, padded)),
-            image_grid_thw=view("image_grid_thw", (images, 3)),
+            position_ids=view("position_ids", (len(self.family.position_axes), padded)),
+            image_grid_thw=view("image_grid_thw", (len(items), 3)),
             patches=patches,
             loss_weights=view("loss_weights", (padded,)),
+            items=items,
         )
 
-    def _require_unchanged_images(self, i: int, data: mmap.mmap) -> None:
-        """Compares the stored bytes of a sample's images with their checksums."""
-        index, stored = self.index, memoryview(data)
-        first = int(index.grid_offsets[i])
-        for number in range(first, int(index.grid_offsets[i + 1])):
-            offset = int(index.item_offsets[number])
-            payload = stored[offset : offset + int(index.item_bytes[number])]
-            self._require_unchanged(
-                i, f"patches of image {number - first}", payload, int(index.image_checksums[number])
-            )
+    def _require_unchanged_items(self, i: int, data: mmap.mmap) -> None:
+        """Compares the stored bytes of a sample's items with their checksums."""
+        for number, at in enumerate(self._items(i)):
+            what = f"patches of {self.index.item_kinds[at]} {number}"
+            self._require_unchanged(i, what, self._stored(at, data), int(self.index.item_checksums[at]))
+
+    def _items(self, i: int) -> range:
+        """The numbers of a sample's items in the columns of items."""
+        return range(int(self.index.grid_offsets[i]), int(self.index.grid_offsets[i + 1]))
+
+    def _stored(self, item: int, data: mmap.mmap) -> memoryview:
+        offset = int(self.index.item_offsets[item])
+        return memoryview(data)[offset : offset + int(self.index.item_bytes[item])]
 
     def _require_unchanged(self, i: int, field: str, data: Buffer, checksum: int) -> None:
         if xxhash.xxh3_64_intdigest(data) != checksum:
@@ -197,19 +201,17 @@ class VlmDataset:
             path = f"{self.name}/{self.manifest.shards[int(index.shard[i])].name}"
             raise changed_data(f"{path}: row {index.source_row[i]} key {index.key(i)} {field}", data, checksum)
 
-    def _decoded(self, i: int, data: mmap.mmap) -> npt.NDArray[np.uint8]:
-        """Decodes and checks the patches of a sample with encoded items, (P, bytes per patch)."""
+    def _decoded(self, i: int, data: mmap.mmap, items: Sequence[ItemShape]) -> npt.NDArray[np.uint8]:
+        """Decodes and checks the patches of a sample with encoded items, (R, bytes per patch)."""
         index = self.index
-        patches = np.empty((int(index.num_patches[i]), self.family.patch_bytes), np.uint8)
-        begin, stored = 0, memoryview(data)
-        for number in range(int(index.grid_offsets[i]), int(index.grid_offsets[i + 1])):
-            t, h, w = index.grids[number].tolist()
-            end, offset = begin + t * h * w, int(index.item_offsets[number])
-            payload = stored[offset : offset + int(index.item_bytes[number])]
-            what = f"{self.name}: key {index.key(i)} image {number - int(index.grid_offsets[i])}"
-            decode_item(index.item_codecs[number], payload, (t, h, w), self.family, patches[begin:end], what)
-            require_pixels(patches[begin:end], int(index.pixel_checksums[number]), self.manifest.pixel_libraries, what)
-            begin = end
+        patches = np.empty((sum(item.rows for item in items), self.family.patch_bytes), np.uint8)
+        begin = 0
+        for number, (at, shape) in enumerate(zip(self._items(i), items, strict=True)):
+            rows = patches[begin : begin + shape.rows]
+            what = f"{self.name}: key {index.key(i)} {shape.kind} {number}"
+            decode_item(index.item_codecs[at], self._stored(at, data), shape, self.family, rows, what)
+            require_pixels(rows, int(index.pixel_checksums[at]), self.manifest.pixel_libraries, what)
+            begin += shape.rows
         patches.flags.writeable = False
         return patches
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,54 +13,108 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vlmdata.errors import DatasetFormatError, NotFoundError
-from vlmdata.families import DEFAULT_FAMILY, family
-from vlmdata.format.index_row import INDEX_SCHEMA, ITEM_COLUMNS, WHOLE_MEMBERS, IndexRow, index_schema
-from vlmdata.format.schema import IMAGE, MEMBERS, OPTIONAL_MEMBERS
+from vlmdata.format.earlier import upgraded_index
+from vlmdata.format.index_row import ITEM_COLUMNS, WHOLE_MEMBERS, IndexRow, index_schema
+from vlmdata.format.schema import MEMBERS, OPTIONAL_MEMBERS
 from vlmdata.format.shard import ArrayPlace, ItemPlace, Placement
-from vlmdata.media.codecs import RAW
+from vlmdata.media.codecs import ItemShape
 
 
-def _with_raw_items(table: pa.Table, patch_bytes: int) -> pa.Table:
-    """Adds the item columns to an index of format 1.0, in which a sample's images are consecutive in its patches."""
-    grids = table.column("image_grid_thw").combine_chunks()
-    counts = np.asarray(grids.value_lengths().to_numpy(zero_copy_only=False), dtype=np.int64)
-    shapes = np.asarray(grids.flatten().flatten().to_numpy(zero_copy_only=False), dtype=np.int64).reshape(-1, 3)
-    sizes = shapes.prod(axis=1) * patch_bytes
-    before = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
-    ends = np.cumsum(counts)
-    firsts = np.asarray(table.column("patches_offset").to_numpy(), dtype=np.int64)
-    offsets = before[:-1] + np.repeat(firsts - before[ends - counts], counts)
-    bounds = pa.array(np.concatenate([[0], ends]), pa.int32())
-    checksums = table.column("image_checksums").combine_chunks().flatten()
-    names = (pa.repeat(IMAGE, len(sizes)), pa.repeat(RAW, len(sizes)))
-    values = (pa.array(offsets), pa.array(sizes), checksums, *names)
-    for name, value in zip(ITEM_COLUMNS, values, strict=True):
-        kind = INDEX_SCHEMA.field(name).type
-        table = table.append_column(name, pa.ListArray.from_arrays(bounds, value.cast(kind.value_type)))
-    return table
+def _column[T: np.generic](name: str, kind: type[T]) -> cached_property[npt.NDArray[T]]:
+    """A fixed-width column, (n,)."""
+
+    def read(index: DatasetIndex) -> npt.NDArray[T]:
+        return index.column(name)
+
+    return _cached(read)
+
+
+def _items[T: np.generic](name: str, kind: type[T]) -> cached_property[npt.NDArray[T]]:
+    """A column with an entry per item, (G,), in the order of :attr:`DatasetIndex.grids`."""
+
+    def read(index: DatasetIndex) -> npt.NDArray[T]:
+        return np.asarray(index._flat(name).to_numpy(zero_copy_only=False), dtype=kind)
+
+    return _cached(read)
+
+
+def _names(name: str) -> cached_property[npt.NDArray[np.object_]]:
+    """A column of names with an entry per item, object (G,); equal names share one object."""
+
+    def read(index: DatasetIndex) -> npt.NDArray[np.object_]:
+        encoded = index._flat(name).dictionary_encode()
+        names = np.array(encoded.dictionary.to_pylist(), dtype=object)
+        return np.asarray(names[encoded.indices.to_numpy(zero_copy_only=False)], dtype=object)
+
+    return _cached(read)
+
+
+def _cached[T](read: Callable[[DatasetIndex], T]) -> cached_property[T]:
+    return cached_property(read)
 
 
 class DatasetIndex:
     """The index as read-only numpy columns of length n (one entry per sample), in storage order.
 
-    Fixed-width columns are views of the arrow buffers; nothing is copied or converted until needed.
+    Fixed-width columns are views of the arrow buffers; nothing is copied or converted until needed. An index of an
+    earlier schema has the columns of this one. G is the number of all items.
 
     Attributes:
         table: The underlying arrow table.
     """
 
+    lengths = _column("length", np.int32)
+    """True lengths in tokens, int32 (n,)."""
+    padded_lengths = _column("padded_length", np.int32)
+    """Stored lengths in tokens, int32 (n,)."""
+    num_targets = _column("num_targets", np.int32)
+    """Targets, int32 (n,)."""
+    target_turns = _column("target_turns", np.int32)
+    """Assistant turns that are targets, int32 (n,)."""
+    truncated = _column("truncated", np.bool_)
+    """Whether the last answer was truncated, bool (n,)."""
+    num_patches = _column("num_patches", np.int32)
+    """Vision patches, int32 (n,)."""
+    shard = _column("shard", np.int32)
+    """Shard numbers, int32 (n,), ascending."""
+    source_row = _column("source_row", np.int64)
+    """Source rows, int64 (n,), ascending."""
+    offset = _column("offset", np.int64)
+    """First byte of each sample in its shard, int64 (n,)."""
+    size = _column("size", np.int64)
+    """Bytes of each sample in its shard, int64 (n,)."""
+    checksum = _column("checksum", np.uint64)
+    """xxh3-64 of each sample's bytes, uint64 (n,)."""
+    json_offset = _column("json_offset", np.int64)
+    """First byte of each sample's metadata JSON, int64 (n,)."""
+    json_size = _column("json_size", np.int32)
+    """Bytes of each sample's metadata JSON, int32 (n,)."""
+    item_kinds = _names("item_kinds")
+    """Kind of each item, object (G,)."""
+    item_codecs = _names("item_codecs")
+    """Codec name of each item, object (G,)."""
+    item_copies = _items("item_copies", np.int32)
+    """Temporal copies stored of each patch of an item, int32 (G,)."""
+    item_starts = _items("item_starts", np.int32)
+    """First token of each item within its sample, int32 (G,)."""
+    item_offsets = _items("item_offsets", np.int64)
+    """Offset of each item in its shard in bytes, int64 (G,)."""
+    item_bytes = _items("item_bytes", np.int64)
+    """Stored bytes of each item, int64 (G,)."""
+    item_checksums = _items("item_checksums", np.uint64)
+    """xxh3-64 of the stored bytes of each item, uint64 (G,)."""
+    pixel_checksums = _items("pixel_checksums", np.uint64)
+    """xxh3-64 of the decoded patches of each item, uint64 (G,); of raw items that of the stored bytes."""
+
     def __init__(self, table: pa.Table):
         self.table = table.combine_chunks()
 
     @classmethod
-    def read(
-        cls, path: Path, patch_bytes: int = family(DEFAULT_FAMILY).patch_bytes, *, shard: int | None = None
-    ) -> DatasetIndex:
+    def read(cls, path: Path, *, shard: int | None = None) -> DatasetIndex:
         """Reads ``index.parquet``.
 
         Args:
             path: The file.
-            patch_bytes: Bytes per patch, to find the items in an index of format 1.0.
             shard: Number of the shard whose samples are wanted; only their row group is read. None is all samples.
 
         Raises:
@@ -74,24 +129,19 @@ class DatasetIndex:
             raise DatasetFormatError(
                 f"{path}: cannot read the index: {what}. Run the same `vlmdata preprocess` command again."
             ) from error
-        features = [str(m.feature) for m in OPTIONAL_MEMBERS if f"{m.name}_offset" in names]
-        schema = index_schema(features)
-        # An index of format 1.0 has no item columns.
-        old = not set(ITEM_COLUMNS).intersection(names)
-        stored = pa.schema([field for field in schema if not (old and field.name in ITEM_COLUMNS)])
-        missing = [name for name in stored.names if name not in names]
-        if missing:
-            raise DatasetFormatError(f"{path}: the index lacks the columns {', '.join(missing)}")
         try:
+            table = upgraded_index(table)
+            schema = index_schema([str(m.feature) for m in OPTIONAL_MEMBERS if f"{m.name}_offset" in names])
+            if missing := [name for name in schema.names if name not in table.column_names]:
+                raise DatasetFormatError(f"{path}: the index lacks the columns {', '.join(missing)}")
             # Ignore columns of later minor versions.
-            table = table.select(stored.names).cast(stored)
-            index = cls(_with_raw_items(table, patch_bytes).select(schema.names).cast(schema) if old else table)
-        except (pa.ArrowException, ValueError) as error:
+            index = cls(table.select(schema.names).cast(schema))
+        except (pa.ArrowException, ValueError, AttributeError) as error:  # AttributeError: a list is no list
             raise DatasetFormatError(f"{path}: a column of the index has the wrong type or nulls: {error}") from error
-        for name in ("image_starts", "image_checksums", *ITEM_COLUMNS):
+        for name in ITEM_COLUMNS:
             # All samples share one flat array per column, addressed through the grids.
-            if not np.array_equal(index._list_lengths(name), index.image_counts):
-                raise DatasetFormatError(f"{path}: {name} does not have one entry per image")
+            if not np.array_equal(index._list_lengths(name), index.item_counts):
+                raise DatasetFormatError(f"{path}: {name} does not have one entry per item")
         return index
 
     def __len__(self) -> int:
@@ -110,63 +160,11 @@ class DatasetIndex:
         assert column.num_chunks == 1
         return column.chunk(0)
 
+    def _flat(self, name: str) -> pa.Array:
+        return self._chunk(name).flatten()
+
     def _list_lengths(self, name: str) -> npt.NDArray[np.int32]:
         return np.asarray(self._chunk(name).value_lengths().to_numpy(zero_copy_only=False), dtype=np.int32)
-
-    @cached_property
-    def lengths(self) -> npt.NDArray[np.int32]:
-        """True lengths in tokens, int32 (n,)."""
-        return self.column("length")
-
-    @cached_property
-    def padded_lengths(self) -> npt.NDArray[np.int32]:
-        """Stored lengths in tokens, int32 (n,)."""
-        return self.column("padded_length")
-
-    @cached_property
-    def num_targets(self) -> npt.NDArray[np.int32]:
-        """Targets, int32 (n,)."""
-        return self.column("num_targets")
-
-    @cached_property
-    def target_turns(self) -> npt.NDArray[np.int32]:
-        """Assistant turns that are targets, int32 (n,)."""
-        return self.column("target_turns")
-
-    @cached_property
-    def truncated(self) -> npt.NDArray[np.bool_]:
-        """Whether the last answer was truncated, bool (n,)."""
-        return self.column("truncated")
-
-    @cached_property
-    def num_patches(self) -> npt.NDArray[np.int32]:
-        """Vision patches, int32 (n,)."""
-        return self.column("num_patches")
-
-    @cached_property
-    def shard(self) -> npt.NDArray[np.int32]:
-        """Shard numbers, int32 (n,), ascending."""
-        return self.column("shard")
-
-    @cached_property
-    def source_row(self) -> npt.NDArray[np.int64]:
-        """Source rows, int64 (n,), ascending."""
-        return self.column("source_row")
-
-    @cached_property
-    def offset(self) -> npt.NDArray[np.int64]:
-        """First byte of each sample in its shard, int64 (n,)."""
-        return self.column("offset")
-
-    @cached_property
-    def size(self) -> npt.NDArray[np.int64]:
-        """Bytes of each sample in its shard, int64 (n,)."""
-        return self.column("size")
-
-    @cached_property
-    def checksum(self) -> npt.NDArray[np.uint64]:
-        """xxh3-64 of each sample's bytes, uint64 (n,)."""
-        return self.column("checksum")
 
     @cached_property
     def optional_members(self) -> tuple[str, ...]:
@@ -186,78 +184,23 @@ class DatasetIndex:
         return {name: self.column(f"{name}_checksum") for name in names}
 
     @cached_property
-    def image_checksums(self) -> npt.NDArray[np.uint64]:
-        """xxh3-64 of the stored bytes of each image, uint64 (G,), in the order of :attr:`grids`."""
-        flat = self._chunk("image_checksums").flatten()
-        return np.asarray(flat.to_numpy(zero_copy_only=False), dtype=np.uint64)
-
-    @cached_property
-    def pixel_checksums(self) -> npt.NDArray[np.uint64]:
-        """xxh3-64 of the decoded patches of each image, uint64 (G,); for raw images that of the stored bytes."""
-        flat = self._chunk("pixel_checksums").flatten()
-        return np.asarray(flat.to_numpy(zero_copy_only=False), dtype=np.uint64)
-
-    @cached_property
-    def item_offsets(self) -> npt.NDArray[np.int64]:
-        """Offset of each image in its shard in bytes, int64 (G,), in the order of :attr:`grids`."""
-        flat = self._chunk("item_offsets").flatten()
-        return np.asarray(flat.to_numpy(zero_copy_only=False), dtype=np.int64)
-
-    @cached_property
-    def item_bytes(self) -> npt.NDArray[np.int64]:
-        """Stored bytes of each image, int64 (G,)."""
-        flat = self._chunk("item_bytes").flatten()
-        return np.asarray(flat.to_numpy(zero_copy_only=False), dtype=np.int64)
-
-    @cached_property
-    def item_kinds(self) -> npt.NDArray[np.object_]:
-        """Kind of each item, object (G,); equal names share one object."""
-        return self._names("item_kinds")
-
-    @cached_property
-    def item_codecs(self) -> npt.NDArray[np.object_]:
-        """Codec name of each item, object (G,); equal names share one object."""
-        return self._names("item_codecs")
-
-    def _names(self, name: str) -> npt.NDArray[np.object_]:
-        encoded = self._chunk(name).flatten().dictionary_encode()
-        names = np.array(encoded.dictionary.to_pylist(), dtype=object)
-        return np.asarray(names[encoded.indices.to_numpy(zero_copy_only=False)], dtype=object)
-
-    @cached_property
-    def json_offset(self) -> npt.NDArray[np.int64]:
-        """First byte of each sample's metadata JSON, int64 (n,)."""
-        return self.column("json_offset")
-
-    @cached_property
-    def json_size(self) -> npt.NDArray[np.int32]:
-        """Bytes of each sample's metadata JSON, int32 (n,)."""
-        return self.column("json_size")
-
-    @cached_property
     def grid_offsets(self) -> npt.NDArray[np.int64]:
-        """int64 (n + 1,): images of sample i are ``grids[grid_offsets[i] : grid_offsets[i + 1]]``."""
+        """int64 (n + 1,): items of sample i are ``grids[grid_offsets[i] : grid_offsets[i + 1]]``."""
         counts = np.zeros(len(self) + 1, dtype=np.int64)
-        np.cumsum(self._list_lengths("image_grid_thw"), out=counts[1:])
+        np.cumsum(self._list_lengths("item_grids"), out=counts[1:])
         return counts
 
     @cached_property
     def grids(self) -> npt.NDArray[np.int32]:
-        """Grids of all images, int32 (G, 3)."""
-        flat = self._chunk("image_grid_thw").flatten().flatten()
+        """Grids of all items, int32 (G, 3)."""
+        flat = self._flat("item_grids").flatten()
         grids = np.asarray(flat.to_numpy(zero_copy_only=False), dtype=np.int32).reshape(-1, 3)
         grids.flags.writeable = False
         return grids
 
     @cached_property
-    def image_starts(self) -> npt.NDArray[np.int32]:
-        """First token of each image within its sample, int32 (G,), in the order of :attr:`grids`."""
-        flat = self._chunk("image_starts").flatten()
-        return np.asarray(flat.to_numpy(zero_copy_only=False), dtype=np.int32)
-
-    @cached_property
-    def image_counts(self) -> npt.NDArray[np.int64]:
-        """Images per sample, int64 (n,)."""
+    def item_counts(self) -> npt.NDArray[np.int64]:
+        """Items per sample, int64 (n,)."""
         return np.diff(self.grid_offsets)
 
     @property
@@ -285,29 +228,30 @@ class DatasetIndex:
     def _by_key(self) -> dict[str, int]:
         return {key: i for i, key in enumerate(self.keys.to_pylist())}
 
+    def shapes(self, i: int) -> tuple[ItemShape, ...]:
+        """Returns kind, grid and copies of each item of sample ``i``."""
+        own = slice(self.grid_offsets[i], self.grid_offsets[i + 1])
+        grids = ((t, h, w) for t, h, w in self.grids[own].tolist())
+        return tuple(map(ItemShape, self.item_kinds[own].tolist(), grids, self.item_copies[own].tolist()))
+
     def row(self, i: int) -> IndexRow:
         """Returns the index row of sample ``i``."""
-        images = slice(self.grid_offsets[i], self.grid_offsets[i + 1])
-        items = (self.item_offsets, self.item_bytes, self.pixel_checksums, self.item_kinds, self.item_codecs)
+        own = slice(self.grid_offsets[i], self.grid_offsets[i + 1])
+        items = (self.item_offsets, self.item_bytes, self.item_checksums, self.pixel_checksums, self.item_codecs)
         placement = Placement(
             offset=int(self.offset[i]),
             size=int(self.size[i]),
             checksum=int(self.checksum[i]),
             json_offset=int(self.json_offset[i]),
             json_size=int(self.json_size[i]),
-            data_offsets=tuple(int(self.data_offsets[m.name][i]) for m in MEMBERS),
-            data_checksums=(
-                *((int(self.member_checksums[m.name][i]),) for m in WHOLE_MEMBERS),
-                tuple(self.image_checksums[images].tolist()),
-            ),
-            optional={
-                name: ArrayPlace(int(self.data_offsets[name][i]), int(self.member_checksums[name][i]))
-                for name in self.optional_members
-                if self.data_offsets[name][i] >= 0
+            arrays={
+                name: ArrayPlace(int(self.data_offsets[name][i]), int(checksums[i]))
+                for name, checksums in self.member_checksums.items()
+                if name not in self.optional_members or self.data_offsets[name][i] >= 0
             },
-            items=tuple(map(ItemPlace, *(column[images].tolist() for column in items))),
+            patches_offset=int(self.data_offsets["patches"][i]),
+            items=tuple(map(ItemPlace, self.shapes(i), *(column[own].tolist() for column in items))),
         )
-        grids = self.grids[images].tolist()
         return IndexRow(
             key=self.key(i),
             source_row=int(self.source_row[i]),
@@ -318,6 +262,5 @@ class DatasetIndex:
             num_targets=int(self.num_targets[i]),
             target_turns=int(self.target_turns[i]),
             truncated=bool(self.truncated[i]),
-            image_grid_thw=tuple((t, h, w) for t, h, w in grids),
-            image_starts=tuple(self.image_starts[images].tolist()),
+            item_starts=tuple(self.item_starts[own].tolist()),
         )

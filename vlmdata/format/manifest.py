@@ -14,51 +14,24 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from vlmdata.errors import DatasetFormatError
-from vlmdata.families import DEFAULT_FAMILY, REGISTRY, Family, family
-from vlmdata.format.schema import FORMAT_NAME, MANIFEST_NAME, PROGRESS_DIR, SCHEMA_VERSION, supported_features
-from vlmdata.media.codecs import codec_feature
+from vlmdata.families import DEFAULT_FAMILY, Family, family
+from vlmdata.families import REGISTRY as FAMILIES
+from vlmdata.format.earlier import is_earlier, totals_from, totals_to
+from vlmdata.format.schema import (
+    FORMAT_NAME,
+    MANIFEST_NAME,
+    PROGRESS_DIR,
+    READ_MAJORS,
+    SCHEMA_VERSION,
+    supported_features,
+)
+from vlmdata.format.tokenizer_info import TokenizerInfo, in_present_form, tokenizer_to_json
+from vlmdata.media.codecs import REGISTRY as CODECS
+from vlmdata.media.codecs import codec_feature, codecs_of
 from vlmdata.media.versions import recorded_pixel_libraries
 
 #: Fingerprints of the codec in a config: versions of its libraries, and the hash of its source code.
 CODEC_FINGERPRINTS = frozenset({"codec", "codec_source"})
-
-
-@dataclass(frozen=True)
-class TokenizerInfo:
-    r"""Tokenizer data that reading and auditing need, without loading the tokenizer.
-
-    Attributes:
-        name: Name or path from which it was loaded.
-        fingerprint: sha256 of its vocabulary, merges, added tokens and pipeline.
-        chat_template: sha256 of the chat template.
-        vocab_size: Number of ids, added tokens included.
-        pad: Padding id.
-        im_start: Id of ``<|im_start|>``.
-        im_end: Id of ``<|im_end|>``.
-        vision_start: Id of ``<|vision_start|>``.
-        vision_end: Id of ``<|vision_end|>``.
-        image: Id of ``<|image_pad|>``.
-        video: Id of ``<|video_pad|>``.
-        assistant_header: Ids of ``assistant\n``, which follow ``<|im_start|>`` in an assistant turn.
-        special_tokens: Named special tokens (``pad_token``, ``eos_token`` …), which chat templates may write. Empty in
-            manifests of format 1.0.
-        end_of_text: Id of the token that ends documents. -1 in manifests of format 1.0.
-    """
-
-    name: str
-    fingerprint: str
-    chat_template: str
-    vocab_size: int
-    pad: int
-    im_start: int
-    im_end: int
-    vision_start: int
-    vision_end: int
-    image: int
-    video: int
-    assistant_header: tuple[int, ...]
-    special_tokens: Mapping[str, str] = field(default_factory=dict)
-    end_of_text: int = -1
 
 
 @dataclass(frozen=True)
@@ -99,8 +72,8 @@ class ShardInfo:
 class Totals:
     """Sums over the dataset. Tokens are true tokens; ``padding`` counts the tokens that ``pad_multiple`` added.
 
-    ``samples + rejected == candidates``; see :class:`ShardInfo`. ``image_bytes`` are the stored bytes of all images,
-    shared ones counted once; ``file_bytes`` those of the image files they were made of. Earlier manifests lack both.
+    ``samples + rejected == candidates``; see :class:`ShardInfo`. ``item_bytes`` are the stored bytes of all items,
+    shared ones counted once; ``file_bytes`` those of the image files they were made of. Some of 1.1 lack both.
     """
 
     rows: int
@@ -109,12 +82,12 @@ class Totals:
     tokens: int
     padding: int
     targets: int
-    images: int
+    items: int
     patches: int
     bytes: int
     truncated: int
     extra_candidates: int = 0
-    image_bytes: int = 0
+    item_bytes: int = 0
     file_bytes: int = 0
 
     @property
@@ -182,19 +155,18 @@ class Manifest:
 
     def to_json(self) -> bytes:
         """Returns canonical JSON text."""
+        totals = counts_to_json(self.totals)
         fields = {
             "format": FORMAT_NAME,
             **dataclasses.asdict(self),
-            "totals": counts_to_json(self.totals),
+            "tokenizer": tokenizer_to_json(self.tokenizer, self.schema_version),
+            "totals": totals_to(totals) if is_earlier(self.schema_version) else totals,
             "shards": [counts_to_json(shard) for shard in self.shards],
         }
         # Omits fields that a manifest of format 1.0 lacks, so that reading one does not change its fingerprint.
-        optional = [(fields, name) for name in ("tokenizer_files", "unused_keys", "unknown_keys", "turns", "family")]
-        for owner, name in (*optional, (fields["tokenizer"], "special_tokens")):
-            if not owner[name]:
-                del owner[name]
-        if fields["tokenizer"]["end_of_text"] < 0:
-            del fields["tokenizer"]["end_of_text"]
+        for name in ("tokenizer_files", "unused_keys", "unknown_keys", "turns", "family"):
+            if not fields[name]:
+                del fields[name]
         return (json.dumps(fields, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
     @classmethod
@@ -233,18 +205,16 @@ class Manifest:
         try:
             _check_version(path, fields)
             _check_family(path, fields)
-            fields["tokenizer"] = _build(TokenizerInfo, fields["tokenizer"])
-            fields["totals"] = _build(Totals, fields["totals"])
-            if not isinstance(fields["shards"], list):
-                raise TypeError(f"shards is {fields['shards']!r}, not a list")
-            fields["shards"] = [_build(ShardInfo, shard) for shard in fields["shards"]]
+            fields["tokenizer"] = in_present_form(fields["tokenizer"])
+            if is_earlier(str(fields["schema_version"])) and isinstance(fields["totals"], Mapping):
+                fields["totals"] = totals_from(fields["totals"])
             return _build(cls, fields)
         except (KeyError, TypeError) as error:
             raise DatasetFormatError(f"{path}: a field is missing or has the wrong form: {error}") from error
 
 
 #: Counts that format 1.0 does not have.
-_NOT_IN_1_0 = frozenset({"extra_candidates", "image_bytes", "file_bytes", "row_offset"})
+_NOT_IN_1_0 = frozenset({"extra_candidates", "item_bytes", "file_bytes", "row_offset"})
 
 
 def counts_to_json(counts: Totals | ShardInfo) -> dict[str, Any]:
@@ -275,34 +245,44 @@ def _build[T](kind: type[T], fields: Mapping[str, Any]) -> T:
     """Builds a dataclass from JSON: checks types, converts lists to tuples, ignores fields of later versions."""
     if not isinstance(fields, Mapping):
         raise TypeError(f"{kind.__name__} is {fields!r}, not an object")
-    values: dict[str, Any] = {}
-    for name, annotation in get_type_hints(kind).items():
-        if name not in fields:
-            continue  # the dataclass uses a default or raises TypeError
-        value, expected = fields[name], get_origin(annotation) or annotation
-        value = tuple(value) if isinstance(value, list) else value
-        right = isinstance(value, expected)
-        if right and expected is tuple:
-            right = all(isinstance(each, get_args(annotation)[0]) for each in value)
-        if not right:
-            raise TypeError(f"{kind.__name__}.{name} is {value!r}")
-        values[name] = value
-    return kind(**values)
+    hints = get_type_hints(kind)
+    # The dataclass uses a default for an absent field, or raises TypeError.
+    return kind(
+        **{name: _typed(hints[name], fields[name], f"{kind.__name__}.{name}") for name in hints if name in fields}
+    )
+
+
+def _typed(annotation: Any, value: Any, place: str) -> Any:
+    kind, args = get_origin(annotation) or annotation, get_args(annotation)
+    if dataclasses.is_dataclass(kind):
+        return _build(annotation, value)
+    if kind is tuple and isinstance(value, list):
+        return tuple(_typed(args[0], each, place) for each in value)
+    if kind is Mapping and isinstance(value, Mapping) and dataclasses.is_dataclass(args[1]):
+        return {key: _typed(args[1], each, f"{place}.{key}") for key, each in value.items()}
+    if not isinstance(value, kind):
+        raise TypeError(f"{place} is {value!r}")
+    return value
 
 
 def _check_version(path: str, fields: Mapping[str, Any]) -> None:
     version, features = str(fields.get("schema_version")), fields.get("features", [])
-    if version.split(".")[0] != SCHEMA_VERSION.split(".")[0]:
+    if version.split(".")[0] not in READ_MAJORS:
         raise DatasetFormatError(
-            f"{path}: schema version {version}, but this vlmdata reads {SCHEMA_VERSION}. Use a matching vlmdata."
+            f"{path}: schema version {version}, but this vlmdata reads {' and '.join(f'{m}.x' for m in READ_MAJORS)}. "
+            "Use a matching vlmdata."
         )
     if not isinstance(features, list):
         raise TypeError(f"features is {features!r}, not a list")
     known = supported_features()
-    unknown = [str(feature) for feature in features if feature not in known]
-    codecs = [feature.removeprefix(codec_feature("")) for feature in unknown if feature.startswith(codec_feature(""))]
+    codecs = {codec_feature(name): name for name in codecs_of(map(str, features))}
+    unknown = [
+        feature
+        for feature in map(str, features)
+        if feature not in known and not (feature in codecs and CODECS.knows(codecs[feature]))
+    ]
     if unknown:
-        own = f"If codec {codecs[0]} is your own, register it here (docs/extend/codec.md). " if codecs else ""
+        own = "".join(f"{CODECS.missing(codecs[feature])} " for feature in unknown if feature in codecs)
         raise DatasetFormatError(
             f"{path}: needs features this vlmdata lacks: {', '.join(unknown)}. {own}{_remedy(fields)}"
         )
@@ -310,10 +290,10 @@ def _check_version(path: str, fields: Mapping[str, Any]) -> None:
 
 def _check_family(path: str, fields: Mapping[str, Any]) -> None:
     found = fields.get("family") or DEFAULT_FAMILY
-    if found not in REGISTRY:
+    if not FAMILIES.knows(str(found)):
         raise DatasetFormatError(
-            f"{path}: the dataset is for the model family {found!r}; this vlmdata supports {', '.join(REGISTRY)}. If "
-            f"it is your own, register it here (docs/extend/family.md). {_remedy(fields)}"
+            f"{path}: the dataset is for the model family {found!r}; this vlmdata supports "
+            f"{', '.join(FAMILIES.names())}. {FAMILIES.missing(str(found))} {_remedy(fields)}"
         )
 
 

@@ -7,7 +7,8 @@ import io
 import json
 import mmap
 import tarfile
-from itertools import accumulate, groupby
+from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ import xxhash
 
 from vlmdata.families import Family
 from vlmdata.families.positions import locate_images
-from vlmdata.format.index_row import WHOLE_MEMBERS, IndexRow
+from vlmdata.format.index_row import IndexRow
 from vlmdata.format.manifest import ShardInfo
-from vlmdata.format.schema import ITEMS_MEMBER, MEMBER_BY_NAME, MEMBERS, METADATA_MEMBER, OPTIONAL_MEMBERS
+from vlmdata.format.schema import ITEMS_MEMBER, MEMBER_BY_NAME, METADATA_MEMBER
 from vlmdata.format.shard import ABSENT, BLOCK, ArrayPlace, ItemName, ItemPlace, Placement
+from vlmdata.media.codecs import IMAGE, Grid, ItemShape
 
 _Found = dict[str, tuple[int, npt.NDArray[Any]]]
 """Array and offset of its data in bytes, by member name."""
@@ -73,26 +75,21 @@ def _row(
     start, last = text.offset, members[-1]
     stop = last.offset_data + last.size + -last.size % BLOCK
     grids = arrays["image_grid_thw"][1]
+    shapes = [(t, h, w) for t, h, w in grids.tolist()]
     if "patches" in arrays:
-        items = _raw_items(data, *arrays["patches"], grids)
+        items = _raw_items(data, *arrays["patches"], shapes)
     else:
-        items = _encoded_items(key, members[-1].offset_data, metadata["items"], placed)
+        items = _encoded_items(data, key, last.offset_data, shapes, metadata["items"], placed)
     placement = Placement(
         offset=start,
         size=stop - start,
         checksum=_checksum(data[start:stop]),
         json_offset=text.offset_data,
         json_size=text.size,
-        data_offsets=tuple(arrays[m.name][0] if m.name in arrays else ABSENT.offset for m in MEMBERS),
-        data_checksums=(
-            *((_checksum(arrays[member.name][1]),) for member in WHOLE_MEMBERS),
-            tuple(_checksum(data[item.offset : item.offset + item.bytes]) for item in items),
-        ),
-        optional={
-            member.name: ArrayPlace(arrays[member.name][0], _checksum(arrays[member.name][1]))
-            for member in OPTIONAL_MEMBERS
-            if member.name in arrays
+        arrays={
+            name: ArrayPlace(offset, _checksum(array)) for name, (offset, array) in arrays.items() if name != "patches"
         },
+        patches_offset=arrays["patches"][0] if "patches" in arrays else ABSENT.offset,
         items=items,
     )
     ids = arrays["input_ids"][1]
@@ -107,8 +104,7 @@ def _row(
         num_targets=int(arrays["loss_mask"][1].sum()),
         target_turns=metadata["target_turns"],
         truncated=metadata["truncated"],
-        image_grid_thw=tuple((t, h, w) for t, h, w in grids.tolist()),
-        image_starts=tuple(starts.tolist()),
+        item_starts=tuple(starts.tolist()),
     )
 
 
@@ -120,30 +116,37 @@ def _read(data: mmap.mmap, member: tarfile.TarInfo) -> tuple[str, tuple[int, npt
     return name, (stop - array.nbytes, array)
 
 
-def _raw_items(
-    data: mmap.mmap, begin: int, patches: npt.NDArray[Any], grids: npt.NDArray[np.integer]
-) -> tuple[ItemPlace, ...]:
-    """Returns the consecutive images in ``patches.npy``; one empty item for a sample without images."""
-    sizes = (grids.astype(np.int64).prod(axis=1) * patches.shape[1]).tolist() or [0]
-    starts = accumulate(sizes, initial=begin)
-    return tuple(
-        ItemPlace(start, size, _checksum(data[start : start + size]))
-        for start, size in zip(starts, sizes, strict=False)
-    )
+def _raw_items(data: mmap.mmap, offset: int, patches: npt.NDArray[Any], grids: Sequence[Grid]) -> tuple[ItemPlace, ...]:
+    """Returns the consecutive images in ``patches.npy``."""
+    found = []
+    for grid in grids:
+        shape = ItemShape(IMAGE, grid)
+        size = shape.rows * patches.shape[1]
+        checksum = _checksum(data[offset : offset + size])
+        found.append(ItemPlace(shape, offset, size, checksum, checksum))
+        offset += size
+    return tuple(found)
 
 
 def _encoded_items(
-    key: str, at: int, described: list[dict[str, Any]], placed: dict[ItemName, ItemPlace]
+    data: mmap.mmap,
+    key: str,
+    at: int,
+    grids: Sequence[Grid],
+    described: list[dict[str, Any]],
+    placed: dict[ItemName, ItemPlace],
 ) -> tuple[ItemPlace, ...]:
     """The items in ``items.bin``, as the metadata describes them, and those that share the bytes of earlier ones."""
     found = []
-    for number, item in enumerate(described):
-        shared = item.get("same_as")
+    for number, (grid, item) in enumerate(zip(grids, described, strict=True)):
+        shared, size = item.get("same_as"), item["bytes"]
         offset = at if shared is None else placed[ItemName(shared["key"], shared["image"])].offset
-        place = ItemPlace(offset, item["bytes"], int(item["pixel_checksum"], 16), item["kind"], item["codec"])
+        shape = ItemShape(item["kind"], grid, item.get("copies", 1))
+        checksum = _checksum(data[offset : offset + size])
+        place = ItemPlace(shape, offset, size, checksum, int(item["pixel_checksum"], 16), item["codec"])
         placed[ItemName(key, number)] = place
         found.append(place)
-        at += place.bytes if shared is None else 0
+        at += size if shared is None else 0
     return tuple(found)
 
 

@@ -12,19 +12,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from vlmdata.media.codecs import REGISTRY, codec_feature
+from vlmdata.media.codecs import IMAGE, REGISTRY, VIDEO, ItemShape, codec_feature
 
 if TYPE_CHECKING:
     import torch
 
 FORMAT_NAME = "vlmdata"
-#: MAJOR.MINOR. A reader rejects another MAJOR. A higher MINOR only adds data that old readers may ignore.
-SCHEMA_VERSION = "1.1"
-IMAGES, LOSS_WEIGHTS, DOCUMENTS = "images", "loss-weights", "documents"
+#: MAJOR.MINOR. A higher MINOR only adds data that old readers may ignore.
+SCHEMA_VERSION = "2.0"
+#: The MAJORs that are read. Of 1, ``format/earlier.py`` knows the names.
+READ_MAJORS = ("1", "2")
+LOSS_WEIGHTS, DOCUMENTS = "loss-weights", "documents"
+#: Feature of datasets with items of a kind, by kind. A reader without it rejects them.
+KIND_FEATURES = {IMAGE: "images", VIDEO: "videos"}
 #: Label of tokens that are no targets, as in PyTorch's losses.
 IGNORE_INDEX = -100
-#: The only kind of item so far. Video items will be a new feature, so that image-only readers reject them.
-IMAGE = "image"
 
 MANIFEST_NAME = "manifest.json"
 INDEX_NAME = "index.parquet"
@@ -50,10 +52,10 @@ _KEY = re.compile(r"(?P<row>\d{9,})(-(?P<sample>\d{3,}))?", re.ASCII)
 def supported_features() -> frozenset[str]:
     """Returns the features that this reader supports.
 
-    A writer lists the features that it used in the manifest. A reader rejects unknown features, so video items or
-    another codec can be added without a new MAJOR.
+    A writer lists the features that it used in the manifest. A reader rejects unknown features, so another kind of
+    items or another codec can be added without a new MAJOR.
     """
-    return frozenset({IMAGES, LOSS_WEIGHTS, DOCUMENTS, *map(codec_feature, REGISTRY)})
+    return frozenset({*KIND_FEATURES.values(), LOSS_WEIGHTS, DOCUMENTS, *map(codec_feature, REGISTRY)})
 
 
 @dataclass(frozen=True)
@@ -84,9 +86,9 @@ ALL_MEMBERS: tuple[Member, ...] = (
     Member("input_ids", np.dtype("<i4"), "(L,) token ids, padded at the end"),
     Member("loss_mask", np.dtype("|u1"), "(L,) 1 if the token is a training target"),
     Member("loss_weights", np.dtype("<f4"), "(L,) weight of each token in the loss; 0 off target", LOSS_WEIGHTS),
-    Member("position_ids", np.dtype("<i4"), "(3, L) MRoPE positions: t, h, w; 0 on padding"),
-    Member("image_grid_thw", np.dtype("<i4"), "(N, 3) patches per image along t, h, w"),
-    Member("patches", np.dtype("|u1"), "(P, bytes per patch) pixels of all images in merge-block order"),
+    Member("position_ids", np.dtype("<i4"), "(k, L) positions on the family's axes, such as t, h, w; 0 on padding"),
+    Member("image_grid_thw", np.dtype("<i4"), "(N, 3) patches per item along t, h, w"),
+    Member("patches", np.dtype("|u1"), "(R, bytes per patch) pixels of all items in merge-block order"),
 )
 #: The members of every sample (``items.bin`` may replace ``patches``), and those of only some samples.
 MEMBERS = tuple(member for member in ALL_MEMBERS if member.feature is None)
@@ -98,18 +100,21 @@ MEMBER_BY_NAME = {member.name: member for member in ALL_MEMBERS}
 class Sample:
     """One training sample. All arrays are read-only; from a dataset they are views of the mapped shard.
 
-    ``L`` is the padded length, ``N`` the number of images, ``P = sum(t*h*w)`` the number of vision patches.
+    ``L`` is the padded length, ``N`` the number of items, ``R`` their pixel rows: the number of vision patches, times
+    the temporal copies that are stored (1 of images).
 
     Attributes:
         key: Unique within the dataset; the common stem of the tar members.
         length: True length in tokens; ``input_ids[length:]`` is padding.
         input_ids: int32 (L,).
         loss_mask: uint8 (L,), 1 if the token itself is a target (unshifted).
-        position_ids: int32 (3, L), rows t, h, w, starting from 0; 0 on padding.
+        position_ids: int32 (k, L), k the family's axes of positions, from 0; 0 on padding.
         image_grid_thw: int32 (N, 3), in patches of the family.
-        patches: uint8 (P, bytes per patch), columns (C, patch, patch), rows in merge-block order.
+        patches: uint8 (R, bytes per patch), columns (C, patch, patch), rows in merge-block order; the copies of a
+            patch are adjacent.
         loss_weights: float32 (L,), weight of each token in the loss: above 0 if ``loss_mask`` is 1, else 0.
             None if all targets weigh 1.
+        items: Kind, grid and copies of each item.
     """
 
     key: str
@@ -120,6 +125,7 @@ class Sample:
     image_grid_thw: npt.NDArray[np.int32]
     patches: npt.NDArray[np.uint8]
     loss_weights: npt.NDArray[np.float32] | None = None
+    items: tuple[ItemShape, ...] = ()
 
     @property
     def num_targets(self) -> int:
@@ -136,7 +142,7 @@ class Sample:
 
         Returns:
             Tensors by name: input_ids int64 (length,), loss_mask bool (length,), loss_weights float32 (length,) if the
-            sample has them, position_ids int64 (3, length), image_grid_thw int64 (N, 3), patches uint8 (P, bytes per
+            sample has them, position_ids int64 (k, length), image_grid_thw int64 (N, 3), patches uint8 (R, bytes per
             patch).
         """
         import torch

@@ -11,8 +11,7 @@ import hashlib
 import json
 import tarfile
 from collections.abc import Buffer, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,9 +21,9 @@ import numpy.typing as npt
 import xxhash
 
 from vlmdata.format.headers import npy_header_for, tar_header
-from vlmdata.format.schema import ALL_MEMBERS, IMAGE, ITEMS_MEMBER, METADATA_MEMBER
+from vlmdata.format.schema import ALL_MEMBERS, ITEMS_MEMBER, METADATA_MEMBER
 from vlmdata.format.writing import FileWriting, Writing
-from vlmdata.media.codecs import RAW
+from vlmdata.media.codecs import IMAGE, RAW, ItemShape
 
 BLOCK = tarfile.BLOCKSIZE
 _END_OF_ARCHIVE = bytes(2 * BLOCK)
@@ -34,7 +33,7 @@ _SMALL = 64 * 1024
 
 @dataclass(frozen=True)
 class ArrayPlace:
-    """Place of the array of an optional member.
+    """Place of the array of a member.
 
     Attributes:
         offset: Offset of its data in the shard, in bytes.
@@ -51,20 +50,22 @@ ABSENT = ArrayPlace(offset=-1, checksum=0)
 
 @dataclass(frozen=True)
 class ItemPlace:
-    """Place and storage form of an item (an image).
+    """Place and storage form of an item.
 
     Attributes:
+        shape: Kind, grid and copies.
         offset: Offset of its stored bytes in the shard.
         bytes: Number of stored bytes.
+        checksum: xxh3-64 of the stored bytes.
         pixel_checksum: xxh3-64 of its decoded patches.
-        kind: Kind of the item: ``image``.
         codec: Name of the codec that decodes it.
     """
 
+    shape: ItemShape
     offset: int
     bytes: int
+    checksum: int
     pixel_checksum: int
-    kind: str = IMAGE
     codec: str = RAW
 
 
@@ -74,15 +75,15 @@ class EncodedItem:
 
     Attributes:
         payload: The bytes to store.
+        shape: Kind, grid and copies.
         codec: Name of the codec.
         pixel_checksum: xxh3-64 of its patches.
-        kind: Kind of the item.
     """
 
     payload: Buffer
+    shape: ItemShape
     codec: str
     pixel_checksum: int
-    kind: str = IMAGE
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,14 @@ def item_metadata(item: ItemPlace | EncodedItem, same_as: ItemName | None = None
     """
     size = item.bytes if isinstance(item, ItemPlace) else memoryview(item.payload).nbytes
     # The checksum is text, because many readers limit JSON numbers to 2**53.
-    fields = {"kind": item.kind, "codec": item.codec, "bytes": size, "pixel_checksum": f"{item.pixel_checksum:016x}"}
+    fields: dict[str, Any] = {
+        "kind": item.shape.kind,
+        "codec": item.codec,
+        "bytes": size,
+        "pixel_checksum": f"{item.pixel_checksum:016x}",
+    }
+    if item.shape.copies != 1:
+        fields["copies"] = item.shape.copies
     return fields if same_as is None else fields | {"same_as": {"key": same_as.key, "image": same_as.number}}
 
 
@@ -116,12 +124,10 @@ class Placement:
         checksum: xxh3-64 of those bytes.
         json_offset: Start of the metadata JSON text.
         json_size: Length of the metadata JSON text.
-        data_offsets: Start of each array's data, in the order of :data:`MEMBERS`; for ``patches`` -1 if ``items.bin``
-            replaces it.
-        data_checksums: For each member, the xxh3-64 of each piece in which it was written: the whole array, or for
-            ``patches`` the stored bytes of each item. So a reader can check each piece that it reads separately.
-        optional: The sample's members of :data:`OPTIONAL_MEMBERS`, by name.
-        items: All items, in order. A sample without items has one empty piece here, as in ``data_checksums``.
+        arrays: Places of its members by name, without ``patches``, whose items have their own checksums. Optional
+            members only if the sample has them.
+        patches_offset: Start of the data of ``patches``; -1 if ``items.bin`` replaces it.
+        items: All items, in order.
     """
 
     offset: int
@@ -129,9 +135,8 @@ class Placement:
     checksum: int
     json_offset: int
     json_size: int
-    data_offsets: tuple[int, ...]
-    data_checksums: tuple[tuple[int, ...], ...]
-    optional: Mapping[str, ArrayPlace] = field(default_factory=dict)
+    arrays: Mapping[str, ArrayPlace]
+    patches_offset: int
     items: tuple[ItemPlace, ...] = ()
 
 
@@ -175,10 +180,10 @@ class ShardWriter:
             metadata: JSON-able facts of the sample. For encoded items, ``items`` is added.
             arrays: For every member of :data:`MEMBERS` the pieces that, joined along axis 0, are its array. Pieces
                 are C-contiguous, so several images are written without being copied together first. ``patches`` has
-                one piece per image; a sample without images has one empty piece. An optional member
-                (:data:`OPTIONAL_MEMBERS`) has one piece.
-            encoded: The sample's items if a codec encoded them; ``arrays`` then lacks ``patches``. Bytes equal to
-                those of an earlier item of the shard are not written again.
+                one piece per row of ``image_grid_thw``, each an image; a sample without items has one empty piece.
+                All other members, those of :data:`OPTIONAL_MEMBERS` too, have one piece.
+            encoded: The sample's items if a codec encoded them, or if they are not images; ``arrays`` then lacks
+                ``patches``. Bytes equal to those of an earlier item of the shard are not written again.
 
         Returns:
             Place of the sample.
@@ -190,17 +195,14 @@ class ShardWriter:
             metadata = {**metadata, "items": _described(key, encoded, firsts)}
         text = metadata_bytes(metadata)
         json_offset = self._member(f"{key}.{METADATA_MEMBER}", b"", [memoryview(text)])
-        offsets: list[int] = []
-        checksums: list[tuple[int, ...]] = []
-        optional: dict[str, ArrayPlace] = {}
+        places: dict[str, ArrayPlace] = {}
+        patches_offset = ABSENT.offset
         items: tuple[ItemPlace, ...] = ()
         for member in ALL_MEMBERS:
-            if member.feature is not None and member.name not in arrays:
-                continue
             if member.name == "patches" and encoded:
-                items, hashes = self._items(key, encoded, firsts)
-                offsets.append(ABSENT.offset)
-                checksums.append(hashes)
+                items = self._items(key, encoded, firsts)
+                continue
+            if member.feature is not None and member.name not in arrays:
                 continue
             pieces = arrays[member.name]
             shape = (sum(piece.shape[0] for piece in pieces), *pieces[0].shape[1:])
@@ -209,18 +211,11 @@ class ShardWriter:
                 assert piece.flags.c_contiguous, member.name
             views = [memoryview(piece).cast("B") for piece in pieces if piece.size]
             offset = self._member(f"{key}.{member.suffix}", npy_header_for(member.dtype, shape), views)
-            hashes = tuple(xxhash.xxh3_64_intdigest(piece) for piece in pieces)
             if member.name == "patches":
-                starts = accumulate((piece.nbytes for piece in pieces), initial=offset)
-                items = tuple(
-                    ItemPlace(start, piece.nbytes, checksum)
-                    for start, piece, checksum in zip(starts, pieces, hashes, strict=False)
-                )
-            if member.feature is None:
-                offsets.append(offset)
-                checksums.append(hashes)
+                patches_offset, items = offset, _images(offset, arrays["image_grid_thw"][0], pieces)
             else:
-                optional[member.name] = ArrayPlace(offset, *hashes)
+                (piece,) = pieces
+                places[member.name] = ArrayPlace(offset, xxhash.xxh3_64_intdigest(piece))
         self._write_small()
         return Placement(
             offset=start,
@@ -228,9 +223,8 @@ class ShardWriter:
             checksum=self._sample_hash.intdigest(),
             json_offset=json_offset,
             json_size=len(text),
-            data_offsets=tuple(offsets),
-            data_checksums=tuple(checksums),
-            optional=optional,
+            arrays=places,
+            patches_offset=patches_offset,
             items=items,
         )
 
@@ -240,10 +234,8 @@ class ShardWriter:
         content = (item.codec, hashlib.sha256(item.payload).digest())
         return self._first_items.setdefault(content, name)
 
-    def _items(
-        self, key: str, encoded: Sequence[EncodedItem], firsts: Sequence[ItemName]
-    ) -> tuple[tuple[ItemPlace, ...], tuple[int, ...]]:
-        """Writes the member ``items.bin``. Returns the places and checksums of the sample's items."""
+    def _items(self, key: str, encoded: Sequence[EncodedItem], firsts: Sequence[ItemName]) -> tuple[ItemPlace, ...]:
+        """Writes the member ``items.bin``. Returns the places of the sample's items."""
         views = [memoryview(item.payload).cast("B") for item in encoded]
         own = {
             ItemName(key, number): view for number, view in enumerate(views) if firsts[number] == ItemName(key, number)
@@ -252,11 +244,17 @@ class ShardWriter:
         for name, view in own.items():
             self._item_offsets[name] = offset
             offset += view.nbytes
-        places = tuple(
-            ItemPlace(self._item_offsets[first], view.nbytes, item.pixel_checksum, item.kind, item.codec)
+        return tuple(
+            ItemPlace(
+                shape=item.shape,
+                offset=self._item_offsets[first],
+                bytes=view.nbytes,
+                checksum=xxhash.xxh3_64_intdigest(view),
+                pixel_checksum=item.pixel_checksum,
+                codec=item.codec,
+            )
             for item, view, first in zip(encoded, views, firsts, strict=True)
         )
-        return places, tuple(xxhash.xxh3_64_intdigest(view) for view in views)
 
     def _member(self, name: str, header: bytes, views: Sequence[memoryview]) -> int:
         """Writes one tar member and returns the offset of its data after ``header``."""
@@ -315,3 +313,15 @@ def _described(key: str, encoded: Sequence[EncodedItem], firsts: Sequence[ItemNa
         item_metadata(item, None if first == ItemName(key, number) else first)
         for number, (item, first) in enumerate(zip(encoded, firsts, strict=True))
     ]
+
+
+def _images(
+    offset: int, grids: npt.NDArray[np.generic], pieces: Sequence[npt.NDArray[np.generic]]
+) -> tuple[ItemPlace, ...]:
+    """The images of ``patches``, one after another from ``offset``. Without images, there is one empty piece."""
+    places = []
+    for (t, h, w), piece in zip(grids.tolist(), pieces, strict=False):
+        checksum = xxhash.xxh3_64_intdigest(piece)
+        places.append(ItemPlace(ItemShape(IMAGE, (t, h, w)), offset, piece.nbytes, checksum, checksum))
+        offset += piece.nbytes
+    return tuple(places)

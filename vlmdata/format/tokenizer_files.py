@@ -44,10 +44,6 @@ def added_tokenizer_files(names: Iterable[str], manifest: Manifest) -> list[str]
     """Returns the files of a tokenizer folder that its writer did not make, sorted.
 
     Any of them may change ids: transformers reads many names, such as ``added_tokens.json``. It reads no hidden files.
-
-    Args:
-        names: Paths relative to the tokenizer folder.
-        manifest: The dataset's manifest.
     """
     known = set(tokenizer_file_names(manifest))
     return sorted(

@@ -7,6 +7,7 @@ dataclasses and draw nothing. ``terminal/``, ``page/`` and ``server.py`` draw th
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,16 +17,10 @@ if TYPE_CHECKING:
     from vlmdata.inspect.trace import RowTrace, StepDescription, describe_row, describe_step
 
 _EXPORTS = {
-    "BatchDescription": "vlmdata.inspect.batch",
-    "DatasetCard": "vlmdata.inspect.dataset",
-    "RowTrace": "vlmdata.inspect.trace",
-    "SampleDescription": "vlmdata.inspect.sample",
-    "StepDescription": "vlmdata.inspect.trace",
-    "describe_batch": "vlmdata.inspect.batch",
-    "describe_dataset": "vlmdata.inspect.dataset",
-    "describe_row": "vlmdata.inspect.trace",
-    "describe_sample": "vlmdata.inspect.sample",
-    "describe_step": "vlmdata.inspect.trace",
+    "batch": ("BatchDescription", "describe_batch"),
+    "dataset": ("DatasetCard", "describe_dataset"),
+    "sample": ("SampleDescription", "describe_sample"),
+    "trace": ("RowTrace", "StepDescription", "describe_row", "describe_step"),
 }
 
 __all__ = [
@@ -44,8 +39,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # Batches need torch, which takes seconds to import. A card does not.
-    if name not in _EXPORTS:
-        raise AttributeError(f"module 'vlmdata.inspect' has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(_EXPORTS[name]), name)
+    for module, names in _EXPORTS.items():
+        if name in names:
+            return getattr(import_module(f"vlmdata.inspect.{module}"), name)
+    raise AttributeError(f"module 'vlmdata.inspect' has no attribute {name!r}")

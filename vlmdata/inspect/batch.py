@@ -12,135 +12,78 @@ from vlmdata.batch import IGNORE_INDEX, PackedBatch
 from vlmdata.context_parallel import chunk_ranges
 from vlmdata.errors import NotFoundError
 from vlmdata.loader.loader import StreamingLoader
+from vlmdata.packing.arrays import IntArray
 from vlmdata.packing.cost import CostModel
 from vlmdata.packing.image_owners import image_owners
 from vlmdata.packing.plan.epoch import EMPTY_PACK
 from vlmdata.wording import counted
 
-IntArray = npt.NDArray[np.int64]
-
 
 @dataclass(frozen=True)
 class Segment:
-    """A sample in a pack, or the padded tail.
-
-    Attributes:
-        key: The sample's key; "" for the tail.
-        dataset: Number of its dataset; -1 for the tail, as for the next two.
-        index: Position in the dataset.
-        source_row: Source row of the sample.
-        start: First token in the pack.
-        stop: One past its last token, padding included.
-        length: True tokens.
-        padding: Padding tokens after them.
-        targets: Tokens with a label in this segment.
-        images: Number of images.
-        patches: Number of vision patches.
-        cost: Estimated training cost, in units of 2**20 FLOP.
-        cost_share: Share of the pack's cost.
-    """
+    """A sample in a pack, or the padded tail, which has key "" and -1 as dataset, index and source row."""
 
     key: str
-    dataset: int
-    index: int
+    dataset: int  # number of its dataset
+    index: int  # position in the dataset
     source_row: int
     start: int
-    stop: int
-    length: int
-    padding: int
-    targets: int
+    stop: int  # one past its last token, padding included
+    length: int  # true tokens
+    padding: int  # padding tokens after them
+    targets: int  # tokens with a label in this segment
     images: int
     patches: int
-    cost: int
-    cost_share: float
+    cost: int  # in units of 2**20 FLOP
+    cost_share: float  # share of the pack's cost
 
 
 @dataclass(frozen=True)
 class BatchImage:
-    """An image of a pack.
+    """An image of a pack."""
 
-    Attributes:
-        segment: Number of its segment.
-        start: First of its tokens in the pack.
-        tokens: Number of tokens.
-        grid: Patches along t, h, w.
-        patches: Number of vision patches.
-        rank: Context-parallel rank that encodes it.
-    """
-
-    segment: int
-    start: int
+    segment: int  # number of its segment
+    start: int  # first of its tokens in the pack
     tokens: int
-    grid: tuple[int, int, int]
+    grid: tuple[int, int, int]  # patches along t, h, w
     patches: int
-    rank: int
+    rank: int  # context-parallel rank that encodes it
 
 
 @dataclass(frozen=True)
 class RankShare:
-    """The share of one context-parallel rank in a pack.
-
-    Attributes:
-        rank: The rank.
-        ranges: Token ranges ``[start, stop)`` of the pack that it owns, ascending.
-        tokens: Tokens in these ranges.
-        true_tokens: Tokens that are not padding.
-        targets: Tokens with a label.
-        images: Images that the rank encodes.
-        patches: Patches of these images.
-    """
+    """The share of one context-parallel rank in a pack."""
 
     rank: int
-    ranges: tuple[tuple[int, int], ...]
-    tokens: int
-    true_tokens: int
-    targets: int
-    images: int
-    patches: int
+    ranges: tuple[tuple[int, int], ...]  # token ranges [start, stop) of the pack that it owns, ascending
+    tokens: int  # in these ranges
+    true_tokens: int  # tokens that are not padding
+    targets: int  # tokens with a label
+    images: int  # images that the rank encodes
+    patches: int  # patches of these images
 
 
 @dataclass(frozen=True)
 class BatchDescription:
-    """A packed batch. Units: tokens, patches.
+    """A packed batch. Units: tokens, patches; the cost is in units of 2**20 FLOP."""
 
-    Attributes:
-        number: Number of the batch among the rank's batches of the epoch, from 0; None if not given.
-        epoch: Epoch.
-        step: Optimizer step within it.
-        micro_batch: Micro-batch within the step.
-        pack: Pack number within the epoch; -1 for an empty pack.
-        capacity: Largest number of tokens in a pack; None if unknown.
-        total_tokens: Tokens, padding included.
-        true_tokens: Tokens that are not padding.
-        padding: Padding tokens.
-        targets: Tokens with a label.
-        max_seqlen: Longest segment, padding included.
-        cu_seqlens: Running sum of true lengths.
-        cu_seqlens_padded: Start of each segment.
-        cost: Estimated cost, in units of 2**20 FLOP.
-        segments: The samples, and the padded tail if there is one.
-        images: The images.
-        context_parallel: Ranks that share the pack.
-        ranks: Share of each rank.
-    """
-
-    number: int | None
+    number: int | None  # among the rank's batches of the epoch, from 0; None if not given
     epoch: int
     step: int
     micro_batch: int
-    pack: int
-    capacity: int | None
-    total_tokens: int
+    pack: int  # number within the epoch; -1 for an empty pack
+    capacity: int | None  # largest number of tokens in a pack; None if unknown
+    total_tokens: int  # padding included
     true_tokens: int
     padding: int
-    targets: int
-    max_seqlen: int
-    cu_seqlens: tuple[int, ...]
-    cu_seqlens_padded: tuple[int, ...]
+    targets: int  # tokens with a label
+    max_seqlen: int  # longest segment, padding included
+    cu_seqlens: tuple[int, ...]  # running sum of true lengths
+    cu_seqlens_padded: tuple[int, ...]  # start of each segment
     cost: int
-    segments: tuple[Segment, ...]
+    segments: tuple[Segment, ...]  # the samples, and the padded tail if there is one
     images: tuple[BatchImage, ...]
-    context_parallel: int
+    context_parallel: int  # ranks that share the pack
     ranks: tuple[RankShare, ...]
 
 
@@ -160,9 +103,6 @@ def describe_batch(
         context_parallel: Number of ranks to split the batch over.
         capacity: Capacity of the loader, for the description.
         number: Number of the batch, for the description.
-
-    Returns:
-        The description.
 
     Raises:
         ValueError: If the batch is a slice or has no labels, or a segment does not divide over the ranks.
@@ -200,12 +140,7 @@ def describe_batch(
 
 
 def batch_at(loader: StreamingLoader, number: int, epoch: int = 0) -> PackedBatch:
-    """Loads the ``number``-th batch of a loader's rank in an epoch.
-
-    Args:
-        loader: The loader. Afterwards its position is after that batch.
-        number: In ``[0, num_batches(loader, epoch))``.
-        epoch: The epoch.
+    """Loads the ``number``-th batch of a loader's rank in an epoch. Moves the loader's position to after it.
 
     Raises:
         NotFoundError: If the epoch has no such batch for this rank.

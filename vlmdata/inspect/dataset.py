@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from vlmdata.format.ledger import read_ledger
 from vlmdata.format.manifest import Totals
 from vlmdata.format.schema import LEDGER_NAME
 from vlmdata.format.selection import SELECTION
-from vlmdata.inspect.findings import COUNTED, KINDS, ContentCheck, Finding, IndexFindings, Severity
+from vlmdata.inspect.findings import COUNTED, KINDS, ContentCheck, IndexFindings, Severity
 from vlmdata.inspect.histogram import Histogram, histogram
 from vlmdata.inspect.tokens import TokenTexts
 
@@ -36,14 +37,7 @@ class TokenizerCard:
 
 @dataclass(frozen=True)
 class Extreme:
-    """A sample at the end of a distribution.
-
-    Attributes:
-        key: Its key.
-        index: Its position in the dataset.
-        source_row: Source row of the sample.
-        value: The quantity: tokens, patches, or a share.
-    """
+    """A sample at the end of a distribution; the value is in tokens or patches, or a share."""
 
     key: str
     index: int
@@ -63,17 +57,11 @@ class Extremes:
 
 @dataclass(frozen=True)
 class RejectGroup:
-    """Rejected rows of one reason.
+    """Rejected rows of one reason."""
 
-    Attributes:
-        reason: Reason, as in the ledger.
-        count: Number of rows.
-        examples: (source row, message) of the first rows.
-    """
-
-    reason: str
+    reason: str  # as in the ledger
     count: int
-    examples: tuple[tuple[int, str], ...]
+    examples: tuple[tuple[int, str], ...]  # (source row, message) of the first rows
 
 
 @dataclass(frozen=True)
@@ -88,66 +76,37 @@ class FindingExample:
 
 @dataclass(frozen=True)
 class FindingGroup:
-    """All findings of one kind.
-
-    Attributes:
-        kind: Short name.
-        severity: Severity.
-        meaning: What it means.
-        count: Number of samples with it.
-        examples: The worst samples, or the first.
-        samples: Positions of these samples in the same order, at most 1,000.
-    """
+    """All findings of one kind."""
 
     kind: str
     severity: Severity
     meaning: str
-    count: int
-    examples: tuple[FindingExample, ...]
-    samples: tuple[int, ...]
+    count: int  # number of samples with it
+    examples: tuple[FindingExample, ...]  # the worst samples, or the first
+    samples: tuple[int, ...]  # positions of these samples in the same order, at most 1,000
 
 
 @dataclass(frozen=True)
 class DatasetCard:
-    """Overview of a dataset. Units: tokens, patches, images, bytes.
-
-    Attributes:
-        directory: Its folder.
-        fingerprint: sha256 of its whole content.
-        config_hash: sha256 of its configuration.
-        created_by: Writer and version.
-        schema_version: Version of the format.
-        features: Features that a reader must support.
-        source: Identity of the source.
-        source_name: Short form of the source.
-        options: Preprocessing options.
-        tokenizer: Its tokenizer.
-        shards: Number of shard files.
-        totals: Totals.
-        histograms: Distributions of length, target share, images and patches per sample, and aspect ratio per image.
-        rejects: Rejected rows by reason, the most frequent first.
-        extremes: The samples at the ends of the distributions.
-        findings: Findings, the worst first.
-        checked: Number of samples whose tokens were checked. The index was checked for all samples.
-    """
+    """Overview of a dataset. Units: tokens, patches, images, bytes."""
 
     directory: str
-    fingerprint: str
-    config_hash: str
+    fingerprint: str  # sha256 of its whole content
+    config_hash: str  # sha256 of its configuration
     created_by: str
     schema_version: str
-    features: tuple[str, ...]
-    source: Mapping[str, Any]
-    source_name: str
-    options: Mapping[str, Any]
+    features: tuple[str, ...]  # that a reader must support
+    source: Mapping[str, Any]  # identity of the source
+    source_name: str  # short form of the source
+    options: Mapping[str, Any]  # of preprocessing
     tokenizer: TokenizerCard
     shards: int
     totals: Totals
-    histograms: tuple[Histogram, ...]
-    rejects: tuple[RejectGroup, ...]
-    extremes: tuple[Extremes, ...]
-    findings: tuple[FindingGroup, ...]
-    checked: int
+    histograms: tuple[Histogram, ...]  # of length, target share, images and patches per sample, aspect ratio per image
+    rejects: tuple[RejectGroup, ...]  # rejected rows by reason, the most frequent first
+    extremes: tuple[Extremes, ...]  # the samples at the ends of the distributions
+    findings: tuple[FindingGroup, ...]  # the worst first
+    checked: int  # samples whose tokens were checked; the index was checked for all
 
 
 def describe_dataset(dataset: VlmDataset, *, check: int | None = DEFAULT_CHECK, seed: int = 0) -> DatasetCard:
@@ -158,13 +117,10 @@ def describe_dataset(dataset: VlmDataset, *, check: int | None = DEFAULT_CHECK, 
         check: Number of samples whose tokens are checked: the extremes, then random ones; None means all.
         seed: Seed of the random choice.
 
-    Returns:
-        The card.
-
     Raises:
         DatasetFormatError: If the ledger, the tokenizer or a checked shard cannot be read.
     """
-    manifest = dataset.manifest
+    manifest, tokens = dataset.manifest, dataset.manifest.tokenizer
     facts = IndexFindings(dataset.index, dataset.family)
     extremes = _extremes(dataset, facts)
     chosen = _chosen(facts, extremes, check, seed)
@@ -179,12 +135,7 @@ def describe_dataset(dataset: VlmDataset, *, check: int | None = DEFAULT_CHECK, 
         source=manifest.source,
         source_name=source_name(manifest.source),
         options=options if isinstance(options, Mapping) else {},
-        tokenizer=TokenizerCard(
-            manifest.tokenizer.name,
-            manifest.tokenizer.fingerprint,
-            manifest.tokenizer.chat_template,
-            manifest.tokenizer.vocab_size,
-        ),
+        tokenizer=TokenizerCard(tokens.name, tokens.fingerprint, tokens.chat_template, tokens.vocab_size),
         shards=len(manifest.shards),
         totals=manifest.totals,
         histograms=_histograms(dataset, facts),
@@ -235,7 +186,7 @@ def _histograms(dataset: VlmDataset, facts: IndexFindings) -> tuple[Histogram, .
     found = (
         histogram("length", "length (tokens per sample)", "integer", index.lengths),
         histogram("target_share", "target share (targets of a sample's tokens)", "share", facts.target_shares),
-        histogram("images", "images (per sample)", "integer", index.image_counts),
+        histogram("images", "images (per sample)", "integer", index.item_counts),
         histogram("patches", "patches (per sample)", "integer", index.num_patches),
         histogram("aspect_ratio", "aspect ratio (width / height per image)", "ratio", grids[:, 2] / grids[:, 1]),
     )
@@ -263,11 +214,9 @@ def _first(values: npt.NDArray[np.float64], count: int) -> list[int]:
     """Returns the positions of the smallest values, ties in storage order, without a full sort."""
     if not len(values):
         return []
-    bound = np.partition(values, min(count, len(values)) - 1)[min(count, len(values)) - 1]
-    candidates = np.flatnonzero(values <= bound)
-    smaller = np.flatnonzero(values < bound)
-    kept = np.concatenate([smaller, candidates[values[candidates] == bound][: count - len(smaller)]])
-    order: list[int] = kept[np.lexsort((kept, values[kept]))].tolist()
+    last = min(count, len(values)) - 1
+    candidates = np.flatnonzero(values <= np.partition(values, last)[last])
+    order: list[int] = candidates[np.argsort(values[candidates], kind="stable")][:count].tolist()
     return order
 
 
@@ -303,28 +252,28 @@ def _chosen(facts: IndexFindings, extremes: tuple[Extremes, ...], check: int | N
 def _findings(dataset: VlmDataset, facts: IndexFindings, chosen: list[int]) -> tuple[FindingGroup, ...]:
     index = dataset.index
 
-    def example(i: int, found: Finding) -> FindingExample:
-        return FindingExample(index.key(i), i, int(index.source_row[i]), found.message)
+    def group(kind: str, count: int, positions: list[int], message: Callable[[int], str]) -> FindingGroup:
+        severity, meaning = KINDS.get(kind, (Severity.FAULT, f"`vlmdata verify`'s check {kind}"))
+        shown = (FindingExample(index.key(i), i, int(index.source_row[i]), message(i)) for i in positions[:EXAMPLES])
+        return FindingGroup(kind, severity, meaning, count, tuple(shown), tuple(positions[:_LISTED]))
 
     groups = []
     for kind, where in facts.groups.items():
         if len(where):
-            severity, meaning = KINDS[kind]
-            first = [(i, next(each for each in facts.of(i) if each.kind == kind)) for i in where[:EXAMPLES].tolist()]
-            shown = tuple(example(*each) for each in first)
-            groups.append(FindingGroup(kind, severity, meaning, len(where), shown, tuple(where[:_LISTED].tolist())))
+            messages = partial(_index_message, facts, kind)
+            groups.append(group(kind, len(where), where[:_LISTED].tolist(), messages))
     known = {kind: count for kind, name in COUNTED.items() if (count := dataset.manifest.turns.get(name, 0))}
-    content: dict[str, list[tuple[int, Finding]]] = {kind: [] for kind in known}
+    content: dict[str, dict[int, str]] = {kind: {} for kind in known}
     if chosen:
         check = ContentCheck(dataset, TokenTexts(dataset.directory, dataset.manifest))
         for i in chosen:
-            for kind, found in {found.kind: found for found in reversed(check.of(i))}.items():
-                content.setdefault(kind, []).append((i, found))
-    for kind, all_found in content.items():
-        severity, meaning = KINDS.get(kind, (Severity.FAULT, f"`vlmdata verify`'s check {kind}"))
-        shown = tuple(example(i, found) for i, found in all_found[:EXAMPLES])
-        listed = tuple(i for i, _ in all_found[:_LISTED])
-        count = max(len(all_found), known.get(kind, 0))
-        groups.append(FindingGroup(kind, severity, meaning, count, shown, listed))
+            for found in check.of(i):
+                content.setdefault(found.kind, {}).setdefault(i, found.message)
+    for kind, told in content.items():
+        groups.append(group(kind, max(len(told), known.get(kind, 0)), list(told), told.__getitem__))
     order = list(Severity)
     return tuple(sorted(groups, key=lambda group: (order.index(group.severity), group.kind)))
+
+
+def _index_message(facts: IndexFindings, kind: str, i: int) -> str:
+    return next(found.message for found in facts.of(i) if found.kind == kind)

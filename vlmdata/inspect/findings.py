@@ -34,7 +34,6 @@ _FAR_OUT = 3.0
 #: With fewer samples, quartiles are not meaningful.
 _ENOUGH = 20
 _QUOTED = 40
-_THINK_BLOCK = re.compile(r"<think>.*?</think>\n*", re.DOTALL)
 
 
 class Severity(StrEnum):
@@ -63,19 +62,12 @@ COUNTED = {"dropped_reasoning": ROWS_WITH_DROPPED_REASONING}
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding about a sample.
-
-    Attributes:
-        kind: Short name.
-        severity: Severity.
-        message: What was found, with its numbers.
-        tokens: Tokens ``[start, stop)`` that it concerns, or None.
-    """
+    """A finding about a sample."""
 
     kind: str
     severity: Severity
-    message: str
-    tokens: tuple[int, int] | None = None
+    message: str  # what was found, with its numbers
+    tokens: tuple[int, int] | None = None  # tokens [start, stop) that it concerns
 
 
 def finding(kind: str, message: str, tokens: tuple[int, int] | None = None) -> Finding:
@@ -86,12 +78,7 @@ def finding(kind: str, message: str, tokens: tuple[int, int] | None = None) -> F
 
 @dataclass(frozen=True, eq=False)
 class IndexFindings:
-    """Findings from the index alone, for all n samples.
-
-    Attributes:
-        index: The index.
-        family: The dataset's family.
-    """
+    """Findings from the index alone, for all n samples."""
 
     index: DatasetIndex
     family: Family
@@ -149,12 +136,7 @@ class IndexFindings:
 
 @dataclass(frozen=True, eq=False)
 class ContentCheck:
-    """Findings from the tokens of single samples. Reads only token arrays, never pixels.
-
-    Attributes:
-        dataset: The dataset.
-        texts: Decodes its tokens.
-    """
+    """Findings from the tokens of single samples. Reads only token arrays, never pixels."""
 
     dataset: VlmDataset
     texts: TokenTexts
@@ -173,11 +155,11 @@ class ContentCheck:
 
     def _of(self, i: int, sample: Sample) -> list[Finding]:
         document = self._rules is not None and self._rules.documents and int(self.dataset.index.target_turns[i]) == 0
-        if not document and not (sample.input_ids[: sample.length] == self.dataset.manifest.tokenizer.im_start).any():
+        start = self.dataset.manifest.tokenizer.turns.start
+        if not document and not (sample.input_ids[: sample.length] == start).any():
             # The audit assumes that there is a turn.
-            return [
-                finding("no_turn", f"none of {counted(sample.length, 'token')} is <|im_start|>, so there is no turn")
-            ]
+            name = self.dataset.family.chat.turn_start
+            return [finding("no_turn", f"none of {counted(sample.length, 'token')} is {name}, so there is no turn")]
         audited, metadata = [], self._metadata(i)
         if self._rules is not None:
             audited = audit_sample(sample, self.dataset.index.row(i), self._rules, _turn_weights(metadata))
@@ -209,14 +191,16 @@ class ContentCheck:
             if skipped:
                 message = f'targets start at token {first}, but the answer starts at {begin} with "{skipped}"'
                 yield finding("late_target", message, (begin, first))
-            elif ids[first] == info.im_end:
+            elif ids[first] == info.turns.end:
                 yield finding("only_end_token", f"of the answer at token {turn.body} only its end is a target")
 
     def _skipped(self, ids: npt.NDArray[np.int32], turn: Turn, first: int) -> tuple[int, str]:
         """Returns the start of an answer (after a fully excluded think block) and its text before the first target."""
         pieces = self.texts.decode_each(ids[turn.body : first].tolist())
         text = "".join(pieces)
-        thought = _THINK_BLOCK.match(text)
+        think = self.dataset.family.chat.think
+        marks = [re.escape(mark.strip()) for mark in think or ()]
+        thought = re.match(".*?".join(marks) + "\n*", text, re.DOTALL) if marks else None
         begin = thought.end() if thought else 0
         skipped_tokens = int(np.searchsorted(np.cumsum([len(piece) for piece in pieces]), begin, side="right"))
         return turn.body + (skipped_tokens if begin else 0), one_line(text[begin:], _QUOTED)
@@ -239,11 +223,13 @@ def _turn_weights(metadata: Mapping[str, Any]) -> tuple[float, ...]:
 
 def flat_images(sample: Sample) -> Iterator[Finding]:
     """Finds images of nearly one colour: an empty scan or a failed decode. Reads the pixels."""
-    stops = np.cumsum(sample.image_grid_thw.astype(np.int64).prod(axis=1)).tolist()
+    stops = np.cumsum([item.rows for item in sample.items]).tolist()
     for number, (start, stop) in enumerate(zip([0, *stops], stops, strict=False)):
         spread = float(sample.patches[start:stop].std()) if stop > start else 0.0
         if spread < 2.0:
-            yield finding("flat_image", f"image {number}: grey levels spread by only {spread:.1f} of 255")
+            yield finding(
+                "flat_image", f"{sample.items[number].kind} {number}: grey levels spread by only {spread:.1f} of 255"
+            )
 
 
 def _ordered(chosen: npt.NDArray[np.bool_], by: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:

@@ -19,40 +19,21 @@ _LOG_STEPS, _LOG_BINS = ((1, 2, 5), (1, 3), (1,)), 12
 
 @dataclass(frozen=True)
 class Histogram:
-    """Distribution of a quantity over samples or images.
-
-    Attributes:
-        name: Short name.
-        title: Counted quantity with its unit.
-        kind: "integer", "share" (of 1) or "ratio": format of values.
-        scale: "linear" if all bins have equal width, "log" if widths grow with the values.
-        count: Number of values.
-        mean: Mean.
-        percentiles: (percent, value) pairs; each value occurs in the data.
-        edges: Bin edges, one more than ``counts``; a bin includes its lower edge, the last bin both edges.
-        counts: Values per bin.
-    """
+    """Distribution of a quantity over samples or images."""
 
     name: str
-    title: str
-    kind: str
-    scale: Literal["linear", "log"]
+    title: str  # counted quantity with its unit
+    kind: str  # format of values: "integer", "share" (of 1) or "ratio"
+    scale: Literal["linear", "log"]  # of bins: equal widths, or widths that grow with the values
     count: int
     mean: float
-    percentiles: tuple[tuple[int, float], ...]
-    edges: tuple[float, ...]
+    percentiles: tuple[tuple[int, float], ...]  # (percent, value) pairs; each value occurs in the data
+    edges: tuple[float, ...]  # of bins, one more than counts; a bin includes its lower edge, the last bin both
     counts: tuple[int, ...]
 
 
 def histogram(name: str, title: str, kind: str, values: npt.NDArray[np.number]) -> Histogram | None:
-    """Computes a histogram; None without values.
-
-    Args:
-        name: Short name.
-        title: Counted quantity.
-        kind: "integer", "share" or "ratio".
-        values: (n,) finite numbers.
-    """
+    """Computes a histogram of finite numbers (n,); None without values."""
     if not len(values):
         return None
     edges = _integer_edges(values) if kind == "integer" else _even_edges(values)
@@ -79,7 +60,7 @@ def histogram(name: str, title: str, kind: str, values: npt.NDArray[np.number]) 
 def _integer_edges(values: npt.NDArray[np.number]) -> npt.NDArray[np.int64]:
     """Returns integer edges of bins [low, high), with one bin per value if there are few."""
     low, high = int(values.min()), int(values.max())
-    step = _round_step(high + 1 - low)
+    step = max(int(_round_step(high + 1 - low)), 1)
     start = low // step * step
     return np.arange(start, (high // step + 2) * step, step)
 
@@ -88,8 +69,7 @@ def _even_edges(values: npt.NDArray[np.number]) -> npt.NDArray[np.float64]:
     low, high = float(values.min()), float(values.max())
     if high - low <= 1e-9 * max(abs(high), 1.0):  # below the resolution of rounded edges
         return np.array([low, high + max(abs(high), 1.0) * 1e-3])
-    magnitude = 10.0 ** np.floor(np.log10((high - low) / BINS))
-    step = next(m * magnitude for m in (1, 2, 5, 10, 20) if (high - low) / (m * magnitude) <= BINS)
+    step = _round_step(high - low)
     first, last = int(np.floor(low / step)), int(np.floor(high / step)) + 1
     # Computed from integers, so that edges are exact decimals.
     edges: npt.NDArray[np.float64] = np.round(np.arange(first, last + 1) * step, 12)
@@ -119,11 +99,7 @@ def _log_edges(values: npt.NDArray[np.number]) -> npt.NDArray[np.float64]:
     return np.concatenate([[0.0], edges]) if (values == 0).any() else edges
 
 
-def _round_step(span: int) -> int:
-    """Returns the smallest of 1, 2, 5, 10, 20, 50, … that divides a span into at most :data:`BINS` bins."""
-    step = 1
-    while True:
-        for factor in (1, 2, 5):
-            if span <= factor * step * BINS:
-                return factor * step
-        step *= 10
+def _round_step(span: float) -> float:
+    """Returns the smallest of …, 0.5, 1, 2, 5, 10, … that divides a span into at most :data:`BINS` bins."""
+    magnitude = float(10.0 ** np.floor(np.log10(span / BINS)))
+    return next(m * magnitude for m in (1, 2, 5, 10, 20) if span / (m * magnitude) <= BINS)

@@ -1,9 +1,6 @@
-"""Rebuilds images from stored patches, as files for a browser."""
+"""Rebuilds images from stored patches."""
 
 from __future__ import annotations
-
-import base64
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -20,36 +17,24 @@ THUMBNAIL_SIDE = 96
 
 
 def rebuild_image(sample: Sample, number: int, family: Family) -> npt.NDArray[np.uint8]:
-    """Rebuilds an image as the model sees it; for a video, its first frame.
-
-    Args:
-        sample: The sample.
-        number: Number of the image in the sample.
-        family: The dataset's family.
-
-    Returns:
-        uint8 (H, W, 3).
+    """Rebuilds an image of a sample as the model sees it, uint8 (H, W, 3); for a video, its first frame.
 
     Raises:
-        NotFoundError: If the sample has no such image.
+        NotFoundError: If the sample has no image of this number.
         DatasetFormatError: If its grid does not match the stored patches.
     """
-    grids = sample.image_grid_thw.astype(np.int64)
-    if not 0 <= number < len(grids):
+    if not 0 <= number < len(sample.items):
         raise NotFoundError(
-            f"no image {number}: sample {sample.key} has {counted(len(grids), 'image')}, numbered from 0"
+            f"no image {number}: sample {sample.key} has {counted(len(sample.items), 'image')}, numbered from 0"
         )
-    start = int(grids[:number].prod(axis=1).sum())
-    _, height, width = grids[number].tolist()
-    merge = family.merge_size
-    if (grids < 1).any() or height % merge or width % merge or start + height * width > len(sample.patches):
+    shape, found = sample.items[number], sample.image_grid_thw.tolist()
+    start = sum(item.rows for item in sample.items[:number])
+    _, height, width = shape.grid
+    stop, merge = start + height * width * shape.copies, family.merge_size
+    fits = found == [list(item.grid) for item in sample.items] and min(map(min, found)) > 0
+    if not fits or height % merge or width % merge or stop > len(sample.patches):
         raise DatasetFormatError(
-            f"sample {sample.key}: image {number} has the grid {grids[number].tolist()}, which does not match the "
+            f"sample {sample.key}: {shape.kind} {number} has the grid {found[number]}, which does not match the "
             f"{len(sample.patches)} stored patches. Run `vlmdata verify` on the dataset."
         )
-    return family.unpatchify(sample.patches[start : start + height * width], height, width).transpose(1, 2, 0)
-
-
-def data_uri(data: bytes, format: Literal["png", "webp"]) -> str:
-    """Returns an image file as a ``data:`` URL."""
-    return f"data:image/{format};base64,{base64.b64encode(data).decode()}"
+    return family.unpatchify(sample.patches[start : stop : shape.copies], height, width).transpose(1, 2, 0)

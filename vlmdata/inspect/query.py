@@ -21,8 +21,7 @@ from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.index import DatasetIndex
 from vlmdata.inspect.findings import KINDS, IndexFindings, Severity
 from vlmdata.inspect.tokens import TokenTexts
-
-IntArray = npt.NDArray[np.int64]
+from vlmdata.packing.arrays import IntArray
 
 _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "<": operator.lt,
@@ -37,7 +36,7 @@ _COLUMNS: dict[str, _Column] = {
     "targets": lambda facts: facts.index.num_targets,
     "length": lambda facts: facts.index.lengths,
     "patches": lambda facts: facts.index.num_patches,
-    "images": lambda facts: facts.index.image_counts,
+    "images": lambda facts: facts.index.item_counts,
     "row": lambda facts: facts.index.source_row,
     "turns": lambda facts: facts.index.target_turns,
 }
@@ -65,44 +64,26 @@ class Condition:
 
 @dataclass(frozen=True)
 class Query:
-    """A search; all of its parts must hold.
+    """A search; all of its parts must hold."""
 
-    Attributes:
-        conditions: Conditions on index columns.
-        flags: Flags of :data:`FLAGS`.
-        text: Text to find, ignoring case; "" for none.
-        sort: One of :data:`SORTS`.
-    """
-
-    conditions: tuple[Condition, ...] = ()
-    flags: tuple[str, ...] = ()
-    text: str = ""
-    sort: str = "stored"
+    conditions: tuple[Condition, ...] = ()  # on index columns
+    flags: tuple[str, ...] = ()  # of FLAGS
+    text: str = ""  # to find, ignoring case; "" for none
+    sort: str = "stored"  # one of SORTS
 
 
 @dataclass(frozen=True)
 class Hits:
-    """A part of the search results.
+    """A part of the search results."""
 
-    Attributes:
-        samples: Positions found.
-        searched: Number of candidates searched, from the start of the order.
-        candidates: Samples that meet the conditions.
-        done: Whether all candidates were searched.
-    """
-
-    samples: tuple[int, ...]
-    searched: int
-    candidates: int
-    done: bool
+    samples: tuple[int, ...]  # positions found
+    searched: int  # number of candidates searched, from the start of the order
+    candidates: int  # samples that meet the conditions
+    done: bool  # whether all candidates were searched
 
 
 def parse_query(text: str, sort: str = "stored") -> Query:
-    """Parses a query.
-
-    Args:
-        text: Conditions and words.
-        sort: Order of the results.
+    """Parses conditions and words.
 
     Raises:
         UsageError: If the order is unknown, or a word looks like a condition on an unknown field.
@@ -129,17 +110,10 @@ def parse_query(text: str, sort: str = "stored") -> Query:
 
 
 def candidates(facts: IndexFindings, query: Query, suspicious: Sequence[int] = ()) -> IntArray:
-    """Returns the positions of samples that meet the conditions, in the query's order.
+    """Returns the positions of samples that meet the conditions, int64 (m,), in the query's order.
 
-    Text is ignored, unless it is a complete key: then that sample is the only candidate.
-
-    Args:
-        facts: Findings of the index.
-        query: The query.
-        suspicious: Positions of further suspicious samples, not found by the index.
-
-    Returns:
-        int64 (m,), positions.
+    Text is ignored, unless it is a complete key: then that sample is the only candidate. ``suspicious`` are positions
+    of further suspicious samples, not found by the index.
     """
     index = facts.index
     chosen = np.ones(len(index), np.bool_)
@@ -180,19 +154,10 @@ def search(
     limit: int = 50,
     seconds: float | None = None,
 ) -> Hits:
-    """Searches samples in order, from the end of the previous search.
+    """Searches samples in order, int64 (m,) positions, from the end of the previous search.
 
-    Args:
-        dataset: The dataset.
-        texts: Decodes its tokens.
-        order: int64 (m,), positions to search, from :func:`candidates`.
-        text: Text to find in key or decoded text, ignoring case; "" matches all samples.
-        start: Number of samples already searched.
-        limit: Largest number of hits.
-        seconds: Time limit, checked after each sample; None for no limit.
-
-    Returns:
-        The hits and the progress of the search.
+    Finds text in key or decoded text, ignoring case; "" matches all samples. ``start`` is the number of samples already
+    searched, ``limit`` the largest number of hits. The time limit in seconds is checked after each sample.
     """
     found: list[int] = []
     wanted, at = text.casefold(), start

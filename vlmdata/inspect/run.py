@@ -18,6 +18,8 @@ from vlmdata.storage.open import open_dataset
 from vlmdata.wording import counted
 
 if TYPE_CHECKING:
+    from vlmdata.inspect.dataset import DatasetCard
+    from vlmdata.inspect.packs import EpochPacks
     from vlmdata.loader.choice import LoaderChoice
     from vlmdata.loader.loader import StreamingLoader
 
@@ -27,14 +29,7 @@ _LISTED = 50
 
 @dataclasses.dataclass(frozen=True)
 class Inspection:
-    """One run of the command.
-
-    Attributes:
-        data: Dataset directories.
-        choice: The given loader options.
-        epoch: The epoch for packs.
-        as_json: Whether to print JSON.
-    """
+    """One run of the command, on some datasets, with the given loader options and an epoch for packs."""
 
     data: Sequence[str]
     choice: LoaderChoice
@@ -43,10 +38,9 @@ class Inspection:
 
     def card(self, check: int | None) -> None:
         """Prints the dataset card."""
-        from vlmdata.inspect.dataset import describe_dataset
         from vlmdata.inspect.terminal.card import print_card
 
-        card = describe_dataset(self._dataset("a card"), check=check, seed=int(self.choice["seed"]))
+        card = self._card(self._dataset("a card"), check)
         self._show(card, lambda console: print_card(console, card))
 
     def sample(self, which: str, tokens: bool) -> None:
@@ -74,21 +68,18 @@ class Inspection:
 
     def find(self, text: str, check: int | None) -> None:
         """Lists the samples that match a query."""
-        from vlmdata.inspect.dataset import describe_dataset, suspicious_samples
+        from vlmdata.inspect.dataset import suspicious_samples
         from vlmdata.inspect.findings import IndexFindings
         from vlmdata.inspect.query import candidates, parse_query, search
-        from vlmdata.inspect.terminal.found import print_found
+        from vlmdata.inspect.terminal.trace import print_found
         from vlmdata.inspect.tokens import TokenTexts
         from vlmdata.inspect.trace import found_samples
 
         dataset = self._dataset("--find")
         query = parse_query(text)
         # Tokens are checked only if the query asks for suspicious samples.
-        look = "is:suspicious" in query.flags
-        card = describe_dataset(dataset, check=check, seed=int(self.choice["seed"])) if look else None
-        order = candidates(
-            IndexFindings(dataset.index, dataset.family), query, () if card is None else suspicious_samples(card)
-        )
+        suspicious = suspicious_samples(self._card(dataset, check)) if "is:suspicious" in query.flags else ()
+        order = candidates(IndexFindings(dataset.index, dataset.family), query, suspicious)
         hits = search(dataset, TokenTexts(dataset.directory, dataset.manifest), order, query.text, limit=len(dataset))
         samples = found_samples(dataset, hits.samples)
         self._show(
@@ -97,11 +88,10 @@ class Inspection:
 
     def pack(self, number: int) -> None:
         """Prints a packed batch."""
-        from vlmdata.inspect.batch import batch_at
+        from vlmdata.inspect.packs import EpochPacks
         from vlmdata.inspect.terminal.batch import print_batch
 
-        loader = self._loader(self._datasets())
-        found = self._described(loader, number, batch_at(loader, number, self.epoch))
+        found = EpochPacks(self._loader(self._datasets()), self.epoch).describe(number)
         self._show(found, lambda console: print_batch(console, found))
 
     def step(self, epoch: int | None, step: int) -> None:
@@ -117,59 +107,40 @@ class Inspection:
 
     def html(self, path: Path, count: int, keys: list[str] | None, packs: int, check: int | None) -> None:
         """Writes the one-file page."""
-        from vlmdata.inspect.batch import batch_at, num_batches
-        from vlmdata.inspect.dataset import describe_dataset
         from vlmdata.inspect.page.build import write_page
-        from vlmdata.inspect.page.file import packs_payload, page_document
-        from vlmdata.inspect.page.select import choose_samples, given_samples
+        from vlmdata.inspect.page.file import page_document
+        from vlmdata.inspect.page.select import choose_samples
         from vlmdata.inspect.sample import position_of
 
         dataset = self._dataset("--html")
-        card = describe_dataset(dataset, check=check, seed=int(self.choice["seed"]))
+        card = self._card(dataset, check)
         if keys is None:
             chosen = choose_samples(card, len(dataset), count, int(self.choice["seed"]))
         else:
-            chosen = given_samples([position_of(dataset, key.strip()) for key in keys])
-        loader = self._loader([dataset]) if len(dataset) else None
-        payload, batches = packs_payload([], 0, {}), []
-        if loader is not None:
-            total = num_batches(loader, self.epoch)
-            numbers = range(min(packs, total))
-            batches = [self._described(loader, number, batch_at(loader, number, self.epoch)) for number in numbers]
-            payload = packs_payload(batches, total, self._told(loader))
-        document = page_document(dataset, card, chosen, payload)
-        write_page(path, document)
+            chosen = dict.fromkeys((position_of(dataset, key.strip()) for key in keys), "asked for")
+        shown = self._packs(dataset).page(0, packs)
+        batches = len(shown["batches"])
+        write_page(path, page_document(dataset, card, chosen, shown))
         size = path.stat().st_size
-        written = {"file": str(path), "samples": len(chosen), "packs": len(batches), "bytes": size}
-        self._show(
-            written,
-            lambda console: console.print(
-                f"{path}: {counted(len(chosen), 'sample')}, {counted(len(batches), 'pack')}, {size / 1e6:,.1f} MB",
-                markup=False,
-                soft_wrap=True,
-            ),
-        )
+        written = {"file": str(path), "samples": len(chosen), "packs": batches, "bytes": size}
+        line = f"{path}: {counted(len(chosen), 'sample')}, {counted(batches, 'pack')}, {size / 1e6:,.1f} MB"
+        self._show(written, lambda console: console.print(line, markup=False, soft_wrap=True))
 
     def serve(self, host: str, port: int, names: Sequence[str], check: int | None) -> None:
         """Serves the page until interrupted."""
         import uvicorn
 
-        from vlmdata.inspect.dataset import describe_dataset
-        from vlmdata.inspect.server import PackSource, build_app
+        from vlmdata.inspect.server import build_app
 
         dataset = self._dataset("--serve")
-        card = describe_dataset(dataset, check=check, seed=int(self.choice["seed"]))
-        loader = self._loader([dataset]) if len(dataset) else None
-        packs = PackSource(loader, self.epoch, {} if loader is None else self._told(loader))
+        card, packs = self._card(dataset, check), self._packs(dataset)
         with _listen(host, port) as listening:
             port = listening.getsockname()[1]
             app = build_app(dataset, card, packs, host=host, port=port, names=names)
             shown = f"[{host}]" if ":" in host else host
             url = f"http://{shown}:{port}/"
-            self._show(
-                {"url": url},
-                lambda console: console.print(f"{dataset.name}: {url}  (Ctrl-C to stop)", markup=False, soft_wrap=True),
-            )
+            line = f"{dataset.name}: {url}  (Ctrl-C to stop)"
+            self._show({"url": url}, lambda console: console.print(line, markup=False, soft_wrap=True))
             # uvicorn's own logging configuration would close handlers that others installed.
             config = uvicorn.Config(
                 app, log_config=None, log_level="warning", access_log=False, server_header=False, ws="none"
@@ -177,29 +148,16 @@ class Inspection:
             with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends the server
                 uvicorn.Server(config).run(sockets=[listening])
 
-    def _described(self, loader: StreamingLoader, number: int, batch: Any) -> Any:
-        from vlmdata.inspect.batch import describe_batch
+    def _card(self, dataset: VlmDataset, check: int | None) -> DatasetCard:
+        from vlmdata.inspect.dataset import describe_dataset
 
-        return describe_batch(
-            batch,
-            cost=loader.plan_config.cost,
-            context_parallel=loader.config.parallelism.context_parallel,
-            capacity=loader.plan_config.capacity,
-            number=number,
-        )
+        return describe_dataset(dataset, check=check, seed=int(self.choice["seed"]))
 
-    def _told(self, loader: StreamingLoader) -> dict[str, Any]:
-        """Returns the options that determine these packs."""
-        config, plan = loader.config, loader.plan_config
-        return {
-            "capacity": plan.capacity,
-            "alignment": plan.alignment,
-            "context_parallel": config.parallelism.context_parallel,
-            "global_batch": plan.global_batch,
-            "data_parallel": f"rank {loader.dp_rank} of {loader.dp_size}",
-            "seed": plan.seed,
-            "epoch": self.epoch,
-        }
+    def _packs(self, dataset: VlmDataset) -> EpochPacks:
+        """Returns the packs of one dataset, none if it has no sample."""
+        from vlmdata.inspect.packs import EpochPacks
+
+        return EpochPacks(self._loader([dataset]) if len(dataset) else None, self.epoch)
 
     def _dataset(self, what: str) -> VlmDataset:
         if len(self.data) > 1:
@@ -231,11 +189,7 @@ class Inspection:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Opens a listening socket, so that the port is known and reserved before it is printed.
-
-    Raises:
-        ResourceError: If the address is not available.
-    """
+    """Opens a listening socket, so that the port is known and reserved before it is printed."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family)

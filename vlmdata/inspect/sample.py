@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
 from typing import Any
@@ -18,6 +18,8 @@ from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.schema import IGNORE_INDEX, Sample
 from vlmdata.inspect.dataset import source_of_row
 from vlmdata.inspect.findings import ContentCheck, Finding, IndexFindings, Severity, changed_data_of, flat_images
+from vlmdata.inspect.pixels import rebuild_image
+from vlmdata.inspect.serialise import INLINE
 from vlmdata.inspect.tokens import TokenTexts, Turn, find_turns
 from vlmdata.wording import counted
 
@@ -39,133 +41,75 @@ _KINDS = tuple(SpanKind)
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens ``[start, stop)`` of one role and kind, all targets or none.
-
-    Attributes:
-        start: First token.
-        stop: One past the last.
-        role: Role of the turn: "user", "assistant", …; "" outside of turns.
-        kind: Kind of the tokens.
-        target: Whether the tokens are targets.
-        text: Text of the tokens; one placeholder for all tokens of an image.
-        image: Number of the image, if the tokens belong to one.
-        weight: Loss weight of each token; None if all targets of the sample weigh 1.
-    """
+    """Tokens ``[start, stop)`` of one role and kind, all targets or none."""
 
     start: int
     stop: int
-    role: str
+    role: str  # of the turn: "user", "assistant", …; "" outside of turns
     kind: SpanKind
     target: bool
-    text: str
-    image: int | None = None
-    weight: float | None = None
+    text: str  # one placeholder for all tokens of an image
+    image: int | None = None  # number of the image, if the tokens belong to one
+    weight: float | None = None  # loss weight of each token; None if all targets of the sample weigh 1
 
 
 @dataclass(frozen=True)
 class ImageDescription:
-    """One image as the model sees it.
+    """One image as the model sees it."""
 
-    Attributes:
-        number: Number within the sample.
-        grid: Patches along t, h, w.
-        width: Width in pixels, after resizing.
-        height: Height in pixels, after resizing.
-        patches: Number of vision patches.
-        tokens: Number of tokens in the sequence.
-        start: First token.
-        source: The image file: format, mode, width, height, normalisations; empty if not recorded.
-        scale: Current width divided by the file's width; None if not recorded.
-    """
-
-    number: int
-    grid: tuple[int, int, int]
-    width: int
-    height: int
+    number: int  # within the sample
+    grid: tuple[int, int, int]  # patches along t, h, w
+    merge: int  # patches per side of a token
+    width: int  # in pixels, after resizing
+    height: int  # in pixels, after resizing
     patches: int
-    tokens: int
-    start: int
-    source: Mapping[str, Any]
-    scale: float | None
+    tokens: int  # in the sequence
+    start: int  # first token
+    source: Mapping[str, Any]  # the image file: format, mode, width, height, normalisations; empty if not recorded
+    scale: float | None  # current width divided by the file's; None if not recorded
 
 
 @dataclass(frozen=True, eq=False)
 class TokenTable:
-    """The true tokens as columns, each of ``length`` entries.
+    """The true tokens as columns, each of ``length`` entries."""
 
-    Attributes:
-        ids: int32, token ids.
-        texts: Text of each token; joined, they form the sample's text.
-        labels: int64, the next token if it is a target, else -100: the labels of the loader.
-        mask: uint8, 1 if the token itself is a target.
-        weights: float32, loss weight of the token itself; None if all targets weigh 1.
-        t: int32, temporal position.
-        h: int32, vertical position.
-        w: int32, horizontal position.
-        spans: int32, span number of each token.
-    """
-
-    ids: npt.NDArray[np.int32]
-    texts: tuple[str, ...]
-    labels: npt.NDArray[np.int64]
-    mask: npt.NDArray[np.uint8]
-    weights: npt.NDArray[np.float32] | None
-    t: npt.NDArray[np.int32]
-    h: npt.NDArray[np.int32]
-    w: npt.NDArray[np.int32]
-    spans: npt.NDArray[np.int32]
+    ids: npt.NDArray[np.int32]  # int32
+    texts: tuple[str, ...]  # joined, they form the sample's text
+    labels: npt.NDArray[np.int64]  # int64, the next token if it is a target, else -100: as in the loader
+    mask: npt.NDArray[np.uint8]  # uint8, 1 if the token itself is a target
+    weights: npt.NDArray[np.float32] | None  # float32, loss weight of the token itself; None if all weigh 1
+    #: int32, the position on each axis of the family, by its name
+    positions: Mapping[str, npt.NDArray[np.int32]] = field(metadata={INLINE: True})
+    spans: npt.NDArray[np.int32]  # int32, span number of each token
 
 
 @dataclass(frozen=True, eq=False)
 class SampleDescription:
-    """Everything about one sample. Units: tokens, patches, bytes.
-
-    Attributes:
-        key: Its key.
-        index: Its position in the dataset.
-        source_row: Source row of the sample.
-        source: Short description of the source; in a joined dataset also the row's number in its own dataset.
-        shard: File name of the shard.
-        offset: Offset in the shard, in bytes.
-        size: Size in bytes.
-        length: True length.
-        padded_length: Stored length.
-        num_targets: Number of targets in the mask.
-        target_share: Share of targets in the true length.
-        target_turns: Assistant turns that are targets, from the index.
-        truncated: Whether the last answer was truncated.
-        turns: The turns.
-        spans: The text as spans.
-        images: Its images.
-        tokens: The tokens.
-        findings: Findings.
-    """
+    """Everything about one sample. Units: tokens, patches, bytes."""
 
     key: str
-    index: int
+    index: int  # position in the dataset
     source_row: int
-    source: str
-    shard: str
-    offset: int
-    size: int
-    length: int
-    padded_length: int
-    num_targets: int
-    target_share: float
-    target_turns: int
-    truncated: bool
+    source: str  # in a joined dataset also the row's number in its own dataset
+    shard: str  # file name
+    offset: int  # in the shard, in bytes
+    size: int  # in bytes
+    length: int  # true length
+    padded_length: int  # stored length
+    num_targets: int  # in the mask
+    target_share: float  # of the true length
+    target_turns: int  # assistant turns that are targets, from the index
+    truncated: bool  # whether the last answer was truncated
     turns: tuple[Turn, ...]
     spans: tuple[Span, ...]
     images: tuple[ImageDescription, ...]
+    columns: Mapping[str, Any]  # what the recipe attached
     tokens: TokenTable
     findings: tuple[Finding, ...]
 
 
 class SampleDescriber:
     """Describes samples of one dataset and holds shared data (tokenizer, quartiles). Thread-safe.
-
-    Args:
-        dataset: The dataset.
 
     Raises:
         DatasetFormatError: If its tokenizer cannot be read.
@@ -190,10 +134,10 @@ class SampleDescriber:
                 f"{counted(sample.length, 'token')} stored as "
                 f"{len(sample.input_ids)}. Run `vlmdata verify` on the dataset."
             )
-        info = dataset.manifest.tokenizer
+        info, metadata = dataset.manifest.tokenizer, dataset.metadata(i)
         ids, mask = sample.input_ids[: sample.length], sample.loss_mask[: sample.length]
         turns = find_turns(ids, mask, info, self.texts)
-        numbers, spans = _spans(sample, turns, row.image_starts, dataset, self.texts)
+        numbers, spans = _spans(sample, turns, row.item_starts, dataset, self.texts)
         targets = int(np.count_nonzero(mask))
         return SampleDescription(
             key=row.key,
@@ -211,8 +155,9 @@ class SampleDescriber:
             truncated=row.truncated,
             turns=turns,
             spans=spans,
-            images=_images(sample, row.image_starts, dataset.metadata(i), dataset.family),
-            tokens=_table(sample, self.texts, numbers),
+            images=_images(sample, row.item_starts, metadata, dataset.family),
+            columns=columns if isinstance(columns := metadata.get("columns"), dict) else {},
+            tokens=_table(sample, self.texts, numbers, dataset.family),
             findings=_by_severity([*findings, *flat_images(sample)]),
         )
 
@@ -220,11 +165,15 @@ class SampleDescriber:
         """Returns the findings of the sample at position ``i``, without reading its pixels."""
         return _by_severity([*self.facts.of(i), *self._check.of(i)])
 
+    def image(self, i: int, number: int) -> npt.NDArray[np.uint8]:
+        """Rebuilds an image of sample ``i``; see :func:`rebuild_image`."""
+        return rebuild_image(self.dataset.as_stored(i), number, self.dataset.family)
+
     def first_words(self, i: int) -> str:
         """Returns the start of the first target of sample ``i``, or of its text without targets."""
         sample, info = self.dataset.as_stored(i, pixels=False), self.dataset.manifest.tokenizer
         ids, mask = sample.input_ids[: sample.length], sample.loss_mask[: sample.length] != 0
-        text = ids[mask] if mask.any() else ids[(ids != info.image) & (ids != info.video)]
+        text = ids[mask] if mask.any() else ids[~np.isin(ids, [item.token for item in info.items.values()])]
         return self.texts.decode(text[:_FIRST_TOKENS].tolist()).strip()
 
 
@@ -233,10 +182,7 @@ def describe_sample(dataset: VlmDataset, which: int | str) -> SampleDescription:
 
     Args:
         dataset: The dataset.
-        which: A key, or a position (negative counts from the end), as number or text: see :func:`position_of`.
-
-    Returns:
-        The description.
+        which: A key, or a position (negative counts from the end), as number or text.
 
     Raises:
         NotFoundError: If there is no sample with this key or at this position.
@@ -274,14 +220,14 @@ def _by_severity(findings: list[Finding]) -> tuple[Finding, ...]:
     return tuple(sorted(findings, key=lambda found: order.index(found.severity)))
 
 
-def _table(sample: Sample, texts: TokenTexts, spans: npt.NDArray[np.int32]) -> TokenTable:
+def _table(sample: Sample, texts: TokenTexts, spans: npt.NDArray[np.int32], family: Family) -> TokenTable:
     length = sample.length
     ids, mask = sample.input_ids[:length], sample.loss_mask[:length]
     labels = np.full(length, IGNORE_INDEX, np.int64)
     labels[:-1] = np.where(mask[1:] != 0, ids[1:], IGNORE_INDEX)
-    t, h, w = sample.position_ids[:, :length]
+    positions = dict(zip(family.position_axes, sample.position_ids[:, :length], strict=True))
     weights = None if sample.loss_weights is None else sample.loss_weights[:length]
-    return TokenTable(ids, tuple(texts.decode_each(ids.tolist())), labels, mask, weights, t, h, w, spans)
+    return TokenTable(ids, tuple(texts.decode_each(ids.tolist())), labels, mask, weights, positions, spans)
 
 
 def _spans(
@@ -330,6 +276,7 @@ def _images(
             ImageDescription(
                 number=number,
                 grid=(t, h, w),
+                merge=family.merge_size,
                 width=w * family.patch_size,
                 height=h * family.patch_size,
                 patches=t * h * w,

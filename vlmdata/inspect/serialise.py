@@ -12,6 +12,9 @@ from typing import Any
 
 import numpy as np
 
+#: In the metadata of a field with a mapping: its entries become fields of the object.
+INLINE = "inline"
+
 
 def to_jsonable(value: Any) -> Any:
     """Converts a description to dicts, lists and plain values.
@@ -30,7 +33,11 @@ def to_jsonable(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return to_jsonable(value.tolist()) if value.dtype.kind == "f" else value.tolist()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: to_jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        made: dict[str, Any] = {}
+        for field in dataclasses.fields(value):
+            inner = to_jsonable(getattr(value, field.name))
+            made |= inner if INLINE in field.metadata else {field.name: inner}
+        return made
     if isinstance(value, Mapping):
         return {str(name): to_jsonable(each) for name, each in value.items()}
     if isinstance(value, list | tuple):

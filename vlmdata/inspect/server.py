@@ -7,9 +7,7 @@ gets nothing. It reads only the dataset: no part of a request ever becomes a fil
 from __future__ import annotations
 
 import ipaddress
-import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -27,12 +25,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vlmdata.errors import NotFoundError, UsageError, VlmdataError
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.inspect.dataset import DatasetCard, suspicious_samples
-from vlmdata.inspect.page.build import Document, build_page
+from vlmdata.inspect.packs import EpochPacks
+from vlmdata.inspect.page.build import HtmlPage, build_page
 from vlmdata.inspect.page.payload import dataset_payload, safe, sample_payload, summary_payload
-from vlmdata.inspect.pixels import THUMBNAIL_SIDE, rebuild_image
+from vlmdata.inspect.pixels import THUMBNAIL_SIDE
 from vlmdata.inspect.query import candidates, parse_query, search
 from vlmdata.inspect.sample import SampleDescriber
-from vlmdata.inspect.serialise import to_json, to_jsonable
+from vlmdata.inspect.serialise import to_json
 from vlmdata.media.image_file import image_file
 from vlmdata.wording import counted
 
@@ -50,57 +49,14 @@ _HEADERS = {
 }
 
 
-@dataclass(frozen=True, eq=False)
-class PackSource:
-    """Source of packs: a loader, used by one request at a time.
-
-    Attributes:
-        loader: The loader; None if there is no sample to load.
-        epoch: The epoch shown.
-        options: Loader options to show.
-    """
-
-    loader: Any
-    epoch: int
-    options: dict[str, Any]
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def page(self, start: int, count: int) -> dict[str, Any]:
-        """Describes some batches."""
-        from vlmdata.inspect.batch import batch_at, describe_batch, num_batches
-
-        loader = self.loader
-        if loader is None:
-            return {"batches": [], "total": 0, "options": self.options}
-        with self._lock:
-            total = num_batches(loader, self.epoch)
-            found = [
-                describe_batch(
-                    batch_at(loader, number, self.epoch),
-                    cost=loader.plan_config.cost,
-                    context_parallel=self.options["context_parallel"],
-                    capacity=loader.plan_config.capacity,
-                    number=number,
-                )
-                for number in range(start, min(start + count, total))
-            ]
-        return {"batches": safe(to_jsonable(found)), "total": total, "options": self.options}
-
-
 class InspectApp:
-    """The application for one dataset.
+    """The application for one dataset, with its card and packs."""
 
-    Args:
-        dataset: The dataset.
-        card: Its card.
-        packs: Source of packs.
-    """
-
-    def __init__(self, dataset: VlmDataset, card: DatasetCard, packs: PackSource):
+    def __init__(self, dataset: VlmDataset, card: DatasetCard, packs: EpochPacks):
         self._dataset, self._packs = dataset, packs
         self._describe = SampleDescriber(dataset)
         boot: dict[str, Any] = {"mode": "served", "card": dataset_payload(dataset, card), "samples": [], "packs": None}
-        self._document: Document = build_page(boot, {}, served=True)
+        self._built: HtmlPage = build_page(boot, {}, served=True)
         # Candidates of the last few queries, since scrolling repeats the same query.
         suspicious = suspicious_samples(card)
         self._candidates = lru_cache(maxsize=4)(lambda query: candidates(self._describe.facts, query, suspicious))
@@ -117,9 +73,9 @@ class InspectApp:
         ]
 
     def _page(self, request: Request) -> Response:
-        policy = self._document.policy + "; frame-ancestors 'none'"
+        policy = self._built.policy + "; frame-ancestors 'none'"
         headers = {"content-security-policy": policy}
-        return Response(self._document.html, media_type="text/html; charset=utf-8", headers=headers)
+        return Response(self._built.html, media_type="text/html; charset=utf-8", headers=headers)
 
     def _list(self, request: Request) -> Response:
         try:
@@ -152,7 +108,7 @@ class InspectApp:
 
     def _pixels(self, request: Request, number: int) -> npt.NDArray[np.uint8]:
         try:
-            return rebuild_image(self._dataset.as_stored(self._index(request)), number, self._dataset.family)
+            return self._describe.image(self._index(request), number)
         except NotFoundError as error:
             raise HTTPException(404, str(error)) from error
 
@@ -171,13 +127,8 @@ class InspectApp:
 class Guard:
     """Passes GET requests for the server's own hosts that come from no other site, and adds security headers.
 
-    Args:
-        app: The guarded application.
-        hosts: Allowed host headers, lower case.
-        origins: Allowed origins, lower case.
-        any_address: Whether to allow any IP address with ``port`` too. A server on all interfaces does not know its
-            names, but a site that rebinds its name sends that name.
-        port: The port.
+    Hosts and origins are in lower case. ``any_address`` allows any IP address with ``port`` too: a server on all
+    interfaces does not know its names, but a site that rebinds its name sends that name.
     """
 
     def __init__(self, app: ASGIApp, hosts: frozenset[str], origins: frozenset[str], any_address: bool, port: int):
@@ -223,17 +174,11 @@ class Guard:
 
 
 def build_app(
-    dataset: VlmDataset, card: DatasetCard, packs: PackSource, *, host: str, port: int, names: Sequence[str] = ()
+    dataset: VlmDataset, card: DatasetCard, packs: EpochPacks, *, host: str, port: int, names: Sequence[str] = ()
 ) -> Starlette:
-    """Builds the guarded application.
+    """Builds the guarded application that listens on an address and port.
 
-    Args:
-        dataset: The dataset.
-        card: Its card.
-        packs: Source of packs.
-        host: Address to listen on.
-        port: Port to listen on.
-        names: Additional host names, with a port or for the usual ones.
+    ``names`` are additional host names, with a port or for the usual ones.
 
     Raises:
         UsageError: If such a name is none.
@@ -241,7 +186,7 @@ def build_app(
     hosts, origins = _ours(host, port, names)
     everywhere = _is_address(_bracketed(host)) and ipaddress.ip_address(host.strip("[]")).is_unspecified
     guard = Middleware(Guard, hosts=hosts, origins=origins, any_address=everywhere, port=port)
-    handlers: Any = {HTTPException: _http_error, VlmdataError: _data_error, Exception: _unexpected}
+    handlers: Any = dict.fromkeys((HTTPException, VlmdataError, Exception), _failed)
     return Starlette(routes=InspectApp(dataset, card, packs).routes(), middleware=[guard], exception_handlers=handlers)
 
 
@@ -269,19 +214,14 @@ def _ours(host: str, port: int, names: Sequence[str]) -> tuple[frozenset[str], f
     return frozenset(hosts), frozenset(origins)
 
 
-def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return _json({"error": error.detail}, error.status_code)
-
-
-def _data_error(request: Request, error: Exception) -> Response:
-    """Handles a damaged shard: the page shows the message instead of the sample."""
-    return _json({"error": safe(str(error))}, 500)
-
-
-def _unexpected(request: Request, error: Exception) -> Response:
-    """Handles unexpected damage or a bug: prints the traceback in the terminal, and the page continues."""
-    return _json({"error": f"{type(error).__name__}: {safe(str(error))}. Run `vlmdata verify` for details."}, 500)
+def _failed(request: Request, error: Exception) -> Response:
+    """Answers with the message, which the page shows instead of a sample. Starlette prints an unexpected traceback."""
+    if isinstance(error, HTTPException):
+        return _json({"error": error.detail}, error.status_code)
+    message = safe(str(error))
+    if not isinstance(error, VlmdataError):
+        message = f"{type(error).__name__}: {message}. Run `vlmdata verify` for details."
+    return _json({"error": message}, 500)
 
 
 def _json(value: Any, status: int = 200) -> Response:

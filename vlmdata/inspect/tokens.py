@@ -14,9 +14,10 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from vlmdata.errors import DatasetFormatError
-from vlmdata.format.manifest import Manifest, TokenizerInfo
+from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import TOKENIZER_DIR
 from vlmdata.format.tokenizer_files import VOCABULARY_FILE, vocabulary_problem
+from vlmdata.format.tokenizer_info import TokenizerInfo
 
 _REMEDY = "Run the same `vlmdata preprocess` command again; it rewrites the tokenizer."
 #: Offset of Python's surrogateescape for bytes that are not UTF-8.
@@ -50,8 +51,7 @@ class TokenTexts:
         self._added = {id: token.content for id, token in self._tokenizer.get_added_tokens_decoder().items()}
         flagged = (id for id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special)
         info = manifest.tokenizer
-        marks = (info.im_start, info.im_end, info.vision_start, info.vision_end, info.image, info.video)
-        self._special = frozenset((*flagged, *marks))
+        self._special = frozenset((*flagged, info.turns.start, info.turns.end, *info.item_ids))
         self._bytes: dict[int, bytes] = {}
 
     def is_special(self, token: int) -> bool:
@@ -109,8 +109,8 @@ class Turn:
     """One turn of a conversation, in tokens.
 
     Attributes:
-        role: Role in the header; "" before the first turn.
-        start: Index of its ``<|im_start|>``.
+        role: Role in the header, "assistant" for the assistant's; "" before the first turn.
+        start: Index of the token that begins it.
         body: First token after the header.
         stop: One past its last token.
         targets: Number of targets.
@@ -126,15 +126,8 @@ class Turn:
 def find_turns(
     ids: npt.NDArray[np.integer], mask: npt.NDArray[np.integer], info: TokenizerInfo, texts: TokenTexts
 ) -> tuple[Turn, ...]:
-    """Finds the turns of a sample from its ``<|im_start|>`` tokens. They cover it without gaps.
-
-    Args:
-        ids: (length,) token ids, without padding.
-        mask: (length,), 1 if a token is a target.
-        info: The tokenizer's special ids.
-        texts: Decodes tokens.
-    """
-    starts = np.flatnonzero(ids == info.im_start).tolist()
+    """Finds the turns of a sample from the tokens that begin them. They cover it without gaps."""
+    starts = np.flatnonzero(ids == info.turns.start).tolist()
     bounds = [*starts, len(ids)]
     before = bounds[0] if starts else 0
     turns = [Turn("", 0, 0, before, int(np.count_nonzero(mask[:before])))] if before else []
@@ -145,9 +138,12 @@ def find_turns(
 
 
 def _header(turn: list[int], info: TokenizerInfo, texts: TokenTexts) -> tuple[str, int]:
-    """Returns role and length of a turn's header: its start token through the first newline."""
+    """Returns role and length of a turn's header: the assistant's, or its start token through the first newline."""
+    own = [info.turns.start, *info.turns.assistant]
+    if turn[: len(own)] == own:
+        return "assistant", len(own)
     for count, token in enumerate(turn[1:12], start=2):
-        if token == info.im_end:
+        if token == info.turns.end:
             break
         if b"\n" in texts.bytes_of(token):
             return texts.decode(turn[1:count]).split("\n")[0], count

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vlmdata.errors import DatasetFormatError, NotFoundError
 from vlmdata.format.dataset import VlmDataset
+from vlmdata.format.index import DatasetIndex
 from vlmdata.format.ledger import read_ledger
 from vlmdata.format.schema import LEDGER_NAME, parse_key
 from vlmdata.format.selection import Selection
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FoundSample:
-    """A sample in search results. Units: tokens, patches."""
+    """A sample in search results, from the index. Units: tokens, patches."""
 
     key: str
     index: int
@@ -35,154 +36,83 @@ class FoundSample:
 
 
 @dataclass(frozen=True)
-class StepSample:
-    """A sample of a step. Units: tokens, patches.
+class StepSample(FoundSample):
+    """A sample of a step."""
 
-    Attributes:
-        dataset: Number of its dataset.
-        key: Its key.
-        index: Position in the dataset.
-        source_row: Source row of the sample.
-        length: True length.
-        aligned_length: Tokens in the pack, including padding.
-        targets: Number of targets.
-        images: Number of images.
-        patches: Number of vision patches.
-        truncated: Whether its last answer was truncated.
-        repeat: Number of earlier uses in the whole training.
-    """
-
-    dataset: int
-    key: str
-    index: int
-    source_row: int
-    length: int
-    aligned_length: int
-    targets: int
-    images: int
-    patches: int
-    truncated: bool
-    repeat: int
+    dataset: int  # number of its dataset
+    aligned_length: int  # tokens in the pack, including padding
+    repeat: int  # earlier uses in the whole training
 
 
 @dataclass(frozen=True)
 class StepPack:
-    """A pack of a step, run by one data-parallel rank in one micro-batch.
-
-    Attributes:
-        dp_rank: The rank.
-        micro_batch: The micro-batch.
-        pack: Pack number within the epoch; -1 for an empty pack.
-        tokens: Tokens, padding included.
-        patches: Vision patches.
-        cost: Estimated cost, in units of 2**20 FLOP.
-        samples: Its samples, in pack order.
-    """
+    """A pack of a step, run by one data-parallel rank in one micro-batch. Units: tokens, patches."""
 
     dp_rank: int
     micro_batch: int
-    pack: int
-    tokens: int
+    pack: int  # number within the epoch; -1 for an empty pack
+    tokens: int  # padding included
     patches: int
-    cost: int
-    samples: tuple[StepSample, ...]
+    cost: int  # in units of 2**20 FLOP
+    samples: tuple[StepSample, ...]  # in pack order
 
 
 @dataclass(frozen=True)
 class StepDescription:
-    """An optimizer step.
-
-    Attributes:
-        epoch: Epoch.
-        step: Step within it.
-        steps: Number of steps in the epoch.
-        dp_size: Number of data-parallel ranks.
-        datasets: Folders or URLs of the datasets, by number.
-        packs: Its packs, by rank and micro-batch.
-    """
+    """An optimizer step."""
 
     epoch: int
-    step: int
-    steps: int
+    step: int  # within the epoch
+    steps: int  # number of steps in the epoch
     dp_size: int
-    datasets: tuple[str, ...]
-    packs: tuple[StepPack, ...]
+    datasets: tuple[str, ...]  # folders or URLs, by number
+    packs: tuple[StepPack, ...]  # by rank and micro-batch
 
 
 @dataclass(frozen=True)
 class RowUse:
-    """A use of a sample by a loader.
-
-    Attributes:
-        epoch: Epoch.
-        step: Optimizer step; None if it is in a dropped last step.
-        dp_rank: Data-parallel rank.
-        micro_batch: Micro-batch within the step.
-        pack: Pack number within the epoch.
-    """
+    """A use of a sample by a loader."""
 
     epoch: int
-    step: int | None
+    step: int | None  # None if it is in a dropped last step
     dp_rank: int | None
     micro_batch: int | None
-    pack: int
+    pack: int  # number within the epoch
 
 
 @dataclass(frozen=True)
 class CandidateTrace:
-    """The outcome of one candidate of a source row. A row without a list has one candidate.
+    """The outcome of one candidate of a source row. A row without a list has one candidate."""
 
-    Attributes:
-        sample: Number within the row's list; None without a list.
-        status: "sample" or "rejected".
-        key: Key of its sample.
-        index: Position of its sample.
-        shard: File name of its shard.
-        offset: Offset in the shard, in bytes.
-        size: Size in bytes.
-        reason: Reason for the rejection.
-        message: Message of the rejection.
-        uses: Uses by the loader, if a loader was given.
-    """
-
-    sample: int | None
-    status: str
+    sample: int | None  # number within the row's list; None without a list
+    status: str  # "sample" or "rejected"
     key: str | None = None
-    index: int | None = None
-    shard: str | None = None
-    offset: int | None = None
-    size: int | None = None
-    reason: str | None = None
-    message: str | None = None
-    uses: tuple[RowUse, ...] = ()
+    index: int | None = None  # position of its sample
+    shard: str | None = None  # file name
+    offset: int | None = None  # in the shard, in bytes
+    size: int | None = None  # in bytes
+    reason: str | None = None  # for the rejection
+    message: str | None = None  # of the rejection
+    uses: tuple[RowUse, ...] = ()  # by the loader, if a loader was given
 
 
 @dataclass(frozen=True)
 class RowTrace:
-    """The outcome of a source row.
-
-    Attributes:
-        source_row: The row.
-        rows: Rows of the source.
-        candidates: Outcome of each candidate of the row, in the order of its list; at least one.
-    """
+    """The outcome of a source row: of each of its candidates, in the order of its list; at least one."""
 
     source_row: int
-    rows: int
+    rows: int  # of the source
     candidates: tuple[CandidateTrace, ...]
 
 
 def describe_step(loader: StreamingLoader, epoch: int, step: int, dp_rank: int | None = None) -> StepDescription:
-    """Describes the packs of an optimizer step by rank. Reads only plan and indexes.
+    """Describes the packs of an optimizer step by rank and micro-batch. Reads only plan and indexes.
 
     Args:
         loader: The loader; its own ``dp_rank`` has no effect.
         epoch: The epoch.
         step: The step within it.
         dp_rank: One data-parallel rank; None means all.
-
-    Returns:
-        The packs by rank and micro-batch.
 
     Raises:
         NotFoundError: If the step or the rank does not exist.
@@ -206,11 +136,9 @@ def describe_step(loader: StreamingLoader, epoch: int, step: int, dp_rank: int |
 
 
 def step_of_run(loader: StreamingLoader, number: int) -> tuple[int, int]:
-    """Returns the epoch, and the step in it, of a step of a training run.
+    """Returns the epoch, and the step in it, of a step of a training run, counted from 1 over all epochs.
 
-    Args:
-        loader: The run's loader. All epochs before the step are planned, because each has its own number of steps.
-        number: The step in the trainer's count, from 1 over all epochs.
+    All epochs before the step are planned, because each has its own number of steps.
 
     Raises:
         NotFoundError: If the number is below 1.
@@ -233,9 +161,6 @@ def describe_row(
         source_row: The row.
         loader: A loader of this dataset only, to report where it uses the sample.
         epoch: The epoch of these uses.
-
-    Returns:
-        The trace.
 
     Raises:
         NotFoundError: If the source has no such row, or the dataset does not contain it.
@@ -278,20 +203,20 @@ def _sample_trace(dataset: VlmDataset, i: int, loader: StreamingLoader | None, e
 
 def found_samples(dataset: VlmDataset, positions: Iterable[int]) -> tuple[FoundSample, ...]:
     """Returns the samples at some positions, from the index."""
-    index = dataset.index
-    return tuple(
-        FoundSample(
-            key=index.key(i),
-            index=i,
-            source_row=int(index.source_row[i]),
-            length=int(index.lengths[i]),
-            targets=int(index.num_targets[i]),
-            images=int(index.image_counts[i]),
-            patches=int(index.num_patches[i]),
-            truncated=bool(index.truncated[i]),
-        )
-        for i in positions
-    )
+    return tuple(FoundSample(**_facts(dataset.index, i)) for i in positions)
+
+
+def _facts(index: DatasetIndex, i: int) -> dict[str, Any]:
+    return {
+        "key": index.key(i),
+        "index": i,
+        "source_row": int(index.source_row[i]),
+        "length": int(index.lengths[i]),
+        "targets": int(index.num_targets[i]),
+        "images": int(index.item_counts[i]),
+        "patches": int(index.num_patches[i]),
+        "truncated": bool(index.truncated[i]),
+    }
 
 
 def _pack(loader: StreamingLoader, epoch: int, rank: int, micro_batch: int, number: int) -> StepPack:
@@ -302,23 +227,9 @@ def _pack(loader: StreamingLoader, epoch: int, rank: int, micro_batch: int, numb
     pack = plan.pack(number)
     columns = (pack.dataset, pack.index, pack.aligned_lengths, pack.repeats)
     samples = []
-    for number_of, i, aligned_length, repeat in zip(*(column.tolist() for column in columns), strict=True):
-        index = loader.datasets[number_of].index
-        samples.append(
-            StepSample(
-                dataset=number_of,
-                key=index.key(i),
-                index=i,
-                source_row=int(index.source_row[i]),
-                length=int(index.lengths[i]),
-                aligned_length=aligned_length,
-                targets=int(index.num_targets[i]),
-                images=int(index.image_counts[i]),
-                patches=int(index.num_patches[i]),
-                truncated=bool(index.truncated[i]),
-                repeat=repeat,
-            )
-        )
+    for dataset, i, length, repeat in zip(*(column.tolist() for column in columns), strict=True):
+        facts = _facts(loader.datasets[dataset].index, i)
+        samples.append(StepSample(**facts, dataset=dataset, aligned_length=length, repeat=repeat))
     return StepPack(
         dp_rank=rank,
         micro_batch=micro_batch,

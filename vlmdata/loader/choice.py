@@ -9,28 +9,19 @@ from typing import Any
 from vlmdata.errors import UsageError
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.loader.config import LoaderConfig, loader_options
-from vlmdata.loader.data import default_capacity
+from vlmdata.loader.request.index_rows import default_capacity
 from vlmdata.loader.run_record import RunRecord
 
 
 @dataclass(frozen=True)
 class LoaderChoice:
-    """Given options, and the run that supplies the others.
-
-    Attributes:
-        given: Options by name.
-        run: The run; None means defaults.
-    """
+    """Given options by name, and the run that supplies the others; without a run, defaults do."""
 
     given: Mapping[str, Any] = field(default_factory=dict)
     run: RunRecord | None = None
 
     def data(self, named: Sequence[str]) -> list[str]:
-        """Returns the given datasets, or else those of the run.
-
-        Raises:
-            UsageError: If there are none.
-        """
+        """Returns the given datasets, or else those of the run; a UsageError if there are none."""
         if named or self.run is not None:
             return list(named) if self.run is None or named else list(self.run.data)
         raise UsageError("DIR: give a dataset, or a training run with --run")

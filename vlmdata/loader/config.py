@@ -285,21 +285,14 @@ class LoaderConfig:
             UsageError: If an option is out of range, or options are incompatible.
         """
         packing, layout = self.packing, self.parallelism
-        return PlanConfig(
-            capacity=packing.capacity,
-            global_batch=packing.global_batch,
-            alignment=alignment(
-                layout.context_parallel, layout.tensor_parallel, bool(layout.sequence_parallel), packing.pad_multiple
-            ),
-            max_patches=packing.max_patches,
-            pad_to_capacity=packing.pad_to_capacity,
-            last=packing.last,
-            shuffle_window=packing.shuffle_window,
-            seed=packing.seed,
-            blend=packing.blend,
-            balance=packing.balance,
-            cost=chosen_cost(packing.cost, family),
+        options = dict(vars(packing), cost=chosen_cost(packing.cost, family))
+        options["alignment"] = alignment(
+            layout.context_parallel,
+            layout.tensor_parallel,
+            bool(layout.sequence_parallel),
+            options.pop("pad_multiple"),
         )
+        return PlanConfig(**options)
 
 
 def _require_types(group: Any) -> None:

@@ -11,16 +11,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
-from vlmdata.errors import ConfigMismatchError, DatasetFormatError, UsageError
+from vlmdata.errors import ConfigMismatchError, UsageError
 from vlmdata.format.dataset import VlmDataset
-from vlmdata.loader.config import DEFAULT_CAPACITY, Reading, Service
-from vlmdata.loader.feed.session import BatchSource
-from vlmdata.loader.request.stream import RankStream
-from vlmdata.loader.state import Position
+from vlmdata.loader.config import Reading, Service
+from vlmdata.loader.feed.pipeline import Filler
+from vlmdata.loader.request.rank_stream import RankStream
 from vlmdata.locations import place_of
-from vlmdata.packing.table import SampleTable, concatenate_tables, table_from_columns
 from vlmdata.storage.open import open_for_loading
 from vlmdata.storage.shards import DatasetShards
 
@@ -30,11 +26,7 @@ _PORT = re.compile(r"^[\w.-]+:\d+$")
 
 
 def locations_of(data: Any) -> list[str | PathLike[str]]:
-    """Returns the locations that a user gave: one, or several of them.
-
-    Raises:
-        UsageError: If there are none, or anything else was given.
-    """
+    """Returns the locations that a user gave: one, or several of them; a UsageError for anything else."""
     if isinstance(data, str | PathLike):
         return [data]
     found: list[str | PathLike[str]] = []
@@ -50,15 +42,8 @@ def locations_of(data: Any) -> list[str | PathLike[str]]:
 class BatchService(Protocol):
     """A service that makes the batches of a loader on other machines."""
 
-    def batches(self, stream: RankStream, start: Position, datasets: Sequence[str], reading: Reading) -> BatchSource:
-        """Returns the source of a rank's batches.
-
-        Args:
-            stream: The batches of the rank.
-            start: The first of them.
-            datasets: Fingerprints of the datasets.
-            reading: Reading options.
-        """
+    def filler(self, stream: RankStream, reading: Reading) -> Filler:
+        """Returns what fills the buffers of a rank's batches."""
 
     def close(self) -> None:
         """Closes the connections."""
@@ -77,12 +62,9 @@ def _services() -> Mapping[str, EntryPoint]:
 
 @dataclass(frozen=True, eq=False)
 class OpenedData:
-    """The data of a loader.
+    """The datasets of a loader, where their shards are, and the service that makes the batches.
 
-    Attributes:
-        datasets: Manifest and index of each dataset.
-        shards: Sources of their shards.
-        service: The collation service that makes the batches; None if this machine reads the shards.
+    ``service`` is None if this machine reads the shards.
     """
 
     datasets: tuple[VlmDataset, ...]
@@ -97,14 +79,9 @@ def open_data(
     options: Service,
     timeout: float = _SECONDS_TO_OPEN,
 ) -> OpenedData:
-    """Opens all data of a loader.
+    """Opens all data of a loader: folders and fsspec URLs, or datasets of a collation service.
 
-    Args:
-        locations: Folders and fsspec URLs, or datasets of a collation service.
-        cache_dir: Folder for remote shards.
-        cache_bytes: Largest size of the cache in bytes.
-        options: Options of a collation service.
-        timeout: Seconds for such a service to answer.
+    ``timeout`` is the seconds for such a service to answer.
 
     Raises:
         UsageError: If a service is mixed with other data.
@@ -129,11 +106,7 @@ def open_data(
 
 
 def require_one_tokenizer(datasets: Sequence[VlmDataset]) -> None:
-    """Raises an error for datasets with different token ids or pixel formats.
-
-    Raises:
-        ConfigMismatchError: Naming both datasets.
-    """
+    """Raises a ConfigMismatchError that names two datasets with different token ids or pixel formats."""
     first = datasets[0]
     for other in datasets[1:]:
         a, b = first.manifest.tokenizer, other.manifest.tokenizer
@@ -149,35 +122,3 @@ def require_one_tokenizer(datasets: Sequence[VlmDataset]) -> None:
                 f"{first.family.name}, {other.name} is for {other.family.name}. Preprocess one of them again with "
                 "the other's --family."
             )
-
-
-def sample_table(datasets: Sequence[VlmDataset]) -> SampleTable:
-    """Concatenates the planner columns of all datasets.
-
-    Raises:
-        DatasetFormatError: If a dataset has no samples.
-    """
-    for dataset in datasets:
-        if len(dataset) == 0:
-            raise DatasetFormatError(f"{dataset.name}: has no samples (all rows were rejected?)")
-    tables = []
-    for dataset in datasets:
-        index = dataset.index
-        tables.append(
-            table_from_columns(
-                index.lengths, index.num_targets, index.grids, index.grid_offsets, np.asarray(index.shard)
-            )
-        )
-    return concatenate_tables(tables)
-
-
-def default_capacity(datasets: Sequence[VlmDataset]) -> int:
-    """Returns the default capacity: 8,192 tokens, or the longest sample rounded up to a multiple of 1,024.
-
-    Raises:
-        DatasetFormatError: If there are no samples.
-    """
-    longest = max((int(np.max(dataset.index.lengths, initial=0)) for dataset in datasets), default=0)
-    if longest == 0:
-        raise DatasetFormatError(f"{datasets[0].name}: has no samples (all rows were rejected?)")
-    return max(DEFAULT_CAPACITY, -(-longest // 1024) * 1024)

@@ -19,16 +19,16 @@ from vlmdata.batch import PackedBatch, Slice
 from vlmdata.errors import ConfigMismatchError, UsageError
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.loader.config import LoaderConfig, takes_loader_options
-from vlmdata.loader.damaged import DamagedSample, SampleId, look_up, require_few
-from vlmdata.loader.data import locations_of, open_data, require_one_tokenizer, sample_table
-from vlmdata.loader.feed.from_shards import ShardBatches
-from vlmdata.loader.feed.passes import Pass, Passes
-from vlmdata.loader.feed.session import BatchSource, CurrentSession, LoadedBatch, Session
-from vlmdata.loader.feed.view import LoaderDataset
+from vlmdata.loader.data import locations_of, open_data, require_one_tokenizer
+from vlmdata.loader.feed.one_thread import LoaderIterator, OneThread
+from vlmdata.loader.feed.pipeline import Filler
+from vlmdata.loader.feed.session import CurrentSession, LoadedBatch, Session
+from vlmdata.loader.feed.torch_dataset import LoaderDataset
+from vlmdata.loader.fill.filler import FillerHere, FillerInWorkers
 from vlmdata.loader.ranks import DataParallel, data_parallel, given_data_parallel
-from vlmdata.loader.request.plans import EpochPlans
-from vlmdata.loader.request.stream import PackImages, RankStream
-from vlmdata.loader.state import LoaderState, Position, damaged_in, restore
+from vlmdata.loader.request.index_rows import named_samples, sample_table
+from vlmdata.loader.request.rank_stream import EpochPlans, PackImages, RankStream
+from vlmdata.loader.state import DamagedSample, Position, SampleId, damaged_in, require_few, restore, saved_state
 from vlmdata.media.codecs import require_codecs
 from vlmdata.packing.plan.epoch import EpochPlan
 from vlmdata.storage.open import fetched_as_chosen
@@ -112,21 +112,15 @@ class StreamingLoader:
                 "read the datasets themselves"
             )
         require_one_tokenizer(self.datasets)
-        self._parts = reading.wanted_parts
-        if "pixels" in self._parts and self._service is None:
+        if "pixels" in reading.wanted_parts and self._service is None:
             for dataset in self.datasets:
                 require_codecs(dataset.manifest.features)
         self.plan_config = self.config.plan_config(self.datasets[0].family.name)
         names = [shards.name for shards in self._shards]
         self._plans = EpochPlans(sample_table(self.datasets), self.plan_config, self.datasets, names)
-        self._context_parallel = (
-            None
-            if layout.context_parallel_rank is None
-            else Slice(layout.context_parallel_rank, layout.context_parallel)
-        )
         self._device = torch.device(reading.device) if reading.device is not None else None
         self._position = Position()
-        self._passes: Passes[PackedBatch] = Passes()
+        self._threads = OneThread()
         self._session = CurrentSession()
         # Not __del__: a finalizer still runs at the interpreter's exit.
         weakref.finalize(self, self._session.end)
@@ -204,7 +198,7 @@ class StreamingLoader:
         return self._position
 
     def __iter__(self) -> Iterator[PackedBatch]:
-        return Pass(self._passes, self._batches())
+        return LoaderIterator(self._threads, self._batches())
 
     def _batches(self) -> Iterator[PackedBatch]:
         self._follow_process_group()
@@ -230,10 +224,7 @@ class StreamingLoader:
 
         Between steps it is the same on all data-parallel ranks, so saving one copy is enough.
         """
-        damaged = tuple(each.id for each in self._damaged)
-        return LoaderState(
-            self._position, self.dp_size, self.fingerprints, self.plan_config.to_dict(), damaged
-        ).to_dict()
+        return saved_state(self._position, self.dp_size, self.fingerprints, self.plan_config, self._damaged)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a saved state.
@@ -252,18 +243,13 @@ class StreamingLoader:
         self.stats = dataclasses.replace(self.stats, damaged=self._damaged)
 
     def describe_damaged(self, ids: Iterable[SampleId]) -> tuple[DamagedSample, ...]:
-        """Returns file, row and key of samples that are damaged.
-
-        Args:
-            ids: (dataset number, position in the dataset) of each.
-        """
-        return look_up(ids, self.datasets, self._shards)
+        """Returns file, row and key of damaged samples, given (dataset number, number in the dataset) of each."""
+        return named_samples(ids, self.datasets, self._shards)
 
     def add_damaged(self, ids: Iterable[SampleId]) -> None:
         """Adds samples that other ranks masked, so that all ranks have the same state and limit.
 
-        Args:
-            ids: (dataset number, position in the dataset) of each.
+        Each is (dataset number, number in the dataset).
 
         Raises:
             DatasetFormatError: If there are more than ``max_damaged`` now, naming all.
@@ -312,28 +298,28 @@ class StreamingLoader:
 
     def _begin_session(self) -> Session:
         stream, reading = self._stream(), self.config.reading
-        source: BatchSource
-        if self._service is None:
-            source = ShardBatches(self._shards, reading)
+        filler: Filler
+        if self._service is not None:
+            filler = self._service.filler(stream, reading)
         else:
-            fingerprints = [fingerprint for _, fingerprint in self.fingerprints]
-            source = self._service.batches(stream, self._position, fingerprints, reading)
-        return Session(stream, source, self._device, self._position)
+            filler = (FillerInWorkers if reading.num_workers else FillerHere)(self._shards, reading)
+        return Session(stream, filler, self._device, self._position)
 
     def _stream(self) -> RankStream:
         # The workers' thread must not reference this loader, so that garbage collection of the loader stops them.
-        layout = self.config.parallelism
+        layout, reading = self.config.parallelism, self.config.reading
+        held = layout.context_parallel_rank
+        context_parallel = None if held is None else Slice(held, layout.context_parallel)
         return RankStream(
-            self._plans,
-            self.datasets,
-            self.plan_config,
-            self._ranks.rank,
-            self._ranks.size,
-            self._context_parallel,
-            self._parts,
-            self.config.reading.pixels,
-            layout.vision_ranks,
-            layout.vision_rank,
+            plans=self._plans,
+            datasets=self.datasets,
+            dp_rank=self._ranks.rank,
+            dp_size=self._ranks.size,
+            context_parallel=context_parallel,
+            parts=reading.wanted_parts,
+            pixels=reading.pixels,
+            vision_ranks=layout.vision_ranks,
+            vision_rank=layout.vision_rank,
         )
 
     def _settle_ranks(self) -> DataParallel:

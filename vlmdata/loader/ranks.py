@@ -16,25 +16,15 @@ _told: set[DataParallel] = set()
 
 @dataclass(frozen=True)
 class DataParallel:
-    """A data-parallel rank.
+    """A data-parallel rank, from 0, and the number of ranks.
 
-    Attributes:
-        rank: Rank, from 0.
-        size: Number of ranks.
-        source: Origin if the caller gave neither: "the process group" or the environment. Empty if the
-            caller gave them, or if there seems to be only one process.
+    ``source`` is their origin, "the process group" or the environment; empty if the caller gave them, or if there seems
+    to be only one process.
     """
 
     rank: int
     size: int
     source: str = ""
-
-
-@dataclass(frozen=True)
-class _World:
-    rank: int
-    size: int
-    source: str
 
 
 def data_parallel(
@@ -45,12 +35,6 @@ def data_parallel(
     Without either, every process of an initialised ``torch.distributed`` group is a separate data-parallel rank.
     Without a group, ``RANK`` and ``WORLD_SIZE`` of the environment (set by torchrun) are used. Rank 0 logs such
     defaults once.
-
-    Args:
-        dp_rank: Rank given by the caller.
-        dp_size: Size given by the caller.
-        context_parallel: Context-parallel size.
-        tensor_parallel: Tensor-parallel size.
 
     Raises:
         UsageError: If these are incompatible with each other or the process group, or the rank is unknown.
@@ -75,7 +59,7 @@ def data_parallel(
     return found
 
 
-def _given(dp_rank: int | None, dp_size: int, model_parallel: int, world: _World | None) -> DataParallel:
+def _given(dp_rank: int | None, dp_size: int, model_parallel: int, world: DataParallel | None) -> DataParallel:
     if dp_rank is None:
         if dp_size == 1:
             dp_rank = 0
@@ -101,17 +85,13 @@ def _given(dp_rank: int | None, dp_size: int, model_parallel: int, world: _World
 
 
 def given_data_parallel(dp_rank: int, dp_size: int) -> DataParallel:
-    """Returns the rank and size that the caller gave.
-
-    Raises:
-        UsageError: If the rank is out of range.
-    """
+    """Returns the rank and size that the caller gave, or raises a UsageError if the rank is out of range."""
     if dp_size < 1 or not 0 <= dp_rank < dp_size:
         raise UsageError(f"dp_rank {dp_rank} of dp_size {dp_size}: ranks count from 0 to dp_size - 1")
     return DataParallel(dp_rank, dp_size)
 
 
-def _default(context_parallel: int, tensor_parallel: int, world: _World | None) -> DataParallel:
+def _default(context_parallel: int, tensor_parallel: int, world: DataParallel | None) -> DataParallel:
     model_parallel = context_parallel * tensor_parallel
     if world is None or world.size in (1, model_parallel):
         return DataParallel(0, 1)
@@ -120,18 +100,18 @@ def _default(context_parallel: int, tensor_parallel: int, world: _World | None) 
             f"{world.source} has {world.size} processes, with context_parallel {context_parallel} and tensor_parallel "
             f"{tensor_parallel}: this does not determine the data-parallel rank; give dp_rank and dp_size"
         )
-    return DataParallel(world.rank, world.size, world.source)
+    return world
 
 
 _GROUP = "the process group"
 
 
-def _world() -> _World | None:
-    """Returns the processes of this program, if known."""
+def _world() -> DataParallel | None:
+    """Returns the processes of this program as ranks, if known."""
     if dist.is_available() and dist.is_initialized():
-        return _World(dist.get_rank(), dist.get_world_size(), _GROUP)
+        return DataParallel(dist.get_rank(), dist.get_world_size(), _GROUP)
     try:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     except (KeyError, ValueError):
         return None
-    return _World(rank, size, "RANK and WORLD_SIZE") if 0 <= rank < size else None
+    return DataParallel(rank, size, "RANK and WORLD_SIZE") if 0 <= rank < size else None

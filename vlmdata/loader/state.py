@@ -1,13 +1,15 @@
-"""The loader's state: the position of the next batch, and the data and plan to which it applies."""
+"""The loader's state: the position of the next batch, the data and plan to which it applies, and masked samples."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vlmdata.errors import ConfigMismatchError, UsageError
+from vlmdata.errors import ConfigMismatchError, DatasetFormatError, UsageError
 from vlmdata.packing.config import ALGORITHMS, PlanConfig, concerns_assignment, config_differences
+from vlmdata.wording import counted
 
 STATE_VERSION = 1
 
@@ -21,36 +23,58 @@ class Position:
     micro_batch: int = 0
 
 
+#: A sample: the number of its dataset, and its number in it.
+type SampleId = tuple[int, int]
+
+
 @dataclass(frozen=True)
-class LoaderState:
-    """The saved state. Its size does not depend on the data.
+class DamagedSample:
+    """A sample that was masked: numbers of its dataset and in it, its shard, its row of the source, and its key."""
 
-    Attributes:
-        position: The next batch.
-        dp_size: Data-parallel size; only relevant within a step.
-        datasets: (name, fingerprint of the manifest) of every dataset, in order.
-        plan: The plan's configuration.
-        damaged: (dataset number, position in it) of the samples that are masked, ascending; bounded by ``max_damaged``.
+    dataset: int
+    index: int
+    file: str
+    row: int
+    key: str
+
+    @property
+    def id(self) -> SampleId:
+        """Returns what identifies the sample in a loader's state."""
+        return self.dataset, self.index
+
+    def __str__(self) -> str:
+        return f"{self.file}: row {self.row} key {self.key}"
+
+
+def require_few(damaged: Sequence[DamagedSample], most: int) -> None:
+    """Raises a DatasetFormatError that names all masked samples, if there are more than ``most``."""
+    if len(damaged) > most:
+        listed = "\n".join(f"  {each}" for each in damaged)
+        raise DatasetFormatError(
+            f"{counted(len(damaged), 'sample')} of this run are damaged, more than max_damaged {most}:\n{listed}\n"
+            "Run `vlmdata verify` on the dataset; it names the remedy. Or raise max_damaged."
+        )
+
+
+def saved_state(
+    position: Position,
+    dp_size: int,
+    datasets: Sequence[tuple[str, str]],
+    plan: PlanConfig,
+    damaged: Sequence[DamagedSample],
+) -> dict[str, Any]:
+    """Returns the state as JSON values, of a size that does not depend on the data.
+
+    ``datasets`` are name and manifest's fingerprint of each, in order. ``dp_size`` matters only within a step.
     """
-
-    position: Position
-    dp_size: int
-    datasets: tuple[tuple[str, str], ...]
-    plan: Mapping[str, Any]
-    damaged: tuple[tuple[int, int], ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the JSON form."""
-        return {
-            "version": STATE_VERSION,
-            "epoch": self.position.epoch,
-            "step": self.position.step,
-            "micro_batch": self.position.micro_batch,
-            "dp_size": self.dp_size,
-            "datasets": [{"name": name, "fingerprint": fingerprint} for name, fingerprint in self.datasets],
-            "plan": dict(self.plan),
-            "damaged": [list(sample) for sample in self.damaged],
-        }
+    return {
+        "version": STATE_VERSION,
+        **dataclasses.asdict(position),
+        "dp_size": dp_size,
+        "datasets": [{"name": name, "fingerprint": fingerprint} for name, fingerprint in datasets],
+        "plan": plan.to_dict(),
+        "damaged": [list(sample.id) for sample in damaged],
+    }
 
 
 def damaged_in(state: Mapping[str, Any]) -> list[tuple[int, int]]:
@@ -61,13 +85,7 @@ def damaged_in(state: Mapping[str, Any]) -> list[tuple[int, int]]:
 def restore(
     state: Mapping[str, Any], dp_size: int, datasets: tuple[tuple[str, str], ...], plan: PlanConfig
 ) -> Position:
-    """Returns the position of a saved state, if data and plan are unchanged.
-
-    Args:
-        state: Result of :meth:`LoaderState.to_dict`.
-        dp_size: Current data-parallel size.
-        datasets: Current names and fingerprints.
-        plan: Current configuration of the plan.
+    """Returns the position of the result of :func:`saved_state`, if data and plan are unchanged.
 
     Raises:
         UsageError: If it is no saved state.

@@ -1,6 +1,8 @@
 """Planning: from sample lengths to packs, steps and ranks. Pure functions over numpy arrays, no I/O, no torch.
 
 ``plan_epoch(table, config, epoch)`` is the entry point. ``docs/packing.md`` explains how it works and its guarantees.
+In reading order: ``plan/`` (epochs of steps of packs), ``bins/one_limit.py`` and ``bins/two_limits.py`` (samples into
+packs), ``patterns/`` (few ways to fill a pack, used often, and lower bounds).
 """
 
 from vlmdata.packing.config import Blend, PlanConfig, config_differences

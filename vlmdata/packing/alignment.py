@@ -6,13 +6,11 @@ import numpy as np
 import numpy.typing as npt
 
 from vlmdata.errors import UsageError
+from vlmdata.packing.arrays import IntArray
 
 
 def alignment(
-    context_parallel: int = 1,
-    tensor_parallel: int = 1,
-    sequence_parallel: bool = True,
-    extra: int = 1,
+    context_parallel: int = 1, tensor_parallel: int = 1, sequence_parallel: bool = True, extra: int = 1
 ) -> int:
     """Returns the smallest multiple to which each sample must be padded for a parallel layout.
 
@@ -32,11 +30,7 @@ def alignment(
     Raises:
         UsageError: If a size is below 1.
     """
-    for name, value in (
-        ("context_parallel", context_parallel),
-        ("tensor_parallel", tensor_parallel),
-        ("extra", extra),
-    ):
+    for name, value in (("context_parallel", context_parallel), ("tensor_parallel", tensor_parallel), ("extra", extra)):
         if value < 1:
             raise UsageError(f"{name} is {value}; it must be at least 1")
     scattered = tensor_parallel if sequence_parallel else 1
@@ -45,15 +39,8 @@ def alignment(
     return math.lcm(2 * context_parallel, context_parallel * scattered, extra)
 
 
-def aligned(lengths: npt.ArrayLike, multiple: int) -> npt.NDArray[np.int64]:
-    """Rounds token counts up to a multiple.
-
-    Args:
-        lengths: Token counts, any integer shape and dtype.
-        multiple: The alignment in tokens, at least 1 (see :func:`alignment`).
-
-    Returns:
-        int64, the shape of ``lengths``: the smallest multiples not below them.
+def aligned(lengths: npt.ArrayLike, multiple: int) -> IntArray:
+    """Rounds token counts, integers of any shape, up to a multiple of at least 1 token; int64.
 
     Raises:
         UsageError: If ``multiple`` is below 1.

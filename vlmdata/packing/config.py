@@ -133,12 +133,8 @@ class PlanConfig:
 def config_differences(old: PlanConfig | dict[str, Any], new: PlanConfig | dict[str, Any]) -> list[str]:
     """Lists the differences of two configurations, for an error message.
 
-    Args:
-        old: A configuration, or its :meth:`PlanConfig.to_dict` as read from a checkpoint.
-        new: The other configuration, in either form.
-
-    Returns:
-        One line per differing setting, "capacity: 8192 -> 4096", sorted by name; nested settings are dotted.
+    Either may be a :meth:`PlanConfig.to_dict` as read from a checkpoint. Gives one line per differing setting,
+    "capacity: 8192 -> 4096", sorted by name; nested settings are dotted.
     """
     before, after = (each.to_dict() if isinstance(each, PlanConfig) else each for each in (old, new))
     return [f"{name}: {a} -> {b}" for name, a, b in differing(before, after)]

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlmdata.errors import UsageError
+from vlmdata.packing.arrays import IntArray
 from vlmdata.wording import counted
 
 #: Each entry is a function without arguments that returns cost models by the name of the model size. The name of a
@@ -61,7 +62,7 @@ class CostModel:
         targets: npt.NDArray[np.integer],
         patches: npt.NDArray[np.integer],
         patches_squared: npt.NDArray[np.integer],
-    ) -> npt.NDArray[np.int64]:
+    ) -> IntArray:
         """Returns the cost of each sample.
 
         Args:
@@ -78,24 +79,20 @@ class CostModel:
         """
         if not len(tokens):
             return np.zeros(0, np.int64)
-        self._check_range(int(tokens.max()), int(targets.max()), int(patches.max()), int(patches_squared.max()))
-        length = tokens.astype(np.int64)
-        cost = (self.per_token_squared * length + self.per_token) * length
-        cost += self.per_target * targets.astype(np.int64)
-        cost += self.per_patch * patches.astype(np.int64)
-        cost += self.per_patch_squared * patches_squared.astype(np.int64)
-        cost >>= _UNIT_BITS
-        return cost
-
-    def _check_range(self, tokens: int, targets: int, patches: int, patches_squared: int) -> None:
-        bound = (self.per_token_squared * tokens + self.per_token) * tokens + self.per_target * targets
-        bound += self.per_patch * patches + self.per_patch_squared * patches_squared
+        columns = (tokens, targets, patches, patches_squared)
+        bound = self._flop(*(int(column.max()) for column in columns))
         if bound >= 1 << 63:
             raise ValueError(
-                f"a sample of {counted(tokens, 'token')} and {counted(patches, 'patch')} "
-                f"may cost {bound:.1e} FLOP, more than int64 holds; "
-                "scale the cost model's coefficients down"
+                f"a sample of {counted(int(tokens.max()), 'token')} and {counted(int(patches.max()), 'patch')} may "
+                f"cost {bound:.1e} FLOP, more than int64 holds; scale the cost model's coefficients down"
             )
+        return self._flop(*(column.astype(np.int64) for column in columns)) >> _UNIT_BITS
+
+    def _flop[Number: (int, IntArray)](
+        self, tokens: Number, targets: Number, patches: Number, patches_squared: Number
+    ) -> Number:
+        cost = (self.per_token_squared * tokens + self.per_token) * tokens + self.per_target * targets
+        return cost + self.per_patch * patches + self.per_patch_squared * patches_squared
 
 
 def cost_model(name: str) -> CostModel:

@@ -8,67 +8,44 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from vlmdata.packing.arrays import IntArray
+
 #: Number of patches at which attention over an image costs as much as the linear layers: 6 x hidden of the encoder
 #: (per patch and layer 24 * hidden^2 FLOP linear, 4 * patches * hidden attention), with hidden 1,152 as in 9b and up.
 BREAK_EVEN_PATCHES = 6 * 1152
 
 
-def image_owners(image_grid_thw: npt.ArrayLike, size: int) -> npt.NDArray[np.int64]:
-    """Assigns the images of a pack to ranks so that the encoding work is even.
+def image_owners(image_grid_thw: npt.ArrayLike, size: int) -> IntArray:
+    """Assigns the images of a pack to ``size`` ranks so that the encoding work is even.
 
-    Longest processing time first (Graham 1969): images by decreasing cost, each to the least loaded rank; ties go
-    to the lowest rank. Every rank computes the same answer from the grids alone.
-
-    Args:
-        image_grid_thw: (N, 3) integers, patches along t, h, w.
-        size: Number of ranks, at least 1.
-
-    Returns:
-        int64 (N,): the rank that encodes each image.
+    Longest processing time first (Graham 1969): images by decreasing cost, each to the least loaded rank; ties go to
+    the lowest rank. Every rank computes the same answer from the grids alone, (N, 3) integers: patches along t, h, w.
+    Returns the rank that encodes each image, int64 (N,).
     """
-    return _assigned(image_grid_thw, [0] * size)
+    return step_owners([[image_grid_thw]], size)[0][0]
 
 
-def step_owners(
-    micro_batches: Sequence[Sequence[npt.ArrayLike]], size: int
-) -> tuple[tuple[npt.NDArray[np.int64], ...], ...]:
-    """Assigns the images of a step to the data-parallel ranks of a vision tower.
+def step_owners(micro_batches: Sequence[Sequence[npt.ArrayLike]], size: int) -> tuple[tuple[IntArray, ...], ...]:
+    """Assigns the images of a step to the ``size`` data-parallel ranks of a vision tower.
 
     As :func:`image_owners`, over all packs of a micro-batch together. A micro-batch continues with the loads of those
-    before, so ranks are even over the step if a micro-batch has too few images to be even by itself.
-
-    Args:
-        micro_batches: For each micro-batch the grids of its packs, (N, 3) integers each.
-        size: Number of ranks, at least 1.
-
-    Returns:
-        For each micro-batch and pack int64 (N,): the rank that encodes each image.
+    before, so ranks are even over the step if a micro-batch has too few images to be even by itself. Returns for each
+    micro-batch and pack the rank that encodes each image, int64 (N,).
     """
     loads = [0] * size
     found = []
     for packs in micro_batches:
         grids = [np.asarray(pack, dtype=np.int64).reshape(-1, 3) for pack in packs]
-        owners = _assigned(np.concatenate([np.zeros((0, 3), np.int64), *grids]), loads)
+        t, h, w = np.concatenate([np.zeros((0, 3), np.int64), *grids]).T
+        owners = assigned(t * h * w * (BREAK_EVEN_PATCHES + h * w), loads)
         found.append(tuple(np.split(owners, np.cumsum([len(pack) for pack in grids])[:-1])))
     return tuple(found)
 
 
-def _assigned(image_grid_thw: npt.ArrayLike, loads: list[int]) -> npt.NDArray[np.int64]:
-    """Assigns images to ranks with these loads, which grow by their costs."""
-    grids = np.asarray(image_grid_thw, dtype=np.int64).reshape(-1, 3)
-    span = grids[:, 1] * grids[:, 2]
-    return assigned(grids[:, 0] * span * (BREAK_EVEN_PATCHES + span), loads)
-
-
-def assigned(costs: npt.NDArray[np.int64], loads: list[int]) -> npt.NDArray[np.int64]:
+def assigned(costs: IntArray, loads: list[int]) -> IntArray:
     """Assigns work to ranks with these loads, which grow by the costs: the most expensive first, to the least loaded.
 
-    Args:
-        costs: int64 (N,).
-        loads: One per rank.
-
-    Returns:
-        int64 (N,): ranks.
+    Costs are int64 (N,). Returns ranks, int64 (N,).
     """
     owners = np.zeros(len(costs), dtype=np.int64)
     least = [(load, rank) for rank, load in enumerate(loads)]

@@ -10,7 +10,7 @@ import hashlib
 import numpy as np
 import numpy.typing as npt
 
-IntArray = npt.NDArray[np.int64]
+from vlmdata.packing.arrays import IntArray
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -19,29 +19,15 @@ _MIN_RANDOM_BITS = 20
 
 
 def derive_key(*parts: int | str) -> int:
-    """Hashes the purpose of a stream (seed, epoch, name, …) to its 64-bit key.
-
-    Args:
-        parts: Parts that identify the stream, in order.
-
-    Returns:
-        The first 8 bytes of SHA-256 over the parts, little-endian.
-    """
+    """Hashes what identifies a stream (seed, epoch, name, …) to its key: the first 8 bytes of SHA-256."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
 def hash64(count: int, key: int) -> npt.NDArray[np.uint64]:
-    """Returns the first ``count`` outputs of SplitMix64 seeded with ``key``.
+    """Returns the first ``count`` outputs of SplitMix64 seeded with the low 64 bits of ``key``, uint64 (count,).
 
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
-
-    Args:
-        count: Number of outputs.
-        key: The seed; its low 64 bits are used.
-
-    Returns:
-        uint64 (count,), uniform.
     """
     z = np.arange(1, count + 1, dtype=np.uint64)
     z *= np.uint64(_GOLDEN)
@@ -55,50 +41,28 @@ def hash64(count: int, key: int) -> npt.NDArray[np.uint64]:
 
 
 def permutation(count: int, key: int) -> IntArray:
-    """Returns a seeded permutation of ``range(count)``.
-
-    Args:
-        count: Number of items.
-        key: Stream key (see :func:`derive_key`).
-
-    Returns:
-        int64 (count,).
-    """
-    return _sorted_positions(None, 0, hash64(count, key))
+    """Returns a seeded permutation of ``range(count)``, int64 (count,); for the key see :func:`derive_key`."""
+    return grouped_permutation(np.zeros(count, np.int8), 1, key)
 
 
 def grouped_permutation(groups: npt.NDArray[np.integer], num_groups: int, key: int) -> IntArray:
-    """Orders positions by group, in seeded random order within each group.
-
-    Args:
-        groups: (n,) integers in ``[0, num_groups)``.
-        num_groups: Number of groups.
-        key: Stream key.
-
-    Returns:
-        int64 (n,), positions; those of group 0 first.
-    """
-    return _sorted_positions(groups, max(num_groups - 1, 0).bit_length(), hash64(len(groups), key))
-
-
-def _sorted_positions(
-    groups: npt.NDArray[np.integer] | None, group_bits: int, hashes: npt.NDArray[np.uint64]
-) -> IntArray:
-    """Returns positions sorted by (group, hash, position).
+    """Orders positions by group, (n,) integers from 0, in seeded random order within each group; int64 (n,).
 
     Group, hash and position share one 64-bit key, so that numpy's vectorised value sort can be used; it is several
     times faster than an argsort.
     """
+    hashes = hash64(len(groups), key)
+    group_bits = max(num_groups - 1, 0).bit_length()
     position_bits = max(len(hashes) - 1, 0).bit_length()
     random_bits = 64 - group_bits - position_bits
     if random_bits < _MIN_RANDOM_BITS:
         order = np.argsort(hashes, kind="stable")
-        return order if groups is None else order[np.argsort(groups[order], kind="stable")]
+        return order[np.argsort(groups[order], kind="stable")]
     keys = hashes >> np.uint64(group_bits)  # free the top bits for the group
     keys >>= np.uint64(position_bits)
     keys <<= np.uint64(position_bits)
     keys |= np.arange(len(hashes), dtype=np.uint64)
-    if groups is not None and group_bits:
+    if group_bits:
         keys |= groups.astype(np.uint64) << np.uint64(64 - group_bits)
     keys.sort()
     keys &= np.uint64((1 << position_bits) - 1)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from vlmdata.packing.arrays import IntArray, offsets_of
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SampleTable:
@@ -26,7 +28,7 @@ class SampleTable:
     lengths: npt.NDArray[np.int32]
     num_targets: npt.NDArray[np.int32]
     num_patches: npt.NDArray[np.int32]
-    sum_patches_squared: npt.NDArray[np.int64]
+    sum_patches_squared: IntArray
     shard: npt.NDArray[np.int32]
     dataset: npt.NDArray[np.int32]
 
@@ -60,7 +62,7 @@ class SampleTable:
         """Number of datasets."""
         return int(self.dataset[-1]) + 1 if len(self) else 0
 
-    def dataset_offsets(self) -> npt.NDArray[np.int64]:
+    def dataset_offsets(self) -> IntArray:
         """int64 (datasets + 1,): samples of dataset d are ``[offsets[d], offsets[d + 1])``."""
         # Use the column's own dtype: searching for another one would convert the whole column.
         numbers = np.arange(self.num_datasets + 1, dtype=self.dataset.dtype)
@@ -114,14 +116,8 @@ def table_from_columns(
 def concatenate_tables(tables: Sequence[SampleTable]) -> SampleTable:
     """Concatenates tables. The datasets of table k are numbered after those of earlier tables.
 
-    Args:
-        tables: At least one table, none of them empty (an empty dataset would have no number).
-
-    Returns:
-        One table; sample i of table k is at ``sum(len(t) for t in tables[:k]) + i``.
-
     Raises:
-        ValueError: If there is no table or one is empty.
+        ValueError: If there is no table or one is empty: an empty dataset would have no number.
     """
     if not tables or not all(len(table) for table in tables):
         raise ValueError(f"need at least one table and none empty, got lengths {[len(t) for t in tables]}")
@@ -136,8 +132,7 @@ def concatenate_tables(tables: Sequence[SampleTable]) -> SampleTable:
     )
 
 
-def _segment_sums(values: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _segment_sums(values: IntArray, offsets: IntArray) -> IntArray:
     """Sums ``values`` over each ``[offsets[i], offsets[i + 1])``. Empty segments give 0 (unlike with reduceat)."""
-    running = np.concatenate([np.zeros(1, np.int64), np.cumsum(values)])
-    sums: npt.NDArray[np.int64] = running[offsets[1:]] - running[offsets[:-1]]
-    return sums
+    running = offsets_of(values)
+    return running[offsets[1:]] - running[offsets[:-1]]

@@ -16,13 +16,7 @@ _SCHEMES = ("grpc", "grpc+tls")
 
 @dataclass(frozen=True, order=True)
 class Server:
-    """A server.
-
-    Attributes:
-        host: Host name or IP address.
-        port: Port.
-        name: The name that its certificate must have, if ``host`` is an address that a name stands for.
-    """
+    """A server; ``name`` is what its certificate must have, if ``host`` is an address that a name stands for."""
 
     host: str
     port: int
@@ -34,13 +28,9 @@ class Server:
 
 @dataclass(frozen=True)
 class ServiceAddress:
-    """The address of a service.
+    """The address of a service as given (``text``), whether it is encrypted, and host and port of each server.
 
-    Attributes:
-        text: The address as given.
-        tls: Whether connections are encrypted (``grpc+tls://``).
-        hosts: Host and port of each server.
-        dataset: Name or fingerprint of a dataset of the service; "" means all of them, in the service's order.
+    ``dataset`` is a name or fingerprint there; "" means all datasets, in the service's order.
     """
 
     text: str
@@ -55,11 +45,7 @@ class ServiceAddress:
         return f"{scheme}://{rest.partition('/')[0]}"
 
     def servers(self, earlier: Sequence[Server] = ()) -> tuple[Server, ...]:
-        """Looks names up. A name with several addresses is several servers.
-
-        Args:
-            earlier: Result of the last look-up. Names that cannot be looked up now keep their servers.
-        """
+        """Looks names up. A name has a server per address, or its ``earlier`` ones if it cannot be looked up now."""
         found: dict[Server, None] = {}
         for host, port in self.hosts:
             kept = [each for each in earlier if each.port == port and host in (each.name, each.host)]
@@ -70,7 +56,7 @@ class ServiceAddress:
     @property
     def has_names(self) -> bool:
         """Whether another look-up can give other servers."""
-        return not all(_is_address(host) or host == "localhost" for host, _ in self.hosts)
+        return not all(_ip(host) or host == "localhost" for host, _ in self.hosts)
 
     @property
     def is_local(self) -> bool:
@@ -84,11 +70,7 @@ def is_service(place: str) -> bool:
 
 
 def parse_address(text: str) -> ServiceAddress:
-    """Parses ``grpc://host:8815,host2:8815/dataset``. The port, later hosts and the dataset are optional.
-
-    Raises:
-        UsageError: If it is malformed.
-    """
+    """Parses ``grpc://host:8815,host2/dataset``, where port, later hosts and dataset are optional, or UsageError."""
     scheme, _, rest = text.partition("://")
     places, _, dataset = rest.partition("/")
     hosts = tuple(_host(place, text) for place in places.split(","))
@@ -97,11 +79,8 @@ def parse_address(text: str) -> ServiceAddress:
 
 def is_loopback(host: str) -> bool:
     """Returns whether a host is this machine, without looking names up."""
-    if host == "localhost":
-        return True
-    with suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return False
+    address = _ip(host)
+    return host == "localhost" or (address is not None and address.is_loopback)
 
 
 def _host(place: str, text: str) -> tuple[str, int]:
@@ -116,17 +95,16 @@ def _host(place: str, text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _is_address(host: str) -> bool:
+def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     with suppress(ValueError):
-        ipaddress.ip_address(host)
-        return True
-    return False
+        return ipaddress.ip_address(host)
+    return None
 
 
 def _resolve(host: str, port: int) -> list[Server]:
     """Returns the servers of a host name; none if it cannot be looked up."""
-    if _is_address(host):
-        return [Server(str(ipaddress.ip_address(host)), port)]
+    if (address := _ip(host)) is not None:
+        return [Server(str(address), port)]
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):  # UnicodeError: no name can be like this

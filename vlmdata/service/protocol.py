@@ -1,10 +1,10 @@
 """What clients and servers of the collation service exchange.
 
 A query is the ticket of an Arrow Flight ``DoGet`` call, as JSON. The answer to a batch query is the batch's buffer (see
-:class:`vlmdata.loader.request.arrays.BufferLayout`) as record batches with one uint8 column, in order. The application
-metadata of the first one is a :class:`Header`, that of the last one a :class:`Trailer`. If the header says that the
-batch is in shared memory, there is only one record batch, with the pieces that are not there; the client then cancels
-the call. The answer to a file query is the file's bytes in the same form, without metadata.
+:class:`vlmdata.loader.request.pack_request.BatchArrays`) as record batches with one uint8 column, in order. The
+application metadata of the first one is a :class:`Header`, that of the last one a :class:`Trailer`. If the header says
+that the batch is in shared memory, there is only one record batch, with the pieces that are not there; the client then
+cancels the call. The answer to a file query is the file's bytes in the same form, without metadata.
 """
 
 from __future__ import annotations
@@ -40,12 +40,7 @@ _MAX_NUMBER = 1 << 40
 
 @dataclass(frozen=True)
 class ServedDataset:
-    """A dataset of a service.
-
-    Attributes:
-        name: Its name there.
-        fingerprint: Fingerprint of its manifest.
-    """
+    """A dataset of a service: its name there, and the fingerprint of its manifest."""
 
     name: str
     fingerprint: str
@@ -53,13 +48,7 @@ class ServedDataset:
 
 @dataclass(frozen=True)
 class Description:
-    """What a server says of itself.
-
-    Attributes:
-        protocol: :data:`PROTOCOL`.
-        vlmdata: Version of the package.
-        datasets: The datasets, in order.
-    """
+    """What a server says of itself: its protocol, the version of its package, and its datasets, in order."""
 
     protocol: int
     vlmdata: str
@@ -71,11 +60,7 @@ class Description:
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """Reads the JSON form.
-
-        Raises:
-            UsageError: If this is not a description.
-        """
+        """Reads the JSON form, or raises a UsageError if this is not a description."""
         try:
             values = json.loads(data)
             datasets = tuple(ServedDataset(str(each["name"]), str(each["fingerprint"])) for each in values["datasets"])
@@ -86,12 +71,7 @@ class Description:
 
 @dataclass(frozen=True)
 class FileQuery:
-    """Asks for a small file of a dataset, such as its index.
-
-    Attributes:
-        dataset: The dataset's fingerprint.
-        name: The file's name, relative to the dataset.
-    """
+    """Asks for a small file of a dataset, such as its index, by the dataset's fingerprint."""
 
     dataset: str
     name: str
@@ -105,18 +85,8 @@ class FileQuery:
 class BatchQuery:
     """Asks for a batch. It is complete: a server needs to know nothing of earlier queries.
 
-    Attributes:
-        datasets: Fingerprints of the datasets, in order.
-        plan: The settings of the plan.
-        position: Position of the batch.
-        dp_rank: Data-parallel rank.
-        dp_size: Data-parallel size.
-        context_parallel: Slice of the pack; None for the whole pack.
-        parts: Parts of the batch.
-        pixels: Dtype of its pixels.
-        on_damage: What a sample with changed bytes does.
-        place: Where the client runs, if it can read a server's memory there
-            (:func:`vlmdata.service.shared_memory.this_place`); "" if it wants the bytes.
+    Datasets are named by fingerprint, in order. ``place`` is where the client runs, if it can read a server's memory
+    there (:func:`vlmdata.service.shared_memory.this_place`); "" if it wants the bytes.
     """
 
     datasets: tuple[str, ...]
@@ -156,9 +126,6 @@ class BatchQuery:
 
 def decode_query(ticket: bytes) -> BatchQuery | FileQuery:
     """Reads a ticket from an untrusted client.
-
-    Args:
-        ticket: Result of ``encode``.
 
     Raises:
         UsageError: If it is no query. The message names the field.
@@ -286,12 +253,9 @@ class _Fields:
 
 @dataclass(frozen=True)
 class Header:
-    """Metadata of the first record batch of an answer.
+    """Metadata of the first record batch of an answer: bytes of the buffer, and what is wrong with masked samples.
 
-    Attributes:
-        size: Bytes of the buffer.
-        damaged: What is wrong with the samples that are masked, by their number in the pack.
-        shared: Where the batch is in shared memory; None if the bytes follow.
+    ``shared`` is the batch's place in shared memory; None if the bytes follow.
     """
 
     size: int
@@ -317,11 +281,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Trailer:
-    """Metadata of the last record batch of an answer.
-
-    Attributes:
-        checksum: xxh3-64 of the buffer.
-    """
+    """Metadata of the last record batch of an answer: xxh3-64 of the buffer."""
 
     checksum: int
 
@@ -341,12 +301,7 @@ def encode_error(error: VlmdataError) -> bytes:
 
 
 def decode_error(data: bytes, server: str) -> VlmdataError:
-    """Returns the error of a server.
-
-    Args:
-        data: Result of :func:`encode_error`.
-        server: Name of the server, for the message.
-    """
+    """Returns the error of a server from the result of :func:`encode_error`."""
     try:
         values = json.loads(data)
         kind, message = getattr(errors, str(values["type"]), None), str(values["message"])

@@ -66,15 +66,10 @@ def this_place() -> str:
 
 @dataclass(frozen=True)
 class SharedPack:
-    """The place of a batch in a server's memory.
+    """The place of a batch in a server's memory: its process and file descriptor, which may mean another inode later.
 
-    Attributes:
-        process: The server's process id.
-        file: Its file descriptor of the memory.
-        inode: Inode of the memory. The descriptor may mean another file later.
-        bytes: Bytes of the buffer, after which its generation follows.
-        generation: Generation of the buffer while it holds the batch.
-        pieces: Offset and bytes of each piece of the batch, in order. A piece at :data:`IN_ANSWER` is in the answer.
+    After the ``bytes`` of the buffer follows its generation. ``pieces`` are offset and bytes of each of the batch's
+    pieces, in order. A piece at :data:`IN_ANSWER` is in the answer.
     """
 
     process: int
@@ -96,11 +91,7 @@ class SharedPack:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Reads JSON values.
-
-        Raises:
-            ValueError: If a number is missing or wrong. So are KeyError and TypeError.
-        """
+        """Reads JSON values; a ValueError, KeyError or TypeError if a number is missing or wrong."""
         pieces = tuple((int(offset), int(size)) for offset, size in values["pieces"])
         process, file, inode, size, generation = (
             int(values[each.name]) for each in fields(cls) if each.name != "pieces"
@@ -108,12 +99,7 @@ class SharedPack:
         return cls(process, file, inode, size, generation, pieces)
 
     def copy(self, in_answer: Bytes, buffer: Bytes, maps: Maps) -> None:
-        """Copies the batch.
-
-        Args:
-            in_answer: uint8, the pieces that are in the answer, one after another.
-            buffer: uint8, where the batch goes; exactly as long.
-            maps: The server's memory.
+        """Copies the batch into a buffer of its size; ``in_answer`` holds the pieces that are in the answer.
 
         Raises:
             SharedMemoryError: If the memory cannot be mapped, or does not hold the batch.
@@ -153,11 +139,7 @@ class Maps:
         self._maps: OrderedDict[tuple[int, int, int], Bytes] = OrderedDict()
 
     def memory(self, pack: SharedPack) -> Bytes:
-        """Returns the buffer of a batch, with its generation, read-only.
-
-        Raises:
-            SharedMemoryError: If it cannot be mapped.
-        """
+        """Returns the buffer of a batch, with its generation, read-only; a SharedMemoryError if it cannot be mapped."""
         key = (pack.process, pack.file, pack.inode)
         with self._lock:
             if (known := self._maps.get(key)) is not None and len(known) == pack.bytes + GENERATION_BYTES:

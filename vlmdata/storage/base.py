@@ -29,8 +29,8 @@ class Lock(Protocol):
         """Checks that this process still has the lock.
 
         Raises:
-            LockedError: If another run took it over because this process was suspended, or could not reach the store,
-                for too long.
+            LockedError: If another run took it over because this process was suspended, or could not reach the
+                store, for too long.
             ResourceError: If that cannot be found out.
         """
 
@@ -53,10 +53,6 @@ class Store(Protocol):
     """
 
     @property
-    def place(self) -> str:
-        """The place as given by the user."""
-
-    @property
     def keeps_times(self) -> bool:
         """Whether :meth:`stamp` has an effect."""
 
@@ -76,18 +72,10 @@ class Store(Protocol):
         """Returns the bytes of a file; None if it is missing."""
 
     def read(self, name: str) -> bytes:
-        """Reads a small file.
-
-        Raises:
-            FileNotFoundError: If it is missing.
-        """
+        """Reads a small file; FileNotFoundError if it is missing."""
 
     def read_all(self, names: Iterable[str]) -> Iterator[bytes]:
-        """Reads small files in this order, several in parallel, and keeps few in memory.
-
-        Raises:
-            FileNotFoundError: If one is missing.
-        """
+        """Reads small files in this order, several in parallel, and keeps few in memory; errors as of :meth:`read`."""
 
     def sha256(self, name: str) -> str:
         """Returns the sha256 of a file, in hexadecimal; empty if it is missing."""

@@ -24,8 +24,8 @@ from filelock import FileLock, Timeout
 
 from vlmdata.errors import DatasetFormatError, ResourceError
 from vlmdata.format.atomic import sync, temporary_path, temporary_target
+from vlmdata.format.manifest import ShardInfo
 from vlmdata.storage.download import download
-from vlmdata.storage.shards import ShardFile
 
 _log = logging.getLogger("vlmdata.storage.cache")
 
@@ -37,11 +37,7 @@ _CACHED = re.compile(r"shard-[0-9a-f]{32}\.tar")
 
 
 def cache_folder(cache_dir: Path | None = None) -> Path:
-    """Returns the cache's own folder.
-
-    Args:
-        cache_dir: Folder that the user names; None means ``$VLMDATA_CACHE``, else the user's cache folder.
-    """
+    """Returns the cache's own folder: in ``cache_dir``, else in ``$VLMDATA_CACHE`` or the user's cache folder."""
     if cache_dir is None:
         if not (named := os.environ.get("VLMDATA_CACHE")):
             from platformdirs import user_cache_path
@@ -53,26 +49,19 @@ def cache_folder(cache_dir: Path | None = None) -> Path:
 
 @dataclass(frozen=True)
 class RemoteShards:
-    """Shards at an fsspec URL, cached in a folder.
+    """Shards at an fsspec URL, cached in a folder."""
 
-    Attributes:
-        url: The dataset's URL, such as ``s3://bucket/cord``.
-        folder: Folder of the cache; see :func:`cache_folder`.
-        cache_bytes: Largest size of the cache, but at least one shard; current downloads come on top.
-        lock_timeout: Seconds to wait for another process's download of the same shard.
-    """
+    url: str  # of the dataset, such as s3://bucket/cord
+    folder: Path  # of the cache; see cache_folder
+    cache_bytes: int  # largest size of the cache, but at least one shard; current downloads come on top
+    lock_timeout: float = 1800.0  # seconds to wait for another process's download of the same shard
 
-    url: str
-    folder: Path
-    cache_bytes: int
-    lock_timeout: float = 1800.0
-
-    def local_path(self, shard: ShardFile) -> Path:
+    def local_path(self, shard: ShardInfo) -> Path:
         """Returns the path of the shard in the cache."""
         # Named by content, so a recreated dataset at the same URL is never mistaken for the old one.
         return self.folder / f"shard-{shard.sha256[:32]}.tar"
 
-    def open(self, shard: ShardFile) -> int:
+    def open(self, shard: ShardInfo) -> int:
         """Opens the cached file, after downloading it if necessary.
 
         Raises:
@@ -89,13 +78,8 @@ class RemoteShards:
                         file = self._fetch(shard, path)
             return file
 
-    def open_sound(self, shard: ShardFile) -> int:
-        """As :meth:`open`, but compares the cached file with the manifest, and downloads a damaged one again.
-
-        Raises:
-            DatasetFormatError: If the remote file is missing or does not match the manifest.
-            ResourceError: If the cache cannot be written or another process holds its lock too long.
-        """
+    def open_sound(self, shard: ShardInfo) -> int:
+        """As :meth:`open`, but compares the cached file with the manifest, and downloads a damaged one again."""
         path = self.local_path(shard)
         with self._explained(shard), self._locked(path):
             file = _open_cached(path, shard)
@@ -116,7 +100,7 @@ class RemoteShards:
             yield
 
     @contextmanager
-    def _explained(self, shard: ShardFile) -> Iterator[None]:
+    def _explained(self, shard: ShardInfo) -> Iterator[None]:
         """Names file and remedy in errors of the cache."""
         try:
             yield
@@ -131,7 +115,7 @@ class RemoteShards:
                 "Free space, or set another cache_dir or a smaller cache_bytes."
             ) from error
 
-    def _fetch(self, shard: ShardFile, path: Path) -> int:
+    def _fetch(self, shard: ShardInfo, path: Path) -> int:
         self._make_room(shard.bytes, path)
         temporary = temporary_path(path)
         try:
@@ -153,12 +137,7 @@ class RemoteShards:
         return file
 
     def _make_room(self, incoming: int, path: Path) -> None:
-        """Evicts files until ``incoming`` more bytes fit, and removes orphans.
-
-        Args:
-            incoming: Bytes to add.
-            path: The file locked by this process, which is not evicted.
-        """
+        """Evicts files except ``path``, which is locked here, until ``incoming`` more bytes fit. Removes orphans."""
         with FileLock(self.folder / _LOCKS / "evict", timeout=self.lock_timeout):
             files, total = [], 0
             for entry in os.scandir(self.folder):
@@ -188,7 +167,7 @@ class RemoteShards:
             return False
 
 
-def _open_cached(path: Path, shard: ShardFile) -> int | None:
+def _open_cached(path: Path, shard: ShardInfo) -> int | None:
     """Opens a cached file and marks it as used; None if it is not cached."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -205,8 +184,7 @@ def _open_cached(path: Path, shard: ShardFile) -> int | None:
 def _has_sha256(file: int, sha256: str) -> bool:
     """True if an open file has this hash. False if it cannot be read."""
     try:
-        with open(os.dup(file), "rb") as content:
-            content.seek(0)
+        with open(file, "rb", closefd=False) as content:
             return hashlib.file_digest(content, "sha256").hexdigest() == sha256
     except OSError:
         return False

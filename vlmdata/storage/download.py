@@ -28,12 +28,7 @@ class RemoteError(Exception):
 
 
 def download(url: str, to: Path, sha256: str | None) -> None:
-    """Downloads a remote file.
-
-    Args:
-        url: Any fsspec URL.
-        to: Local path. After a failure it may contain part of the file.
-        sha256: Expected hash; None disables the check.
+    """Downloads a remote file and checks its hash, if given. After a failure ``to`` may contain part of it.
 
     Raises:
         FileNotFoundError: If the remote file does not exist.
@@ -70,11 +65,7 @@ class ByteRange:
 
 
 def read_ranges(url: str, ranges: Sequence[ByteRange]) -> list[bytes]:
-    """Reads byte ranges of files below a URL, several at a time.
-
-    Args:
-        url: Any fsspec URL whose file system reads ranges.
-        ranges: The ranges, none empty.
+    """Reads byte ranges, none empty, of files below an fsspec URL, several at a time.
 
     Raises:
         DatasetFormatError: If a file does not exist, has no such bytes, or cannot be read.
@@ -91,42 +82,37 @@ def read_ranges(url: str, ranges: Sequence[ByteRange]) -> list[bytes]:
 def _fetched(url: str, files: Any, root: str, ranges: Sequence[ByteRange]) -> list[bytes]:
     """Reads ranges together, and those that fail again."""
     found: dict[int, bytes] = {}
-    missing = list(range(len(ranges)))
     for attempt in range(_ATTEMPTS):
+        missing = [number for number in range(len(ranges)) if number not in found]
         if not missing:
             break
         if attempt:
             time.sleep(_PAUSES[attempt - 1])
-        answers = dict(zip(missing, _ask(files, root, [ranges[number] for number in missing]), strict=True))
-        found |= {number: answer for number, answer in answers.items() if _is_whole(answer, ranges[number])}
-        missing = [number for number in missing if number not in found]
-        for number in missing:
-            wanted, answer = ranges[number], answers[number]
-            if attempt + 1 == _ATTEMPTS or isinstance(answer, _FINAL) or _is_whole_file(answer, wanted):
+        for number, answer in zip(missing, _ask(files, root, [ranges[each] for each in missing]), strict=True):
+            wanted = ranges[number]
+            extra = len(answer) - (wanted.stop - wanted.start) if isinstance(answer, bytes) else None
+            if extra == 0:
+                found[number] = answer
+            elif attempt + 1 == _ATTEMPTS or isinstance(answer, _FINAL) or (extra or 0) > 0:
                 cause = answer if isinstance(answer, Exception) else None
-                raise _failure(f"{url}/{wanted.name}", wanted, answer, attempt + 1) from cause
+                raise DatasetFormatError(f"{url}/{wanted.name}: {_problem(wanted, answer, attempt + 1)}") from cause
     return [found[number] for number in range(len(ranges))]
 
 
-def _is_whole(answer: bytes | Exception, wanted: ByteRange) -> bool:
-    return isinstance(answer, bytes) and len(answer) == wanted.stop - wanted.start
-
-
-def _is_whole_file(answer: bytes | Exception, wanted: ByteRange) -> bool:
-    return isinstance(answer, bytes) and len(answer) > wanted.stop - wanted.start
-
-
-def _failure(url: str, wanted: ByteRange, answer: bytes | Exception, attempts: int) -> DatasetFormatError:
+def _problem(wanted: ByteRange, answer: bytes | Exception, attempts: int) -> str:
+    asked = f"bytes {wanted.start} to {wanted.stop}"
     if isinstance(answer, FileNotFoundError):
-        return DatasetFormatError(f"{url}: no such remote file")
-    if isinstance(answer, bytes) and _is_whole_file(answer, wanted):
-        return DatasetFormatError(
-            f"{url}: the server sends {len(answer)} bytes where bytes {wanted.start} to {wanted.stop} were asked for. "
-            'It cannot send ranges: use fetch="shards".'
+        return "no such remote file"
+    if isinstance(answer, Exception):
+        why = f"{type(answer).__name__}: {answer}"
+    elif len(answer) > wanted.stop - wanted.start:
+        return (
+            f"the server sends {len(answer)} bytes where {asked} were asked for. It cannot send ranges: use "
+            'fetch="shards".'
         )
-    why = f"{len(answer)} bytes came" if isinstance(answer, bytes) else f"{type(answer).__name__}: {answer}"
-    tried = counted(attempts, "attempt")
-    return DatasetFormatError(f"{url}: bytes {wanted.start} to {wanted.stop} cannot be fetched, {tried}: {why}")
+    else:
+        why = f"{len(answer)} bytes came"
+    return f"{asked} cannot be fetched, {counted(attempts, 'attempt')}: {why}"
 
 
 def _ask(files: Any, root: str, ranges: Sequence[ByteRange]) -> list[Any]:

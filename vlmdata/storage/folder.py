@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,29 +11,21 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from vlmdata.format.atomic import sync, temporary_path, temporary_target, write_atomically
+from vlmdata.format.atomic import atomic_path, sync, temporary_path, temporary_target, write_atomically
 from vlmdata.format.writing import FileWriting
 from vlmdata.storage.base import Lock, LockedError
+from vlmdata.storage.hashing import sha256_of
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A local folder.
-
-    Attributes:
-        directory: The folder.
-    """
+    """A local folder."""
 
     directory: Path
 
     keeps_times = True
 
     def __str__(self) -> str:
-        return str(self.directory)
-
-    @property
-    def place(self) -> str:
-        """The folder's path."""
         return str(self.directory)
 
     def path(self, name: str) -> str:
@@ -73,11 +64,7 @@ class Folder:
 
     def sha256(self, name: str) -> str:
         """sha256 of a file; empty if there is none."""
-        path = self.directory / name
-        if not path.is_file():
-            return ""
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256_of(self.directory / name)
 
     @contextmanager
     def local(self, *names: str) -> Iterator[Path]:
@@ -112,23 +99,14 @@ class Folder:
 
     @contextmanager
     def writing(self, name: str) -> Iterator[FileWriting]:
-        """Writes a file under a temporary name, flushes it to disk and renames it.
-
-        The folder is flushed after the rename, so that after a power failure the file is complete.
-        """
-        path = self.directory / name
-        temporary = temporary_path(path)
-        try:
+        """Writes a file under a temporary name, flushes it to disk and renames it, then flushes the folder."""
+        with atomic_path(self.directory / name) as temporary:
             file = FileWriting(temporary)
             try:
                 yield file
                 file.finish()
             finally:
                 file.close()
-            os.replace(temporary, path)
-            sync(path.parent)
-        finally:
-            temporary.unlink(missing_ok=True)
 
     @contextmanager
     def writing_folder(self, name: str) -> Iterator[Path]:

@@ -1,19 +1,25 @@
-"""Hashes a file while it is written."""
+"""Hashes files, and a file while it is written."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Buffer
+from pathlib import Path
 
 from vlmdata.format.writing import Writing
 
 
-class Hashing:
-    """A file being written, with the sha256 of the bytes written so far.
+def sha256_of(path: Path) -> str:
+    """Returns the sha256 of a file, in hexadecimal; empty if it is missing."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except (FileNotFoundError, IsADirectoryError):
+        return ""
 
-    Args:
-        to: The file.
-    """
+
+class Hashing:
+    """A file being written, with the sha256 of the bytes written so far."""
 
     closed = False
 

@@ -51,12 +51,7 @@ _LOCK, _PLAN = f"{PROGRESS_DIR}/lock", f"{PROGRESS_DIR}/join.json"
 
 @dataclass(frozen=True)
 class JoinResult:
-    """The result of a join.
-
-    Attributes:
-        manifest: The new dataset's manifest.
-        transferred: Number of shards by the way they were transferred.
-    """
+    """The result of a join: the new manifest, and the number of shards by the way they were transferred."""
 
     manifest: Manifest
     transferred: Mapping[How, int]
@@ -64,22 +59,13 @@ class JoinResult:
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """A dataset to be joined.
-
-    Attributes:
-        store: The dataset.
-        manifest: Its manifest.
-        first_shard: Number of shards in the datasets before it.
-        first_row: Number of rows in the datasets before it.
-        row_offset: Added to its row numbers. Larger than ``first_row`` if a dataset before it selects rows of its
-            source.
-    """
+    """A dataset to be joined."""
 
     store: Store
     manifest: Manifest
-    first_shard: int
-    first_row: int
-    row_offset: int
+    first_shard: int  # number of shards in the datasets before it
+    first_row: int  # number of rows in the datasets before it
+    row_offset: int  # added to its row numbers; above first_row if a dataset before it selects rows of its source
 
     def shards(self) -> Iterable[ShardInfo]:
         """Yields its shards as shards of the new dataset."""
@@ -123,7 +109,7 @@ def join_datasets(
     allow_duplicates: bool = False,
     on_shard: Callable[[int, int], None] = lambda done, shards: None,
 ) -> JoinResult:
-    """Joins finished datasets. The datasets stay unchanged.
+    """Joins finished datasets, of the current format or 1.1, to one of the current format. They stay unchanged.
 
     Args:
         sources: At least two datasets, in the order of the new one.
@@ -132,8 +118,8 @@ def join_datasets(
         on_shard: Called with the number of transferred shards and of all shards.
 
     Raises:
-        ConfigMismatchError: If the datasets differ in family, tokenizer, format version or another property that
-            readers assume to be equal, or ``out`` has other contents.
+        ConfigMismatchError: If the datasets differ in family, tokenizer or another property that readers assume to
+            be equal, one is of format 1.0, or ``out`` has other contents.
         DatasetFormatError: If a dataset is damaged: its index, ledger or tokenizer does not match its manifest, or a
             shard is missing or has another size. The contents of shards are not read.
         ResourceError: If the disk is full, or another command is at work in ``out``.
@@ -180,8 +166,8 @@ def _parts(sources: Sequence[Store], allow_duplicates: bool) -> list[_Part]:
 
 
 def _manifest(store: Store) -> Manifest:
-    if not is_url(store.place):
-        return Manifest.read(Path(store.place))
+    if not is_url(str(store)):
+        return Manifest.read(Path(str(store)))
     try:
         return Manifest.from_json(store.read(MANIFEST_NAME), store.path(MANIFEST_NAME))
     except FileNotFoundError:

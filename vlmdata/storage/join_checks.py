@@ -11,7 +11,7 @@ from typing import Any
 
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError, UsageError
 from vlmdata.format.manifest import CODEC_FINGERPRINTS, Manifest
-from vlmdata.format.schema import SCHEMA_VERSION
+from vlmdata.format.tokenizer_info import flat
 from vlmdata.locations import is_url
 from vlmdata.storage import Store
 from vlmdata.storage.small_files import small_file_problems
@@ -27,7 +27,7 @@ Input = tuple[Store, Manifest]
 
 def real_place(store: Store) -> str:
     """Returns the URL of a store, or the path of its folder without links."""
-    return store.place if is_url(store.place) else os.path.realpath(store.place)
+    return str(store) if is_url(str(store)) else os.path.realpath(str(store))
 
 
 def require_whole(store: Store, manifest: Manifest) -> None:
@@ -62,15 +62,21 @@ def require_alike(first: Input, other: Input) -> None:
     """Checks that two datasets agree in what readers assume to be equal for all samples.
 
     Raises:
-        ConfigMismatchError: If they do not, or have another format version than this writer.
+        ConfigMismatchError: If they do not, or one is of format 1.0, which does not record its tokenizer's files.
     """
+    for store, manifest in (first, other):
+        if manifest.schema_version == "1.0":
+            raise ConfigMismatchError(
+                f"{store}: format version 1.0 cannot be joined. Run `vlmdata recode {shlex.quote(str(store))} --out "
+                "COPY`, and join the copy."
+            )
     (store, one), (other_store, two) = first, other
+    theirs = flat(dataclasses.asdict(two.tokenizer))
     facts: list[tuple[str, Any, Any]] = [
-        ("format version", one.schema_version, two.schema_version),
         ("family", one.model_family.name, two.model_family.name),
         *(
-            (f"tokenizer.{name}", value, getattr(two.tokenizer, name))
-            for name, value in dataclasses.asdict(one.tokenizer).items()
+            (f"tokenizer.{name}", value, theirs.get(name))
+            for name, value in flat(dataclasses.asdict(one.tokenizer)).items()
             if name != "name"
         ),
         ("tokenizer files", dict(one.tokenizer_files), dict(two.tokenizer_files)),
@@ -82,11 +88,6 @@ def require_alike(first: Input, other: Input) -> None:
         raise ConfigMismatchError(
             f"these datasets cannot be joined:\n{listed}\nPreprocess one of them again. A loader can read "
             "several datasets without joining them, if family and tokenizer are equal."
-        )
-    if one.schema_version != SCHEMA_VERSION:
-        raise ConfigMismatchError(
-            f"{store}: format version {one.schema_version}, but only datasets of version {SCHEMA_VERSION} can be "
-            "joined. Preprocess it again."
         )
 
 

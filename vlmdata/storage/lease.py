@@ -48,13 +48,8 @@ class CopyingStore(Store, Protocol):
 
 
 @dataclass(frozen=True)
-class Lease:
-    """The lock of an object store.
-
-    Attributes:
-        store: The store.
-        name: Folder of the lock objects.
-    """
+class StoreLease:
+    """The lock of an object store. ``name`` is the folder of the lock objects."""
 
     store: CopyingStore
     name: str
@@ -118,11 +113,7 @@ class Lease:
                 raise LockedError("it began at the same moment")
 
     def _require_dead(self, number: int) -> None:
-        """Returns if the holder of a lock is dead.
-
-        Raises:
-            LockedError: If it is alive.
-        """
+        """Returns if the holder of a lock is dead; raises LockedError if it is alive."""
         first = self._read(number)
         holder = f"process {first.get('pid')} on {first.get('host')}"
         here = _this_process()
@@ -154,13 +145,10 @@ class Lease:
 class OwnLock:
     """A lock of this process, which renews it in a thread.
 
-    Attributes:
-        number: Number of the lock object.
-        proof: Name of the object that exists as long as no other run took over.
-        last: Name of the object that becomes the last file.
+    The object ``proof`` exists as long as no other run took over; the object ``last`` becomes the last file.
     """
 
-    def __init__(self, lease: Lease, number: int, process: Mapping[str, Any]):
+    def __init__(self, lease: StoreLease, number: int, process: Mapping[str, Any]):
         self.number = number
         self._lease = lease
         token = uuid.uuid4().hex

@@ -10,7 +10,7 @@ import hashlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +19,7 @@ from typing import Any
 from vlmdata.errors import ResourceError, UsageError
 from vlmdata.locations import file_system
 from vlmdata.storage.base import Lock
-from vlmdata.storage.lease import Lease
+from vlmdata.storage.lease import StoreLease
 from vlmdata.storage.upload import Upload, told
 
 #: Stores in which a put or a completed upload replaces an object in one step.
@@ -34,11 +34,7 @@ _PATTERNS = frozenset("*?[]")
 
 @dataclass(frozen=True)
 class Objects:
-    """A folder (a prefix) in an object store.
-
-    Attributes:
-        url: Its URL, without a slash at its end.
-    """
+    """A folder (a prefix) in an object store; its URL has no slash at its end."""
 
     url: str
 
@@ -66,11 +62,6 @@ class Objects:
     def __str__(self) -> str:
         return self.url
 
-    @property
-    def place(self) -> str:
-        """The URL."""
-        return self.url
-
     def path(self, name: str) -> str:
         """URL of an object."""
         return f"{self.url}/{name}"
@@ -84,9 +75,7 @@ class Objects:
 
     def listing(self, folder: str = "") -> Mapping[str, int | None]:
         """Returns names -> bytes, None for folders."""
-        files, path = self._at(folder)
-        with told(self.path(folder), "listed"):
-            files.invalidate_cache(path)
+        with self._at(folder, "listed") as (files, path):
             try:
                 entries = files.ls(path, detail=True)
             except FileNotFoundError:
@@ -102,9 +91,7 @@ class Objects:
 
     def size(self, name: str) -> int | None:
         """Bytes of an object; None if there is none."""
-        files, path = self._at(name)
-        with told(self.path(name), "read"):
-            files.invalidate_cache(path)
+        with self._at(name, "read") as (files, path):
             try:
                 info = files.info(path)
             except FileNotFoundError:
@@ -113,8 +100,7 @@ class Objects:
 
     def read(self, name: str) -> bytes:
         """Content of an object."""
-        files, path = self._at(name)
-        with told(self.path(name), "read"):
+        with self._at(name, "read") as (files, path):
             content: bytes = files.cat_file(path)
             return content
 
@@ -140,22 +126,18 @@ class Objects:
         return digest.hexdigest()
 
     def _chunks(self, name: str) -> Iterator[bytes]:
-        files, path = self._at(name)
-        with told(self.path(name), "read"):
-            files.invalidate_cache(path)
-            with files.open(path, "rb", block_size=_READ_BYTES) as file:
-                while content := file.read(_READ_BYTES):
-                    yield content
+        with self._at(name, "read") as (files, path), files.open(path, "rb", block_size=_READ_BYTES) as file:
+            while content := file.read(_READ_BYTES):
+                yield content
 
     @contextmanager
     def local(self, *names: str) -> Iterator[Path]:
         """Yields a temporary folder with copies of objects."""
         with TemporaryDirectory(prefix="vlmdata-") as folder:
             for name in names:
-                files, path = self._at(name)
                 target = Path(folder) / name
                 target.parent.mkdir(parents=True, exist_ok=True)
-                with told(self.path(name), "read"):
+                with self._at(name, "read") as (files, path):
                     try:
                         files.get_file(path, str(target))
                     except FileNotFoundError:
@@ -164,9 +146,7 @@ class Objects:
 
     def modified_ns(self, name: str) -> int:
         """Returns when an object was written, by the store's clock, to the second."""
-        files, path = self._at(name)
-        with told(self.path(name), "read"):
-            files.invalidate_cache(path)
+        with self._at(name, "read") as (files, path):
             return int(files.modified(path).timestamp()) * 10**9
 
     def stamp(self, name: str, ns: int) -> None:
@@ -174,14 +154,12 @@ class Objects:
 
     def put(self, name: str, content: bytes) -> None:
         """Writes an object, replacing an existing one."""
-        files, path = self._at(name)
-        with told(self.path(name), "written"):
+        with self._at(name, "written") as (files, path):
             files.pipe_file(path, content)
 
     def create(self, name: str, content: bytes) -> bool:
         """Writes an object unless it exists, by a conditional put."""
-        files, path = self._at(name)
-        with told(self.path(name), "written"):
+        with self._at(name, "written") as (files, path):
             try:
                 files.pipe_file(path, content, mode="create")
             except OSError as error:
@@ -194,8 +172,7 @@ class Objects:
     @contextmanager
     def writing(self, name: str) -> Iterator[Upload]:
         """Uploads an object in parts while it is written; it appears when the upload is completed."""
-        files, path = self._at(name)
-        with told(self.path(name), "written"):
+        with self._at(name, "written") as (files, path):
             upload = Upload(files, path, self.path(name))
         try:
             yield upload
@@ -226,16 +203,15 @@ class Objects:
 
     def copy(self, name: str, to: str) -> None:
         """Copies an object within the store, in one step."""
-        files, path = self._at(name)
-        with told(self.path(to), "written"):
-            files.cp_file(path, self._at(to)[1])
+        with self._at(to, "written") as (files, path):
+            files.cp_file(self._path(name), path)
 
     def delete(self, names: Iterable[str]) -> None:
         """Removes objects."""
-        files, _ = self._at("")
-        paths = [self._at(name)[1] for name in names]
+        paths = [self._path(name) for name in names]
         if not paths:
             return
+        files, _ = file_system(self.url)
         with told(self.url, "written"):
             if _is_s3(files):
                 files.rm(paths)  # a thousand per request
@@ -250,9 +226,7 @@ class Objects:
 
     def delete_folder(self, folder: str, keep: Iterable[str] = ()) -> None:
         """Removes all objects in a folder except those to keep."""
-        files, path = self._at(folder)
-        with told(self.path(folder), "listed"):
-            files.invalidate_cache(path)
+        with self._at(folder, "listed") as (files, path):
             found = [each.removeprefix(f"{path}/") for each in files.find(path)]
         kept = tuple(keep)
         gone = [each for each in found if not any(each == name or each.startswith(f"{name}/") for name in kept)]
@@ -260,10 +234,10 @@ class Objects:
 
     def tidy(self, *folders: str) -> None:
         """Aborts uploads of killed processes. They leave no object, but the store would keep and bill their parts."""
-        files, path = self._at("")
+        files, _ = file_system(self.url)
         if not _is_s3(files):
             return  # the other stores remove them after a week
-        bucket, key, _ = files.split_path(path)
+        bucket, key, _ = files.split_path(self._path(""))
         for folder in ("", *folders):
             prefix = "".join(f"{part}/" for part in (key, folder) if part)
             # Permission to list uploads is often missing.
@@ -283,18 +257,23 @@ class Objects:
 
     def is_locked(self, name: str) -> bool:
         """Whether a process renews the lock object, or may."""
-        return Lease(self, name).is_locked()
+        return StoreLease(self, name).is_locked()
+
+    def lock(self, name: str) -> AbstractContextManager[Lock]:
+        """Locks the store with a renewed lock object; see :mod:`vlmdata.storage.lease`."""
+        return StoreLease(self, name).acquired()
+
+    def _path(self, name: str) -> str:
+        """Returns the path of a name in the file system."""
+        return "/".join(part for part in (file_system(self.url)[1].rstrip("/"), name) if part)
 
     @contextmanager
-    def lock(self, name: str) -> Iterator[Lock]:
-        """Locks the store with a renewed lock object; see :mod:`vlmdata.storage.lease`."""
-        with Lease(self, name).acquired() as lock:
-            yield lock
-
-    def _at(self, name: str) -> tuple[Any, str]:
-        """Returns the file system and the path of a name in it."""
-        files, root = file_system(self.url)
-        return files, f"{root.rstrip('/')}/{name}" if name else root.rstrip("/")
+    def _at(self, name: str, what: str) -> Iterator[tuple[Any, str]]:
+        """Yields the file system, without a kept listing, and a path in it; errors say what cannot be done."""
+        files, path = file_system(self.url)[0], self._path(name)
+        with told(self.path(name), what):
+            files.invalidate_cache(path)
+            yield files, path
 
 
 def _is_s3(files: Any) -> bool:

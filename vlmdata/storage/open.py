@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -15,16 +14,17 @@ from tempfile import TemporaryDirectory
 from vlmdata.errors import DatasetFormatError, ResourceError
 from vlmdata.format.atomic import atomic_path
 from vlmdata.format.dataset import VlmDataset
-from vlmdata.format.manifest import Manifest, ShardInfo
+from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import IMAGE_FILES, IMAGE_FILES_NAME, INDEX_NAME, LEDGER_NAME, MANIFEST_NAME, TOKENIZER_DIR
 from vlmdata.format.tokenizer_files import tokenizer_file_names
 from vlmdata.locations import is_url, place_of
 from vlmdata.storage.cache import RemoteShards, cache_folder
 from vlmdata.storage.choices import DEFAULT_CACHE_BYTES, Fetch
 from vlmdata.storage.download import download
+from vlmdata.storage.hashing import sha256_of
 from vlmdata.storage.objects import ATOMIC
 from vlmdata.storage.ranges import RemoteRanges
-from vlmdata.storage.shards import DatasetShards, LocalShards, ShardFile, ShardSource
+from vlmdata.storage.shards import DatasetShards, LocalShards, ShardSource
 
 
 def open_dataset(location: str | PathLike[str]) -> VlmDataset:
@@ -47,12 +47,9 @@ def open_dataset(location: str | PathLike[str]) -> VlmDataset:
 def open_for_loading(
     location: str | PathLike[str], cache_dir: Path | None, cache_bytes: int
 ) -> tuple[VlmDataset, DatasetShards]:
-    """Opens a dataset's index and the source of its shards.
+    """Opens a dataset's index and the source of its shards, at a folder or any fsspec URL.
 
-    Args:
-        location: A folder, or any fsspec URL (``s3://…``, ``gs://…``, ``https://…``, ``memory://…``).
-        cache_dir: Folder for remote shards.
-        cache_bytes: Largest size of the cache in bytes.
+    ``cache_dir`` holds remote shards, up to ``cache_bytes``.
 
     Raises:
         DatasetFormatError: If the dataset is missing or unfinished.
@@ -63,23 +60,18 @@ def open_for_loading(
     if is_url(name):
         source = RemoteShards(name, cache_folder(cache_dir), cache_bytes)
         tables = fetch_tables(name, source.folder, partial(_download, name))
-        opened, sound = (_Cached(opening) for opening in (source.open, source.open_sound))
-        dataset = VlmDataset(tables, name=name, open_shard=opened, open_sound=sound)
+        dataset = VlmDataset(tables, name=name, open_shard=source.open, open_sound=source.open_sound)
     else:
         source, dataset = LocalShards(Path(name)), VlmDataset(name)
-    return dataset, dataset_shards(name, dataset.manifest, source)
+    return dataset, DatasetShards.of(name, dataset.manifest, source)
 
 
 def fetched_as_chosen(
     shards: Sequence[DatasetShards], fetch: Fetch, cache_bytes: int, *, slices: bool
 ) -> tuple[DatasetShards, ...]:
-    """Decides for remote datasets between whole shards and byte ranges.
+    """Decides for the remote datasets of a loader between whole shards and byte ranges.
 
-    Args:
-        shards: All datasets of a loader.
-        fetch: The choice; "auto" takes byte ranges for slices, and for data larger than the cache.
-        cache_bytes: Size of the cache in bytes.
-        slices: Whether only slices of packs are loaded.
+    "auto" takes byte ranges if only slices of packs are loaded, and for data larger than the cache.
     """
     size = sum(file.bytes for each in shards if isinstance(each.source, RemoteShards) for file in each.files)
     by_ranges = slices or size > cache_bytes
@@ -96,21 +88,10 @@ def fetched_as_chosen(
 
 
 def shards_of(location: str | PathLike[str], manifest: Manifest) -> DatasetShards:
-    """Where the shards of a dataset are read from, remote ones through the default cache."""
+    """Returns the shards of a dataset, remote ones read through the default cache."""
     name = place_of(location)
     source = RemoteShards(name, cache_folder(), DEFAULT_CACHE_BYTES) if is_url(name) else LocalShards(Path(name))
-    return dataset_shards(name, manifest, source)
-
-
-def dataset_shards(name: str, manifest: Manifest, source: ShardSource) -> DatasetShards:
-    """Describes the shards of a dataset.
-
-    Args:
-        name: Location of the dataset, for messages.
-        manifest: Its manifest.
-        source: Source of the shards.
-    """
-    return DatasetShards(name, tuple(map(_shard_file, manifest.shards)), source, manifest.pixel_libraries)
+    return DatasetShards.of(name, manifest, source)
 
 
 def open_remote(url: str) -> VlmDataset:
@@ -129,7 +110,7 @@ def open_remote(url: str) -> VlmDataset:
     try:
         (directory / TOKENIZER_DIR).mkdir(exist_ok=True)
         for name, sha256 in wanted.items():
-            if sha256 is None or not _has_sha256(directory / name, sha256):
+            if sha256 is None or sha256_of(directory / name) != sha256:
                 with suppress(FileNotFoundError), atomic_path(directory / name) as temporary:
                     download(f"{url}/{name}", temporary, sha256)
     except OSError as error:
@@ -137,20 +118,6 @@ def open_remote(url: str) -> VlmDataset:
             f"{directory}: cannot cache {url}: {error}. Set VLMDATA_CACHE to another folder."
         ) from error
     return dataset
-
-
-@dataclass(frozen=True)
-class _Cached:
-    """Opens shards through the cache."""
-
-    opening: Callable[[ShardFile], int]
-
-    def __call__(self, info: ShardInfo) -> int:
-        return self.opening(_shard_file(info))
-
-
-def _shard_file(info: ShardInfo) -> ShardFile:
-    return ShardFile(info.name, info.bytes, info.sha256)
 
 
 #: Fetches a file of a dataset: its name, the local path, and the expected sha256, if known.
@@ -162,15 +129,9 @@ def _download(url: str, name: str, to: Path, sha256: str | None) -> None:
 
 
 def fetch_tables(url: str, cache: Path, fetch: FetchFile) -> Path:
-    """Fetches manifest and index into a cache. Always fetches the manifest again, to detect a changed dataset.
+    """Fetches manifest and index into the cache's own folder, and returns the folder with both.
 
-    Args:
-        url: Place of the dataset, for messages.
-        cache: The cache's own folder; see :func:`vlmdata.storage.cache.cache_folder`.
-        fetch: Fetches a file.
-
-    Returns:
-        Folder with both.
+    Always fetches the manifest again, to detect a changed dataset. ``url`` names it in messages.
 
     Raises:
         DatasetFormatError: If the dataset is unfinished, or a file does not match the manifest.
@@ -191,7 +152,7 @@ def fetch_tables(url: str, cache: Path, fetch: FetchFile) -> Path:
             directory.mkdir(exist_ok=True)
             os.replace(Path(folder) / name, directory / name)
         name = INDEX_NAME
-        if not _has_sha256(directory / name, manifest.index_sha256):
+        if sha256_of(directory / name) != manifest.index_sha256:
             with atomic_path(directory / name) as temporary:
                 fetch(name, temporary, manifest.index_sha256)
     except FileNotFoundError:
@@ -199,11 +160,3 @@ def fetch_tables(url: str, cache: Path, fetch: FetchFile) -> Path:
     except OSError as error:
         raise ResourceError(f"{cache}: cannot cache the index of {url}: {error}. Set another cache_dir.") from error
     return directory
-
-
-def _has_sha256(path: Path, sha256: str) -> bool:
-    try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest() == sha256
-    except FileNotFoundError:
-        return False

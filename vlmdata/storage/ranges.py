@@ -17,25 +17,14 @@ _READ_THROUGH = 256 * 1024
 
 @dataclass(frozen=True)
 class RemoteRanges:
-    """Shards at an fsspec URL of which byte ranges are read. Nothing is cached.
-
-    Attributes:
-        url: The dataset's URL, such as ``s3://bucket/cord``.
-    """
+    """Shards at a dataset's fsspec URL of which byte ranges are read. Nothing is cached."""
 
     url: str
 
 
 @dataclass(frozen=True, eq=False)
 class Extents:
-    """Byte ranges of shards, as columns (r,) of int64.
-
-    Attributes:
-        dataset: Dataset numbers.
-        shard: Shard numbers.
-        start: First bytes.
-        stop: Bytes after the last ones.
-    """
+    """Byte ranges ``[start, stop)`` of numbered datasets and shards, as columns (r,) of int64."""
 
     dataset: npt.NDArray[np.int64]
     shard: npt.NDArray[np.int64]
@@ -57,12 +46,7 @@ class Extents:
 
 
 class FetchedRanges:
-    """Bytes of shards in memory.
-
-    Args:
-        urls: URLs of the datasets of which ranges are fetched, by dataset number.
-        names: Names of all shards of each dataset.
-    """
+    """Bytes of shards in memory, fetched from ``urls`` by dataset; ``names`` are all shards of each dataset."""
 
     def __init__(self, urls: Mapping[int, str], names: Sequence[Sequence[str]]):
         self._urls = urls

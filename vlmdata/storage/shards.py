@@ -17,6 +17,7 @@ import xxhash
 
 from vlmdata.errors import DatasetFormatError, ResourceError, UnreadableDataError
 from vlmdata.format.checksum import changed_data
+from vlmdata.format.manifest import Manifest, ShardInfo
 from vlmdata.media.pixel_check import require_pixels
 from vlmdata.storage.choices import Verify
 from vlmdata.storage.ranges import Extents, FetchedRanges, RemoteRanges
@@ -26,29 +27,20 @@ from vlmdata.wording import counted
 _OPEN_FILES = 128
 
 
-@dataclass(frozen=True)
-class ShardFile:
-    """A shard, as described in the manifest."""
-
-    name: str
-    bytes: int
-    sha256: str
-
-
 class ShardSource(Protocol):
     """A source of a dataset's shards."""
 
-    def local_path(self, shard: ShardFile) -> Path:
+    def local_path(self, shard: ShardInfo) -> Path:
         """Returns the local path of an opened shard."""
 
-    def open(self, shard: ShardFile) -> int:
+    def open(self, shard: ShardInfo) -> int:
         """Opens the shard and returns a file descriptor, which the caller closes.
 
         Raises:
             VlmdataError: If the shard is not available.
         """
 
-    def open_sound(self, shard: ShardFile) -> int | None:
+    def open_sound(self, shard: ShardInfo) -> int | None:
         """Opens a sound copy of a shard of which damaged bytes were read; None if there is no other copy.
 
         Raises:
@@ -62,11 +54,11 @@ class LocalShards:
 
     directory: Path
 
-    def local_path(self, shard: ShardFile) -> Path:
+    def local_path(self, shard: ShardInfo) -> Path:
         """Returns the path of the file."""
         return self.directory / shard.name
 
-    def open(self, shard: ShardFile) -> int:
+    def open(self, shard: ShardInfo) -> int:
         """Opens the file.
 
         Raises:
@@ -84,38 +76,33 @@ class LocalShards:
                 "remedy."
             ) from error
 
-    def open_sound(self, shard: ShardFile) -> None:
+    def open_sound(self, shard: ShardInfo) -> None:
         """Returns None: the file in the folder is the only one."""
 
 
 @dataclass(frozen=True)
 class DatasetShards:
-    """A dataset's shards and their source. Small and picklable, so that a worker needs no index.
+    """A dataset's shards and their source. Small and picklable, so that a worker needs no index."""
 
-    Attributes:
-        name: Location of the dataset, as given by the user.
-        files: Shards by number.
-        source: Source of the shards.
-        libraries: Versions of the libraries that made its pixels, by name, for messages.
-    """
-
-    name: str
-    files: tuple[ShardFile, ...]
+    name: str  # location of the dataset, as given by the user
+    files: tuple[ShardInfo, ...]  # shards by number
     source: ShardSource | RemoteRanges
-    libraries: Mapping[str, str]
+    libraries: Mapping[str, str]  # versions of the libraries that made its pixels, by name, for messages
+
+    @classmethod
+    def of(cls, name: str, manifest: Manifest, source: ShardSource) -> DatasetShards:
+        """Returns the shards of a dataset with this manifest."""
+        return cls(name, manifest.shards, source, manifest.pixel_libraries)
 
 
 class ShardStore:
     """Reads byte ranges of shards, keeping files open. One per process.
 
-    Reads use ``preadv`` directly into the batch's buffer: as fast as copying from a memory map, without page
-    faults, and a truncated file is an error instead of a SIGBUS. Of shards read by ranges, the caller names the bytes
-    to come (:meth:`fetched`). If bytes of a cached shard are damaged, the copy in the cache is compared with the
-    manifest, fetched again if it differs, and read once more: only then are the bytes an error.
-
-    Args:
-        datasets: The datasets by number.
-        verify: Checks to make; see :class:`vlmdata.loader.config.Reading`.
+    Reads use ``preadv`` directly into the batch's buffer: as fast as copying from a memory map, without page faults,
+    and a truncated file is an error instead of a SIGBUS. Of shards read by ranges, the caller names the bytes to come
+    (:meth:`fetched`). If bytes of a cached shard are damaged, the copy in the cache is compared with the manifest,
+    fetched again if it differs, and read once more: only then are the bytes an error. Datasets and shards are given by
+    number, and ``what`` names row, key and field in messages.
     """
 
     def __init__(self, datasets: Sequence[DatasetShards], verify: Verify):
@@ -142,15 +129,9 @@ class ShardStore:
             self._ranges.forget()
 
     def read(self, dataset: int, shard: int, offset: int, into: memoryview, checksum: int | None, what: str) -> None:
-        """Fills ``into`` from a shard.
+        """Fills ``into`` from a shard, from byte ``offset`` on, and checks the xxh3-64 if one is given.
 
-        Args:
-            dataset: Dataset number.
-            shard: Shard number.
-            offset: First byte.
-            into: Writable bytes to fill completely.
-            checksum: Expected xxh3-64; None leaves the check to the caller (:meth:`require_sound`).
-            what: Row, key and field, for messages.
+        Without one the caller checks the bytes (:meth:`require_sound`).
 
         Raises:
             DatasetFormatError: If the file is missing or short, or the bytes have changed.
@@ -166,14 +147,6 @@ class ShardStore:
 
     def require_sound(self, dataset: int, shard: int, offset: int, data: memoryview, checksum: int, what: str) -> None:
         """Checks stored bytes, if these are verified. Damaged bytes of a cached shard are replaced by sound ones.
-
-        Args:
-            dataset: Dataset number.
-            shard: Shard number.
-            offset: First byte.
-            data: The bytes, writable.
-            checksum: Expected xxh3-64.
-            what: Row, key and field, for messages.
 
         Raises:
             ChangedDataError: If the bytes have changed.

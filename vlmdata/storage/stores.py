@@ -11,10 +11,7 @@ from vlmdata.storage.folder import Folder
 
 
 def open_store(place: str | PathLike[str]) -> Store:
-    """Returns the store at a place, without reading or creating anything.
-
-    Args:
-        place: A folder, or the URL of a folder in an object store (``s3://bucket/prefix``).
+    """Returns the store at a folder or the URL of one (``s3://bucket/prefix``), without reading or creating anything.
 
     Raises:
         UsageError: If writes to such a URL are not atomic.

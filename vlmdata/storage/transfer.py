@@ -28,12 +28,6 @@ def transfer(source: Store, name: str, target: Store, to: str) -> How:
     Between folders of one file system it is a hard link, which takes no room. Within an object store the store copies
     it. Otherwise this machine does.
 
-    Args:
-        source: Where the file is.
-        name: Its name there.
-        target: Where it goes.
-        to: Its name there.
-
     Raises:
         OSError: If a folder has no such file, no room or no permission.
         ResourceError: The same of an object store.
@@ -69,4 +63,4 @@ def _linked(source: Folder, name: str, target: Folder, to: str) -> bool:
 
 
 def _scheme(store: Store) -> str:
-    return store.place.partition("://")[0] if "://" in store.place else ""
+    return str(store).partition("://")[0] if "://" in str(store) else ""

@@ -16,13 +16,7 @@ PART_BYTES = 16 * 1024 * 1024
 
 
 class Upload:
-    """An object that is being written.
-
-    Args:
-        files: The fsspec file system, whose file sends its parts as it is written.
-        path: The object's path in it.
-        url: The object, for messages.
-    """
+    """An object that is being written: ``url`` in messages, ``path`` in an fsspec system that sends parts."""
 
     closed = False
 

@@ -26,8 +26,8 @@ from vlmdata.format.schema import (
     DOCUMENTS,
     IMAGE_FILES,
     IMAGE_FILES_NAME,
-    IMAGES,
     INDEX_NAME,
+    KIND_FEATURES,
     LEDGER_NAME,
     MANIFEST_NAME,
     OPTIONAL_MEMBERS,
@@ -35,7 +35,7 @@ from vlmdata.format.schema import (
 )
 from vlmdata.format.selection import SELECTION, Selection
 from vlmdata.format.tokenizer_files import STRAY, tokenizer_findings
-from vlmdata.media.codecs import RAW, codec_feature
+from vlmdata.media.codecs import IMAGE, RAW, codec_feature
 from vlmdata.storage.join import shifted_keys
 from vlmdata.verify.fault import Fault
 from vlmdata.verify.file_names import foreign_files, listed, stray_files
@@ -83,7 +83,7 @@ def verify_dataset(
     Args:
         directory: The dataset.
         workers: Number of processes.
-        pixels: Whether images that a codec encoded are decoded and their patches checked, and not only stored bytes.
+        pixels: Whether items that a codec encoded are decoded and their patches checked, and not only stored bytes.
         on_shard: Called after each shard.
         open_shard: Opens shards that are not in the directory (see :func:`vlmdata.verify.remote.auditable`).
         listing: Paths of the files where the shards are, to find files that the manifest lacks; by default those of
@@ -122,7 +122,7 @@ def _check_rows(
 ) -> tuple[list[Fault], Iterator[ShardAudit]]:
     """Checks index and ledger; returns the faults, and the audits of the shards, which run as they are read."""
     try:
-        index = DatasetIndex.read(directory / INDEX_NAME, manifest.model_family.patch_bytes)
+        index = DatasetIndex.read(directory / INDEX_NAME)
         index.table.validate(full=True)
     except (DatasetFormatError, pa.ArrowException) as error:
         return [Fault(INDEX_NAME, "unreadable", str(error))], _hash_shards(open_shard, manifest, workers)
@@ -192,7 +192,7 @@ def _audit_shards(opened: _Opened, workers: int) -> Iterator[ShardAudit]:
 def _prepare(directory: Path, open_shard: OpenShard, pixels: bool) -> Callable[[int], ShardAudit]:
     """Runs in a worker; returns what audits a shard."""
     manifest = Manifest.read(directory)
-    index = DatasetIndex.read(directory / INDEX_NAME, manifest.model_family.patch_bytes)
+    index = DatasetIndex.read(directory / INDEX_NAME)
     return _Opened(directory, open_shard, manifest, index, SampleRules.of(manifest), pixels).audit
 
 
@@ -237,20 +237,20 @@ def _check_index(index: DatasetIndex, manifest: Manifest) -> Iterator[Fault]:
         "tokens": int(index.lengths.sum(dtype=np.int64)),
         "padding": int((index.padded_lengths - index.lengths).sum(dtype=np.int64)),
         "targets": int(index.num_targets.sum(dtype=np.int64)),
-        "images": len(index.grids),
+        "items": len(index.grids),
         "patches": int(index.num_patches.sum(dtype=np.int64)),
         "truncated": int(index.truncated.sum()),
     }
-    if manifest.totals.image_bytes:  # earlier manifests lack it
-        sums["image_bytes"] = _stored_image_bytes(index)
+    if manifest.totals.item_bytes:  # earlier manifests lack it
+        sums["item_bytes"] = _stored_item_bytes(index)
     if manifest.totals.file_bytes and set(index.item_codecs.tolist()) == {_FILES}:
         sums["file_bytes"] = int(index.item_bytes.sum(dtype=np.int64))  # of other codecs, the files are unknown
     yield from totals_faults(INDEX_NAME, "totals", sums, manifest)
 
 
-def _stored_image_bytes(index: DatasetIndex) -> int:
-    """Stored bytes of all images; those that samples of a shard share count once."""
-    shards = np.repeat(index.shard, index.image_counts)
+def _stored_item_bytes(index: DatasetIndex) -> int:
+    """Stored bytes of all items; those that samples of a shard share count once."""
+    shards = np.repeat(index.shard, index.item_counts)
     _, first = np.unique(np.stack([shards, index.item_offsets]), axis=1, return_index=True)
     return int(index.item_bytes[first].sum(dtype=np.int64))
 
@@ -277,7 +277,9 @@ def _check_keys(index: DatasetIndex) -> Iterator[Fault]:
 
 def _check_features(index: DatasetIndex, manifest: Manifest) -> Iterator[Fault]:
     """Checks that the manifest lists exactly the used features. Writers of schema 1.0 always listed image features."""
-    used = {IMAGES, *map(codec_feature, set(index.item_codecs.tolist()))} if len(index.grids) else set()
+    kinds, codecs = set(index.item_kinds.tolist()), set(index.item_codecs.tolist())
+    # Items of an unknown kind are faults of their samples.
+    used = {KIND_FEATURES[kind] for kind in kinds if kind in KIND_FEATURES} | set(map(codec_feature, codecs))
     if (index.target_turns == 0).any():  # where documents are not listed, such samples are faulty themselves
         used |= {DOCUMENTS} & set(manifest.features)
     used |= {
@@ -287,7 +289,7 @@ def _check_features(index: DatasetIndex, manifest: Manifest) -> Iterator[Fault]:
     }
     for feature in sorted(used - set(manifest.features)):
         yield Fault(MANIFEST_NAME, "features", f"samples use {feature}, which the features do not list")
-    always = {IMAGES, codec_feature(RAW)} if manifest.schema_version == "1.0" else set()
+    always = {KIND_FEATURES[IMAGE], codec_feature(RAW)} if manifest.schema_version == "1.0" else set()
     for feature in sorted(set(manifest.features) - used - always):
         yield Fault(MANIFEST_NAME, "features", f"the features list {feature}, which no sample in the index uses")
 

@@ -11,12 +11,14 @@ import numpy.typing as npt
 import xxhash
 
 from vlmdata.errors import DatasetFormatError
+from vlmdata.families import Family
 from vlmdata.format.index_row import IndexRow
-from vlmdata.format.schema import IMAGE, ITEMS_MEMBER
+from vlmdata.format.schema import ITEMS_MEMBER, KIND_FEATURES
 from vlmdata.format.shard import ItemName, ItemPlace, item_metadata
-from vlmdata.media.codecs import RAW, decode_item
+from vlmdata.media.codecs import IMAGE, ItemShape, decode_item
 from vlmdata.media.pixel_check import require_pixels
 from vlmdata.verify.sample import SampleRules
+from vlmdata.wording import counted
 
 Owners = Mapping[tuple[str, int, int], ItemName]
 """Codec, first byte and bytes of an item to the item of the shard that was written there."""
@@ -66,30 +68,29 @@ def audit_items(
         pixels: Whether to decode them and check the patches.
 
     Returns:
-        The patches, uint8 (P, bytes per patch), all 0 if they are not decoded; or what is wrong, as a sentence.
+        The patches, uint8 (R, bytes per patch), all 0 if they are not decoded; or what is wrong, as a sentence.
     """
     if found is None:
         return f"{ITEMS_MEMBER}: not in the tar"
     start, size = found
-    problem = _places_problem(row, start, start + size, owners)
+    problem = _places_problem(row, start, start + size, owners, rules.family)
     if problem:
         return problem
-    shape, begin = (row.num_patches, rules.family.patch_bytes), 0
-    patches = np.empty(shape, np.uint8) if pixels else np.broadcast_to(np.uint8(0), shape)
-    checksums = row.placement.data_checksums[-1]
-    for number, (item, grid, expected) in enumerate(zip(row.items, row.image_grid_thw, checksums, strict=True)):
-        stored = data[item.offset : item.offset + item.bytes]
-        if (checksum := xxhash.xxh3_64_intdigest(stored)) != expected:
-            return f"image {number}: xxh3 {checksum:016x}, but the index says {expected:016x}"
+    whole, begin = (sum(item.shape.rows for item in row.items), rules.family.patch_bytes), 0
+    patches = np.empty(whole, np.uint8) if pixels else np.broadcast_to(np.uint8(0), whole)
+    for number, item in enumerate(row.items):
+        stored, what = data[item.offset : item.offset + item.bytes], f"{item.shape.kind} {number}"
+        if (checksum := xxhash.xxh3_64_intdigest(stored)) != item.checksum:
+            return f"{what}: xxh3 {checksum:016x}, but the index says {item.checksum:016x}"
         if not pixels:
             continue
-        end = begin + grid[0] * grid[1] * grid[2]
+        rows = patches[begin : begin + item.shape.rows]
         try:
-            decode_item(item.codec, stored, grid, rules.family, patches[begin:end], f"image {number}")
-            require_pixels(patches[begin:end], item.pixel_checksum, rules.libraries, f"image {number}")
+            decode_item(item.codec, stored, item.shape, rules.family, rows, what)
+            require_pixels(rows, item.pixel_checksum, rules.libraries, what)
         except DatasetFormatError as error:
             return str(error)
-        begin = end
+        begin += item.shape.rows
     return patches
 
 
@@ -98,29 +99,32 @@ def raw_items_problem(row: IndexRow, patch_bytes: int) -> str:
 
     Empty if there is no fault, or if the sample has ``items.bin``.
     """
-    offset = row.placement.data_offsets[-1]
+    offset = row.placement.patches_offset
     if offset < 0:
         return ""
-    for number, (item, (t, h, w)) in enumerate(zip(row.items, row.image_grid_thw, strict=True)):
-        checksum = row.placement.data_checksums[-1][number]
-        expected = ItemPlace(offset, t * h * w * patch_bytes, checksum, IMAGE, RAW)
+    for number, item in enumerate(row.items):
+        shape = ItemShape(IMAGE, item.shape.grid)
+        expected = ItemPlace(shape, offset, shape.rows * patch_bytes, item.checksum, item.checksum)
         if item != expected:
             return f"image {number} is {item}, but its grid and patches.npy say {expected}"
         offset += expected.bytes
     return ""
 
 
-def _places_problem(row: IndexRow, start: int, stop: int, owners: Owners) -> str:
+def _places_problem(row: IndexRow, start: int, stop: int, owners: Owners, family: Family) -> str:
     at = start
     for number, item in enumerate(row.items):
-        if item.kind != IMAGE:
-            return f"item {number} is of kind {item.kind!r}, which this version of vlmdata does not know"
+        kind, copies = item.shape.kind, item.shape.copies
+        if kind not in KIND_FEATURES:
+            return f"item {number} is of kind {kind!r}, which this version of vlmdata does not know"
+        if copies not in ((1,) if kind == IMAGE else (1, family.temporal_patch_size)):
+            return f"{kind} {number} stores {counted(copies, 'temporal copy', 'temporal copies')} of each patch"
         owner = owners.get(_place(item))
         is_shared = owner not in (None, ItemName(row.key, number)) and item.offset < at
         if item.bytes < 0 or (item.offset != at and not is_shared):
             return (
-                f"image {number}: the index says {item.bytes} bytes from byte {item.offset} of the shard, which are "
-                f"neither those at byte {at} nor an earlier image"
+                f"{kind} {number}: the index says {item.bytes} bytes from byte {item.offset} of the shard, which are "
+                f"neither those at byte {at} nor an earlier item"
             )
         at += 0 if is_shared else item.bytes
     return "" if at == stop else f"{ITEMS_MEMBER} ends at byte {stop} of the shard, but the index says {at}"

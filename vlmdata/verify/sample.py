@@ -15,11 +15,13 @@ import numpy.typing as npt
 
 from vlmdata.errors import DatasetFormatError
 from vlmdata.families import Family
+from vlmdata.families.chat import IMAGE
 from vlmdata.families.positions import locate_images
 from vlmdata.format.index_row import IndexRow
-from vlmdata.format.manifest import Manifest, TokenizerInfo
+from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import DOCUMENTS, Sample
-from vlmdata.verify.document import audit_document
+from vlmdata.format.tokenizer_info import TokenizerInfo
+from vlmdata.verify.document import audit_document, special_names
 from vlmdata.wording import counted
 
 Finding = tuple[str, str]
@@ -89,14 +91,7 @@ def turn_weights_of(metadata: Mapping[str, Any]) -> tuple[float, ...]:
 def audit_sample(
     sample: Sample, row: IndexRow, rules: SampleRules, turn_weights: tuple[float, ...] = ()
 ) -> list[Finding]:
-    """Returns all faults of a sample.
-
-    Args:
-        sample: The sample, as read from its shard.
-        row: The sample's index row.
-        rules: Rules to check.
-        turn_weights: Weight of each assistant turn in the metadata; empty if all learned turns weigh 1.
-    """
+    """Returns all faults of a sample."""
     tokenizer, padded = rules.tokenizer, len(sample.input_ids)
     if not 0 < sample.length <= padded:
         return [("length", f"{counted(sample.length, 'token')} stored as {padded}")]  # its parts cannot be told apart
@@ -107,16 +102,17 @@ def audit_sample(
         return [*findings, ("grid", bad_grid)]  # images of unknown size cannot be checked
     findings += _patches(sample)
     counts = rules.family.token_counts(sample.image_grid_thw)
-    starts = _image_starts(sample, counts, tokenizer)
-    if isinstance(starts, str):
-        findings.append(("image_block", starts))
-    else:
-        if row.image_starts != tuple(starts.tolist()):
-            message = f"images start at {starts.tolist()}, but the index says {row.image_starts}"
-            findings.append(("index", message))
-        findings += _image_blocks(sample, starts, counts, tokenizer)
-        findings += _positions(sample, starts, rules.family)
-    return findings
+    try:
+        starts = locate_images(sample.input_ids[: sample.length], counts, tokenizer.image)
+    except ValueError as error:
+        return [*findings, ("image_block", str(error))]
+    if row.item_starts != tuple(starts.tolist()):
+        findings.append(("index", f"images start at {starts.tolist()}, but the index says {row.item_starts}"))
+    return [
+        *findings,
+        *_image_blocks(sample, starts, counts, rules),
+        *_positions(sample, starts, rules.family),
+    ]
 
 
 def _lengths(sample: Sample, row: IndexRow, tokenizer: TokenizerInfo, pad_multiple: int) -> Iterator[Finding]:
@@ -144,7 +140,7 @@ def _bad_grid(sample: Sample, merge: int) -> str | None:
 
 
 def _patches(sample: Sample) -> Iterator[Finding]:
-    expected = int(sample.image_grid_thw.astype(np.int64).prod(axis=1).sum())
+    expected = sum(item.rows for item in sample.items)
     if expected != len(sample.patches):
         yield (
             "patches",
@@ -176,21 +172,17 @@ def _targets(sample: Sample, row: IndexRow, rules: SampleRules, turn_weights: tu
         yield "no_target", "no token is a target, so the sample teaches nothing"
         return
     if rules.documents and row.target_turns == 0:
-        yield from audit_document(sample, row, tokenizer)
+        yield from audit_document(sample, row, tokenizer, rules.family)
         return
-    target = mask == 1
-    forbidden = {
-        "padding": tokenizer.pad,
-        "<|im_start|>": tokenizer.im_start,
-        "<|vision_start|>": tokenizer.vision_start,
-        "<|vision_end|>": tokenizer.vision_end,
-        "<|image_pad|>": tokenizer.image,
-        "<|video_pad|>": tokenizer.video,
-    }
-    for name, token in forbidden.items():
+    target, end = mask == 1, tokenizer.turns.end
+    for name, token in special_names(tokenizer, rules.family).items():
         hits = np.flatnonzero(target & (ids == token))
-        if len(hits) and token != tokenizer.im_end:  # some tokenizers pad with the end token
+        if len(hits) and token != end:  # some tokenizers pad with the end token
             yield "forbidden_target", f"token {hits[0]} is {name} and a target ({len(hits)} such)"
+    begin = tokenizer.turns.begin
+    if begin >= 0 and (places := np.flatnonzero(ids == begin).tolist()) != [0]:
+        name = rules.family.chat.begin
+        yield "begin_token", f"{name} is at the tokens {places}, but a conversation has one, at its beginning"
     yield from _target_turns(ids, target, row, rules, turn_weights)
     if turn_weights:
         yield from _turn_weights(sample, rules.tokenizer, turn_weights)
@@ -223,8 +215,8 @@ def _answers(ids: npt.NDArray[np.int32], tokenizer: TokenizerInfo) -> list[tuple
 
     The header's last token may have merged with whitespace that begins the answer; the others tell whose turn it is.
     """
-    header = np.array(tokenizer.assistant_header[:-1] or tokenizer.assistant_header, dtype=ids.dtype)
-    starts = np.flatnonzero(ids == tokenizer.im_start).tolist()
+    header = np.array(tokenizer.turns.assistant[:-1] or tokenizer.turns.assistant, dtype=ids.dtype)
+    starts = np.flatnonzero(ids == tokenizer.turns.start).tolist()
     turns = zip(starts, [*starts, len(ids)][1:], strict=True)
     return [turn for turn in turns if np.array_equal(ids[turn[0] + 1 : turn[0] + 1 + len(header)], header)]
 
@@ -237,13 +229,13 @@ def _target_turns(
     turn_weights: tuple[float, ...],
 ) -> Iterator[Finding]:
     """Checks that targets are only in assistant turns, after the header, and run unbroken to the end of the turn."""
-    tokenizer = rules.tokenizer
-    starts = np.flatnonzero(ids == tokenizer.im_start)
+    tokenizer, marks = rules.tokenizer, rules.tokenizer.turns
+    starts = np.flatnonzero(ids == marks.start)
     stops = [*starts.tolist(), len(ids)][1:]
     first = starts[0] if len(starts) else len(ids)
     if target[:first].any():
         yield "outside_turn", "a target is before the first turn"
-    body = 1 + len(tokenizer.assistant_header)
+    body = 1 + len(marks.assistant)
     answers = [start for start, _ in _answers(ids, tokenizer)]
     chosen = answers if rules.all_turns else answers[-1:]
     weight_of = dict(zip(answers, turn_weights, strict=False))
@@ -262,17 +254,17 @@ def _target_turns(
         elif start not in taught:
             why = "weighs 0 in the metadata" if start in chosen else "is not the last answer"
             yield "prompt_target", f"the turn at token {start} {why}, but has targets"
-        elif inside[:body].any() or ids[start + 1 : start + body].tolist() != list(tokenizer.assistant_header):
+        elif inside[:body].any() or ids[start + 1 : start + body].tolist() != list(marks.assistant):
             yield "header_target", f"the header of the assistant turn at token {start} is a target"
         if not _runs_to_the_end(inside, ids[start:stop], tokenizer):
             yield "broken_target", f"the targets of the turn at token {start} do not run unbroken to its end"
-    supervised = int((target & (ids == tokenizer.im_end)).sum())
+    supervised = int((target & (ids == marks.end)).sum())
     # A truncated answer lacks its end token, unless only the newline after it was cut.
-    missing = int(row.truncated and ids[-1] != tokenizer.im_end)
+    missing = int(row.truncated and ids[-1] != marks.end)
     if supervised != row.target_turns - missing:
         yield (
             "end_token",
-            f"{supervised} <|im_end|> are targets for {counted(row.target_turns, 'target turn')}"
+            f"{supervised} {rules.family.chat.turn_end} are targets for {counted(row.target_turns, 'target turn')}"
             + (" of which the last is truncated" if row.truncated else ""),
         )
 
@@ -282,37 +274,35 @@ def _runs_to_the_end(inside: npt.NDArray[np.bool_], turn: npt.NDArray[np.int32],
     first, stop = int(inside.argmax()), int(inside.argmax() + inside.sum())
     if not inside[first:stop].all():
         return False
-    ends = np.flatnonzero(turn == tokenizer.im_end)
+    ends = np.flatnonzero(turn == tokenizer.turns.end)
     if not len(ends):  # a truncated answer
         return stop == len(turn)
     after = int(ends[0]) + 1
-    newline = tokenizer.assistant_header[-1]
+    newline = tokenizer.turns.assistant[-1]
     return stop == after + int(after < len(turn) and turn[after] == newline)
 
 
-def _image_starts(
-    sample: Sample, counts: npt.NDArray[np.int64], tokenizer: TokenizerInfo
-) -> npt.NDArray[np.int64] | str:
-    try:
-        return locate_images(sample.input_ids[: sample.length], counts, tokenizer.image)
-    except ValueError as error:
-        return str(error)
-
-
 def _image_blocks(
-    sample: Sample, starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], tokenizer: TokenizerInfo
+    sample: Sample, starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], rules: SampleRules
 ) -> Iterator[Finding]:
-    ids = sample.input_ids[: sample.length]
+    ids, image, texts = sample.input_ids[: sample.length], rules.tokenizer.items[IMAGE], rules.family.image
+    marks = (*zip(texts.before, image.before, strict=True), *zip(texts.after, image.after, strict=True))
+    # The views of an image share its marks: those before end at the first one's start, those after follow the last one.
     stops = starts + counts
-    closed = (starts > 0) & (stops < len(ids))
-    closed[closed] &= ids[starts[closed] - 1] == tokenizer.vision_start
-    closed[closed] &= ids[stops[closed]] == tokenizer.vision_end
+    if rules.family.most_views > 1:
+        joined = np.flatnonzero(starts[1:] == stops[:-1])
+        starts, stops = np.delete(starts, joined + 1), np.delete(stops, joined)
+    before = np.arange(-len(image.before), 0) + starts[:, None]
+    after = np.arange(len(image.after)) + stops[:, None]
+    places, expected = np.concatenate([before, after], axis=1), (*image.before, *image.after)
+    closed = ((places >= 0) & (places < len(ids))).all(axis=1)
+    closed[closed] = (ids[places[closed]] == expected).all(axis=1)
     if not closed.all():
-        image = int(np.flatnonzero(~closed)[0])
-        yield "image_block", f"image {image} is not enclosed in <|vision_start|> and <|vision_end|>"
-    for name, token in (("vision_start", tokenizer.vision_start), ("vision_end", tokenizer.vision_end)):
+        names = " and ".join(name for name, _ in marks)
+        yield "image_block", f"image {np.flatnonzero(~closed)[0]} is not enclosed in {names}"
+    for name, token in marks:
         if (found := int((ids == token).sum())) != len(starts):
-            yield "image_block", f"{found} <|{name}|> for {counted(len(starts), 'image')}"
+            yield "image_block", f"{found} {name} for {counted(len(starts), 'image')}"
 
 
 def _positions(sample: Sample, starts: npt.NDArray[np.int64], family: Family) -> Iterator[Finding]:

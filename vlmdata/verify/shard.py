@@ -18,17 +18,24 @@ import numpy as np
 import xxhash
 
 from vlmdata.errors import DatasetFormatError
+from vlmdata.families import Family
 from vlmdata.format.dataset import OpenShard
 from vlmdata.format.index_row import IndexRow
 from vlmdata.format.manifest import ShardInfo
-from vlmdata.format.schema import ITEMS_MEMBER, MEMBERS, METADATA_MEMBER, OPTIONAL_MEMBERS, Member, Sample, parse_key
+from vlmdata.format.schema import (
+    ALL_MEMBERS,
+    ITEMS_MEMBER,
+    METADATA_MEMBER,
+    OPTIONAL_MEMBERS,
+    Member,
+    Sample,
+    parse_key,
+)
 from vlmdata.format.turns import DROPPED_REASONING, ROWS_WITH_DROPPED_REASONING
 from vlmdata.verify.fault import Fault
 from vlmdata.verify.items import Owners, audit_items, described_items, owners_of, raw_items_problem
 from vlmdata.verify.sample import SampleRules, audit_sample, turn_weights_of
 from vlmdata.wording import counted
-
-_PATCHES = next(i for i, member in enumerate(MEMBERS) if member.name == "patches")
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,7 @@ def audit_shard(
         info: The shard's manifest entry.
         rows: Its index rows.
         rules: Rules for its samples.
-        pixels: Whether encoded images are decoded and their patches checked.
+        pixels: Whether encoded items are decoded and their patches checked.
     """
     dropped: Counter[int] = Counter()
     audit = _opened(open_shard, info, len(rows), lambda data: _audit(data, info, rows, rules, pixels, dropped))
@@ -119,7 +126,7 @@ def _audit(
             f"{counted(len(rows), 'index row')}, but the manifest says {counted(info.samples, 'sample')}",
         )
     members, problem = _tar_members(data)
-    expected_members = sum(1 + len(MEMBERS) + len(row.placement.optional) for row in rows)
+    expected_members = sum(2 + len(row.placement.arrays) for row in rows)  # and the JSON and the items
     if not problem and any(data[-1024:]):
         problem = "the archive does not end in two zero blocks; it was truncated"
     if not problem and len(members) != expected_members:
@@ -204,39 +211,34 @@ def _audit_row(
         yield "metadata", str(error)
     arrays: dict[str, Any] = {}
     for member in OPTIONAL_MEMBERS:
-        if member.name not in place.optional and f"{row.key}.{member.suffix}" in members:
+        if member.name not in place.arrays and f"{row.key}.{member.suffix}" in members:
             yield "member", f"{member.suffix}: in the tar, but not in the index"
-    if place.data_offsets[_PATCHES] < 0:
+    if place.patches_offset < 0:
         found = members.get(f"{row.key}.{ITEMS_MEMBER}")
         if isinstance(patches := audit_items(data, found, row, rules, owners, pixels=pixels), str):
             yield "items", patches
             return
         arrays["patches"] = patches
-    for member, offset, _ in _indexed(row):
+    for member, offset in _indexed(row):
         loaded = _load_member(data, members.get(f"{row.key}.{member.suffix}"), offset)
         if isinstance(loaded, str):
             yield "member", f"{member.suffix}: {loaded}"
             return
         arrays[member.name] = loaded
-    problem = _shape_problem(arrays, row, rules.family.patch_bytes)
+    problem = _shape_problem(arrays, row, rules.family)
     if problem:
         yield "shape", problem
         return
     problem = _checksum_problem(arrays, row) or raw_items_problem(row, rules.family.patch_bytes)
     if problem:
         yield "index", problem
-    yield from audit_sample(Sample(row.key, row.length, **arrays), row, rules, turn_weights)
+    shapes = tuple(item.shape for item in row.items)
+    yield from audit_sample(Sample(row.key, row.length, **arrays, items=shapes), row, rules, turn_weights)
 
 
-def _indexed(row: IndexRow) -> list[tuple[Member, int, tuple[int, ...]]]:
-    """Returns a sample's arrays in the index, with the offset and the checksums of their data."""
-    place = row.placement
-    optional = [(member, place.optional[member.name]) for member in OPTIONAL_MEMBERS if member.name in place.optional]
-    always = zip(MEMBERS, place.data_offsets, place.data_checksums, strict=True)
-    return [
-        *(found for found in always if found[1] >= 0),
-        *((member, found.offset, (found.checksum,)) for member, found in optional),
-    ]
+def _indexed(row: IndexRow) -> list[tuple[Member, int]]:
+    """Returns a sample's arrays in the index, in storage order, with the offset of their data."""
+    return [(member, offset) for member in ALL_MEMBERS if (offset := row.array(member).offset) >= 0]
 
 
 def _load_member(data: mmap.mmap, found: tuple[int, int] | None, offset: int) -> Any:
@@ -256,11 +258,14 @@ def _load_member(data: mmap.mmap, found: tuple[int, int] | None, offset: int) ->
 
 
 def _checksum_problem(arrays: dict[str, Any], row: IndexRow) -> str:
-    """Compares the index's hashes of arrays and images with the data. Returns a description of a difference."""
-    sizes = [t * h * w for t, h, w in row.image_grid_thw]
-    for member, _, expected in _indexed(row):
+    """Compares the index's hashes of arrays and items with the data. Returns a description of a difference."""
+    for member, _ in _indexed(row):
         array = arrays[member.name]
-        pieces = np.split(array, np.cumsum(sizes))[:-1] if member.name == "patches" else [array]
+        if member.name == "patches":
+            pieces = np.split(array, np.cumsum([item.shape.rows for item in row.items]))[:-1]
+            expected = tuple(item.checksum for item in row.items)
+        else:
+            pieces, expected = [array], (row.array(member).checksum,)
         actual = tuple(xxhash.xxh3_64_intdigest(piece) for piece in pieces)
         if actual != expected:
             return f"{member.suffix}: the data has checksums {actual}, but the index says {expected}"
@@ -292,9 +297,9 @@ def _checked_metadata(
         "num_targets": row.num_targets,
         "target_turns": row.target_turns,
         "truncated": row.truncated,
-        "image_grid_thw": [list(grid) for grid in row.image_grid_thw],
+        "image_grid_thw": [list(grid) for grid in row.grids],
     }
-    if row.placement.data_offsets[_PATCHES] < 0:
+    if row.placement.patches_offset < 0:
         indexed["items"] = described_items(row, owners)
     named = parse_key(row.key)
     indexed["sample"] = named[1] if named is not None and named[1] >= 0 else None
@@ -304,20 +309,20 @@ def _checked_metadata(
     return metadata
 
 
-def _shape_problem(arrays: dict[str, Any], row: IndexRow, patch_bytes: int) -> str:
+def _shape_problem(arrays: dict[str, Any], row: IndexRow, family: Family) -> str:
     padded = row.padded_length
     shapes: dict[str, tuple[int, ...]] = {
         "input_ids": (padded,),
         "loss_mask": (padded,),
-        "position_ids": (3, padded),
-        "image_grid_thw": (len(row.image_grid_thw), 3),
-        "patches": (row.num_patches, patch_bytes),
+        "position_ids": (len(family.position_axes), padded),
+        "image_grid_thw": (len(row.items), 3),
+        "patches": (sum(item.shape.rows for item in row.items), family.patch_bytes),
         "loss_weights": (padded,),
     }
-    for member, _, _ in _indexed(row):
+    for member, _ in _indexed(row):
         array = arrays[member.name]
         if array.dtype != member.dtype or array.shape != shapes[member.name]:
             return f"{member.suffix} is {array.dtype} {array.shape}, but should be {member.dtype} {shapes[member.name]}"
-    if arrays["image_grid_thw"].tolist() != [list(grid) for grid in row.image_grid_thw]:
+    if arrays["image_grid_thw"].tolist() != [list(grid) for grid in row.grids]:
         return "image_grid_thw.npy differs from the index"
     return ""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from functools import partial
+from typing import Any
 
 import torch
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
@@ -19,34 +21,15 @@ from model.families.qwen3_5.gated_delta_net import KernelGatedDeltaNet, Qwen35Ga
 from model.families.qwen3_5.language import Qwen35Language
 from model.families.qwen3_5.model import Qwen35VL
 from model.families.qwen3_5.sizes import check
-from model.metrics import MetricSums
 from model.network import assembly, megatron_config
 from model.network.decoder_layer import Mixer, first_linear, full_attention, layer_spec
 from model.network.provider import Provider, TorchProvider
-from model.network.settings import Field, ModelSettings, SettingError, vocabulary_rows
+from model.network.settings import Field, ModelSettings, SettingError
 
 
-def build_model(
-    architecture: Qwen35Architecture,
-    settings: ModelSettings,
-    *,
-    pre_process: bool = True,
-    post_process: bool = True,
-) -> Qwen35VL:
-    """Builds this rank's part of a model with freshly initialised weights.
-
-    Args:
-        architecture: What to compute.
-        settings: How to compute it.
-        pre_process: True for the first stage (vision tower, embedding).
-        post_process: True for the last stage (output layer).
-
-    Raises:
-        SettingError: If the settings contradict each other, the architecture or the process groups.
-        ImportError: If the back end is not installed.
-    """
+def build_model(architecture: Qwen35Architecture, settings: ModelSettings, **stage: Any) -> Qwen35VL:
+    """Builds this rank's part of a model; see :class:`model.families.base.Build`."""
     check(settings, architecture)
-    groups = assembly.process_groups(settings)
     provider = assembly.provider_of(settings, "flash-linear-attention")
     if settings.backend == "transformer_engine":
         require_compiler(settings)
@@ -59,23 +42,14 @@ def build_model(
         FULL_ATTENTION: layer_spec(config, provider, full_attention(provider)),
     }
     predict = settings.mtp_layers_of(architecture) > 0
-    metrics = MetricSums()
-    language = Qwen35Language(
-        config,
-        architecture,
-        assembly.block_of(config, provider, [kinds[kind] for kind in architecture.language.layer_types]),
-        provider,
+    decoder = partial(
+        Qwen35Language,
+        provider=provider,
         mtp_layer=kinds[FULL_ATTENTION] if predict else None,
         mtp_loss_scale=settings.mtp_loss_scale,
-        vocab_rows=vocabulary_rows(architecture.language.vocab_size, settings.tensor_parallel),
-        metrics=metrics,
-        pre_process=pre_process,
-        post_process=post_process,
-        pg_collection=groups,
     )
-    vision = assembly.build_tower(architecture, settings, provider, groups) if pre_process else None
-    state = assembly.connected_routers(language, metrics)
-    return assembly.finished(Qwen35VL(config, architecture, vision, language, metrics, state, mtp=predict), settings)
+    model, layers = partial(Qwen35VL, mtp=predict), [kinds[kind] for kind in architecture.language.layer_types]
+    return assembly.build_stage(architecture, settings, config, provider, layers, model, decoder=decoder, **stage)
 
 
 def language_config(architecture: Qwen35Architecture, settings: ModelSettings) -> TransformerConfig:

@@ -71,11 +71,7 @@ class Qwen35GatedDeltaNet(GatedDeltaNet):
         )
 
     def _normalise(self, x: Tensor, gate: Tensor, pack: PackParams) -> Tensor:
-        """Applies norm and gate to all tokens of some heads, (T, h, v).
-
-        Returns:
-            This rank's tokens of all heads, (t, 1, w).
-        """
+        """Applies norm and gate to all tokens of some heads, (T, h, v)."""
         normed: Tensor = self._apply_gated_norm(x, gate).reshape(len(x), -1)
         if self.cp_size > 1:
             assert pack.gathered_order is not None
@@ -143,15 +139,7 @@ class PackedGatedDeltaNet(Qwen35GatedDeltaNet):
 
     @abstractmethod
     def _heads(self, projected: Tensor, pack: PackParams) -> tuple[Tensor, Tensor]:
-        """Computes the delta rule and what precedes it.
-
-        Args:
-            projected: Query, key, value, gate, beta and alpha of all tokens for some heads, (T, w).
-            pack: The pack.
-
-        Returns:
-            The rule's output and the gate, (T, h, v).
-        """
+        """Computes the delta rule and what precedes it."""
 
 
 class KernelGatedDeltaNet(PackedGatedDeltaNet):
@@ -161,7 +149,8 @@ class KernelGatedDeltaNet(PackedGatedDeltaNet):
     """
 
     def _heads(self, projected: Tensor, pack: PackParams) -> tuple[Tensor, Tensor]:
-        from model.kernels.delta_inputs import DeltaInputs, Heads  # Triton is only available with CUDA
+        from model.kernels.delta_inputs import DeltaInputs  # Triton is only available with CUDA
+        from model.kernels.short_convolution import DeltaHeads
 
         split = self.tp_size * self.cp_size
         query, key, value, gate, decay, beta = DeltaInputs.apply(
@@ -170,7 +159,9 @@ class KernelGatedDeltaNet(PackedGatedDeltaNet):
             get_parameter_local_cp(self.A_log, 0, self.pg_collection.cp),
             get_parameter_local_cp(self.dt_bias, 0, self.pg_collection.cp),
             pack.sample_starts,
-            Heads(self.num_key_heads // split, self.num_value_heads // split, self.key_head_dim, self.value_head_dim),
+            DeltaHeads(
+                self.num_key_heads // split, self.num_value_heads // split, self.key_head_dim, self.value_head_dim
+            ),
         )
         return self._rule(query, key, value, decay, beta, pack), gate
 

@@ -9,13 +9,7 @@ from model.network.settings import ModelSettings
 
 
 def decoder_kernels(architecture: Qwen35Architecture, settings: ModelSettings, tokens: int) -> DecoderKernels | None:
-    """Returns the kernels of the decoder on a rank, or None if flash-linear-attention does not compute delta nets.
-
-    Args:
-        architecture: The model.
-        settings: Its layout, back end and precision.
-        tokens: Tokens of a pack. A context-parallel rank has all of them, for some heads.
-    """
+    """Returns the kernels of the decoder on a rank, or None if flash-linear-attention does not compute delta nets."""
     language = architecture.language
     if settings.backend != "transformer_engine" or settings.precision != "bf16":
         return None

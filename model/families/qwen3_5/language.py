@@ -19,7 +19,7 @@ from model.families.qwen3_5.architecture import Qwen35Architecture
 from model.families.qwen3_5.mtp import MultiTokenPredictor
 from model.network.decoder import Decoder, HeadInputs
 from model.network.provider import Provider
-from model.network.targets import AttachLoss, Targets
+from model.network.targets import AttachLoss
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Qwen35Language(Decoder):
         config: TransformerConfig,
         architecture: Qwen35Architecture,
         block: TransformerBlockSubmodules,
-        provider: Provider,
         *,
+        provider: Provider,
         mtp_layer: ModuleSpec | None,
         mtp_loss_scale: float,
         **options: Any,
@@ -65,16 +65,14 @@ class Qwen35Language(Decoder):
         if mtp_layer is not None and self.post_process:
             self.predictor = MultiTokenPredictor(config, provider, mtp_layer, self.pg_collection)
 
-    def _heads(
-        self, hidden_states: Tensor, output_weight: Tensor | None, given: HeadInputs, targets: Targets
-    ) -> Tensor:
-        losses = super()._heads(hidden_states, output_weight, given, targets)
+    def _heads(self, hidden_states: Tensor, output_weight: Tensor | None, given: HeadInputs) -> Tensor:
+        losses = super()._heads(hidden_states, output_weight, given)
         following: Following | None = given.extra
-        if self.predictor is None or following is None or targets.after_next is None:
+        if self.predictor is None or following is None:
             return losses
         angles = self.rotary_pos_emb(given.position_ids, self.mrope_section)
         predicted = self.predictor(hidden_states, following.embeddings, angles, given.pack, following.padding_mask)
-        extra, weight = self._losses(predicted, output_weight, targets.after_next)
+        extra, weight = self._losses(predicted, output_weight, given.targets[1])
         self.metrics.add("mtp_loss", extra.detach().sum(), weight)
         attached: Tensor = AttachLoss.apply(losses, extra.sum() * self.mtp_loss_scale)
         return attached

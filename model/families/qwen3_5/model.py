@@ -1,9 +1,7 @@
-"""The whole model: vision tower, merging, decoder, multi-token prediction. Start here.
+"""Qwen3.5-VL: the whole model of :mod:`model.network.vision_language`, with multi-token prediction.
 
-Mirrors transformers' ``Qwen3_5Model`` and ``Qwen3_5ForConditionalGeneration``. :mod:`model.network.vision_language`
-describes the steps and what each rank does.
-
-Shapes: tokens on this rank t, hidden H.
+Mirrors transformers' ``Qwen3_5Model`` and ``Qwen3_5ForConditionalGeneration``. The embeddings of the following tokens,
+which multi-token prediction needs on the last stage, go beside the hidden states.
 """
 
 from __future__ import annotations
@@ -11,15 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from model.families.qwen3_5.language import Following
 from model.network.targets import TargetRows
-from model.network.vision_language import VisionLanguageModel
+from model.network.vision_language import ImageEmbeddings, VisionLanguageModel
 from model.parallel.exchange import all_gather_plain
-from model.parallel.packed import PackIndex, to_device
+from model.parallel.packed import IntArray, PackIndex, PackParams, to_device
 from vlmdata.batch import IGNORE_INDEX, PackedBatch
 
 
@@ -40,71 +37,38 @@ class Qwen35VL(VisionLanguageModel):
         """Metrics that any rank may have counted, in the same order on all ranks."""
         return super().metric_names + (("mtp_loss",) if self.mtp else ())
 
-    def forward(self, batch: PackedBatch) -> Tensor:
-        """See :meth:`VisionLanguageModel.forward`."""
-        index, pack = self._layout(batch)
-        predicting = self.mtp and (batch.labels is not None or not self.post_process)
-        # Before the tower: the host needs the number of targets at the end of the forward pass.
-        targets = self._targets(batch, self._after_next(batch, index))
-        embeddings = following = None
-        if self.pre_process:
-            embeddings, following = self._embed(batch, index, predicting)
-        else:
-            following = self._receive()
-        self._weigh_router_loss(batch)
-        output = self.language.decode(
-            embeddings,
-            pack.own_tokens(batch.position_ids, 2),
-            pack,
-            self._padding_mask(batch),
-            targets,
-            extra=None
-            if following is None or not predicting
-            else Following(following, self._nothing_follows(batch, index)),
-        )
-        output = self._keep_router_weight(output)
-        if self.post_process or following is None:
-            return output
-        # The embeddings of the following tokens are sent to the last stage after the hidden states.
-        return torch.cat([output, following])
-
-    def _embed(self, batch: PackedBatch, index: PackIndex, predicting: bool) -> tuple[Tensor, Tensor | None]:
-        """Returns the merged decoder inputs (t, 1, H) and those of the following tokens for multi-token prediction."""
-        input_ids = self._tokens_of(batch)
-        found = self._encode(
-            batch, index, lambda each: np.concatenate([each.local, each.following]) if predicting else each.local
-        )
-        embeddings = self._merge(input_ids, found, index.local)
-        if not predicting:
-            return self._scatter(embeddings), None
-        following = self._merge(self._next_of(input_ids, index, fill=0), found, index.following)
-        real = to_device(index.following >= 0, input_ids.device)[:, None, None]
-        return self._scatter(embeddings), self._scatter(following * real)
-
-    def _receive(self) -> Tensor | None:
-        """Passes the previous stage's output to the decoder and returns the embeddings that came with it."""
-        received = self._received
-        if received is None or not self.mtp:
-            self.language.set_input_tensor(received)
-            return None
-        hidden, following = received.chunk(2)
-        self.language.set_input_tensor(hidden)
-        return following
-
-    def _nothing_follows(self, batch: PackedBatch, index: PackIndex) -> Tensor | None:
-        """Returns the tokens that the predictor's router statistics ignore, bool (1, t); None without experts."""
-        if self.router_state is None:
-            return None
-        return self._local_mask(to_device(index.following < 0, batch.position_ids.device).unsqueeze(0))
-
-    def _after_next(self, batch: PackedBatch, index: PackIndex) -> TargetRows | None:
-        """Returns the targets of multi-token prediction."""
-        if not self.mtp or not self.post_process or batch.labels is None:
-            return None
+    def _targets(self, batch: PackedBatch, index: PackIndex) -> tuple[TargetRows, ...]:
+        targets = super()._targets(batch, index)
+        if not self.mtp:
+            return targets
+        assert batch.labels is not None
         assert batch.loss_weights is not None
-        return TargetRows(
-            self._next_of(batch.labels, index, fill=IGNORE_INDEX), self._next_of(batch.loss_weights, index, fill=0)
-        )
+        labels = self._next_of(batch.labels, index, fill=IGNORE_INDEX)
+        return (*targets, TargetRows(labels, self._next_of(batch.loss_weights, index, fill=0)))
+
+    def _predicts(self, batch: PackedBatch) -> bool:
+        return self.mtp and (batch.labels is not None or not self.post_process)
+
+    def _tokens_wanted(self, batch: PackedBatch, index: PackIndex) -> IntArray:
+        return np.concatenate([index.local, index.following]) if self._predicts(batch) else index.local
+
+    def _beside(self, batch: PackedBatch, index: PackIndex, found: ImageEmbeddings | None) -> Tensor | None:
+        if not self._predicts(batch):
+            return None
+        assert batch.input_ids is not None
+        following = self._merge(self._next_of(batch.input_ids, index, fill=0), found, index.following)
+        real = to_device(index.following >= 0, following.device)[:, None, None]
+        return self._scatter(following * real)
+
+    def _decoder_inputs(
+        self, batch: PackedBatch, index: PackIndex, pack: PackParams, beside: Tensor | None
+    ) -> dict[str, Any]:
+        if beside is None or not self._predicts(batch):
+            return {}
+        ignored = None  # by the statistics of the predictor's router
+        if self.router_state is not None:
+            ignored = self._local_mask(to_device(index.following < 0, batch.position_ids.device).unsqueeze(0))
+        return {"extra": Following(beside, ignored)}
 
     def _next_of(self, values: Tensor, index: PackIndex, fill: int) -> Tensor:
         """Returns each token's successor value within its sample, or ``fill`` at the end; (1, t) to (1, t)."""

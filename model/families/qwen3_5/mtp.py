@@ -28,14 +28,7 @@ from model.parallel.packed import PackParams
 
 
 class MultiTokenPredictor(MegatronModule):
-    """The ``mtp`` module.
-
-    Args:
-        config: Configuration of the decoder.
-        provider: The back end.
-        layer: Spec of its decoder layer.
-        pg_collection: Process groups.
-    """
+    """The ``mtp`` module."""
 
     def __init__(
         self,

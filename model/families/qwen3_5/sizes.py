@@ -8,7 +8,6 @@ from model.network.settings import (
     Field,
     ModelSettings,
     SettingError,
-    check_attention_heads,
     check_settings,
     require_divides,
 )
@@ -22,7 +21,6 @@ def check(settings: ModelSettings, architecture: Qwen35Architecture) -> None:
     """
     check_settings(settings, architecture)
     language, tensor = architecture.language, settings.tensor_parallel
-    check_attention_heads(settings, architecture)
     require_divides(settings, {"language.linear_num_key_heads": language.linear_num_key_heads})
     both = tensor * settings.context_parallel
     if language.linear_num_key_heads % both:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from model.families.base import ModelSpec
+from model.families.base import ModelSpec, imported_when_called
 from model.families.qwen3_5.architecture import Qwen35Architecture
 from model.families.qwen3_5.flops import step_flops
-from model.families.qwen3_5.hf_config import MODEL_TYPES, from_hf, to_hf
+from model.families.qwen3_5.hf_config import FORMAT, from_hf, to_hf
 from model.families.qwen3_5.kernels import decoder_kernels
 from model.families.qwen3_5.presets import PRESETS, SMALL
 from model.families.qwen3_5.sizes import check
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
 
     from model.network.settings import ModelSettings
-    from model.weights.mapping import ParameterMap
 
 
 def _build(architecture: Qwen35Architecture, settings: ModelSettings, **stage: bool) -> MegatronModule:
@@ -28,15 +27,9 @@ def _build(architecture: Qwen35Architecture, settings: ModelSettings, **stage: b
     return build_model(architecture, settings, **stage)
 
 
-def _parameter_maps(architecture: Qwen35Architecture, **options: Any) -> dict[str, ParameterMap]:
-    from model.families.qwen3_5.names import parameter_maps
-
-    return parameter_maps(architecture, **options)
-
-
 SPEC = ModelSpec[Qwen35Architecture](
     name="qwen3_5",
-    model_types=MODEL_TYPES,
+    model_types=FORMAT.kinds,
     presets=PRESETS,
     typical="4b",
     small=SMALL,
@@ -45,6 +38,6 @@ SPEC = ModelSpec[Qwen35Architecture](
     step_flops=step_flops,
     check=check,
     build=_build,
-    parameter_maps=_parameter_maps,
+    parameter_maps=imported_when_called("model.families.qwen3_5.names", "parameter_maps"),
     kernels=decoder_kernels,
 )

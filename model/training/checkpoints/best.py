@@ -18,27 +18,16 @@ _FILE = "best.json"
 
 @dataclass(frozen=True)
 class Best:
-    """The best checkpoint of a run.
+    """The best checkpoint of a run."""
 
-    Attributes:
-        checkpoint: Name of its folder.
-        step: Its step.
-        loss: Its loss on the evaluation sets.
-        data: Fingerprints of these sets. Losses on other sets are not comparable.
-    """
-
-    checkpoint: str
+    checkpoint: str  # name of its folder
     step: int
-    loss: float
-    data: tuple[str, ...]
+    loss: float  # its loss on the evaluation sets
+    data: tuple[str, ...]  # fingerprints of these sets. Losses on other sets are not comparable.
 
 
 class BestCheckpoint:
-    """Tracks a run's best checkpoint so far.
-
-    Args:
-        folder: Folder of the run's checkpoints.
-    """
+    """Tracks a run's best checkpoint so far, in the folder of its checkpoints."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -52,11 +41,8 @@ class BestCheckpoint:
     def recall(self, data: tuple[str, ...]) -> tuple[Best | None, list[str]]:
         """Reads the record of an earlier part of the run. A collective.
 
-        Args:
-            data: Fingerprints of the evaluation sets.
-
-        Returns:
-            The best checkpoint, if it still exists and used the same sets, and a note if it used others.
+        Returns the best checkpoint, if it still exists and used the evaluation sets with these fingerprints, and a note
+        if it used others.
         """
         found = decided(self._read)
         if found is not None and found.data != data:

@@ -1,9 +1,7 @@
 """Checkpoints: the model and optimizer in megatron-core's format, which any layout can load, and the run's position.
 
-A checkpoint is a folder ``step-00000050`` under ``checkpoints/``. It is written under a temporary name and renamed when
-all ranks are done, so a folder with that name is complete. It contains megatron-core's distributed checkpoint,
-``run.json`` (step, loader state, layout, configuration), ``config.toml``, the random state of each rank, and checksums
-of all these files. The checksums are computed in the background after the renaming.
+A folder ``step-00000050`` under ``checkpoints/`` is complete: it is written under a temporary name and renamed when all
+ranks are done. Checksums of its files are computed in the background after that.
 """
 
 from __future__ import annotations
@@ -30,10 +28,9 @@ from model.architecture import Architecture
 from model.families import architecture_to_hf
 from model.parallel.separation import separation
 from model.training.checkpoints.best import BestCheckpoint
-from model.training.checkpoints.common_state import with_common_state_of
 from model.training.checkpoints.folder import checkpoints_in, newest_in, put_aside, remove, remove_leftovers
 from model.training.checkpoints.learner_state import gather_weights, load_state, state_to_save
-from model.training.checkpoints.model_state import content
+from model.training.checkpoints.model_state import content, with_common_state_of
 from model.training.checkpoints.random_state import restore_random_state, write_random_state
 from model.training.checkpoints.run_state import (
     RunState,
@@ -46,27 +43,18 @@ from model.training.checkpoints.run_state import (
 from model.training.checkpoints.write_results import start_write_results
 from model.training.data import RankPlace
 from model.training.optimizer.learner import Learner
-from model.training.processes.agreement import decided, on_all_ranks, require_shared
+from model.training.processes.agreement import decided, on_all_ranks, require_shared, together
 from model.training.processes.interruption import shielding_children
 from model.training.processes.run_lock import claim
 from model.training.settings.config import ConfigError, TrainConfig
-from model.weights.checksums import damaged_files, unchecked_files, without_checksum, write_checksums
+from model.weights.checksums import require_sound, without_checksum, write_checksums
+from model.weights.output import refusal_of
 from model.weights.store import save_strategy
 from vlmdata.errors import ResourceError, VlmdataError
 
 
 class Checkpoints:
-    """The checkpoints of one run.
-
-    Attributes:
-        best: Tracks the checkpoint with the lowest evaluation loss.
-
-    Args:
-        config: Configuration of the run.
-        architecture: Architecture of its model.
-        place: This process.
-        async_save: Write files in the background while training continues.
-    """
+    """The checkpoints of one run, written in the background with ``async_save``."""
 
     def __init__(self, config: TrainConfig, architecture: Architecture, place: RankPlace, async_save: bool):
         self._config, self._architecture, self._place = config, architecture, place
@@ -75,17 +63,13 @@ class Checkpoints:
         self._pending: Path | None = None
         self._checksums: Thread | None = None
         self._size = 0
-        self.best = BestCheckpoint(self._folder)
+        self.best = BestCheckpoint(self._folder)  # of the lowest evaluation loss
 
     def agree_on_latest(self) -> Path | None:
-        """Returns the newest complete checkpoint that rank 0 sees.
+        """Returns the newest complete checkpoint that rank 0 sees. A collective.
 
-        First checks that ``run.out`` is shared by all ranks and writable. Removes incomplete files of earlier runs
-        that were killed. A collective.
-
-        Raises:
-            ConfigError: If ranks have different folders, or another run uses the folder.
-            ResourceError: If the folder cannot be written.
+        First checks that ``run.out`` is shared by all ranks (or a ConfigError), not in use by another run (ConfigError)
+        and writable (ResourceError). Removes incomplete files of earlier runs that were killed.
         """
         require_shared(self._folder.parent)
         name = decided(self._tidy)
@@ -94,12 +78,8 @@ class Checkpoints:
     def _tidy(self) -> str | None:
         self._lock = claim(self._folder.parent)
         remove_leftovers(self._folder)
-        found = self.latest()
+        found = newest_in(self._folder)
         return None if found is None else found.name
-
-    def latest(self) -> Path | None:
-        """Returns the newest complete checkpoint that this rank sees."""
-        return newest_in(self._folder)
 
     def all(self) -> list[Path]:
         """Returns the complete checkpoints that this rank sees, oldest first."""
@@ -110,28 +90,16 @@ class Checkpoints:
         return self._folder / f"step-{step:08d}"
 
     def save(self, step: int, learner: Learner, loader: dict[str, Any]) -> None:
-        """Writes a checkpoint, in the background with ``async_save``.
+        """Writes a checkpoint of completed steps and the loader's state, in the background with ``async_save``.
 
-        Args:
-            step: Optimizer steps done.
-            learner: Model, optimizer and schedule.
-            loader: The loader's state.
-
-        Raises:
-            ResourceError: If space is short or the files cannot be written. Earlier checkpoints stay.
+        A ResourceError if space is short or the files cannot be written. Earlier checkpoints stay.
         """
         self.wait()
         gather_weights(learner)
         final = self.path_of(step)
         temporary = self._folder / f".{final.name}.tmp"
-        state = RunState(
-            step,
-            loader,
-            self._layout(),
-            self._config.to_dict(),
-            architecture_to_hf(self._architecture),
-            optimizer_form(learner),
-        )
+        config, model = self._config.to_dict(), architecture_to_hf(self._architecture)
+        state = RunState(step, loader, self._layout(), config, model, optimizer_form(learner))
         sharded = state_to_save(learner)
         if (sides := separation()) is not None and "language" not in self._config.model.freeze:
             sharded = with_common_state_of(sharded, sides.vision)
@@ -148,7 +116,11 @@ class Checkpoints:
                 async_strategy="mcore",
                 content_metadata=content(),
             )
-        on_all_ranks(partial(self._write_beside, temporary, state))
+        with together(), self._writing(temporary):
+            if self._place.rank == 0:
+                (temporary / "run.json").write_text(json.dumps(vars(state), indent=1) + "\n")
+                (temporary / "config.toml").write_text(self._config.to_toml())
+            write_random_state(temporary / self._random_state)
         finish = partial(self._finish, temporary, final)
         if self._queue is None:
             finish()
@@ -180,15 +152,10 @@ class Checkpoints:
                 self._queue.maybe_finalize_async_calls(blocking=blocking)
 
     def load(self, path: Path, learner: Learner) -> tuple[RunState, list[str]]:
-        """Restores model, optimizer, schedule and, on the same layout, the random state.
+        """Restores model, optimizer, schedule and, on the same layout, random state. Returns the run's state and notes.
 
-        Learning rates and similar settings come from the run, not from the checkpoint.
-
-        Returns:
-            The position of the run, and notes for the user.
-
-        Raises:
-            ConfigError: If the checkpoint is damaged, or of another model or optimizer.
+        Learning rates and similar settings come from the run, not from the checkpoint. A ConfigError if the checkpoint
+        is damaged, or of another model or optimizer.
         """
         try:
             state = read_state(path)
@@ -201,26 +168,26 @@ class Checkpoints:
         with self._reading(path, state, sound):
             load_state(path, state, learner)
         if state.layout == self._layout():
-            on_all_ranks(partial(self._load_random_state, path))
+            with together(), self._reading(path):
+                restore_random_state(path / self._random_state)
         return state, notes
+
+    @property
+    def _random_state(self) -> str:
+        return f"random-{self._place.rank:05d}.pt"
 
     def _check_files(self, path: Path) -> list[str]:
         """Checks this rank's share of the files against their checksums. Returns a line if some have none."""
         with self._reading(path):
-            damaged = damaged_files(path, self._place.rank, self._place.world)
-            if damaged:
-                raise self._unreadable(path, "; ".join(damaged))
-            unchecked = unchecked_files(path)
-        return [without_checksum(path, unchecked)] if unchecked else []
+            try:
+                return without_checksum(path, require_sound(path, self._place.rank, self._place.world))
+            except ValueError as error:
+                raise self._unreadable(path, str(error)) from error
 
     def _layout(self) -> dict[str, int]:
         parallel = self._config.parallel
         sizes = {"world": self._place.world, **{name: getattr(parallel, name) for name in ("tp", "cp", "pp", "ep")}}
         return sizes | ({"vision_gpus": parallel.vision_gpus} if parallel.vision_gpus else {})
-
-    def _load_random_state(self, path: Path) -> None:
-        with self._reading(path):
-            restore_random_state(path / f"random-{self._place.rank:05d}.pt")
 
     def _prepare(self, temporary: Path) -> None:
         """Creates an empty folder on a disk with enough space."""
@@ -234,13 +201,6 @@ class Checkpoints:
                 temporary.rmdir()
                 raise self._failed(None, "not enough disk space")
 
-    def _write_beside(self, temporary: Path, state: RunState) -> None:
-        with self._writing(temporary):
-            if self._place.rank == 0:
-                (temporary / "run.json").write_text(json.dumps(vars(state), indent=1) + "\n")
-                (temporary / "config.toml").write_text(self._config.to_toml())
-            write_random_state(temporary / f"random-{self._place.rank:05d}.pt")
-
     def _finish(self, temporary: Path, final: Path) -> None:
         """Renames the finished checkpoint and removes old ones except the best."""
         torch.distributed.barrier()
@@ -252,12 +212,10 @@ class Checkpoints:
         if self._place.rank != 0:
             return
         with self._writing(temporary):
-            if final.exists():  # a run resumed from an earlier step writes the same step again
-                replaced = put_aside(final)
-                os.rename(temporary, final)
+            replaced = put_aside(final) if final.exists() else None  # a run resumed from an earlier step
+            os.rename(temporary, final)
+            if replaced is not None:
                 shutil.rmtree(replaced)
-            else:
-                os.rename(temporary, final)
             self.best.note(final.name)
             keep = self._config.run.keep
             for old in checkpoints_in(self._folder)[:-keep] if keep else []:
@@ -272,21 +230,21 @@ class Checkpoints:
         except OSError as error:
             raise self._failed(temporary, reason(error), not isinstance(error, ConnectionError)) from error
         except CheckpointException as error:  # raised on all ranks; rank 0 has the error of each
-            on_all_ranks(partial(self._fail, temporary, reason(error)))
-
-    def _fail(self, temporary: Path | None, why: str) -> None:
-        if self._place.rank == 0:
-            raise self._failed(temporary, why, by_disk=False)
+            with together():
+                if self._place.rank == 0:
+                    raise self._failed(temporary, reason(error), by_disk=False) from error
 
     def _failed(self, temporary: Path | None, why: str, by_disk: bool = True) -> ResourceError:
         """The error, with a remedy that fits: whether the disk refused may be known, or is tried out."""
         if temporary is not None:
-            refusal = _refusal_of(temporary)
-            by_disk, why = by_disk or refusal is not None, refusal or why
+            # One of the ranks may have removed the folder.
+            refusal = refusal_of(temporary / f"probe-{self._place.rank}")
+            if refusal is not None and not isinstance(refusal, FileNotFoundError):
+                by_disk, why = True, refusal.strerror or why
             if self._place.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
         folder = self._folder if self._folder.is_dir() else self._folder.parent
-        kept = self.latest()
+        kept = newest_in(self._folder)
         newest = "there is none yet" if kept is None else f"{kept.name} is the newest complete one"
         free = shutil.disk_usage(folder).free
         remedy = (
@@ -301,13 +259,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _reading(self, path: Path, state: RunState | None = None, sound: bool = False) -> Iterator[None]:
-        """Converts errors of megatron-core and torch to :class:`ConfigError` with a remedy.
-
-        Args:
-            path: The checkpoint.
-            state: Its run's state, if it was read.
-            sound: Whether all files equal their checksums. Then the run does not fit the checkpoint.
-        """
+        """Converts errors of megatron-core and torch to ConfigErrors. The run does not fit files that are ``sound``."""
         try:
             yield
         except VlmdataError:
@@ -321,8 +273,7 @@ class Checkpoints:
         earlier = [each for each in checkpoints_in(self._folder) if each.name < path.name]
         way_out = (
             f"To continue from {earlier[-1].name}, the previous checkpoint, move {path.name} out of {self._folder} and "
-            "use "
-            "--resume again"
+            "use --resume again"
             if earlier
             else "There is no earlier checkpoint: start a new run with another --out"
         )
@@ -351,22 +302,6 @@ def _bytes_of(sharded: dict[str, Any]) -> int:
     total = torch.tensor([float(mine)], dtype=torch.float64, device=torch.cuda.current_device())
     torch.distributed.all_reduce(total)
     return int(total.item())
-
-
-def _refusal_of(folder: Path) -> str | None:
-    """Returns the system's reason why a folder is not writable, which torch hides; None if it is writable or gone."""
-    probe = folder / f"probe-{torch.distributed.get_rank()}"
-    try:
-        with probe.open("wb") as file:
-            file.write(bytes(1 << 20))
-            file.flush()
-            os.fsync(file.fileno())
-        probe.unlink()
-    except FileNotFoundError:  # removed by rank 0
-        return None
-    except OSError as error:
-        return error.strerror
-    return None
 
 
 def megabytes(count: float) -> str:

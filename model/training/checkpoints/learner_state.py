@@ -23,13 +23,7 @@ def state_to_save(learner: Learner) -> dict[str, Any]:
 
 
 def load_state(path: Path, state: RunState, learner: Learner) -> None:
-    """Loads this rank's part of a checkpoint.
-
-    Args:
-        path: The checkpoint.
-        state: Its run's state.
-        learner: What to load into. Fully sharded parameters and their moments are read in place.
-    """
+    """Loads this rank's part of a checkpoint. Fully sharded parameters and their moments are read in place."""
     load = partial(dist_checkpointing.load, checkpoint_dir=str(path), strict="raise_unexpected")
     if learner.sharded is not None:
         wanted = loading_state(learner.sharded, learner.optimizer, form_of(path, state))

@@ -23,11 +23,7 @@ _NUMPY: list[Any] = [
 
 
 def write_random_state(path: Path) -> None:
-    """Writes the state of all generators to a file.
-
-    Raises:
-        OSError: If the file cannot be written. The state goes through memory, as torch obscures a full disk.
-    """
+    """Writes the state of all generators to a file, by way of memory, because torch obscures a full disk's OSError."""
     state = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),  # noqa: NPY002 (the global generator is what libraries use)
@@ -44,10 +40,7 @@ def write_random_state(path: Path) -> None:
 def restore_random_state(path: Path) -> None:
     """Restores all generators from a file of :func:`write_random_state`.
 
-    The file may come from elsewhere, so nothing but numbers, tensors and NumPy's arrays is read from it.
-
-    Raises:
-        pickle.UnpicklingError: If it holds anything else.
+    The file may come from elsewhere. Anything but numbers, tensors and NumPy's arrays is a pickle.UnpicklingError.
     """
     with torch.serialization.safe_globals(_NUMPY):
         state = torch.load(path, weights_only=True)

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
-from megatron.core.optimizer import Adam, ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer import Adam, ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from model.architecture import Architecture
 from model.families import architecture_to_hf
 from model.training.optimizer.learner import Learner
-from model.training.settings.config import ConfigError, TrainConfig, config_differences
+from model.training.settings.config import DECIDE_WHAT_IS_TRAINED, ConfigError, TrainConfig, config_differences
 
 #: Fields that identify a parameter group of an optimizer, independent of the run's settings.
 _GROUP = ("is_expert_parallel", "is_decoupled_lr", "wd_mult", "lr_mult")
@@ -25,31 +25,19 @@ _NO_SETTING = ("params", "step")
 
 @dataclass(frozen=True)
 class RunState:
-    """The position of a run at a checkpoint.
+    """The position of a run at a checkpoint."""
 
-    Attributes:
-        step: Optimizer steps completed.
-        loader: The loader's state.
-        layout: Sizes of the parallel layout.
-        config: The configuration, as :meth:`TrainConfig.to_dict`.
-        architecture: The model, as a Hugging Face config.
-        optimizer: Form of the optimizer's state, see :func:`optimizer_form`; None in old checkpoints.
-    """
-
-    step: int
-    loader: dict[str, Any]
-    layout: dict[str, int]
-    config: dict[str, Any]
-    architecture: dict[str, Any]
+    step: int  # optimizer steps completed
+    loader: dict[str, Any]  # the loader's state
+    layout: dict[str, int]  # sizes of the parallel layout
+    config: dict[str, Any]  # the configuration, as :meth:`TrainConfig.to_dict`
+    architecture: dict[str, Any]  # the model, as a Hugging Face config
+    #: Form of the optimizer's state, see :func:`optimizer_form`; None in old checkpoints.
     optimizer: dict[str, str] | None = None
 
 
 def read_state(path: Path) -> RunState:
-    """Reads the run state of a checkpoint.
-
-    Raises:
-        ValueError: If its run.json is missing or damaged.
-    """
+    """Reads the run state of a checkpoint; a ValueError if its run.json is missing or damaged."""
     try:
         return RunState(**json.loads((path / "run.json").read_text()))
     except OSError as error:
@@ -70,13 +58,11 @@ def changes_since(state: RunState, config: dict[str, Any]) -> list[str]:
 def optimizer_form(learner: Learner) -> dict[str, str]:
     """Returns what decides whether an optimizer can load the state of another.
 
-    megatron-core's plain and distributed optimizers store their state under different names. With bf16 there are fp32
-    weights in addition to the model's. Transformer Engine's Adam stores its step count where torch's does not look.
-
-    Returns:
-        ``state`` ("plain" or "distributed"), ``weights`` ("bf16" or "fp32"), ``adam`` (the library of the optimizer).
+    That is ``state`` ("plain" or "distributed"): megatron-core stores these under different names. ``weights``: with
+    "bf16" there are fp32 weights in addition to the model's. ``adam``, the library of the optimizer: Transformer
+    Engine's Adam stores its step count where torch's does not look.
     """
-    parts = _parts(learner.optimizer)
+    parts = learner.optimizer.chained_optimizers
     adam = next((type(each.optimizer).__module__ for each in parts if each.optimizer is not None), "none")
     if learner.sharded is not None:
         # The form of the other layouts, which take their Adam from megatron-core's choice.
@@ -91,17 +77,9 @@ def optimizer_form(learner: Learner) -> dict[str, str]:
 def require_resumable(
     path: Path, state: RunState, config: dict[str, Any], architecture: Architecture, learner: Learner
 ) -> None:
-    """Checks that a run can resume from a checkpoint, before anything is loaded.
+    """Checks, before anything is loaded, that a run can resume from a checkpoint. A ConfigError names all differences.
 
-    Args:
-        path: The checkpoint.
-        state: Its state.
-        config: The run to resume, as :meth:`TrainConfig.to_dict`.
-        architecture: Its model.
-        learner: Its model and optimizer. Fully sharded, it loads any form of state with weights of the same precision.
-
-    Raises:
-        ConfigError: Naming all incompatible differences and the remedy.
+    A fully sharded learner loads any form of state with weights of the same precision.
     """
     ours = architecture_to_hf(architecture)
     if state.architecture != ours:
@@ -110,31 +88,18 @@ def require_resumable(
             f"{path} contains another model: {lines}. Resume with the model of {path / 'config.toml'}, or start a new "
             "run with another --out"
         )
-    old, new = state.config.get("model", {}), config["model"]
-    differences = []
-    if sorted(old.get("freeze", [])) != sorted(new["freeze"]):
-        differences.append(f"model.freeze: {sorted(old.get('freeze', []))} -> {sorted(new['freeze'])}")
-    trained = [predicts(each.get("mtp"), architecture) for each in (old, new)]
-    if trained[0] != trained[1]:
-        differences.append(f"model.mtp: {trained[0]} -> {trained[1]}".lower())
-    alone = [each.get("language_only", False) for each in (old, new)]
-    if alone[0] != alone[1]:
-        differences.append(f"model.language_only: {alone[0]} -> {alone[1]}".lower())
-    sizes = [{name: layout[name] for name in ("tp", "ep")} for layout in (state.layout, config["parallel"])]
-    spread = [max(each.values()) > 1 for each in sizes]
+    before, now = (_decisive(each, architecture) for each in (state.config, config))
+    settings: dict[str, list[Any]] = {name: [str(each[name]).lower() for each in (before, now)] for name in now}
+    layouts = state.layout, config["parallel"]
+    spread = [max(layout["tp"], layout["ep"]) > 1 for layout in layouts]
     if architecture.language.moe is not None and spread[0] != spread[1]:
         # megatron-core gives experts an optimizer of their own if their ranks differ from those of the other layers:
         # with expert parallelism, and with tensor parallelism, which divides no expert.
-        differences += [
-            f"parallel.{name}: {size} -> {sizes[1][name]}" for name, size in sizes[0].items() if size != sizes[1][name]
-        ]
-    before, after = form_of(path, state), optimizer_form(learner)
-    decisive = ("weights",) if learner.sharded is not None else tuple(before)
-    differences += [
-        f"optimizer {name}: {before[name]} -> {after[name]}"
-        for name in decisive
-        if name in before and before[name] != after[name]
-    ]
+        settings |= {f"parallel.{name}": [layout[name] for layout in layouts] for name in ("tp", "ep")}
+    form, here = form_of(path, state), optimizer_form(learner)
+    decisive = ("weights",) if learner.sharded is not None else tuple(form)
+    settings |= {f"optimizer {name}": [form[name], here[name]] for name in decisive if name in form}
+    differences = [f"{name}: {was} -> {is_now}" for name, (was, is_now) in settings.items() if was != is_now]
     if differences:
         raise ConfigError(
             f"{path} cannot be resumed, because its optimizer state does not fit: {'; '.join(differences)}. Resume "
@@ -143,14 +108,18 @@ def require_resumable(
         )
 
 
-def unsuitable(path: Path, why: str, changes: Sequence[str]) -> ConfigError:
-    """Returns the error for a checkpoint whose files are sound, but which does not fit the run.
+def _decisive(config: dict[str, Any], architecture: Architecture) -> dict[str, Any]:
+    """Returns the settings that decide which parameters are trained. What a checkpoint lacks has its default."""
+    found: dict[str, Any] = {}
+    for name in DECIDE_WHAT_IS_TRAINED:
+        group, _, key = name.partition(".")
+        value = config.get(group, {}).get(key, getattr(getattr(TrainConfig(), group), key))
+        found[name] = sorted(value) if isinstance(value, list | tuple) else value
+    return found | {"model.mtp": predicts(found["model.mtp"], architecture)}
 
-    Args:
-        path: The checkpoint.
-        why: What loading it reported.
-        changes: Settings that changed since.
-    """
+
+def unsuitable(path: Path, why: str, changes: Sequence[str]) -> ConfigError:
+    """Returns the error for a checkpoint whose files are sound, but which does not fit the run."""
     changed = f"Changed since: {'; '.join(changes)}. " if changes else "No setting has changed. "
     return ConfigError(
         f"{path} cannot be loaded by this run: {why}. Its files equal their checksums, so settings or versions of "
@@ -164,17 +133,13 @@ def form_of(path: Path, state: RunState) -> dict[str, str]:
     return state.optimizer or _form_of_old(path)
 
 
-def keep_settings(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> None:
-    """Replaces a checkpoint's optimizer settings by the run's.
+def keep_settings(loaded: dict[Any, Any], optimizer: ChainedOptimizer) -> None:
+    """Replaces a checkpoint's optimizer settings by the run's, in the state that megatron-core loaded.
 
     megatron-core finds the checkpoint's parameter groups by their settings, learning rates among them, and takes the
     other settings (betas, epsilon) from the checkpoint. All fields of a group except parameters and step are settings.
-
-    Args:
-        loaded: The optimizer's state as loaded by megatron-core; modified in place.
-        optimizer: The run's optimizer.
     """
-    parts = _parts(optimizer)
+    parts = optimizer.chained_optimizers
     # A chain of several optimizers has states by number; a single one has its state directly.
     states = [loaded] if len(parts) == 1 else [loaded[number] for number in range(len(parts))]
     for part, state in zip(parts, states, strict=True):
@@ -183,10 +148,6 @@ def keep_settings(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> None:
         for group in groups:
             settings = live.get(_identity(group), {})
             group.update({name: value for name, value in settings.items() if name not in _NO_SETTING})
-
-
-def _parts(optimizer: MegatronOptimizer) -> list[Any]:
-    return optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
 def _identity(group: dict[str, Any]) -> tuple[Any, ...]:

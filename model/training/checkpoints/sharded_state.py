@@ -1,9 +1,7 @@
 """Checkpoints of fully sharded runs: each rank writes and reads its own rows, under the keys of the other layouts.
 
-megatron-core's model says where each parameter lies in a checkpoint, and cuts some into parts (the two halves of a
-gated layer, the sections of the delta net). It is asked about whole parameters without memory; the parts are then cut
-again to the rows of this rank. The optimizer's state has the same places. So any number of ranks, and any other layout,
-can load what a sharded run saves, and the reverse.
+megatron-core's model says where each whole parameter lies in a checkpoint, and cuts some into parts. These are cut
+again to the rows of this rank. So any layout can load what a sharded run saves, and the reverse.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
-from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer import ChainedOptimizer
 from torch import Tensor, nn
 
 from model.parallel.sharding import ParameterRows, release_parameters
@@ -32,28 +30,15 @@ _FULL_WEIGHTS = {"distributed": "param", "plain": "fp32_param"}
 
 @dataclass(frozen=True)
 class Piece:
-    """Some of the rows of a parameter that this rank holds, which are contiguous in a tensor of the checkpoint.
+    """Some of the rows of a parameter that this rank holds, which are contiguous in a tensor of the checkpoint."""
 
-    Attributes:
-        own: The parameter and its rows on this rank.
-        first: First row of the piece, counted from the first row of this rank.
-        count: Number of rows.
-        place: Their place in the checkpoint, without data.
-    """
-
-    own: ParameterRows
-    first: int
-    count: int
-    place: ShardedTensor
+    own: ParameterRows  # the parameter and its rows on this rank
+    first: int  # first row of the piece, counted from the first row of this rank
+    count: int  # number of rows
+    place: ShardedTensor  # their place in the checkpoint, without data
 
     def entry(self, rows: Tensor, prefix: str = "", dtype: torch.dtype | None = None) -> ShardedTensor:
-        """Returns these rows of a tensor as an entry of a state.
-
-        Args:
-            rows: A tensor like this rank's rows.
-            prefix: Of the entry's key.
-            dtype: Its type, if another.
-        """
+        """Returns these rows of a tensor like this rank's rows as an entry of a state, in another dtype if given."""
         data = rows.detach().narrow(0, self.first, self.count).view(self.place.local_shape).to(dtype or rows.dtype)
         return replace(self.place, key=f"{prefix}{self.place.key}", data=data, dtype=data.dtype)
 
@@ -76,26 +61,15 @@ def pieces_of(model: ShardedModel) -> dict[str, Piece]:
 
 
 def sharded_weights(model: ShardedModel, pieces: Mapping[str, Piece], saved: bool) -> dict[str, ShardedTensor]:
-    """Returns the weights as a state.
-
-    Args:
-        model: The model.
-        pieces: Their places.
-        saved: Whether they are saved, in the dtype of the computation, or loaded into the rows.
-    """
+    """Returns the weights as a state: to be saved, in the dtype of computation, or to be loaded into the rows."""
     return {name: piece.entry(piece.own.rows, dtype=model.compute if saved else None) for name, piece in pieces.items()}
 
 
-def saved_state(model: ShardedModel, optimizer: MegatronOptimizer) -> dict[str, Any]:
-    """Returns model and optimizer as a state to be saved. Forgets the gradients, in whose place come weights to save.
-
-    Args:
-        model: The model.
-        optimizer: Its optimizer, as :func:`model.training.optimizer.learner.build_learner` makes it.
-    """
+def saved_state(model: ShardedModel, optimizer: ChainedOptimizer) -> dict[str, Any]:
+    """Returns model and optimizer as a state to be saved. Forgets the gradients, whose place weights take."""
     model.zero_grad_buffer()
     optimizer.zero_grad()
-    pieces, parts = pieces_of(model), _parts(optimizer)
+    pieces, parts = pieces_of(model), optimizer.chained_optimizers
     common = [_common(part, model.form["state"]) for part in parts]
     return {
         "model": sharded_weights(model, pieces, saved=True),
@@ -104,15 +78,13 @@ def saved_state(model: ShardedModel, optimizer: MegatronOptimizer) -> dict[str, 
     }
 
 
-def loading_state(model: ShardedModel, optimizer: MegatronOptimizer, form: Mapping[str, str]) -> dict[str, Any]:
+def loading_state(model: ShardedModel, optimizer: ChainedOptimizer, form: Mapping[str, str]) -> dict[str, Any]:
     """Returns what a sharded run loads from a checkpoint of any layout; tensors are loaded in place.
 
-    Args:
-        model: The model.
-        optimizer: Its optimizer.
-        form: Form of the checkpoint's optimizer state, see :func:`model.training.checkpoints.run_state.optimizer_form`.
+    ``form`` is that of the checkpoint's optimizer state, see
+    :func:`model.training.checkpoints.run_state.optimizer_form`.
     """
-    pieces, parts = pieces_of(model), _parts(optimizer)
+    pieces, parts = pieces_of(model), optimizer.chained_optimizers
     _begin_states(parts)
     # Rows that are trained in bfloat16 come from the optimizer's weights, which have all digits.
     twice = {name for name, piece in pieces.items() if form["weights"] == "bf16" and piece.own.rows.requires_grad}
@@ -123,15 +95,10 @@ def loading_state(model: ShardedModel, optimizer: MegatronOptimizer, form: Mappi
     }
 
 
-def restore_steps(loaded: Mapping[Any, Any], optimizer: MegatronOptimizer) -> None:
-    """Sets the number of steps that Adam has done. Settings stay those of the run.
-
-    Args:
-        loaded: The part of the optimizer's state that is no tensor, from a checkpoint of any layout.
-        optimizer: The optimizer.
-    """
+def restore_steps(loaded: Mapping[Any, Any], optimizer: ChainedOptimizer) -> None:
+    """Sets the number of steps that Adam has done, from a checkpoint's optimizer state. Settings stay the run's."""
     steps = _steps_in(loaded)
-    for part in _parts(optimizer):
+    for part in optimizer.chained_optimizers:
         if part.optimizer is None:
             continue
         for group in part.optimizer.param_groups:
@@ -195,10 +162,6 @@ def _begin_states(parts: list[Any]) -> None:
                 optimizer.initialize_state(rows, False)
             else:
                 optimizer.state[rows] |= {moment: torch.zeros_like(rows) for moment in MOMENTS}
-
-
-def _parts(optimizer: MegatronOptimizer) -> list[Any]:
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def _states(parts: list[Any]) -> dict[Tensor, Any]:

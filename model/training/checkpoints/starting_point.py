@@ -17,23 +17,17 @@ from vlmdata import StreamingLoader
 
 @dataclass(frozen=True)
 class Start:
-    """The starting point of a run; the same on all ranks.
+    """The starting point of a run; the same on all ranks."""
 
-    Attributes:
-        checkpoint: Checkpoint of this run to resume from; None for a new run.
-        weights: Folder of a new run's initial weights; None for random ones.
-    """
-
-    checkpoint: Path | None
-    weights: Path | None
+    checkpoint: Path | None  # checkpoint of this run to resume from; None for a new run
+    weights: Path | None  # folder of a new run's initial weights; None for random ones
 
 
 def find_start(config: TrainConfig, checkpoints: Checkpoints, resume: bool) -> Start:
     """Finds the starting point of a run before its model is built.
 
-    Raises:
-        ConfigError: If a new run's folder contains checkpoints, there is nothing to resume, or ``model.hf`` has
-            no weights.
+    A ConfigError if a new run's folder contains checkpoints, there is nothing to resume, or ``model.hf`` has no
+    weights.
     """
     latest = checkpoints.agree_on_latest()
     if resume and latest is None:
@@ -57,20 +51,7 @@ def load_start(
     learner: Learner,
     loader: StreamingLoader,
 ) -> tuple[int, list[str]]:
-    """Loads the starting point of a run.
-
-    Args:
-        config: The run.
-        architecture: Its model.
-        place: This process.
-        checkpoints: Its checkpoints.
-        start: Result of :func:`find_start`.
-        learner: Model, optimizer and schedule.
-        loader: The loader, whose position is restored.
-
-    Returns:
-        Number of steps already completed, and notes for the user.
-    """
+    """Loads the starting point of a run. Returns the number of steps already completed, and notes for the user."""
     if start.checkpoint is None:
         if start.weights is None:
             return 0, [f"weights: random, from seed {config.run.seed}"]

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from model.architecture import Architecture
 from model.families import architecture_to_hf
+from model.network.wrapping import is_of_wrapper
 from model.training.checkpoints.checkpoint import reason
 from model.training.checkpoints.folder import checkpoints_in
 from model.training.checkpoints.model_state import sharded_model
@@ -24,7 +25,7 @@ from model.training.data import RankPlace
 from model.training.optimizer.learner import Learner, unwrapped
 from model.training.processes.agreement import by_leaders, decided, on_all_ranks
 from model.training.settings.config import NO_WEIGHTS, ConfigError, TrainConfig, config_differences
-from model.weights.checksums import damaged_files, unchecked_files, without_checksum
+from model.weights.checksums import require_sound, without_checksum
 from model.weights.convert import read_architecture
 from model.weights.hf_files import HfTensors, WeightsError
 from model.weights.hf_load import ModelPart, fill_from_folder, holds_prediction
@@ -37,13 +38,11 @@ _HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt")
 
 
 def find_weights(config: TrainConfig) -> Path | None:
-    """Returns the folder of a new run's weights, before a model is built; None for random weights.
+    """Returns the folder of a new run's weights, before a model is built; None for random weights. A collective.
 
     ``model.weights`` decides. If unset, the weights are those of ``model.hf``. For a hub id, one process per node
-    downloads them. A collective.
-
-    Raises:
-        ConfigError: If ``model.hf`` has no weights and random weights are not requested, or the folder does not exist.
+    downloads them. A ConfigError if ``model.hf`` has no weights and random ones are not requested, or the folder does
+    not exist.
     """
     model = config.model
     if model.weights == NO_WEIGHTS or (model.weights is None and model.hf is None):
@@ -88,12 +87,7 @@ def _holds_weights(folder: Path) -> bool:
 
 
 def _downloaded(name: str, again: bool = False) -> Path:
-    """Returns the local folder of a hub id's files.
-
-    Args:
-        name: The id.
-        again: Only look for files that a process of this node downloaded.
-    """
+    """Returns the folder of a hub id's files. ``again`` only looks for those that a process of this node downloaded."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -109,21 +103,11 @@ def _downloaded(name: str, again: bool = False) -> Path:
 def load_weights(
     path: Path, learner: Learner, config: TrainConfig, architecture: Architecture, place: RankPlace
 ) -> list[str]:
-    """Loads weights into the model, for any layout.
+    """Loads weights into the model, for any layout: Hugging Face ``*.safetensors``, or a distributed checkpoint.
 
-    Args:
-        path: Folder with Hugging Face ``*.safetensors``, or a distributed checkpoint of ``vlmdata convert`` or a run.
-        learner: The model to load into.
-        config: The run. If the folder has no multi-token prediction weights and ``model.mtp`` is true (rather than
-            unset), multi-token prediction starts from random weights.
-        architecture: Architecture of the model.
-        place: This process.
-
-    Returns:
-        Notes for the user about the source of the weights.
-
-    Raises:
-        ConfigError: If the weights are damaged, or of another model.
+    If the folder has no multi-token prediction weights and ``model.mtp`` is true (rather than unset), multi-token
+    prediction starts from random weights. Returns notes for the user about the source of the weights. A ConfigError if
+    the weights are damaged, or of another model.
     """
     load = _load_distributed if (path / ".metadata").exists() else partial(_load_hf, place=place)
     notes = load(path, learner, config, architecture)
@@ -183,6 +167,10 @@ def _load_distributed(path: Path, learner: Learner, config: TrainConfig, archite
         if predicts(config.model.mtp, architecture) and not any(name.startswith(_PREDICTOR) for name in stored):
             notes.append(_without_prediction(path, fresh=config.model.mtp is True))
             wanted = {name: entry for name, entry in wanted.items() if not name.startswith(_PREDICTOR)}
+        fresh = [name for name, entry in wanted.items() if is_of_wrapper(entry.key) and entry.key not in stored]
+        if fresh:
+            notes.append(f"{path} has no weights of wrappers: {len(fresh)} tensors keep their initial values")
+            wanted = {name: entry for name, entry in wanted.items() if name not in fresh}
         loaded = dist_checkpointing.load({"model": wanted}, str(path))
     except VlmdataError:
         raise
@@ -196,12 +184,9 @@ def _load_distributed(path: Path, learner: Learner, config: TrainConfig, archite
 def _check_files(path: Path) -> list[str]:
     """Checks this rank's share of the files against their checksums. Returns a line if some have none."""
     try:
-        damaged, unchecked = damaged_files(path, dist.get_rank(), dist.get_world_size()), unchecked_files(path)
+        return without_checksum(path, require_sound(path, dist.get_rank(), dist.get_world_size()))
     except (OSError, ValueError) as error:
-        damaged = [str(error)]
-    if damaged:
-        raise ConfigError(f"model.weights {path}: {'; '.join(damaged)}. Convert them again, or use another checkpoint")
-    return [without_checksum(path, unchecked)] if unchecked else []
+        raise ConfigError(f"model.weights {path}: {error}. Convert them again, or use another checkpoint") from error
 
 
 def _require_same_sizes(

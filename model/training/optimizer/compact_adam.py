@@ -1,8 +1,7 @@
 """AdamW whose moments may have half the bytes, or lie in host memory.
 
-torch's AdamW wants moments of the parameter's type on its device. This one keeps them as it is told, and brings them to
-the device in float32 a piece at a time, where torch's function computes the step. Pieces from host memory take turns on
-two streams, so that one comes while the one before goes back.
+torch's function computes each step, from moments that are brought to the device in float32 a piece at a time. Pieces
+from host memory take turns on two streams, so that one comes while the one before goes back.
 """
 
 from __future__ import annotations
@@ -25,12 +24,10 @@ PIECE = 2**26
 
 
 class CompactAdamW(torch.optim.Optimizer):
-    """AdamW; ``step`` counts in its parameter groups, as in Transformer Engine's.
+    """AdamW on float32 parameters; ``step`` counts in its parameter groups, as in Transformer Engine's.
 
-    Args:
-        groups: Parameter groups with ``lr``, ``betas``, ``eps`` and ``weight_decay``. Parameters are float32.
-        dtype: Dtype in which moments are kept.
-        on_host: Keep moments in host memory. With CUDA it is page-locked, so that it is copied at full speed.
+    Moments are kept in ``dtype``, in host memory if wanted. With CUDA it is page-locked, so that it is copied at full
+    speed.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], dtype: torch.dtype, on_host: bool) -> None:
@@ -58,7 +55,7 @@ class CompactAdamW(torch.optim.Optimizer):
         """Updates all parameters that have gradients."""
         assert closure is None
         self.initialize_state()
-        if self._on_host and not self._lanes and self._on_gpu():
+        if self._on_host and not self._lanes and any(x.is_cuda for group in self.param_groups for x in group["params"]):
             self._lanes = [torch.cuda.Stream() for _ in range(2)]
         for lane in self._lanes:
             lane.wait_stream(torch.cuda.current_stream())
@@ -73,9 +70,6 @@ class CompactAdamW(torch.optim.Optimizer):
                             _update(group, *piece)
         for lane in self._lanes:
             lane.synchronize()  # a checkpoint reads host memory without asking the device
-
-    def _on_gpu(self) -> bool:
-        return any(each.is_cuda for group in self.param_groups for each in group["params"])
 
 
 def host_memory(count: int, dtype: torch.dtype, page_locked: bool) -> Tensor:

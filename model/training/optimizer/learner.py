@@ -24,18 +24,13 @@ from vlmdata import PackedBatch
 
 @dataclass(frozen=True)
 class Learner:
-    """Model, optimizer and schedule.
+    """Model, optimizer and schedule."""
 
-    Attributes:
-        model: The wrapped model with gradient buffers or shards; a list of one chunk, as megatron-core's schedules
-            expect.
-        optimizer: AdamW, which also divides and clips gradients; on each rank's share of the state if distributed.
-        schedule: Learning rate by step.
-    """
-
+    #: The wrapped model with gradient buffers or shards; a list of one chunk, as megatron-core's schedules expect.
     model: list[DistributedDataParallel] | list[ShardedModel]
+    #: AdamW, which also divides and clips gradients; on each rank's share of the state if distributed.
     optimizer: SumsOptimizer
-    schedule: OptimizerParamScheduler
+    schedule: OptimizerParamScheduler  # learning rate by step
 
     @property
     def sharded(self) -> ShardedModel | None:
@@ -45,27 +40,18 @@ class Learner:
 
 
 def freeze(model: torch.nn.Module, parts: tuple[str, ...]) -> int:
-    """Freezes parts of the model.
+    """Freezes parts of the model: "vision" (the encoder without its mergers), "merger" (with deepstack's), "language".
 
-    Args:
-        model: A :class:`model.network.vision_language.VisionLanguageModel`.
-        parts: Any of "vision" (the encoder without its mergers), "merger" (with those of deepstack) and "language".
-
-    Returns:
-        Number of trained parameters (elements) on this rank.
-
-    Raises:
-        ConfigError: If no trained parameters remain. With the tower on ranks of its own, one side may be frozen.
+    Returns the number of trained parameters (elements) on this rank. A ConfigError if there are none. With the tower on
+    ranks of its own, one side may be frozen.
     """
     for name, parameter in model.named_parameters():
         if part_of(name) in parts:
             parameter.requires_grad_(False)
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
     if not trained and (separation() is None or {"vision", "merger", "language"} <= set(parts)):
-        stage, stages = (
-            parallel_state.get_pipeline_model_parallel_rank() + 1,
-            parallel_state.get_pipeline_model_parallel_world_size(),
-        )
+        stage = parallel_state.get_pipeline_model_parallel_rank() + 1
+        stages = parallel_state.get_pipeline_model_parallel_world_size()
         raise ConfigError(
             f"model.freeze {list(parts)} leaves nothing to train on pipeline stage {stage} of {stages}; freeze fewer "
             "parts" + (", or use fewer stages (--pp)" if stages > 1 else "")
@@ -81,14 +67,7 @@ def part_of(name: str) -> str:
 
 
 def build_learner(model: torch.nn.Module, config: TrainConfig, device: torch.device, dtype: torch.dtype) -> Learner:
-    """Wraps a model for training.
-
-    Args:
-        model: This rank's model, on its device.
-        config: Configuration of the run.
-        device: Device of the model.
-        dtype: Dtype of the parameters. Gradients and optimizer state are always fp32.
-    """
+    """Wraps a model for training, with parameters of ``dtype``. Gradients and optimizer state are always fp32."""
     if config.parallel.fsdp:
         return _build_sharded(model, config, device, dtype)
     settings, sides = config.optimizer, separation()
@@ -101,12 +80,13 @@ def build_learner(model: torch.nn.Module, config: TrainConfig, device: torch.dev
         raise ConfigError(
             "optimizer.distributed needs CUDA: megatron-core restores its state only with fused Adam. Omit it."
         )
+    gather = overlap and distributed
     wrapped = GradientBuffers(
         model.config,
         DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=overlap,
-            overlap_param_gather=overlap and distributed,
+            overlap_param_gather=gather,
             use_distributed_optimizer=distributed,
         ),
         model,
@@ -114,14 +94,16 @@ def build_learner(model: torch.nn.Module, config: TrainConfig, device: torch.dev
     if getattr(model, "vision", None) is not None:
         model.vision.take_first_weights()  # type: ignore[union-attr, operator]
     wrapped.broadcast_params()
-    optimizer = get_megatron_optimizer(
-        _optimizer_config(config, distributed, overlap and distributed, dtype), [wrapped]
-    )
+    plain = get_megatron_optimizer(_optimizer_config(config, distributed, gather, dtype), [wrapped])
+    optimizer = SumsOptimizer(plain, settings.clip_grad or float("inf"), sides)
     copy_weights_at_once(optimizer)
-    optimizer = SumsOptimizer(optimizer, settings.clip_grad or float("inf"), sides)
-    schedule = build_schedule(optimizer, config)
-    _connect(model.config, wrapped, optimizer, overlap, overlap and distributed)
-    return Learner([wrapped], optimizer, schedule)
+    model_config: Any = model.config
+    _connect(model_config, optimizer)
+    if overlap:
+        model_config.no_sync_func = wrapped.no_sync
+    if gather:
+        model_config.param_sync_func = wrapped.start_param_sync
+    return Learner([wrapped], optimizer, build_schedule(optimizer, config))
 
 
 def _build_sharded(model: torch.nn.Module, config: TrainConfig, device: torch.device, dtype: torch.dtype) -> Learner:
@@ -137,7 +119,7 @@ def _build_sharded(model: torch.nn.Module, config: TrainConfig, device: torch.de
         if part.optimizer is not None and (config.optimizer.moments != "fp32" or config.optimizer.offload):
             moments = torch.bfloat16 if config.optimizer.moments == "bf16" else torch.float32
             part.optimizer = CompactAdamW(part.optimizer.param_groups, moments, config.optimizer.offload)
-    _connect(model.config, wrapped, optimizer, False, False)
+    _connect(model.config, optimizer)
     return Learner([wrapped], optimizer, build_schedule(optimizer, config))
 
 
@@ -187,7 +169,7 @@ def _optimizer_config(
 
 
 class TargetWeights:
-    """Sums the weights of a step's targets, first on this rank and then over all ranks."""
+    """Sums the weights of a step's targets on this rank, for training loops with megatron-core's schedules."""
 
     def __init__(self) -> None:
         self._sum: torch.Tensor | None = None
@@ -199,20 +181,22 @@ class TargetWeights:
             self._sum = own if self._sum is None else self._sum + own
 
     def over_all_ranks(self, device: torch.device) -> torch.Tensor:
-        """Returns the sum over the packs of all data-parallel and context-parallel ranks, float64 (). A collective.
+        """Returns the sum over all ranks, float64 (); see :func:`weight_of_all_ranks`. A collective."""
+        own = torch.zeros((), dtype=torch.float64, device=device) if self._sum is None else self._sum
+        return weight_of_all_ranks(own)
 
-        The last pipeline stage, which has all labels, sends the sum to the others, and the language model sends it to a
-        tower on ranks of its own.
-        """
-        total = torch.zeros((), dtype=torch.float64, device=device) if self._sum is None else self._sum.clone()
-        sides = separation()
-        if sides is None or not sides.holds_tower:
-            self._sum_over_the_language_model(total)
-        if sides is not None:
-            torch.distributed.broadcast(total, src=sides.vision)
-        return total
 
-    def _sum_over_the_language_model(self, total: torch.Tensor) -> None:
+def weight_of_all_ranks(own: torch.Tensor) -> torch.Tensor:
+    """Sums the weights of a step's targets over all data-parallel and context-parallel ranks. A collective.
+
+    The last pipeline stage, which has all labels, sends the sum to the others, and the language model sends it to a
+    tower on ranks of its own.
+
+    Args:
+        own: Sum over this rank's packs, float64 (). Only that of ranks with the loss counts.
+    """
+    total, sides = own.clone(), separation()
+    if sides is None or not sides.holds_tower:
         # A group of one rank sends nothing, but NCCL would take memory for it, where a step may have left none.
         stages = parallel_state.get_pipeline_model_parallel_group()
         if stages.size() > 1:
@@ -220,18 +204,16 @@ class TargetWeights:
         replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
         if replicas.size() > 1:
             torch.distributed.all_reduce(total, group=replicas)
+    if sides is not None:
+        torch.distributed.broadcast(total, src=sides.vision)
+    return total
 
 
 def sum_gradients(model: list[Any], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
     """Sums gradients over all ranks. Those of a tower whose images the ranks share are summed last.
 
     megatron-core's own reduction divides by an integer token count from its schedules (docs/decisions/0030), so this
-    function does not pass it one. :class:`SumsOptimizer` divides.
-
-    Args:
-        model: The model's chunks.
-        num_tokens: Count of megatron-core's schedule, which is not used.
-        **kwargs: Arguments of megatron-core's ``finalize_model_grads``.
+    function ignores ``num_tokens``. :class:`SumsOptimizer` divides.
     """
     del num_tokens
     finalize_model_grads(model, None, **kwargs)
@@ -247,13 +229,7 @@ def finalize_gradients(
     """Sums gradients over all ranks and divides them by the sum of the weights of the step's targets.
 
     For training loops with another optimizer. The trainer calls :func:`sum_gradients`, and :class:`SumsOptimizer`
-    divides.
-
-    Args:
-        weights: Weights of all batches of the step on this rank.
-        model: The model's chunks.
-        num_tokens: Count of megatron-core's schedule; only its device is used.
-        **kwargs: Arguments of megatron-core's ``finalize_model_grads``.
+    divides. ``weights`` are those of all batches of the step on this rank; ``num_tokens`` only gives the device.
     """
     sum_gradients(model, num_tokens, **kwargs)
     assert num_tokens is not None, "the schedule does not count tokens: calculate_per_token_loss is off"
@@ -263,19 +239,9 @@ def finalize_gradients(
         chunk.scale_gradients(1.0 / torch.where(total > 0, total, 1.0).float())
 
 
-def _connect(
-    model_config: Any,
-    wrapped: DistributedDataParallel | ShardedModel,
-    optimizer: SumsOptimizer,
-    overlap_reduce: bool,
-    overlap_gather: bool,
-) -> None:
+def _connect(model_config: Any, optimizer: SumsOptimizer) -> None:
     """Sets the gradient reduction of megatron-core's schedules."""
     model_config.grad_scale_func, model_config.finalize_model_grads_func = optimizer.scale_loss, sum_gradients
-    if overlap_reduce:
-        model_config.no_sync_func = wrapped.no_sync
-    if overlap_gather:
-        model_config.param_sync_func = wrapped.start_param_sync
 
 
 def unwrapped(model: torch.nn.Module) -> Any:

@@ -20,20 +20,11 @@ from model.parallel.sharding import ParameterRows, shard_parameters
 
 
 class ShardedModel(MegatronModule):
-    """Shards a model and reduces its gradients.
+    """Shards a model, ``module``, and reduces its gradients. It computes in the dtype ``compute``.
 
-    Args:
-        model: A :class:`model.network.vision_language.VisionLanguageModel` on its device.
-        compute: Dtype of the computation.
-        device: Device of the model.
-
-    Attributes:
-        module: The model.
-        compute: Dtype of the computation.
-        form: Form of the optimizer's state in checkpoints: that of data parallelism on such a device
-            (:func:`model.training.checkpoints.run_state.optimizer_form`).
-        held: All its parameters, with the rows of this rank.
-        ddp_config: Attributes that megatron-core reads.
+    ``form`` is that of the optimizer's state in checkpoints: that of data parallelism on such a device
+    (:func:`model.training.checkpoints.run_state.optimizer_form`). ``held`` are all parameters, with the rows of this
+    rank. megatron-core reads attributes of ``ddp_config``.
     """
 
     def __init__(self, model: Any, compute: torch.dtype, device: torch.device) -> None:

@@ -1,8 +1,7 @@
 """Division, norm, clipping and update of a step's gradients, with one pass over them for both factors.
 
-Gradients come as sums over all targets of the step. megatron-core divides them in a first pass, reads them for the
-norm, and reads and writes them again to clip them. Here the norm's kernel divides what it reads, and one pass
-multiplies gradients by the product of both factors.
+Gradients come as sums over all targets of the step. megatron-core would divide them in a pass of its own. Here the
+norm's kernel divides what it reads, and one pass multiplies gradients by the product of both factors.
 """
 
 from __future__ import annotations
@@ -26,12 +25,9 @@ _LARGEST_SQUARE = torch.finfo(torch.float32).max
 
 
 class SumsOptimizer(ChainedOptimizer):
-    """AdamW on gradients that are sums.
+    """AdamW on gradients that are sums, clipped to a largest norm of the divided gradient (infinity disables clipping).
 
-    Args:
-        optimizer: megatron-core's optimizer of this rank.
-        largest: Largest norm of the divided gradient; infinity disables clipping.
-        sides: Both sides, if the vision tower has ranks of its own. The norm is then that over both.
+    If the vision tower has ranks of its own, both sides are given, and the norm is that over both.
     """
 
     def __init__(self, optimizer: MegatronOptimizer, largest: float, sides: Separation | None = None) -> None:
@@ -43,13 +39,9 @@ class SumsOptimizer(ChainedOptimizer):
     def step(self, total: Tensor) -> Tensor:
         """Divides the gradients, clips them and updates the weights. The host does not wait for the device.
 
-        Args:
-            total: The divisor, the sum of the weights of all targets, float64 () on the device. In a step without
-                targets it is 0. All gradients are then 0 and remain 0.
-
-        Returns:
-            Norm of the divided gradient before clipping, float64 (1,). It is not finite if a gradient is not,
-            or if its square exceeds float32.
+        The divisor, the sum of the weights of all targets, is float64 () on the device. In a step without targets it is
+        0. All gradients are then 0 and remain 0. Returns the norm of the divided gradient before clipping, float64
+        (1,). It is not finite if a gradient is not, or if its square exceeds float32.
         """
         overflow = self.prepare_grads()
         assert not overflow  # always False without a loss scaler, which only float16 has
@@ -82,13 +74,9 @@ class SumsOptimizer(ChainedOptimizer):
 
 
 def _square(gradients: list[Tensor], factor: Tensor) -> Tensor:
-    """Returns the sum of the squares of gradients times a factor, float64 ().
+    """Returns the sum of the squares of float32 gradients, which stay, times a factor, float64 ().
 
     With loss weights of up to 1e8, squares of the sums themselves may exceed float32.
-
-    Args:
-        gradients: float32 tensors on the device, unchanged.
-        factor: float64 ().
     """
     if not gradients:
         return torch.zeros_like(factor)

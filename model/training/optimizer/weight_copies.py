@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
@@ -17,9 +17,9 @@ from torch import Tensor
 Pairs = list[tuple[Tensor, Tensor]]
 
 
-def copy_weights_at_once(optimizer: MegatronOptimizer) -> None:
+def copy_weights_at_once(optimizer: ChainedOptimizer) -> None:
     """Has the distributed optimizers among these copy all weights together. Values are the same, bit by bit."""
-    for each in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]:
+    for each in optimizer.chained_optimizers:
         if type(each) is DistributedOptimizer:  # megatron-core's functions build the optimizer, of its own class
             each.__class__ = _DistributedOptimizer
 

@@ -28,9 +28,8 @@ PATIENCE = 10.0
 def together() -> Iterator[None]:
     """Wraps work without collectives: if it fails on one rank, all ranks raise and exit with the same code.
 
-    Raises:
-        VlmdataError: The error of this rank, or else the first error of another rank, with its message.
-        OtherRankError: If another rank failed unexpectedly; that rank shows the traceback.
+    A rank raises its own error, or else the first error of another rank: with its message if it is a VlmdataError, or
+    an OtherRankError; that rank shows the traceback.
     """
     error: Exception | None = None
     try:
@@ -65,11 +64,7 @@ def _portable(error: Exception | None) -> tuple[type[VlmdataError], str] | None:
 
 
 def decided[T](action: Callable[[], T]) -> T:
-    """Runs ``action`` on rank 0 only and returns its result on all ranks.
-
-    Raises:
-        VlmdataError: If rank 0 raises one.
-    """
+    """Runs ``action`` on rank 0 only and returns its result on all ranks; a VlmdataError if rank 0 raises one."""
     box: list[Any] = [on_all_ranks(lambda: action() if dist.get_rank() == 0 else None)]
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(box, src=0)
@@ -78,12 +73,9 @@ def decided[T](action: Callable[[], T]) -> T:
 
 
 def by_leaders(action: Callable[[], object]) -> None:
-    """Runs a long action, such as a download, on one process per node while the others wait.
+    """Runs a long action, such as a download, on one process per node. If it fails on one, all ranks raise its error.
 
     The others poll the store; a collective would fail after ``run.timeout_minutes``.
-
-    Raises:
-        VlmdataError: On all ranks, if the action fails on a node.
     """
     if dist.get_world_size() == 1:
         action()
@@ -114,15 +106,7 @@ def gathered[T](value: T) -> list[T]:
 
 
 def require_shared(folder: Path) -> None:
-    """Creates a folder, and checks that it is writable and the same on every rank.
-
-    Args:
-        folder: The folder's path on this rank.
-
-    Raises:
-        ResourceError: If rank 0 cannot write there.
-        ConfigError: If a rank does not see what rank 0 wrote.
-    """
+    """Creates a folder, and checks that it is writable (ResourceError) and the same on every rank (ConfigError)."""
     marker = decided(lambda: _write_marker(folder))
     seen = _appears(folder / marker)
     places = gathered((seen, socket.gethostname(), str(folder.resolve())))  # after this, all ranks have looked
@@ -135,8 +119,7 @@ def require_shared(folder: Path) -> None:
         raise_together(
             ConfigError(
                 f"run.out {folder} is not the same folder for all processes: what rank 0 on {host} wrote to {path} is "
-                "not "
-                f"visible to {', '.join(blind[:4])}{more}. Set --out to an absolute path on storage that all nodes "
+                f"not visible to {', '.join(blind[:4])}{more}. Set --out to an absolute path on storage that all nodes "
                 "share"
             )
         )

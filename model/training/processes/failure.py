@@ -1,8 +1,7 @@
 """Ends all ranks when one fails. The failing rank prints the reason once.
 
-Ranks wait for each other in collectives, so a failing rank must not wait for the others: its clean-up may itself be a
-collective, or wait for a GPU that waits for another rank. It prints the reason, allows its clean-up a few seconds, and
-exits without leaving the process groups. torchrun or ``srun --kill-on-bad-exit`` then stop the other ranks.
+It must not wait for the others: its clean-up may itself be a collective, or wait for a GPU that waits for another rank.
+So it allows its clean-up a few seconds, and exits without leaving the process groups. The launcher stops the others.
 """
 
 from __future__ import annotations
@@ -62,9 +61,8 @@ def end_process(error: Exception) -> NoReturn:
 def exit_code(error: BaseException) -> int:
     """Returns the exit code for an error.
 
-    Returns:
-        2 for invalid options, data or configuration; 3 for resources; 4 for a loss or gradient that is not finite; 1
-        for everything else, and if only another rank failed.
+    It is 2 for invalid options, data or configuration, 3 for resources, 4 for a loss or gradient that is not finite,
+    and 1 for everything else, and if only another rank failed.
     """
     if isinstance(error, OtherRankError) or not isinstance(error, VlmdataError):
         return 1
@@ -79,8 +77,7 @@ def say(error: BaseException) -> None:
     if isinstance(error, VlmdataError):
         text = str(error)
     elif _is_lost_peer(error):
-        first = _first_line(error)
-        text = f"another rank has exited or hangs: see its output or the launcher's ({first})"
+        text = f"another rank has exited or hangs: see its output or the launcher's ({str(error).splitlines()[0]})"
     else:
         text = "".join(traceback.format_exception(error)).rstrip()
     if _is_first_to_say(error, text):
@@ -100,10 +97,6 @@ def _is_lost_peer(error: BaseException) -> bool:
     import torch.distributed as dist
 
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _GLOO in str(error))
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0]
 
 
 def _is_first_to_say(error: BaseException, text: str) -> bool:

@@ -51,9 +51,5 @@ def collect_after_micro_batch() -> None:
 
 
 def collect_after_step(step: int) -> None:
-    """Collects new objects, and after some steps older ones too. Call it while the device has work.
-
-    Args:
-        step: Number of the step.
-    """
+    """Collects new objects, and after some steps older ones too. Call it while the device has work."""
     gc.collect(1 if step % _STEPS else 2)

@@ -13,11 +13,7 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interruption:
-    """Records the first signal to stop; a second signal ends the process at once.
-
-    Attributes:
-        signal: Number of the signal; None before the first.
-    """
+    """Records the number of the first ``signal`` to stop; a second signal ends the process at once."""
 
     def __init__(self) -> None:
         self.signal: int | None = None

@@ -16,12 +16,8 @@ from vlmdata.errors import ResourceError
 def claim(folder: Path) -> FileIO:
     """Locks a run's folder while the returned file is open. Child processes do not inherit this kind of lock.
 
-    Args:
-        folder: ``run.out``. Its file ``.lock`` names the process and machine that hold the lock.
-
-    Raises:
-        ConfigError: If another run uses the folder.
-        ResourceError: If the folder cannot be written.
+    Its file ``.lock`` names the process and machine that hold the lock. A ConfigError if another run uses the folder, a
+    ResourceError if it cannot be written.
     """
     path = folder / ".lock"
     try:

@@ -11,19 +11,10 @@ _LOGS = ("metrics.jsonl", "tensorboard", "profile", "not-finite-step-*.json")
 
 
 def move_earlier_logs(out: Path) -> list[str]:
-    """Moves the logs of an earlier run into a folder of their own, so that a new run does not add to them.
+    """Moves the logs of an earlier run into a folder of their own. Returns a line for the user if there were any.
 
     A new run has no steps in common with them: the earlier one died before its first checkpoint, or its checkpoints
     were moved away.
-
-    Args:
-        out: Folder of the new run.
-
-    Returns:
-        A line for the user if there were any.
-
-    Raises:
-        OSError: If they cannot be moved.
     """
     steps = out / "metrics.jsonl"
     # A run that ended before its first step left nothing to add to.

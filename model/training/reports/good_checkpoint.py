@@ -14,11 +14,8 @@ from model.training.checkpoints.folder import step_of
 def describe_last_good(checkpoints: Sequence[Path], log: Path, step: int, loss_is_finite: bool) -> str:
     """Says which checkpoint to continue from after a step that was not finite.
 
-    Args:
-        checkpoints: Complete checkpoints, oldest first.
-        log: ``metrics.jsonl`` of the run, earlier parts included.
-        step: The step.
-        loss_is_finite: Whether its loss was finite, so that its gradient was not.
+    Checkpoints are complete, oldest first. ``log`` is the run's ``metrics.jsonl``, earlier parts included. If the loss
+    of the step was finite, its gradient was not.
     """
     if not checkpoints:
         return "there is no checkpoint yet"

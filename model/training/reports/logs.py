@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -27,24 +27,16 @@ from vlmdata.errors import ResourceError
 
 @dataclasses.dataclass(frozen=True)
 class StepReport:
-    """Log entry of a step.
+    """Log entry of a step."""
 
-    Attributes:
-        step: Number of the step, from 1.
-        epoch: Epoch of the data.
-        result: Result of the step.
-        lr: Learning rate of the step.
-        mfu: Model FLOP/s over the devices' peak by name: ``mfu`` over all devices, and ``vision_mfu`` and
-            ``language_mfu`` with separate ranks; empty if the peak is unknown.
-        samples: Digest of this rank's samples, for comparing runs.
-    """
-
-    step: int
-    epoch: int
-    result: StepResult
-    lr: float
+    step: int  # number of the step, from 1
+    epoch: int  # epoch of the data
+    result: StepResult  # result of the step
+    lr: float  # learning rate of the step
+    #: Model FLOP/s over the devices' peak by name: ``mfu`` over all devices, and ``vision_mfu`` and ``language_mfu``
+    #: with separate ranks; empty if the peak is unknown.
     mfu: Mapping[str, float]
-    samples: str
+    samples: str  # digest of this rank's samples, for comparing runs
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -100,19 +92,6 @@ class StepReport:
         return "  ".join(parts)
 
 
-class Sink(Protocol):
-    """A destination of metrics."""
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes the numbers of a training step."""
-
-    def write_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes the numbers of an evaluation after a step."""
-
-    def close(self) -> None:
-        """Flushes and closes."""
-
-
 @contextlib.contextmanager
 def _writing(folder: Path) -> Iterator[None]:
     """Converts write failures to :class:`ResourceError`."""
@@ -147,7 +126,8 @@ class JsonLines:
 
     def _line(self, values: Mapping[str, Any]) -> None:
         # JSON has neither NaN nor infinity.
-        plain = {name: None if _is_odd(value) else value for name, value in values.items()}
+        odd = {name for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
+        plain = {name: None if name in odd else value for name, value in values.items()}
         with _writing(self._folder):
             self._file.write(json.dumps(plain, allow_nan=False) + "\n")
             self._file.flush()
@@ -162,10 +142,6 @@ def _drop_half_line(path: Path) -> None:
     """Removes a truncated last line (full disk, crash), which would corrupt the next line."""
     if path.is_file() and not (content := path.read_bytes()).endswith(b"\n"):
         os.truncate(path, content.rfind(b"\n") + 1)
-
-
-def _is_odd(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 class TensorBoard:
@@ -187,15 +163,8 @@ class TensorBoard:
             # Hides events of steps that a resumed run repeats.
             self._writer: Any = SummaryWriter(str(folder), purge_step=None if resumed_at is None else resumed_at + 1)
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds scalars ``train/NAME``."""
-        self._add("train", step, metrics)
-
-    def write_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds scalars ``eval/NAME``."""
-        self._add("eval", step, metrics)
-
-    def _add(self, group: str, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Mapping[str, float], group: str = "train") -> None:
+        """Adds scalars ``GROUP/NAME``."""
         # One event of all scalars: one for each would take a millisecond, in which no GPU has work.
         values = [self._value(tag=f"{group}/{name}", simple_value=value) for name, value in metrics.items()]
         with _writing(self._folder):
@@ -222,13 +191,10 @@ class WeightsAndBiases:
             project=config.run.wandb, dir=str(out), config=config.to_dict(), id=run_id, resume="allow"
         )
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Logs scalars."""
-        self._run.log(dict(metrics), step=step)
-
-    def write_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Logs scalars ``eval/NAME``."""
-        self._run.log({f"eval/{name}": value for name, value in metrics.items()}, step=step)
+    def write(self, step: int, metrics: Mapping[str, float], group: str = "train") -> None:
+        """Logs scalars: ``NAME``, or ``eval/NAME`` for an evaluation."""
+        prefix = "" if group == "train" else f"{group}/"
+        self._run.log({f"{prefix}{name}": value for name, value in metrics.items()}, step=step)
 
     def close(self) -> None:
         """Ends the run."""
@@ -247,20 +213,13 @@ def _run_id(file: Path, resumed: bool) -> str:
 class RunLog:
     """Console output and log files of rank 0. Other ranks print nothing.
 
-    Args:
-        config: The run.
-        speaks: Whether this is rank 0.
-        resumed_at: Step from which the run was resumed; None for a new run.
-
-    Raises:
-        ConfigError: If TensorBoard or wandb is configured but not installed.
-        ResourceError: If files cannot be written, now or later.
+    A ConfigError if TensorBoard or wandb is configured but not installed; ResourceErrors if files cannot be written.
     """
 
     def __init__(self, config: TrainConfig, speaks: bool, resumed_at: int | None):
         self._steps = config.run.steps
         self._lines: JsonLines | None = None
-        self._sinks: list[Sink] = []
+        self._sinks: list[TensorBoard | WeightsAndBiases] = []
         self._console = Console(highlight=False, soft_wrap=True, quiet=not speaks, emoji=False)
         self._bar: Progress | None = None
         if not speaks:
@@ -278,14 +237,8 @@ class RunLog:
         if config.run.wandb:
             self._sinks.append(WeightsAndBiases(config, resumed_at is not None))
         if sys.stdout.isatty():
-            self._bar = Progress(
-                TextColumn("training"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-                console=self._console,
-            )
+            columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+            self._bar = Progress(TextColumn("training"), *columns, console=self._console)
             self._task = self._bar.add_task("steps", total=self._steps, completed=resumed_at or 0)
             self._bar.start()
 
@@ -311,7 +264,7 @@ class RunLog:
         self.say(found.line(self._steps))
         self._lines.event("evaluation", found.step, found.metrics)
         for sink in self._sinks:
-            sink.write_evaluation(found.step, found.metrics)
+            sink.write(found.step, found.metrics, "eval")
 
     def event(self, name: str, step: int, values: Mapping[str, Any]) -> None:
         """Records an event other than a completed step in ``metrics.jsonl``."""

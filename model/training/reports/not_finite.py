@@ -31,15 +31,7 @@ def not_finite_error(
     """Returns the error for such a step, the same on all ranks. All ranks must call it.
 
     Writes the samples of each data-parallel rank to ``OUT/not-finite-step-00000012.json`` and an event to
-    ``metrics.jsonl``.
-
-    Args:
-        step: The step, from 1.
-        result: Result of the step.
-        config: The run.
-        place: This process.
-        checkpoints: Checkpoints of the run; none may be in progress.
-        log: Log of the run.
+    ``metrics.jsonl``. No checkpoint may be in progress.
     """
     everyone: list[Any] = [None] * place.world
     dist.all_gather_object(everyone, (place.dp_rank, result.batches))

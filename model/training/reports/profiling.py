@@ -12,14 +12,10 @@ import torch
 
 
 class Profiler:
-    """Profiles a range of steps; does nothing without a range.
+    """Profiles a range of steps, from 1, on CPU and a CUDA device; does nothing without a range.
 
-    A run that starts within the range profiles the rest of it. A run that ends within it writes a partial profile.
-
-    Args:
-        steps: First and last step, from 1; empty disables profiling.
-        path: The trace; its table gets the suffix ``.txt``.
-        device: A CUDA device is profiled too.
+    A run that starts within the range profiles the rest of it. A run that ends within it writes a partial profile: the
+    trace ``path``, and a table with the suffix ``.txt``.
     """
 
     def __init__(self, steps: tuple[int, ...], path: Path, device: torch.device):
@@ -45,10 +41,7 @@ class Profiler:
             self.close()
 
     def close(self) -> None:
-        """Ends the current profile, if any, and writes it.
-
-        A full disk causes only a warning, since a run does not depend on its profile.
-        """
+        """Ends the current profile, if any, and writes it. A full disk causes only a warning."""
         profile, self._profile = self._profile, None
         if profile is None:
             return
@@ -63,14 +56,10 @@ class Profiler:
                 raise OSError("torch could not write the trace")
             self._path.with_suffix(".txt").write_text(table)
         except OSError as error:
-            self._warn(error)
-
-    def _warn(self, error: OSError) -> None:
-        folder = next(each for each in self._path.absolute().parents if each.is_dir())
-        free = shutil.disk_usage(folder).free / 1e6
-        print(
-            f"warning: {self._path}: no profile of these steps: {error.strerror or error} ({free:,.1f} MB free). The "
-            "run continues. Free space or fix permissions, and profile later steps with run.profile",
-            file=sys.stderr,
-            flush=True,
-        )
+            folder = next(each for each in self._path.absolute().parents if each.is_dir())
+            free = shutil.disk_usage(folder).free / 1e6
+            warning = (
+                f"warning: {self._path}: no profile of these steps: {error.strerror or error} ({free:,.1f} MB free). "
+                "The run continues. Free space or fix permissions, and profile later steps with run.profile"
+            )
+            print(warning, file=sys.stderr, flush=True)

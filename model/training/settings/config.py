@@ -7,12 +7,12 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import Any, Literal, get_type_hints
 
 from vlmdata.differences import ABSENT, differing
 from vlmdata.errors import VlmdataError
-from vlmdata.loader.config import DEFAULT_CAPACITY, DEFAULT_VERIFY, OnDamage, Packing, Parallelism, Reading, Service
-from vlmdata.storage.choices import Fetch, Verify
+from vlmdata.loader.config import DEFAULT_CAPACITY, Packing, Parallelism, Reading, Service
 
 #: The value of ``model.weights`` for random initial weights.
 NO_WEIGHTS = "none"
@@ -22,11 +22,44 @@ class ConfigError(VlmdataError):
     """A setting is unknown, of the wrong type, or out of range."""
 
 
-@dataclass(frozen=True)
-class DataConfig:
-    """The data and how it is packed.
+#: Options of the loader (:class:`vlmdata.LoaderConfig`) that are settings of a run by the same name.
+OF_THE_LOADER = (
+    "max_patches",
+    "pad_multiple",
+    "shuffle_window",
+    "balance",
+    "seed",
+    "verify",
+    "on_damage",
+    "max_damaged",
+    "timeout",
+    "fetch",
+    "cache_dir",
+    "hedge",
+    "service_token_file",
+    "service_insecure",
+    "tls_ca",
+    "tls_cert",
+    "tls_key",
+)
 
-    Settings with the name of a loader option (:class:`vlmdata.LoaderConfig`) have its meaning and default.
+
+def _with_loader_options[Config: type](config: Config) -> Config:
+    """Adds the options :data:`OF_THE_LOADER` as fields, with the loader's types and defaults."""
+    for group in (Packing, Reading, Service):
+        types = get_type_hints(group, localns={"torch": SimpleNamespace(device=str)})  # which is not imported here
+        for name in OF_THE_LOADER:
+            if name in types:
+                config.__annotations__[name] = types[name]
+                setattr(config, name, getattr(group, name))
+    return config
+
+
+@dataclass(frozen=True)
+@_with_loader_options
+class DataConfig:
+    """The data and how it is packed, with the options :data:`OF_THE_LOADER`.
+
     The trainer's own defaults are these four: ``capacity`` and ``global_batch``, which the loader must be given;
     ``workers``, since a step should not wait for its data; and ``pad_to_capacity``, which depends on the device.
 
@@ -37,28 +70,10 @@ class DataConfig:
             dataset per epoch ("epochs", such as [1, 2.5]).
         capacity: Largest number of tokens in a pack.
         global_batch: Packs per optimizer step.
-        max_patches: Largest number of vision patches in a pack.
         pad_to_capacity: Make all packs equally long. Unset means only with CUDA, where some kernels are compiled and
             tuned per length (flash-linear-attention's convolution: seconds for each new multiple of 1,024 tokens).
-        pad_multiple: Pad samples to a multiple of this, in addition to what the layout needs. With a multiple that
-            suits all layouts (such as 16), they train on the same packs, so runs can be compared or moved.
-        shuffle_window: Shards that are shuffled together.
-        balance: Spread packs over ranks by cost.
-        seed: Seed of packing and order.
         workers: Loader processes per rank: the loader's ``num_workers``.
-        verify: Data to check against checksums: "pixels", "stored" or "off".
-        on_damage: Effect of damaged samples: "raise" ends the run, "mask" trains on the rest. Evaluation always raises.
-        max_damaged: Most samples of a run that are masked.
-        timeout: Seconds to wait for a batch.
-        fetch: Data to fetch of remote datasets: "shards", "ranges", or "auto", which chooses.
-        cache_dir: Folder for shards of remote datasets.
         eval_paths: Dataset directories or URLs to evaluate on; each has its own loss.
-        hedge: With a collation service: seconds without an answer after which the next server is asked, too.
-        service_token_file: File that holds the token that its servers want.
-        service_insecure: Whether the token may cross a network in clear text.
-        tls_ca: File with the certificates of authorities for ``grpc+tls://``; unset means those of the system.
-        tls_cert: File with a certificate of this client, if the servers want one.
-        tls_key: File with the private key of ``tls_cert``.
     """
 
     paths: tuple[str, ...] = ()
@@ -66,26 +81,14 @@ class DataConfig:
     blend_by: Literal["tokens", "samples", "epochs"] = "tokens"
     capacity: int = DEFAULT_CAPACITY
     global_batch: int = 8
-    max_patches: int | None = Packing.max_patches
     pad_to_capacity: bool | None = None
-    pad_multiple: int = Packing.pad_multiple
-    shuffle_window: int | None = Packing.shuffle_window
-    balance: bool = Packing.balance
-    seed: int = Packing.seed
     workers: int = 2
-    verify: Verify = DEFAULT_VERIFY
-    on_damage: OnDamage = Reading.on_damage
-    max_damaged: int = Reading.max_damaged
-    timeout: float = Reading.timeout
-    fetch: Fetch = Reading.fetch
-    cache_dir: str | None = None
     eval_paths: tuple[str, ...] = ()
-    hedge: float = Service.hedge
-    service_token_file: str | None = None
-    service_insecure: bool = Service.service_insecure
-    tls_ca: str | None = None
-    tls_cert: str | None = None
-    tls_key: str | None = None
+
+    @property
+    def loader_options(self) -> dict[str, Any]:
+        """The options :data:`OF_THE_LOADER` by name."""
+        return {name: getattr(self, name) for name in OF_THE_LOADER}
 
 
 @dataclass(frozen=True)
@@ -254,21 +257,10 @@ class RunConfig:
 
 #: Settings that change neither the computation nor its order.
 WITHOUT_EFFECT_ON_RESULTS = frozenset(
-    [
+    [f"data.{name}" for name in OF_THE_LOADER if not hasattr(Packing, name)]
+    + [
         "data.workers",
-        "data.verify",
-        "data.on_damage",
-        "data.max_damaged",
-        "data.timeout",
-        "data.fetch",
-        "data.cache_dir",
         "data.eval_paths",
-        "data.hedge",
-        "data.service_token_file",
-        "data.service_insecure",
-        "data.tls_ca",
-        "data.tls_cert",
-        "data.tls_key",
         "model.ignore_config_fields",
         "parallel.vision_ahead",
         "run.out",
@@ -284,6 +276,10 @@ WITHOUT_EFFECT_ON_RESULTS = frozenset(
         "run.timeout_minutes",
     ]
 )
+
+
+#: Settings that decide which parameters are trained. A checkpoint's optimizer state fits only runs that agree in them.
+DECIDE_WHAT_IS_TRAINED = ("model.freeze", "model.mtp", "model.language_only")
 
 
 @dataclass(frozen=True)

@@ -126,8 +126,7 @@ def _as_type(kind: Any, value: Any, what: str) -> Any:
     if origin in (Union, types.UnionType):
         if value is None:
             return None
-        (kind,) = (each for each in arguments if each is not type(None))
-        return _as_type(kind, value, what)
+        return _as_type(arguments[0], value, what)  # the others are None, or what no file can hold
     if origin is Literal:
         if value is None and "none" in arguments:  # "--set model.recompute=none" is a choice, not an unset setting
             return "none"

@@ -81,11 +81,6 @@ def require_data_family(architecture: Architecture, manifest: Manifest, data: st
     The family must be that of the model. The constants with which the images were made, which the manifest records,
     must be those of this family and of the model's vision tower.
 
-    Args:
-        architecture: The model.
-        manifest: Manifest of the dataset.
-        data: Path or URL of the dataset, for messages.
-
     Raises:
         ConfigError: If the model cannot read it.
     """

@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Literal
 
 from model.architecture import Architecture
 from model.network.settings import ModelSettings, SettingError
-from model.training.settings.config import ConfigError, TrainConfig
+from model.training.settings.config import ConfigError, TrainConfig, flattened
 
-#: Fields of :class:`ModelSettings`, by their settings in a run's configuration.
-_OF_THE_RUN = {
+#: Fields of :class:`ModelSettings`, by their settings in a run's configuration: those that are equal, and the others.
+_EQUAL = {
     "tensor_parallel": "parallel.tp",
     "vision_tensor_parallel": "parallel.vision_tp",
-    "separate_vision": "parallel.vision_gpus",
     "language_only": "model.language_only",
     "sequence_parallel": "parallel.sp",
     "context_parallel": "parallel.cp",
     "pipeline_parallel": "parallel.pp",
     "expert_parallel": "parallel.ep",
+    "mtp_loss_scale": "model.mtp_loss_scale",
+    "moe_aux_loss": "model.moe_aux_loss",
     "recompute": "model.recompute",
+    "vision_recompute": "model.vision_recompute",
+    "vision_attention": "model.vision_attention",
+    "cp_comm_type": "parallel.cp_comm",
+    "fp8_recipe": "run.fp8_recipe",
+    "compile": "model.compile",
+    "tune_kernels": "model.tune_kernels",
+}
+_OTHERS = {
+    "separate_vision": "parallel.vision_gpus",
     "backend": "model.backend",
     "precision": "run.precision",
     "mtp_layers": "model.mtp",
-    "vision_attention": "model.vision_attention",
     "fp8": "run.fp8",
-    "fp8_recipe": "run.fp8_recipe",
 }
 
 
@@ -38,39 +47,24 @@ def precision_of(config: TrainConfig, on_gpu: bool) -> Literal["fp32", "bf16"]:
 
 def settings_of(config: TrainConfig, architecture: Architecture, on_gpu: bool) -> ModelSettings:
     """Returns the model settings, with "auto" resolved."""
-    parallel, model = config.parallel, config.model
+    model, all_settings = config.model, dict(flattened(dataclasses.asdict(config)))
     backend = model.backend
     if backend == "auto":
         backend = "transformer_engine" if on_gpu else "torch"
-    mtp = architecture.mtp_layers if model.mtp is None else int(model.mtp)
+    engine = backend == "transformer_engine"
     return ModelSettings(
-        tensor_parallel=parallel.tp,
-        vision_tensor_parallel=parallel.vision_tp,
-        separate_vision=parallel.vision_gpus > 0,
-        sequence_parallel=parallel.sp,
-        context_parallel=parallel.cp,
-        pipeline_parallel=parallel.pp,
-        expert_parallel=parallel.ep,
+        **{name: all_settings[setting] for name, setting in _EQUAL.items()},
+        separate_vision=config.parallel.vision_gpus > 0,
         backend=backend,
         precision=precision_of(config, on_gpu),
-        language_only=model.language_only,
-        mtp_layers=mtp,
-        mtp_loss_scale=model.mtp_loss_scale,
-        moe_aux_loss=model.moe_aux_loss,
-        recompute=model.recompute,
-        vision_recompute=model.vision_recompute,
-        vision_attention=model.vision_attention,
-        cp_comm_type=parallel.cp_comm,
-        fused_cross_entropy=backend == "transformer_engine",
+        mtp_layers=architecture.mtp_layers if model.mtp is None else int(model.mtp),
+        fused_cross_entropy=engine,
         # Fully sharded weights have no gradient buffers to add to.
-        gradient_accumulation_fusion=backend == "transformer_engine" and not parallel.fsdp,
+        gradient_accumulation_fusion=engine and not config.parallel.fsdp,
         fp8="hybrid" if config.run.fp8 else None,
-        fp8_recipe=config.run.fp8_recipe,
-        compile=model.compile,
-        tune_kernels=model.tune_kernels,
     )
 
 
 def in_the_runs_words(error: SettingError) -> ConfigError:
     """Returns the error with the setting names of the run's configuration."""
-    return ConfigError(error.renamed(_OF_THE_RUN))
+    return ConfigError(error.renamed(_EQUAL | _OTHERS))

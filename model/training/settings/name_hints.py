@@ -51,12 +51,7 @@ _MEANT = {word: setting for setting, words in _WORDS.items() for word in words.s
 
 
 def meant(name: str, known: Collection[str]) -> str:
-    """Returns a suggestion for an unknown name, for an error message.
-
-    Args:
-        name: The unknown name, with or without a group.
-        known: All settings, as ``group.name``.
-    """
+    """Returns a suggestion for an unknown name, for an error message."""
     last = name.rpartition(".")[2].strip("-").replace("-", "_").lower()
     same = sorted(each for each in known if each.partition(".")[2] == last)
     if not same and last in _MEANT:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from preprocess.conversation import ContentPart, Role, TextPart
 from preprocess.recipes.chat.images import ITEM_KEYS, RowImages
-from preprocess.recipes.chat.turns import Turn
+from preprocess.recipes.chat.turns import RowTurn
 from preprocess.recipes.keys import KeyLog, filled
 from preprocess.reject import RowRejected, excerpt
 from vlmdata.reasons import Reason
@@ -60,14 +60,14 @@ class ContentReader:
         keys: Records unused keys.
     """
 
-    def __init__(self, turns: Iterable[Turn], images: RowImages, stray_marks: StrayMarks, keys: KeyLog):
+    def __init__(self, turns: Iterable[RowTurn], images: RowImages, stray_marks: StrayMarks, keys: KeyLog):
         self._images = images
         self._keys = keys
         self._placed_by_items = any(_is_image(item) for turn in turns for item in _items(turn.content))
         self._keep_stray = stray_marks is StrayMarks.PLAIN
         self._marks_take = not self._placed_by_items and (images.count > 0 or not self._keep_stray)
 
-    def parts(self, turn: Turn) -> Iterator[ContentPart]:
+    def parts(self, turn: RowTurn) -> Iterator[ContentPart]:
         """Yields the parts of a turn's content, in order.
 
         Raises:

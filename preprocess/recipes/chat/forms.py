@@ -9,7 +9,7 @@ from typing import Any
 
 from preprocess import json_text
 from preprocess.recipes.chat.tools import parse_json
-from preprocess.recipes.chat.turns import Turn, read_turn, text_turn
+from preprocess.recipes.chat.turns import RowTurn, read_turn, text_turn
 from preprocess.recipes.keys import filled
 from preprocess.reject import RowRejected, excerpt
 from vlmdata.reasons import Reason
@@ -30,7 +30,7 @@ class Form:
         columns: The columns of the turns.
     """
 
-    turns: tuple[Turn, ...]
+    turns: tuple[RowTurn, ...]
     columns: frozenset[str]
 
 
@@ -106,7 +106,7 @@ def _from_pair(values: Mapping[str, Any], question: str, answer: str) -> Form:
     return Form(tuple(turns), frozenset(columns))
 
 
-def _history(history: Any) -> Iterator[Turn]:
+def _history(history: Any) -> Iterator[RowTurn]:
     """Yields earlier questions and answers, ``[[question, answer], …]``, oldest first."""
     if isinstance(history, str):
         history = parse_json(history, "history") if history.strip() else []
@@ -133,7 +133,7 @@ def _messages(value: Any) -> list[Any] | None:
     return value if isinstance(value, list) else None
 
 
-def _list(turns: Any, name: str, learned: bool = True) -> Iterator[Turn]:
+def _list(turns: Any, name: str, learned: bool = True) -> Iterator[RowTurn]:
     if isinstance(turns, str):
         turns = parse_json(turns, name)
     if not isinstance(turns, list) or not turns:
@@ -142,7 +142,7 @@ def _list(turns: Any, name: str, learned: bool = True) -> Iterator[Turn]:
         yield read_turn(turn, f"{name}[{i}]", learned)
 
 
-def _with_system_prompt(values: Mapping[str, Any], turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
+def _with_system_prompt(values: Mapping[str, Any], turns: tuple[RowTurn, ...]) -> tuple[RowTurn, ...]:
     """Returns the turns after a column's system prompt. A system turn may only repeat it."""
     prompts = [text_turn("system", values[name], name) for name in filled(values, _SYSTEM_COLUMNS)]
     prompts = [turn for turn in prompts if _text(turn.content)]
@@ -169,7 +169,7 @@ def _text(content: Any) -> str:
     return content.strip() if isinstance(content, str) else ""
 
 
-def _refuse_split_calls(turns: tuple[Turn, ...]) -> None:
+def _refuse_split_calls(turns: tuple[RowTurn, ...]) -> None:
     """Rejects consecutive turns with only calls, which are one turn at inference."""
     for before, turn in pairwise(turns):
         if before.calls and turn.calls and before.role == turn.role and not before.content and not turn.content:

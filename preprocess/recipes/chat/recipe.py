@@ -11,7 +11,7 @@ from preprocess.recipes.chat.forms import fits, read_form
 from preprocess.recipes.chat.images import RowImages
 from preprocess.recipes.chat.row_keys import USED_COLUMNS, refuse_box_marks, refuse_row
 from preprocess.recipes.chat.tools import read_calls, read_tools
-from preprocess.recipes.chat.turns import HARMLESS_KEYS, REASONING_KEYS, USED_KEYS, Turn
+from preprocess.recipes.chat.turns import HARMLESS_KEYS, REASONING_KEYS, USED_KEYS, RowTurn
 from preprocess.recipes.chat.weights import row_weight, turn_weight
 from preprocess.recipes.keys import HARMLESS_COLUMNS, KeyLog, filled
 from preprocess.recipes.media import MediaLoader
@@ -53,7 +53,7 @@ class Chat:
         return Conversation(messages, tools, row_weight(values), keys.harmless, keys.unknown)
 
 
-def _message(turn: Turn, reader: ContentReader, keys: KeyLog) -> Message:
+def _message(turn: RowTurn, reader: ContentReader, keys: KeyLog) -> Message:
     keys.note(turn.entry, USED_KEYS, HARMLESS_KEYS, "messages[].")
     parts = tuple(reader.parts(turn))
     if turn.role in ("system", "assistant") and any(isinstance(part, ImagePart) for part in parts):
@@ -68,7 +68,7 @@ def _message(turn: Turn, reader: ContentReader, keys: KeyLog) -> Message:
     return Message(turn.role, parts, _reasoning(turn), calls, weight)
 
 
-def _reasoning(turn: Turn) -> str | None:
+def _reasoning(turn: RowTurn) -> str | None:
     given = filled(turn.entry, REASONING_KEYS) or [key for key in REASONING_KEYS if key in turn.entry]
     for key in given:
         text = turn.entry[key]

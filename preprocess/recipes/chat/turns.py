@@ -67,7 +67,7 @@ _REFUSED_KEYS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True)
-class Turn:
+class RowTurn:
     """A turn with a known role.
 
     Attributes:
@@ -87,7 +87,7 @@ class Turn:
     learned: bool = True
 
 
-def text_turn(role: Role, text: Any, where: str) -> Turn:
+def text_turn(role: Role, text: Any, where: str) -> RowTurn:
     """Creates a turn from the text of a separate column.
 
     Raises:
@@ -95,10 +95,10 @@ def text_turn(role: Role, text: Any, where: str) -> Turn:
     """
     if not isinstance(text, str):
         raise RowRejected(Reason.MALFORMED_MESSAGES, f"{where} is not text: {excerpt(text)}")
-    return Turn(where, role, text, {})
+    return RowTurn(where, role, text, {})
 
 
-def read_turn(turn: Any, where: str, learned: bool = True) -> Turn:
+def read_turn(turn: Any, where: str, learned: bool = True) -> RowTurn:
     """Reads a turn of a list, in OpenAI's form (``role``, ``content``) or ShareGPT's (``from``, ``value``).
 
     Raises:
@@ -124,7 +124,7 @@ def read_turn(turn: Any, where: str, learned: bool = True) -> Turn:
             raise RowRejected(Reason.MALFORMED_MESSAGES, f"{where}.content is not a call as JSON: {excerpt(content)}")
         call = parse_json(content, f"{where}.{'value' if 'value' in turn else 'content'}")
         content, calls = "", call if isinstance(call, list) else [call]
-    return Turn(where, role, content, turn, calls, learned)
+    return RowTurn(where, role, content, turn, calls, learned)
 
 
 def _role(turn: Mapping[str, Any], where: str) -> tuple[str, Role]:

@@ -17,6 +17,7 @@ from tests.model.helpers import (
     small_architecture,
     transformers_config,
     transformers_model,
+    unsharded,
     weights_of,
 )
 
@@ -68,7 +69,7 @@ def round_trip(entry: ParameterMap, dtype: torch.dtype) -> None:
         assert torch.equal(piece, back), entry.name
     for size in (1, 2, 4):
         parts = [entry.shard(parameter, rank, size) for rank in range(size)]
-        assert torch.equal(entry.unshard(parts), parameter), (entry.name, size)
+        assert torch.equal(unsharded(entry, parts), parameter), (entry.name, size)
         if entry.shard_dim is not None:
             assert all(part.numel() == parameter.numel() // size for part in parts)
 

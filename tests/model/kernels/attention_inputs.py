@@ -7,11 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from model.kernels.attention_inputs import AttentionInputs, Heads
+from model.kernels.attention_inputs import AttentionHeads, AttentionInputs
 from tests.model.helpers import relative
 
 
-def drawn(tokens: int, heads: Heads, rotated: int, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, ...]:
+def drawn(
+    tokens: int, heads: AttentionHeads, rotated: int, dtype: torch.dtype, device: str = "cpu"
+) -> tuple[Tensor, ...]:
     """Projection, angles in float32, and the weights of both norms."""
     generator = torch.Generator().manual_seed(1)
     angles = (torch.rand(tokens, rotated // 2, generator=generator) * 50).repeat(1, 2).to(device)
@@ -22,7 +24,7 @@ def drawn(tokens: int, heads: Heads, rotated: int, dtype: torch.dtype, device: s
     return mixed, angles, *weights
 
 
-def plain(mixed: Tensor, angles: Tensor, weights: Sequence[Tensor], heads: Heads) -> list[Tensor]:
+def plain(mixed: Tensor, angles: Tensor, weights: Sequence[Tensor], heads: AttentionHeads) -> list[Tensor]:
     """Splits, normalises and rotates float64 tensors with torch's own functions."""
     queries = [heads.queries * heads.width] * (1 + heads.gated)
     parts = mixed.view(len(mixed), heads.groups, -1).split([*queries, heads.width, heads.width], -1)
@@ -38,7 +40,9 @@ def plain(mixed: Tensor, angles: Tensor, weights: Sequence[Tensor], heads: Heads
     return [*turned, value, *gate]
 
 
-def compared(tokens: int, heads: Heads, rotated: int, dtype: torch.dtype, device: str = "cpu") -> dict[str, float]:
+def compared(
+    tokens: int, heads: AttentionHeads, rotated: int, dtype: torch.dtype, device: str = "cpu"
+) -> dict[str, float]:
     """The errors of all results and gradients against float64, relative to what each is."""
     mixed, angles, *weights = drawn(tokens, heads, rotated, dtype, device)
     inputs = [mixed, *weights]

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from model.kernels.delta_inputs import DeltaInputs, Heads
+from model.kernels.delta_inputs import DeltaInputs
+from model.kernels.short_convolution import DeltaHeads
 from tests.model.helpers import relative
 
 
-def drawn(tokens: int, heads: Heads, taps: int, dtype: torch.dtype, seed: int, apart: int) -> list[torch.Tensor]:
+def drawn(tokens: int, heads: DeltaHeads, taps: int, dtype: torch.dtype, seed: int, apart: int) -> list[torch.Tensor]:
     """The projection, with rows that are ``apart`` more than their width, and the parameters; of one dtype."""
     generator = torch.Generator().manual_seed(seed)
     width = heads.channels + heads.values * (heads.value_width + 2)
@@ -29,7 +30,7 @@ def starts_of(bounds: Sequence[int], device: torch.device | str) -> torch.Tensor
     return torch.tensor(starts, dtype=torch.int32, device=device)
 
 
-def plain(inputs: Sequence[torch.Tensor], bounds: Sequence[int], heads: Heads) -> tuple[torch.Tensor, ...]:
+def plain(inputs: Sequence[torch.Tensor], bounds: Sequence[int], heads: DeltaHeads) -> tuple[torch.Tensor, ...]:
     """The same with torch's own functions, sample by sample."""
     projected, weight, a_log, dt_bias = inputs
     gate = heads.values * heads.value_width
@@ -51,7 +52,7 @@ def plain(inputs: Sequence[torch.Tensor], bounds: Sequence[int], heads: Heads) -
 
 def compared(
     bounds: Sequence[int],
-    heads: Heads,
+    heads: DeltaHeads,
     taps: int,
     dtype: torch.dtype,
     device: str = "cpu",

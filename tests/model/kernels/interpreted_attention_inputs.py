@@ -22,11 +22,11 @@ CASES: tuple[tuple[Any, ...], ...] = (
 
 
 def interpreted() -> None:
-    from model.kernels.attention_inputs import Heads
+    from model.kernels.attention_inputs import AttentionHeads
     from tests.model.kernels.attention_inputs import compared
 
     for tokens, groups, queries, width, rotated, gated, zero_centered, dtype, limit in CASES:
-        heads = Heads(groups, queries, width, gated, zero_centered, 1e-3)
+        heads = AttentionHeads(groups, queries, width, gated, zero_centered, 1e-3)
         errors = compared(tokens, heads, rotated, dtype)
         assert max(errors.values()) < limit, (tokens, heads, dtype, errors)
 

@@ -20,20 +20,22 @@ LIMITS = {torch.float32: 2e-6, torch.bfloat16: 1e-2}  # the interpreter cuts off
 
 
 def interpreted() -> None:
-    from model.kernels.short_convolution import Heads
+    from model.kernels.short_convolution import DeltaHeads
     from tests.model.kernels.delta_inputs import compared
 
     # The interpreter is slow, and shrinking would take minutes.
     @settings(max_examples=10, deadline=None, database=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
-    @example([5, 1, 130], Heads(1, 1, 8, 8), 4, torch.float32, 0)  # a block with nothing but the middle of a sample
-    @example([62, 65, 3], Heads(1, 1, 8, 8), 4, torch.float32, 0)  # samples that begin shortly before a block
-    @example([1, 1, 1], Heads(2, 4, 128, 128), 4, torch.bfloat16, 16)
-    @example([17], Heads(1, 3, 256, 64), 4, torch.float32, 0)
-    @example([2, 3], Heads(1, 2, 8, 8), 1, torch.float32, 3)
+    @example(
+        [5, 1, 130], DeltaHeads(1, 1, 8, 8), 4, torch.float32, 0
+    )  # a block with nothing but the middle of a sample
+    @example([62, 65, 3], DeltaHeads(1, 1, 8, 8), 4, torch.float32, 0)  # samples that begin shortly before a block
+    @example([1, 1, 1], DeltaHeads(2, 4, 128, 128), 4, torch.bfloat16, 16)
+    @example([17], DeltaHeads(1, 3, 256, 64), 4, torch.float32, 0)
+    @example([2, 3], DeltaHeads(1, 2, 8, 8), 1, torch.float32, 3)
     @given(
         st.lists(st.integers(1, 12), min_size=1, max_size=4),
         st.builds(
-            lambda keys, repeats, key, value: Heads(keys, keys * repeats, key, value),
+            lambda keys, repeats, key, value: DeltaHeads(keys, keys * repeats, key, value),
             st.integers(1, 2),
             st.integers(1, 3),
             st.sampled_from([8, 16, 24, 72]),
@@ -43,7 +45,7 @@ def interpreted() -> None:
         st.sampled_from([torch.float32, torch.bfloat16]),
         st.sampled_from([0, 7, 16]),
     )
-    def equal(lengths: list[int], heads: Heads, taps: int, dtype: torch.dtype, apart: int) -> None:
+    def equal(lengths: list[int], heads: DeltaHeads, taps: int, dtype: torch.dtype, apart: int) -> None:
         bounds = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
         errors = compared(bounds, heads, taps, dtype, seed=len(lengths), apart=apart)
         assert max(errors.values()) < LIMITS[dtype], errors

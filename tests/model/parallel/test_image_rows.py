@@ -15,7 +15,7 @@ from vlmdata.batch import PackedBatch
 
 pytest.importorskip("megatron.core")
 
-from model.parallel.image_rows import ImageRows, image_tokens
+from model.parallel.image_rows import ImageRows, image_tokens, places
 from model.parallel.packed import PackIndex
 
 MERGE = 4
@@ -58,11 +58,11 @@ def placed(batch: PackedBatch, context: int, parts: int, ahead: bool) -> torch.T
         needed = {int(row) for row in rows_by_rank[rank].row_of_token[tokens[rank][tokens[rank] >= 0]] if row >= 0}
         assert routes[rank].wanted.tolist() == sorted(needed), "each row once, and none that no token needs"
         arrived = torch.cat(pieces)
-        where, which = rows_by_rank[rank].places(each.local, routes[rank], CPU)
+        where, which = places(rows_by_rank[rank].row_of_token, routes[rank].wanted, each.local, CPU)
         assert where.tolist() == image_tokens(batch, MERGE, each.local).tolist()
         whole[torch.from_numpy(each.local)[where]] = arrived[which]
         if ahead:
-            after, which = rows_by_rank[rank].places(each.following, routes[rank], CPU)
+            after, which = places(rows_by_rank[rank].row_of_token, routes[rank].wanted, each.following, CPU)
             assert torch.equal(arrived[which], placed_alone(batch)[torch.from_numpy(each.following)[after]])
     return whole
 

@@ -38,7 +38,7 @@ def damaged(chats: Path, tmp_path: Path) -> tuple[Path, int]:
     index = VlmDataset(chats).index
     for rank in range(2):
         first = sample_of(chats, rank, 0)
-        if index.image_counts[first]:
+        if index.item_counts[first]:
             return data, flip_pixels(data, int(index.grid_offsets[first]))
     raise AssertionError("the first samples have no images")
 

@@ -19,6 +19,7 @@ pytest.importorskip("megatron.core")
 from hypothesis import given
 from hypothesis import strategies as st
 
+from model.training import evaluation
 from model.training.checkpoints.checkpoint import Checkpoints
 from model.training.evaluation import Evaluation, Evaluator, set_names
 from model.training.reports.logs import WeightsAndBiases
@@ -136,7 +137,7 @@ def test_weights_and_biases_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     started = SimpleNamespace(log=lambda values, step: logged.append((values, step)))
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: started))  # type: ignore[arg-type]
     log = WeightsAndBiases(load_config(None, ["run.wandb=x", f"run.out={tmp_path}"]), resumed=False)
-    log.write_evaluation(3, {"loss": 1.5, "loss/chat": 1.5})
+    log.write(3, {"loss": 1.5, "loss/chat": 1.5}, "eval")
     assert logged == [({"eval/loss": 1.5, "eval/loss/chat": 1.5}, 3)]
 
 
@@ -266,15 +267,15 @@ def test_a_signal_cuts_an_evaluation_off(
     step: int,
 ) -> None:
     options = {"data__eval_paths": [str(validation)], "run__eval_every": 2}
-    forward = Evaluator._forward
+    passes = evaluation.run_passes
 
-    def with_signal(self: Evaluator, *arguments: Any) -> Any:
+    def with_signal(*arguments: Any, **options: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
-        return forward(self, *arguments)
+        return passes(*arguments, **options)
 
     run(run__steps=1, **options)
     with monkeypatch.context() as patch:
-        patch.setattr(Evaluator, "_forward", with_signal)
+        patch.setattr(evaluation, "run_passes", with_signal)
         outcome = run(run__steps=3, resume=True, **(options | {"run__eval_every": 2 if step == 2 else 0}))
     assert (outcome.steps, outcome.interrupted_by) == (step, signal.SIGTERM)
     said = capsys.readouterr().out

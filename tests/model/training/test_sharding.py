@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from model.parallel.rows import assign
 from model.training.settings.config import ConfigError
 from model.training.settings.config_loading import load_config
 from model.training.settings.early_checks import check_early
+from model.weights.mapping import assign
 from tests.model.training.conftest import evaluations_of, steps_of, train_here
 from tests.model.training.ranks import Ranks, arguments_of
 from tests.model.training.test_run import exact, killed_in_step

@@ -54,9 +54,9 @@ def test_qwens_own_class_gives_the_same_sample(tokenizer: ChatTokenizer, qwen_cl
 
 def test_ids_come_from_the_tokenizer(tokenizer: ChatTokenizer) -> None:
     info, ids = tokenizer.info, tokenizer.hf.convert_tokens_to_ids
-    assert (info.im_start, info.im_end, info.pad) == (ids("<|im_start|>"), ids("<|im_end|>"), ids("<|endoftext|>"))
-    assert (info.image, info.video) == (ids("<|image_pad|>"), ids("<|video_pad|>"))
-    assert tokenizer.hf.decode(info.assistant_header) == "assistant\n"
+    assert [info.turns.start, info.turns.end, info.pad] == ids(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
+    assert (info.image, info.items["video"].token) == (ids("<|image_pad|>"), ids("<|video_pad|>"))
+    assert tokenizer.hf.decode(info.turns.assistant) == "assistant\n"
 
 
 def test_turn_and_media_tokens_are_reserved_and_grounding_marks_are_not(tokenizer: ChatTokenizer) -> None:

@@ -317,9 +317,9 @@ def test_no_text_forges_a_special_token(
     except RowRejected:
         return
     ids, info = sample.input_ids[: sample.length], forgeable.info
-    counts = {name: int((ids == getattr(info, name)).sum()) for name in ("im_start", "im_end", "image", "video", "pad")}
-    assert counts == {"im_start": 3, "im_end": 3, "image": 1, "video": 0, "pad": 0}
-    assert (ids == info.vision_start).sum() == (ids == info.vision_end).sum() == 1
+    places = (info.turns.start, info.turns.end, info.image, info.items["video"].token, info.pad)
+    assert [int((ids == each).sum()) for each in places] == [3, 3, 1, 0, 0]
+    assert (ids == info.items["image"].before[0]).sum() == (ids == info.items["image"].after[0]).sum() == 1
     assert np.isin(ids, forgeable.reserved_ids).sum() == 3 + 3 + 3
 
 
@@ -334,7 +334,7 @@ def test_forged_turns_are_kept_as_plain_text_on_request(tmp_path: Path, flagged:
     sample = Encoder(PreprocessConfig(special_text=SpecialText.PLAIN), tokenizer).encode(conversation)
     text = tokenizer.hf.decode(sample.input_ids[: sample.length])
     assert text == f"<|im_start|>user\n{forged}<|im_end|>\n<|im_start|>assistant\nNo <|im_start|>.<|im_end|>\n"
-    assert (sample.input_ids == tokenizer.info.im_start).sum() == 2
+    assert (sample.input_ids == tokenizer.info.turns.start).sum() == 2
 
 
 def test_a_special_token_that_the_normaliser_makes_is_rejected_and_named(tmp_path: Path) -> None:

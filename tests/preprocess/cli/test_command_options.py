@@ -13,7 +13,7 @@ from datasets import Dataset
 
 from preprocess.cli.effects import RECIPE_DEPENDENT, flag, obeyed
 from preprocess.conversation import Document
-from preprocess.recipes.base import REGISTRY, recipe_class
+from preprocess.recipes.base import REGISTRY
 from tests.conftest import cord_row, write_cord_parquet
 from tests.preprocess.command_line import SMALL_IMAGES, TOKENIZER, Ended
 from vlmdata.format.manifest import Manifest
@@ -141,7 +141,7 @@ class TestOptionsWithoutEffect:
     @pytest.mark.parametrize("recipe", REGISTRY)
     def test_splitting_needs_documents(self, preprocess: Command, recipe: str) -> None:
         ended = preprocess("missing.parquet", "--recipe", recipe, "--overlong", "split")
-        if Document in recipe_class(recipe).makes:
+        if Document in REGISTRY.find(recipe).makes:
             refused(ended, "SOURCE missing.parquet: no such file", opened=True)
         else:
             refused(ended, f"--overlong split has no effect with --recipe {recipe}", opened=False)

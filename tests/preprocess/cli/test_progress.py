@@ -14,10 +14,16 @@ from hypothesis import strategies as st
 from preprocess.cli.progress import Snapshot, pause_after, progress_json, progress_line
 from preprocess.shards.counters import Counters, Counts
 from preprocess.shards.job import RowOutcome
+from vlmdata.format.index_row import IndexRow
+from vlmdata.format.ledger import Rejection
+from vlmdata.format.shard import ItemPlace, Placement
+from vlmdata.media.codecs import IMAGE, ItemShape
 from vlmdata.reasons import Reason
 
 COUNTS = Counts(rows=100, images=90, tokens=9000, bytes=80_000_000, rejects={})
 SNAPSHOT = Snapshot(COUNTS, rows=41.0, images=36.9, tokens=3690, bytes=29_520_000)
+ITEM = ItemPlace(ItemShape(IMAGE, (1, 4, 4)), 0, 0, 0, 0)
+SAMPLE = IndexRow("000000000", 0, 0, Placement(0, 512, 0, 0, 0, {}, 0, (ITEM,)), 10, 16, 1, 1, False, (0,))
 REJECTS = {"overlong": 900, "missing_image": 200, "empty_image": 70, "empty_answer": 30}
 
 
@@ -57,9 +63,10 @@ def test_json_has_all_reasons() -> None:
 def test_counters_add_up_what_rows_gave(rows: list[tuple[int, list[Reason]]]) -> None:
     counters = Counters(4)
     for shard, reasons in rows:
-        counters.add(shard, RowOutcome(images=1, tokens=10, bytes=512, rejects=tuple(reasons)))
+        rejections = tuple(Rejection(0, reason, "why") for reason in reasons)
+        counters.add(shard, RowOutcome(samples=(SAMPLE, SAMPLE), rejections=rejections))
     counts, expected = counters.sum(), Counter(str(reason) for _, reasons in rows for reason in reasons)
-    assert (counts.rows, counts.images, counts.tokens, counts.bytes) == tuple(len(rows) * n for n in (1, 1, 10, 512))
+    assert (counts.rows, counts.images, counts.tokens, counts.bytes) == tuple(len(rows) * n for n in (1, 2, 20, 1024))
     assert counts.rejects == expected
     assert list(counts.rejects.values()) == sorted(expected.values(), reverse=True)
     counters.start(0)

@@ -257,4 +257,4 @@ def test_a_newline_that_the_template_writes_belongs_to_the_header(tokenizer: Any
     other = load_tokenizer(write_tokenizer(tmp_path / "tokenizer", template=template))
     with pytest.raises(RowRejected, match="it merges with the answer"):
         Encoder(PreprocessConfig(), other).encode(Conversation((asks("a"), says("\nb"))))
-    assert np.array_equal(other.info.assistant_header, tokenizer.info.assistant_header)
+    assert np.array_equal(other.info.turns.assistant, tokenizer.info.turns.assistant)

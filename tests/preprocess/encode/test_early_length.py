@@ -139,7 +139,7 @@ class TestOverlongByText:
             def __getattr__(self, name: str) -> Any:
                 return getattr(tokenizer.hf, name)
 
-        counted = ChatTokenizer(Hf(), tokenizer.info, tokenizer.reserved, tokenizer.specials)
+        counted = ChatTokenizer(Hf(), tokenizer.family, tokenizer.info, tokenizer.reserved, tokenizer.specials)
         encoder = Encoder(PreprocessConfig(max_length=1000), counted)
         for made, hint in ((talk([], text), ""), (Document((TextPart(text),)), "; --overlong split makes")):
             found = rejection(encoder, made)

@@ -34,13 +34,13 @@ def test_aspect_ratio_over_200(width: int, height: int) -> None:
 
 
 def test_aspect_ratio_of_200_is_allowed() -> None:
-    encoded = encode_image(ImagePart(encoded_image(400, 2)), ImageConfig(1024, 65536), FAMILY, "image")
+    (encoded,) = encode_image(ImagePart(encoded_image(400, 2)), ImageConfig(1024, 65536), FAMILY, "image")
     assert encoded.grid[2] > encoded.grid[1]
 
 
 def test_an_image_of_the_right_size_is_stored_exactly() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (64, 96, 3), dtype=np.uint8)
-    encoded = encode_image(ImagePart(image_file(pixels, "png")), ImageConfig(1024, 65536), FAMILY, "image")
+    (encoded,) = encode_image(ImagePart(image_file(pixels, "png")), ImageConfig(1024, 65536), FAMILY, "image")
     assert encoded.grid == (1, 4, 6)
     assert np.array_equal(FAMILY.unpatchify(encoded.patches, 4, 6).transpose(1, 2, 0), pixels)
 
@@ -49,6 +49,6 @@ def test_origin_tells_what_the_file_held() -> None:
     buffer, exif = io.BytesIO(), Image.Exif()
     exif[0x0112] = 6
     Image.new("L", (60, 40)).save(buffer, "JPEG", exif=exif)
-    encoded = encode_image(ImagePart(buffer.getvalue()), ImageConfig(1024, 65536), FAMILY, "image")
+    (encoded,) = encode_image(ImagePart(buffer.getvalue()), ImageConfig(1024, 65536), FAMILY, "image")
     assert encoded.origin == {"format": "JPEG", "mode": "L", "width": 60, "height": 40, "normalised": ["exif", "mode"]}
     assert encoded.grid[1] > encoded.grid[2]

@@ -24,11 +24,11 @@ RUN = ImageConfig(min_pixels=16_384, max_pixels=65_536)
 
 def test_images_are_stored_in_that_size() -> None:
     data = encoded_image(width=200, height=100)
-    encoded = encode_image(ImagePart(data, resized_height=96, resized_width=160), RUN, FAMILY, "image")
+    (encoded,) = encode_image(ImagePart(data, resized_height=96, resized_width=160), RUN, FAMILY, "image")
     assert encoded.grid == (1, 6, 10)
     assert encoded.patches.shape == (60, 768)
-    plain = encode_image(ImagePart(data), ImageConfig(1024, 2048), FAMILY, "image")
-    bounded = encode_image(ImagePart(data, min_pixels=1024, max_pixels=2048), RUN, FAMILY, "image")
+    (plain,) = encode_image(ImagePart(data), ImageConfig(1024, 2048), FAMILY, "image")
+    (bounded,) = encode_image(ImagePart(data, min_pixels=1024, max_pixels=2048), RUN, FAMILY, "image")
     assert np.array_equal(bounded.patches, plain.patches)
 
 
@@ -41,8 +41,8 @@ def test_bounds_default_to_those_of_the_family() -> None:
         (ImageConfig(min_pixels=1024), (1024, 8192)),
     ):
         assert given.bounds(small) == expected
-        encoded = encode_image(image, given, small, "image")
-        assert len(encoded.patches) == len(encode_image(image, ImageConfig(*expected), small, "image").patches)
+        (encoded,) = encode_image(image, given, small, "image")
+        assert len(encoded.patches) == len(encode_image(image, ImageConfig(*expected), small, "image")[0].patches)
         assert 0.7 * expected[1] < 256 * len(encoded.patches) <= expected[1]
     written = PreprocessConfig().to_json()["image"]
     assert (written["min_pixels"], written["max_pixels"]) == (200_704, 1_003_520)

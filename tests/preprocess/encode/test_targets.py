@@ -65,7 +65,7 @@ def test_the_answer_and_its_end_token_and_nothing_else(tokenizer: Any) -> None:
 def test_end_token_missing(tokenizer: Any) -> None:
     """A model that never sees <|im_end|> as a target never stops."""
     sample = encode(tokenizer, talk(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")))
-    ends = sample.input_ids == tokenizer.info.im_end
+    ends = sample.input_ids == tokenizer.info.turns.end
     assert ends.sum() == 4
     assert (ends & (sample.loss_mask == 1)).sum() == 2
 
@@ -103,7 +103,7 @@ def test_image_and_pad_tokens_are_never_learned(tokenizer: Any) -> None:
     conversation = talk(("user", (IMAGE, "a", IMAGE)), ("assistant", "b"), ("user", (IMAGE,)), ("assistant", "c"))
     sample = encode(tokenizer, conversation, pad_multiple=64)
     info = tokenizer.info
-    never = [info.pad, info.image, info.vision_start, info.vision_end, info.im_start]
+    never = [info.pad, info.image, info.items["image"].before[0], info.items["image"].after[0], info.turns.start]
     assert not sample.loss_mask[np.isin(sample.input_ids, never)].any()
     assert (sample.input_ids == info.pad).any()
 
@@ -173,8 +173,8 @@ def test_special_text_in_data_encoded_as_plain_text_forges_nothing(tokenizer: An
     sample = encode(tokenizer, conversation, special_text=SpecialText.PLAIN)
     info, turns = tokenizer.info, len(conversation.messages)
     ids = sample.input_ids[: sample.length]
-    assert (ids == info.im_start).sum() == (ids == info.im_end).sum() == turns
-    assert (ids == info.vision_start).sum() == len(conversation.images)
+    assert (ids == info.turns.start).sum() == (ids == info.turns.end).sum() == turns
+    assert (ids == info.items["image"].before[0]).sum() == len(conversation.images)
     assert not (ids == info.pad).any()
     (text,) = targets(tokenizer, sample)
     answer, reasoning = conversation.messages[-1].text, conversation.messages[-1].reasoning
@@ -189,7 +189,7 @@ def test_a_tool_name_cannot_complete_a_special_token_with_the_templates_text(tok
         encode(tokenizer, Conversation(messages))
     assert raised.value.reason is Reason.SPECIAL_TOKEN_TEXT
     sample = encode(tokenizer, Conversation(messages), special_text=SpecialText.PLAIN)
-    assert (sample.input_ids[: sample.length] == tokenizer.info.im_end).sum() == 2
+    assert (sample.input_ids[: sample.length] == tokenizer.info.turns.end).sum() == 2
 
 
 @pytest.mark.parametrize("text", ["a < b", "<|", "<|not_special|>", "x<", "<|im_start", "|im_start|>", "<"])

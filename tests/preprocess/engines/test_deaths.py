@@ -98,5 +98,8 @@ def test_engines_without_it_refuse_the_option(
 ) -> None:
     command = ("preprocess", cord_parquet, *SMALL_IMAGES, "--out", tmp_path / "out", "--reject-after-deaths")
     ended = vlmdata(*command, 2, "--engine", "tests.preprocess.engines.test_engines:Remote")
-    assert "--reject-after-deaths has no effect with --engine tests" in ended.said
+    assert (
+        "--engine-option reject_after_deaths=2: engine tests.preprocess.engines.test_engines:Remote has" in ended.said
+    )
+    assert "(--engine local has it)" in ended.said
     assert "reject_after_deaths is 0; it must be at least 1" in vlmdata(*command, 0).said

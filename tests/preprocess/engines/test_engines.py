@@ -62,7 +62,7 @@ def engine(
     folder = tmp_path_factory.mktemp("engine")
     monkeypatch.syspath_prepend(folder)
     name = write_example("engine.md", folder)
-    monkeypatch.setattr("preprocess.engines.base.REGISTRY", {**REGISTRY, "threads": f"{name}:Threads"})
+    monkeypatch.setitem(REGISTRY, "threads", f"{name}:Threads")
     yield load_engine(request.param)
     sys.modules.pop(name, None)
 
@@ -190,6 +190,27 @@ class TestCommand:
             f"--engine spark: unknown engine. Known: {known}; or your own as module:attribute or file.py:attribute."
             in ended.stderr
         )
+
+
+def test_an_engine_of_ones_own_has_options(
+    vlmdata: Callable[..., Ended], cord_parquet: Path, tmp_path: Path, reference: dict[str, bytes]
+) -> None:
+    own = ("--engine", f"{tmp_path / write_example('engine.md', tmp_path, 1)}.py:Named", "--engine-option")
+    assert vlmdata("preprocess", *own, "help").stdout.splitlines()[1:] == [
+        "  prefix: text, default 'shards'. Start of the threads' names."
+    ]
+    options: tuple[Any, ...] = ("--rows-per-shard", 6, *SMALL_IMAGES, *TOKENIZER, "--recipe", "cord_v2")
+    made = vlmdata("preprocess", cord_parquet, "--out", tmp_path / "out", *options, *own, "prefix=mine")
+    assert made.code == 0, made.stderr
+    assert tree_bytes(tmp_path / "out")["shard-000000.tar"] == reference["shard-000000.tar"]
+    wrong = vlmdata("preprocess", cord_parquet, "--out", tmp_path / "out", *options, *own, "colour=red")
+    assert (wrong.code, "--engine-option colour=red: engine " in wrong.stderr) == (2, True)
+
+
+def test_options_of_engines_are_listed(vlmdata: Callable[..., Ended]) -> None:
+    listed = vlmdata("preprocess", "--engine-option", "help").stdout
+    assert all(f"Options of engine {name}:" in listed for name in REGISTRY)
+    assert "\n  address: text or none, default 'none'. The cluster, such as" in listed
 
 
 POOL = """

@@ -295,22 +295,31 @@ def test_a_shard_that_does_not_appear_here_is_reported(
         engine._require_visible(here, record, "10.0.0.7")
 
 
-def test_what_is_shipped_of_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_shipped_of_the_users_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_recipes").mkdir()
     (tmp_path / "own_recipes" / "__init__.py").touch()
     (tmp_path / "own_recipe.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    assert engine._shipped_modules("cord_v2") == []
-    assert engine._shipped_modules("preprocess.recipes.text:Text") == []
-    assert engine._shipped_modules("json:loads") == []
-    assert engine._shipped_modules("own_recipe:Mine") == [str(tmp_path / "own_recipe.py")]
-    assert engine._shipped_modules("own_recipes.deep:Mine") == [str(tmp_path / "own_recipes")]
-    assert engine._shipped_modules("own_recipe.py:Mine") == [str(tmp_path / "own_recipe.py")]
-    assert engine._name_on_workers("sub/own_recipe.py:Mine") == "own_recipe:Mine"
+    (tmp_path / "own_codec.py").write_text("from tests.media.shuffled_zlib import CODEC\n")
+    recipe, recipes, codec = (str(tmp_path / name) for name in ("own_recipe.py", "own_recipes", "own_codec.py"))
+    for name, shipped in (
+        ("cord_v2", []),
+        ("preprocess.recipes.text:Text", []),
+        ("json:loads", []),
+        ("own_recipe:Mine", [recipe]),
+        ("own_recipes.deep:Mine", [recipes]),
+        ("own_recipe.py:Mine", [recipe]),
+    ):
+        assert engine._shipped_modules(dataclasses.replace(CONFIG, recipe=name)) == shipped
+    config = dataclasses.replace(CONFIG, recipe="sub/own_recipe.py:Mine", pixels="own_codec.py:CODEC")
+    assert engine._shipped_modules(config)[1:] == [codec]
+    sent = engine._on_workers(config)
+    assert (sent.recipe, sent.pixels, sent.family) == ("own_recipe:Mine", "own_codec:CODEC", "qwen3_5")
 
 
 def test_an_address_without_a_cluster_is_reported(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path)
-    with pytest.raises(SourceError, match="--ray-address has no effect with --engine local"):
-        load_engine("local", "auto")
+    wrong = r"--engine-option address=auto: engine local has no option address \(--engine ray has it\)"
+    with pytest.raises(SourceError, match=wrong):
+        load_engine("local", {"address": "auto"})

@@ -88,6 +88,6 @@ def test_pairs_as_img2dataset_writes_them_become_a_dataset(tmp_path):
                 info.size = len(data)
                 tar.addfile(info, io.BytesIO(data))
     dataset = open_dataset(build_dataset(tmp_path / "00000.tar", tmp_path / "out", recipe="caption"))
-    assert len(dataset) == dataset.manifest.totals.images == 4
+    assert len(dataset) == dataset.manifest.totals.items == 4
     assert not dataset.manifest.unknown_keys
     assert verify_dataset(tmp_path / "out").faults == []

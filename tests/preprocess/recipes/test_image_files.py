@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from preprocess.config import ImageConfig, MediaConfig, PreprocessConfig
 from preprocess.recipes import image_files
-from preprocess.recipes.image_files import changed_files, recording, write_files
+from preprocess.recipes.image_files import changed_files, write_files
 from preprocess.recipes.media import MediaLoader
 from preprocess.reject import RowRejected
 from preprocess.run.dataset import RunResult, Watcher, preprocess_dataset, preprocess_part
@@ -254,7 +254,7 @@ def folder(tmp_path: Path) -> Path:
 def recorded(folder: Path, *paths: str) -> Path:
     """The list of the files after these paths were loaded."""
     loader = MediaLoader(str(folder), False)
-    with recording() as files:
+    with loader.row() as files:
         for path in paths:
             try:
                 loader.load(path, "image")
@@ -354,8 +354,11 @@ def test_changes_are_exactly_those_of_the_files_behind_the_names(folder, names, 
             (folder / name).write_bytes(content)
 
 
-def test_files_outside_a_recording_are_not_noted(folder):
-    assert MediaLoader(str(folder), False).load("a.png", "image") == b"first"
-    with recording() as files:
-        pass
-    assert files == {}
+def test_each_row_has_its_own_files(folder):
+    loader = MediaLoader(str(folder), False)
+    assert loader.load("link.png", "image") == b"first"
+    with loader.row() as first:
+        loader.load("a.png", "image")
+    with loader.row() as second:
+        loader.load("sub/b.png", "image")
+    assert (list(first), list(second)) == (["a.png"], ["sub/b.png"])

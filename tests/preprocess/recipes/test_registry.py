@@ -10,8 +10,8 @@ import pytest
 
 from preprocess.cli import preprocess as command
 from preprocess.conversation import Conversation, Document
-from preprocess.recipes.base import REGISTRY, constructor_takes, load_recipe, options_class, recipe_class
-from preprocess.recipes.options import declared_options
+from preprocess.own_options import constructor_takes, declared_options, options_class
+from preprocess.recipes.base import PARTS, REGISTRY, load_recipe
 
 DOCS = Path(__file__).parents[3] / "docs" / "recipes.md"
 
@@ -19,17 +19,17 @@ DOCS = Path(__file__).parents[3] / "docs" / "recipes.md"
 @pytest.mark.parametrize("name", REGISTRY)
 class TestEveryRecipe:
     def test_names_the_columns_it_needs_in_words(self, name: str) -> None:
-        assert recipe_class(name).needs
+        assert REGISTRY.find(name).needs
 
     def test_says_what_it_makes(self, name: str) -> None:
-        assert set(recipe_class(name).makes) <= {Conversation, Document}
-        assert recipe_class(name).makes
+        assert set(REGISTRY.find(name).makes) <= {Conversation, Document}
+        assert REGISTRY.find(name).makes
 
     def test_fits_no_row_without_columns(self, name: str) -> None:
-        assert recipe_class(name).fits([]) is False
+        assert REGISTRY.find(name).fits([]) is False
 
     def test_declares_its_options_with_defaults_and_meanings(self, name: str) -> None:
-        options = options_class(name)
+        options = options_class(REGISTRY, name)
         assert dataclasses.is_dataclass(options)
         assert options.__dataclass_params__.frozen  # type: ignore[attr-defined]
         for option in declared_options(options):
@@ -37,13 +37,13 @@ class TestEveryRecipe:
             assert option.meaning.endswith("."), option
 
     def test_is_made_of_its_options_and_media(self, name: str) -> None:
-        assert constructor_takes(name) == {"options", "media"}
+        assert constructor_takes(REGISTRY, name, PARTS) == {"options", "media"}
         assert callable(load_recipe(name))
 
     def test_is_documented_with_its_options(self, name: str) -> None:
         docs = DOCS.read_text()
         assert f"`{name}`" in docs
-        for option in declared_options(options_class(name)):
+        for option in declared_options(options_class(REGISTRY, name)):
             assert option.name in docs
 
     def test_stands_in_the_help_with_its_options(self, name: str) -> None:
@@ -52,7 +52,7 @@ class TestEveryRecipe:
         (recipe,) = parameters["recipe"].annotation.__metadata__
         assert f"`{name}`" in option.help
         assert f"`{name}`" in recipe.help
-        for declared in declared_options(options_class(name)):
+        for declared in declared_options(options_class(REGISTRY, name)):
             assert declared.name in option.help
 
 
@@ -72,4 +72,4 @@ class TestEveryRecipe:
     ],
 )
 def test_these_columns_fit_one_recipe(name: str, columns: list[str]) -> None:
-    assert [each for each in REGISTRY if recipe_class(each).fits(columns)] == [name]
+    assert [each for each in REGISTRY if REGISTRY.find(each).fits(columns)] == [name]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import sys
+from collections import Counter
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +17,16 @@ from rich.console import Console
 
 from preprocess.cli.report import report_of
 from preprocess.config import ImageConfig, PreprocessConfig
-from preprocess.conversation import Conversation
-from preprocess.recipes.base import recipe_fingerprint
 from preprocess.run.dataset import RunResult, Watcher, preprocess_dataset
-from preprocess.shards.key_counts import KeyCounts
+from preprocess.shards.job import ShardRecord
+from preprocess.shards.source_code import recipe_fingerprint
+from preprocess.shards.sums import most_frequent, shortened, summed
 from preprocess.sources.open import open_source
 from tests.conftest import tree_bytes
 from tests.preprocess.command_line import TOKENIZER
 from vlmdata.cli.main import main
 from vlmdata.format.ledger import read_ledger
-from vlmdata.format.manifest import Manifest
+from vlmdata.format.manifest import Manifest, ShardInfo, Totals
 from vlmdata.reasons import Reason
 from vlmdata.storage import open_store
 from vlmdata.verify.dataset import verify_dataset
@@ -105,25 +107,22 @@ def test_a_manifest_without_any_is_as_it_was_before_there_were_such_fields(tmp_p
     assert not {"unused_keys", "unknown_keys"} & json.loads((tmp_path / "out" / "manifest.json").read_text()).keys()
 
 
-@given(
-    rows=st.lists(st.tuples(*[st.lists(st.text("abc", max_size=2), unique=True).map(tuple)] * 2)),
-    cut=st.integers(0, 20),
-)
-def test_counts_do_not_depend_on_how_rows_lie_in_shards(rows: list[Any], cut: int) -> None:
-    parts = [KeyCounts(), KeyCounts()]
-    for i, (unused, unknown) in enumerate(rows):
-        parts[i >= cut].add(Conversation((), unused=unused, unknown=unknown))
-    read = [KeyCounts.from_json(json.loads(json.dumps(part.to_json()))) for part in parts]
-    total = KeyCounts.sum(read)
-    for kept, column in ((total.unused, 0), (total.unknown, 1)):
-        assert dict(kept) == {key: sum(key in row[column] for row in rows) for row in rows for key in row[column]}
+@given(rows=st.lists(st.lists(st.text("abc", max_size=2), unique=True)), cut=st.integers(0, 20))
+def test_counts_do_not_depend_on_how_rows_lie_in_shards(rows: list[list[str]], cut: int) -> None:
+    info, totals = ShardInfo("shard-000000.tar", 0, 2, 2, 0, 10, "00", 0), Totals(*range(len(fields(Totals))))
+    records = [
+        ShardRecord(info, totals, {}, ("images",), unknown=summed(map(Counter, part)), turns={"dropped_reasoning": 1})
+        for part in (rows[:cut], rows[cut:])
+    ]
+    read = [ShardRecord.from_json(record.to_json()) for record in records]
+    assert read == records
+    expected = {key: sum(key in row for row in rows) for row in rows for key in row}
+    assert most_frequent(summed(record.unknown for record in read)) == expected
 
 
 def test_very_many_keys_are_counted_together() -> None:
-    counts = KeyCounts()
-    for n in range(1000):
-        counts.add(Conversation((), unknown=("often", f"{n:04}", "x" * 500)))
-    total = KeyCounts.sum([counts]).unknown
+    rows = [Counter(shortened(["often", f"{n:04}", "x" * 500])) for n in range(1000)]
+    total = most_frequent(summed(rows))
     assert (len(total), total["often"], total["x" * 120], total["0197"], total["(other keys)"]) == (
         201,
         1000,

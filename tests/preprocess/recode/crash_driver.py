@@ -19,7 +19,7 @@ from vlmdata.media.codecs import REGISTRY
 
 def main(folder: Path) -> None:
     """Recodes once for every step at which it can die, and again to the end."""
-    REGISTRY["shuffled-zlib"] = "tests.media.shuffled_zlib"
+    REGISTRY["shuffled-zlib"] = "tests.media.shuffled_zlib:CODEC"
     source = write_source(folder)
     raw, expected = (build(source, name, name, limit=6) for name in ("raw", "shuffled-zlib"))
     out, whole = folder / "out", tree_bytes(expected)

@@ -19,12 +19,12 @@ from rich.console import Console
 import vlmdata
 from preprocess.recode.run import recode_dataset
 from tests.conftest import tree_bytes
+from tests.format.as_earlier import as_earlier
 from tests.preprocess.command_line import Ended, environment
 from tests.preprocess.recode.rows import build, write_source
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError, UsageError
-from vlmdata.format.index_row import ITEM_COLUMNS
 from vlmdata.format.manifest import Manifest
-from vlmdata.format.schema import IMAGE_FILES_NAME, INDEX_NAME, MANIFEST_NAME
+from vlmdata.format.schema import IMAGE_FILES_NAME, INDEX_NAME, MANIFEST_NAME, SCHEMA_VERSION
 from vlmdata.inspect.dataset import describe_dataset
 from vlmdata.inspect.terminal.card import print_card
 from vlmdata.media.codecs import REGISTRY
@@ -43,7 +43,7 @@ MADE = [name for name in CODECS if name != "source"]
 @pytest.fixture(scope="module", autouse=True)
 def _registered() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(REGISTRY, ZLIB, "tests.media.shuffled_zlib")
+        patch.setitem(REGISTRY, ZLIB, "tests.media.shuffled_zlib:CODEC")
         yield
 
 
@@ -96,21 +96,42 @@ def test_the_rows_have_every_shape_and_the_result_is_sound(datasets: dict[str, P
     assert manifest.rejects
     assert manifest.totals.file_bytes == Manifest.read(datasets["raw"]).totals.file_bytes > 0
     assert [shard.samples for shard in manifest.shards].count(0) == 1
-    assert set(vlmdata.open_dataset(tmp_path / "out").index.image_counts.tolist()) == {0, 1, 2}
+    assert set(vlmdata.open_dataset(tmp_path / "out").index.item_counts.tolist()) == {0, 1, 2}
     assert not (tmp_path / "out" / ".progress").exists()
 
 
 def test_a_dataset_of_format_1_0_is_recoded(datasets: dict[str, Path], raw_copy: Path, tmp_path: Path) -> None:
     """Its index has no columns of items, its options no codec."""
-    index, manifest = raw_copy / INDEX_NAME, json.loads((raw_copy / MANIFEST_NAME).read_bytes())
-    pq.write_table(pq.read_table(index).drop_columns(list(ITEM_COLUMNS)), index)
+    as_earlier(raw_copy, "1.0")
+    manifest = json.loads((raw_copy / MANIFEST_NAME).read_bytes())
     del manifest["config"]["options"]["pixels"]
-    manifest |= {"index_sha256": sha256(index), "schema_version": "1.0"}
     (raw_copy / MANIFEST_NAME).write_text(json.dumps(manifest))
     recode_dataset(raw_copy, tmp_path / "out", ZLIB)
     made, expected = tree_bytes(tmp_path / "out"), tree_bytes(datasets[ZLIB])
     assert {name for name in expected if made.get(name) != expected[name]} <= {MANIFEST_NAME}
     assert verify_dataset(tmp_path / "out").faults == []
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+@pytest.mark.parametrize("pixels", [None, "raw"])
+def test_an_earlier_dataset_is_brought_up_with_its_shards(
+    datasets: dict[str, Path], raw_copy: Path, tmp_path: Path, version: str, pixels: str | None
+) -> None:
+    as_earlier(raw_copy, version)
+    result = recode_dataset(raw_copy, tmp_path / "out", pixels)
+    assert (result.old.schema_version, result.manifest.schema_version, result.was) == (version, SCHEMA_VERSION, "raw")
+    assert tree_bytes(tmp_path / "out") == tree_bytes(datasets["raw"])
+    with pytest.raises(UsageError, match=r"out: already has the format 2\.0; give the codec of the copy as --pixels"):
+        recode_dataset(tmp_path / "out", tmp_path / "again", None)
+
+
+def test_a_damaged_shard_is_not_brought_up(raw_copy: Path, tmp_path: Path) -> None:
+    as_earlier(raw_copy, "1.1")
+    shard = raw_copy / "shard-000000.tar"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    with pytest.raises(DatasetFormatError, match=r"shard-000000\.tar: its sha256 is \w+, the manifest says"):
+        recode_dataset(raw_copy, tmp_path / "out", None)
+    assert not (tmp_path / "out" / shard.name).exists()
 
 
 def test_files_of_others_are_not_copied(datasets: dict[str, Path], raw_copy: Path, tmp_path: Path) -> None:
@@ -188,7 +209,7 @@ def test_dying_at_any_step_on_disk_leaves_no_trace_in_the_result(in_memory: Path
 class TestRefused:
     def test_codecs_that_cannot_be(self, datasets: dict[str, Path], tmp_path: Path) -> None:
         for pixels, message in {
-            "webp": "--pixels webp: unknown codec; known codecs: raw, ",
+            "webp": "--pixels webp: unknown codec. Known: raw, ",
             "raw": "already stores its images with raw",
             "source": "--pixels source: ",
         }.items():
@@ -277,7 +298,7 @@ def test_the_command_recodes_in_workers_and_summarises(
     summary = json.loads(done.stdout)
     totals = Manifest.read(tmp_path / "out").totals
     stored = totals.bytes
-    assert summary["bytes_per_image"] == pytest.approx(totals.image_bytes / totals.images)
+    assert summary["bytes_per_image"] == pytest.approx(totals.item_bytes / totals.items)
     assert (summary["was"], summary["pixels"], summary["bytes"], summary["shards_made"]) == ("raw", pixels, stored, 4)
     assert tree_bytes(tmp_path / "out") == tree_bytes(datasets[pixels])
     refused = command("recode", datasets["raw"], "--pixels", "raw", "--out", tmp_path / "other")

@@ -48,8 +48,6 @@ def place(tmp_path: Path) -> Iterator[Path]:
         yield folder
     for name in ("rounded_rules", "rounded_family", "zlib_patches"):
         sys.modules.pop(name, None)
-    families.family.cache_clear()
-    codecs._load.cache_clear()
 
 
 def rewrite(file: Path, text: str) -> None:
@@ -59,8 +57,6 @@ def rewrite(file: Path, text: str) -> None:
     sys.modules.pop("rounded_family", None)
     importlib.invalidate_caches()
     linecache.checkcache()
-    families.family.cache_clear()
-    codecs._load.cache_clear()
 
 
 @pytest.mark.parametrize("finished", [True, False], ids=["finished", "unfinished"])
@@ -73,9 +69,7 @@ def test_other_rules_of_a_family_are_refused(
     finished: bool,
     module: str,
 ) -> None:
-    monkeypatch.setattr(families, "REGISTRY", {**families.REGISTRY, "rounded": "rounded_family"})
-    monkeypatch.setattr("preprocess.shards.fingerprints.FAMILIES", families.REGISTRY)
-    monkeypatch.setattr("vlmdata.format.manifest.REGISTRY", families.REGISTRY)
+    monkeypatch.setitem(families.REGISTRY, "rounded", "rounded_family:FAMILY")
     (place / "rounded_family.py").write_text("from rounded_rules import FAMILY\n")
     rewrite(place / f"{module}.py", FAMILY.format(side=64))
     monkeypatch.setattr("tests.preprocess.run.runs.config", lambda: config(family="rounded"))
@@ -91,8 +85,8 @@ def test_other_rules_of_a_family_are_refused(
 def test_other_code_of_a_codec_is_refused(
     cord_parquet: Path, tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch, finished: bool
 ) -> None:
-    module = write_named_file("codec.md", "vlmdata/media/codecs/zlib_patches.py", place)
-    monkeypatch.setitem(codecs.REGISTRY, "zlib", module)
+    module = write_named_file("codec.md", "zlib_patches.py", place)
+    monkeypatch.setitem(codecs.REGISTRY, "zlib", f"{module}:CODEC")
     monkeypatch.setattr("tests.preprocess.run.runs.config", lambda: config(pixels="zlib"))
     begin(cord_parquet, tmp_path / "out", finished)
     file = place / f"{module}.py"

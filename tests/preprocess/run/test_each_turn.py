@@ -83,14 +83,14 @@ def test_every_turn_is_a_sample_and_pixels_are_stored_once(datasets: dict[str, P
     dataset = open_dataset(datasets[pixels])
     assert dataset.index.keys.to_pylist() == KEYS
     assert dataset.index.target_turns.tolist() == [1] * 7
-    assert dataset.index.image_counts.tolist() == [1, 1, 2, 0, 1, 1, 1]
+    assert dataset.index.item_counts.tolist() == [1, 1, 2, 0, 1, 1, 1]
     assert [(r.row, r.sample, r.reason.value) for r in read_ledger(datasets[pixels] / "rejected.jsonl")] == [
         (2, 1, "empty_answer")
     ]
     index, totals = dataset.index, dataset.manifest.totals
     assert (totals.samples, totals.rejected, totals.rows, totals.candidates) == (7, 1, 4, 8)
     assert len(set(index.item_offsets.tolist())) == 3  # of 7 images in samples, also over rows
-    assert totals.image_bytes == sum(dict(zip(index.item_offsets, index.item_bytes, strict=True)).values())
+    assert totals.item_bytes == sum(dict(zip(index.item_offsets, index.item_bytes, strict=True)).values())
     assert dataset.manifest.features == ("images", f"patches-{pixels}")
     plain = [name for name in members(datasets[pixels]) if name.endswith("patches.npy")]
     assert plain == ["000000001.patches.npy"]  # the sample without images

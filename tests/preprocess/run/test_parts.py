@@ -253,7 +253,7 @@ class TestCommand:
         shards = {name: data for name, data in tree_bytes(tmp_path).items() if not name.startswith("manifest")}
         assert shards == {name: data for name, data in whole.items() if not name.startswith("manifest")}
 
-    @pytest.mark.parametrize("options", [("--overwrite",), ("--trace", "0"), ("--ray-address", "auto")])
+    @pytest.mark.parametrize("options", [("--overwrite",), ("--trace", "0"), ("--engine-option", "address=auto")])
     def test_refuses_options_that_parts_do_not_go_with(
         self, vlmdata: Callable[..., Ended], source: Path, tmp_path: Path, options: tuple[str, ...]
     ) -> None:

@@ -88,7 +88,7 @@ class TestAnyOrder:
         (tmp_path / "rows.jsonl").write_bytes(json_lines(rows))
         source = opened(tmp_path / "rows.jsonl")
         read = 0
-        original = records._Cursor.read
+        original = records._RecordCursor.read
 
         def counted(self: Any, row: int) -> Any:
             nonlocal read
@@ -96,7 +96,7 @@ class TestAnyOrder:
             return original(self, row)
 
         source.row(0)  # the file stands open at its beginning
-        monkeypatch.setattr(records._Cursor, "read", counted)
+        monkeypatch.setattr(records._RecordCursor, "read", counted)
         for number in range(150, 200):
             source.row(number)
         assert read < 50 + 12, "one block of 1 MiB at most lies between"

@@ -19,7 +19,7 @@ from datasets import Image as ImageFeature
 from preprocess.config import ImageConfig, PreprocessConfig
 from preprocess.run.dataset import preprocess_dataset
 from preprocess.sources import parquet
-from preprocess.sources.arrow import ArrowRows
+from preprocess.sources.datasets_library import ArrowRows
 from preprocess.sources.open import open_source
 from preprocess.sources.rows import Rows, Source
 from tests.conftest import cord_row, encoded_image, tree_bytes

@@ -274,6 +274,6 @@ def test_chat_rows_with_images_become_a_dataset(tmp_path):
     members["4.json"] = b"{"
     source = write_tar(tmp_path / "chat-000.tar", members)
     dataset = open_dataset(build_dataset(source, tmp_path / "out", recipe="chat", rows_per_shard=2))
-    assert dataset.manifest.totals.images == len(dataset) == 4
+    assert dataset.manifest.totals.items == len(dataset) == 4
     assert dict(dataset.manifest.rejects) == {"malformed_row": 1}
     assert verify_dataset(tmp_path / "out").faults == []

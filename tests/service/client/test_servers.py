@@ -15,11 +15,11 @@ from vlmdata import StreamingLoader
 from vlmdata.errors import ResourceError, UsageError
 from vlmdata.loader.config import Service
 from vlmdata.loader.fill.buffers import BufferPool
-from vlmdata.loader.fill.fill import Filled
+from vlmdata.loader.fill.filler import Filled
 from vlmdata.service.address import Server, parse_address
 from vlmdata.service.client import servers as module
 from vlmdata.service.client.connection import CertificateError, ServerLostError
-from vlmdata.service.client.race import fetch
+from vlmdata.service.client.race import Race
 from vlmdata.service.client.servers import Servers
 
 
@@ -194,9 +194,9 @@ def test_a_token_file_that_is_absent_for_a_moment_is_read_again(monkeypatch: pyt
     query: Any = SimpleNamespace(dp_rank=0)
     pool = BufferPool()
     with pytest.raises(UsageError, match="cannot be read"):  # twice
-        fetch(servers, query, 5, pool, True, 60.0, threading.Event())
+        Race(servers, query, 5, pool, True, 60.0).fetch(threading.Event())
     answers.append(UsageError("service_token_file: cannot be read: No such file or directory"))
-    lease, filled = fetch(servers, query, 5, pool, True, 60.0, threading.Event())
+    lease, filled = Race(servers, query, 5, pool, True, 60.0).fetch(threading.Event())
     assert filled == Filled(5)
     assert np.asarray(lease.memory()).size
     lease.release()

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlmdata.loader.config import Service
-from vlmdata.loader.fill.buffers import BufferName, BufferPool, Lease
+from vlmdata.loader.fill.buffers import BufferName, BufferPool, LeasedBuffer
 from vlmdata.loader.state import Position
 from vlmdata.packing.config import PlanConfig
 from vlmdata.service import shared_memory
@@ -29,7 +29,7 @@ from vlmdata.service.shared_memory import IN_ANSWER, Maps, SharedMemoryError, Sh
 NOTHING = np.zeros(0, np.uint8)
 
 
-def place_of(lease: Lease, size: int) -> SharedPack:
+def place_of(lease: LeasedBuffer, size: int) -> SharedPack:
     found = SharedPack.of(lease.name, lease.renew(), ((0, size),))
     assert found is not None
     return found

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from vlmdata.errors import ResourceError
+from vlmdata.format.atomic import write_atomically
 from vlmdata.inspect.serialise import to_json
 from vlmdata.version import __version__
 
@@ -24,28 +23,17 @@ _SCRIPTS = ("dom", "store", "overview", "list", "tokens", "picture", "sample", "
 
 
 @dataclass(frozen=True)
-class Document:
-    """A page and its security policy.
-
-    Attributes:
-        html: The document.
-        policy: Content-Security-Policy: allows only the page's own script and style, by hash, and its images.
-    """
+class HtmlPage:
+    """A page and its Content-Security-Policy, which allows only its own script and style, by hash, and its images."""
 
     html: str
     policy: str
 
 
-def build_page(boot: Mapping[str, Any], samples: Mapping[int, Mapping[str, Any]], *, served: bool) -> Document:
-    """Builds the page.
+def build_page(boot: Mapping[str, Any], samples: Mapping[int, Mapping[str, Any]], *, served: bool) -> HtmlPage:
+    """Builds the page from the script's initial data (card, sample list, packs) and samples by position.
 
-    Args:
-        boot: Initial data of the script: card, sample list, packs.
-        samples: Samples by position, parsed when opened.
-        served: Whether a server provides further samples.
-
-    Returns:
-        The document.
+    Samples are parsed when opened. If ``served``, a server provides further samples.
     """
     style, script = _read("style.css"), _script()
     # frame-ancestors has no effect in a meta element; the server's header has it.
@@ -54,20 +42,17 @@ def build_page(boot: Mapping[str, Any], samples: Mapping[int, Mapping[str, Any]]
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src {images}; "
         f"connect-src {connect}; base-uri 'none'; form-action 'none'"
     )
-    html = (
-        _environment()
-        .from_string(_read("templates/page.html.j2"))
-        .render(
-            title=boot["card"]["name"],
-            version=__version__,
-            policy=policy,
-            style=Markup(style),
-            script=Markup(script),
-            boot=json_block(boot),
-            samples=[(index, json_block(sample)) for index, sample in samples.items()],
-        )
+    jinja = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    html = jinja.from_string(_read("templates/page.html.j2")).render(
+        title=boot["card"]["name"],
+        version=__version__,
+        policy=policy,
+        style=Markup(style),
+        script=Markup(script),
+        boot=json_block(boot),
+        samples=[(index, json_block(sample)) for index, sample in samples.items()],
     )
-    return Document(html, policy)
+    return HtmlPage(html, policy)
 
 
 def json_block(value: Any) -> Markup:
@@ -78,36 +63,23 @@ def json_block(value: Any) -> Markup:
     return Markup(text)
 
 
-def write_page(path: Path, document: Document) -> None:
+def write_page(path: Path, document: HtmlPage) -> None:
     """Writes a document atomically.
 
     Raises:
         ResourceError: If the file cannot be written.
     """
-    from vlmdata.errors import ResourceError
-
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(document.html, encoding="utf-8")
-        temporary.replace(path)
+        write_atomically(path, document.html.encode())
     except OSError as error:
-        with suppress(OSError):  # nothing was made, and the folder may be read-only or a file
-            temporary.unlink()
         raise ResourceError(f"--html {path}: cannot write the page: {error.strerror or error}") from error
 
 
-@cache
 def _script() -> str:
-    parts: Sequence[str] = [_read(f"script/{name}.js") for name in _SCRIPTS]
+    parts = [_read(f"script/{name}.js") for name in _SCRIPTS]
     return '"use strict";\n(() => {\n' + "\n".join(parts) + "})();\n"
 
 
-@cache
-def _environment() -> Environment:
-    return Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-
-
-@cache
 def _read(name: str) -> str:
     return (_HERE / name).read_text(encoding="utf-8")
 

@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping
 from typing import Any
 
 from vlmdata.errors import DatasetFormatError
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.inspect.dataset import DatasetCard
-from vlmdata.inspect.page.build import Document, build_page
-from vlmdata.inspect.page.payload import dataset_payload, safe, sample_payload, summary_payload
-from vlmdata.inspect.pixels import PAGE_SIDE, THUMBNAIL_SIDE, data_uri, rebuild_image
+from vlmdata.inspect.page.build import HtmlPage, build_page
+from vlmdata.inspect.page.payload import dataset_payload, sample_payload, summary_payload
+from vlmdata.inspect.pixels import PAGE_SIDE, THUMBNAIL_SIDE
 from vlmdata.inspect.sample import SampleDescriber
-from vlmdata.inspect.serialise import to_jsonable
 from vlmdata.media.image_file import image_file
 
 
 def page_document(
-    dataset: VlmDataset,
-    card: DatasetCard,
-    chosen: Mapping[int, str],
-    packs: Mapping[str, Any],
-) -> Document:
-    """Builds a page with some samples.
-
-    Args:
-        dataset: The dataset.
-        card: Its card.
-        chosen: Positions of the samples to show, with the reason for each.
-        packs: Result of :func:`packs_payload`.
-
-    Returns:
-        The document.
-    """
+    dataset: VlmDataset, card: DatasetCard, chosen: Mapping[int, str], packs: Mapping[str, Any]
+) -> HtmlPage:
+    """Builds a page with the samples at some positions, each with the reason for showing it, and packs."""
     describe = SampleDescriber(dataset)
     boot = {
         "mode": "file",
@@ -45,17 +32,6 @@ def page_document(
     return build_page(boot, {i: _with_images(describe, i) for i in chosen}, served=False)
 
 
-def packs_payload(batches: list[Any], total: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Formats packs for the page.
-
-    Args:
-        batches: Descriptions of the first batches.
-        total: Total number of batches.
-        options: Loader options to show.
-    """
-    return {"batches": safe(to_jsonable(batches)), "total": total, "options": to_jsonable(options)}
-
-
 def _with_images(describe: SampleDescriber, i: int) -> dict[str, Any]:
     payload = sample_payload(describe(i))
     for image in payload["images"]:
@@ -66,7 +42,7 @@ def _with_images(describe: SampleDescriber, i: int) -> dict[str, Any]:
 def _image_uri(describe: SampleDescriber, i: int, number: int, longest: int) -> str | None:
     """Returns an image as a ``data:`` URL; None if missing or damaged (its findings report damage)."""
     try:
-        pixels = rebuild_image(describe.dataset.as_stored(i), number, describe.dataset.family)
+        pixels = describe.image(i, number)
     except (IndexError, DatasetFormatError):
         return None
-    return data_uri(image_file(pixels, "webp", longest), "webp")
+    return f"data:image/webp;base64,{base64.b64encode(image_file(pixels, 'webp', longest)).decode()}"

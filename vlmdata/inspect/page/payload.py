@@ -18,11 +18,8 @@ _WORDS = 80
 def summary_payload(describe: SampleDescriber, i: int, why: str = "", thumbnail: str | None = None) -> dict[str, Any]:
     """Formats a sample's line in the list.
 
-    Args:
-        describe: Describes the dataset's samples.
-        i: The sample's position.
-        why: Reason for choosing the sample, if any.
-        thumbnail: Its first image as a ``data:`` URL, for a page without a server.
+    ``why`` is the reason for choosing the sample; ``thumbnail`` its first image as a ``data:`` URL, for a page without
+    a server.
     """
     index = describe.dataset.index
     return {
@@ -32,7 +29,7 @@ def summary_payload(describe: SampleDescriber, i: int, why: str = "", thumbnail:
         "length": int(index.lengths[i]),
         "targets": int(index.num_targets[i]),
         "share": float(describe.facts.target_shares[i]),
-        "images": int(index.image_counts[i]),
+        "images": int(index.item_counts[i]),
         "patches": int(index.num_patches[i]),
         "turns": int(index.target_turns[i]),
         "truncated": bool(index.truncated[i]),
@@ -62,6 +59,7 @@ def sample_payload(sample: SampleDescription) -> dict[str, Any]:
         "truncated": sample.truncated,
         "findings": [_finding(found) for found in sample.findings],
         "images": [safe(to_jsonable(image)) for image in sample.images],
+        "columns": [one_line(f"{name} = {value}") for name, value in sample.columns.items()],
         "spans": [_span(sample, span) for span in sample.spans],
         "tokens": {
             # All tokens of an image have the same text, which is in their span.
@@ -71,9 +69,8 @@ def sample_payload(sample: SampleDescription) -> dict[str, Any]:
             "mask": tokens.mask.tolist(),
             # Absent if all targets weigh 1. Rounded to six digits, since weights are stored as float32.
             **({} if tokens.weights is None else {"weight": [float(f"{w:.6g}") for w in tokens.weights.tolist()]}),
-            "t": tokens.t.tolist(),
-            "h": tokens.h.tolist(),
-            "w": tokens.w.tolist(),
+            "axes": list(tokens.positions),
+            **{name: axis.tolist() for name, axis in tokens.positions.items()},
         },
     }
 

@@ -1,8 +1,6 @@
-"""Chooses the samples of a page: extremes and suspicious ones first, then random ones; or those requested."""
+"""Chooses the samples of a page: extremes and suspicious ones first, then random ones."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -13,14 +11,7 @@ _FINDINGS_FIRST = 3
 
 
 def choose_samples(card: DatasetCard, total: int, count: int, seed: int) -> dict[int, str]:
-    """Returns the positions of at most ``count`` samples of ``total``, with the reason for each.
-
-    Args:
-        card: The dataset's card.
-        total: Number of samples in the dataset.
-        count: Largest number of samples to choose.
-        seed: Seed of the random choice.
-    """
+    """Returns the positions of at most ``count`` samples of ``total``, with the reason for each."""
     reasons: dict[int, list[str]] = {}
     for group in card.findings:
         shown = group.examples if group.severity is not Severity.NOTE else group.examples[:_FINDINGS_FIRST]
@@ -36,8 +27,3 @@ def choose_samples(card: DatasetCard, total: int, count: int, seed: int) -> dict
             break
         chosen.setdefault(index, "random")
     return chosen
-
-
-def given_samples(positions: Sequence[int]) -> dict[int, str]:
-    """Returns requested samples with their reason."""
-    return dict.fromkeys(positions, "asked for")

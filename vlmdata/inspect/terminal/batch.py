@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vlmdata.inspect.batch import BatchDescription
-from vlmdata.inspect.terminal.draw import bar, columns, data, facts, number
+from vlmdata.inspect.terminal.draw import add_row, bar, columns, data, facts, number
 from vlmdata.wording import counted
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -93,19 +93,16 @@ def _segments(batch: BatchDescription) -> Table:
     table = columns("segments", *names, left=("", "key", " "))
     for i, segment in enumerate(batch.segments):
         style = PALETTE[i % len(PALETTE)]
-        row = [
+        add_row(
+            table,
             Text(segment_letter(i), style) if segment.key else Text("·", "dim"),
-            *([Text(str(segment.dataset))] if several else []),
+            *([str(segment.dataset)] if several else []),
             data(segment.key) if segment.key else Text("padded tail", "dim"),
-            Text(f"{segment.source_row:,}" if segment.key else ""),
-            *(
-                Text(f"{value:,}")
-                for value in (segment.length, segment.padding, segment.targets, segment.images, segment.patches)
-            ),
-            Text(number(segment.cost_share, "share")),
+            segment.source_row if segment.key else "",
+            *(segment.length, segment.padding, segment.targets, segment.images, segment.patches),
+            number(segment.cost_share, "share"),
             Text(bar(segment.cost_share, 16), style),
-        ]
-        table.add_row(*row)
+        )
     return table
 
 
@@ -116,11 +113,9 @@ def _ranks(batch: BatchDescription) -> Table:
         ranges = ", ".join(f"{start}–{stop - 1}" for start, stop in share.ranges[:_SHOWN])
         if len(share.ranges) > _SHOWN:
             ranges += f", … {len(share.ranges) - _SHOWN} more (--json has them)"
-        table.add_row(
-            Text(f"{share.rank}", PALETTE[share.rank % len(PALETTE)]),
-            *(f"{v:,}" for v in (share.tokens, share.true_tokens, share.targets, share.images, share.patches)),
-            ranges,
-        )
+        rank = Text(f"{share.rank}", PALETTE[share.rank % len(PALETTE)])
+        counts = (share.tokens, share.true_tokens, share.targets, share.images, share.patches)
+        add_row(table, rank, *counts, ranges)
     return table
 
 
@@ -131,15 +126,10 @@ def _images(batch: BatchDescription) -> Table:
     table = columns("images", *names)
     for i, image in enumerate(batch.images):
         t, h, w = image.grid
-        row = [
-            str(i),
-            segment_letter(image.segment),
-            f"{image.start:,}",
-            f"{image.tokens:,}",
-            f"{image.patches:,}",
-            f"{h} × {w}" + (f" × {t}" if t > 1 else ""),
-        ]
-        table.add_row(*row, *([str(image.rank)] if batch.context_parallel > 1 else []))
+        grid = f"{h} × {w}" + (f" × {t}" if t > 1 else "")
+        encoder = [str(image.rank)] if batch.context_parallel > 1 else []
+        counts = (image.start, image.tokens, image.patches)
+        add_row(table, str(i), segment_letter(image.segment), *counts, grid, *encoder)
     return table
 
 

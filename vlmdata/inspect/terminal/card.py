@@ -10,11 +10,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from vlmdata.format.image_sizes import image_sizes
+from vlmdata.format.item_sizes import item_sizes
 from vlmdata.format.schema import LEDGER_NAME
 from vlmdata.inspect.dataset import DatasetCard, Extremes, FindingGroup, RejectGroup
 from vlmdata.inspect.findings import Severity
-from vlmdata.inspect.terminal.draw import SEVERITY, columns, data, facts, histogram_table, number
+from vlmdata.inspect.terminal.draw import SEVERITY, add_row, columns, data, facts, histogram_table, number
 from vlmdata.media.codecs import codecs_of
 from vlmdata.wording import counted
 
@@ -65,7 +65,7 @@ def _totals(card: DatasetCard) -> Table:
     share = totals.targets / max(totals.tokens, 1)
     rejected = totals.rejected / max(totals.candidates, 1)
     truncated = f"{totals.truncated:,} truncated" if totals.truncated else ""
-    each = f"{totals.patches / totals.images:,.0f} per image" if totals.images else ""
+    each = f"{totals.patches / totals.items:,.0f} per image" if totals.items else ""
     table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="bold")
     table.add_column(justify="right")
@@ -75,11 +75,11 @@ def _totals(card: DatasetCard) -> Table:
         ("source rows", totals.rows, f"{totals.rejected:,} rejected: {100 * rejected:.2f} %"),
         ("tokens", totals.tokens, f"+ {totals.padding:,} padding"),
         ("target tokens", totals.targets, f"{number(share, 'share')} of tokens"),
-        ("images", totals.images, image_sizes(totals, " and ".join(codecs_of(card.features)))),
+        ("images", totals.items, item_sizes(totals, " and ".join(codecs_of(card.features)))),
         ("patches", totals.patches, each),
         ("bytes", totals.bytes, f"{totals.bytes / 1e6:,.1f} MB in {counted(card.shards, 'shard')}"),
     ):
-        table.add_row(name, f"{value:,}", remark)
+        add_row(table, name, value, remark)
     return table
 
 
@@ -88,14 +88,14 @@ def _rejects(groups: tuple[RejectGroup, ...]) -> Table:
     for group in groups:
         row, message = group.examples[0] if group.examples else (None, "")
         first = f"row {row}: {message}" if row is not None else ""
-        table.add_row(f"{group.count:,}", data(group.reason, "yellow"), data(first, limit=_MESSAGE))
+        add_row(table, group.count, data(group.reason, "yellow"), data(first, limit=_MESSAGE))
     return table
 
 
 def _extremes(extremes: Extremes) -> Table:
     table = columns(extremes.title, "", "key", "row", left=("key",))
     for sample in extremes.samples:
-        table.add_row(number(sample.value, extremes.kind), data(sample.key), f"{sample.source_row:,}")
+        add_row(table, number(sample.value, extremes.kind), data(sample.key), sample.source_row)
     return table
 
 

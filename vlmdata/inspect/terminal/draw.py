@@ -15,11 +15,7 @@ _BAR_WIDTH = 32
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 #: A mark and a style, so that severity never depends on colour alone.
-SEVERITY = {
-    Severity.FAULT: ("✖", "bold red"),
-    Severity.WARNING: ("▲", "yellow"),
-    Severity.NOTE: ("·", "dim"),
-}
+SEVERITY = {Severity.FAULT: ("✖", "bold red"), Severity.WARNING: ("▲", "yellow"), Severity.NOTE: ("·", "dim")}
 
 
 def data(value: object, style: str = "", limit: int | None = None) -> Text:
@@ -61,6 +57,11 @@ def columns(title: str, *names: str, left: tuple[str, ...] = ()) -> Table:
     for name in names:
         table.add_column(name, justify="left" if name in left else "right", header_style="dim", overflow="fold")
     return table
+
+
+def add_row(table: Table, *cells: str | Text | int) -> None:
+    """Adds a row; whole numbers become 1,234."""
+    table.add_row(*(f"{cell:,}" if isinstance(cell, int) else cell for cell in cells))
 
 
 def histogram_table(histogram: Histogram) -> Table:

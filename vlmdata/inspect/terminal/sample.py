@@ -20,13 +20,7 @@ _TARGET = "bold green"
 
 
 def print_sample(console: Console, sample: SampleDescription, tokens: bool = False) -> None:
-    """Prints a sample.
-
-    Args:
-        console: Console to print to.
-        sample: The sample.
-        tokens: Whether to print the token table.
-    """
+    """Prints a sample, with its token table if wanted."""
     console.print(_identity(sample))
     console.print()
     for found in sample.findings:
@@ -66,6 +60,7 @@ def _identity(sample: SampleDescription) -> Table:
         ("turns", "none", "a document: all text is a target")
         if document
         else ("turns", data(turns, limit=80), f"{sample.target_turns} with targets"),
+        *(("column", data(f"{name} = {value}", limit=200), "") for name, value in sample.columns.items()),
     )
 
 
@@ -141,7 +136,7 @@ def _images(images: tuple[ImageDescription, ...]) -> Table:
 def _tokens(sample: SampleDescription) -> Table:
     tokens = sample.tokens
     weighted = ("weight",) if tokens.weights is not None else ()
-    table = columns("tokens", "index", "id", "text", "label", "mask", *weighted, "t", "h", "w", left=("text",))
+    table = columns("tokens", "index", "id", "text", "label", "mask", *weighted, *tokens.positions, left=("text",))
     for span in sample.spans:
         numbers = list(range(span.start, span.stop))
         folded = len(numbers) - 2 * _ENDS if span.kind is SpanKind.IMAGE else 0
@@ -159,8 +154,6 @@ def _tokens(sample: SampleDescription) -> Table:
                 f"{label}" if label >= 0 else Text(f"{label}", "dim"),
                 Text("1", _TARGET) if tokens.mask[i] else Text(f"{tokens.mask[i]}", "dim"),
                 *([] if tokens.weights is None else [f"{tokens.weights[i]:g}"]),
-                f"{tokens.t[i]}",
-                f"{tokens.h[i]}",
-                f"{tokens.w[i]}",
+                *(f"{axis[i]}" for axis in tokens.positions.values()),
             )
     return table

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.text import Text
 
 from vlmdata.inspect.sample import SampleDescription
-from vlmdata.inspect.terminal.draw import columns, data, facts
+from vlmdata.inspect.terminal.draw import add_row, columns, data, facts, number
 from vlmdata.inspect.terminal.sample import print_sample
-from vlmdata.inspect.trace import RowTrace, RowUse, StepDescription
+from vlmdata.inspect.trace import FoundSample, RowTrace, RowUse, StepDescription
 from vlmdata.wording import counted
 
 
@@ -50,21 +50,14 @@ def print_step(console: Console, step: StepDescription) -> None:
             dataset = [data(Path(step.datasets[sample.dataset]).name)] if several else []
             cut = Text(" cut", "yellow") if sample.truncated else Text("")
             numbers = (sample.source_row, sample.length, sample.targets, sample.images, sample.patches, sample.repeat)
-            table.add_row(*dataset, data(sample.key) + cut, *(f"{value:,}" for value in numbers))
+            add_row(table, *dataset, data(sample.key) + cut, *numbers)
         console.print(table)
 
 
 def print_row(
     console: Console, trace: RowTrace, samples: Sequence[SampleDescription | None], tokens: bool = False
 ) -> None:
-    """Prints the outcome of a source row.
-
-    Args:
-        console: Console to print to.
-        trace: Outcome of the row.
-        samples: Description of each candidate's sample; None if rejected.
-        tokens: Whether to print the token tables.
-    """
+    """Prints the outcome of a source row, and each candidate's sample; None if rejected."""
     if len(trace.candidates) > 1:
         accepted = sum(sample is not None for sample in samples)
         rejected = len(samples) - accepted
@@ -73,8 +66,8 @@ def print_row(
         )
         console.print(Text(f"source row {trace.source_row:,}: {total}", "bold"))
         console.print()
-    for number, (candidate, sample) in enumerate(zip(trace.candidates, samples, strict=True)):
-        if number:
+    for at, (candidate, sample) in enumerate(zip(trace.candidates, samples, strict=True)):
+        if at:
             console.print()
         if sample is not None:
             print_sample(console, sample, tokens)
@@ -97,3 +90,16 @@ def _print_uses(console: Console, uses: Sequence[RowUse]) -> None:
             console.print(f"used in {where}, which is dropped with the incomplete last step")
         else:
             console.print(f"used in {where}: step {use.step}, rank {use.dp_rank}, micro-batch {use.micro_batch}")
+
+
+def print_found(console: Console, samples: tuple[FoundSample, ...], total: int, most: int) -> None:
+    """Prints at most ``most`` of the samples that a query found."""
+    names = ("key", "row", "tokens", "targets", "", "images", "patches")
+    table = columns(f"{len(samples):,} of {counted(total, 'sample')}", *names, left=("key",))
+    for sample in samples[:most]:
+        share = number(sample.targets / max(sample.length, 1), "share")
+        counts = (sample.source_row, sample.length, sample.targets, share, sample.images, sample.patches)
+        add_row(table, data(sample.key), *counts)
+    console.print(table)
+    if len(samples) > most:
+        console.print(f"… and {len(samples) - most:,} more; --json lists them all")

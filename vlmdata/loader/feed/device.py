@@ -15,23 +15,14 @@ from vlmdata.batch import PackedBatch
 
 @dataclass(frozen=True, eq=False)
 class DeviceCopy:
-    """A copy in progress.
-
-    Attributes:
-        source: The batch on the host, which must live until the copy is complete.
-        done: CUDA event at its end.
-    """
+    """A copy in progress: the batch on the host, which must live until then, and the CUDA event at its end."""
 
     source: PackedBatch
     done: Any
 
 
 class DeviceMover:
-    """Copies batches on a separate stream: the next batch is transferred while the current one is in training.
-
-    Args:
-        device: The CUDA device; without a number, the current one of the calling thread.
-    """
+    """Copies batches on a separate stream: the next batch is transferred while the current one is in training."""
 
     def __init__(self, device: torch.device):
         # Another thread will send, and its current device is 0, regardless of the training's.
@@ -41,10 +32,7 @@ class DeviceMover:
         self._refused: set[int] = set()
 
     def pin(self, buffer: npt.NDArray[np.uint8]) -> None:
-        """Page-locks a reused buffer in place, once, so that batches need no host copy for pinning.
-
-        If that fails (such as by a limit on locked memory), batches are copied to pinned memory.
-        """
+        """Page-locks a reused buffer in place, once. If it is refused, batches are copied to pinned memory."""
         address = buffer.ctypes.data
         if address in self._registered or address in self._refused:
             return

@@ -7,59 +7,62 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 from vlmdata.errors import ResourceError
-from vlmdata.loader.fill.buffers import Lease
-from vlmdata.loader.fill.fill import Filled
-from vlmdata.loader.request.request import PackRequest
-
-#: Converts a filled buffer, given its request and the number of bytes read. Takes ownership of the buffer.
-type Finish[Item] = Callable[[PackRequest, Lease, Filled], Item]
-#: Starts to fill a buffer for a request.
-type Start = Callable[[PackRequest], Future[tuple[Lease, Filled]]]
+from vlmdata.loader.fill.buffers import BufferPool, LeasedBuffer
+from vlmdata.loader.fill.filler import Filled, FilledBuffer
+from vlmdata.loader.request.pack_request import PackRequest
 
 #: Seconds for the thread to end when the pipeline is closed.
 _GRACE_SECONDS = 5.0
 
 
+class Filler(Protocol):
+    """Fills the buffers of requests: from shards, or from a service.
+
+    Attributes:
+        ahead: Number of requests under way; 0 if each is filled when its batch is asked for.
+        timeout: Seconds to wait for a batch before that is an error.
+    """
+
+    ahead: int
+    timeout: float
+
+    def start(self, request: PackRequest, pool: BufferPool) -> Future[FilledBuffer]:
+        """Starts to fill a buffer of the pool."""
+
+    def stop(self, wait: bool) -> None:
+        """Stops everything that was started, and waits until it has ended if ``wait``."""
+
+
 class Pipeline[Item]:
     """A thread that has several requests under way, finishes them in order, and stays one ahead of the consumer.
 
-    Args:
-        requests: Requests in order, possibly endless.
-        start: Starts a request; called in the thread. Its errors reach the consumer after the batches before it.
-        ahead: Number of requests under way.
-        finish: Applied to every filled buffer in the thread; it may start a copy to a device.
-        stop: Stops what :obj:`start` started, when the pipeline is closed; its argument is whether to wait.
-        timeout: Seconds to wait for an item before that is an error.
+    Errors of a request reach the consumer after the batches before it. ``finish`` makes an item of a filled buffer and
+    takes the buffer over; it may start a copy to a device.
     """
 
     def __init__(
         self,
         requests: Iterator[PackRequest],
-        start: Start,
-        ahead: int,
-        finish: Finish[Item],
-        stop: Callable[[bool], object],
-        timeout: float,
+        filler: Filler,
+        pool: BufferPool,
+        finish: Callable[[PackRequest, LeasedBuffer, Filled], Item],
     ):
-        self._requests, self._start, self._ahead = requests, start, ahead
-        self._finish, self._stop, self._timeout = finish, stop, timeout
+        self._requests, self._filler, self._pool, self._finish = requests, filler, pool, finish
+        self._timeout = filler.timeout
         self._ready: queue.Queue[Any] = queue.Queue(maxsize=1)  # one ahead of the consumer
+        self._under_way: deque[tuple[PackRequest, Future[FilledBuffer]]] = deque()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="vlmdata-pipeline", daemon=True)
         self._thread.start()
 
     def close(self, wait: bool = True) -> None:
-        """Stops everything.
-
-        Args:
-            wait: Whether to wait until what fills buffers and the thread are gone.
-        """
+        """Stops everything, and waits until what fills buffers and the thread are gone if ``wait``."""
         self._stopped.set()
         wait = wait and self._thread is not threading.current_thread()  # garbage collection may run in any thread
-        self._stop(wait)
+        self._filler.stop(wait)
         if wait:
             self._thread.join(_GRACE_SECONDS)
 
@@ -83,39 +86,39 @@ class Pipeline[Item]:
             yield item
 
     def _run(self) -> None:
-        under_way: deque[tuple[PackRequest, Future[tuple[Lease, Filled]]]] = deque()
         try:
-            self._put(self._make(under_way))
+            self._put(self._make())
         except BaseException as error:
             self._put(error)
         finally:
             self._stopped.set()
-            for _, future in under_way:
+            for _, future in self._under_way:
                 if not future.cancel():
                     future.add_done_callback(_release)
+            self._under_way.clear()
 
-    def _make(self, under_way: deque[tuple[PackRequest, Future[tuple[Lease, Filled]]]]) -> Exception | None:
+    def _make(self) -> Exception | None:
         """Passes items on until the requests end. Returns why they do, if that is an error."""
-        failure = self._fill(under_way)
-        while under_way and not self._stopped.is_set():
-            request, future = under_way.popleft()
+        failure = self._start_more()
+        while self._under_way and not self._stopped.is_set():
+            request, future = self._under_way.popleft()
             try:
                 lease, filled = future.result()
             finally:
                 del future  # an error's traceback refers to it, and it to the error
-            failure = failure or self._fill(under_way)
+            failure = failure or self._start_more()
             if self._stopped.is_set():
                 lease.release()
             else:
                 self._put(self._finish(request, lease, filled))
         return failure
 
-    def _fill(self, under_way: deque[tuple[PackRequest, Future[tuple[Lease, Filled]]]]) -> Exception | None:
+    def _start_more(self) -> Exception | None:
         """Starts requests until enough are under way. Returns why there are no more, if that is an error."""
-        while len(under_way) < self._ahead and not self._stopped.is_set():
+        while len(self._under_way) < self._filler.ahead and not self._stopped.is_set():
             try:
                 request = next(self._requests)
-                under_way.append((request, self._start(request)))
+                self._under_way.append((request, self._filler.start(request, self._pool)))
             except StopIteration:
                 return None
             except Exception as error:
@@ -132,6 +135,6 @@ class Pipeline[Item]:
             return
 
 
-def _release(future: Future[tuple[Lease, Filled]]) -> None:
+def _release(future: Future[FilledBuffer]) -> None:
     if not future.cancelled() and future.exception() is None:
         future.result()[0].release()

@@ -4,77 +4,47 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from vlmdata.batch import PackedBatch
-from vlmdata.loader.feed.batches import batch_of
+from vlmdata.batch import HostArrays, PackedBatch, SampleOrigin
 from vlmdata.loader.feed.device import DeviceCopy, DeviceMover
-from vlmdata.loader.feed.pipeline import Finish, Pipeline
-from vlmdata.loader.fill.buffers import BufferPool, Lease
-from vlmdata.loader.fill.fill import Filled
-from vlmdata.loader.request.request import PackRequest
-from vlmdata.loader.request.stream import RankStream
+from vlmdata.loader.feed.pipeline import Filler, Pipeline
+from vlmdata.loader.fill.buffers import BufferPool, LeasedBuffer
+from vlmdata.loader.fill.filler import Filled
+from vlmdata.loader.request.pack_request import PackRequest
+from vlmdata.loader.request.rank_stream import RankStream
 from vlmdata.loader.state import Position
 
 
 @dataclass(frozen=True, eq=False)
 class LoadedBatch:
-    """A batch with the loader's data about it.
-
-    Attributes:
-        batch: The batch.
-        following: Position of the next batch.
-        bytes_read: Bytes read from shards for it.
-        damaged: What is wrong with the samples that are masked, by their number in the pack.
-        copy: The copy to the device, while in progress.
-    """
+    """A batch, the position of the next one, and what came of filling it; its copy to the device while in progress."""
 
     batch: PackedBatch
     following: Position
     bytes_read: int
-    damaged: Mapping[int, str] = field(default_factory=dict)
-    copy: DeviceCopy | None = None
-
-
-class BatchSource(Protocol):
-    """Makes batches, or gets them made."""
-
-    def begin[Item](
-        self, requests: Iterator[PackRequest], pool: BufferPool, finish: Finish[Item]
-    ) -> Iterator[Item] | Pipeline[Item]:
-        """Starts to make batches, in the order of the requests; ``finish`` turns each filled buffer into an item."""
+    damaged: Mapping[int, str]
+    copy: DeviceCopy | None
 
 
 class Session:
-    """Batches from ``start`` on, until a jump to another position.
+    """Batches from ``start`` on, until a jump to another position; on the host if ``device`` is None."""
 
-    Args:
-        stream: Batches to load.
-        source: Source of the batches: shards, or a service.
-        device: Device of the batches; None leaves them on the host.
-        start: The first batch.
-    """
-
-    def __init__(
-        self,
-        stream: RankStream,
-        source: BatchSource,
-        device: torch.device | None,
-        start: Position,
-    ):
+    def __init__(self, stream: RankStream, filler: Filler, device: torch.device | None, start: Position):
         self._next: Position | None = start
         self._process = os.getpid()
-        self._device = device
-        self._pool = BufferPool()
+        self._device, self._filler, self._pool = device, filler, BufferPool()
         self._mover = DeviceMover(device) if device is not None and device.type == "cuda" else None
         self._pipeline: Pipeline[LoadedBatch] | None = None
-        begun = source.begin(stream.requests(start), self._pool, self._finish)
-        if isinstance(begun, Pipeline):
-            self._pipeline = begun
-        self._batches = iter(begun)
+        if filler.ahead:
+            self._pipeline = Pipeline(stream.requests(start), filler, self._pool, self._finish)
+            self._batches = iter(self._pipeline)
+        else:
+            self._batches = self._here(stream.requests(start))
 
     def continues_at(self, position: Position) -> bool:
         """True if the next batch is at this position. False in a fork, which has neither thread nor workers."""
@@ -97,21 +67,65 @@ class Session:
             return  # the workers and buffers are the parent's
         if self._pipeline is not None:
             self._pipeline.close()
+        else:
+            self._filler.stop(wait=True)
         if self._mover is not None:
             self._mover.close()
         self._pool.close()
         # These objects refer back to this one. Breaking the cycle releases memory now, not at a later collection.
         self._pipeline, self._batches = None, iter(())
 
-    def _finish(self, request: PackRequest, lease: Lease, filled: Filled) -> LoadedBatch:
-        """Converts a filled buffer to a batch. Runs in the pipeline's thread, one batch ahead of the consumer."""
-        batch, copy = batch_of(request, lease.array(), tuple(filled.damaged)), None
+    def _here(self, requests: Iterator[PackRequest]) -> Iterator[LoadedBatch]:
+        """Makes batches in the consumer's thread, one at a time."""
+        for request in requests:
+            yield self._finish(request, *self._filler.start(request, self._pool).result())
+
+    def _finish(self, request: PackRequest, lease: LeasedBuffer, filled: Filled) -> LoadedBatch:
+        """Converts a filled buffer to a batch; in the thread of the pipeline, if there is one."""
+        batch, copy = _batch_of(request, lease.array(), tuple(filled.damaged)), None
         if self._mover is not None:
             self._mover.pin(lease.memory())
             batch, copy = self._mover.send(batch)
         elif self._device is not None:
             batch = batch.to(self._device)
         return LoadedBatch(batch, request.following, filled.bytes_read, filled.damaged, copy)
+
+
+def _batch_of(request: PackRequest, buffer: npt.NDArray[np.uint8], masked: tuple[int, ...] = ()) -> PackedBatch:
+    """Returns a batch whose tensors are views of a filled buffer."""
+    fields = {name: torch.from_numpy(view) for name, view in request.arrays.views(buffer).items()}
+    if "patches" in fields:
+        fields["patches"] = fields["patches"].view(getattr(torch, request.pixels))
+    pack = request.pack
+    bounds, samples, images = pack.cu_seqlens_padded, pack.samples, pack.images
+    origins = (column.tolist() for column in (samples.dataset, samples.shard, samples.row, samples.index))
+    return PackedBatch(
+        input_ids=fields.get("input_ids"),
+        labels=fields.get("labels"),
+        loss_mask=fields.get("loss_mask"),
+        loss_weights=fields.get("loss_weights"),
+        position_ids=fields["position_ids"],
+        padding_mask=fields["padding_mask"],
+        cu_seqlens=torch.from_numpy(pack.cu_seqlens.astype(np.int32)),
+        cu_seqlens_padded=torch.from_numpy(bounds.astype(np.int32)),
+        max_seqlen=int((bounds[1:] - bounds[:-1]).max(initial=0)),
+        total_tokens=pack.total_tokens,
+        true_tokens=int(pack.cu_seqlens[-1]),
+        image_grid_thw=torch.from_numpy(images.grids),
+        image_starts=torch.from_numpy(images.starts),
+        image_indices=torch.from_numpy(request.held),
+        patches=fields.get("patches"),
+        sample_keys=samples.keys,
+        origins=tuple(map(SampleOrigin, *origins)),
+        epoch=request.position.epoch,
+        step=request.position.step,
+        micro_batch=request.position.micro_batch,
+        pack=pack.number,
+        context_parallel=request.context_parallel,
+        host=HostArrays(pack.cu_seqlens, bounds, images.grids, images.starts, request.held),
+        family=pack.family,
+        masked=masked,
+    )
 
 
 class CurrentSession:

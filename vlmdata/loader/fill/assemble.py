@@ -1,4 +1,4 @@
-"""Fills one contiguous buffer with a batch. Workers run this code."""
+"""Reads the bytes of a batch into its buffer. Workers run this code."""
 
 from __future__ import annotations
 
@@ -8,47 +8,41 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vlmdata.families import Family
 from vlmdata.format.schema import IGNORE_INDEX
-from vlmdata.loader.request.request import TOKEN_MEMBERS, IntArray, PackRequest, SampleReads
+from vlmdata.loader.request.index_rows import TOKEN_MEMBERS, IndexedPack, IntArray, SampleRows
+from vlmdata.loader.request.pack_request import PackRequest
 from vlmdata.media.codecs import RAW, decode_item
 from vlmdata.storage.ranges import Extents
 from vlmdata.storage.shards import ShardStore
 
 _ALIGN = 64
-_BYTES_PER_TOKEN = {"input_ids": 4, "loss_mask": 1, "loss_weights": 4, "position_ids": 12}
+_BYTES_PER_TOKEN = {"input_ids": 4, "loss_mask": 1, "loss_weights": 4}
+_BYTES_PER_POSITION = 4
 #: Gaps up to this size between two arrays are read too, instead of a second read: a page of the cache.
 _READ_THROUGH = 4096
 
 
 def assemble(
     request: PackRequest, store: ShardStore, buffer: npt.NDArray[np.uint8], masked: Collection[int] = ()
-) -> int:
+) -> None:
     """Reads a batch into a buffer. Writes every byte of its arrays.
 
-    Args:
-        request: What to read.
-        store: Source of the shards.
-        buffer: uint8, at least ``request.layout.bytes`` long.
-        masked: Numbers in the pack of samples that are not read but masked: their tokens are padding and image
-            placeholders, their positions follow from their images, their pixels are 0, and they have no targets.
-
-    Returns:
-        Bytes read from shards.
+    Samples with a number in ``masked`` are not read: their tokens are padding and image placeholders, their positions
+    follow from their images, their pixels are 0, and they have no targets.
 
     Raises:
         DatasetFormatError: If a shard has changed.
     """
-    before = store.bytes_read
-    views = request.layout.views(buffer)
+    views = request.arrays.views(buffer)
     _fill_tokens(request, store, views, masked)
     if "patches" in views:
         _fill_patches(request, store, views["patches"], masked)
-    return store.bytes_read - before
 
 
 def stored_members(request: PackRequest) -> list[str]:
     """Returns the members with an entry per token that :func:`assemble` reads, in storage order."""
-    filled = {each.name for each in request.layout.fields if each.bytes}
+    filled = {each.name for each in request.arrays.placed if each.bytes}
     wanted = filled & {"position_ids", "input_ids", "loss_weights"}
     if "labels" in filled:  # labels are shifted tokens
         wanted |= {"input_ids", "loss_mask"}
@@ -56,21 +50,15 @@ def stored_members(request: PackRequest) -> list[str]:
 
 
 def extents(request: PackRequest, *, whole: bool) -> Extents:
-    """Returns the places of all bytes that :func:`assemble` reads.
-
-    Args:
-        request: What to read.
-        whole: Whether to name all parts and images of the samples, for a check of them.
-    """
-    samples, images = request.samples, request.images
+    """Returns the places of all bytes that :func:`assemble` reads; ``whole``: of all parts, to check the samples."""
+    samples, images = request.pack.samples, request.pack.images
     members = TOKEN_MEMBERS if whole else stored_members(request)
     which = [TOKEN_MEMBERS.index(member) for member in members]
     starts = samples.offsets[which].ravel()
-    each = np.array([_BYTES_PER_TOKEN[member] for member in members], np.int64)
-    sizes = np.outer(each, samples.padded).ravel()
+    sizes = np.outer(_bytes_per_token(members, request.pack.family), samples.padded).ravel()
     there = starts >= 0
-    pixels = any(each.name == "patches" for each in request.layout.fields)
-    read = np.arange(len(images.grids)) if whole else request.held if pixels else request.held[:0]
+    held = request.held if request.arrays.has_patches else request.held[:0]
+    read = np.arange(len(images.grids)) if whole else held
     owner = images.sample[read]
     begin = np.concatenate([starts[there], images.offsets[read]])
     return Extents(
@@ -84,13 +72,13 @@ def extents(request: PackRequest, *, whole: bool) -> Extents:
 def _fill_tokens(
     request: PackRequest, store: ShardStore, views: dict[str, npt.NDArray[np.generic]], masked: Collection[int]
 ) -> None:
-    total = request.total_tokens
+    total = request.pack.total_tokens
     sliced = views["padding_mask"].size != total
-    positions = views["position_ids"].reshape(3, -1)
+    positions = views["position_ids"][:, 0]
     positions.fill(0)
     fills: dict[str, tuple[object, str]] = {"padding_mask": (True, "|b1")}
     if views.keys() & {"input_ids", "labels"}:  # labels are shifted tokens
-        fills["input_ids"] = (request.pad_id, "<i8")
+        fills["input_ids"] = (request.pack.pad_id, "<i8")
     if "labels" in views:
         fills |= {"labels": (IGNORE_INDEX, "<i8"), "loss_mask": (0, "<f4")}
     if "loss_weights" in views:
@@ -113,21 +101,21 @@ def _fill_samples(
     whole: dict[str, npt.NDArray[Any]],
     masked: Collection[int],
 ) -> None:
-    """Fills the columns (T,) of a whole pack, and the positions (3, T) or (3, 0), at the samples' places."""
-    wanted, samples = stored_members(request), request.samples
+    """Fills the columns (T,) of a whole pack, and the positions (k, T) or (k, 0), at the samples' places."""
+    wanted, samples = stored_members(request), request.pack.samples
     if masked:
         samples = samples.take([number for number in range(len(samples.keys)) if number not in masked])
         for number in masked:
-            _fill_masked(request, number, positions, whole)
-    stored = read_members(samples, wanted, store) if wanted else {}
-    targets = np.zeros(request.total_tokens, np.uint8) if "loss_mask" in wanted else None
-    weights = np.zeros(request.total_tokens, np.float32) if "loss_weights" in wanted else None
+            _fill_masked(request.pack, number, positions, whole)
+    stored = read_members(samples, wanted, store, request.pack.family) if wanted else {}
+    targets = np.zeros(request.pack.total_tokens, np.uint8) if "loss_mask" in wanted else None
+    weights = np.zeros(request.pack.total_tokens, np.float32) if "loss_weights" in wanted else None
     spans = zip(samples.begins.tolist(), samples.lengths.tolist(), samples.padded.tolist(), strict=True)
     for i, (begin, length, padded) in enumerate(spans):
         span = slice(begin, begin + length)
         whole["padding_mask"][span] = False
         if positions.size:
-            positions[:, span] = stored["position_ids"][i].view("<i4").reshape(3, padded)[:, :length]
+            positions[:, span] = stored["position_ids"][i].view("<i4").reshape(-1, padded)[:, :length]
         if "input_ids" in wanted:
             whole["input_ids"][span] = stored["input_ids"][i].view("<i4")[:length]
         if targets is not None:
@@ -146,38 +134,32 @@ def _fill_samples(
 
 
 def _fill_masked(
-    request: PackRequest, number: int, positions: npt.NDArray[Any], whole: dict[str, npt.NDArray[Any]]
+    pack: IndexedPack, number: int, positions: npt.NDArray[Any], whole: dict[str, npt.NDArray[Any]]
 ) -> None:
     """Fills the place of a sample from its lengths and grids alone, so that it looks the same to every rank."""
-    samples, images = request.samples, request.images
+    samples, images = pack.samples, pack.images
     begin, length = int(samples.begins[number]), int(samples.lengths[number])
     own = images.sample == number
     starts, grids = images.starts[own], images.grids[own]
     whole["padding_mask"][begin : begin + length] = False
     if positions.size:
-        positions[:, begin : begin + length] = request.family.position_ids(length, starts - begin, grids)
+        positions[:, begin : begin + length] = pack.family.position_ids(length, starts - begin, grids)
     if "input_ids" in whole:  # models look for an image's placeholders
-        for start, count in zip(starts.tolist(), request.family.token_counts(grids).tolist(), strict=True):
-            whole["input_ids"][start : start + count] = request.image_id
+        for start, count in zip(starts.tolist(), pack.family.token_counts(grids).tolist(), strict=True):
+            whole["input_ids"][start : start + count] = pack.image_id
 
 
 def read_members(
-    samples: SampleReads, members: Sequence[str], store: ShardStore
+    samples: SampleRows, members: Sequence[str], store: ShardStore, family: Family
 ) -> dict[str, list[npt.NDArray[np.uint8]]]:
-    """Reads some stored arrays of all samples. Reads adjacent arrays together.
+    """Reads some stored arrays of all samples, adjacent ones together; ``members`` are in storage order.
 
-    Args:
-        samples: The samples.
-        members: Members to read, in storage order.
-        store: Source of the shards.
-
-    Returns:
-        For each member, the bytes of each sample's array; empty if the sample lacks the member.
+    Returns for each member the bytes of each sample's array; empty if the sample lacks the member.
     """
     which = [TOKEN_MEMBERS.index(member) for member in members]
     # Flat, sample by sample and member by member: that is file order within a shard.
     starts = samples.offsets[which].T.ravel()
-    sizes = np.outer(samples.padded, [_BYTES_PER_TOKEN[member] for member in members]).ravel()
+    sizes = np.outer(samples.padded, _bytes_per_token(members, family)).ravel()
     dataset, shard = np.repeat(samples.dataset, len(members)), np.repeat(samples.shard, len(members))
     checksums = samples.checksums[which].T.ravel()
     place: npt.NDArray[np.intp] = np.arange(len(starts))
@@ -209,6 +191,11 @@ def read_members(
     return {member: found[j :: len(members)] for j, member in enumerate(members)}
 
 
+def _bytes_per_token(members: Sequence[str], family: Family) -> IntArray:
+    positions = _BYTES_PER_POSITION * len(family.position_axes)
+    return np.array([_BYTES_PER_TOKEN.get(member, positions) for member in members], np.int64)
+
+
 def _runs(starts: IntArray, stops: IntArray, dataset: IntArray, shard: IntArray) -> tuple[IntArray, IntArray]:
     """Groups nearly adjacent byte ranges of a file to runs. Returns the first of each run and its bytes, both (r,)."""
     apart = starts[1:] - stops[:-1]
@@ -216,6 +203,12 @@ def _runs(starts: IntArray, stops: IntArray, dataset: IntArray, shard: IntArray)
     first = np.flatnonzero(np.concatenate([np.ones(min(len(starts), 1), np.bool_), ~joined]))
     last = first + np.diff(first, append=len(starts)) - 1
     return first, stops[last] - starts[first]
+
+
+def image_of(pack: IndexedPack, sample: int, image: int) -> str:
+    """Returns row, key and number of a sample's image, for messages."""
+    samples = pack.samples
+    return f"row {samples.row[sample]} key {samples.keys[sample]} patches of image {pack.images.number[image]}"
 
 
 def _fill_patches(
@@ -228,8 +221,9 @@ def _fill_patches(
     """
     if not patches.size:
         return
-    samples, images, held, family = request.samples, request.images, request.held, request.family
-    counts = images.grids[held].prod(axis=1)
+    pack, held = request.pack, request.held
+    samples, images, family = pack.samples, pack.images, pack.family
+    counts = images.rows[held]
     expanded = None
     if request.pixels == "uint8":
         rows = patches.view(np.uint8)
@@ -246,15 +240,13 @@ def _fill_patches(
         np.cumsum(counts) - counts,
         counts,
         images.checksums[held],
-        samples.row[owner],
         owner,
-        held - np.searchsorted(images.sample, owner),
         held,
     )
-    for dataset, shard, offset, begin, count, checksum, row, sample, number, image in zip(
+    for dataset, shard, offset, begin, count, checksum, sample, image in zip(
         *(c.tolist() for c in columns), strict=True
     ):
-        what = f"row {row} key {samples.keys[sample]} patches of image {number}"
+        what = image_of(pack, sample, image)
         name = images.codecs[image]
         place = rows[begin : begin + count] if expanded is None else rows[:count]
         if sample in masked:
@@ -264,8 +256,9 @@ def _fill_patches(
         else:
             stored = np.empty(int(images.bytes[image]), np.uint8)
             store.read(dataset, shard, offset, memoryview(stored), checksum, what)
-            t, h, w = images.grids[image].tolist()
-            decode_item(name, stored, (t, h, w), family, place, f"{store.path(dataset, shard)}: {what}")
+            decode_item(name, stored, images.shape(image), family, place, f"{store.path(dataset, shard)}: {what}")
             store.require_pixels(dataset, shard, place, int(images.pixel_checksums[image]), what)
         if expanded is not None:
-            family.pixel_values(torch.from_numpy(place), out=expanded[begin : begin + count])
+            copies = int(images.copies[image])
+            out, expanded = expanded[: count // copies], expanded[count // copies :]
+            family.pixel_values(torch.from_numpy(place), out=out, copies=copies)

@@ -31,12 +31,9 @@ GENERATION_BYTES = 8
 
 @dataclass(frozen=True)
 class BufferName:
-    """The name by which a worker process finds a buffer.
+    """The name by which a worker process finds a buffer of some bytes.
 
-    Attributes:
-        path: Path of the shared memory.
-        bytes: Size in bytes.
-        inode: Identity: after the buffer is closed, the path may refer to another one.
+    After the buffer is closed, the path may refer to another one; ``inode`` tells.
     """
 
     path: str
@@ -97,11 +94,7 @@ def _shared_file(size: int) -> tuple[BufferName, int, bool]:
 
 
 class BufferPool:
-    """Buffers in use and free ones. Thread-safe.
-
-    Args:
-        limit: Largest number of bytes of all buffers together; None means no limit.
-    """
+    """Buffers in use and free ones, of at most ``limit`` bytes together. Thread-safe."""
 
     def __init__(self, limit: int | None = None) -> None:
         self._limit = limit
@@ -111,12 +104,8 @@ class BufferPool:
         self._all: list[_Buffer] = []
         self._closed = self._frees = False
 
-    def acquire(self, size: int) -> Lease:
-        """Returns a buffer of at least ``size`` bytes: the smallest free one, or a new one.
-
-        Raises:
-            ResourceError: If memory is short, or too many files are open.
-        """
+    def acquire(self, size: int) -> LeasedBuffer:
+        """Returns the smallest free buffer of at least ``size`` bytes, else a new one, or raises a ResourceError."""
         with self._lock:
             assert not self._closed
             fitting = [buffer for buffer in self._free if buffer.name.bytes >= size]
@@ -125,7 +114,7 @@ class BufferPool:
                 self._free.remove(buffer)
             else:
                 buffer = self._another(self.rounded(size))
-            return Lease(self, buffer)
+            return LeasedBuffer(self, buffer)
 
     @staticmethod
     def rounded(size: int) -> int:
@@ -157,6 +146,12 @@ class BufferPool:
         with self._lock:
             return sum(buffer.name.bytes for buffer in self._all)
 
+    @property
+    def bytes_in_use(self) -> int:
+        """Bytes of the buffers that are not free."""
+        with self._lock:
+            return self.total_bytes - sum(buffer.name.bytes for buffer in self._free)
+
     def inodes(self) -> frozenset[int]:
         """Returns the inodes of all buffers."""
         with self._lock:
@@ -173,9 +168,7 @@ class BufferPool:
     def close(self, free: bool = False) -> None:
         """Releases all buffers.
 
-        Args:
-            free: Whether to free memory that other processes still map, as soon as this one has no array of it.
-                Otherwise it stays until nobody maps it.
+        With ``free``, memory that other processes still map is freed as soon as this one has no array of it.
         """
         with self._lock:
             self._closed, self._frees = True, free
@@ -187,13 +180,8 @@ class BufferPool:
             self._free.clear()
 
 
-class Lease:
-    """A buffer in use: filled through :meth:`memory`, then taken with :meth:`array` or returned with :meth:`release`.
-
-    Args:
-        pool: The pool of the buffer.
-        buffer: The buffer.
-    """
+class LeasedBuffer:
+    """A buffer in use: filled through :meth:`memory`, then taken by :meth:`array` or returned by :meth:`release`."""
 
     def __init__(self, pool: BufferPool, buffer: _Buffer):
         self._pool, self._buffer = pool, buffer

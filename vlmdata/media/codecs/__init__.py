@@ -2,34 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Buffer, Collection
-from functools import cache
-from importlib import import_module
+from collections.abc import Buffer, Iterable
 
 import numpy as np
 import numpy.typing as npt
 
 from vlmdata.errors import DatasetFormatError, UsageError
 from vlmdata.families import Family
-from vlmdata.media.codecs.base import MOST_FILE_PIXELS, Grid, Item, ItemCodec
+from vlmdata.media.codecs.base import (
+    IMAGE,
+    MOST_FILE_PIXELS,
+    VIDEO,
+    Grid,
+    Item,
+    ItemCodec,
+    ItemShape,
+    Unsuitable,
+    fault_of_codec,
+)
+from vlmdata.registry import Registry
 
 #: The codec of items in ``patches.npy``: patches as they are.
 RAW = "raw"
 #: Codecs by name. To add one, add a file here with a constant ``CODEC``, and a line below.
-REGISTRY: dict[str, str] = {
-    RAW: "vlmdata.media.codecs.raw",
-    "zstd": "vlmdata.media.codecs.zstd",
-    "jxl": "vlmdata.media.codecs.jxl",
-    "source": "vlmdata.media.codecs.source",
-}
+REGISTRY = Registry[ItemCodec](
+    "codec",
+    "vlmdata.codecs",
+    "--pixels",
+    fault_of_codec,
+    {
+        RAW: "vlmdata.media.codecs.raw:CODEC",
+        "zstd": "vlmdata.media.codecs.zstd:CODEC",
+        "jxl": "vlmdata.media.codecs.jxl:CODEC",
+        "source": "vlmdata.media.codecs.source:CODEC",
+    },
+)
 
 __all__ = [
+    "IMAGE",
     "MOST_FILE_PIXELS",
     "RAW",
     "REGISTRY",
+    "VIDEO",
     "Grid",
     "Item",
     "ItemCodec",
+    "ItemShape",
+    "Unsuitable",
     "codec",
     "codec_feature",
     "codecs_of",
@@ -40,20 +59,12 @@ __all__ = [
 
 
 def codec(name: str) -> ItemCodec:
-    """Returns the codec of a name.
+    """Returns the codec of a name: built in, installed, or given by the user (see :class:`Registry`).
 
     Raises:
-        ValueError: If the name is unknown.
+        UsageError: If the name is unknown.
     """
-    if name not in REGISTRY:
-        raise ValueError(f"unknown codec {name!r}; known codecs: {', '.join(REGISTRY)}")
-    return _load(REGISTRY[name])
-
-
-@cache
-def _load(module: str) -> ItemCodec:
-    found: ItemCodec = import_module(module).CODEC
-    return found
+    return REGISTRY.named(name)
 
 
 def describe_codecs() -> str:
@@ -66,34 +77,33 @@ def codec_feature(name: str) -> str:
     return f"patches-{name}"
 
 
-def codecs_of(features: Collection[str]) -> list[str]:
+def codecs_of(features: Iterable[str]) -> list[str]:
     """Returns the names of the codecs in a manifest's features."""
-    return [name for name in REGISTRY if codec_feature(name) in features]
+    prefix = codec_feature("")
+    return [feature.removeprefix(prefix) for feature in sorted(features) if feature.startswith(prefix)]
 
 
-def require_codecs(features: Collection[str]) -> None:
-    """Checks that the items of a dataset can be decoded here.
-
-    Args:
-        features: The dataset's features.
+def require_codecs(features: Iterable[str]) -> None:
+    """Checks that the items of a dataset with these features can be decoded here.
 
     Raises:
-        UsageError: If a package that one of its codecs needs is not installed.
+        UsageError: If a codec is unknown, or a package that it needs is not installed.
     """
-    for name in REGISTRY:
-        if codec_feature(name) in features:
-            codec(name).libraries()
+    for name in codecs_of(features):
+        codec(name).libraries()
 
 
-def decode_item(name: str, stored: Buffer, grid: Grid, family: Family, out: npt.NDArray[np.uint8], what: str) -> None:
+def decode_item(
+    name: str, stored: Buffer, shape: ItemShape, family: Family, out: npt.NDArray[np.uint8], what: str
+) -> None:
     """Decodes one item into a buffer.
 
     Args:
         name: The item's codec.
         stored: Its bytes in the shard.
-        grid: Its patches along t, h, w.
+        shape: Its kind, grid and copies.
         family: The dataset's family.
-        out: uint8 (P, bytes per patch), C-contiguous; filled completely.
+        out: uint8 (R, bytes per patch), C-contiguous; filled completely.
         what: Shard, key and item, for messages.
 
     Raises:
@@ -101,7 +111,7 @@ def decode_item(name: str, stored: Buffer, grid: Grid, family: Family, out: npt.
         UsageError: If a package that the codec needs is not installed.
     """
     try:
-        codec(name).decode(stored, grid, family, out)
+        codec(name).decode(stored, shape, family, out)
     except (MemoryError, UsageError):
         raise
     except Exception as error:  # every library has its own errors

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from vlmdata.families import Family
 from vlmdata.families.base import CHANNELS
-from vlmdata.media.codecs.base import Grid, Item, missing_package
+from vlmdata.media.codecs.base import Item, ItemShape, cut_picture, missing_package, picture_size
 
 _EFFORT = 1
 
@@ -21,6 +21,7 @@ _EFFORT = 1
 class JpegXl:
     """Stores a picture as a JPEG XL codestream without container: one channel if it is grey, else RGB."""
 
+    name = "jxl"
     summary = "lossless JPEG XL, 2 to 9 times smaller than raw, slower to decode (install `vlmdata[jxl]`)"
     needs_file = False
 
@@ -31,25 +32,23 @@ class JpegXl:
 
     def encode(self, item: Item) -> Buffer:
         """Compresses the picture."""
-        t, h, w = item.grid
-        planes = item.family.unpatchify(item.patches, t * h, w)
+        planes = item.picture()
         grey = all(np.array_equal(planes[0], other) for other in planes[1:])
         picture = planes[0] if grey else np.ascontiguousarray(planes.transpose(1, 2, 0))
         encoded: bytes = _imagecodecs().jpegxl_encode(picture, lossless=True, effort=_EFFORT, numthreads=1)
         return encoded
 
-    def decode(self, stored: Buffer, grid: Grid, family: Family, out: npt.NDArray[np.uint8]) -> None:
+    def decode(self, stored: Buffer, shape: ItemShape, family: Family, out: npt.NDArray[np.uint8]) -> None:
         """Decompresses the picture and cuts it into ``out``.
 
         Raises:
             ValueError: If it is not JPEG XL, or the picture has another size. The size is checked before decoding.
             imagecodecs.JpegxlError: If it is damaged.
         """
-        t, h, w = grid
-        height, width = t * h * family.patch_size, w * family.patch_size
+        height, width = picture_size(shape, family)
         picture = _decoded(stored, (height, width), (height, width, CHANNELS))
         planes = picture[None] if picture.ndim == 2 else picture.transpose(2, 0, 1)
-        family.patchify(planes, out)
+        cut_picture(planes, shape, family, out)
 
 
 def _decoded(stored: Buffer, grey: tuple[int, int], colour: tuple[int, int, int]) -> npt.NDArray[np.uint8]:

@@ -8,12 +8,13 @@ import numpy as np
 import numpy.typing as npt
 
 from vlmdata.families import Family
-from vlmdata.media.codecs.base import Grid, Item
+from vlmdata.media.codecs.base import Item, ItemShape
 
 
 class Raw:
     """The identity codec."""
 
+    name = "raw"
     summary = "patches as they are, fastest to read and largest"
     needs_file = False
 
@@ -25,7 +26,7 @@ class Raw:
         """Returns the patches' own memory."""
         return memoryview(item.patches).cast("B")
 
-    def decode(self, stored: Buffer, grid: Grid, family: Family, out: npt.NDArray[np.uint8]) -> None:
+    def decode(self, stored: Buffer, shape: ItemShape, family: Family, out: npt.NDArray[np.uint8]) -> None:
         """Copies the bytes.
 
         Raises:

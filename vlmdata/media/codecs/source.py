@@ -12,12 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from vlmdata.families import Family
-from vlmdata.media.codecs.base import MOST_FILE_PIXELS, Grid, Item, missing_package
+from vlmdata.media.codecs.base import IMAGE, MOST_FILE_PIXELS, Item, ItemShape, Unsuitable, missing_package
 
 
 class SourceFile:
     """Stores the bytes of the image file."""
 
+    name = "source"
     summary = "the original image file, decoded and resized at each read"
     needs_file = True
 
@@ -36,13 +37,15 @@ class SourceFile:
         """Returns the file.
 
         Raises:
-            ValueError: If the item has no file.
+            Unsuitable: If the item is not a whole image.
         """
+        if item.shape.kind != IMAGE:
+            raise Unsuitable(f"an item of kind {item.shape.kind}, but it stores only files of images")
         if item.file is None:
-            raise ValueError("codec source stores the original image file, but the item has none")
+            raise Unsuitable("a part of an image, but it stores only files of whole images")
         return item.file
 
-    def decode(self, stored: Buffer, grid: Grid, family: Family, out: npt.NDArray[np.uint8]) -> None:
+    def decode(self, stored: Buffer, shape: ItemShape, family: Family, out: npt.NDArray[np.uint8]) -> None:
         """Decodes the file, resizes it to the grid, and cuts it into ``out``.
 
         Raises:
@@ -51,7 +54,7 @@ class SourceFile:
         from vlmdata.media.decode import decode_image  # slow to import: Pillow, and torch with the next
         from vlmdata.media.resize import resize_to_patches
 
-        _, h, w = grid
+        _, h, w = shape.grid
         decoded = decode_image(bytes(stored), MOST_FILE_PIXELS)
         resize_to_patches(decoded.memory, h * family.patch_size, w * family.patch_size, family, out)
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from vlmdata.families import Family
 from vlmdata.families.base import CHANNELS
-from vlmdata.media.codecs.base import Grid, Item
+from vlmdata.media.codecs.base import Item, ItemShape, cut_picture, picture_size
 
 _LEVEL = 1
 #: Bits of the first stored byte.
@@ -33,6 +33,7 @@ Bands = npt.NDArray[np.uint8]
 class Zstd:
     """Format: one byte of flags, then a Zstandard frame of planes (channels, H, W)."""
 
+    name = "zstd"
     summary = "lossless and fast to decode, 2 to 8 times smaller than raw"
     needs_file = False
 
@@ -44,15 +45,14 @@ class Zstd:
 
     def encode(self, item: Item) -> Buffer:
         """Compresses the planes."""
-        t, h, w = item.grid
-        planes = _differences_of_channels(item.family.unpatchify(item.patches, t * h, w))
+        planes = _differences_of_channels(item.picture())
         flags = _GREY if len(planes) == 1 else 0
         bands = _bands(planes, item.family.factor)
         if _pays(bands[:, ::_TRIAL_STRIDE]):
             bands, flags = _predicted(bands), flags | _PREDICTED
         return bytes([flags]) + _compress(bands)
 
-    def decode(self, stored: Buffer, grid: Grid, family: Family, out: npt.NDArray[np.uint8]) -> None:
+    def decode(self, stored: Buffer, shape: ItemShape, family: Family, out: npt.NDArray[np.uint8]) -> None:
         """Decompresses the planes, undoes the differences, and splits the image into patches in ``out``.
 
         Raises:
@@ -65,15 +65,14 @@ class Zstd:
         flags = view[0]
         if flags & ~(_GREY | _PREDICTED):
             raise ValueError(f"its flags are {flags:#x}, which this version of vlmdata does not know")
-        t, h, w = grid
-        shape = (1 if flags & _GREY else CHANNELS, t * h * family.patch_size, w * family.patch_size)
-        frame = pa.decompress(view[1:], decompressed_size=int(np.prod(shape)), codec="zstd")
-        planes = np.frombuffer(frame, np.uint8).reshape(shape)
+        size = (1 if flags & _GREY else CHANNELS, *picture_size(shape, family))
+        frame = pa.decompress(view[1:], decompressed_size=int(np.prod(size)), codec="zstd")
+        planes = np.frombuffer(frame, np.uint8).reshape(size)
         if flags & _PREDICTED:
             _undo_prediction(planes, family.factor)
         for channel in range(1, len(planes)):
             planes[channel] += planes[channel - 1]
-        family.patchify(planes, out)
+        cut_picture(planes, shape, family, out)
 
 
 def _differences_of_channels(picture: Planes) -> Planes:

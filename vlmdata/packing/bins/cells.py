@@ -10,9 +10,8 @@ never mixed.
 import numpy as np
 import numpy.typing as npt
 
+from vlmdata.packing.arrays import IntArray, sums_by
 from vlmdata.packing.seeding import derive_key, grouped_permutation
-
-IntArray = npt.NDArray[np.int64]
 
 # Larger cells pack tighter but cost more per item. There should be many cells, since a numpy operation on few costs the
 # same as on many.
@@ -26,29 +25,16 @@ _CELLS_IN_STEP = 1024
 
 
 def pack_pairs(
-    first: IntArray,
-    second: IntArray,
-    first_limit: int,
-    second_limit: int,
-    key: int,
-    groups: IntArray | None = None,
+    first: IntArray, second: IntArray, first_limit: int, second_limit: int, key: int, groups: IntArray | None = None
 ) -> IntArray:
-    """Packs items that each use two resources.
+    """Packs items that each use two resources: int64 (n,), at most their limits; no item uses neither.
 
     Best fit: among the bins with room for the item in both resources, choose the one with the least room, where the two
     rooms are added as shares of their limits. Decreasing: by the larger of an item's two shares. (A vector form of
     best-fit-decreasing; see Panigrahy, Talwar, Uyeda, Wieder, "Heuristics for vector bin packing", 2011.)
 
-    Args:
-        first: int64 (n,), use of the first resource, in ``[0, first_limit]``.
-        second: int64 (n,), use of the second, in ``[0, second_limit]``; no item uses neither.
-        first_limit: Limit of the first resource per bin.
-        second_limit: Limit of the second resource per bin.
-        key: Stream key.
-        groups: int64 (n,), from 0; items of different groups do not share a bin. None means one group.
-
-    Returns:
-        int64 (n,) bin numbers, consecutive from 0.
+    Items of different groups, int64 (n,) from 0, do not share a bin; None means one group. Returns the bin of each
+    item, int64 (n,), consecutive from 0.
     """
     group = np.zeros(len(first), np.int64) if groups is None else groups
     labels = np.full(len(first), -1, np.int64)
@@ -81,11 +67,7 @@ def _good_bins(
     first: IntArray, second: IntArray, bins: IntArray, used: int, first_limit: int, second_limit: int
 ) -> npt.NDArray[np.bool_]:
     """Marks all bins except the emptiest tenth (by their fuller resource)."""
-    first_sum = np.zeros(used, np.int64)
-    second_sum = np.zeros(used, np.int64)
-    np.add.at(first_sum, bins, first)
-    np.add.at(second_sum, bins, second)
-    fill = np.maximum(first_sum * second_limit, second_sum * first_limit)
+    fill = np.maximum(sums_by(bins, first, used) * second_limit, sums_by(bins, second, used) * first_limit)
     worst = np.argsort(fill, kind="stable")[: max(1, int(used * _REPACKED_SHARE))]
     keep = np.ones(used, np.bool_)
     keep[worst] = False
@@ -117,16 +99,10 @@ def _pack_cells(
 
 
 def _pack_in_step(first: IntArray, second: IntArray, first_limit: int, second_limit: int) -> tuple[IntArray, IntArray]:
-    """Runs best-fit-decreasing in all rows at once.
+    """Runs best-fit-decreasing in all rows of two int64 (cells, m) at once.
 
-    Args:
-        first: int64 (cells, m).
-        second: int64 (cells, m); an item of size 0 in both is a filler and opens no bin.
-        first_limit: Limit of the first resource per bin.
-        second_limit: Limit of the second resource per bin.
-
-    Returns:
-        int64 (cells, m) bin numbers within the cell, and int64 (cells,) numbers of opened bins.
+    An item of size 0 in both is a filler and opens no bin. Returns bin numbers within the cell, int64 (cells, m), and
+    numbers of opened bins, int64 (cells,).
     """
     cells, m = first.shape
     share = np.maximum(first * second_limit, second * first_limit)

@@ -9,11 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from vlmdata.packing.bins.ordering import stable_order
-
-IntArray = npt.NDArray[np.int64]
+from vlmdata.packing.arrays import IntArray, stable_order, sums_by
 
 # If all items of a bin changed at once, it would go from too little to too much. So the items are spread over groups
 # that are exchanged one after another, and the items of a size over parts; a bin has about one item in each.
@@ -27,19 +24,11 @@ _NEGLIGIBLE = 1e-4
 
 
 def even_out(labels: IntArray, sizes: IntArray, other: IntArray, limit: int) -> IntArray:
-    """Exchanges items of equal size until few bins exceed the second limit.
+    """Exchanges items of equal size until few bins exceed the limit of their other use, all int64 (n,).
 
-    Args:
-        labels: int64 (n,), bin of each item, from 0; no bin is empty.
-        sizes: int64 (n,), use of the limit by which the bins are packed, at least 0.
-        other: int64 (n,), use of the second limit, at least 0.
-        limit: The second limit.
-
-    Returns:
-        int64 (n,), bin of each item: the given ones if exchanges reduce the excess by less than half.
+    No bin may be empty. Returns the bin of each item: the given ones if exchanges reduce the excess by less than half.
     """
-    use = np.zeros(int(labels.max()) + 1, np.int64)
-    np.add.at(use, labels, other)
+    use = sums_by(labels, other, int(labels.max()) + 1)
     least = before = _excess(use, limit)
     if least <= limit * len(use) * _NEGLIGIBLE:
         return labels
@@ -62,17 +51,11 @@ def even_out(labels: IntArray, sizes: IntArray, other: IntArray, limit: int) -> 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Groups:
-    """Items by group, within a group by part, and within a part by decreasing use of the second limit.
+    """Items by group, within a group by part, and within a part by decreasing use of the second limit."""
 
-    Attributes:
-        items: int64 (n,), positions of items.
-        parts: int64 (n,), number of each one's part within its group, non-decreasing in a group.
-        bounds: Group g is ``[bounds[g], bounds[g + 1])``.
-    """
-
-    items: IntArray
-    parts: IntArray
-    bounds: tuple[int, ...]
+    items: IntArray  # int64 (n,), positions of items
+    parts: IntArray  # int64 (n,), number of each one's part within its group, non-decreasing in a group
+    bounds: tuple[int, ...]  # group g is [bounds[g], bounds[g + 1])
 
     @classmethod
     def of(cls, sizes: IntArray, other: IntArray) -> _Groups:
@@ -92,16 +75,9 @@ class _Groups:
 
 
 def _sweep(bins: IntArray, needs: IntArray, use: IntArray, groups: _Groups) -> IntArray:
-    """Exchanges the items of one group after another.
+    """Exchanges the items of one group after another; all arrays are int64, in the order of ``groups``.
 
-    Args:
-        bins: int64 (n,), bin of each item, in the order of ``groups``.
-        needs: int64 (n,), their use of the second limit.
-        use: int64 (bins,), its use by all items of each bin; brought up to date.
-        groups: The groups.
-
-    Returns:
-        int64 (n,), the new bins.
+    ``use`` is the bins' use of the second limit, and is brought up to date. Returns the new bins, int64 (n,).
     """
     found = np.empty_like(bins)
     for start, stop in zip(groups.bounds, groups.bounds[1:], strict=False):

@@ -9,12 +9,13 @@ all windows at once, since its cost is the number of numpy operations.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from vlmdata.packing.arrays import IntArray, sums_by
 from vlmdata.packing.bins.cells import pack_pairs
 from vlmdata.packing.bins.evening import even_out
 from vlmdata.packing.bins.one_limit import (
@@ -31,8 +32,6 @@ from vlmdata.packing.patterns.lower_bound import bin_lower_bound
 from vlmdata.packing.patterns.program_bound import program_bound
 from vlmdata.packing.seeding import derive_key, hash64
 
-IntArray = npt.NDArray[np.int64]
-
 # Packs are emptied until their average use of the violated limit is at most this share of it: best fit needs slack.
 _REPACK_LOAD = 0.96
 # A limit whose lower bound is below this share of the other's does not decide; otherwise both orders are tried.
@@ -43,51 +42,31 @@ _TRIAL_SAMPLES = 200_000
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of a pack.
+    """Limits of a pack."""
 
-    Attributes:
-        tokens: Token limit, in alignment units.
-        patches: Patch limit, or None.
-    """
-
-    tokens: int
+    tokens: int  # in alignment units
     patches: int | None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Window:
-    """Samples that are packed together.
+    """Samples that are packed together."""
 
-    Attributes:
-        tokens: int64 (n,), aligned token lengths in alignment units, each in ``[1, limits.tokens]``.
-        patches: int64 (n,), each in ``[0, limits.patches]``; ignored without that limit.
-        key: Stream key.
-    """
-
-    tokens: IntArray
-    patches: IntArray
-    key: int
+    tokens: IntArray  # int64 (n,), aligned token lengths in alignment units, each in [1, limits.tokens]
+    patches: IntArray  # int64 (n,), each in [0, limits.patches]; ignored without that limit
+    key: int  # stream key
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Draft:
-    """A window packed by one limit, before violations of the other are repaired.
-
-    Attributes:
-        window: The window.
-        items: int64 (m,), packed samples, by position in the window.
-        packed: int64 (m,), their use of the packed limit.
-        other: int64 (m,), their use of the other limit.
-        bins: Bins of positions in ``items``.
-        emptied: bool (bins,), bins to pack again.
-    """
+    """A window packed by one limit, before violations of the other are repaired."""
 
     window: Window
-    items: IntArray
-    packed: IntArray
-    other: IntArray
-    bins: Bins
-    emptied: npt.NDArray[np.bool_]
+    items: IntArray  # int64 (m,), packed samples, by position in the window
+    packed: IntArray  # int64 (m,), their use of the packed limit
+    other: IntArray  # int64 (m,), their use of the other limit
+    bins: Bins  # bins of positions in items
+    emptied: npt.NDArray[np.bool_]  # bool (bins,), bins to pack again
 
     def pool(self) -> IntArray:
         """Positions in ``items`` to pack again, int64 (k,)."""
@@ -95,59 +74,46 @@ class _Draft:
 
 
 def pack_windows(windows: Sequence[Window], limits: Limits, key: int) -> list[Bins]:
-    """Packs the samples of each window under a token limit and, if given, a patch limit.
+    """Packs the samples of each window, none empty, under a token limit and, if given, a patch limit.
 
-    Args:
-        windows: The windows, none empty.
-        limits: Limits of a pack.
-        key: Stream key for operations on all windows at once.
-
-    Returns:
-        The packs of each window, with every sample once and within both limits. A pure function of the arguments.
+    ``key`` is the stream key of operations on all windows at once. Returns the packs of each window, with every sample
+    once and within both limits. A pure function of the arguments.
     """
     max_patches = limits.patches
     if max_patches is None:
         preference = _learn([window.tokens for window in windows], limits.tokens, key)
         return [pack_sizes(window.tokens, limits.tokens, window.key, preference) for window in windows]
     bounds = [(_bound(window.tokens, limits.tokens), _bound(window.patches, max_patches)) for window in windows]
-    by_tokens = [at for at, (tokens, patches) in enumerate(bounds) if tokens >= patches * _CLEARLY_LESS]
-    by_patches = [at for at, (tokens, patches) in enumerate(bounds) if patches >= tokens * _CLEARLY_LESS]
-    both = sorted(set(by_tokens) & set(by_patches))
+    chosen = {
+        _by_tokens: {at for at, (tokens, patches) in enumerate(bounds) if tokens >= patches * _CLEARLY_LESS},
+        _by_patches: {at for at, (tokens, patches) in enumerate(bounds) if patches >= tokens * _CLEARLY_LESS},
+    }
+    both = sorted(set.intersection(*chosen.values()))
     if sum(len(windows[at].tokens) for at in both) > 2 * _TRIAL_SAMPLES:
-        worse = _trial([windows[at] for at in both], limits.tokens, max_patches, derive_key("trial", key))
-        dropped = set(both)
-        by_tokens = [at for at in by_tokens if worse != "tokens" or at not in dropped]
-        by_patches = [at for at in by_patches if worse != "patches" or at not in dropped]
+        worse = _worse([windows[at] for at in both], limits.tokens, max_patches, derive_key("trial", key))
+        chosen[worse].difference_update(both)
     found: list[list[Bins]] = [[] for _ in windows]
-    for way, chosen in ((_by_tokens, by_tokens), (_by_patches, by_patches)):
-        packed = way([windows[at] for at in chosen], limits.tokens, max_patches, key)
-        for at, bins in zip(chosen, packed, strict=True):
+    for way, some in chosen.items():
+        packed = way([windows[at] for at in sorted(some)], limits.tokens, max_patches, key)
+        for at, bins in zip(sorted(some), packed, strict=True):
             found[at].append(bins)
     return [min(ways, key=lambda way: way.num_bins) for ways in found]
 
 
-def _trial(windows: Sequence[Window], capacity: int, max_patches: int, key: int) -> str:
-    """Returns the worse order, "tokens" or "patches", on a subset, so that only one order runs on all samples."""
+def _worse(windows: Sequence[Window], capacity: int, max_patches: int, key: int) -> Callable[..., list[Bins]]:
+    """Returns the worse way to pack a subset, so that only the other one runs on all samples."""
     tokens = np.concatenate([window.tokens for window in windows])
     patches = np.concatenate([window.patches for window in windows])
     drawn = np.flatnonzero(hash64(len(tokens), key) < np.uint64(_TRIAL_SAMPLES * 2**64 // len(tokens)))
     trial = [Window(tokens[drawn], patches[drawn], key)]
-    by_tokens, by_patches = (
-        way(trial, capacity, max_patches, key, WITHOUT_PATTERNS)[0].num_bins for way in (_by_tokens, _by_patches)
-    )
-    return "tokens" if by_tokens > by_patches else "patches"
+    ways = (_by_patches, _by_tokens)
+    return max(ways, key=lambda way: way(trial, capacity, max_patches, key, WITHOUT_PATTERNS)[0].num_bins)
 
 
 def lower_bound(tokens: IntArray, patches: IntArray, limits: Limits) -> int:
-    """Returns a lower bound on the packs: the greater of the two limits' linear programs.
+    """Returns a lower bound on the packs of samples as in :class:`Window`; 0 without samples.
 
-    Args:
-        tokens: See :class:`Window`.
-        patches: See :class:`Window`.
-        limits: Limits of a pack.
-
-    Returns:
-        The bound; 0 without samples.
+    It is the greater of the two limits' linear programs.
     """
     bound = program_bound(*np.unique(tokens, return_counts=True), limits.tokens)
     if limits.patches is None:
@@ -157,16 +123,7 @@ def lower_bound(tokens: IntArray, patches: IntArray, limits: Limits) -> int:
 
 
 def volume_bound(tokens: IntArray, patches: IntArray, limits: Limits) -> int:
-    """Packs that the sums alone need: volume over capacity, for the limit that needs more.
-
-    Args:
-        tokens: As in :class:`Window`.
-        patches: As in :class:`Window`.
-        limits: What a pack may hold.
-
-    Returns:
-        The bound; 0 without samples.
-    """
+    """Returns the packs that the sums alone need: volume over capacity, for the limit that needs more."""
     bound = -(-int(tokens.sum()) // limits.tokens)
     return bound if limits.patches is None else max(bound, -(-int(patches.sum()) // limits.patches))
 
@@ -186,8 +143,7 @@ def _by_tokens(
     windows: Sequence[Window], capacity: int, max_patches: int, key: int, preference: Preference | None = None
 ) -> list[Bins]:
     """Packs by tokens, then repairs violations of the patch limit."""
-    if preference is None:
-        preference = _learn([window.tokens for window in windows], capacity, derive_key("tokens", key))
+    preference = preference or _learn([window.tokens for window in windows], capacity, derive_key("tokens", key))
     drafts = []
     for window in windows:
         bins = pack_sizes(window.tokens, capacity, window.key, preference)
@@ -213,8 +169,7 @@ def _by_patches(
     unit = int(np.gcd.reduce(np.concatenate([w.patches for w in windows]))) if windows else 1
     limit = max_patches // unit
     sizes = [window.patches[some] // unit for window, some in zip(windows, images, strict=True)]
-    if preference is None:
-        preference = _learn(sizes, limit, derive_key("patches", key))
+    preference = preference or _learn(sizes, limit, derive_key("patches", key))
     drafts = []
     for window, some, size in zip(windows, images, sizes, strict=True):
         bins = pack_sizes(size, limit, window.key, preference)
@@ -223,11 +178,8 @@ def _by_patches(
     result = []
     for draft, (label, count) in zip(drafts, _repack(drafts, limit, capacity, derive_key("patches", key)), strict=True):
         text = np.flatnonzero(draft.window.patches == 0)
-        used = np.zeros(count, np.int64)
-        np.add.at(used, label, draft.other)
-        text_label, total = fill_up(
-            capacity - used, draft.window.tokens[text], capacity, derive_key("text", draft.window.key)
-        )
+        rooms = capacity - sums_by(label, draft.other, count)
+        text_label, total = fill_up(rooms, draft.window.tokens[text], capacity, derive_key("text", draft.window.key))
         items, labels = np.concatenate([draft.items, text]), np.concatenate([label, text_label])
         result.append(group_items(items, labels, total))
     return result
@@ -236,36 +188,20 @@ def _by_patches(
 def _repack(drafts: Sequence[_Draft], packed_limit: int, other_limit: int, key: int) -> list[tuple[IntArray, int]]:
     """Packs emptied samples under both limits. Returns, per draft, each item's bin, int64 (m,), and the bin count."""
     pools = [draft.pool() for draft in drafts]
-    if not sum(len(pool) for pool in pools):
+    counts = [len(pool) for pool in pools]
+    if not sum(counts):
         return [(draft.bins.bin_of_item(), draft.bins.num_bins) for draft in drafts]
-    again = pack_pairs(
-        np.concatenate([draft.packed[pool] for draft, pool in zip(drafts, pools, strict=True)]),
-        np.concatenate([draft.other[pool] for draft, pool in zip(drafts, pools, strict=True)]),
-        packed_limit,
-        other_limit,
-        key,
-        np.repeat(np.arange(len(drafts)), [len(pool) for pool in pools]),
-    )
+    packed = np.concatenate([draft.packed[pool] for draft, pool in zip(drafts, pools, strict=True)])
+    other = np.concatenate([draft.other[pool] for draft, pool in zip(drafts, pools, strict=True)])
+    again = pack_pairs(packed, other, packed_limit, other_limit, key, np.repeat(np.arange(len(drafts)), counts))
     result = []
-    start = 0
-    for draft, pool in zip(drafts, pools, strict=True):
-        part = again[start : start + len(pool)]
-        start += len(pool)
-        used, local = _numbered(part)
+    for draft, pool, part in zip(drafts, pools, np.split(again, np.cumsum(counts)[:-1]), strict=True):
+        used, local = np.unique(part, return_inverse=True)
         kept = ~draft.emptied
         label = (np.cumsum(kept) - 1)[draft.bins.bin_of_item()]
         label[pool] = local + int(kept.sum())
-        result.append((label, int(kept.sum()) + used))
+        result.append((label, int(kept.sum()) + len(used)))
     return result
-
-
-def _numbered(labels: IntArray) -> tuple[int, IntArray]:
-    """Number distinct labels from 0, in their order; (how many, the number of each)."""
-    if int(labels.max(initial=0)) > 4 * len(labels):
-        distinct, numbers = np.unique(labels, return_inverse=True)
-        return len(distinct), numbers
-    used = np.bincount(labels) > 0  # no sort, but a pass over all labels there might be
-    return int(used.sum()), (np.cumsum(used) - 1)[labels]
 
 
 def _to_empty(use: IntArray, limit: int) -> npt.NDArray[np.bool_]:

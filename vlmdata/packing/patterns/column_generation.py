@@ -18,13 +18,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
-import numpy.typing as npt
 
+from vlmdata.packing.arrays import FloatArray, IntArray
 from vlmdata.packing.patterns.knapsack import best_values, fillings_with
 from vlmdata.packing.patterns.simplex import CoveringProgram
-
-IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float64]
 
 # Prices are integers in units of 2**-40 bins.
 _UNIT = 1 << 40
@@ -33,47 +30,40 @@ _MAX_ROUNDS = 60
 _PIVOTS_PER_SIZE = 120
 # A filling is offered to the program if it is worth at least this share of the best one.
 _OFFERED = 0.97
-_LEAST_GAIN = 1.0
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class FractionalPacking:
     """A nearly optimal solution of the linear program, and what it proves.
 
-    Attributes:
-        patterns: int64 (P, slots), indices of sizes in increasing order, D where a pattern is shorter; most used first.
-        amounts: float64 (P,), how often each is used: a proposal.
-        lower_bound: No packing has fewer bins. Exact.
-        prices: float64 (D,), the prices that prove it, in bins; at least 0.
+    Patterns are indices of sizes in increasing order, D where one is shorter; the most used is first.
     """
 
-    patterns: IntArray
-    amounts: FloatArray
-    lower_bound: int
-    prices: FloatArray
+    patterns: IntArray  # int64 (P, slots)
+    amounts: FloatArray  # float64 (P,), how often each is used: a proposal
+    lower_bound: int  # no packing has fewer bins; exact
+    prices: FloatArray  # float64 (D,), the prices that prove it, in bins; at least 0
 
 
 def solve_patterns(
     sizes: IntArray, counts: IntArray, capacity: int, patterns: IntArray | None = None, gap: float = 0.0
 ) -> FractionalPacking:
-    """Solve the linear program over all patterns.
+    """Solves the linear program over all patterns, with the same result on every machine.
 
     Args:
         sizes: int64 (D,), distinct, strictly decreasing, in ``[1, capacity]``.
         counts: int64 (D,), items of each size, at least 1.
         capacity: Bin size.
-        patterns: int64 (P, slots), to start with: indices of sizes, D where a pattern is shorter;
-            ``slots = capacity // sizes[-1]``.
+        patterns: int64 (P, slots), to start with: indices of sizes, D where a pattern is shorter; ``slots =
+            capacity // sizes[-1]``.
         gap: Stop when the solution is within this share of the bound, or when its bins rounded up equal it.
-
-    Returns:
-        The solution; the same on every machine.
     """
     slots = int(capacity // sizes[-1])
-    known = _single_patterns(sizes, capacity, slots)
+    # As many as fit of one size.
+    known = np.where(np.arange(slots) < (capacity // sizes)[:, None], np.arange(len(sizes))[:, None], len(sizes))
     if patterns is not None and len(patterns):
         known = np.concatenate([known, np.unique(np.sort(patterns, axis=1), axis=0)])
-    least_gain = max(gap * _LEAST_GAIN, 1e-7)
+    least_gain = max(gap, 1e-7)
     program = CoveringProgram(counts, known, _PIVOTS_PER_SIZE * len(sizes), least_gain)
     share = Fraction(0)
     bound, centre = 0, sizes / capacity
@@ -102,36 +92,23 @@ def solve_patterns(
 
 
 def bound_of_prices(sizes: IntArray, counts: IntArray, capacity: int, prices: FloatArray) -> int:
-    """Lower bound on the bins that any prices prove, exact.
+    """Returns the lower bound on the bins that any prices prove, exact.
 
-    Args:
-        sizes: int64 (D,), each in ``[1, capacity]``.
-        counts: int64 (D,), items of each.
-        capacity: Bin size.
-        prices: float64 (D,), at least 0, in bins.
-
-    Returns:
-        What all items cost over what the most expensive filling of a bin costs, rounded up.
+    It is what all items cost over what the most expensive filling of a bin costs, rounded up. Sizes and counts are
+    int64 (D,), prices float64 (D,), at least 0, in bins.
     """
     exact = np.rint(prices * _UNIT).astype(np.int64)
     most = int(best_values(sizes, exact, capacity)[-1])
     return math.ceil(Fraction(_worth(exact, counts), most)) if most else 0
 
 
-def _single_patterns(sizes: IntArray, capacity: int, slots: int) -> IntArray:
-    """As many as fit of one size; int64 (D, slots)."""
-    number = np.arange(len(sizes))[:, None]
-    patterns: IntArray = np.where(np.arange(slots) < (capacity // sizes)[:, None], number, len(sizes))
-    return patterns
-
-
 def _worth(prices: IntArray, counts: IntArray) -> int:
-    """All items together, in Python's integers, which do not overflow."""
+    """Prices all items together, in Python's integers, which do not overflow."""
     return sum(price * count for price, count in zip(prices.tolist(), counts.tolist(), strict=True))
 
 
 def _used(program: CoveringProgram) -> tuple[IntArray, FloatArray]:
-    """Patterns in the solution and how often each is used, most often first."""
+    """Returns the patterns in the solution and how often each is used, most often first."""
     some = np.flatnonzero((program.basis >= 0) & (program.amounts > 0))
     some = some[np.argsort(-program.amounts[some], kind="stable")]
     return program.patterns[program.basis[some]], program.amounts[some]

@@ -21,11 +21,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from vlmdata.packing.arrays import IntArray
 from vlmdata.packing.patterns.lower_bound import bin_lower_bound
-
-IntArray = npt.NDArray[np.int64]
 
 # Number of whole-number fillings to consider per size; beyond this, any room counts as fillable.
 _MAX_FILLING = 64
@@ -36,11 +34,11 @@ class Strategy:
     """How to pack a histogram.
 
     Attributes:
-        lookahead: Quantile, among the remaining items, of the smallest size that look-ahead assumes available to fill
-            a bin; None for plain best-fit-decreasing.
+        lookahead: Quantile, among the remaining items, of the smallest size that look-ahead assumes available to
+            fill a bin; None for plain best-fit-decreasing.
         openers: Share of the lower bound of bins that start with a random item.
-        eager: With look-ahead, the share of the lower bound of bins that may be opened before items must go anywhere
-            they fit. Bins beyond those that the volume needs would stay half empty.
+        eager: With look-ahead, the share of the lower bound of bins that may be opened before items must go
+            anywhere they fit. Bins beyond those that the volume needs would stay half empty.
     """
 
     lookahead: float | None
@@ -61,12 +59,10 @@ STRATEGIES = (
 
 @dataclass(frozen=True, slots=True)
 class HistogramPacking:
-    """Assignment of sizes to bins, as runs.
+    """Assignment of sizes to bins, which are numbered from 0, as runs.
 
-    Attributes:
-        num_bins: Number of bins, numbered from 0.
-        runs: int64 (K, 4), rows ``(size index, first bin, bins, copies)``: each of ``bins`` consecutive bins from
-            ``first bin`` takes ``copies`` items of that size.
+    Runs are int64 (K, 4), rows ``(size index, first bin, bins, copies)``: each of ``bins`` consecutive bins from
+    ``first bin`` takes ``copies`` items of that size.
     """
 
     num_bins: int
@@ -173,11 +169,8 @@ def pack_histogram(
         capacity: Bin size.
         strategy: See :class:`Strategy`; the caller draws its ``openers``.
         openers: int64 (D,), items of each size that start a new bin; at most ``counts``.
-        rooms: int64 (B,), non-decreasing, room in existing bins, numbered from 0 in this order; only for plain
-            best-fit-decreasing.
-
-    Returns:
-        The bins, as runs; ``num_bins`` includes the existing ones.
+        rooms: int64 (B,), non-decreasing, room in existing bins, numbered from 0 in this order and counted in the
+            result; only for plain best-fit-decreasing.
     """
     eager_limit = 0
     if strategy.lookahead is not None:
@@ -196,6 +189,17 @@ def pack_histogram(
     for index, (size, count, filler) in enumerate(zip(sizes.tolist(), left.tolist(), fillers.tolist(), strict=True)):
         packer.place(index, size, count, filler)
     return HistogramPacking(packer.num_bins, np.array(packer.placed, dtype=np.int64).reshape(-1, 4))
+
+
+def fill_rooms(sizes: IntArray, counts: IntArray, capacity: int, rooms: IntArray) -> tuple[HistogramPacking, IntArray]:
+    """Packs items into bins with some room left, and into new bins, by plain best-fit-decreasing.
+
+    As :func:`pack_histogram`, with ``rooms`` in any order. Also returns the position in ``rooms`` of each bin of the
+    packing, int64 (num_bins,); new bins follow them.
+    """
+    by_room = np.argsort(rooms, kind="stable")
+    packing = pack_histogram(sizes, counts, capacity, Strategy(None, 0.0), rooms=rooms[by_room])
+    return packing, np.concatenate([by_room, np.arange(len(rooms), packing.num_bins)])
 
 
 def _filler_sizes(sizes: IntArray, counts: IntArray, quantile: float | None) -> IntArray:

@@ -4,21 +4,15 @@ Values are integers, so a filling and its value are exact and the same on every 
 """
 
 import numpy as np
-import numpy.typing as npt
 
-IntArray = npt.NDArray[np.int64]
+from vlmdata.packing.arrays import IntArray
 
 
 def best_values(sizes: IntArray, values: IntArray, capacity: int) -> IntArray:
-    """Value of the best filling of every room: the unbounded knapsack by dynamic programming.
+    """Returns the value of the best filling of every room: the unbounded knapsack by dynamic programming.
 
-    Args:
-        sizes: int64 (D,), each in ``[1, capacity]``.
-        values: int64 (D,), at least 0.
-        capacity: Bin size.
-
-    Returns:
-        int64 (capacity + 1,), non-decreasing: the greatest value that fits each room.
+    Sizes are int64 (D,), each in ``[1, capacity]``, values int64 (D,), at least 0. The result is int64 (capacity + 1,),
+    non-decreasing.
     """
     best = np.zeros(capacity + 1, np.int64)
     for size, value in zip(sizes.tolist(), values.tolist(), strict=True):
@@ -33,17 +27,10 @@ def best_values(sizes: IntArray, values: IntArray, capacity: int) -> IntArray:
 
 
 def fillings_with(starts: IntArray, best: IntArray, sizes: IntArray, values: IntArray, slots: int) -> IntArray:
-    """For each of some sizes, a best filling among those that contain it.
+    """Returns, for each of some sizes, int64 (n,) indices, a best filling among those that contain it.
 
-    Args:
-        starts: int64 (n,), indices of sizes.
-        best: From :func:`best_values`.
-        sizes: int64 (D,).
-        values: int64 (D,).
-        slots: At least the most items that fit a bin.
-
-    Returns:
-        int64 (n, slots), indices of sizes in increasing order; D where a filling is shorter.
+    ``best`` is from :func:`best_values`, ``slots`` at least the most items that fit a bin. The result is int64 (n,
+    slots), indices of sizes in increasing order; D where a filling is shorter.
     """
     filling = np.full((len(starts), slots), len(sizes), np.int64)
     filling[:, 0] = starts

@@ -7,23 +7,17 @@ Each function maps sizes so that any set that fits in a bin still sums to at mos
 import numpy as np
 import numpy.typing as npt
 
+from vlmdata.packing.arrays import IntArray
+
 _MAX_MULTIPLIER = 20
 
 
 def bin_lower_bound(sizes: npt.ArrayLike, counts: npt.ArrayLike, capacity: int) -> int:
-    """Returns a lower bound on the number of bins for one limit.
+    """Returns a lower bound on the number of bins for one limit; 0 without items.
 
     The greatest of the volume bound, Martello and Toth's L2 (Discrete Applied Mathematics 28, 1990) and the functions
     u(k), k <= 20, of Fekete and Schepers ("New classes of fast lower bounds for bin packing problems", Mathematical
-    Programming 91, 2001).
-
-    Args:
-        sizes: (D,) integers in ``[0, capacity]``.
-        counts: (D,) integers, items of each size.
-        capacity: Bin size, in the unit of ``sizes``.
-
-    Returns:
-        The bound; 0 if there are no items.
+    Programming 91, 2001). Sizes are (D,) integers in ``[0, capacity]``, counts (D,) integers.
     """
     size = np.asarray(sizes, dtype=np.int64)
     count = np.asarray(counts, dtype=np.int64)
@@ -33,7 +27,7 @@ def bin_lower_bound(sizes: npt.ArrayLike, counts: npt.ArrayLike, capacity: int) 
     return max(volume, _l2(size, count, capacity), _multiples(size, count, capacity))
 
 
-def _l2(size: npt.NDArray[np.int64], count: npt.NDArray[np.int64], capacity: int) -> int:
+def _l2(size: IntArray, count: IntArray, capacity: int) -> int:
     """Items over half a bin need a bin each; the rest of those bins holds a limited part of the items of size >= k."""
     order = np.argsort(size, kind="stable")
     size, count = size[order], count[order]
@@ -51,7 +45,7 @@ def _l2(size: npt.NDArray[np.int64], count: npt.NDArray[np.int64], capacity: int
     return int(bins.max())
 
 
-def _multiples(size: npt.NDArray[np.int64], count: npt.NDArray[np.int64], capacity: int) -> int:
+def _multiples(size: IntArray, count: IntArray, capacity: int) -> int:
     """u(k): a size x becomes floor((k + 1) x) / k, or stays x if (k + 1) x is whole (x as a share of the bin)."""
     best = 0
     for k in range(1, _MAX_MULTIPLIER + 1):

@@ -14,12 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from vlmdata.packing.arrays import IntArray, ranges
 from vlmdata.packing.patterns.column_generation import solve_patterns
-from vlmdata.packing.patterns.histogram import STRATEGIES, HistogramPacking, Strategy, pack_histogram
-
-IntArray = npt.NDArray[np.int64]
+from vlmdata.packing.patterns.histogram import STRATEGIES, HistogramPacking, Strategy, fill_rooms, pack_histogram
 
 MAX_SIZES = 256
 _MAX_ITEMS = 32
@@ -31,9 +29,8 @@ _GAP = 1e-3
 class Patterns:
     """Ways to fill a bin, for one or many packings.
 
-    Attributes:
-        contents: Of each pattern, the (size, copies) in it; most used first.
-        shares: How often each is used, over the number of items they were made for.
+    ``contents`` are the (size, copies) in each pattern, most used first. ``shares`` are how often each is used, over
+    the number of items they were made for.
     """
 
     contents: tuple[tuple[tuple[int, int], ...], ...]
@@ -41,18 +38,11 @@ class Patterns:
 
 
 def round_up_sizes(sizes: IntArray, counts: IntArray, wanted: int = MAX_SIZES) -> IntArray:
-    """Round sizes up to a few of them.
+    """Rounds sizes, int64 (D,), distinct and strictly decreasing, up to at most ``wanted`` of them.
 
     The room lost is the sum of count times interval; for a given number of intervals it is least if intervals are as
-    one over the square root of the count. So the cuts are even in the sum of those square roots.
-
-    Args:
-        sizes: int64 (D,), distinct, strictly decreasing.
-        counts: int64 (D,), items of each.
-        wanted: At most so many.
-
-    Returns:
-        int64 (D,), non-increasing: what each size becomes, one of ``sizes``.
+    one over the square root of the count. So the cuts are even in the sum of those square roots. Returns what each size
+    becomes, int64 (D,), non-increasing.
     """
     if len(sizes) <= wanted:
         return sizes
@@ -64,26 +54,15 @@ def round_up_sizes(sizes: IntArray, counts: IntArray, wanted: int = MAX_SIZES) -
 
 
 def split_small(sizes: IntArray, capacity: int) -> int:
-    """How many of some decreasing sizes, the largest, patterns hold; the others fill up what room is left.
-
-    Args:
-        sizes: int64 (D,), decreasing.
-        capacity: Bin size.
-    """
+    """Returns how many of some decreasing sizes, the largest, patterns hold; the others fill up what room is left."""
     return int((sizes * _MAX_ITEMS >= capacity).sum())
 
 
 def find_patterns(sizes: IntArray, counts: IntArray, capacity: int, packings: list[HistogramPacking]) -> Patterns:
-    """Find patterns by column generation.
+    """Finds patterns by column generation, most used first; none if all sizes are small.
 
-    Args:
-        sizes: int64 (D,), distinct, strictly decreasing, at most ``MAX_SIZES`` of those that patterns hold.
-        counts: int64 (D,).
-        capacity: Bin size.
-        packings: Packings of the same items, whose bins are patterns to start with.
-
-    Returns:
-        The patterns, most used first; none if all sizes are small.
+    Sizes and counts are int64 (D,), sizes strictly decreasing and at most ``MAX_SIZES`` of those that patterns hold.
+    ``packings`` are of the same items; their bins are patterns to start with.
     """
     large = split_small(sizes, capacity)
     if not large:
@@ -97,15 +76,9 @@ def find_patterns(sizes: IntArray, counts: IntArray, capacity: int, packings: li
 
 
 def patterns_of(packing: HistogramPacking, large: int, slots: int) -> IntArray:
-    """The distinct bins of a packing.
+    """Returns the distinct bins of a packing without the sizes from index ``large`` on, int64 (P, slots).
 
-    Args:
-        packing: The packing.
-        large: Indices of sizes from this on are left out.
-        slots: At least the most of the other items in a bin.
-
-    Returns:
-        int64 (P, slots), indices of sizes in increasing order; ``large`` where a pattern is shorter.
+    Rows are indices of sizes in increasing order; ``large`` where a pattern is shorter than ``slots``.
     """
     runs = packing.runs[packing.runs[:, 0] < large]
     if not len(runs):
@@ -128,23 +101,11 @@ def patterns_of(packing: HistogramPacking, large: int, slots: int) -> IntArray:
 
 
 def pack_by_patterns(
-    sizes: IntArray,
-    counts: IntArray,
-    capacity: int,
-    patterns: Patterns,
-    strategies: Sequence[Strategy] = STRATEGIES,
+    sizes: IntArray, counts: IntArray, capacity: int, patterns: Patterns, strategies: Sequence[Strategy] = STRATEGIES
 ) -> HistogramPacking:
-    """Pack items by patterns as far as these go, the rest by best fit.
+    """Packs all items by patterns as far as these go, the rest by best fit with some strategies.
 
-    Args:
-        sizes: int64 (D,), distinct, strictly decreasing.
-        counts: int64 (D,), items of each, at least 1.
-        capacity: Bin size.
-        patterns: Any; those that hold a size that is not there are left out.
-        strategies: What to try for the rest.
-
-    Returns:
-        A packing of all items.
+    Sizes and counts are int64 (D,), sizes strictly decreasing. Patterns with a size that is not there are left out.
     """
     runs, bins, left = _apply(sizes, counts, patterns)
     large = split_small(sizes, capacity)
@@ -161,7 +122,7 @@ def pack_by_patterns(
 
 
 def _apply(sizes: IntArray, counts: IntArray, patterns: Patterns) -> tuple[IntArray, int, IntArray]:
-    """Whole numbers of each pattern, as far as there are items; (runs, bins, counts left)."""
+    """Uses whole numbers of each pattern, as far as there are items; returns (runs, bins, counts left)."""
     left = dict(zip(sizes.tolist(), counts.tolist(), strict=True))
     index = {size: number for number, size in enumerate(left)}
     total = int(counts.sum())
@@ -181,23 +142,14 @@ def _apply(sizes: IntArray, counts: IntArray, patterns: Patterns) -> tuple[IntAr
 def _fill_up(
     packing: HistogramPacking, sizes: IntArray, left: IntArray, capacity: int, small: IntArray
 ) -> HistogramPacking:
-    """Best fit of small sizes into the room that is left, and into new bins."""
+    """Packs small sizes by best fit into the room that is left, and into new bins."""
     change = np.zeros(packing.num_bins + 1, np.int64)
     volume = sizes[packing.runs[:, 0]] * packing.runs[:, 3]
     np.add.at(change, packing.runs[:, 1], volume)
     np.subtract.at(change, packing.runs[:, 1] + packing.runs[:, 2], volume)
     rooms = capacity - np.cumsum(change[:-1])
-    by_room = np.argsort(rooms, kind="stable")
-    filled = pack_histogram(sizes[small], left[small], capacity, Strategy(None, 0.0), rooms=rooms[by_room])
-    number = np.concatenate([by_room, np.arange(packing.num_bins, filled.num_bins)])
+    filled, number = fill_rooms(sizes[small], left[small], capacity, rooms)
     index, first, bins, copies = filled.runs.T
-    within = np.arange(int(bins.sum())) - np.repeat(np.cumsum(bins) - bins, bins)
-    single = np.column_stack(
-        [
-            np.repeat(small[index], bins),
-            number[np.repeat(first, bins) + within],
-            np.ones(len(within), np.int64),
-            np.repeat(copies, bins),
-        ]
-    )
+    taken = number[ranges(first, bins)]
+    single = np.column_stack([np.repeat(small[index], bins), taken, np.ones_like(taken), np.repeat(copies, bins)])
     return HistogramPacking(filled.num_bins, np.concatenate([packing.runs, single]))

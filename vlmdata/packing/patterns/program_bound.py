@@ -18,16 +18,11 @@ _GAP = 1e-4
 
 
 def program_bound(sizes: npt.ArrayLike, counts: npt.ArrayLike, capacity: int) -> int:
-    """Lower bound on the bins for one limit: the linear program's, or :func:`bin_lower_bound` where that is greater.
+    """Returns the linear program's lower bound on the bins for one limit, or :func:`bin_lower_bound` if greater.
 
-    Args:
-        sizes: (D,) distinct integers in ``[0, capacity]``.
-        counts: (D,) integers, how many items of each size, at least 1.
-        capacity: Bin size.
-
-    Returns:
-        The bound; 0 if there are no items. Sizes that fit a bin more than 32 times have no price in it. With more than
-        256 distinct others, prices are found for 256 sizes, and those between are interpolated.
+    Sizes are (D,) distinct integers in ``[0, capacity]``, counts (D,) integers, at least 1. The bound is 0 without
+    items. Sizes that fit a bin more than 32 times have no price in it. With more than 256 distinct others, prices are
+    found for 256 sizes, and those between are interpolated.
     """
     bound = bin_lower_bound(sizes, counts, capacity)
     size, count = np.asarray(sizes, np.int64), np.asarray(counts, np.int64)

@@ -10,10 +10,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import numpy.typing as npt
 
-IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float64]
+from vlmdata.packing.arrays import FloatArray, IntArray
 
 _TINY = 1e-9
 
@@ -33,13 +31,10 @@ class CoveringProgram:
     """
 
     def __init__(self, counts: IntArray, patterns: IntArray, max_pivots: int, least_gain: float) -> None:
-        """Start from patterns that hold one size each.
+        """Starts from patterns that hold one size each, int64 (P, slots): row i < D holds size i only.
 
-        Args:
-            counts: int64 (D,), the demand, at least 1.
-            patterns: int64 (P, slots); row i < D holds size i only.
-            max_pivots: Stop here, optimal or not.
-            least_gain: Columns that save less than this share of a bin stay out.
+        The demand is int64 (D,), at least 1. Stops after ``max_pivots``, optimal or not. Columns that save less than
+        ``least_gain`` of a bin stay out.
         """
         self._size = len(counts)
         copies = (patterns[: self._size] < self._size).sum(axis=1).astype(np.float64)
@@ -58,30 +53,19 @@ class CoveringProgram:
 
     @property
     def bins(self) -> float:
-        """The objective, rounded once."""
+        """Returns the objective, rounded once."""
         return math.fsum((self.amounts * self._cost).tolist())
 
     def add(self, patterns: IntArray) -> None:
-        """Add columns.
-
-        Args:
-            patterns: int64 (n, slots).
-        """
+        """Adds columns, int64 (n, slots)."""
         self.patterns = np.concatenate([self.patterns, patterns])
 
     def reduced_costs(self, patterns: IntArray) -> FloatArray:
-        """One bin minus the prices of a pattern's items: negative where using it saves bins.
-
-        Args:
-            patterns: int64 (n, slots).
-
-        Returns:
-            float64 (n,).
-        """
+        """Returns one bin minus the prices of a pattern's items, float64 (n,): negative if it saves bins."""
         return self._reduced_costs(np.ascontiguousarray(patterns.T))
 
     def optimise(self) -> None:
-        """Pivot until no known column saves anything."""
+        """Pivots until no known column saves anything."""
         while self.pivots < self._max_pivots:
             at = self.pivots
             candidates = np.flatnonzero(self.reduced_costs(self.patterns) < -self._least_gain)

@@ -16,19 +16,13 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-IntArray = npt.NDArray[np.int64]
+from vlmdata.packing.arrays import FloatArray, IntArray
 
 
 def in_order(num_steps: int, packs: int, dp_size: int) -> IntArray:
     """Returns the unbalanced assignment: pack p runs in micro-batch ``p // dp_size`` on rank ``p % dp_size``.
 
-    Args:
-        num_steps: Number of steps S.
-        packs: Packs per step G, a multiple of ``dp_size``.
-        dp_size: Data-parallel ranks R.
-
-    Returns:
-        int64 (S, G / R, R), positions in the step.
+    int64 (S, G / R, R) for S steps of G packs, a multiple of the R data-parallel ranks: positions in the step.
     """
     positions = np.arange(packs, dtype=np.int64).reshape(1, -1, dp_size)
     return np.repeat(positions, num_steps, axis=0)
@@ -37,13 +31,9 @@ def in_order(num_steps: int, packs: int, dp_size: int) -> IntArray:
 def balanced(costs: IntArray, dp_size: int) -> IntArray:
     """Assigns the packs of each step so that cost is even, in O(G log G) per step.
 
-    Args:
-        costs: int64 (S, G), cost of each pack of each step; G a multiple of ``dp_size``.
-        dp_size: Data-parallel ranks R.
-
-    Returns:
-        int64 (S, G / R, R): for each (micro-batch, rank), the position of its pack in the step. Never a greater
-        maximum over ranks than :func:`in_order`, and never both that and a greater sum over micro-batches.
+    Costs are int64 (S, G), G a multiple of R data-parallel ranks. Returns int64 (S, G / R, R): for each (micro-batch,
+    rank), the position of its pack in the step. Never a greater maximum over ranks than :func:`in_order`, and never
+    both that and a greater sum over micro-batches.
     """
     steps, packs = costs.shape
     micro_batches = packs // dp_size
@@ -63,63 +53,35 @@ def balanced(costs: IntArray, dp_size: int) -> IntArray:
     return np.where(better[:, None, None], result, plain)
 
 
-def rank_costs(costs: IntArray, assignment: IntArray) -> IntArray:
-    """Returns the total cost of each rank.
-
-    Args:
-        costs: int64 (S, G).
-        assignment: int64 (S, M, R), positions in the step.
-
-    Returns:
-        int64 (S, R).
-    """
-    return _spread(costs, assignment).sum(axis=1)
-
-
-def imbalance(costs: IntArray, assignment: IntArray) -> npt.NDArray[np.float64]:
-    """Returns the maximum over ranks of total cost, divided by the mean. At 2, ranks wait half the time.
-
-    Args:
-        costs: int64 (S, G).
-        assignment: int64 (S, M, R).
-
-    Returns:
-        float64 (S,); 1 for a step without cost.
-    """
-    return _max_over_mean(rank_costs(costs, assignment))
-
-
-def micro_batch_imbalance(costs: IntArray, assignment: IntArray) -> npt.NDArray[np.float64]:
-    """Returns the imbalance if ranks meet in every micro-batch: the sum of maxima over the sum of means.
-
-    Args:
-        costs: int64 (S, G).
-        assignment: int64 (S, M, R).
-
-    Returns:
-        float64 (S,); 1 for a step without cost.
-    """
-    spread = _spread(costs, assignment)
-    total = spread.sum(axis=(1, 2))
-    waiting = spread.max(axis=2).sum(axis=1) * spread.shape[2]
-    return np.where(total > 0, waiting / np.maximum(total, 1), 1.0)
-
-
-def _spread(costs: IntArray, assignment: IntArray) -> IntArray:
-    """Arranges costs as (step, micro-batch, rank)."""
+def spread(costs: IntArray, assignment: IntArray) -> IntArray:
+    """Arranges the costs of steps, int64 (S, G), as an assignment, int64 (S, M, R): (step, micro-batch, rank)."""
     flat = assignment.reshape(len(costs), -1)
     return np.take_along_axis(costs, flat, axis=1).reshape(assignment.shape)
 
 
+def imbalance(costs: IntArray, assignment: IntArray) -> FloatArray:
+    """Returns the maximum over ranks of total cost, divided by the mean, float64 (S,). At 2, ranks wait half the time.
+
+    Costs are int64 (S, G), the assignment int64 (S, M, R), positions in the step. A step without cost gives 1.
+    """
+    return _max_over_mean(spread(costs, assignment).sum(axis=1, keepdims=True))
+
+
+def micro_batch_imbalance(costs: IntArray, assignment: IntArray) -> FloatArray:
+    """Returns the imbalance if ranks meet in every micro-batch: the sum of maxima over the sum of means."""
+    return _max_over_mean(spread(costs, assignment))
+
+
 def _is_better(costs: IntArray, candidate: IntArray, plain: IntArray) -> npt.NDArray[np.bool_]:
     """Returns, per step, if the candidate has a smaller (maximum over ranks, sum over micro-batches), in that order."""
-    new, old = _spread(costs, candidate), _spread(costs, plain)
+    new, old = spread(costs, candidate), spread(costs, plain)
     new_max, old_max = new.sum(axis=1).max(axis=1), old.sum(axis=1).max(axis=1)
     new_sum, old_sum = new.max(axis=2).sum(axis=1), old.max(axis=2).sum(axis=1)
     better: npt.NDArray[np.bool_] = (new_max < old_max) | ((new_max == old_max) & (new_sum < old_sum))
     return better
 
 
-def _max_over_mean(loads: IntArray) -> npt.NDArray[np.float64]:
-    total = loads.sum(axis=1)
-    return np.where(total > 0, loads.max(axis=1) * loads.shape[1] / np.maximum(total, 1), 1.0)
+def _max_over_mean(costs: IntArray) -> FloatArray:
+    """Returns the sum over micro-batches of the maximum over ranks, divided by that of the means."""
+    total = costs.sum(axis=(1, 2))
+    return np.where(total > 0, costs.max(axis=2).sum(axis=1) * costs.shape[2] / np.maximum(total, 1), 1.0)

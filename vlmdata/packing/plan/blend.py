@@ -17,58 +17,38 @@ import numpy as np
 import numpy.typing as npt
 
 from vlmdata.errors import UsageError
+from vlmdata.packing.arrays import IntArray
 from vlmdata.packing.config import Blend
 from vlmdata.packing.seeding import derive_key, grouped_permutation, permutation
 from vlmdata.packing.table import SampleTable
 from vlmdata.wording import counted
 
-IntArray = npt.NDArray[np.int64]
-
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Pass:
-    """One pass of an epoch over (part of) a dataset.
+class DatasetPass:
+    """One pass of an epoch over (part of) a dataset."""
 
-    Attributes:
-        dataset: Dataset number.
-        samples: int64 (m,), table positions, increasing.
-        repeats: int32 (m,), earlier uses of each sample, in all epochs and passes.
-    """
-
-    dataset: int
-    samples: IntArray
-    repeats: npt.NDArray[np.int32]
+    dataset: int  # dataset number
+    samples: IntArray  # int64 (m,), table positions, increasing
+    repeats: npt.NDArray[np.int32]  # int32 (m,), earlier uses of each sample, in all epochs and passes
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetShare:
-    """Contribution of a dataset to an epoch.
+    """Contribution of a dataset to an epoch."""
 
-    Attributes:
-        samples: Number of uses of its samples.
-        tokens: True tokens of these uses.
-        passes: ``samples`` divided by the dataset's size.
-        sample_share: Share of the epoch's samples.
-        token_share: Share of the epoch's tokens.
-    """
-
-    samples: int
-    tokens: int
-    passes: float
-    sample_share: float
-    token_share: float
+    samples: int  # number of uses of its samples
+    tokens: int  # true tokens of these uses
+    passes: float  # samples divided by the dataset's size
+    sample_share: float  # of the epoch's samples
+    token_share: float  # of the epoch's tokens
 
 
 def passes_per_epoch(table: SampleTable, blend: Blend | None) -> tuple[Fraction, ...]:
-    """Returns the number of passes over each dataset in an epoch.
+    """Returns the number of passes over each dataset in an epoch, as exact numbers.
 
-    Args:
-        table: The samples.
-        blend: None means one pass each. With "tokens" or "samples", passes are scaled so that the epoch has as many
-            tokens (or samples) as one pass over all datasets; weights proportional to sizes give one pass each.
-
-    Returns:
-        One exact number per dataset.
+    A blend of None means one pass each. With "tokens" or "samples", passes are scaled so that the epoch has as many
+    tokens (or samples) as one pass over all datasets; weights proportional to sizes give one pass each.
 
     Raises:
         UsageError: If the number of weights differs from the number of datasets.
@@ -91,17 +71,11 @@ def passes_per_epoch(table: SampleTable, blend: Blend | None) -> tuple[Fraction,
     return tuple(scale * weight / int(part) for weight, part in zip(weights, mass, strict=True))
 
 
-def epoch_passes(table: SampleTable, blend: Blend | None, seed: int, epoch: int) -> list[Pass]:
-    """Returns the uses of samples in an epoch.
+def epoch_passes(table: SampleTable, blend: Blend | None, seed: int, epoch: int) -> list[DatasetPass]:
+    """Returns the uses of samples in an epoch, as passes in the order of datasets.
 
-    Args:
-        table: The samples.
-        blend: See :func:`passes_per_epoch`.
-        seed: Determines the order of partial passes.
-        epoch: From 0.
-
-    Returns:
-        Passes, in the order of datasets. Each use of a sample is in a separate pass, with consecutive repeats.
+    The seed determines the order of partial passes. Each use of a sample is in a separate pass, with consecutive
+    repeats.
     """
     offsets = table.dataset_offsets()
     result = []
@@ -120,22 +94,14 @@ def epoch_passes(table: SampleTable, blend: Blend | None, seed: int, epoch: int)
             used[rotation[:at]] += 1
             extra = np.sort(rotation[np.arange(at, at + part) % size])
         everything = np.arange(first, first + size)
-        result += [Pass(dataset, everything, used + np.int32(number)) for number in range(whole)]
+        result += [DatasetPass(dataset, everything, used + np.int32(number)) for number in range(whole)]
         if part:
-            result.append(Pass(dataset, first + extra, used[extra] + np.int32(whole)))
+            result.append(DatasetPass(dataset, first + extra, used[extra] + np.int32(whole)))
     return result
 
 
 def realised_shares(table: SampleTable, samples: npt.NDArray[np.integer]) -> tuple[DatasetShare, ...]:
-    """Returns the actual contribution of each dataset to an epoch.
-
-    Args:
-        table: The samples.
-        samples: (m,) table positions of the epoch's uses.
-
-    Returns:
-        One entry per dataset.
-    """
+    """Returns the actual contribution of each dataset to an epoch, whose uses are table positions (m,)."""
     sizes = np.diff(table.dataset_offsets())
     dataset = table.dataset[samples]
     uses = np.bincount(dataset, minlength=len(sizes))

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from vlmdata.errors import UsageError
 from vlmdata.packing.alignment import aligned
+from vlmdata.packing.arrays import IntArray, offsets_of, ranges
 from vlmdata.packing.bins.two_limits import Limits, Window, pack_windows
 from vlmdata.packing.config import PlanConfig
 from vlmdata.packing.plan.balance import balanced, in_order
@@ -20,31 +21,20 @@ from vlmdata.packing.seeding import derive_key, permutation
 from vlmdata.packing.table import SampleTable
 from vlmdata.wording import counted
 
-IntArray = npt.NDArray[np.int64]
-
 EMPTY_PACK = -1
 _SHOWN = 10
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Pack:
-    """The samples of one pack, in storage order.
+    """The samples of one pack, in storage order."""
 
-    Attributes:
-        samples: int64 (k,), table positions, increasing.
-        repeats: int32 (k,), earlier uses of each sample in the training.
-        dataset: int32 (k,), dataset number.
-        index: int64 (k,), position within the dataset.
-        aligned_lengths: int64 (k,), tokens of each sample, including padding.
-        tail: Padding tokens after the samples, a separate segment; 0 unless ``pad_to_capacity``.
-    """
-
-    samples: IntArray
-    repeats: npt.NDArray[np.int32]
-    dataset: npt.NDArray[np.int32]
-    index: IntArray
-    aligned_lengths: IntArray
-    tail: int
+    samples: IntArray  # int64 (k,), table positions, increasing
+    repeats: npt.NDArray[np.int32]  # int32 (k,), earlier uses of each sample in the training
+    dataset: npt.NDArray[np.int32]  # int32 (k,), dataset number
+    index: IntArray  # int64 (k,), position within the dataset
+    aligned_lengths: IntArray  # int64 (k,), tokens of each sample, including padding
+    tail: int  # padding tokens after the samples, a separate segment; 0 unless pad_to_capacity
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -87,14 +77,8 @@ class EpochPlan:
     def pack(self, number: int) -> Pack:
         """Returns the samples of a pack.
 
-        Args:
-            number: Pack number in ``[0, num_packs)``.
-
-        Returns:
-            The pack.
-
         Raises:
-            IndexError: If there is no such pack.
+            IndexError: If the number is not in ``[0, num_packs)``.
         """
         if not 0 <= number < self.num_packs:
             raise IndexError(f"pack {number} of {self.num_packs}")
@@ -111,14 +95,11 @@ class EpochPlan:
     def step(self, number: int) -> IntArray:
         """Returns the packs of an optimizer step over all ranks, independent of the number of ranks.
 
-        Args:
-            number: Step number in ``[0, num_steps)``.
-
         Returns:
             int64 (k,), pack numbers: ``global_batch`` of them, fewer only in an incomplete last step.
 
         Raises:
-            IndexError: If there is no such step.
+            IndexError: If the number is not in ``[0, num_steps)``.
         """
         if not 0 <= number < self.num_steps:
             raise IndexError(f"step {number} of {self.num_steps}")
@@ -128,12 +109,9 @@ class EpochPlan:
     def assignment(self, number: int, dp_size: int) -> IntArray:
         """Returns the pack that each data-parallel rank runs in each micro-batch of a step.
 
-        Args:
-            number: The step, in ``[0, num_steps)``.
-            dp_size: Data-parallel ranks.
-
         Returns:
-            int64 (micro-batches, dp_size): pack numbers, -1 for an empty pack. Contains every pack of the step once.
+            int64 (micro-batches, dp_size): pack numbers, -1 for an empty pack. Contains every pack of the step
+                once.
 
         Raises:
             IndexError: If there is no such step.
@@ -150,10 +128,6 @@ class EpochPlan:
 
     def padded_step(self, number: int, dp_size: int) -> IntArray:
         """Returns the packs of a step, completed with empty packs according to ``config.last``.
-
-        Args:
-            number: The step.
-            dp_size: Data-parallel ranks.
 
         Returns:
             int64 (micro-batches * dp_size,): pack numbers, then -1.
@@ -172,9 +146,6 @@ class EpochPlan:
     def micro_batches(self, dp_size: int) -> int:
         """Returns the number of packs per data-parallel rank in the epoch, including empty ones.
 
-        Args:
-            dp_size: Data-parallel ranks.
-
         Raises:
             UsageError: If ``global_batch`` is not a multiple of ``dp_size``.
         """
@@ -184,20 +155,16 @@ class EpochPlan:
         return (self.num_steps - 1) * (self.config.global_batch // dp_size) + last
 
     def pack_costs(self, packs: IntArray) -> IntArray:
-        """Returns the estimated cost of packs under ``config.cost``.
-
-        Args:
-            packs: int64 (k,), pack numbers; -1 costs nothing.
+        """Returns the estimated cost of packs, int64 (k,), under ``config.cost``.
 
         Returns:
-            int64 (k,), in units of 2**20 FLOP.
+            int64 (k,), in units of 2**20 FLOP; 0 for an empty pack (-1).
         """
         real = packs >= 0
         starts = self.offsets[packs[real]]
         counts = self.offsets[packs[real] + 1] - starts
-        ends = np.cumsum(counts)
-        flat = np.arange(int(counts.sum())) + np.repeat(starts - (ends - counts), counts)
-        samples = self.samples[flat]
+        firsts = offsets_of(counts)[:-1]
+        samples = self.samples[ranges(starts, counts)]
         lengths = aligned(self.table.lengths[samples], self.config.alignment)
         costs = self.config.cost.sample_costs(
             lengths,
@@ -206,10 +173,10 @@ class EpochPlan:
             self.table.sum_patches_squared[samples],
         )
         result = np.zeros(len(packs), np.int64)
-        if len(ends):
-            totals = np.add.reduceat(costs, ends - counts)
+        if len(firsts):
+            totals = np.add.reduceat(costs, firsts)
             if self.config.pad_to_capacity:
-                tails = self.config.capacity - np.add.reduceat(lengths, ends - counts)
+                tails = self.config.capacity - np.add.reduceat(lengths, firsts)
                 nothing = np.zeros(len(tails), np.int64)
                 totals += self.config.cost.sample_costs(tails, nothing, nothing, nothing)
             result[real] = totals
@@ -253,15 +220,12 @@ def plan_epoch(
 
 
 def check_limits(table: SampleTable, config: PlanConfig, key_of: Callable[[int], str] | None = None) -> None:
-    """Raises an error for samples that fit no pack.
+    """Raises an error for samples that fit no pack, with their number and the first ten.
 
-    Args:
-        table: The samples.
-        config: The settings.
-        key_of: Returns a sample's key by table position; without it, positions are shown.
+    ``key_of`` returns a sample's key by table position; without it, positions are shown.
 
     Raises:
-        UsageError: With the number of such samples and the first ten.
+        UsageError: If there are such samples.
     """
     lengths = aligned(table.lengths, config.alignment)
     usable = config.capacity // config.alignment * config.alignment
@@ -283,11 +247,7 @@ def check_limits(table: SampleTable, config: PlanConfig, key_of: Callable[[int],
 
 
 def _refuse(
-    positions: IntArray,
-    what: str,
-    describe: Callable[[int], str],
-    remedy: str,
-    key_of: Callable[[int], str] | None,
+    positions: IntArray, what: str, describe: Callable[[int], str], remedy: str, key_of: Callable[[int], str] | None
 ) -> None:
     if not len(positions):
         return
@@ -319,6 +279,5 @@ def _pack_windows(table: SampleTable, config: PlanConfig, epoch: int, windows: W
         samples[start:stop] = windows.samples[start:stop][shuffled.items]
         repeats[start:stop] = windows.repeats[start:stop][shuffled.items]
         counts.append(np.diff(shuffled.offsets))
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(counts))])
     window_offsets = np.cumsum([0] + [len(count) for count in counts])
-    return EpochPlan(table, config, epoch, samples, repeats, offsets, window_offsets)
+    return EpochPlan(table, config, epoch, samples, repeats, offsets_of(np.concatenate(counts)), window_offsets)

@@ -16,23 +16,14 @@ GROUP = "vlmdata.split_estimates"
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """An estimate for one number of GPUs for vision.
+    """An estimate for one number of GPUs for vision."""
 
-    Attributes:
-        vision_gpus: GPUs that hold the tower.
-        vision_idle: Share of the time that they wait.
-        language_idle: Share of the time that the others wait.
-        speed: Share of the time in which the GPUs work.
-        gain: Steps per second relative to one layout for both on all GPUs; None if that layout does not exist.
-        time: Mean time of a step: work of the cost model's units over FLOP/s.
-    """
-
-    vision_gpus: int
-    vision_idle: float
-    language_idle: float
-    speed: float
-    gain: float | None
-    time: float
+    vision_gpus: int  # that hold the tower
+    vision_idle: float  # share of the time that they wait
+    language_idle: float  # share of the time that the others wait
+    speed: float  # share of the time in which the GPUs work
+    gain: float | None  # steps per second relative to one layout for both on all GPUs; None if there is none
+    time: float  # mean of a step: work of the cost model's units over FLOP/s
 
 
 class EstimateSplits(Protocol):

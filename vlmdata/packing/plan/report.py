@@ -7,16 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from vlmdata.packing.alignment import aligned
+from vlmdata.packing.arrays import FloatArray, IntArray
 from vlmdata.packing.bins.two_limits import Limits, lower_bound, volume_bound
 from vlmdata.packing.plan.balance import balanced, imbalance, in_order, micro_batch_imbalance
 from vlmdata.packing.plan.blend import DatasetShare, realised_shares
 from vlmdata.packing.plan.epoch import EpochPlan
 from vlmdata.packing.seeding import derive_key, permutation
-
-IntArray = npt.NDArray[np.int64]
 
 # Steps are evaluated in chunks of about this many packs, to bound memory.
 _PACKS_AT_ONCE = 1 << 16
@@ -26,21 +24,14 @@ _PACKS_AT_ONCE = 1 << 16
 class Balance:
     """Maximum over mean of cost, before (plan order) and after (balanced); mean and worst over the epoch's steps.
 
-    Attributes:
-        rank_before: Mean over steps of (most expensive rank / mean rank), summed over the step's micro-batches.
-        rank_after: The same, balanced.
-        rank_before_worst: Worst step.
-        rank_after_worst: Worst step, balanced.
-        micro_batch_before: Mean over steps of the same ratio if ranks meet in every micro-batch (expert
-            parallelism).
-        micro_batch_after: The same, balanced.
+    Ranks meet at the end of a step, or in every micro-batch (expert parallelism).
     """
 
-    rank_before: float
+    rank_before: float  # mean over steps of most expensive rank / mean rank, summed over micro-batches
     rank_after: float
-    rank_before_worst: float
+    rank_before_worst: float  # worst step
     rank_after_worst: float
-    micro_batch_before: float
+    micro_batch_before: float  # the same as rank_before if ranks meet in every micro-batch
     micro_batch_after: float
 
 
@@ -104,9 +95,6 @@ def report_plan(plan: EpochPlan, dp_size: int = 1) -> PlanReport:
         plan: The plan.
         dp_size: Data-parallel ranks; must divide the global batch.
 
-    Returns:
-        The report.
-
     Raises:
         ValueError: If ``dp_size`` does not divide ``global_batch``.
     """
@@ -148,17 +136,12 @@ def report_plan(plan: EpochPlan, dp_size: int = 1) -> PlanReport:
 def measure_balance(plan: EpochPlan, dp_size: int) -> Balance:
     """Compares the cost across ranks in plan order and balanced, over all steps.
 
-    Args:
-        plan: The plan.
-        dp_size: Data-parallel ranks; must divide the global batch.
-
-    Returns:
-        The comparison under ``plan.config.cost``, regardless of ``balance``.
+    The costs are those of ``plan.config.cost``, regardless of ``balance``.
 
     Raises:
         ValueError: If ``dp_size`` does not divide ``global_batch``.
     """
-    ratios: list[npt.NDArray[np.float64]] = []
+    ratios: list[FloatArray] = []
     at_once = max(1, _PACKS_AT_ONCE // plan.config.global_batch)
     full_steps = plan.num_packs // plan.config.global_batch
     chunks = [range(start, min(start + at_once, full_steps)) for start in range(0, full_steps, at_once)]
@@ -168,16 +151,8 @@ def measure_balance(plan: EpochPlan, dp_size: int) -> Balance:
         packs = np.concatenate([plan.padded_step(number, dp_size) for number in steps])
         costs = plan.pack_costs(packs).reshape(len(steps), -1)
         plain, even = in_order(*costs.shape, dp_size), balanced(costs, dp_size)
-        ratios.append(
-            np.stack(
-                [
-                    imbalance(costs, plain),
-                    imbalance(costs, even),
-                    micro_batch_imbalance(costs, plain),
-                    micro_batch_imbalance(costs, even),
-                ]
-            )
-        )
+        ways = [(measure, way) for measure in (imbalance, micro_batch_imbalance) for way in (plain, even)]
+        ratios.append(np.stack([measure(costs, way) for measure, way in ways]))
     rank_before, rank_after, micro_before, micro_after = np.concatenate(ratios, axis=1)
     return Balance(
         rank_before=float(rank_before.mean()),

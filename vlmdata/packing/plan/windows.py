@@ -14,40 +14,28 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from vlmdata.packing.plan.blend import Pass
+from vlmdata.packing.arrays import IntArray
+from vlmdata.packing.plan.blend import DatasetPass
 from vlmdata.packing.seeding import derive_key, grouped_permutation, permutation
 from vlmdata.packing.table import SampleTable
-
-IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Windows:
-    """An epoch's sample uses, grouped in windows.
+    """An epoch's sample uses, grouped in windows."""
 
-    Attributes:
-        samples: int64 (m,), table positions.
-        repeats: int32 (m,), see :class:`vlmdata.packing.plan.blend.Pass`.
-        offsets: int64 (W + 1,), window w holds ``[offsets[w], offsets[w + 1])``.
-    """
-
-    samples: IntArray
-    repeats: npt.NDArray[np.int32]
-    offsets: IntArray
+    samples: IntArray  # int64 (m,), table positions
+    repeats: npt.NDArray[np.int32]  # int32 (m,), see DatasetPass
+    offsets: IntArray  # int64 (W + 1,), window w holds [offsets[w], offsets[w + 1])
 
 
-def make_windows(table: SampleTable, passes: list[Pass], shuffle_window: int | None, seed: int, epoch: int) -> Windows:
-    """Groups an epoch's uses in windows.
+def make_windows(
+    table: SampleTable, passes: list[DatasetPass], shuffle_window: int | None, seed: int, epoch: int
+) -> Windows:
+    """Groups the uses of an epoch's passes, at least one, in windows, none empty.
 
-    Args:
-        table: The samples.
-        passes: The epoch's passes (see :func:`vlmdata.packing.plan.blend.epoch_passes`), at least one.
-        shuffle_window: Shard visits per window, or None for a single window.
-        seed: The plan's seed.
-        epoch: The epoch; other epochs visit shards in another order.
-
-    Returns:
-        The windows, none empty.
+    ``shuffle_window`` is the number of shard visits per window; None gives a single window. Other epochs visit shards
+    in another order.
     """
     samples = np.concatenate([p.samples for p in passes]) if len(passes) > 1 else passes[0].samples
     repeats = np.concatenate([p.repeats for p in passes]) if len(passes) > 1 else passes[0].repeats
@@ -60,9 +48,9 @@ def make_windows(table: SampleTable, passes: list[Pass], shuffle_window: int | N
 
 
 def _window_of_uses(
-    table: SampleTable, passes: list[Pass], shuffle_window: int, seed: int, epoch: int
+    table: SampleTable, passes: list[DatasetPass], shuffle_window: int, seed: int, epoch: int
 ) -> tuple[IntArray, int]:
-    """Assigns an epoch's uses to windows. Returns the window of each use, int64 (m,), and the number of windows."""
+    """Assigns an epoch's uses to windows: the window of each use, int64 (m,), and the number of windows."""
     visit_of_use, dataset_of_visit = _visits(table, passes)
     num_visits = len(dataset_of_visit)
     num_windows = -(-num_visits // shuffle_window)
@@ -92,18 +80,11 @@ def _window_of_uses(
 
 
 def _small_datasets(visits: IntArray, num_windows: int, shuffle_window: int) -> tuple[list[int], list[int]]:
-    """Finds the datasets with fewer visits than windows, and chooses which of them are spread sample by sample.
+    """Finds the datasets with fewer visits, int64 (D,), than windows, in two lists.
 
-    Each of these adds one or two shards to every window of a reader. So they are the ones with the
-    fewest visits, which benefit most, and at most a quarter of ``shuffle_window``.
-
-    Args:
-        visits: int64 (D,), visits of each dataset.
-        num_windows: Number of windows.
-        shuffle_window: Visits per window.
-
-    Returns:
-        Numbers of the datasets that are spread sample by sample, and of those whose visits stay whole.
+    Those of the first are spread sample by sample. Each of these adds one or two shards to every window of a reader. So
+    they are the ones with the fewest visits, which benefit most, and at most a quarter of ``shuffle_window``. The
+    visits of the others stay whole.
     """
     small = np.flatnonzero((visits > 0) & (visits < num_windows))
     small = small[np.argsort(visits[small], kind="stable")]
@@ -111,22 +92,16 @@ def _small_datasets(visits: IntArray, num_windows: int, shuffle_window: int) -> 
 
 
 def _spread(count: int, num_windows: int, phase: int) -> IntArray:
-    """Spreads items evenly over windows, in order.
+    """Spreads items evenly over windows, in order; int64 (count,), non-decreasing. They differ by at most one item.
 
-    Args:
-        count: Number of items.
-        num_windows: Number of windows.
-        phase: In ``[0, num_windows)``: shifts all items by ``phase / num_windows`` of the distance between two. Drawn
-            at random, it makes every window equally likely for an item if there are fewer items than windows.
-
-    Returns:
-        int64 (count,), the window of each item, non-decreasing. Windows differ by at most one item.
+    A phase in ``[0, num_windows)`` shifts all items by ``phase / num_windows`` of the distance between two. Drawn at
+    random, it makes every window equally likely for an item if there are fewer items than windows.
     """
     spread: IntArray = (np.arange(count) * num_windows + phase) // max(1, count)
     return spread
 
 
-def _visits(table: SampleTable, passes: list[Pass]) -> tuple[IntArray, IntArray]:
+def _visits(table: SampleTable, passes: list[DatasetPass]) -> tuple[IntArray, IntArray]:
     """Numbers the (pass, shard) visits. Returns the visit of each use, int64 (m,), and its dataset, int64 (V,)."""
     visit_of_use, datasets = [], []
     count = 0
@@ -140,7 +115,7 @@ def _visits(table: SampleTable, passes: list[Pass]) -> tuple[IntArray, IntArray]
     return np.concatenate(visit_of_use), np.concatenate(datasets)
 
 
-def _visit_order(table: SampleTable, passes: list[Pass], dataset: int, key: int) -> IntArray:
+def _visit_order(table: SampleTable, passes: list[DatasetPass], dataset: int, key: int) -> IntArray:
     """Returns the order of a dataset's visits: pass by pass, with permuted shards."""
     order = []
     count = 0

@@ -7,5 +7,5 @@ Only the filling of a batch's buffer happens elsewhere:
 2. ``protocol``: a query names the data, the plan and the position of a batch. It is all that a server needs.
 3. ``connection``: one server. Sends a query and receives the bytes of a buffer.
 4. ``servers``: all servers. Chooses one, goes to the next after a failure, and hedges slow answers.
-5. ``pipeline``: the batches of a rank in order, several queries ahead.
+5. ``filler``: what the loader asks for the buffers of a rank's batches, several queries ahead.
 """

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ import pyarrow as pa
 import pyarrow.flight as flight
 import xxhash
 
-from vlmdata.errors import ConfigMismatchError, UsageError
+from vlmdata.errors import ConfigMismatchError, ResourceError, UsageError
 from vlmdata.loader.config import Service
-from vlmdata.loader.fill.fill import Filled
+from vlmdata.loader.fill.filler import Filled
+from vlmdata.loader.fill.masking import DAMAGE
 from vlmdata.service.address import Server, ServiceAddress
 from vlmdata.service.protocol import (
     DESCRIBE,
@@ -77,6 +79,31 @@ class TokenRefusedError(UsageError):
     """A server refuses the token. It may have been replaced in its file since it was read."""
 
 
+#: Errors after which another server may answer.
+OF_ONE_SERVER = (ServerLostError, ConfigMismatchError, UsageError, ResourceError, *DAMAGE)
+
+
+def more_telling(earlier: Exception | None, error: Exception) -> Exception:
+    """Returns the error of a server to show: the latest one, unless only an earlier one says what to do."""
+    if isinstance(earlier, ServerLostError) and earlier.has_remedy and isinstance(error, ServerLostError):
+        return error if error.has_remedy else earlier
+    return error
+
+
+def in_thread[Result](function: Callable[[], Result]) -> Future[Result]:
+    """Runs a function in a thread that does not keep the program alive: gRPC may wait for a dead server."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="vlmdata-call", daemon=True).start()
+    return future
+
+
 class Call:
     """A query under way, which another thread can cancel."""
 
@@ -101,13 +128,7 @@ class Call:
 
 
 class Connection:
-    """A server, connected on first use. Thread-safe.
-
-    Args:
-        server: The server.
-        address: The service's address.
-        options: Options of the service.
-    """
+    """A server, connected on first use. Thread-safe."""
 
     def __init__(self, server: Server, address: ServiceAddress, options: Service):
         self.server = server
@@ -133,20 +154,8 @@ class Connection:
         )
 
     def describe(self, timeout: float = _SECONDS_TO_DESCRIBE) -> Description:
-        """Asks the server for its datasets.
-
-        Args:
-            timeout: Seconds for the answer.
-
-        Raises:
-            ServerLostError: If it does not answer.
-            VlmdataError: If it refuses.
-        """
-        try:
-            answer = list(self._client.do_action(DESCRIBE, self._options(min(timeout, _SECONDS_TO_DESCRIBE))))
-        except (pa.ArrowException, OSError) as error:
-            raise self._translated(error) from error
-        description = Description.decode(answer[0].body.to_pybytes() if answer else b"")
+        """Returns what the server says of itself: ServerLostError without an answer, VlmdataError if it refuses."""
+        description = Description.decode(self.action(DESCRIBE, min(timeout, _SECONDS_TO_DESCRIBE)))
         if description.protocol != PROTOCOL:
             raise ConfigMismatchError(
                 f"server {self.server}: speaks protocol {description.protocol} (vlmdata {description.vlmdata}), this "
@@ -154,27 +163,15 @@ class Connection:
             )
         return description
 
-    def action(self, name: str) -> bytes:
-        """Returns the answer to an action.
-
-        Raises:
-            ServerLostError: If the server does not answer.
-            VlmdataError: If it refuses.
-        """
+    def action(self, name: str, timeout: float = _SECONDS_TO_DESCRIBE) -> bytes:
+        """Returns the answer to an action. Raises the errors of :meth:`describe`."""
         try:
-            return b"".join(
-                each.body.to_pybytes() for each in self._client.do_action(name, self._options(_SECONDS_TO_DESCRIBE))
-            )
+            return b"".join(each.body.to_pybytes() for each in self._client.do_action(name, self._options(timeout)))
         except (pa.ArrowException, OSError) as error:
             raise self._translated(error) from error
 
     def file(self, query: FileQuery, timeout: float) -> Iterator[memoryview]:
-        """Yields the bytes of a file.
-
-        Raises:
-            ServerLostError: If the server does not answer.
-            VlmdataError: If it refuses.
-        """
+        """Yields the bytes of a file. Raises the errors of :meth:`describe`."""
         try:
             for chunk in self._client.do_get(flight.Ticket(query.encode()), self._options(timeout)):
                 yield memoryview(_bytes(chunk))
@@ -182,15 +179,7 @@ class Connection:
             raise self._translated(error) from error
 
     def batch(self, query: BatchQuery, buffer: Bytes, size: int, checked: bool, timeout: float, call: Call) -> Filled:
-        """Fills a buffer with a batch.
-
-        Args:
-            query: The batch.
-            buffer: uint8, at least ``size`` long.
-            size: Bytes of the batch.
-            checked: Whether to check received bytes against the server's checksum.
-            timeout: Seconds for the whole answer.
-            call: Allows other threads to cancel the query.
+        """Fills a buffer with a batch of ``size`` bytes, if ``checked`` against the server's checksum.
 
         Raises:
             ServerLostError: If the server does not answer in time, is overloaded, or bytes were changed on the way.
@@ -288,11 +277,7 @@ class Connection:
 
 
 def _bytes(chunk: Any) -> Bytes:
-    """Returns the bytes of a record batch.
-
-    Raises:
-        ValueError: If it holds anything else.
-    """
+    """Returns the bytes of a record batch, or raises a ValueError if it holds anything else."""
     data: Bytes = chunk.data.column(0).to_numpy(zero_copy_only=True)
     if data.dtype != np.uint8:
         raise ValueError(f"a record batch of {data.dtype}, not of bytes")
@@ -300,11 +285,7 @@ def _bytes(chunk: Any) -> Bytes:
 
 
 def authorization(address: ServiceAddress, options: Service) -> list[tuple[bytes, bytes]]:
-    """Returns the headers that prove who asks.
-
-    Raises:
-        UsageError: If the token cannot be read, or would cross a network in clear text.
-    """
+    """Returns the headers that prove who asks; a UsageError for a token that cannot be read or is not safe to send."""
     if options.service_token_file is None:
         return []
     if not (address.tls or address.is_local or options.service_insecure):

@@ -10,16 +10,17 @@ from pathlib import Path
 
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError, UsageError
 from vlmdata.format.dataset import VlmDataset
+from vlmdata.format.manifest import ShardInfo
 from vlmdata.format.schema import MANIFEST_NAME
 from vlmdata.loader.config import Service
 from vlmdata.service.address import Server, ServiceAddress, parse_address
 from vlmdata.service.client.connection import Connection
-from vlmdata.service.client.pipeline import CollationService
+from vlmdata.service.client.filler import CollationService
 from vlmdata.service.client.servers import Servers
 from vlmdata.service.protocol import Description, FileQuery, ServedDataset
 from vlmdata.storage.cache import cache_folder
-from vlmdata.storage.open import dataset_shards, fetch_tables
-from vlmdata.storage.shards import DatasetShards, ShardFile
+from vlmdata.storage.open import fetch_tables
+from vlmdata.storage.shards import DatasetShards
 
 #: Seconds for an index, however long others may take: 96 bytes a sample. A server that is gone is noticed before.
 _SECONDS_FOR_AN_INDEX = 600.0
@@ -32,22 +33,18 @@ class ServedShards:
 
     service: str
 
-    def local_path(self, shard: ShardFile) -> Path:
+    def local_path(self, shard: ShardInfo) -> Path:
         """Returns the shard's name; it has no place on this machine."""
         return Path(shard.name)
 
-    def open(self, shard: ShardFile) -> int:
-        """Raises an error.
-
-        Raises:
-            UsageError: Always.
-        """
+    def open(self, shard: ShardInfo) -> int:
+        """Raises a UsageError."""
         raise UsageError(
             f"{self.service}: {shard.name} is at the service, which gives batches only. Name the dataset's folder or "
             "URL to read samples."
         )
 
-    def open_sound(self, shard: ShardFile) -> None:
+    def open_sound(self, shard: ShardInfo) -> None:
         """Returns None: no shard is opened here."""
 
 
@@ -56,16 +53,12 @@ def open_service(
 ) -> tuple[CollationService, list[tuple[VlmDataset, DatasetShards]]]:
     """Connects to a service and opens its datasets.
 
-    Args:
-        places: Addresses, such as ``grpc://host:8815,host2:8815``; several only if they name datasets of the same
-            servers.
-        cache_dir: Folder for manifests and indices, which are kept by content; None means the default.
-        options: Options of the service.
-        timeout: Seconds for the service to answer each of the questions: what it has, a manifest, an index.
+    Manifests and indices are kept in ``cache_dir`` by content. ``timeout`` is the seconds to answer each of the
+    questions: what it has, a manifest, an index.
 
     Raises:
         UsageError: If an address is malformed, the service has no such dataset, refuses the token, or has a wrong
-            certificate.
+            certificate, or the addresses are of several services.
         ConfigMismatchError: If servers have different data.
         ResourceError: If no server answers.
         DatasetFormatError: If a file does not match its fingerprint.
@@ -79,13 +72,14 @@ def open_service(
     for served in _agreed(addresses, servers.describe(timeout)):
         name = f"{first.base}/{served.name}"
         directory = fetch_tables(name, cache_folder(cache_dir), partial(_fetch, servers, served, timeout))
-        dataset = VlmDataset(directory, name=name, open_shard=_no_shard)
+        shards = ServedShards(name)
+        dataset = VlmDataset(directory, name=name, open_shard=shards.open)
         if dataset.manifest.fingerprint != served.fingerprint:
             raise DatasetFormatError(
                 f"{name}: its manifest has fingerprint {dataset.manifest.fingerprint[:16]}, the service says "
                 f"{served.fingerprint[:16]}. Was the dataset replaced while it is served? Restart the service."
             )
-        opened.append((dataset, dataset_shards(name, dataset.manifest, ServedShards(name))))
+        opened.append((dataset, DatasetShards.of(name, dataset.manifest, shards)))
     return CollationService(servers), opened
 
 
@@ -139,7 +133,3 @@ def _fetch(servers: Servers, served: ServedDataset, timeout: float, name: str, t
             )
 
     servers.ask(copy, timeout)
-
-
-def _no_shard(info: object) -> int:
-    raise UsageError("a collation service gives batches only; name the dataset's folder or URL to read samples")

@@ -10,11 +10,18 @@ from dataclasses import dataclass
 from functools import partial
 
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError, UsageError, VlmdataError
-from vlmdata.loader.fill.buffers import BufferPool, Lease
-from vlmdata.loader.fill.fill import DAMAGE, Filled
+from vlmdata.loader.fill.buffers import BufferPool, LeasedBuffer
+from vlmdata.loader.fill.filler import Filled
+from vlmdata.loader.fill.masking import DAMAGE
 from vlmdata.service.address import Server
-from vlmdata.service.client.calls import OF_ONE_SERVER, in_thread, more_telling
-from vlmdata.service.client.connection import Call, ServerLostError, TokenRefusedError
+from vlmdata.service.client.connection import (
+    OF_ONE_SERVER,
+    Call,
+    ServerLostError,
+    TokenRefusedError,
+    in_thread,
+    more_telling,
+)
 from vlmdata.service.client.servers import PAUSE_BETWEEN_ROUNDS, Servers
 from vlmdata.service.protocol import BatchQuery
 
@@ -32,34 +39,25 @@ _SECONDS_BETWEEN_LOOKS = 0.2
 class _Attempt:
     server: Server
     call: Call
-    lease: Lease
+    lease: LeasedBuffer
     begun: float
 
 
 class Race:
-    """The servers that were asked for one batch, until one has answered.
-
-    Args:
-        servers: All servers.
-        query: The batch.
-        size: Bytes of its buffer.
-        pool: Buffers.
-        checked: Whether to check the received bytes.
-        timeout: Seconds for all of it.
-    """
+    """The servers that were asked for one batch, until one has answered; ``timeout`` is the seconds for all of it."""
 
     def __init__(
         self, servers: Servers, query: BatchQuery, size: int, pool: BufferPool, checked: bool, timeout: float
     ) -> None:
         self._servers, self._query, self._size, self._pool, self._checked = servers, query, size, pool, checked
-        self._deadline = time.monotonic() + timeout
+        self._timeout, self._deadline = timeout, time.monotonic() + timeout
         self._patience = 0.0  # when to wait no longer for a sound copy
         self._running: dict[Future[Filled], _Attempt] = {}
         self._last_begun = 0.0
         self._failed: dict[Server, Exception] = {}  # in this round
         self._problems: dict[Server, Exception] = {}
         self._token_read_again: set[Server] = set()
-        self._masked: tuple[Lease, Filled] | None = None  # the best of the answers with masked samples
+        self._masked: tuple[LeasedBuffer, Filled] | None = None  # the best of the answers with masked samples
         self._masking: set[Server] = set()  # who gave them
 
     @property
@@ -67,18 +65,31 @@ class Race:
         """Whether the time is over."""
         return time.monotonic() >= self._deadline
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether all servers have failed."""
-        return not self._running and not self._spare()
+    def fetch(self, stopped: threading.Event) -> tuple[LeasedBuffer, Filled]:
+        """Returns the filled buffer and what the server says of it, unless nobody wants it any more (``stopped``).
 
-    @property
-    def problems(self) -> dict[Server, Exception]:
-        """What was wrong with each server that was asked."""
-        silent = {each.server: ServerLostError(f"server {each.server}: no answer") for each in self._running.values()}
-        return {**silent, **self._problems}
+        Raises:
+            ResourceError: If no server answers in time; names all.
+            VlmdataError: If all servers refuse: their copies of the data are damaged, or they have other data or
+                versions.
+        """
+        self._servers.require_own_process()
+        try:
+            while not stopped.is_set():
+                if (won := self._run(_SECONDS_BETWEEN_LOOKS) or self._best_masked()) is not None:
+                    return won
+                if self.is_late:
+                    silent = [each.server for each in self._running.values()]
+                    unanswered = {each: ServerLostError(f"server {each}: no answer") for each in silent}
+                    raise self._servers.nobody({**unanswered, **self._problems}, self._timeout)
+                if not self._running and not self._spare():
+                    stopped.wait(PAUSE_BETWEEN_ROUNDS)
+                    self._again()
+            raise ResourceError("the loader is closed")
+        finally:
+            self._end()
 
-    def run(self, seconds: float) -> tuple[Lease, Filled] | None:
+    def _run(self, seconds: float) -> tuple[LeasedBuffer, Filled] | None:
         """Asks one more server if it is time for that, and waits for a sound answer."""
         spare, hedge = self._spare(), self._servers.hedge_seconds()
         late = time.monotonic() - self._last_begun >= hedge
@@ -108,7 +119,7 @@ class Race:
             self._keep_masked(attempt, filled)
         return None
 
-    def masked(self) -> tuple[Lease, Filled] | None:
+    def _best_masked(self) -> tuple[LeasedBuffer, Filled] | None:
         """Returns an answer with masked samples, if there is one, and no server is left that may have a sound copy.
 
         Servers that do not answer are waited for, since ranks that share a pack must get the same one.
@@ -121,12 +132,8 @@ class Race:
         found, self._masked = self._masked, None
         return found
 
-    def again(self) -> None:
-        """Lets all servers be asked again, except those that refused.
-
-        Raises:
-            VlmdataError: If that is all of them.
-        """
+    def _again(self) -> None:
+        """Lets all servers be asked again, except those that refused; a VlmdataError if that is all of them."""
         refusals = dict(filter(self._is_final, self._failed.items()))
         if refusals and len(refusals) == len(self._failed) and self._masked is None:
             raise self._refusal(refusals)
@@ -136,7 +143,7 @@ class Race:
                 self._servers.forget(server)  # the next connection reads the token again
         self._failed = refusals
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """Cancels the calls under way. Their buffers return when they have ended."""
         if self._masked is not None:
             self._masked[0].release()
@@ -205,54 +212,10 @@ class Race:
         self._running[future] = _Attempt(server, call, lease, self._last_begun)
 
 
-def fetch(
-    servers: Servers,
-    query: BatchQuery,
-    size: int,
-    pool: BufferPool,
-    checked: bool,
-    timeout: float,
-    stopped: threading.Event,
-) -> tuple[Lease, Filled]:
-    """Fetches a batch.
-
-    Args:
-        servers: All servers.
-        query: The batch.
-        size: Bytes of its buffer.
-        pool: Buffers.
-        checked: Whether to check the received bytes.
-        timeout: Seconds after which the lack of an answer is an error.
-        stopped: Set when nobody wants the batch any more.
-
-    Returns:
-        The filled buffer, and what the server says of it.
-
-    Raises:
-        ResourceError: If no server answers; names all.
-        VlmdataError: If all servers refuse: their copies of the data are damaged, or they have other data or
-            versions.
-    """
-    servers.require_own_process()
-    race = Race(servers, query, size, pool, checked, timeout)
-    try:
-        while not stopped.is_set():
-            if (won := race.run(_SECONDS_BETWEEN_LOOKS) or race.masked()) is not None:
-                return won
-            if race.is_late:
-                raise servers.nobody(race.problems, timeout)
-            if race.is_lost:
-                stopped.wait(PAUSE_BETWEEN_ROUNDS)
-                race.again()
-        raise ResourceError("the loader is closed")
-    finally:
-        race.end()
-
-
 def _rank(filled: Filled) -> tuple[int, list[int]]:
     """Returns a key by which the answer with fewer masked samples comes first."""
     return len(filled.damaged), sorted(filled.damaged)
 
 
-def _release(lease: Lease, _: object) -> None:
+def _release(lease: LeasedBuffer, _: object) -> None:
     lease.release()

@@ -15,10 +15,9 @@ from statistics import median
 
 from vlmdata.errors import ConfigMismatchError, ResourceError, UsageError
 from vlmdata.loader.config import Service
-from vlmdata.loader.fill.fill import DAMAGE, damaged_file
+from vlmdata.loader.fill.masking import DAMAGE, damaged_file
 from vlmdata.service.address import Server, ServiceAddress
-from vlmdata.service.client.calls import OF_ONE_SERVER, in_thread, more_telling
-from vlmdata.service.client.connection import CertificateError, Connection
+from vlmdata.service.client.connection import OF_ONE_SERVER, CertificateError, Connection, in_thread, more_telling
 from vlmdata.service.protocol import Description
 
 _log = logging.getLogger("vlmdata.service.client")
@@ -45,12 +44,7 @@ class _Health:
 
 
 class Servers:
-    """The servers of a service, for one rank. Thread-safe.
-
-    Args:
-        address: The service's address.
-        options: Options of the service.
-    """
+    """The servers of a service, for one rank. Thread-safe."""
 
     def __init__(self, address: ServiceAddress, options: Service):
         self.address, self._options = address, options
@@ -66,9 +60,7 @@ class Servers:
     def ask[Answer](self, question: Callable[[Connection, float], Answer], timeout: float) -> Answer:
         """Returns the first server's answer to a question, the next one's if that fails, and so on.
 
-        Args:
-            question: Asks one server, which has this many seconds to answer.
-            timeout: Seconds after which no further server is asked. In each round, servers share what is left of it.
+        ``question`` asks one server, which has this many seconds to answer: its share of what is left of ``timeout``.
 
         Raises:
             ResourceError: If no server answers; names all.
@@ -100,12 +92,7 @@ class Servers:
             time.sleep(PAUSE_BETWEEN_ROUNDS)
 
     def describe(self, timeout: float) -> dict[Server, Description]:
-        """Returns what all servers that answer say of themselves.
-
-        Raises:
-            ResourceError: If no server answers; names all.
-            VlmdataError: If all that answer refuse.
-        """
+        """Returns what all servers that answer say of themselves. Raises the errors of :meth:`ask`."""
         self.ask(Connection.describe, timeout)
         asked = {
             server: in_thread(partial(Connection.describe, self.connection(server), timeout))
@@ -180,11 +167,7 @@ class Servers:
             return self._connections[server]
 
     def require_own_process(self) -> None:
-        """Checks that this is the process that made the connections.
-
-        Raises:
-            UsageError: If it is a fork of that.
-        """
+        """Raises a UsageError in a fork of the process that made the connections."""
         if self._process != os.getpid():
             raise UsageError(
                 f"{self.address.text}: a loader of a collation service cannot be used in a forked process, since gRPC "

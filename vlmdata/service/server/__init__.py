@@ -3,7 +3,7 @@
 A query is complete (:mod:`vlmdata.service.protocol`), and the plan is a pure function, so a server keeps nothing
 about its clients. The path of a query:
 
-1. ``server``: Arrow Flight. Reads the ticket, asks for the token (``access``), counts (``metrics``, ``activity``).
+1. ``server``: Arrow Flight. Reads the ticket, asks for the token (``access``), counts (``metrics``).
 2. ``plans``: the plan of the epoch, from a small cache, and the request for the pack.
 3. ``packs``: the whole pack, decoded once for all ranks that share it. ``memory`` bounds all packs together;
    ``filling`` reads and decodes in worker processes.

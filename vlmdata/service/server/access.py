@@ -23,15 +23,8 @@ _MAX_PEERS = 4096
 _BURST = 2.0
 
 
-class Tokens:
-    """The valid tokens: the lines of a file, which is read again when it changes. Thread-safe.
-
-    Args:
-        path: The file.
-
-    Raises:
-        UsageError: If it cannot be read, or has no token.
-    """
+class TokenFile:
+    """The valid tokens: the lines of a file, which is read again when it changes. Thread-safe."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -72,7 +65,7 @@ class Tokens:
 class TokenCheck(flight.ServerMiddlewareFactory):  # type: ignore[misc]
     """Rejects calls without a valid token, before they are read."""
 
-    def __init__(self, tokens: Tokens):
+    def __init__(self, tokens: TokenFile):
         super().__init__()
         self._tokens = tokens
 
@@ -85,11 +78,7 @@ class TokenCheck(flight.ServerMiddlewareFactory):  # type: ignore[misc]
 
 
 class RateLimit:
-    """A token bucket for each client machine. Thread-safe.
-
-    Args:
-        rate: Queries a second; bursts of twice as many are allowed.
-    """
+    """A token bucket for each client machine: queries a second, in bursts of twice as many. Thread-safe."""
 
     def __init__(self, rate: float):
         self._rate = rate

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
 from vlmdata.errors import VlmdataError
-from vlmdata.loader.request.request import PackRequest
+from vlmdata.loader.request.pack_request import PackRequest
 from vlmdata.loader.state import Position
 from vlmdata.service.protocol import BatchQuery
 from vlmdata.service.server.memory import BusyError
@@ -22,16 +22,10 @@ _REMEMBERED = 8192
 
 
 class ReadAhead:
-    """Makes the next batches of ranks that ask for one batch after another. Thread-safe.
+    """Makes the next ``depth`` batches of ranks that ask for one batch after another. Thread-safe.
 
     A rank's first query makes nothing ahead, and neither do queries of a rank that goes to another server after each.
     Nothing goes beyond the end of an epoch, since the next plan may never be needed.
-
-    Args:
-        plans: Finds the request of a query.
-        packs: Makes and keeps packs, within their memory.
-        depth: Batches ahead of each rank; 0 for none.
-        threads: Most packs that are made ahead at the same time.
     """
 
     def __init__(self, plans: PlanBook, packs: Packs, depth: int, threads: int):
@@ -50,12 +44,7 @@ class ReadAhead:
                 _remember(self._asked, _identity(query), None)
 
     def note(self, query: BatchQuery, request: PackRequest) -> None:
-        """Notes a query that is answered, and begins with what follows.
-
-        Args:
-            query: The query.
-            request: Its request.
-        """
+        """Notes a query that is answered, and begins with what follows."""
         if not self._depth or request.following.epoch != request.position.epoch:
             return
         following = query.at(request.following)

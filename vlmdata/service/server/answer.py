@@ -14,9 +14,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
-from vlmdata.loader.request.request import PackRequest
+from vlmdata.loader.request.pack_request import PackRequest
 from vlmdata.service.protocol import Header, Trailer
-from vlmdata.service.server.clients import Share
 from vlmdata.service.server.memory import BusyError
 from vlmdata.service.server.packs import FilledPack
 from vlmdata.service.shared_memory import IN_ANSWER, SharedPack
@@ -35,18 +34,13 @@ Sent = tuple[pa.RecordBatch, pa.Buffer | None]
 
 
 def pieces(request: PackRequest, pack: FilledPack) -> list[Bytes]:
-    """Returns the bytes of a batch's buffer, in order. Pixels are views of the pack; only slices of tokens are copied.
-
-    Args:
-        request: The client's request.
-        pack: The whole pack, with at least the parts of the request.
-    """
-    if request.context_parallel is None and request.layout == pack.request.layout:
-        return [pack.buffer[: request.layout.bytes]]
-    views = pack.request.layout.views(pack.buffer)
+    """Returns the bytes of a batch's buffer, in order: views of the pack, except slices of tokens, which are copied."""
+    if request.context_parallel is None and request.arrays == pack.request.arrays:
+        return [pack.buffer[: request.arrays.bytes]]
+    views = pack.request.arrays.views(pack.buffer)
     found: list[Bytes] = []
     at = 0
-    for field in request.layout.fields:
+    for field in request.arrays.placed:
         if field.offset > at:
             found.append(np.zeros(field.offset - at, np.uint8))
         view = views[field.name]
@@ -58,15 +52,17 @@ def pieces(request: PackRequest, pack: FilledPack) -> list[Bytes]:
             whole = view.reshape(-1)
             found.append(_flat(np.concatenate([whole[a:b] for a, b in request.ranges.tolist()])))
         at = field.offset + field.bytes
-    if request.layout.bytes > at:
-        found.append(np.zeros(request.layout.bytes - at, np.uint8))
+    if request.arrays.bytes > at:
+        found.append(np.zeros(request.arrays.bytes - at, np.uint8))
     return [each for each in found if each.size]
 
 
 def _images(request: PackRequest, patches: Bytes) -> list[Bytes]:
     """Returns the patches of the images held by a request, adjacent images together."""
-    ends = np.cumsum(request.images.grids.prod(axis=1))
-    starts = ends - request.images.grids.prod(axis=1)
+    images = request.pack.images
+    counts = images.rows if request.pixels == "uint8" else images.grids.prod(axis=1)
+    ends = np.cumsum(counts)
+    starts = ends - counts
     held = request.held
     first = np.flatnonzero(np.diff(held, prepend=-2) != 1)
     last = np.append(first[1:], len(held))[: len(first)] - 1
@@ -80,17 +76,12 @@ def _flat(array: npt.NDArray[Any]) -> Bytes:
 class Answer:
     """An answer on its way to a client. It can give up its memory if the client does not read.
 
-    Args:
-        request: The client's request.
-        pack: The pack.
-        share: The call's part of what its client machine may use.
-        copies: Says whether chunks are copied before they are sent. A chunk that is not copied keeps the memory of the
-            whole pack until the client has read it.
+    ``copies`` says whether chunks are copied before they are sent. A chunk that is not copied keeps the memory of the
+    whole pack until the client has read it.
     """
 
-    def __init__(self, request: PackRequest, pack: FilledPack, share: Share, copies: Callable[[], bool]):
-        self.share = share
-        self.bytes = request.layout.bytes
+    def __init__(self, request: PackRequest, pack: FilledPack, copies: Callable[[], bool]):
+        self.bytes = request.arrays.bytes
         self.pack = weakref.ref(pack.buffer)
         self.pack_bytes = pack.buffer.nbytes
         self.given_up = False
@@ -102,11 +93,7 @@ class Answer:
         self._lock = threading.RLock()  # garbage collection may end a stream inside the critical section
 
     def batches(self) -> Iterator[Sent]:
-        """Yields all record batches but the last one, with their metadata.
-
-        Raises:
-            BusyError: If the memory was given up.
-        """
+        """Yields all record batches but the last one, with their metadata; a BusyError if the memory was given up."""
         metadata: pa.Buffer | None = pa.py_buffer(Header(self.bytes, self._damaged).encode())
         at = 0
         while at < self.bytes or metadata is not None:  # an empty batch has a header, too
@@ -128,7 +115,6 @@ class Answer:
         """Gives up the memory of what is not sent yet."""
         with self._lock:
             self._pieces = None
-        self.share.release()
 
     def _chunk(self, at: int, copy: bool) -> Bytes:
         """Returns the next bytes, and counts them into the checksum. A copy does not keep the pack."""
@@ -148,17 +134,10 @@ class Answer:
 
 
 class SharedAnswer(Answer):
-    """An answer that names the place of the batch in this server's memory.
+    """An answer that names the place of the batch in this server's memory, until the client has ended its query."""
 
-    Args:
-        request: The client's request.
-        pack: The pack.
-        share: The call's part of what its client machine may use.
-        is_over: Whether the client has ended its query.
-    """
-
-    def __init__(self, request: PackRequest, pack: FilledPack, share: Share, is_over: Callable[[], bool]):
-        super().__init__(request, pack, share, lambda: False)
+    def __init__(self, request: PackRequest, pack: FilledPack, is_over: Callable[[], bool]):
+        super().__init__(request, pack, lambda: False)
         self._is_over = is_over
         begin, end = pack.buffer.ctypes.data, pack.buffer.ctypes.data + pack.buffer.nbytes
         places, outside = [], [np.zeros(0, np.uint8)]
@@ -188,28 +167,17 @@ class SharedAnswer(Answer):
 
 
 class FileAnswer:
-    """A file on its way to a client. It ends if the client does not read and others wait.
-
-    Args:
-        path: The file.
-        share: The call's part of what its client machine may use.
-    """
+    """A file on its way to a client. It ends if the client does not read and others wait."""
 
     pack_bytes = 0
 
-    def __init__(self, path: Path, share: Share):
-        self.share = share
+    def __init__(self, path: Path):
         self._path = path
         self.given_up = False
         self.progress = time.monotonic()
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """Yields the file's bytes.
-
-        Raises:
-            BusyError: If it was given up.
-            OSError: If the file cannot be read.
-        """
+        """Yields the file's bytes. Raises a BusyError if it was given up, an OSError if the file cannot be read."""
         with open(self._path, "rb") as file:
             while data := file.read(_FILE_CHUNK):
                 if self.given_up:
@@ -222,7 +190,7 @@ class FileAnswer:
 
     def give_up(self) -> None:
         """Gives the call up: the next chunk is not sent."""
-        self.share.release()
+        self.given_up = True
 
 
 def record_batch(data: Bytes) -> pa.RecordBatch:
@@ -232,12 +200,10 @@ def record_batch(data: Bytes) -> pa.RecordBatch:
 
 
 class Answers:
-    """The answers under way.
+    """The answers under way. One may lose its memory after ``stall`` seconds without progress.
 
-    Args:
-        stall: Seconds without progress after which an answer may lose its memory.
-        memory: Bytes of all packs. Answers beyond half of it are sent as copies, so that clients that do not read can
-            hold at most the other half.
+    Answers beyond half of the packs' memory are sent as copies, so that clients that do not read hold at most the other
+    half.
     """
 
     def __init__(self, stall: float, memory: int):
@@ -257,7 +223,6 @@ class Answers:
         answer.give_up()
         with self._lock:
             self._answers.discard(answer)
-        answer.share.end()
 
     def __len__(self) -> int:
         """Returns the number of answers under way that were not given up."""
@@ -279,15 +244,10 @@ class Answers:
         """Returns the ids of the buffers that answers need."""
         return frozenset(id(each.pack()) for each in self._running())
 
-    def relieve(self, machine: str | None = None) -> bool:
-        """Takes the memory of the answer that stalls longest; returns False if none does.
-
-        Args:
-            machine: The client machine whose answers may be taken; None means all.
-        """
+    def relieve(self) -> bool:
+        """Takes the memory of the answer that stalls longest; returns False if none does."""
         with self._lock:
-            running = [each for each in self._running() if machine in (None, each.share.machine)]
-            slowest = min(running, key=lambda each: each.progress, default=None)
+            slowest = min(self._running(), key=lambda each: each.progress, default=None)
             if slowest is None or time.monotonic() - slowest.progress < self._stall:
                 return False
             slowest.given_up = True

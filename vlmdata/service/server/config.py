@@ -31,8 +31,6 @@ class ServerConfig:
         timeout: Seconds for a pack to be made before the query fails.
         stall: Seconds without progress after which the answer to a slow client gives up its memory if others need it.
         max_calls: Queries at the same time.
-        client_calls: Queries at the same time of a client machine; as many more wait. All of them use at most half of
-            the memory for packs.
         rate: Queries a second per client machine; bursts of twice as many are allowed.
         token_file: File with the valid tokens, one on each line. It is read again when it changes.
         tls_cert: Certificate, PEM.
@@ -58,7 +56,6 @@ class ServerConfig:
     timeout: float = 120.0
     stall: float = 10.0
     max_calls: int = 256
-    client_calls: int = 64
     rate: float = 2000.0
     token_file: Path | None = None
     tls_cert: Path | None = None
@@ -73,7 +70,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if self.workers == 0:
             object.__setattr__(self, "workers", available_cores())
-        for name in ("workers", "memory", "timeout", "stall", "max_calls", "client_calls", "rate"):
+        for name in ("workers", "memory", "timeout", "stall", "max_calls", "rate"):
             if not getattr(self, name) > 0:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be more than 0")
         if self.ahead < 0:

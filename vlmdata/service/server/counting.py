@@ -2,64 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
 
+from vlmdata.errors import UsageError
 from vlmdata.service.server.config import ServerConfig
-from vlmdata.service.server.packs import Packs
-from vlmdata.service.server.plans import PlanBook
 
 
-class GivingUp(Sized, Protocol):
-    """Answers under way, of which some were given up."""
+@dataclass(frozen=True)
+class Shown:
+    """A value that the server has anyway, and that is shown; ``counts`` if it only grows."""
 
-    @property
-    def given_up(self) -> int:
-        """Number of those that were given up."""
-
-
-class ServerState(Protocol):
-    """What is shown of a server that it has anyway."""
-
-    @property
-    def config(self) -> ServerConfig:
-        """Its options."""
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether it takes no more queries."""
-
-    @property
-    def packs(self) -> Packs:
-        """Its packs."""
-
-    @property
-    def plans(self) -> PlanBook:
-        """Its plans."""
-
-    @property
-    def answers(self) -> GivingUp:
-        """Answers under way."""
-
-    @property
-    def files(self) -> GivingUp:
-        """Files under way."""
-
-    @property
-    def restarts(self) -> int:
-        """Workers that were replaced."""
-
-    @property
-    def damaged_files(self) -> int:
-        """Files in which damage was met."""
+    name: str
+    text: str
+    value: float
+    counts: bool = False
 
 
 class Counting:
-    """Takes counts and forgets them. :class:`vlmdata.service.server.metrics.Metrics` keeps them.
-
-    Attributes:
-        port: Port of the HTTP server that shows them; None without one.
-    """
+    """Takes counts and forgets them. :class:`vlmdata.service.server.metrics.Metrics` keeps them, and has a port."""
 
     port: int | None = None
 
@@ -77,3 +38,14 @@ class Counting:
 
     def close(self) -> None:
         """Stops it."""
+
+
+def counting(config: ServerConfig, shown: Callable[[], list[Shown]], is_draining: Callable[[], bool]) -> Counting:
+    """Returns real counters if there is a port to show them; a UsageError if a package for that is not installed."""
+    if config.metrics_port is None:
+        return Counting()
+    try:
+        from vlmdata.service.server.metrics import Metrics
+    except ImportError as error:
+        raise UsageError(f"--metrics-port needs a package ({error}): pip install 'vlmdata[service]'") from error
+    return Metrics(config.host, config.metrics_port, shown, is_draining)

@@ -18,12 +18,7 @@ _LEFT_OUT = "lines left out"
 
 
 class LogHandler(logging.Handler):
-    """Writes records in a thread of its own, a line each, and says how many lines it left out.
-
-    Args:
-        stream: Where to write, such as stderr.
-        as_json: Whether each line is a JSON object.
-    """
+    """Writes records in a thread of its own, a line each, and says how many lines it left out."""
 
     def __init__(self, stream: TextIO, as_json: bool):
         super().__init__()

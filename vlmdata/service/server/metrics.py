@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, disable_cre
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from vlmdata.errors import UsageError
-from vlmdata.service.server.counting import Counting, ServerState
+from vlmdata.service.server.counting import Counting, Shown
 
 _log = logging.getLogger("vlmdata.service")
 
@@ -34,14 +34,10 @@ _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
 class Metrics(Counting):
-    """The counters of a server, and the HTTP server that shows them.
+    """The counters of a server, and the HTTP server that shows them, with the values that the server has anyway."""
 
-    Args:
-        server: The server, for what it counts itself.
-    """
-
-    def __init__(self, server: ServerState):
-        self._server = server
+    def __init__(self, host: str, port: int, shown: Callable[[], list[Shown]], is_draining: Callable[[], bool]):
+        self._place, self._is_draining = (host, port), is_draining
         self.registry = CollectorRegistry()
         self._batches = Counter("vlmdata_batches", "Batches sent.", registry=self.registry)
         self._bytes = Counter("vlmdata_bytes", "Bytes of batches sent.", registry=self.registry)
@@ -49,7 +45,7 @@ class Metrics(Counting):
         self._seconds = Histogram(
             "vlmdata_answer_seconds", "Time until an answer begins.", buckets=_SECONDS, registry=self.registry
         )
-        self.registry.register(_State(server))
+        self.registry.register(_State(shown))
         self._http: WSGIServer | None = None
 
     def sent(self, size: int) -> None:
@@ -66,17 +62,11 @@ class Metrics(Counting):
         self._refused.labels(reason).inc()
 
     def serve(self) -> None:
-        """Starts ``/metrics`` and ``/healthz``.
-
-        Raises:
-            UsageError: If the port is taken.
-        """
-        config = self._server.config
-        assert config.metrics_port is not None
+        """Starts ``/metrics`` and ``/healthz``, or raises a UsageError if the port is taken."""
         try:
-            self._http = make_server(config.host, config.metrics_port, self._application(), _Threads, _Quiet)
+            self._http = make_server(*self._place, self._application(), _Threads, _Quiet)
         except OSError as error:
-            raise UsageError(f"--metrics-port {config.metrics_port}: {error.strerror or error}") from error
+            raise UsageError(f"--metrics-port {self._place[1]}: {error.strerror or error}") from error
         self.port = self._http.server_port
         threading.Thread(target=self._http.serve_forever, name="vlmdata-metrics", daemon=True).start()
 
@@ -100,7 +90,7 @@ class Metrics(Counting):
                     start("500 Internal Server Error", [("Content-Type", "text/plain")])
                     return [b"metrics cannot be shown; the server's log has the details\n"]
             status = "404 Not Found" if path != "/healthz" else "200 OK"
-            if path == "/healthz" and self._server.is_draining:
+            if path == "/healthz" and self._is_draining():
                 status = "503 Service Unavailable"
             start(status, [("Content-Type", "text/plain")])
             return [status.partition(" ")[2].encode() + b"\n"]
@@ -111,31 +101,13 @@ class Metrics(Counting):
 class _State:
     """Values that the server has anyway."""
 
-    def __init__(self, server: ServerState):
-        self._server = server
+    def __init__(self, shown: Callable[[], list[Shown]]):
+        self._shown = shown
 
     def collect(self) -> Iterable[Any]:
-        counts, memory = self._server.packs.counts, self._server.packs.memory
-        for name, text, value in (
-            ("vlmdata_packs_made", "Packs read and decoded.", counts.made),
-            ("vlmdata_packs_made_ahead", "Of these, packs made before a query asked.", counts.ahead),
-            ("vlmdata_packs_dropped", "Of the latter, packs forgotten before a query asked.", counts.dropped),
-            ("vlmdata_packs_shared", "Queries answered from a pack made for another one.", counts.shared),
-            ("vlmdata_bytes_read", "Bytes read from shards.", counts.bytes_read),
-            ("vlmdata_worker_restarts", "Times that workers were replaced.", self._server.restarts),
-            ("vlmdata_answers_given_up", "Answers to stalled clients that lost memory.", self._server.answers.given_up),
-            ("vlmdata_files_given_up", "Files whose clients stalled while others waited.", self._server.files.given_up),
-        ):
-            yield CounterMetricFamily(name, text, value=value)
-        for name, text, size in (
-            ("vlmdata_memory_in_use_bytes", "Bytes of packs in use.", memory.bytes_in_use),
-            ("vlmdata_memory_limit_bytes", "Limit of these.", memory.limit),
-            ("vlmdata_plans_in_use_bytes", "Bytes of plans.", self._server.plans.bytes_in_use),
-            ("vlmdata_plans_limit_bytes", "Limit of these.", self._server.config.plan_memory),
-            ("vlmdata_answers_under_way", "Answers being sent.", len(self._server.answers)),
-            ("vlmdata_damaged_files", "Files in which damage was met.", self._server.damaged_files),
-        ):
-            yield GaugeMetricFamily(name, text, value=size)
+        for each in self._shown():
+            family = CounterMetricFamily if each.counts else GaugeMetricFamily
+            yield family(each.name, each.text, value=each.value)
 
 
 class _Threads(ThreadingMixIn, WSGIServer):

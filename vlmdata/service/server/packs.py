@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from vlmdata.loader.config import PARTS, BatchPart, OnDamage, Pixels
-from vlmdata.loader.fill.buffers import BufferName, BufferPool, Lease
-from vlmdata.loader.fill.fill import Filled
-from vlmdata.loader.request.request import PackRequest
+from vlmdata.loader.fill.buffers import BufferName, BufferPool, LeasedBuffer
+from vlmdata.loader.fill.filler import Filled
+from vlmdata.loader.request.pack_request import PackRequest
 from vlmdata.service.server.filling import Fillers, LateFillError
 from vlmdata.service.server.memory import BusyError, PackMemory
 
@@ -28,15 +28,7 @@ _AHEAD = 1 / 3
 
 @dataclass(frozen=True)
 class PackKey:
-    """Identifies a pack.
-
-    Attributes:
-        plan: Fingerprint of the plan's settings.
-        epoch: The epoch.
-        pack: Its number in the epoch.
-        on_damage: What a sample with changed bytes does.
-        pixels: Dtype of its pixels; None without them.
-    """
+    """Identifies a pack by plan, epoch and number, what a damaged sample does, and the dtype of its pixels, if any."""
 
     plan: str
     epoch: int
@@ -47,15 +39,7 @@ class PackKey:
 
 @dataclass(frozen=True, eq=False)
 class FilledPack:
-    """A whole pack.
-
-    Attributes:
-        request: Its request, with the buffer's layout.
-        buffer: uint8, the buffer.
-        name: Its name.
-        generation: Its generation, which is another one once it is used for another pack.
-        filled: What reading it came to.
-    """
+    """A whole pack in its buffer, whose generation is another one once it is used for another pack."""
 
     request: PackRequest
     buffer: npt.NDArray[np.uint8]
@@ -66,15 +50,7 @@ class FilledPack:
 
 @dataclass(frozen=True)
 class PackCounts:
-    """Counts since the start.
-
-    Attributes:
-        made: Packs that were read and decoded.
-        ahead: Those of them that were made before a query asked.
-        dropped: Those of the latter that were forgotten before a query asked.
-        shared: Queries answered from a pack that another query had made.
-        bytes_read: Bytes read from shards.
-    """
+    """Counts since the start: packs made, made ahead, of these dropped unasked, shared by queries, and bytes read."""
 
     made: int = 0
     ahead: int = 0
@@ -86,12 +62,8 @@ class PackCounts:
 class Packs:
     """All packs of a server. Thread-safe.
 
-    Args:
-        fillers: Read packs.
-        memory: Limit in bytes.
-        timeout: Seconds to wait for memory, or for a pack that another query makes.
-        sending: Returns the ids of the buffers that are being sent. Forgetting these packs would free nothing.
-        relieve: Takes memory from answers to stalled clients; returns False if there are none.
+    ``sending`` returns the ids of the buffers that are being sent: forgetting these packs would free nothing.
+    ``relieve`` takes memory from answers to stalled clients; it returns False if there are none.
     """
 
     def __init__(
@@ -109,23 +81,14 @@ class Packs:
         self._unasked: dict[PackKey, int] = {}  # bytes of packs that are made ahead
         self.counts = PackCounts()
 
-    def get(
-        self, request: PackRequest, plan: str, on_damage: OnDamage, hold: Callable[[PackKey, int], None]
-    ) -> FilledPack:
-        """Returns a whole pack, made now or shared with other queries.
-
-        Args:
-            request: The request of a client. Its parts decide whether the pack needs pixels.
-            plan: Fingerprint of data and plan.
-            on_damage: What a sample with changed bytes does.
-            hold: Called with the pack and its bytes before it is made. It may wait, or refuse.
+    def get(self, request: PackRequest, plan: str, on_damage: OnDamage) -> FilledPack:
+        """Returns a whole pack, made now or shared with other queries; with pixels if the request needs them.
 
         Raises:
             VlmdataError: If the data is damaged.
             BusyError: If there is no memory in time.
         """
         key, whole = _whole(request, plan, on_damage)
-        hold(key, BufferPool.rounded(whole.layout.bytes))
         with self._lock:
             known = self._known(key)
             future = self._packs.get(known)
@@ -143,19 +106,9 @@ class Packs:
             raise BusyError(f"a pack that another query makes was not ready within {self._timeout:.0f} s") from None
 
     def prepare(self, request: PackRequest, plan: str, on_damage: OnDamage) -> None:
-        """Makes a pack before a query asks for it, if there is memory for it now.
-
-        Args:
-            request: The request that a client will have.
-            plan: Fingerprint of data and plan.
-            on_damage: What a sample with changed bytes does.
-
-        Raises:
-            VlmdataError: If the data is damaged.
-            BusyError: If there is no memory, or it was not read in time.
-        """
+        """Makes a pack before a query asks for it, if there is memory for it now. Raises the errors of :meth:`get`."""
         key, whole = _whole(request, plan, on_damage)
-        size = BufferPool.rounded(whole.layout.bytes)
+        size = BufferPool.rounded(whole.arrays.bytes)
         with self._lock:
             unasked = sum(self._unasked.values())
             if self._known(key) in self._packs or key in self._unasked:
@@ -173,7 +126,7 @@ class Packs:
         with self._lock:
             if key in self._packs:
                 self._unasked.pop(key, None)
-                self.memory.release(lease)
+                lease.release()
                 return
             made = self._packs[key] = Future[FilledPack]()
             self.counts = replace(self.counts, ahead=self.counts.ahead + 1)
@@ -192,11 +145,11 @@ class Packs:
         others = [replace(key, pixels=dtype) for dtype in get_args(Pixels)] if key.pixels is None else []
         return next((each for each in others if each in self._packs and self._packs[each].done()), key)
 
-    def _lease(self, request: PackRequest) -> Lease:
-        return self.memory.acquire(request.layout.bytes, time.monotonic() + self._timeout)
+    def _lease(self, request: PackRequest) -> LeasedBuffer:
+        return self.memory.acquire(request.arrays.bytes, time.monotonic() + self._timeout)
 
     def _make(
-        self, key: PackKey, request: PackRequest, future: Future[FilledPack], lease: Callable[[], Lease]
+        self, key: PackKey, request: PackRequest, future: Future[FilledPack], lease: Callable[[], LeasedBuffer]
     ) -> FilledPack:
         try:
             pack = self._fill(request, key.on_damage, lease())
@@ -213,18 +166,18 @@ class Packs:
         future.set_result(pack)
         return pack
 
-    def _fill(self, request: PackRequest, on_damage: OnDamage, lease: Lease) -> FilledPack:
+    def _fill(self, request: PackRequest, on_damage: OnDamage, lease: LeasedBuffer) -> FilledPack:
         try:
             generation = lease.renew()
-            filled = self._fillers.fill(request, lease.name, self.memory.inodes(), on_damage)
+            filled = self._fillers.fill(request, lease.name, self.memory.pool.inodes(), on_damage)
         except LateFillError as error:
             error.future.cancel()
-            error.future.add_done_callback(lambda _: self.memory.release(lease))  # a worker may write to it until then
+            error.future.add_done_callback(lambda _: lease.release())  # a worker may write to it until then
             raise
         except BaseException:
-            self.memory.release(lease)
+            lease.release()
             raise
-        return FilledPack(request, self.memory.array(lease), lease.name, generation, filled)
+        return FilledPack(request, lease.array(), lease.name, generation, filled)
 
     def _make_room(self) -> bool:
         """Forgets a pack, or takes one from a client that does not read."""
@@ -245,6 +198,6 @@ class Packs:
 
 def _whole(request: PackRequest, plan: str, on_damage: OnDamage) -> tuple[PackKey, PackRequest]:
     """Returns the key of the pack that a client's request needs, and the request for all of it."""
-    pixels = request.pixels if any(each.name == "patches" for each in request.layout.fields) else None
-    key = PackKey(plan, request.position.epoch, request.pack, on_damage, pixels)
-    return key, request.of(_TOKENS if pixels is None else _ALL, None)
+    pixels = request.pixels if request.arrays.has_patches else None
+    key = PackKey(plan, request.position.epoch, request.pack.number, on_damage, pixels)
+    return key, request.whole(_TOKENS if pixels is None else _ALL)

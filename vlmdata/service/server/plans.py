@@ -8,16 +8,16 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
 from vlmdata.errors import ConfigMismatchError, NotFoundError, UsageError, VlmdataError
 from vlmdata.format.dataset import VlmDataset
-from vlmdata.loader.data import require_one_tokenizer, sample_table
-from vlmdata.loader.request.plans import EpochPlans
-from vlmdata.loader.request.request import PackRequest
-from vlmdata.loader.request.stream import RankStream
+from vlmdata.loader.data import require_one_tokenizer
+from vlmdata.loader.request.index_rows import indexed_pack, sample_table
+from vlmdata.loader.request.pack_request import PackRequest
+from vlmdata.loader.request.rank_stream import EpochPlans, next_of
 from vlmdata.packing.config import PlanConfig
 from vlmdata.packing.plan.blend import passes_per_epoch
 from vlmdata.packing.plan.epoch import EpochPlan
@@ -44,13 +44,7 @@ _MAX_PASSES = 16
 
 @dataclass(frozen=True)
 class PlanKey:
-    """Identifies a plan.
-
-    Attributes:
-        datasets: Fingerprints of the datasets, in order.
-        config: Fingerprint of the settings.
-        epoch: The epoch.
-    """
+    """Identifies a plan by the fingerprints of its datasets, in order, and of its settings, and by its epoch."""
 
     datasets: tuple[str, ...]
     config: str
@@ -58,16 +52,12 @@ class PlanKey:
 
 
 class KeptPlan:
-    """A plan, and which rank runs which pack in its latest steps. Thread-safe.
-
-    Args:
-        plan: The plan.
-    """
+    """A plan, and which rank runs which pack in its latest steps. Thread-safe."""
 
     def __init__(self, plan: EpochPlan):
         self.plan = plan
-        self._lock = threading.Lock()
-        self._assignments: OrderedDict[tuple[int, int], npt.NDArray[np.int64]] = OrderedDict()
+        self._lock = threading.Lock()  # a step is assigned once, whichever rank asks
+        self._assignment = lru_cache(_STEPS_KEPT)(plan.assignment)
 
     @property
     def bytes(self) -> int:
@@ -75,7 +65,7 @@ class KeptPlan:
         return _bytes(self.plan) + _bytes(self.plan.table)
 
     def packs(self, step: int, dp_rank: int, dp_size: int) -> list[int]:
-        """Returns the packs of a rank in a step, one per micro-batch. Computed once for all ranks.
+        """Returns the packs of a rank in a step, one per micro-batch.
 
         Raises:
             NotFoundError: If the epoch has no such step.
@@ -84,24 +74,14 @@ class KeptPlan:
         if step >= self.plan.num_steps:
             raise NotFoundError(f"step {step} of epoch {self.plan.epoch}: it has {self.plan.num_steps} steps")
         with self._lock:
-            assigned = self._assignments.get((step, dp_size))
-            if assigned is None:
-                assigned = self._assignments[step, dp_size] = self.plan.assignment(step, dp_size)
-            self._assignments.move_to_end((step, dp_size))
-            if len(self._assignments) > _STEPS_KEPT:
-                self._assignments.popitem(last=False)
-        packs: list[int] = assigned[:, dp_rank].tolist()
+            packs: list[int] = self._assignment(step, dp_size)[:, dp_rank].tolist()
         return packs
 
 
 class PlanBook:
     """Finds the request for a query. Each plan is computed once for all queries that wait for it. Thread-safe.
 
-    Args:
-        datasets: The datasets of the server, by fingerprint, in its order.
-        names: Their names, by fingerprint.
-        memory: Bytes of all plans, those being computed included.
-        timeout: Seconds to wait for a plan.
+    ``memory`` is the bytes of all plans, those being computed included.
     """
 
     def __init__(self, datasets: dict[str, VlmDataset], names: dict[str, str], memory: int, timeout: float):
@@ -139,7 +119,7 @@ class PlanBook:
         query = query.to("")
         found = self._request(query)
         request = found[0]
-        if len(request.samples.keys) > _MOST_SAMPLES_KEPT or len(request.images.grids) > _MOST_IMAGES_KEPT:
+        if len(request.pack.samples.keys) > _MOST_SAMPLES_KEPT or len(request.pack.images.grids) > _MOST_IMAGES_KEPT:
             return found
         with self._changed:
             self._requests[query] = found
@@ -155,25 +135,17 @@ class PlanBook:
             packs = kept.packs(query.position.step, query.dp_rank, query.dp_size)
             if query.position.micro_batch >= len(packs):
                 raise NotFoundError(f"{query.position}: the step has {len(packs)} micro-batches per rank")
-            stream = RankStream(
-                {key.epoch: kept.plan},
-                datasets,
-                query.plan,
-                query.dp_rank,
-                query.dp_size,
-                query.context_parallel,
-                query.parts,
-                query.pixels,
-            )
-            request = stream.request(query.position, packs)
+            pack = indexed_pack(kept.plan, packs[query.position.micro_batch], datasets)
+            # Workers know the datasets by their numbers at this server, the plan by those of the query.
+            here = np.array([self._numbers[each] for each in query.datasets])
+            pack = replace(pack, samples=replace(pack.samples, dataset=here[pack.samples.dataset]))
+            following = next_of(query.position, kept.plan, packs)
+            request = PackRequest.of(pack, query.position, following, query.parts, query.pixels, query.context_parallel)
         except VlmdataError:
             raise
         except (ValueError, OverflowError) as error:
             raise UsageError(f"this cannot be planned: {error}") from error
-        # Workers know the datasets by their numbers at this server, the plan by those of the query.
-        here = np.array([self._numbers[each] for each in query.datasets])
-        samples = replace(request.samples, dataset=here[request.samples.dataset])
-        return replace(request, samples=samples), f"{'+'.join(key.datasets)}:{key.config}"
+        return request, f"{'+'.join(key.datasets)}:{key.config}"
 
     def _chosen(self, query: BatchQuery) -> tuple[VlmDataset, ...]:
         if missing := [each for each in query.datasets if each not in self._datasets]:
@@ -266,11 +238,7 @@ def _bytes(holder: EpochPlan | SampleTable) -> int:
 
 
 def _uses(table: SampleTable, config: PlanConfig) -> int:
-    """Returns how many samples an epoch uses, if that is within the limits.
-
-    Raises:
-        UsageError: If it is not.
-    """
+    """Returns how many samples an epoch uses; a UsageError if that is beyond the limits."""
     if config.global_batch > _MAX_GLOBAL_BATCH:
         raise UsageError(f"global_batch is {config.global_batch}; servers allow {_MAX_GLOBAL_BATCH}")
     if config.capacity > _MAX_CAPACITY:

@@ -9,10 +9,8 @@ import os
 import socket
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,8 @@ import pyarrow.flight as flight
 from vlmdata.errors import NotFoundError, UsageError, VlmdataError
 from vlmdata.format.schema import INDEX_NAME, MANIFEST_NAME
 from vlmdata.loader.data import require_one_tokenizer
-from vlmdata.loader.fill.fill import DAMAGE, damaged_file
-from vlmdata.loader.request.request import PackRequest
+from vlmdata.loader.fill.masking import DAMAGE, damaged_file
+from vlmdata.loader.request.pack_request import PackRequest
 from vlmdata.media.codecs import require_codecs
 from vlmdata.service.protocol import (
     DESCRIBE,
@@ -37,15 +35,13 @@ from vlmdata.service.protocol import (
     decode_query,
     encode_error,
 )
-from vlmdata.service.server.access import RateLimit, TokenCheck, Tokens, machine_of
-from vlmdata.service.server.activity import Activity
+from vlmdata.service.server.access import RateLimit, TokenCheck, TokenFile, machine_of
 from vlmdata.service.server.ahead import ReadAhead
 from vlmdata.service.server.answer import SCHEMA, Answer, Answers, FileAnswer, Sent, SharedAnswer
-from vlmdata.service.server.clients import THREADS_PER_CALL, Clients, Share
 from vlmdata.service.server.config import ServerConfig
+from vlmdata.service.server.counting import Shown, counting
 from vlmdata.service.server.filling import Fillers
 from vlmdata.service.server.memory import BusyError
-from vlmdata.service.server.metrics_port import counting
 from vlmdata.service.server.packs import FilledPack, Packs
 from vlmdata.service.server.plans import PlanBook
 from vlmdata.service.shared_memory import this_place
@@ -60,16 +56,14 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 #: The files of a dataset that clients may have.
 _FILES = (MANIFEST_NAME, INDEX_NAME)
 _FILES_AT_ONCE = 16
+#: Threads that answers may keep when they were given up, as a multiple of the calls.
+_THREADS_PER_CALL = 4
 _LONGEST_LOGGED = 500
 _SECONDS_BETWEEN_LOOKS = 0.05
 
 
 class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
     """Serves batches of some datasets. It answers as soon as it exists; :meth:`close` ends it.
-
-    Args:
-        data: Dataset directories or fsspec URLs.
-        config: The options.
 
     Raises:
         UsageError: If options are incompatible, or the address is taken.
@@ -88,20 +82,17 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
             raise UsageError("one of the datasets is given twice")
         self.config = config
         # First: an error must not leave workers behind.
-        self.metrics = counting(self)
+        self.metrics = counting(config, self._shown, lambda: self.is_draining)
         certificates = [(_read(config.tls_cert), _read(config.tls_key))] if config.tls else None
         authorities = _read(config.tls_client_ca) if config.tls_client_ca is not None else None
-        tokens = {} if config.token_file is None else {"token": TokenCheck(Tokens(config.token_file))}
+        tokens = {} if config.token_file is None else {"token": TokenCheck(TokenFile(config.token_file))}
         self.plans = PlanBook(self._datasets, self._names, config.plan_memory, config.timeout)
         self.answers, self.files = (Answers(config.stall, config.pack_memory) for _ in range(2))
         self._fillers = Fillers([shards for _, shards in opened], config.workers, config.verify, config.timeout)
         self.packs = Packs(self._fillers, config.pack_memory, config.timeout, self.answers.packs, self.answers.relieve)
         self.ahead = ReadAhead(self.plans, self.packs, config.ahead, 2 * config.workers)
-        self.activity = Activity()
         self._damaged: dict[str, str] = {}  # what was wrong first, by file
         self._rate = RateLimit(config.rate)
-        self.clients = Clients(config.client_calls, config.pack_memory // 2, config.timeout, self.answers.relieve)
-        self.file_clients = Clients(_FILES_AT_ONCE // 4, 0, config.timeout, self.files.relieve)
         self._calls_lock, self._preparing = threading.Lock(), 0
         self._begun, self._draining = time.time(), threading.Event()
         scheme = "grpc+tls" if config.tls else "grpc"
@@ -117,16 +108,6 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
         except (pa.ArrowException, OSError) as error:
             self._fillers.close()
             raise UsageError(f"{host}:{config.port}: cannot listen: {error}") from error
-
-    @property
-    def restarts(self) -> int:
-        """Times that workers were replaced."""
-        return self._fillers.restarts
-
-    @property
-    def damaged_files(self) -> int:
-        """Number of files in which damage was met."""
-        return len(self._damaged)
 
     @property
     def is_draining(self) -> bool:
@@ -149,25 +130,43 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
             "draining": self.is_draining,
             "datasets": [dataclasses.asdict(each) for each in self.describe().datasets],
             "workers": self.config.workers,
-            "worker_restarts": self.restarts,
-            "memory": {"limit": memory.limit, "in_use": memory.bytes_in_use},
+            "worker_restarts": self._fillers.restarts,
+            "memory": {"limit": memory.limit, "in_use": memory.pool.bytes_in_use},
             "plans": {"limit": self.config.plan_memory, "in_use": self.plans.bytes_in_use},
             "packs": dataclasses.asdict(counts),
             "damaged": dict(self._damaged),
             "answers_under_way": len(self.answers),
-            "waiting": self.clients.waiting + self.file_clients.waiting,
-            "clients": [dataclasses.asdict(each) for each in self.activity.clients()],
         }
+
+    def _shown(self) -> list[Shown]:
+        """Returns the values that the metrics show besides their own counts."""
+        packs, memory, plans = self.packs.counts, self.packs.memory, self.plans
+        answers, files = self.answers.given_up, self.files.given_up
+        return [
+            Shown("vlmdata_packs_made", "Packs read and decoded.", packs.made, True),
+            Shown("vlmdata_packs_made_ahead", "Of these, packs made before a query asked.", packs.ahead, True),
+            Shown("vlmdata_packs_dropped", "Of the latter, packs forgotten before a query asked.", packs.dropped, True),
+            Shown("vlmdata_packs_shared", "Queries answered from a pack made for another one.", packs.shared, True),
+            Shown("vlmdata_bytes_read", "Bytes read from shards.", packs.bytes_read, True),
+            Shown("vlmdata_worker_restarts", "Times that workers were replaced.", self._fillers.restarts, True),
+            Shown("vlmdata_answers_given_up", "Answers to stalled clients that lost memory.", answers, True),
+            Shown("vlmdata_files_given_up", "Files whose clients stalled while others waited.", files, True),
+            Shown("vlmdata_memory_in_use_bytes", "Bytes of packs in use.", memory.pool.bytes_in_use),
+            Shown("vlmdata_memory_limit_bytes", "Limit of these.", memory.limit),
+            Shown("vlmdata_plans_in_use_bytes", "Bytes of plans.", plans.bytes_in_use),
+            Shown("vlmdata_plans_limit_bytes", "Limit of these.", self.config.plan_memory),
+            Shown("vlmdata_answers_under_way", "Answers being sent.", len(self.answers)),
+            Shown("vlmdata_damaged_files", "Files in which damage was met.", len(self._damaged)),
+        ]
 
     def do_get(self, context: Any, ticket: Any) -> Any:
         """Answers a query; called by Flight in a thread of its own."""
-        with self._translated(context) as machine:
+        with self._translated(context):
             query = decode_query(ticket.ticket)
-            if isinstance(query, FileQuery):
-                file = self._begin(machine, context, self.file_clients, partial(self._file, query))
-                return flight.GeneratorStream(SCHEMA, self._sent_file(file))
-            answer = self._begin(machine, context, self.clients, partial(self._answer, query, context))
-            return flight.GeneratorStream(SCHEMA, self._sent(answer, machine, query))
+            with self._entered():
+                if isinstance(query, FileQuery):
+                    return flight.GeneratorStream(SCHEMA, self._sent_file(self._file(query)))
+                return flight.GeneratorStream(SCHEMA, self._sent(self._answer(query, context)))
 
     def do_action(self, context: Any, action: Any) -> list[bytes]:
         """Answers an action."""
@@ -182,7 +181,7 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
 
     def list_actions(self, context: Any) -> list[tuple[str, str]]:
         """Lists the actions."""
-        return [(DESCRIBE, "datasets and versions"), (STATUS, "clients, memory, counts"), (HEALTH, "ok or draining")]
+        return [(DESCRIBE, "datasets and versions"), (STATUS, "memory, counts"), (HEALTH, "ok or draining")]
 
     def close(self) -> None:
         """Refuses new queries, waits up to ``drain`` seconds for those under way, and ends."""
@@ -197,37 +196,22 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
         self._fillers.close()
         self.packs.close()
 
-    def _begin[Begun: Answer | FileAnswer](
-        self, machine: str, context: Any, clients: Clients, begin: Callable[[Share], Begun]
-    ) -> Begun:
-        """Begins an answer when its client machine has room for it, and lets the room go with the answer."""
-        share = clients.enter(machine, lambda: context.is_cancelled() or self.is_draining)
-        try:
-            with self._entered():
-                answer = begin(share)
-        except BaseException:
-            share.end()
-            raise
-        # Flight may drop a stream before it begins, which then does not say that it ends.
-        weakref.finalize(answer, share.end).atexit = False
-        return answer
-
-    def _answer(self, query: BatchQuery, context: Any, share: Share) -> Answer:
+    def _answer(self, query: BatchQuery, context: Any) -> Answer:
         request, plan = self.plans.request(query)
         self.ahead.asked(query)  # not before: strangers' queries would push others out
-        pack = self._pack(request, plan, query, share)
+        pack = self._pack(request, plan, query)
         self.ahead.note(query, request)
         answer: Answer
         if query.place and query.place == this_place():
-            answer = SharedAnswer(request, pack, share, context.is_cancelled)
+            answer = SharedAnswer(request, pack, context.is_cancelled)
         else:
-            answer = Answer(request, pack, share, self.answers.crowd)
+            answer = Answer(request, pack, self.answers.crowd)
         self.answers.add(answer)
         return answer
 
-    def _pack(self, request: PackRequest, plan: str, query: BatchQuery, share: Share) -> FilledPack:
+    def _pack(self, request: PackRequest, plan: str, query: BatchQuery) -> FilledPack:
         try:
-            pack = self.packs.get(request, plan, query.on_damage, share.hold)
+            pack = self.packs.get(request, plan, query.on_damage)
         except DAMAGE as error:
             self._note_damage(str(error))
             raise
@@ -242,23 +226,17 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
             self._damaged[file] = message
             _log.error("damaged data", extra={"file": file, "error": message})
 
-    def _sent(self, answer: Answer, machine: str, query: BatchQuery) -> Iterator[Sent]:
-        try:
+    def _sent(self, answer: Answer) -> Iterator[Sent]:
+        with self._ending(answer, self.answers):
             yield from answer.batches()
             self.metrics.sent(answer.bytes)
-            self.activity.note(machine, query, answer.bytes)
             yield from answer.last()
             answer.wait()
-        except BusyError as error:
-            self.metrics.refused("stalled")
-            raise flight.FlightUnavailableError(str(error)) from error
-        finally:
-            self.answers.remove(answer)
 
-    def _file(self, query: FileQuery, share: Share) -> FileAnswer:
+    def _file(self, query: FileQuery) -> FileAnswer:
         if query.dataset not in self._datasets or query.name not in _FILES:
             raise NotFoundError(f"no file {query.name!r} of a dataset {query.dataset[:16]}")
-        answer = FileAnswer(self._datasets[query.dataset].directory / query.name, share)
+        answer = FileAnswer(self._datasets[query.dataset].directory / query.name)
         with self._calls_lock:
             if len(self.files) >= _FILES_AT_ONCE and not self.files.relieve():
                 raise BusyError("too many files are being sent")
@@ -266,22 +244,28 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
         return answer
 
     def _sent_file(self, answer: FileAnswer) -> Iterator[pa.RecordBatch]:
-        try:
+        with self._ending(answer, self.files):
             yield from answer.batches()
+
+    @contextmanager
+    def _ending(self, answer: Answer | FileAnswer, answers: Answers) -> Iterator[None]:
+        """Turns the errors of an answer under way into those of Flight, and forgets it at its end."""
+        try:
+            yield
         except BusyError as error:
             self.metrics.refused("stalled")
             raise flight.FlightUnavailableError(str(error)) from error
-        except OSError as error:
+        except OSError as error:  # of a file
             _log.error("file cannot be sent", extra={"error": str(error)})
             raise flight.FlightUnavailableError("the file cannot be read") from error
         finally:
-            self.files.remove(answer)
+            answers.remove(answer)
 
     @contextmanager
     def _entered(self) -> Iterator[None]:
         """Counts a query in, if there is room. Answers to stalled clients make room."""
         with self._calls_lock:
-            full = self.answers.threads + self.files.threads >= THREADS_PER_CALL * self.config.max_calls
+            full = self.answers.threads + self.files.threads >= _THREADS_PER_CALL * self.config.max_calls
             busy = self._preparing + len(self.answers) >= self.config.max_calls
             if full or (busy and not self.answers.relieve()):
                 raise BusyError("too many queries")
@@ -293,18 +277,17 @@ class CollationServer(flight.FlightServerBase):  # type: ignore[misc]
                 self._preparing -= 1
 
     @contextmanager
-    def _translated(self, context: Any, action: bool = False) -> Iterator[str]:
+    def _translated(self, context: Any, action: bool = False) -> Iterator[None]:
         """Limits and counts calls, and turns errors into those of Flight."""
-        machine = machine_of(context.peer())
         if self.is_draining and not action:
             self.metrics.refused("draining")
             raise flight.FlightUnavailableError("the server is stopping")
-        if not self._rate.allows(machine):
+        if not self._rate.allows(machine_of(context.peer())):
             self.metrics.refused("overloaded")
             raise flight.FlightUnavailableError("too many queries a second")
         begun = time.perf_counter()
         try:
-            yield machine
+            yield
             self.metrics.answered(time.perf_counter() - begun)
         except VlmdataError as error:
             self.metrics.refused(type(error).__name__)

@@ -100,8 +100,8 @@ def test_it_generates_until_the_turn_ends(processor: Any, model: Any, chats: Pat
     asked = made["input_ids"].shape[1]
     assert model.generate(**made, max_new_tokens=4).shape[1] > asked
     tokenizer = VlmDataset(chats).manifest.tokenizer
-    assert processor.tokenizer.convert_tokens_to_ids("<|im_end|>") == tokenizer.im_end
-    ended = model.generate(**made, max_new_tokens=4, prefix_allowed_tokens_fn=lambda *_: [tokenizer.im_end])
+    assert processor.tokenizer.convert_tokens_to_ids("<|im_end|>") == tokenizer.turns.end
+    ended = model.generate(**made, max_new_tokens=4, prefix_allowed_tokens_fn=lambda *_: [tokenizer.turns.end])
     assert ended.shape[1] == asked + 1
 
 
@@ -228,7 +228,7 @@ class TestWhereTheFilesComeFrom:
         tokenizer = VlmDataset(chats).manifest.tokenizer
         assert kept == {
             "temperature": 0.7,
-            "eos_token_id": [tokenizer.im_end, tokenizer.pad],
+            "eos_token_id": [tokenizer.turns.end, tokenizer.pad],
             "pad_token_id": tokenizer.pad,
         }
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import vlmdata
-from model.training.reports.data_wait import DataWait, decoded_codecs
+from model.training.reports.step_notes import DataWait, decoded_codecs
 from model.training.step import StepResult
 from preprocess.config import ImageConfig
 from tests.chat_rows import write_jsonl

@@ -53,7 +53,7 @@ function buildOverview(root) {
       tile(count(totals.samples), "samples", totals.truncated ? `${count(totals.truncated)} truncated` : `of ${counted(totals.rows, "source row")}`),
       tile(count(totals.tokens), "tokens", `+ ${count(totals.padding)} padding`),
       tile(percent(totals.targets / tokens), "targets", `${counted(totals.targets, "token")}`),
-      tile(count(totals.images), "images", `${counted(totals.patches, "patch", "patches")}`),
+      tile(count(totals.items), "images", `${counted(totals.patches, "patch", "patches")}`),
       tile(`${(totals.bytes / 1e6).toLocaleString("en-US", { maximumFractionDigits: 1 })} MB`, "on disk", `${counted(card.shards, "shard")}`),
       tile(count(totals.rejected), "rows rejected", percent(totals.rejected / Math.max(totals.rows, 1), 2))),
     findingsPanel(card),

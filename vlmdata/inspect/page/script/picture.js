@@ -1,4 +1,4 @@
-// An image with its grid: thin lines are patches of 16 pixels, thick lines are tokens of 2 × 2 patches.
+// An image with its grid: thin lines are patches, thick lines are tokens of merge × merge patches.
 function gridPath(wide, high, step) {
   let path = "";
   for (let x = step; x < wide; x += step) path += `M${x} 0V${high}`;
@@ -7,25 +7,25 @@ function gridPath(wide, high, step) {
 }
 
 function pictureOf(sample, image) {
-  const [, high, wide] = image.grid, across = wide / 2;
-  const spot = svg("rect", { class: "spot", width: 2, height: 2, visibility: "hidden" });
+  const [, high, wide] = image.grid, merge = image.merge, across = wide / merge, down = high / merge;
+  const spot = svg("rect", { class: "spot", width: merge, height: merge, visibility: "hidden" });
   const overlay = svg("svg", { viewBox: `0 0 ${wide} ${high}`, preserveAspectRatio: "none", "aria-hidden": "true" },
-    svg("path", { class: "lines fine", d: gridPath(wide, high, 1) }), svg("path", { class: "lines", d: gridPath(wide, high, 2) }), spot);
+    svg("path", { class: "lines fine", d: gridPath(wide, high, 1) }), svg("path", { class: "lines", d: gridPath(wide, high, merge) }), spot);
   const box = el("div", { class: `picture${view.grid ? "" : " bare"}`, data: { image: image.number } },
     el("img", { src: store.picture(sample, image), width: image.width, height: image.height, alt: `image ${image.number} as the model sees it`, decoding: "async" }), overlay);
   const point = (event) => {
     const area = overlay.getBoundingClientRect();
-    const column = Math.floor((event.clientX - area.left) / area.width * across), row = Math.floor((event.clientY - area.top) / area.height * high / 2);
-    if (column >= 0 && row >= 0 && column < across && row < high / 2) setCursor(image.start + row * across + column, "picture");
+    const column = Math.floor((event.clientX - area.left) / area.width * across), row = Math.floor((event.clientY - area.top) / area.height * down);
+    if (column >= 0 && row >= 0 && column < across && row < down) setCursor(image.start + row * across + column, "picture");
   };
   overlay.addEventListener("pointermove", point);
   overlay.addEventListener("pointerdown", point);
   cursor.listeners.push((index) => {
-    const number = index - image.start, inside = number >= 0 && number < across * high / 2;
+    const number = index - image.start, inside = number >= 0 && number < across * down;
     spot.setAttribute("visibility", inside ? "visible" : "hidden");
     if (!inside) return;
-    spot.setAttribute("x", 2 * (number % across));
-    spot.setAttribute("y", 2 * Math.floor(number / across));
+    spot.setAttribute("x", merge * (number % across));
+    spot.setAttribute("y", merge * Math.floor(number / across));
   });
   const source = image.source, steps = source.normalised || [];
   const from = source.width ? ` From a ${source.format} of ${source.width} × ${source.height}, ${source.mode}${steps.length ? `, normalised: ${steps.join(", ")}` : ""}` : "";
@@ -35,18 +35,19 @@ function pictureOf(sample, image) {
 
 // Curves over token numbers; the frame moves, the drawing stays. A long text makes the few positions of an image
 // invisible, so each image can fill the frame.
+const AXES = { t: "t, time", h: "h, row", w: "w, column" };
 function plotOf(sample) {
-  const tokens = sample.tokens, axes = ["t", "h", "w"];
+  const tokens = sample.tokens, axes = tokens.axes, colours = ["t", "h", "w"];
   const reach = (start, stop) => {
     let low = Infinity, high = -Infinity;
     for (const axis of axes) for (let i = start; i < stop; i += 1) { low = Math.min(low, tokens[axis][i]); high = Math.max(high, tokens[axis][i]); }
     return [low, Math.max(high, low + 1)];
   };
-  const curve = (axis) => svg("path", { class: axis, d: "M" + tokens[axis].map((value, i) => `${i} ${-value}`).join("L") });
+  const curve = (axis, i) => svg("path", { class: colours[i % 3], d: "M" + tokens[axis].map((value, i) => `${i} ${-value}`).join("L") });
   const zone = (span) => (span.kind === "image" ? "zone-image" : span.target ? "zone-target" : null);
   const [lowest, highest] = reach(0, sample.length), tall = highest - lowest;
   const at = svg("line", { class: "at", y1: -highest, y2: -lowest, x1: 0, x2: 0, visibility: "hidden" });
-  const drawing = svg("svg", { preserveAspectRatio: "none", role: "img", "aria-label": "t, h and w position of each token" },
+  const drawing = svg("svg", { preserveAspectRatio: "none", role: "img", "aria-label": `${axes.join(", ")} of each token` },
     sample.spans.filter(zone).map((span) => svg("rect", { class: zone(span), x: span.start, y: -highest, width: Math.max(span.stop - span.start - 1, .5), height: tall })),
     axes.map(curve), at);
   const range = el("span", {});
@@ -72,6 +73,6 @@ function plotOf(sample) {
     for (const button of buttons) button.setAttribute("aria-pressed", String(button === event.currentTarget));
     show(start, stop);
   } } }, name));
-  const legend = el("div", { class: "legend" }, [["t", "t, time"], ["h", "h, row"], ["w", "w, column"]].map(([axis, name]) => el("span", {}, el("span", { class: `key-line ${axis}` }), name)), range);
+  const legend = el("div", { class: "legend" }, axes.map((axis, i) => el("span", {}, el("span", { class: `key-line ${colours[i % 3]}` }), AXES[axis] || axis)), range);
   return el("div", { class: "panel plot" }, el("h2", {}, "Positions"), legend, drawing, frames.length > 1 ? el("div", { class: "chips frames" }, buttons) : null);
 }

@@ -47,7 +47,7 @@ function drawSample(sample) {
   detail.replaceChildren(
     el("header", {}, backButton(), el("h2", { class: "mono" }, sample.key),
       el("span", { class: "soft" }, `sample ${count(sample.index)} · source row ${count(sample.row)} of ${sample.source} · ${sample.shard}, bytes ${count(sample.offset)}–${count(sample.offset + sample.size)}`)),
-    el("div", { class: "soft" }, `${counted(sample.length, "token")} + ${count(sample.padded - sample.length)} padding · ${counted(sample.targets, "target")} (${percent(sample.share)})${sample.truncated ? " · answer truncated" : ""}`),
+    el("div", { class: "soft" }, `${counted(sample.length, "token")} + ${count(sample.padded - sample.length)} padding · ${counted(sample.targets, "target")} (${percent(sample.share)})${sample.truncated ? " · answer truncated" : ""}${sample.columns.map((column) => ` · ${column}`).join("")}`),
     ...foldedFindings(sample.findings, (found) => findingBox(found)).flat().filter(Boolean), buttons,
     el("div", { class: `split${images ? "" : " plain"}${tall ? " tall" : ""}` }, ...[images, reading].filter(Boolean)), plotOf(sample), shown.place);
 }

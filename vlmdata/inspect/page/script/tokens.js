@@ -56,7 +56,8 @@ function foldOf(sample, span, nodes, folds) {
           box.append(cell);
         }
         const image = imageAt(sample, span.start);
-        if (image && image.grid[2] / 2 <= 60) box.style.setProperty("grid-template-columns", `repeat(${image.grid[2] / 2}, 11px)`);
+        const across = image ? image.grid[2] / image.merge : 0;
+        if (image && across <= 60) box.style.setProperty("grid-template-columns", `repeat(${across}, 11px)`);
       }
       box.hidden = !open;
       button.setAttribute("aria-expanded", String(open));
@@ -103,11 +104,11 @@ function showStrip(sample, index) {
   const tokens = sample.tokens, label = tokens.label[index], image = imageAt(sample, index);
   const parts = [["token", count(index)], ["id", tokens.id[index]], ["label", label < 0 ? `−${-label} (no loss)` : label],
     ["mask", `${tokens.mask[index]} ${tokens.mask[index] ? "(target)" : ""}`],
-    ...(tokens.weight ? [["weight", tokens.weight[index]]] : []), ["t h w", `${tokens.t[index]} ${tokens.h[index]} ${tokens.w[index]}`]];
+    ...(tokens.weight ? [["weight", tokens.weight[index]]] : []), [tokens.axes.join(" "), tokens.axes.map((axis) => tokens[axis][index]).join(" ")]];
   if (image) {
-    const across = image.grid[2] / 2, number = index - image.start;
-    const down = Math.floor(number / across);
-    parts.push(["image", `${image.number}, patch rows ${2 * down}–${2 * down + 1}, columns ${2 * (number % across)}–${2 * (number % across) + 1}`]);
+    const merge = image.merge, across = image.grid[2] / merge, number = index - image.start;
+    const patches = (place) => (merge > 1 ? `${merge * place}–${merge * (place + 1) - 1}` : place);
+    parts.push(["image", `${image.number}, patch rows ${patches(Math.floor(number / across))}, columns ${patches(number % across)}`]);
   }
   strip.replaceChildren(el("span", { class: "what" }, oneLine(shownText(sample, index)) || "(rest of a character)"),
     ...parts.map(([name, value]) => el("span", {}, el("span", { class: "soft" }, `${name} `), el("b", { data: { field: name } }, value))));
@@ -116,7 +117,7 @@ function showStrip(sample, index) {
 const ROWS_AT_ONCE = 300;
 function tokenTable(sample) {
   const body = el("tbody"), tokens = sample.tokens, rows = new Map();
-  const columns = ["index", "id", "text", "label", "mask", ...(tokens.weight ? ["weight"] : []), "t", "h", "w"];
+  const columns = ["index", "id", "text", "label", "mask", ...(tokens.weight ? ["weight"] : []), ...tokens.axes];
   const plan = [];
   for (const span of sample.spans) {
     const folded = span.kind === "image" && span.stop - span.start > 5;

@@ -1,0 +1,162 @@
+"""Sources that the library ``datasets`` reads: files of one kind, image folders and saved datasets."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from preprocess.sources.data_files import DataFile, relative_name
+from preprocess.sources.identity import identify, mark_of
+from preprocess.sources.rows import Source
+from preprocess.sources.splits import choose_split
+from preprocess.sources.tables import decode_json
+from vlmdata.errors import SourceError
+from vlmdata.format.manifest import canonical_hash
+
+#: Errors of ``datasets`` for an empty file.
+_NO_ROWS = ("SchemaInferenceError", "corresponds to no data")
+
+
+@dataclass(frozen=True, eq=False)
+class ArrowRows:
+    """Rows of a ``datasets.Dataset`` in Arrow format, so images come as stored bytes. Workers map the same files.
+
+    Paths of image files below one of ``image_roots``, names of one folder, become relative to it.
+    """
+
+    dataset: Any
+    image_roots: tuple[Path, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def columns(self) -> tuple[str, ...]:
+        """All columns; every row has them."""
+        return tuple(self.dataset.column_names)
+
+    def values(self, number: int) -> Mapping[str, Any]:
+        """Column values of one row."""
+        record = self.dataset[number : number + 1].to_pylist()[0]
+        features = self.dataset.features
+        values = {name: decode_json(value, features[name]) for name, value in record.items()}
+        return {name: _relative(value, self.image_roots) for name, value in values.items()}
+
+
+def open_files(builder: str, files: Sequence[Path], split: str | None, root: Path) -> Source:
+    """Opens data files of one kind.
+
+    Args:
+        builder: Name of the kind in ``datasets``.
+        files: The files.
+        split: Name of their split, for the identity; None without a split.
+        root: Base folder of file names in the identity and of image paths.
+    """
+    import datasets
+
+    identity = {"kind": "files", **({"split": split} if split else {}), **_identify(files, root)}
+    names = [glob.escape(str(file)) for file in files]
+    with _one_line(f"SOURCE {files[0]}"):
+        dataset = datasets.load_dataset(builder, data_files=names, split="train", cache_dir=_cache_for(identity))
+    return arrow_source(dataset, identity, str(root))
+
+
+def open_folder(folder: Path, split: str | None, config_name: str | None, image_root: str | None) -> Source:
+    """Opens a folder by the rules of ``datasets``: an image folder, or one whose dataset card describes it.
+
+    Args:
+        folder: The folder.
+        split: The split to read.
+        config_name: The requested configuration.
+        image_root: Folder that image paths are relative to; None for ``folder``.
+    """
+    import datasets
+
+    what = f"SOURCE {folder}"
+    with _one_line(what):
+        builder = datasets.load_dataset_builder(str(folder), config_name)
+    data_files = builder.config.data_files or {}
+    name = choose_split(what, data_files, split)
+    identity = {"kind": "files", "split": name, **_identify([Path(file) for file in data_files[name]], folder)}
+    cache = _cache_for(identity)
+    with _one_line(what):
+        dataset = datasets.load_dataset(str(folder), config_name, split=name, cache_dir=cache)
+    # `datasets` gives absolute paths. A copy of the folder elsewhere must have the same rows.
+    root = str(folder) if image_root is None else image_root
+    roots = (Path(os.path.abspath(root)), Path(root).resolve())
+    return Source.whole(ArrowRows(dataset.with_format("arrow"), roots), identity, str(folder))
+
+
+def open_saved(path: Path, split: str | None) -> Source:
+    """Opens a ``save_to_disk`` folder."""
+    from datasets import DatasetDict, load_from_disk
+
+    try:
+        loaded = load_from_disk(str(path))
+    except Exception as error:
+        raise SourceError(f"SOURCE {path}: a save_to_disk folder that does not load: {reason_of(error)}") from error
+    splits = loaded if isinstance(loaded, DatasetDict) else {str(loaded.split or "train"): loaded}
+    name = choose_split(f"SOURCE {path}", splits, split)
+    files = [Path(entry["filename"]) for entry in splits[name].cache_files]
+    return arrow_source(splits[name], {"kind": "save_to_disk", "split": name, **_identify(files, path)}, str(path))
+
+
+def _identify(files: Sequence[Path], root: Path) -> dict[str, Any]:
+    """Identifies files by content, which ``datasets`` copies anyway."""
+    data = [DataFile.local(file) for file in files]
+    marks = [mark_of(file, None, None, hash_source=True) for file in data]
+    names = [relative_name(file.place, str(root)) for file in data]
+    return identify([(name, file.size, mark) for name, file, mark in zip(names, data, marks, strict=True)])
+
+
+def arrow_source(dataset: Any, identity: Mapping[str, Any], image_root: str | None) -> Source:
+    """Returns the source of a ``datasets.Dataset``."""
+    return Source.whole(ArrowRows(dataset.with_format("arrow")), identity, image_root)
+
+
+def _relative(value: Any, roots: Sequence[Path]) -> Any:
+    """Makes the paths of image files below one of ``roots`` relative to it."""
+    if isinstance(value, Mapping) and value.keys() == {"bytes", "path"}:
+        path = value["path"]
+        if value["bytes"] is None and isinstance(path, str):
+            for root in roots:
+                if Path(path).is_relative_to(root):
+                    return {"bytes": None, "path": Path(path).relative_to(root).as_posix()}
+    elif isinstance(value, list):
+        return [_relative(item, roots) for item in value]
+    return value
+
+
+@contextmanager
+def _one_line(what: str) -> Iterator[None]:
+    """Converts the various failures of ``datasets`` to one line."""
+    try:
+        yield
+    except Exception as error:
+        if any(sign in repr(_root(error)) for sign in _NO_ROWS):
+            raise SourceError(f"{what}: it has no rows") from error
+        raise SourceError(f"{what}: cannot be read through `datasets`: {reason_of(error)}") from error
+
+
+def _cache_for(identity: Mapping[str, Any]) -> str:
+    """Returns the folder of the Arrow copy. ``datasets`` identifies files by path and time only; we use the content."""
+    import datasets
+
+    return str(Path(datasets.config.HF_DATASETS_CACHE) / "vlmdata" / canonical_hash(identity)[:32])
+
+
+def _root(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def reason_of(error: BaseException) -> str:
+    """Returns the innermost cause of an error in one line."""
+    root = _root(error)
+    lines = str(root).strip().splitlines()
+    return f"{type(root).__name__}: {lines[0] if lines else 'no details'}"

@@ -1,0 +1,63 @@
+"""How a family writes conversations and items as text. The manifest has the ids (``vlmdata.format.tokenizer_info``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: The kind of items that are images.
+IMAGE = "image"
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    r"""How chat templates of a family write turns: ``turn_start``, a header, the content, ``turn_end``.
+
+    Attributes:
+        turn_start: Text of the token that begins a turn.
+        turn_end: Text of the token that ends a turn. The token that ends the header may follow, usually a newline; in
+            an assistant turn it is learned with the turn's end.
+        assistant_header: Text between ``turn_start`` and the content of an assistant turn, such as ``assistant\n``.
+        think: Texts before and after the reasoning with which an assistant turn may begin, with their whitespace;
+            None if the family has no such marks.
+        begin: Text of the token that begins each conversation and document; "" without one.
+        end_of_text: Text of the token that ends documents. A tokenizer without it ends them with its end token, or
+            with ``turn_end``.
+    """
+
+    turn_start: str
+    turn_end: str
+    assistant_header: str
+    think: tuple[str, str] | None = None
+    begin: str = ""
+    end_of_text: str = "<|endoftext|>"
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """The tokens of an item: ``before``, ``token`` as often as the family counts, ``after``.
+
+    Attributes:
+        kind: Kind of the items.
+        token: Text of the placeholder, the token that stands for a part of the item.
+        before: Texts of the tokens directly before the placeholders.
+        after: Texts of the tokens directly after them.
+        margin: Text on both sides of these tokens, such as an empty line.
+        written: The one of these tokens that chat templates write for an item; "" if they write all, with one
+            placeholder. transformers' processor replaces it by all of them with their margins.
+    """
+
+    kind: str
+    token: str
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    margin: str = ""
+    written: str = ""
+
+    def __post_init__(self) -> None:
+        if self.written and self.written not in self.texts:
+            raise ValueError(f"written is {self.written!r}; it must be one of the item's tokens {self.texts}")
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Texts of its tokens in order, with one placeholder."""
+        return *self.before, self.token, *self.after
