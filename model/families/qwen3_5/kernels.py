@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from model.families.qwen3_5.architecture import LINEAR_ATTENTION, Qwen35Architecture, Qwen35LanguageArchitecture
-from model.kernels.decoder import AttentionShape, DecoderKernels
-from model.kernels.delta_net import DeltaNetShape
+from model.kernels.shapes import AttentionShape, DecoderKernels, DeltaNetShape
 from model.network.settings import ModelSettings
 
 
