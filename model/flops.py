@@ -1,6 +1,6 @@
 """Model FLOP of a batch: the minimum arithmetic of the model, without padding and recomputation.
 
-A multiply-add counts as 2 FLOP. A family supplies the coefficients (``model/families/NAME/flops.py``). All families
+A multiply-add counts as 2 FLOP. A family supplies the coefficients (``model/families/NAME/spec.py``). All families
 share these terms, per sample with images of p patches, forward:
 
 - per target: the output layer over the whole vocabulary; tokens that are not targets need no logits;

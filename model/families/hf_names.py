@@ -96,7 +96,7 @@ def expert_of_whole(
     for (kind, name), shape in zip(kinds, expert_shapes(width, moe), strict=True):
         whole: Shape = (moe.num_experts, *(reversed(shape) if transposed else shape))
         source = SourceTensor(theirs + name, whole, expert)
-        maps.append(ParameterMap(f"{ours}{kind}.weight", shape, (source,), expert=expert))
+        maps.append(ParameterMap(f"{ours}{kind}.weight", shape, (source,)))
     if not transposed:
         return maps
     return [

@@ -51,7 +51,6 @@ class ParameterMap:
     shard_dim: int | None = None  # axis that tensor parallelism shards; None for a parameter that every rank holds
     #: Lengths of the parts of that axis that are sharded separately; empty to shard the whole axis.
     sections: tuple[int, ...] = ()
-    expert: int | None = None  # Global number of the parameter's expert
 
     def shard(self, parameter: Tensor, rank: int, size: int) -> Tensor:
         """Returns the shard of a tensor-parallel rank."""

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from model.families.qwen3_5.flops import step_flops
+from model.families.qwen3_5.spec import step_flops
 from model.parallel.environment import before_megatron
 
 before_megatron()

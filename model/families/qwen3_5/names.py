@@ -78,4 +78,4 @@ def _expert(
     fc1 = joined(ours + "linear_fc1.weight", halves, (language.hidden_size,), ())
     shape = (language.hidden_size, moe.intermediate_size)
     fc2 = same(ours + "linear_fc2.weight", f"{theirs}{expert}.down_proj.weight", shape)
-    return [replace(fc1, shard_dim=None, expert=expert), replace(fc2, expert=expert)]
+    return [replace(fc1, shard_dim=None), fc2]
