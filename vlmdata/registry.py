@@ -11,7 +11,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from traceback import walk_tb
+from traceback import extract_tb
 from types import ModuleType
 
 from vlmdata.errors import UsageError, VlmdataError
@@ -119,7 +119,7 @@ class Registry[T](dict[str, str]):
         try:
             loaded = module_named(module)
         except Exception as error:  # the module is the user's: its top level may raise anything
-            problem, remedy = problem_of(error, _name_of(module)), _remedy(error, module, attribute)
+            problem, remedy = problem_of(error), _remedy(error, module, attribute)
             raise self.error(
                 f"{self.option} {name}: cannot load {target}: {problem}. {remedy}Built in: {built_in}."
             ) from error
@@ -145,22 +145,14 @@ def _installed(group: str) -> Mapping[str, str]:
     return {point.name: point.value for point in entry_points(group=group)}
 
 
-def problem_of(error: Exception, home: str) -> str:
-    """Describes an error of the user's code, with file and line, in a sentence without its end.
-
-    Args:
-        error: The error.
-        home: Name of the user's module. The line is the innermost one in it, not that of a library that it calls;
-            without any, the innermost line.
-    """
+def problem_of(error: Exception) -> str:
+    """Describes an error of the user's code, with file and line, in a sentence without its end."""
     if isinstance(error, ImportError | OSError):
         return str(error)
     if isinstance(error, SyntaxError):  # its text has them
         return f"{type(error).__name__}: {error}"
-    frames = [(frame, line) for frame, line in walk_tb(error.__traceback__)]
-    own = [each for each in frames if each[0].f_globals.get("__name__") == home]
-    frame, line = (own or frames)[-1]
-    return f"{type(error).__name__}: {error} ({Path(frame.f_code.co_filename).name}, line {line})"
+    last = extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({Path(last.filename).name}, line {last.lineno})"
 
 
 def shown_name(module: str) -> str:
@@ -187,7 +179,8 @@ def module_named(name: str) -> ModuleType:
     """
     if not is_file(name):
         return import_module(name)
-    path, own_name = Path(name).resolve(), _name_of(name)
+    path = Path(name).resolve()
+    own_name = f"{path.stem}_{zlib.crc32(str(path).encode()):08x}"
     if own_name in sys.modules:
         return sys.modules[own_name]
     spec = spec_from_file_location(own_name, path)
@@ -201,14 +194,6 @@ def module_named(name: str) -> ModuleType:
         del sys.modules[own_name]
         raise
     return module
-
-
-def _name_of(module: str) -> str:
-    """Returns the name under which Python has a module that is given by its name or by its file."""
-    if not is_file(module):
-        return module
-    path = Path(module).resolve()
-    return f"{path.stem}_{zlib.crc32(str(path).encode()):08x}"
 
 
 def is_file(name: str) -> bool:

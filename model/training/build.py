@@ -62,11 +62,11 @@ def architecture_of(config: TrainConfig, resumed: Path | None = None) -> Archite
                 f"{tokenizer.image}; preprocess it with --tokenizer {config.model.hf}"
             )
         return made
-    made = preset_of(config)
-    assert made is not None
-    require_data_family(made, manifest, config.data.paths[0])
-    size = max(made.language.vocab_size, tokenizer.vocab_size)
-    return made.with_vocabulary(tokenizer, tokenizer.vocab_size if adopts_vocabulary(config.model.preset) else size)
+    chosen = preset_of(config)
+    assert chosen is not None
+    require_data_family(chosen, manifest, config.data.paths[0])
+    size = max(chosen.language.vocab_size, tokenizer.vocab_size)
+    return chosen.with_vocabulary(tokenizer, tokenizer.vocab_size if adopts_vocabulary(config.model.preset) else size)
 
 
 def _architecture_of_hf(name: str, ignore: Collection[str], resumed: Path | None) -> Architecture:
