@@ -24,7 +24,7 @@ from vlmdata.errors import DatasetFormatError, UsageError
 from vlmdata.families import REGISTRY as FAMILIES
 from vlmdata.families import Family
 from vlmdata.format.manifest import Manifest
-from vlmdata.media.codecs import REGISTRY, codec
+from vlmdata.media.codecs import REGISTRY, codec, libraries_of
 from vlmdata.verify.dataset import verify_dataset
 
 OPTIONS = {"recipe": "chat", "image": ImageConfig(1024, 16384), "rows_per_shard": 6}
@@ -177,6 +177,51 @@ class TestNames:
 def test_what_is_no_codec_is_refused(tmp_path: Path, text: str, wrong: str) -> None:
     (tmp_path / "own.py").write_text(text)
     with pytest.raises(UsageError, match=f"own.py:CODEC: {wrong}"):
+        REGISTRY.find(f"{tmp_path / 'own.py'}:CODEC")
+
+
+@pytest.mark.parametrize(
+    ("returned", "wrong"),
+    [
+        ("{'zlib': 1 / 0}", r"codec zlib: its `libraries` failed: ZeroDivisionError: .* \(own\.py, line \d+\)\."),
+        ("None", r"codec zlib: its `libraries` returned None; it must return versions as text by name"),
+        ("{'zlib': 1.3}", r"returned \{'zlib': 1\.3\}; it must"),
+    ],
+)
+def test_versions_that_a_codec_does_not_tell_are_an_error_of_the_codec(
+    file: Path, tmp_path: Path, returned: str, wrong: str
+) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(file.read_text().replace('return {"zlib": zlib.ZLIB_RUNTIME_VERSION}', f"return {returned}"))
+    with pytest.raises(UsageError, match=wrong):
+        libraries_of(REGISTRY.find(f"{own}:CODEC"))
+
+
+class TestTheVariable:
+    def test_may_have_spaces_after_its_commas(
+        self, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        other = tmp_path / "other.py"
+        other.write_text(file.read_text().replace('name = "zlib"', 'name = "other"'))
+        monkeypatch.setenv("VLMDATA_CODECS", f"{file}:CODEC, {other}:CODEC,")
+        assert [codec(name).name for name in ("zlib", "other")] == ["zlib", "other"]
+
+    @pytest.mark.parametrize(
+        ("given", "wrong"),
+        [
+            ("own.py:CODEC", "VLMDATA_CODECS=own.py:CODEC: cannot load own.py:CODEC: "),
+            ("own.py", r"VLMDATA_CODECS=own.py: it names no attribute\. Write own\.py:NAME\."),
+        ],
+    )
+    def test_is_named_in_errors(self, monkeypatch: pytest.MonkeyPatch, given: str, wrong: str) -> None:
+        monkeypatch.setenv("VLMDATA_CODECS", given)
+        with pytest.raises(UsageError, match=wrong):
+            codec("zlib")
+
+
+def test_an_error_names_the_line_of_the_users_file_not_of_a_library(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("import json\n\nCODEC = json.loads('{')\n")
+    with pytest.raises(UsageError, match=r"JSONDecodeError: .* \(own\.py, line 3\)\."):
         REGISTRY.find(f"{tmp_path / 'own.py'}:CODEC")
 
 
