@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import shutil
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 import vlmdata
 from preprocess.config import ImageConfig
 from preprocess.recode.run import recode_dataset
+from preprocess.shards.source_code import source_fingerprint
 from tests.chat_rows import write_jsonl
 from tests.conftest import build_dataset, tree_bytes
 from tests.loader.rows import chat_rows
@@ -237,3 +239,24 @@ def test_a_family_from_a_file_is_recorded_by_its_name(source: Path, tmp_path: Pa
     FAMILIES._given.clear()
     with pytest.raises(DatasetFormatError, match="Family own is neither built in nor installed here"):
         vlmdata.open_dataset(out)
+
+
+@pytest.mark.parametrize("how", ["file", "module"])
+def test_a_module_beside_the_users_file_is_part_of_its_fingerprint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_family_of_rules.py").write_text(
+        "from dataclasses import replace\nimport own_rules\nimport own_empty\n"
+        "from vlmdata.families.qwen3_5 import FAMILY as OTHER\nFAMILY = replace(OTHER, name='own')\n"
+    )
+    (tmp_path / "own_empty.py").write_text("")  # has no source code to inspect
+    target = f"{tmp_path}/own_family_of_rules.py:FAMILY" if how == "file" else "own_family_of_rules:FAMILY"
+    hashes = []
+    for text in ("SIDE = 2\n", "SIDE = 34\n", "SIDE = 2\n"):
+        (tmp_path / "own_rules.py").write_text(text)
+        linecache.clearcache()
+        hashes.append(source_fingerprint(target, FAMILIES.find(target)))
+    assert hashes[0] == hashes[2] != hashes[1]
+    for name in [name for name in sys.modules if name.startswith("own_")]:
+        del sys.modules[name]
