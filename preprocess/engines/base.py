@@ -170,10 +170,10 @@ def make_shards(
 
 def _made(
     engine: Engine, work: ShardWork, jobs: Sequence[ShardJob], workers: int, counters: Counters
-) -> Generator[ShardRecord]:
+) -> Generator[object]:
     """Yields what the engine yields; names it in errors of a user's engine."""
     with errors_named(engine):
-        made = engine.run(work, jobs, workers, counters)
+        made: object = engine.run(work, jobs, workers, counters)  # a user's engine may return anything
         if not isinstance(made, Generator):
             what = with_article(type(made).__name__)
             raise _unfit(engine, f"`run` returned {what}, not a generator: it must `yield` the records")
