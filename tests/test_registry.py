@@ -22,7 +22,7 @@ from tests.conftest import build_dataset, tree_bytes
 from tests.loader.rows import chat_rows
 from tests.preprocess.extend_pages import write_named_file
 from vlmdata import registry
-from vlmdata.errors import DatasetFormatError, UsageError
+from vlmdata.errors import DatasetFormatError, SourceError, UsageError
 from vlmdata.families import REGISTRY as FAMILIES
 from vlmdata.families import Family
 from vlmdata.format.manifest import Manifest
@@ -260,3 +260,15 @@ def test_a_module_beside_the_users_file_is_part_of_its_fingerprint(
     assert hashes[0] == hashes[2] != hashes[1]
     for name in [name for name in sys.modules if name.startswith("own_")]:
         del sys.modules[name]
+
+
+def test_rules_of_a_users_family_that_fail_are_named_before_the_run(source: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own_family.py"
+    own.write_text(
+        "from dataclasses import fields\nfrom vlmdata.families.qwen3_5 import FAMILY as OTHER\n\n\n"
+        "class Own(type(OTHER)):\n    def image_size(self, *sides, **options):\n        return {}['side']\n\n\n"
+        "FAMILY = Own(**{each.name: getattr(OTHER, each.name) for each in fields(OTHER)} | {'name': 'own'})\n"
+    )
+    words = r"its rules cannot encode a trial sample: KeyError: 'side' \(own_family\.py, line 7\)"
+    with pytest.raises(SourceError, match=words):
+        build_dataset(source, tmp_path / "out", family=f"{own}:FAMILY", **OPTIONS)
