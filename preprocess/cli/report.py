@@ -1,9 +1,10 @@
-"""The summary of a run: as a table for people, as JSON for programs."""
+"""The summary of a run, or of one part of it: as a table for people, as JSON for programs."""
 
 from __future__ import annotations
 
 import dataclasses
 import shlex
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +16,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from preprocess.cli.part_report import PartReport
 from preprocess.config import EMBEDDED, Overlong, TrainTurns
-from preprocess.run.dataset import RunResult
+from preprocess.run.dataset import PartResult, RunResult
+from preprocess.shards.sums import summed
 from vlmdata.cli.console import results
 from vlmdata.format.item_sizes import item_sizes
 from vlmdata.format.ledger import Rejection, read_ledger
@@ -316,3 +317,55 @@ def _histogram(lengths: LengthDistribution) -> Table:
     table.caption = f"mean {lengths.mean:,.0f}, {marks}"
     table.caption_justify = "left"
     return table
+
+
+@dataclass(frozen=True)
+class PartReport:
+    """The result of a part. ``vlmdata finish`` checks whether too many rows were rejected."""
+
+    store: Store
+    result: PartResult
+    seconds: float
+    failure: None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the summary as JSON values."""
+        return {
+            "directory": str(self.store),
+            "part": str(self.result.part),
+            "finished": self.result.finished,
+            "rows": self._sum("rows"),
+            "samples": self._sum("samples"),
+            "rejected": self._sum("rejected"),
+            "rejects": dict(sorted(self._rejects.items())),
+            "bytes": self._sum("bytes"),
+            "shards_made": self.result.made,
+            "shards_kept": self.result.kept,
+            "seconds": round(self.seconds, 3),
+        }
+
+    def print(self, console: Console) -> None:
+        """Prints the summary."""
+        result = self.result
+        if result.finished:
+            lines = [f"{self.store}: the dataset is finished; nothing to do for part {result.part}"]
+        else:
+            kept = f", {result.kept:,} kept" if result.kept else ""
+            lines = [
+                f"part {result.part}: {counted(result.made, 'shard')} made{kept}, "
+                f"{counted(self._sum('samples'), 'sample')} of {counted(self._sum('rows'), 'row')}, "
+                f"{self._sum('bytes') / 1e6:,.1f} MB in {duration(self.seconds)}"
+            ]
+            if self._rejects:
+                listed = ", ".join(f"{count:,} {reason}" for reason, count in self._rejects.most_common())
+                lines.append(f"{self._sum('rejected'):,} rejected: {listed}")
+            lines.append(f"next, when all {result.part.parts} parts are made: vlmdata finish {self.store}")
+        for line in lines:
+            console.print(line, soft_wrap=True, markup=False)
+
+    @property
+    def _rejects(self) -> Counter[str]:
+        return Counter(summed(record.rejects for record in self.result.records))
+
+    def _sum(self, name: str) -> int:
+        return sum(getattr(record.totals, name) for record in self.result.records)

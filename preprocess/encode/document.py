@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from preprocess.chat.agreement import require_reserved
-from preprocess.chat.length import require_length
 from preprocess.chat.render import Renderer
 from preprocess.chat.targets import tokenize
+from preprocess.chat.tokenizer import require_length
 from preprocess.config import Overlong, PreprocessConfig
 from preprocess.conversation import Document
 from preprocess.encode.image import encode_images, image_tokens

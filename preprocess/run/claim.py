@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
+from preprocess.run.directory import LOCK_FILE
 from preprocess.run.part import Part
-from preprocess.run.place import LOCK_FILE
 from vlmdata.errors import ResourceError
 from vlmdata.format.schema import PROGRESS_DIR
 from vlmdata.storage import Lock, LockedError, Store

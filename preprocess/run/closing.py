@@ -14,8 +14,7 @@ import pyarrow.parquet as pq
 
 from preprocess.chat.tokenizer import ChatTokenizer
 from preprocess.engines.base import system_message
-from preprocess.recipes.file_versions import FileVersions, shards_of_paths
-from preprocess.recipes.image_files import merge_files
+from preprocess.recipes.image_files import FileVersions, merge_files, shards_of_paths
 from preprocess.run.part import Part, job_array
 from preprocess.shards.job import FILES_SUFFIX, RUN_FILE, ShardRecord, progress_name
 from preprocess.shards.sums import most_frequent, summed

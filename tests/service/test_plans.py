@@ -19,7 +19,7 @@ from vlmdata.loader.state import Position
 from vlmdata.packing.config import Blend, PlanConfig
 from vlmdata.packing.plan.epoch import EpochPlan
 from vlmdata.service.protocol import BatchQuery
-from vlmdata.service.server.memory import BusyError
+from vlmdata.service.server.packs import BusyError
 from vlmdata.service.server.plans import PlanBook
 
 MIB = 1 << 20

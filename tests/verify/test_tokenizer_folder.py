@@ -14,7 +14,7 @@ from vlmdata.format.schema import TOKENIZER_DIR
 from vlmdata.storage.folder import Folder
 from vlmdata.storage.small_files import small_file_problems
 from vlmdata.verify.dataset import verify_dataset
-from vlmdata.verify.remedy import remedies
+from vlmdata.verify.fault import remedies
 
 FILES = ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json")
 

@@ -20,8 +20,8 @@ from vlmdata.wording import counted
 if TYPE_CHECKING:
     from vlmdata.inspect.dataset import DatasetCard
     from vlmdata.inspect.packs import EpochPacks
-    from vlmdata.loader.choice import LoaderChoice
     from vlmdata.loader.loader import StreamingLoader
+    from vlmdata.loader.run_record import LoaderChoice
 
 #: Number of samples that ``--find`` lists in the terminal; ``--json`` lists all.
 _LISTED = 50
@@ -108,8 +108,7 @@ class Inspection:
     def html(self, path: Path, count: int, keys: list[str] | None, packs: int, check: int | None) -> None:
         """Writes the one-file page."""
         from vlmdata.inspect.page.build import write_page
-        from vlmdata.inspect.page.file import page_document
-        from vlmdata.inspect.page.select import choose_samples
+        from vlmdata.inspect.page.file import choose_samples, page_document
         from vlmdata.inspect.sample import position_of
 
         dataset = self._dataset("--html")

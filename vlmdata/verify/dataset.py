@@ -39,10 +39,15 @@ from vlmdata.media.codecs import IMAGE, RAW, codec_feature
 from vlmdata.storage.join import shifted_keys
 from vlmdata.verify.fault import Fault
 from vlmdata.verify.file_names import foreign_files, listed, stray_files
-from vlmdata.verify.manifest import image_files_faults, manifest_faults, totals_faults, turns_faults
+from vlmdata.verify.manifest import (
+    image_files_faults,
+    manifest_faults,
+    tokenizer_info_faults,
+    totals_faults,
+    turns_faults,
+)
 from vlmdata.verify.sample import SampleRules
 from vlmdata.verify.shard import FolderShards, ShardAudit, audit_shard, hash_shard
-from vlmdata.verify.tokenizer_ids import tokenizer_info_faults
 from vlmdata.wording import counted
 from vlmdata.workers import Workers, WorkersDied
 

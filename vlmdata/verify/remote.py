@@ -26,8 +26,7 @@ from vlmdata.storage.cache import cache_folder
 from vlmdata.storage.download import download
 from vlmdata.storage.objects import ATOMIC
 from vlmdata.verify.dataset import Audit
-from vlmdata.verify.fault import Fault
-from vlmdata.verify.remedy import remedies
+from vlmdata.verify.fault import Fault, remedies
 
 
 @dataclass(frozen=True)

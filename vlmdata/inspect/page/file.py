@@ -1,4 +1,4 @@
-"""The one-file page, with the card, some samples with images, and the first packs."""
+"""The one-file page, with the card, chosen samples with images, and the first packs."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import base64
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from vlmdata.errors import DatasetFormatError
 from vlmdata.format.dataset import VlmDataset
 from vlmdata.inspect.dataset import DatasetCard
+from vlmdata.inspect.findings import Severity
 from vlmdata.inspect.page.build import HtmlPage, build_page
 from vlmdata.inspect.page.payload import dataset_payload, sample_payload, summary_payload
-from vlmdata.inspect.pixels import PAGE_SIDE, THUMBNAIL_SIDE
-from vlmdata.inspect.sample import SampleDescriber
+from vlmdata.inspect.sample import PAGE_SIDE, THUMBNAIL_SIDE, SampleDescriber
 from vlmdata.media.image_file import image_file
+
+_FINDINGS_FIRST = 3
 
 
 def page_document(
@@ -46,3 +50,22 @@ def _image_uri(describe: SampleDescriber, i: int, number: int, longest: int) -> 
     except (IndexError, DatasetFormatError):
         return None
     return f"data:image/webp;base64,{base64.b64encode(image_file(pixels, 'webp', longest)).decode()}"
+
+
+def choose_samples(card: DatasetCard, total: int, count: int, seed: int) -> dict[int, str]:
+    """Returns the positions of at most ``count`` samples of ``total``, with the reason for each."""
+    reasons: dict[int, list[str]] = {}
+    for group in card.findings:
+        shown = group.examples if group.severity is not Severity.NOTE else group.examples[:_FINDINGS_FIRST]
+        for example in shown:
+            reasons.setdefault(example.index, []).append(group.kind.replace("_", " "))
+    for extremes in card.extremes:
+        for sample in extremes.samples:
+            reasons.setdefault(sample.index, []).append(extremes.title)
+    chosen = {index: ", ".join(dict.fromkeys(why)) for index, why in list(reasons.items())[:count]}
+    # Draw twice as many as needed: at most half of them are already chosen.
+    for index in np.random.default_rng(seed).permutation(total)[: 2 * count].tolist():
+        if len(chosen) >= min(count, total):
+            break
+        chosen.setdefault(index, "random")
+    return chosen

@@ -19,8 +19,7 @@ import xxhash
 
 from vlmdata.errors import ConfigMismatchError, ResourceError, UsageError
 from vlmdata.loader.config import Service
-from vlmdata.loader.fill.filler import Filled
-from vlmdata.loader.fill.masking import DAMAGE
+from vlmdata.loader.fill.filler import DAMAGE, Filled
 from vlmdata.service.address import Server, ServiceAddress
 from vlmdata.service.protocol import (
     DESCRIBE,

@@ -16,8 +16,7 @@ import xxhash
 
 from vlmdata.loader.request.pack_request import PackRequest
 from vlmdata.service.protocol import Header, Trailer
-from vlmdata.service.server.memory import BusyError
-from vlmdata.service.server.packs import FilledPack
+from vlmdata.service.server.packs import BusyError, FilledPack
 from vlmdata.service.shared_memory import IN_ANSWER, SharedPack
 
 SCHEMA = pa.schema([("bytes", pa.uint8())])

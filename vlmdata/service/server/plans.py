@@ -23,7 +23,7 @@ from vlmdata.packing.plan.blend import passes_per_epoch
 from vlmdata.packing.plan.epoch import EpochPlan
 from vlmdata.packing.table import SampleTable
 from vlmdata.service.protocol import BatchQuery
-from vlmdata.service.server.memory import BusyError
+from vlmdata.service.server.packs import BusyError
 
 #: Plans kept, if they are small. Most runs use one or two at a time.
 _KEPT = 64
