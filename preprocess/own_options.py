@@ -24,19 +24,12 @@ class NoOptions:
 
 @dataclass(frozen=True)
 class OwnOption:
-    """A declared option, for help and messages.
+    """A declared option, for help and messages."""
 
-    Attributes:
-        name: The field's name.
-        type: Its type in words: ``text``, ``donut or json``.
-        default: Default value, as on the command line; None if required.
-        meaning: Description, from ``Annotated[type, meaning]``.
-    """
-
-    name: str
-    type: str
-    default: str | None
-    meaning: str
+    name: str  # the field's name
+    type: str  # its type in words: ``text``, ``donut or json``
+    default: str | None  # default value, as on the command line; None if required
+    meaning: str  # description, from ``Annotated[type, meaning]``
 
     def __str__(self) -> str:
         default = "required" if self.default is None else f"default {self.default!r}"

@@ -20,27 +20,16 @@ from vlmdata.media.codecs import IMAGE, ItemShape
 
 @dataclass(frozen=True, eq=False)
 class EncodedImage:
-    """An image as stored.
+    """An image as stored."""
 
-    Attributes:
-        patches: uint8 (P, bytes per patch).
-        grid: Patches along t, h, w.
-        size: (height, width) in pixels, as stored.
-        tokens: Number of placeholder tokens.
-        origin: Data of the file: width, height, mode, format, normalisation steps.
-        file: The file.
-        view: Number of the picture among those of its image.
-        whole: Whether it shows all of the image.
-    """
-
-    patches: npt.NDArray[np.uint8]
-    grid: tuple[int, int, int]
-    size: tuple[int, int]
-    tokens: int
-    origin: Mapping[str, Any]
-    file: bytes
-    view: int = 0
-    whole: bool = True
+    patches: npt.NDArray[np.uint8]  # uint8 (P, bytes per patch)
+    grid: tuple[int, int, int]  # patches along t, h, w
+    size: tuple[int, int]  # (height, width) in pixels, as stored
+    tokens: int  # number of placeholder tokens
+    origin: Mapping[str, Any]  # data of the file: width, height, mode, format, normalisation steps
+    file: bytes  # the file
+    view: int = 0  # number of the picture among those of its image
+    whole: bool = True  # whether it shows all of the image
 
 
 #: The pictures of an image, of which each is an item.
@@ -49,41 +38,25 @@ type Views = tuple[EncodedImage, ...]
 
 @dataclass(frozen=True, eq=False)
 class EncodedSample:
-    """A sample ready for the shard writer.
+    """A sample ready for the shard writer."""
 
-    Attributes:
-        length: True length.
-        input_ids: int32 (L,), L a multiple of ``pad_multiple``.
-        loss_mask: uint8 (L,).
-        position_ids: int32 (k, L), k the family's axes of positions.
-        images: Per image, its patches, grid and origin.
-        image_starts: First token of each image.
-        target_turns: Assistant turns that are targets; 0 for a document.
-        truncated: Whether the end was truncated, so that the last answer or the document has no end token.
-        loss_weights: float32 (L,), 0 if ``loss_mask`` is 0; None if all targets weigh 1.
-        turn_weights: Weight of each assistant turn; empty if all turns that ``train_turns`` includes weigh 1.
-        patch_bytes: Bytes per patch.
-        dropped_reasoning: Assistant turns whose reasoning the template left out. Of samples of one turn, that turn.
-        drops_last_reasoning: Whether the last turn is one of them.
-        unlike_inference: Whether a learned turn follows another text than at inference.
-        columns: Facts that the recipe attached.
-    """
-
-    length: int
-    input_ids: npt.NDArray[np.int32]
-    loss_mask: npt.NDArray[np.uint8]
-    position_ids: npt.NDArray[np.int32]
-    images: tuple[EncodedImage, ...]
-    image_starts: tuple[int, ...]
-    target_turns: int
-    truncated: bool
-    loss_weights: npt.NDArray[np.float32] | None
+    length: int  # true length
+    input_ids: npt.NDArray[np.int32]  # int32 (L,), L a multiple of ``pad_multiple``
+    loss_mask: npt.NDArray[np.uint8]  # uint8 (L,)
+    position_ids: npt.NDArray[np.int32]  # int32 (k, L), k the family's axes of positions
+    images: tuple[EncodedImage, ...]  # per image, its patches, grid and origin
+    image_starts: tuple[int, ...]  # first token of each image
+    target_turns: int  # assistant turns that are targets; 0 for a document
+    truncated: bool  # whether the end was truncated, so that the last answer or the document has no end token
+    loss_weights: npt.NDArray[np.float32] | None  # float32 (L,), 0 if ``loss_mask`` is 0; None if all targets weigh 1
+    #: Weight of each assistant turn; empty if all turns that ``train_turns`` includes weigh 1.
     turn_weights: tuple[float, ...]
-    patch_bytes: int
+    patch_bytes: int  # bytes per patch
+    #: Assistant turns whose reasoning the template left out. Of samples of one turn, that turn.
     dropped_reasoning: int = 0
-    drops_last_reasoning: bool = False
-    unlike_inference: bool = False
-    columns: Columns = field(default_factory=dict)
+    drops_last_reasoning: bool = False  # whether the last turn is one of them
+    unlike_inference: bool = False  # whether a learned turn follows another text than at inference
+    columns: Columns = field(default_factory=dict)  # facts that the recipe attached
 
     @property
     def image_grid_thw(self) -> npt.NDArray[np.int32]:
@@ -113,15 +86,10 @@ class EncodedSample:
 
 @dataclass(frozen=True, eq=False)
 class WeightedTokens:
-    """True tokens with their loss weights.
+    """True tokens with their loss weights."""
 
-    Attributes:
-        ids: int64 (L,).
-        weights: float32 (L,), 0 off target.
-    """
-
-    ids: npt.NDArray[np.int64]
-    weights: npt.NDArray[np.float32]
+    ids: npt.NDArray[np.int64]  # int64 (L,)
+    weights: npt.NDArray[np.float32]  # float32 (L,), 0 off target
 
     def __len__(self) -> int:
         return len(self.ids)

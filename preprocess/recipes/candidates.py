@@ -20,17 +20,11 @@ _WANTED = "a Conversation or Document"
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A candidate for a sample.
+    """A candidate for a sample."""
 
-    Attributes:
-        made: Result of the recipe, or its rejection of this list element.
-        sample: Number within the row's list; None without a list.
-        of: Length of the list.
-    """
-
-    made: Conversation | Document | RowRejected
-    sample: int | None = None
-    of: int = 1
+    made: Conversation | Document | RowRejected  # result of the recipe, or its rejection of this list element
+    sample: int | None = None  # number within the row's list; None without a list
+    of: int = 1  # length of the list
 
 
 def candidates_of(recipe: Recipe, row: Row) -> list[Candidate]:

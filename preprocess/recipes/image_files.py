@@ -43,17 +43,11 @@ _ENTRY = np.dtype([("path", np.uint64), ("content", np.uint64)])
 
 @dataclass(frozen=True)
 class RecordedFile:
-    """An image file used by a shard.
+    """An image file used by a shard."""
 
-    Attributes:
-        path: Path relative to the image root, or absolute.
-        bytes: Size in bytes; -1 if the file was missing.
-        xxh3_128: Hash of the content; empty if not read.
-    """
-
-    path: str
-    bytes: int
-    xxh3_128: str
+    path: str  # path relative to the image root, or absolute
+    bytes: int  # size in bytes; -1 if the file was missing
+    xxh3_128: str  # hash of the content; empty if not read
 
 
 def recorded_file(path: str, size: int | None, data: bytes | None) -> RecordedFile:

@@ -56,21 +56,13 @@ _COPIED_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class RecodeResult:
-    """Result of a recoding.
+    """Result of a recoding."""
 
-    Attributes:
-        old: Manifest of the old dataset.
-        was: Name of the old codec; of a join of several codecs, their names.
-        manifest: Manifest of the new dataset.
-        made: Number of shards made in this run.
-        kept: Number of shards that were already finished.
-    """
-
-    old: Manifest
-    was: str
-    manifest: Manifest
-    made: int
-    kept: int
+    old: Manifest  # manifest of the old dataset
+    was: str  # name of the old codec; of a join of several codecs, their names
+    manifest: Manifest  # manifest of the new dataset
+    made: int  # number of shards made in this run
+    kept: int  # number of shards that were already finished
 
 
 def recode_dataset(
@@ -305,19 +297,12 @@ def _copy(old: OldDataset, store: Store, name: str) -> None:
 
 @dataclass(frozen=True, eq=False)
 class OldDataset:
-    """A finished dataset.
+    """A finished dataset."""
 
-    Attributes:
-        name: The user's name for it.
-        manifest: Its manifest.
-        directory: A local folder with all files except the shards.
-        shards: Access to its shards.
-    """
-
-    name: str
-    manifest: Manifest
-    directory: Path
-    shards: DatasetShards
+    name: str  # the name that the user gave it
+    manifest: Manifest  # its manifest
+    directory: Path  # a local folder with all files except the shards
+    shards: DatasetShards  # access to its shards
 
     @classmethod
     def open(cls, location: str | PathLike[str]) -> OldDataset:

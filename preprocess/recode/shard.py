@@ -34,21 +34,13 @@ _COPIED_BYTES = 1 << 22
 
 @dataclass(frozen=True, eq=False)
 class RecodeWork:
-    """Data that a worker needs to recode any shard. Small and cheap to pickle.
+    """Data that a worker needs to recode any shard. Small and cheap to pickle."""
 
-    Attributes:
-        manifest: Manifest of the old dataset.
-        index: Its index, a local file.
-        shards: Access to its shards.
-        pixels: Name of the new codec; None keeps the shards as they are, for the index of the current format.
-        store: Destination of new shards and their records.
-    """
-
-    manifest: Manifest
-    index: Path
-    shards: DatasetShards
-    pixels: str | None
-    store: Store
+    manifest: Manifest  # manifest of the old dataset
+    index: Path  # its index, a local file
+    shards: DatasetShards  # access to its shards
+    pixels: str | None  # name of the new codec; None keeps the shards as they are, for the index of the current format
+    store: Store  # destination of new shards and their records
 
     @property
     def shares_images(self) -> bool:
@@ -158,19 +150,12 @@ def _encoded(pixels: str, item: Item, what: str) -> Buffer:
 
 @dataclass(frozen=True, eq=False)
 class _StoredSample:
-    """A sample as it is stored.
+    """A sample as it is stored."""
 
-    Attributes:
-        metadata: Its JSON.
-        tokens: All arrays except the patches, by member name.
-        start: Offset of its first byte in the shard.
-        content: All its bytes.
-    """
-
-    metadata: dict[str, Any]
-    tokens: dict[str, npt.NDArray[Any]]
-    start: int
-    content: memoryview
+    metadata: dict[str, Any]  # its JSON
+    tokens: dict[str, npt.NDArray[Any]]  # all arrays except the patches, by member name
+    start: int  # offset of its first byte in the shard
+    content: memoryview  # all its bytes
 
 
 class _SampleReader:

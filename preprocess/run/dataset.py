@@ -29,16 +29,13 @@ from vlmdata.storage import Lock, Store, open_store
 
 @dataclass(frozen=True)
 class Watcher:
-    """Callbacks that follow a run.
+    """Callbacks that follow a run."""
 
-    Attributes:
-        started: Called once with the numbers of rows, shards and finished shards, and the live counters.
-        shard_done: Called with the record of each shard made in this run.
-        files_changed: Called with the shards that are recreated because image files have changed, and these files.
-    """
-
+    #: Called once with the numbers of rows, shards and finished shards, and the live counters.
     started: Callable[[int, int, int, Counters], None] = lambda rows, shards, done, counters: None
+    #: Called with the record of each shard made in this run.
     shard_done: Callable[[ShardRecord], None] = lambda record: None
+    #: Called with the shards that are recreated because image files have changed, and these files.
     files_changed: Callable[[Mapping[int, Sequence[str]]], None] = lambda changed: None
 
 

@@ -14,15 +14,10 @@ _PART = re.compile(r"([0-9]+)/([0-9]+)")
 
 @dataclass(frozen=True, order=True)
 class Part:
-    """Every ``parts``-th shard, beginning with shard ``number - 1``. Part 3 of 16 has shards 2, 18, 34 and so on.
+    """Every ``parts``-th shard, beginning with shard ``number - 1``. Part 3 of 16 has shards 2, 18, 34 and so on."""
 
-    Attributes:
-        number: The part, from 1.
-        parts: Number of parts.
-    """
-
-    number: int
-    parts: int
+    number: int  # the part, from 1
+    parts: int  # number of parts
 
     @classmethod
     def parse(cls, text: str) -> Part:

@@ -17,19 +17,12 @@ from vlmdata.wording import encodable
 
 @dataclass(frozen=True)
 class Rejection:
-    """A rejected row, or a rejected sample of a row's list.
+    """A rejected row, or a rejected sample of a row's list."""
 
-    Attributes:
-        row: Source row.
-        reason: Reason for the rejection.
-        message: Description of the problem, with field and value. Halves of characters in it become text.
-        sample: Number within the row's list; None if the whole row was rejected.
-    """
-
-    row: int
-    reason: Reason
-    message: str
-    sample: int | None = None
+    row: int  # source row
+    reason: Reason  # reason for the rejection
+    message: str  # description of the problem, with field and value. Halves of characters in it become text.
+    sample: int | None = None  # number within the row's list; None if the whole row was rejected
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "message", encodable(self.message))

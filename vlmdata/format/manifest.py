@@ -36,30 +36,18 @@ CODEC_FINGERPRINTS = frozenset({"codec", "codec_source"})
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """One shard: rows ``[row_start, row_stop)`` of the source, or of its selected rows (see ``format.selection``).
+    """One shard: rows ``[row_start, row_stop)`` of the source, or of its selected rows (see ``format.selection``)."""
 
-    Attributes:
-        name: File name.
-        row_start: First source row.
-        row_stop: One past the last source row.
-        samples: Accepted candidates. A row is one candidate; a row with a list has one per element,
-            or one if the list is empty.
-        rejected: Rejected candidates; ``samples + rejected == candidates``.
-        bytes: File size.
-        sha256: sha256 of the file.
-        extra_candidates: Candidates beyond one per row; 0 unless rows have lists.
-        row_offset: What the index adds to the row numbers in the shard's keys and metadata; 0 unless datasets were
-            joined.
-    """
-
-    name: str
-    row_start: int
-    row_stop: int
+    name: str  # file name
+    row_start: int  # first source row
+    row_stop: int  # one past the last source row
+    #: Accepted candidates. A row is one candidate; a row with a list has one per element, or one if the list is empty.
     samples: int
-    rejected: int
-    bytes: int
-    sha256: str
-    extra_candidates: int = 0
+    rejected: int  # rejected candidates; ``samples + rejected == candidates``
+    bytes: int  # file size
+    sha256: str  # sha256 of the file
+    extra_candidates: int = 0  # candidates beyond one per row; 0 unless rows have lists
+    #: What the index adds to the row numbers in the shard's keys and metadata; 0 unless datasets were joined.
     row_offset: int = 0
 
     @property

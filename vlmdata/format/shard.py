@@ -33,15 +33,10 @@ _SMALL = 64 * 1024
 
 @dataclass(frozen=True)
 class ArrayPlace:
-    """Place of the array of a member.
+    """Place of the array of a member."""
 
-    Attributes:
-        offset: Offset of its data in the shard, in bytes.
-        checksum: xxh3-64 of its data.
-    """
-
-    offset: int
-    checksum: int
+    offset: int  # offset of its data in the shard, in bytes
+    checksum: int  # xxh3-64 of its data
 
 
 #: Column values of a member for a sample without it.
@@ -50,40 +45,24 @@ ABSENT = ArrayPlace(offset=-1, checksum=0)
 
 @dataclass(frozen=True)
 class ItemPlace:
-    """Place and storage form of an item.
+    """Place and storage form of an item."""
 
-    Attributes:
-        shape: Kind, grid and copies.
-        offset: Offset of its stored bytes in the shard.
-        bytes: Number of stored bytes.
-        checksum: xxh3-64 of the stored bytes.
-        pixel_checksum: xxh3-64 of its decoded patches.
-        codec: Name of the codec that decodes it.
-    """
-
-    shape: ItemShape
-    offset: int
-    bytes: int
-    checksum: int
-    pixel_checksum: int
-    codec: str = RAW
+    shape: ItemShape  # kind, grid and copies
+    offset: int  # offset of its stored bytes in the shard
+    bytes: int  # number of stored bytes
+    checksum: int  # xxh3-64 of the stored bytes
+    pixel_checksum: int  # xxh3-64 of its decoded patches
+    codec: str = RAW  # name of the codec that decodes it
 
 
 @dataclass(frozen=True, eq=False)
 class EncodedItem:
-    """An item encoded by a codec.
+    """An item encoded by a codec."""
 
-    Attributes:
-        payload: The bytes to store.
-        shape: Kind, grid and copies.
-        codec: Name of the codec.
-        pixel_checksum: xxh3-64 of its patches.
-    """
-
-    payload: Buffer
-    shape: ItemShape
-    codec: str
-    pixel_checksum: int
+    payload: Buffer  # the bytes to store
+    shape: ItemShape  # kind, grid and copies
+    codec: str  # name of the codec
+    pixel_checksum: int  # xxh3-64 of its patches
 
 
 @dataclass(frozen=True)

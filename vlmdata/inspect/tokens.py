@@ -106,21 +106,13 @@ class TokenTexts:
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of a conversation, in tokens.
+    """One turn of a conversation, in tokens."""
 
-    Attributes:
-        role: Role in the header, "assistant" for the assistant's; "" before the first turn.
-        start: Index of the token that begins it.
-        body: First token after the header.
-        stop: One past its last token.
-        targets: Number of targets.
-    """
-
-    role: str
-    start: int
-    body: int
-    stop: int
-    targets: int
+    role: str  # role in the header, "assistant" for the assistant's; "" before the first turn
+    start: int  # index of the token that begins it
+    body: int  # first token after the header
+    stop: int  # one past its last token
+    targets: int  # number of targets
 
 
 def find_turns(

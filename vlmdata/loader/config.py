@@ -328,21 +328,13 @@ _GROUPS: Mapping[str, type[Any]] = {
 
 @dataclass(frozen=True)
 class Option:
-    """One option of the loader.
+    """One option of the loader."""
 
-    Attributes:
-        name: Its name in Python.
-        group: Its attribute of :class:`LoaderConfig`.
-        default: Its default; ``inspect.Parameter.empty`` if required.
-        annotation: Its type, as written.
-        help: Its meaning, in one or two sentences.
-    """
-
-    name: str
-    group: str
-    default: Any
-    annotation: str
-    help: str
+    name: str  # its name in Python
+    group: str  # its attribute of :class:`LoaderConfig`
+    default: Any  # its default; ``inspect.Parameter.empty`` if required
+    annotation: str  # its type, as written
+    help: str  # its meaning, in one or two sentences
 
     @property
     def summary(self) -> str:

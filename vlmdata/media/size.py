@@ -18,19 +18,12 @@ _LEAST_TOKENS, _MOST_TOKENS = 4, 16_384
 
 @dataclass(frozen=True)
 class SizeRequest:
-    """The size that the data requests for an image. None leaves it to the run.
+    """The size that the data requests for an image. None leaves it to the run."""
 
-    Attributes:
-        min_pixels: At least about this many pixels.
-        max_pixels: At most this many pixels.
-        resized_height: Height in pixels; used with ``resized_width``; these two override the bounds.
-        resized_width: Width in pixels.
-    """
-
-    min_pixels: int | None = None
-    max_pixels: int | None = None
-    resized_height: int | None = None
-    resized_width: int | None = None
+    min_pixels: int | None = None  # at least about this many pixels
+    max_pixels: int | None = None  # at most this many pixels
+    resized_height: int | None = None  # height in pixels; used with ``resized_width``; these two override the bounds
+    resized_width: int | None = None  # width in pixels
 
 
 def most_pixels(family: Family) -> int:

@@ -15,21 +15,13 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault.
+    """One fault."""
 
-    Attributes:
-        file: File name within the dataset.
-        check: Short name of the check that failed.
-        message: What was found and what was expected.
-        row: Source row, if the fault belongs to a sample.
-        key: Sample key, if the fault belongs to a sample.
-    """
-
-    file: str
-    check: str
-    message: str
-    row: int | None = None
-    key: str | None = None
+    file: str  # file name within the dataset
+    check: str  # short name of the check that failed
+    message: str  # what was found and what was expected
+    row: int | None = None  # source row, if the fault belongs to a sample
+    key: str | None = None  # sample key, if the fault belongs to a sample
 
     def __str__(self) -> str:
         where = self.file if self.key is None else f"{self.file} row {self.row} key {self.key}"

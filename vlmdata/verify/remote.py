@@ -31,15 +31,10 @@ from vlmdata.verify.fault import Fault, remedies
 
 @dataclass(frozen=True)
 class FetchedShards:
-    """Opens the current shards of a URL. It ignores the loader's cache, which would prove nothing.
+    """Opens the current shards of a URL. It ignores the loader's cache, which would prove nothing."""
 
-    Attributes:
-        url: The dataset's URL.
-        folder: Folder for a shard during its audit.
-    """
-
-    url: str
-    folder: Path
+    url: str  # the dataset's URL
+    folder: Path  # folder for a shard during its audit
 
     def names(self) -> list[str]:
         """Lists the files at the URL and in its tokenizer folder, sorted. Empty for a web address: it has no lists.

@@ -29,23 +29,15 @@ Finding = tuple[str, str]
 
 @dataclass(frozen=True)
 class SampleRules:
-    """Rules for every sample of a dataset.
+    """Rules for every sample of a dataset."""
 
-    Attributes:
-        tokenizer: Special ids.
-        pad_multiple: Of which stored lengths are multiples.
-        all_turns: Whether every assistant turn of a sample is a target, or the last alone.
-        family: The family the samples are made for.
-        libraries: Version by name of the libraries that made the pixels, for messages.
-        documents: Whether samples without target turns are documents. Elsewhere they are faults.
-    """
-
-    tokenizer: TokenizerInfo
-    pad_multiple: int
-    all_turns: bool
-    family: Family
+    tokenizer: TokenizerInfo  # special ids
+    pad_multiple: int  # of which stored lengths are multiples
+    all_turns: bool  # whether every assistant turn of a sample is a target, or the last alone
+    family: Family  # the family the samples are made for
+    #: Version by name of the libraries that made the pixels, for messages.
     libraries: Mapping[str, str] = field(default_factory=dict)
-    documents: bool = False
+    documents: bool = False  # whether samples without target turns are documents. Elsewhere they are faults.
 
     @classmethod
     def of(cls, manifest: Manifest) -> SampleRules:

@@ -40,16 +40,11 @@ from vlmdata.wording import counted
 
 @dataclass(frozen=True)
 class ShardAudit:
-    """Result of a shard's audit.
+    """Result of a shard's audit."""
 
-    Attributes:
-        samples: Number of audited samples.
-        faults: All faults.
-        turns: Counts of the manifest's ``turns`` that samples have; empty if no sample was looked at.
-    """
-
-    samples: int
-    faults: list[Fault] = field(default_factory=list)
+    samples: int  # number of audited samples
+    faults: list[Fault] = field(default_factory=list)  # all faults
+    #: Counts of the manifest's ``turns`` that samples have; empty if no sample was looked at.
     turns: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -77,13 +72,9 @@ def hash_shard(open_shard: OpenShard, info: ShardInfo) -> ShardAudit:
 
 @dataclass(frozen=True)
 class FolderShards:
-    """Opens shards of a folder.
+    """Opens shards of a folder."""
 
-    Attributes:
-        directory: The folder.
-    """
-
-    directory: Path
+    directory: Path  # the folder
 
     def __call__(self, info: ShardInfo) -> int:
         """Opens a shard; the caller closes the file descriptor."""

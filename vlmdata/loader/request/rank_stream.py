@@ -40,21 +40,13 @@ class EpochPlans:
 
 @dataclass(frozen=True, eq=False)
 class PackImages:
-    """Boundaries and images of a pack, and who encodes the images.
+    """Boundaries and images of a pack, and who encodes the images."""
 
-    Attributes:
-        cu_seqlens: int64 (segments + 1,), running sum of true lengths.
-        cu_seqlens_padded: int64 (segments + 1,), start of each segment.
-        image_grid_thw: int64 (N, 3), patches per image along t, h, w.
-        image_starts: int64 (N,), first token of each image in the pack.
-        owners: int64 (N,), data-parallel rank of the vision tower that encodes each image.
-    """
-
-    cu_seqlens: IntArray
-    cu_seqlens_padded: IntArray
-    image_grid_thw: IntArray
-    image_starts: IntArray
-    owners: IntArray
+    cu_seqlens: IntArray  # int64 (segments + 1,), running sum of true lengths
+    cu_seqlens_padded: IntArray  # int64 (segments + 1,), start of each segment
+    image_grid_thw: IntArray  # int64 (N, 3), patches per image along t, h, w
+    image_starts: IntArray  # int64 (N,), first token of each image in the pack
+    owners: IntArray  # int64 (N,), data-parallel rank of the vision tower that encodes each image
 
 
 @dataclass(frozen=True, eq=False)
