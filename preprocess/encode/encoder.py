@@ -8,8 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.chat.agreement import require_conversation, require_reserved, template_error
-from preprocess.chat.context import dropped_reasoning, is_unlike_inference, up_to_answers
+from preprocess.chat.agreement import (
+    dropped_reasoning,
+    is_unlike_inference,
+    require_conversation,
+    require_reserved,
+    template_error,
+    up_to_answers,
+)
 from preprocess.chat.render import Rendered, Renderer
 from preprocess.chat.targets import TargetSpans, Tokens, Turn, find_turns, target_spans, token_over, tokenize
 from preprocess.chat.tokenizer import ChatTokenizer, require_length

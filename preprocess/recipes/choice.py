@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from preprocess.config import PreprocessConfig
-from preprocess.recipes.base import REGISTRY, Recipe, load_recipe
-from preprocess.recipes.candidates import candidates_of
+from preprocess.recipes.base import REGISTRY, Recipe, candidates_of, load_recipe
 from preprocess.recipes.context import RecipeContext
 from preprocess.recipes.media import MediaLoader
 from preprocess.reject import RowRejected, excerpt

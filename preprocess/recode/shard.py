@@ -14,8 +14,8 @@ import numpy.typing as npt
 import pyarrow.parquet as pq
 
 from preprocess.config import TrainTurns
-from preprocess.shards.items import encode_item
 from preprocess.shards.job import ShardRecord, progress_name, totals_of
+from preprocess.shards.samples import encode_item
 from vlmdata.errors import DatasetFormatError, UsageError
 from vlmdata.format.index import DatasetIndex
 from vlmdata.format.index_row import IndexRow, index_table, used_features

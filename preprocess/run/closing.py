@@ -31,8 +31,8 @@ from vlmdata.format.schema import (
     TOKENIZER_DIR,
 )
 from vlmdata.format.tokenizer_files import hash_tokenizer_files
+from vlmdata.format.writing import Hashing
 from vlmdata.storage import Lock, Store
-from vlmdata.storage.hashing import Hashing
 from vlmdata.version import __version__
 from vlmdata.wording import counted
 

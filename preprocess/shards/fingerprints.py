@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from preprocess.config import PreprocessConfig
 from preprocess.own_options import make_options
 from preprocess.recipes.base import REGISTRY as RECIPES
-from preprocess.shards.source_code import recipe_fingerprint, source_fingerprint
 from vlmdata.families import REGISTRY as FAMILIES
 from vlmdata.format.manifest import differences
 from vlmdata.format.schema import SCHEMA_VERSION
@@ -19,6 +23,7 @@ from vlmdata.format.tokenizer_info import TokenizerInfo, tokenizer_to_json
 from vlmdata.media.codecs import RAW
 from vlmdata.media.codecs import REGISTRY as CODECS
 from vlmdata.media.versions import decoder_versions
+from vlmdata.registry import module_named, shown_name
 from vlmdata.version import __version__
 
 #: Libraries that can change pixels (decoders, resize) or tokens (tokenizer, template engine).
@@ -48,6 +53,8 @@ _ADDED = (
     "To add rows to a dataset, make a second one of the new rows alone: a loader reads a list of datasets, and "
     "`vlmdata join` makes one of several."
 )
+#: Packages whose modules hold rules that a family's or codec's module takes from elsewhere.
+_PACKAGES = ("vlmdata.families", "vlmdata.media.codecs")
 
 
 def fingerprints(config: PreprocessConfig, tokenizer: TokenizerInfo) -> dict[str, Any]:
@@ -189,3 +196,57 @@ def _other_marks(before: Any, now: Mapping[str, Any]) -> bool:
     same = all(one.get(name) == other.get(name) for one, other in zip(files, others, strict=True) for name in told)
     kinds = [{name for file in side for name in file if name not in told} for side in (files, others)]
     return same and kinds[0] != kinds[1]
+
+
+def source_fingerprint(target: str, made: object) -> str:
+    """Returns the sha256 of the source code of a family or codec.
+
+    The source code is the module, the modules of the classes that ``made`` is derived from, and what these modules
+    import by name from their own package, from :mod:`vlmdata.families` or from :mod:`vlmdata.media.codecs`.
+
+    Args:
+        target: Its ``module:attribute`` or ``file.py:attribute``.
+        made: The family or codec in it.
+    """
+    start = module_named(target.partition(":")[0])
+    found: dict[str, ModuleType] = {}
+    waiting = [start, *(module for module in _modules_of(type(made).__mro__) if not _is_pythons(module))]
+    own = {*_PACKAGES, *(module.__package__ for module in waiting if module.__package__)}
+    while waiting:
+        module = waiting.pop()
+        if module.__name__ not in found:
+            found[module.__name__] = module
+            waiting += [each for each in _modules_of(vars(module).values()) if _holds_rules(each, own)]
+    digest = hashlib.sha256()
+    for module in sorted(found.values(), key=lambda each: shown_name(each.__name__)):
+        source = inspect.getsource(module).encode()
+        digest.update(f"{shown_name(module.__name__)} {len(source)}\n".encode() + source)
+    return digest.hexdigest()
+
+
+def recipe_fingerprint(name: str) -> str:
+    """Returns the sha256 of a recipe's source code: of the file that defines it, or of all files of its package."""
+    digest = hashlib.sha256(inspect.getsource(inspect.getmodule(RECIPES.find(name)) or object).encode())
+    package = module_named(RECIPES.target(name).partition(":")[0])
+    for folder in map(Path, getattr(package, "__path__", ())):
+        for file in sorted(folder.rglob("*.py")):
+            source = file.read_bytes()
+            digest.update(f"{file.relative_to(folder).as_posix()} {len(source)}\n".encode() + source)
+    return digest.hexdigest()
+
+
+def _modules_of(values: Any) -> Iterator[ModuleType]:
+    """Yields the modules among some values, and those that define classes and functions among them."""
+    for value in tuple(values):
+        module = value if isinstance(value, ModuleType) else inspect.getmodule(value) if callable(value) else None
+        if module is not None:
+            yield module
+
+
+def _is_pythons(module: ModuleType) -> bool:
+    return module.__name__.partition(".")[0] in sys.stdlib_module_names
+
+
+def _holds_rules(module: ModuleType, packages: set[str]) -> bool:
+    """True for modules of some packages, except the packages themselves, whose registries list other modules."""
+    return module.__package__ in packages and not hasattr(module, "__path__")

@@ -21,16 +21,14 @@ from preprocess.chat.tokenizer import load_tokenizer
 from preprocess.config import Overlong, PreprocessConfig, TrainTurns
 from preprocess.conversation import Conversation, Document
 from preprocess.encode import EncodedSample, Encoder
-from preprocess.recipes.base import Recipe
-from preprocess.recipes.candidates import Candidate, candidates_of, unexpected
+from preprocess.recipes.base import Candidate, Recipe, candidates_of, unexpected
 from preprocess.recipes.choice import media_for, other_form, recipe_for
 from preprocess.recipes.image_files import RecordedFile, write_files
 from preprocess.recipes.media import MediaLoader
 from preprocess.reject import RowRejected
 from preprocess.row import Row
-from preprocess.shards.items import Items, encoded_items
 from preprocess.shards.read_ahead import rows_of
-from preprocess.shards.samples import Place, count_turns, write_sample
+from preprocess.shards.samples import Items, Place, count_turns, encoded_items, write_sample
 from preprocess.shards.sums import shortened, summed
 from preprocess.sources.rows import Source
 from vlmdata.errors import SourceError

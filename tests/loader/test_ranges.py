@@ -27,9 +27,8 @@ from vlmdata.format.dataset import VlmDataset
 from vlmdata.loader.config import LoaderConfig, Reading
 from vlmdata.media.codecs import RAW, REGISTRY
 from vlmdata.storage import download as remote
-from vlmdata.storage import ranges
+from vlmdata.storage.download import Extents, RemoteRanges
 from vlmdata.storage.open import fetched_as_chosen, open_for_loading
-from vlmdata.storage.ranges import Extents, RemoteRanges
 
 CODECS = [name for name in REGISTRY if name != RAW]
 
@@ -39,7 +38,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLMDATA_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(remote, "_PAUSES", (0.0, 0.0, 0.0))
     # The shards of these tests are smaller than what is read to save a request.
-    monkeypatch.setattr(ranges, "_READ_THROUGH", 4096)
+    monkeypatch.setattr(remote, "_READ_THROUGH", 4096)
 
 
 @pytest.fixture

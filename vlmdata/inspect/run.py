@@ -107,8 +107,7 @@ class Inspection:
 
     def html(self, path: Path, count: int, keys: list[str] | None, packs: int, check: int | None) -> None:
         """Writes the one-file page."""
-        from vlmdata.inspect.page.build import write_page
-        from vlmdata.inspect.page.file import choose_samples, page_document
+        from vlmdata.inspect.page.build import choose_samples, page_document, write_page
         from vlmdata.inspect.sample import position_of
 
         dataset = self._dataset("--html")

@@ -27,7 +27,7 @@ from vlmdata.loader.feed.torch_dataset import LoaderDataset
 from vlmdata.loader.fill.filler import FillerHere, FillerInWorkers
 from vlmdata.loader.ranks import DataParallel, data_parallel, given_data_parallel
 from vlmdata.loader.request.index_rows import named_samples, sample_table
-from vlmdata.loader.request.rank_stream import EpochPlans, PackImages, RankStream
+from vlmdata.loader.request.pack_request import EpochPlans, PackImages, RankStream
 from vlmdata.loader.state import DamagedSample, Position, SampleId, damaged_in, require_few, restore, saved_state
 from vlmdata.media.codecs import require_codecs
 from vlmdata.packing.plan.epoch import EpochPlan

@@ -12,9 +12,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from vlmdata.format.atomic import atomic_path, sync, temporary_path, temporary_target, write_atomically
-from vlmdata.format.writing import FileWriting
+from vlmdata.format.writing import FileWriting, sha256_of
 from vlmdata.storage.base import Lock, LockedError
-from vlmdata.storage.hashing import sha256_of
 
 
 @dataclass(frozen=True)

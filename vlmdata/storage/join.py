@@ -38,9 +38,9 @@ from vlmdata.format.schema import (
 )
 from vlmdata.format.selection import SELECTION, Selection, rows_digest
 from vlmdata.format.shard import ABSENT
+from vlmdata.format.writing import Hashing
 from vlmdata.locations import is_url
 from vlmdata.storage import LockedError, Store
-from vlmdata.storage.hashing import Hashing
 from vlmdata.storage.join_checks import real_place, require_alike, require_distinct, require_whole
 from vlmdata.storage.transfer import How, transfer
 from vlmdata.version import __version__

@@ -17,13 +17,12 @@ from vlmdata.format.dataset import VlmDataset
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import IMAGE_FILES, IMAGE_FILES_NAME, INDEX_NAME, LEDGER_NAME, MANIFEST_NAME, TOKENIZER_DIR
 from vlmdata.format.tokenizer_files import tokenizer_file_names
+from vlmdata.format.writing import sha256_of
 from vlmdata.locations import is_url, place_of
 from vlmdata.storage.cache import RemoteShards, cache_folder
 from vlmdata.storage.choices import DEFAULT_CACHE_BYTES, Fetch
-from vlmdata.storage.download import download
-from vlmdata.storage.hashing import sha256_of
+from vlmdata.storage.download import RemoteRanges, download
 from vlmdata.storage.objects import ATOMIC
-from vlmdata.storage.ranges import RemoteRanges
 from vlmdata.storage.shards import DatasetShards, LocalShards, ShardSource
 
 

@@ -18,8 +18,8 @@ from rich.console import Console
 from preprocess.cli.report import report_of
 from preprocess.config import ImageConfig, PreprocessConfig
 from preprocess.run.dataset import RunResult, Watcher, preprocess_dataset
+from preprocess.shards.fingerprints import recipe_fingerprint
 from preprocess.shards.job import ShardRecord
-from preprocess.shards.source_code import recipe_fingerprint
 from preprocess.shards.sums import most_frequent, shortened, summed
 from preprocess.sources.open import open_source
 from tests.conftest import tree_bytes

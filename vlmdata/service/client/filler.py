@@ -13,8 +13,7 @@ from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceErro
 from vlmdata.loader.config import Reading
 from vlmdata.loader.fill.buffers import BufferPool, LeasedBuffer
 from vlmdata.loader.fill.filler import DAMAGE, Filled, FilledBuffer
-from vlmdata.loader.request.pack_request import PackRequest
-from vlmdata.loader.request.rank_stream import RankStream
+from vlmdata.loader.request.pack_request import PackRequest, RankStream
 from vlmdata.service.address import Server
 from vlmdata.service.client.connection import (
     OF_ONE_SERVER,
