@@ -29,7 +29,7 @@ from preprocess.config import ImageConfig
 from vlmdata.families.qwen3_5 import FAMILY
 from vlmdata.media.codecs import IMAGE, Item, ItemShape, codec
 from vlmdata.media.decode import decode_image
-from vlmdata.media.size import resize_image
+from vlmdata.media.resize import resize_image
 
 Array = npt.NDArray[np.uint8]
 ROUNDS = 5

@@ -56,7 +56,7 @@ from preprocess.sources.rows import Source
 from vlmdata import StreamingLoader, open_dataset
 from vlmdata.families.qwen3_5 import FAMILY
 from vlmdata.media.codecs import REGISTRY
-from vlmdata.media.size import resize_image
+from vlmdata.media.resize import resize_image
 from vlmdata.storage.folder import Folder
 
 RESULTS = Path(__file__).resolve().parent / "results"

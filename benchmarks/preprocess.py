@@ -43,7 +43,7 @@ from preprocess.config import PreprocessConfig
 from preprocess.conversation import Conversation, TextPart
 from vlmdata.families.qwen3_5 import FAMILY
 from vlmdata.format.schema import PROGRESS_DIR
-from vlmdata.media.size import resize_image
+from vlmdata.media.resize import resize_image
 from vlmdata.storage.folder import Folder
 from preprocess.recipes.base import load_recipe
 from preprocess.shards.job import ShardContext, ShardJob, run_shard

@@ -23,7 +23,7 @@ from vlmdata.workers import MAX_DEATHS, WorkersDied, in_workers, start_worker_se
 PRELOADED = [
     "preprocess.engines.local",
     "vlmdata.media.decode",
-    "vlmdata.media.size",
+    "vlmdata.media.resize",
     "torch",
     "transformers.models.auto.tokenization_auto",
     "datasets",

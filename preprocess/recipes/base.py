@@ -1,4 +1,4 @@
-"""The recipe protocol, and loading recipes by name."""
+"""The recipe protocol, loading recipes by name, and the candidates that a recipe gives for a row."""
 
 from __future__ import annotations
 

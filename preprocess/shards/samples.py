@@ -1,4 +1,4 @@
-"""Writes encoded samples to a shard."""
+"""Writes encoded samples to a shard, with their images in the codec of the run."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from tests.families.reference import FAMILIES, image_processor, rope_index
 from vlmdata.families import REGISTRY, Family, family
 from vlmdata.families.base import AspectRatioError
 from vlmdata.families.positions import locate_images
-from vlmdata.media.size import resize_image
+from vlmdata.media.resize import resize_image
 
 IMAGE, MIN, MAX = 9, 64 * 64, 320 * 320
 

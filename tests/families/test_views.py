@@ -27,7 +27,7 @@ from vlmdata.format.ledger import read_ledger
 from vlmdata.format.schema import LEDGER_NAME
 from vlmdata.inspect.sample import SpanKind, describe_sample
 from vlmdata.media.decode import decode_image
-from vlmdata.media.size import resize_image, resize_to_patches
+from vlmdata.media.resize import resize_image, resize_to_patches
 from vlmdata.reasons import Reason
 from vlmdata.verify.dataset import verify_dataset
 from vlmdata.verify.sample import SampleRules, audit_sample

@@ -235,7 +235,7 @@ def test_joined_ranges_hold_the_bytes_and_little_else(found: list[tuple[int, int
         assert any((d, s) == (dataset, shard) and a <= start and start + size <= b for d, s, a, b in pieces)
     for one, other in itertools.pairwise(pieces):
         if one[:2] == other[:2]:
-            assert other[2] - one[3] > ranges._READ_THROUGH, "near ranges are one"
+            assert other[2] - one[3] > remote._READ_THROUGH, "near ranges are one"
     for dataset, shard, start, stop in pieces:
         own = sorted((a, a + n) for d, s, a, n in found if (d, s) == (dataset, shard) and start <= a < stop)
         assert (start, stop) == (own[0][0], max(b for _, b in own))

@@ -18,7 +18,7 @@ from tests.conftest import encoded_image
 from vlmdata.families import REGISTRY, family
 from vlmdata.media.decode import DecodedImage, _pillow_limit, decode_image
 from vlmdata.media.error import MediaError
-from vlmdata.media.size import resize_image, resize_to_patches
+from vlmdata.media.resize import resize_image, resize_to_patches
 from vlmdata.reasons import Reason
 
 LIMIT = 1_000_000

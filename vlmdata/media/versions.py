@@ -1,4 +1,4 @@
-"""Versions of the libraries that can change the pixels of a decoded or resized file."""
+"""Versions of the libraries that can change decoded or resized pixels, and the check of pixels."""
 
 from __future__ import annotations
 

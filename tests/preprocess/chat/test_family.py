@@ -24,7 +24,7 @@ from vlmdata import StreamingLoader, open_dataset
 from vlmdata.errors import ConfigMismatchError
 from vlmdata.families import REGISTRY, family
 from vlmdata.inspect.sample import rebuild_image
-from vlmdata.media.size import resize_image
+from vlmdata.media.resize import resize_image
 from vlmdata.verify.dataset import verify_dataset
 
 BOUNDS = ImageConfig(4096, 16_384)

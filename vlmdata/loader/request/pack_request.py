@@ -1,5 +1,6 @@
-"""Requests for batches, each small enough to send to a worker: what to read of a pack, and where it goes. And a rank's
-stream of them, from the plans of the epochs.
+"""Requests for batches, small enough to send to workers: what to read of a pack, and where it goes.
+
+A rank has a stream of them, from the plans of the epochs.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class SourceFile:
             MediaError: If it cannot be decoded, or has more than :data:`MOST_FILE_PIXELS`.
         """
         from vlmdata.media.decode import decode_image  # slow to import: Pillow, and torch with the next
-        from vlmdata.media.size import resize_to_patches
+        from vlmdata.media.resize import resize_to_patches
 
         _, h, w = shape.grid
         decoded = decode_image(bytes(stored), MOST_FILE_PIXELS)
