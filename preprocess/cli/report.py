@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow.parquet as pq
 from rich.console import Console
 from rich.markup import escape
@@ -30,14 +29,14 @@ from vlmdata.format.turns import (
     ROWS_UNLIKE_INFERENCE,
     ROWS_WITH_DROPPED_REASONING,
 )
+from vlmdata.inspect.histogram import Histogram, histogram
+from vlmdata.inspect.terminal.draw import histogram_table
 from vlmdata.inspect.text import one_line
 from vlmdata.media.codecs import RAW
 from vlmdata.reasons import Reason
 from vlmdata.storage import Store
 from vlmdata.wording import counted, duration
 
-_PERCENTILES = (0, 25, 50, 75, 95, 99, 100)
-_BINS, _BAR_WIDTH = 10, 32
 #: Number of rejection reasons shown with an example, and length of an example's message.
 _EXAMPLES, _MESSAGE_LENGTH = 3, 240
 #: Number of keys in a line; --json lists all.
@@ -50,22 +49,12 @@ _LEARNED = {
 
 
 @dataclass(frozen=True)
-class LengthDistribution:
-    """True lengths of the samples, in tokens."""
-
-    mean: float
-    percentiles: dict[int, int]  # by percent
-    edges: list[int]  # of the bins of the histogram, one more than counts
-    counts: list[int]
-
-
-@dataclass(frozen=True)
 class Report:
     """Summary of a run."""
 
     store: Store
     result: RunResult
-    lengths: LengthDistribution | None  # None without samples
+    lengths: Histogram | None  # of the samples, in tokens; None without samples
     seconds: float
     max_reject_rate: float  # the largest without failure
     examples: tuple[Rejection, ...]  # the first of each of the most common reasons, the most common first
@@ -130,7 +119,7 @@ class Report:
             "train_turns": self._options["train_turns"],
             "turns": dict(self.manifest.turns),
             "max_reject_rate": self.max_reject_rate,
-            "lengths": dataclasses.asdict(self.lengths) if self.lengths else None,
+            "lengths": None if self.lengths is None else _lengths_to_json(self.lengths),
             "shards": len(self.manifest.shards),
             "shards_made": self.result.made,
             "shards_kept": self.result.kept,
@@ -144,7 +133,7 @@ class Report:
         trial = ", for trials only: fits no published model" if tokenizer.name == EMBEDDED else ""
         console.print(self._table())
         if self.lengths is not None:
-            console.print(_histogram(self.lengths))
+            console.print(histogram_table(self.lengths))
         lines = []
         if self.has_turns:
             turns = self._options["train_turns"]
@@ -244,7 +233,7 @@ def report_of(
     return Report(
         store=store,
         result=result,
-        lengths=_distribution(index.column("length").to_numpy()),
+        lengths=histogram("length", "length (tokens)", "integer", index.column("length").to_numpy()),
         seconds=seconds,
         max_reject_rate=max_reject_rate,
         examples=tuple(first[reason] for reason in dict.fromkeys(shown[:_EXAMPLES]) if reason in first),
@@ -293,30 +282,9 @@ def _shown(counts: Mapping[str, int]) -> str:
     return f"{shown}, and {counted(rest, 'other')}" if rest > 0 else shown
 
 
-def _distribution(lengths: np.ndarray[Any, np.dtype[np.int32]]) -> LengthDistribution | None:
-    if len(lengths) == 0:
-        return None
-    values = np.percentile(lengths, _PERCENTILES, method="inverted_cdf")
-    low, high = int(lengths.min()), int(lengths.max())
-    edges = np.unique(np.linspace(low, high + 1, _BINS + 1).astype(np.int64))
-    counts, _ = np.histogram(lengths, edges)
-    percentiles = {p: int(v) for p, v in zip(_PERCENTILES, values, strict=True)}
-    return LengthDistribution(float(lengths.mean()), percentiles, edges.tolist(), counts.tolist())
-
-
-def _histogram(lengths: LengthDistribution) -> Table:
-    table = Table(title="length (tokens)", title_justify="left", show_header=False, box=None, pad_edge=False)
-    table.add_column(justify="right")
-    table.add_column(justify="right")
-    table.add_column(style="cyan")
-    most = max(lengths.counts)
-    for low, high, count in zip(lengths.edges, lengths.edges[1:], lengths.counts, strict=False):
-        width = round(_BAR_WIDTH * count / most)
-        table.add_row(f"{low:,}–{high - 1:,}", f"{count:,}", "█" * width or ("▏" if count else ""))
-    marks = ", ".join(f"p{p} {v:,}" for p, v in lengths.percentiles.items() if p in (50, 95, 99))
-    table.caption = f"mean {lengths.mean:,.0f}, {marks}"
-    table.caption_justify = "left"
-    return table
+def _lengths_to_json(lengths: Histogram) -> dict[str, Any]:
+    percentiles, edges, counts = dict(lengths.percentiles), list(lengths.edges), list(lengths.counts)
+    return {"mean": lengths.mean, "percentiles": percentiles, "edges": edges, "counts": counts}
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,7 @@ from preprocess.recode.shard import RecodeWork, named_shard, recode_shard
 from preprocess.run.claim import directory_claim
 from preprocess.run.closing import merged_index
 from preprocess.run.directory import clear_place, is_ours, prepare_place, read_manifest, resource_errors, tidied
-from preprocess.shards.fingerprints import (
-    as_recorded,
-    codec_fingerprints,
-    tokenizer_identity,
-)
+from preprocess.shards.fingerprints import as_recorded, codec_fingerprints, tokenizer_identity
 from preprocess.shards.job import RUN_FILE, ShardJob, ShardRecord, finished_records
 from vlmdata.errors import ConfigMismatchError, DatasetFormatError, ResourceError, UsageError
 from vlmdata.format.manifest import CODEC_FINGERPRINTS, Manifest, Totals, canonical_hash, differences

@@ -19,6 +19,10 @@ from vlmdata.families import REGISTRY as FAMILIES
 from vlmdata.format.earlier import is_earlier, totals_from, totals_to
 from vlmdata.format.schema import (
     FORMAT_NAME,
+    IMAGE_FILES,
+    IMAGE_FILES_NAME,
+    INDEX_NAME,
+    LEDGER_NAME,
     MANIFEST_NAME,
     PROGRESS_DIR,
     READ_MAJORS,
@@ -135,6 +139,13 @@ class Manifest:
     def model_family(self) -> Family:
         """Family of the samples."""
         return family(self.family or DEFAULT_FAMILY)
+
+    @property
+    def small_files(self) -> dict[str, str]:
+        """sha256 of the index, of the ledger, and of the list of image files if there is one, by file name."""
+        listed = self.source.get(IMAGE_FILES)
+        hashes = {INDEX_NAME: self.index_sha256, LEDGER_NAME: self.ledger_sha256}
+        return hashes | ({IMAGE_FILES_NAME: str(listed.get("sha256"))} if isinstance(listed, Mapping) else {})
 
     @property
     def pixel_libraries(self) -> Mapping[str, str]:

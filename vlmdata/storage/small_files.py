@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from vlmdata.format.manifest import Manifest
-from vlmdata.format.schema import IMAGE_FILES, IMAGE_FILES_NAME, INDEX_NAME, LEDGER_NAME, TOKENIZER_DIR
+from vlmdata.format.schema import TOKENIZER_DIR
 from vlmdata.format.tokenizer_files import tokenizer_file_names, tokenizer_findings
 
 if TYPE_CHECKING:
@@ -15,10 +15,7 @@ if TYPE_CHECKING:
 
 def small_file_problems(store: Store, manifest: Manifest) -> Iterator[str]:
     """Yields what is wrong with index, ledger, list of image files and tokenizer folder, as parts of a sentence."""
-    hashes = {INDEX_NAME: manifest.index_sha256, LEDGER_NAME: manifest.ledger_sha256}
-    if IMAGE_FILES in manifest.source:
-        hashes[IMAGE_FILES_NAME] = manifest.source[IMAGE_FILES]["sha256"]
-    for name, expected in hashes.items():
+    for name, expected in manifest.small_files.items():
         if not (found := store.sha256(name)):
             yield f"{name} is missing"
         elif found != expected:

@@ -7,15 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from vlmdata.format.manifest import Manifest
-from vlmdata.format.schema import (
-    IMAGE_FILES,
-    IMAGE_FILES_NAME,
-    INDEX_NAME,
-    LEDGER_NAME,
-    MANIFEST_NAME,
-    PROGRESS_DIR,
-    TOKENIZER_DIR,
-)
+from vlmdata.format.schema import MANIFEST_NAME, PROGRESS_DIR, TOKENIZER_DIR
 from vlmdata.format.tokenizer_files import (
     STRAY,
     added_tokenizer_files,
@@ -50,11 +42,9 @@ def stray_files(names: Iterable[str], manifest: Manifest) -> Iterator[Fault]:
 
 def foreign_files(names: Iterable[str], manifest: Manifest) -> tuple[str, ...]:
     """Returns the files and folders that are no part of the dataset and harm none of its readers, sorted."""
-    own = {MANIFEST_NAME, INDEX_NAME, LEDGER_NAME, TOKENIZER_DIR, PROGRESS_DIR}
+    own = {MANIFEST_NAME, *manifest.small_files, TOKENIZER_DIR, PROGRESS_DIR}
     own |= {shard.name for shard in manifest.shards}
     own |= {f"{_IN_TOKENIZER}{name}" for name in tokenizer_file_names(manifest)}
-    if IMAGE_FILES in manifest.source:
-        own.add(IMAGE_FILES_NAME)
     names = list(names)
     faulty = {fault.file for fault in stray_files(names, manifest)}
     return tuple(

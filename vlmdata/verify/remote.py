@@ -12,14 +12,7 @@ from tempfile import NamedTemporaryFile, TemporaryDirectory
 
 from vlmdata.errors import DatasetFormatError, ResourceError
 from vlmdata.format.manifest import Manifest, ShardInfo
-from vlmdata.format.schema import (
-    IMAGE_FILES,
-    IMAGE_FILES_NAME,
-    INDEX_NAME,
-    LEDGER_NAME,
-    MANIFEST_NAME,
-    TOKENIZER_DIR,
-)
+from vlmdata.format.schema import MANIFEST_NAME, TOKENIZER_DIR
 from vlmdata.format.tokenizer_files import STRAY, tokenizer_file_names
 from vlmdata.locations import file_system, is_url, place_of
 from vlmdata.storage.cache import cache_folder
@@ -122,13 +115,7 @@ def _fetch_small_files(url: str, folder: Path) -> None:
         manifest = Manifest.read(folder)
     except DatasetFormatError as error:
         raise DatasetFormatError(f"{url}: {error}") from error
-    listed = [IMAGE_FILES_NAME] if IMAGE_FILES in manifest.source else []
-    for name in (
-        INDEX_NAME,
-        LEDGER_NAME,
-        *listed,
-        *(f"{TOKENIZER_DIR}/{name}" for name in tokenizer_file_names(manifest)),
-    ):
+    for name in (*manifest.small_files, *(f"{TOKENIZER_DIR}/{name}" for name in tokenizer_file_names(manifest))):
         try:
             download(f"{url}/{name}", folder / name, None)
         except FileNotFoundError:  # the audit reports this fault

@@ -145,7 +145,7 @@ class FilledPack:
     filled: Filled
 
 
-@dataclass(frozen=True)
+@dataclass
 class PackCounts:
     """Counts since the start: packs made, made ahead, of these dropped unasked, shared by queries, and bytes read."""
 
@@ -192,7 +192,7 @@ class Packs:
             if future is not None:
                 self._packs.move_to_end(known)
                 shared = self._unasked.pop(known, None) is None
-                self.counts = replace(self.counts, shared=self.counts.shared + shared)
+                self.counts.shared += shared
             else:
                 made = self._packs[key] = Future[FilledPack]()
         if future is None:
@@ -226,7 +226,7 @@ class Packs:
                 lease.release()
                 return
             made = self._packs[key] = Future[FilledPack]()
-            self.counts = replace(self.counts, ahead=self.counts.ahead + 1)
+            self.counts.ahead += 1
         self._make(key, whole, made, lambda: lease)
 
     def close(self) -> None:
@@ -257,9 +257,8 @@ class Packs:
             future.set_exception(error)
             raise
         with self._lock:
-            self.counts = replace(
-                self.counts, made=self.counts.made + 1, bytes_read=self.counts.bytes_read + pack.filled.bytes_read
-            )
+            self.counts.made += 1
+            self.counts.bytes_read += pack.filled.bytes_read
         future.set_result(pack)
         return pack
 
@@ -288,7 +287,7 @@ class Packs:
                 if future.done() and id(future.result().buffer) not in sending:
                     del self._packs[key]
                     if self._unasked.pop(key, None) is not None:
-                        self.counts = replace(self.counts, dropped=self.counts.dropped + 1)
+                        self.counts.dropped += 1
                     return True
         return False
 
