@@ -114,12 +114,7 @@ def declared_options(options: type) -> list[OwnOption]:
 def make_options(registry: Registry[Any], name: str, given: Mapping[str, Any]) -> Any:
     """Creates an instance of the ``Options`` of a recipe or engine.
 
-    Its fields may be str, bool, int, float, an Enum, a Literal, a tuple of these, or None.
-
-    Args:
-        registry: Finds the recipe or engine.
-        name: Its name.
-        given: Options by name; text is converted to the field's type.
+    Its fields may be str, bool, int, float, an Enum, a Literal, a tuple of these, or None. Text is converted to them.
 
     Raises:
         SourceError: If an option is unknown or missing, or a value has the wrong type.

@@ -116,10 +116,6 @@ class Candidate:
 def candidates_of(recipe: Recipe, row: Row) -> list[Candidate]:
     """Calls the recipe on a row.
 
-    Args:
-        recipe: The recipe.
-        row: The row.
-
     Returns:
         One candidate without a number for a Conversation or Document; the numbered elements of a list, tuple or
         generator.

@@ -195,12 +195,7 @@ class FileVersions:
 
 
 def shards_of_paths(lists: Iterable[bytes], hashes: set[int]) -> dict[str, list[int]]:
-    """Returns the shards that name each of some files, by path.
-
-    Args:
-        lists: The lists of the shards' files.
-        hashes: Result of :meth:`FileVersions.several`.
-    """
+    """Returns the shards that name each of the files in :meth:`FileVersions.several`, by path."""
     found: dict[str, list[int]] = {}
     for content in lists:
         table = pq.read_table(io.BytesIO(content))

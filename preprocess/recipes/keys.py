@@ -43,11 +43,7 @@ class KeyLog:
                 (self._harmless if known else self._unknown).add(encodable(where + key))
 
     def note_padding(self, where: str) -> None:
-        """Records that a struct of Arrow lost keys without a value.
-
-        Args:
-            where: Prefix of the keys, such as ``tools[].``.
-        """
+        """Records that a struct of Arrow, such as ``tools[].``, lost keys without a value."""
         self._harmless.add(f"{where}* (null)")
 
     @property

@@ -54,10 +54,6 @@ def recode_shard(number: int, work: RecodeWork) -> ShardRecord:
 
     The tar is renamed first, the record ``.json`` last: a shard whose ``.json`` exists is complete.
 
-    Args:
-        number: Number of the shard.
-        work: Old dataset, codec and destination.
-
     Returns:
         The shard's record, as written, without unused keys and rejection reasons; the dataset has these.
 

@@ -156,15 +156,7 @@ def identity_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
 def refusal(
     place: object, state: str, changed: Sequence[str], before: Mapping[str, Any], now: Mapping[str, Any]
 ) -> str:
-    """Says that a run cannot be continued, with the differences and what helps.
-
-    Args:
-        place: The dataset.
-        state: What it has: ``an unfinished run``.
-        changed: Result of :func:`identity_changes`.
-        before: Identity of the earlier run.
-        now: Identity of this run.
-    """
+    """Says that a run cannot be continued, with the differences and what helps."""
     lines = list(changed)
     same_source = before.get("source") == json.loads(json.dumps(now["source"]))
     if same_source and any(line.startswith("source_times") for line in changed):

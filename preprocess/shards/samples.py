@@ -154,11 +154,6 @@ def _encoded(name: str, item: Item, key: str, number: int) -> EncodedItem:
 def encode_item(name: str, item: Item, what: str) -> Buffer:
     """Encodes one item with a codec.
 
-    Args:
-        name: The codec.
-        item: The item.
-        what: Key and item, for messages.
-
     Raises:
         Unsuitable: If the codec does not store it.
         UsageError: If the codec fails.

@@ -284,13 +284,7 @@ class VlmDataset:
 
 
 def changed_data(what: str, data: Buffer, checksum: int) -> ChangedDataError:
-    """Returns the error for bytes that changed after preprocessing.
-
-    Args:
-        what: Shard, row, key and field.
-        data: The bytes.
-        checksum: Their xxh3-64 in the index.
-    """
+    """Returns the error for bytes that changed after preprocessing."""
     return ChangedDataError(
         f"{what}: the data changed after preprocessing: xxh3 is {xxhash.xxh3_64_intdigest(data):016x}, expected "
         f"{checksum:016x}. Run `vlmdata verify` on the dataset to see how to repair it."

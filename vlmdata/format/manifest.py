@@ -188,10 +188,6 @@ class Manifest:
     def from_json(cls, content: bytes, path: str) -> Manifest:
         """What :meth:`to_json` gave.
 
-        Args:
-            content: The text.
-            path: Where it stands, for messages.
-
         Raises:
             DatasetFormatError: If it is damaged, or needs a newer reader.
         """

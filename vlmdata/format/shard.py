@@ -316,10 +316,6 @@ def tar_header(name: str, size: int) -> bytes:
     """Builds the ustar header of a regular file.
 
     Equals the header of :class:`tarfile.TarInfo`, which takes ten times as long.
-
-    Args:
-        name: Name of the member.
-        size: Its bytes.
     """
     encoded = name.encode()
     if len(encoded) > tarfile.LENGTH_NAME or size > _LARGEST:

@@ -45,9 +45,6 @@ class FileWriting:
     """A local file that is being written.
 
     A thread flushes written data in the background, so that the end does not wait for all of it.
-
-    Args:
-        path: The file, under a temporary name.
     """
 
     closed = False

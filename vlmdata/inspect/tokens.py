@@ -27,10 +27,6 @@ _STRAY_BYTE = 0xDC00
 class TokenTexts:
     """Decodes token ids with the tokenizer stored in a dataset.
 
-    Args:
-        directory: The dataset's folder.
-        manifest: The dataset's manifest.
-
     Raises:
         DatasetFormatError: If the dataset has no readable tokenizer, or its tokenizer has changed.
     """

@@ -63,9 +63,6 @@ class FetchedShards:
 def auditable(location: str | PathLike[str]) -> Iterator[tuple[Path, FetchedShards | None]]:
     """Provides a folder to audit and a function that opens its shards. For a URL, downloads the small files.
 
-    Args:
-        location: A folder or fsspec URL.
-
     Yields:
         The folder, and for a URL the function that downloads and opens a shard.
 

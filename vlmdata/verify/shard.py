@@ -52,15 +52,7 @@ class ShardAudit:
 def audit_shard(
     open_shard: OpenShard, info: ShardInfo, rows: list[IndexRow], rules: SampleRules, *, pixels: bool = True
 ) -> ShardAudit:
-    """Audits one shard.
-
-    Args:
-        open_shard: Opens the shard.
-        info: The shard's manifest entry.
-        rows: Its index rows.
-        rules: Rules for its samples.
-        pixels: Whether encoded items are decoded and their patches checked.
-    """
+    """Audits one shard."""
     dropped: Counter[int] = Counter()
     audit = _opened(open_shard, info, len(rows), partial(_audit, info, rows, rules, pixels, dropped))
     return replace(audit, turns={DROPPED_REASONING: dropped.total(), ROWS_WITH_DROPPED_REASONING: len(dropped)})
