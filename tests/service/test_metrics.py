@@ -8,8 +8,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from socketserver import ThreadingMixIn
-from typing import Any
 from urllib.request import urlopen
 
 import pytest
@@ -86,23 +84,3 @@ class TestConnections:
                 stranger.sendall(sent)
         assert get(port, "/healthz") == "OK\n"
         assert capfd.readouterr().err == ""
-
-    def test_their_threads_are_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """One that does not end when it is told to keeps its place, and the next connection is closed."""
-        answered: list[Any] = []
-        refused: list[Any] = []
-        monkeypatch.setattr(metrics, "_SECONDS_TO_GIVE_WAY", 0.01)
-        monkeypatch.setattr(ThreadingMixIn, "process_request", lambda _, request, __: answered.append(request))
-        monkeypatch.setattr(ThreadingMixIn, "process_request_thread", lambda *_: None)
-        with metrics._Threads(("127.0.0.1", 0), metrics._Quiet) as server:
-            monkeypatch.setattr(server, "shutdown_request", refused.append)
-            sockets = [socket.socket() for _ in range(metrics._MAX_CONNECTIONS + 3)]
-            *first, one, two, three = sockets
-            for each in (*first, one, two):
-                server.process_request(each, None)
-            assert (answered, refused) == (first, [one, two])
-            server.process_request_thread(first[0], None)
-            server.process_request(three, None)
-            assert answered == [*first, three]
-            for each in sockets:
-                each.close()
