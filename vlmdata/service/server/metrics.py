@@ -42,7 +42,7 @@ class Metrics(Counting):
         self.registry.register(_State(shown))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped = asyncio.Event()
-        self._open: dict[asyncio.Task[None], None] = {}  # the oldest connection first
+        self._open: dict[asyncio.StreamWriter, None] = {}  # the oldest connection first
 
     def sent(self, size: int) -> None:
         """Counts a batch that was sent."""
@@ -80,18 +80,18 @@ class Metrics(Counting):
         server = await asyncio.start_server(self._connected, sock=listening)
         await self._stopped.wait()
         server.close()
-        for task in list(self._open):
-            task.cancel()
-        await asyncio.gather(*self._open, return_exceptions=True)
+        for writer in self._open:
+            writer.transport.abort()
+        while self._open:
+            await asyncio.sleep(0)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answers a request, within bounds that silent and slow clients cannot use up."""
         if len(self._open) >= _MAX_CONNECTIONS:  # the oldest one ends and gives way
             oldest = next(iter(self._open))
             del self._open[oldest]
-            oldest.cancel()
-        task: Any = asyncio.current_task()
-        self._open[task] = None
+            oldest.transport.abort()
+        self._open[writer] = None
         try:
             async with asyncio.timeout(_SECONDS_OF_A_CONNECTION):
                 request = await reader.readuntil(b"\r\n\r\n")
@@ -102,7 +102,7 @@ class Metrics(Counting):
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             pass  # a client that goes away, or is sent away, is no error
         finally:
-            self._open.pop(task, None)
+            self._open.pop(writer, None)
             writer.transport.abort()
 
     def _answer(self, request: str) -> bytes:
