@@ -17,18 +17,20 @@ from rich.table import Table
 
 from preprocess.config import EMBEDDED, Overlong, TrainTurns
 from preprocess.run.dataset import PartResult, RunResult
-from preprocess.shards.sums import summed
 from vlmdata.cli.console import results
-from vlmdata.format.item_sizes import item_sizes
 from vlmdata.format.ledger import Rejection, read_ledger
-from vlmdata.format.manifest import Manifest, Totals, counts_to_json
-from vlmdata.format.schema import INDEX_NAME, LEDGER_NAME
-from vlmdata.format.turns import (
+from vlmdata.format.manifest import (
     DROPPED_REASONING,
     LAST_TURNS_WITH_DROPPED_REASONING,
     ROWS_UNLIKE_INFERENCE,
     ROWS_WITH_DROPPED_REASONING,
+    Manifest,
+    Totals,
+    counts_to_json,
+    item_sizes,
+    summed,
 )
+from vlmdata.format.schema import INDEX_NAME, LEDGER_NAME
 from vlmdata.inspect.histogram import Histogram, histogram
 from vlmdata.inspect.terminal.draw import histogram_table
 from vlmdata.inspect.text import one_line

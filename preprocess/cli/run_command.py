@@ -31,8 +31,8 @@ from preprocess.recipes.base import PARTS, REGISTRY, load_recipe
 from preprocess.recipes.choice import choose_recipe, first_rows, misfit, recipe_for
 from preprocess.recipes.image_files import listed
 from preprocess.recipes.media import require_image_root
+from preprocess.run.claim import Part
 from preprocess.run.dataset import PartResult, RunResult, Watcher, preprocess_dataset, preprocess_part
-from preprocess.run.part import Part
 from preprocess.run.trace import trace_row
 from preprocess.sources.holdout import hold_out
 from preprocess.sources.open import DEMO, open_source

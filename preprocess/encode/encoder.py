@@ -23,8 +23,7 @@ from preprocess.config import Overlong, PreprocessConfig, TrainThink, TrainTurns
 from preprocess.conversation import Conversation, Document, Message
 from preprocess.encode.document import encode_document
 from preprocess.encode.image import encode_images, image_tokens
-from preprocess.encode.sample import EncodedSample, Views, WeightedTokens, finish_sample
-from preprocess.encode.weights import turn_weights
+from preprocess.encode.sample import EncodedSample, Views, WeightedTokens, finish_sample, turn_weights
 from preprocess.reject import RowRejected, excerpt
 from vlmdata.reasons import Reason
 from vlmdata.wording import counted

@@ -39,9 +39,9 @@ from vlmdata.locations import is_url, place_of
 from vlmdata.media.codecs import RAW, REGISTRY, codec
 from vlmdata.storage import Lock, Store, open_store
 from vlmdata.storage.folder import Folder
+from vlmdata.storage.join_checks import small_file_problems
 from vlmdata.storage.open import open_remote, shards_of
 from vlmdata.storage.shards import DatasetShards
-from vlmdata.storage.small_files import small_file_problems
 from vlmdata.version import __version__
 from vlmdata.workers import WorkersDied, in_workers
 

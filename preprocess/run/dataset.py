@@ -12,11 +12,10 @@ from preprocess.encode.probe import require_usable
 from preprocess.engines.base import Engine, ShardWork, make_shards
 from preprocess.engines.local import Local
 from preprocess.recipes.choice import image_root_of
-from preprocess.run.claim import part_claim, whole_claim
+from preprocess.run.claim import Part, part_claim, whole_claim
 from preprocess.run.closing import close_dataset
 from preprocess.run.directory import ShardPlan, begin, clear_place, prepare_place, resource_errors, tidied
 from preprocess.run.earlier_files import EarlierFiles
-from preprocess.run.part import Part
 from preprocess.run.repair import Repair, find_damage, with_deadly_rows
 from preprocess.shards.counters import Counters
 from preprocess.shards.fingerprints import run_identity

@@ -29,12 +29,11 @@ from preprocess.reject import RowRejected
 from preprocess.row import Row
 from preprocess.shards.read_ahead import rows_of
 from preprocess.shards.samples import Items, Place, count_turns, encoded_items, write_sample
-from preprocess.shards.sums import shortened, summed
 from preprocess.sources.rows import Source
 from vlmdata.errors import SourceError
 from vlmdata.format.index_row import IndexRow, index_table, used_features
 from vlmdata.format.ledger import Rejection
-from vlmdata.format.manifest import ShardInfo, Totals, differences
+from vlmdata.format.manifest import ShardInfo, Totals, differences, summed
 from vlmdata.format.schema import PROGRESS_DIR, sample_key, shard_name, supported_features
 from vlmdata.format.shard import ShardWriter
 from vlmdata.format.tokenizer_info import TokenizerInfo
@@ -42,6 +41,7 @@ from vlmdata.storage import Store
 
 RUN_FILE = f"{PROGRESS_DIR}/run.json"
 FILES_SUFFIX = "files"
+_LONGEST_KEY = 120
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class ShardRecord:
     features: tuple[str, ...]  # that its samples use, sorted
     unused: dict[str, int] = field(default_factory=dict)  # samples by key: harmless ones
     unknown: dict[str, int] = field(default_factory=dict)  # and those that the recipe does not know
-    turns: dict[str, int] = field(default_factory=dict)  # see vlmdata.format.turns
+    turns: dict[str, int] = field(default_factory=dict)  # as in the manifest
 
     def to_json(self) -> bytes:
         """Returns the JSON text of the record."""
@@ -308,3 +308,8 @@ def _turns(candidate: Candidate) -> int:
     """Returns the most samples that a candidate gives with one for each turn."""
     turns = candidate.made.messages if isinstance(candidate.made, Conversation) else ()
     return max(1, sum(message.role == "assistant" for message in turns))
+
+
+def shortened(keys: Iterable[str]) -> list[str]:
+    """Returns keys as they are counted."""
+    return [key[:_LONGEST_KEY] for key in keys]

@@ -14,14 +14,14 @@ from preprocess.encode import EncodedImage, EncodedSample
 from preprocess.reject import RowRejected
 from vlmdata.errors import UsageError, VlmdataError
 from vlmdata.format.index_row import IndexRow
-from vlmdata.format.schema import sample_key
-from vlmdata.format.shard import EncodedItem, Placement, ShardWriter
-from vlmdata.format.turns import (
+from vlmdata.format.manifest import (
     DROPPED_REASONING,
     LAST_TURNS_WITH_DROPPED_REASONING,
     ROWS_UNLIKE_INFERENCE,
     ROWS_WITH_DROPPED_REASONING,
 )
+from vlmdata.format.schema import sample_key
+from vlmdata.format.shard import EncodedItem, Placement, ShardWriter
 from vlmdata.media.codecs import IMAGE, RAW, Item, ItemShape, Unsuitable, codec
 from vlmdata.reasons import Reason
 from vlmdata.registry import problem_of

@@ -12,7 +12,7 @@ from tests.verify.rewriting import rewrite_manifest, rotate_ids
 from vlmdata.format.manifest import Manifest
 from vlmdata.format.schema import TOKENIZER_DIR
 from vlmdata.storage.folder import Folder
-from vlmdata.storage.small_files import small_file_problems
+from vlmdata.storage.join_checks import small_file_problems
 from vlmdata.verify.dataset import verify_dataset
 from vlmdata.verify.fault import remedies
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -36,6 +37,15 @@ from vlmdata.media.versions import recorded_pixel_libraries
 
 #: Fingerprints of the codec in a config: versions of its libraries, and the hash of its source code.
 CODEC_FINGERPRINTS = frozenset({"codec", "codec_source"})
+# Names of the counts in ``Manifest.turns``.
+#: Assistant turns whose reasoning is in no sample, because the template left it out.
+DROPPED_REASONING = "dropped_reasoning"
+#: Those of them that are the last turn of their conversation: the template writes no reasoning at all.
+LAST_TURNS_WITH_DROPPED_REASONING = "last_turns_with_dropped_reasoning"
+#: Rows with turns of dropped reasoning.
+ROWS_WITH_DROPPED_REASONING = "rows_with_dropped_reasoning"
+#: Rows with a learned turn that follows another text than at inference, where it would be the last turn.
+ROWS_UNLIKE_INFERENCE = "rows_unlike_inference"
 
 
 @dataclass(frozen=True)
@@ -105,7 +115,7 @@ class Manifest:
         features: Features that a reader must support; see :func:`vlmdata.format.schema.supported_features`.
         unused_keys: Number of samples by row key, for keys that the recipe ignores as harmless.
         unknown_keys: Number of samples by row key, for keys that the recipe does not know.
-        turns: What the chat template did to assistant turns, as counts: see :mod:`vlmdata.format.turns`.
+        turns: What the chat template did to assistant turns, as counts: see the constants above.
         family: Name of the family of the samples; empty in format 1.0, which had only one.
         schema_version: MAJOR.MINOR of the format.
         created_by: Name and version of the writer.
@@ -296,6 +306,14 @@ def _remedy(fields: Mapping[str, Any]) -> str:
     return f"Read it with the version that made it, {fields.get('created_by') or 'unknown'}, or a later one."
 
 
+def summed(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Sums counts, sorted by name."""
+    total = Counter[str]()
+    for each in counts:
+        total.update(each)
+    return dict(sorted(total.items()))
+
+
 def canonical_hash(value: Any) -> str:
     """Returns the sha256 of the canonical JSON (sorted keys, no spaces) of a value."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
@@ -314,3 +332,22 @@ def differences(old: Any, new: Any, path: str = "") -> list[str]:
     if json.dumps(old, sort_keys=True) == json.dumps(new, sort_keys=True):
         return []
     return [f"{path}: {json.dumps(old)} there, {json.dumps(new)} now"]
+
+
+def item_sizes(totals: Totals, pixels: str) -> str:
+    """What an item takes, and that against its file: ``zstd: 357 KB each, 1.22 times the 293 KB of its file``.
+
+    Returns:
+        The text; empty if there are no items, or the manifest does not have their sizes.
+    """
+    if not totals.items or not totals.item_bytes:
+        return ""
+    each = f"{pixels}: {_size(totals.item_bytes / totals.items)} each"
+    if not totals.file_bytes:
+        return each
+    times = totals.item_bytes / totals.file_bytes
+    return f"{each}, {times:.2f} times the {_size(totals.file_bytes / totals.items)} of its file"
+
+
+def _size(number: float) -> str:
+    return f"{number / 1e6:,.1f} MB" if number >= 999_500 else f"{number / 1e3:,.0f} KB" if number >= 1e3 else "<1 KB"

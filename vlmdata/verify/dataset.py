@@ -37,10 +37,12 @@ from vlmdata.format.tokenizer_files import STRAY, tokenizer_findings
 from vlmdata.media.codecs import IMAGE, RAW, codec_feature
 from vlmdata.storage.join import shifted_keys
 from vlmdata.verify.fault import Fault
-from vlmdata.verify.file_names import foreign_files, listed, stray_files
 from vlmdata.verify.manifest import (
+    foreign_files,
     image_files_faults,
+    listed,
     manifest_faults,
+    stray_files,
     tokenizer_info_faults,
     totals_faults,
     turns_faults,

@@ -1,10 +1,11 @@
-"""The audit of the manifest: every value that follows from another one, the dataset, or its tokenizer folder."""
+"""The audit of the manifest: values that follow from another one, the dataset or its tokenizer; files it lacks."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -15,9 +16,18 @@ import pyarrow.parquet as pq
 
 from vlmdata.families import Family
 from vlmdata.format.manifest import Manifest, ShardInfo, canonical_hash
-from vlmdata.format.schema import IMAGE_FILES, IMAGE_FILES_NAME, JOINED, MANIFEST_NAME, TOKENIZER_DIR
+from vlmdata.format.schema import IMAGE_FILES, IMAGE_FILES_NAME, JOINED, MANIFEST_NAME, PROGRESS_DIR, TOKENIZER_DIR
 from vlmdata.format.selection import SELECTION
-from vlmdata.format.tokenizer_files import CONFIG_FILE, VOCABULARY_FILE
+from vlmdata.format.tokenizer_files import (
+    CONFIG_FILE,
+    STRAY,
+    VOCABULARY_FILE,
+    added_tokenizer_files,
+    files_below,
+    is_hidden,
+    stray_tokenizer_file,
+    tokenizer_file_names,
+)
 from vlmdata.format.tokenizer_info import TokenizerInfo, flat, special_ids
 from vlmdata.verify.fault import Fault
 
@@ -26,6 +36,7 @@ if TYPE_CHECKING:
 
 Finding = tuple[str, str]
 """(check, message)."""
+_IN_TOKENIZER = f"{TOKENIZER_DIR}/"
 
 
 def manifest_faults(manifest: Manifest) -> Iterator[Fault]:
@@ -197,3 +208,36 @@ def _named(config: Mapping[str, Any], setting: str) -> str | None:
     value = config.get(setting)
     value = value.get("content") if isinstance(value, Mapping) else value
     return value if isinstance(value, str) else None
+
+
+def listed(directory: Path) -> list[str]:
+    """Returns the names in a dataset's folder, and the paths of the files in its tokenizer folder."""
+    return [*os.listdir(directory), *(f"{_IN_TOKENIZER}{name}" for name in files_below(directory / TOKENIZER_DIR))]
+
+
+def stray_files(names: Iterable[str], manifest: Manifest) -> Iterator[Fault]:
+    """Yields a fault for each file that a reader could take for a part of the dataset.
+
+    These are shards, which a reader of plain tars would read, and files that change the tokenizer.
+    """
+    names = sorted(names)
+    shards = {shard.name for shard in manifest.shards}
+    for name in names:
+        if name.startswith("shard-") and name not in shards:
+            yield Fault(name, STRAY, "a shard that is not in the manifest")
+    inner = [name.removeprefix(_IN_TOKENIZER) for name in names if name.startswith(_IN_TOKENIZER)]
+    yield from (Fault(*stray_tokenizer_file(name)) for name in added_tokenizer_files(inner, manifest))
+
+
+def foreign_files(names: Iterable[str], manifest: Manifest) -> tuple[str, ...]:
+    """Returns the files and folders that are no part of the dataset and harm none of its readers, sorted."""
+    own = {MANIFEST_NAME, *manifest.small_files, TOKENIZER_DIR, PROGRESS_DIR}
+    own |= {shard.name for shard in manifest.shards}
+    own |= {f"{_IN_TOKENIZER}{name}" for name in tokenizer_file_names(manifest)}
+    names = list(names)
+    faulty = {fault.file for fault in stray_files(names, manifest)}
+    return tuple(
+        name
+        for name in sorted(names)
+        if name not in own and name not in faulty and (is_hidden(name) or not name.startswith(_IN_TOKENIZER))
+    )

@@ -22,7 +22,7 @@ from vlmdata.errors import DatasetFormatError
 from vlmdata.families import Family
 from vlmdata.format.dataset import OpenShard
 from vlmdata.format.index_row import IndexRow
-from vlmdata.format.manifest import ShardInfo
+from vlmdata.format.manifest import DROPPED_REASONING, ROWS_WITH_DROPPED_REASONING, ShardInfo
 from vlmdata.format.schema import (
     ALL_MEMBERS,
     ITEMS_MEMBER,
@@ -32,7 +32,6 @@ from vlmdata.format.schema import (
     Sample,
     parse_key,
 )
-from vlmdata.format.turns import DROPPED_REASONING, ROWS_WITH_DROPPED_REASONING
 from vlmdata.verify.fault import Fault
 from vlmdata.verify.items import Owners, audit_items, described_items, owners_of, raw_items_problem
 from vlmdata.verify.sample import SampleRules, audit_sample, turn_weights_of
