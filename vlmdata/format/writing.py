@@ -16,6 +16,8 @@ _FLUSH_BYTES = 16 * 1024 * 1024
 class Writing(Protocol):
     """A file that is being written. Its name appears only when the file is complete."""
 
+    closed = False  # some libraries read it
+
     def write(self, data: Buffer) -> int:
         """Appends all bytes. Returns their number.
 
@@ -36,18 +38,12 @@ class Writing(Protocol):
             OSError: If some could not be stored.
         """
 
-    @property
-    def closed(self) -> bool:
-        """Always False; some libraries read it."""
 
-
-class FileWriting:
+class FileWriting(Writing):
     """A local file that is being written.
 
     A thread flushes written data in the background, so that the end does not wait for all of it.
     """
-
-    closed = False
 
     def __init__(self, path: Path):
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115 (held over the object's life)
@@ -72,9 +68,6 @@ class FileWriting:
     def tell(self) -> int:
         """Bytes written so far."""
         return self._position
-
-    def flush(self) -> None:
-        """Does nothing."""
 
     def finish(self) -> None:
         """Flushes everything to the disk."""
@@ -102,10 +95,8 @@ def sha256_of(path: Path) -> str:
         return ""
 
 
-class Hashing:
+class Hashing(Writing):
     """A file being written, with the sha256 of the bytes written so far."""
-
-    closed = False
 
     def __init__(self, to: Writing):
         self._to = to
@@ -119,9 +110,6 @@ class Hashing:
     def tell(self) -> int:
         """Bytes written so far."""
         return self._to.tell()
-
-    def flush(self) -> None:
-        """Does nothing."""
 
     def finish(self) -> None:
         """Waits until all bytes are stored."""

@@ -118,6 +118,7 @@ class Store(Protocol):
 
     def final_name(self, name: str) -> str:
         """Returns the final name of a file in :meth:`listing`, which may still be in progress."""
+        return name
 
     def is_locked(self, name: str) -> bool:
         """Returns whether a process has locked the store with this name.

@@ -13,11 +13,11 @@ from filelock import FileLock, Timeout
 
 from vlmdata.format.atomic import atomic_path, sync, temporary_path, temporary_target, write_atomically
 from vlmdata.format.writing import FileWriting, sha256_of
-from vlmdata.storage.base import Lock, LockedError
+from vlmdata.storage.base import Lock, LockedError, Store
 
 
 @dataclass(frozen=True)
-class Folder:
+class Folder(Store):
     """A local folder."""
 
     directory: Path
