@@ -15,23 +15,22 @@ import pytest
 from vlmdata.errors import UsageError
 from vlmdata.service.server import metrics
 from vlmdata.service.server.config import ServerConfig
-from vlmdata.service.server.counting import Shown, counting
 
 
 def test_their_package_is_needed_only_with_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "vlmdata.service.server.metrics", None)
-    without = counting(ServerConfig(), list, lambda: False)
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    without = metrics.counting(ServerConfig(), list, lambda: False)
     without.sent(1)
     without.serve()
     assert without.port is None
     with pytest.raises(UsageError, match=r"--metrics-port needs a package .*: pip install 'vlmdata\[service\]'"):
-        counting(ServerConfig(metrics_port=0), list, lambda: False)
+        metrics.counting(ServerConfig(metrics_port=0), list, lambda: False)
 
 
 @pytest.fixture
 def port() -> Iterator[int]:
     """Of a server that counts nothing."""
-    packs = Shown("vlmdata_packs_made", "Packs read and decoded.", 0, counts=True)
+    packs = metrics.Shown("vlmdata_packs_made", "Packs read and decoded.", 0, counts=True)
     shown = metrics.Metrics("127.0.0.1", 0, lambda: [packs], lambda: False)
     shown.serve()
     assert shown.port is not None

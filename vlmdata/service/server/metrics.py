@@ -1,4 +1,4 @@
-"""Counters for Prometheus, and a health check, over HTTP."""
+"""Counters for Prometheus, and a health check, over HTTP. Without a port, nothing is counted, and no package needed."""
 
 from __future__ import annotations
 
@@ -7,18 +7,13 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.exposition import choose_encoder
-
 from vlmdata.errors import UsageError
-from vlmdata.service.server.counting import Counting, Shown
+from vlmdata.service.server.config import ServerConfig
 
 _log = logging.getLogger("vlmdata.service")
-
-disable_created_metrics()  # type: ignore[no-untyped-call] # one more line a counter, which nobody reads
 
 #: Connections at the same time. The port asks for no token, so strangers must not get any number of them.
 _MAX_CONNECTIONS = 32
@@ -27,10 +22,54 @@ _SECONDS_OF_A_CONNECTION = 5.0
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
+@dataclass(frozen=True)
+class Shown:
+    """A value that the server has anyway, and that is shown; ``counts`` if it only grows."""
+
+    name: str
+    text: str
+    value: float
+    counts: bool = False
+
+
+class Counting:
+    """Takes counts and forgets them. :class:`Metrics` keeps them, and has a port."""
+
+    port: int | None = None
+
+    def sent(self, size: int) -> None:
+        """Counts a batch that was sent."""
+
+    def answered(self, seconds: float) -> None:
+        """Counts a query whose answer begins."""
+
+    def refused(self, reason: str) -> None:
+        """Counts a query that is not answered."""
+
+    def serve(self) -> None:
+        """Starts the HTTP server, if there is a port for it."""
+
+    def close(self) -> None:
+        """Stops it."""
+
+
+def counting(config: ServerConfig, shown: Callable[[], list[Shown]], is_draining: Callable[[], bool]) -> Counting:
+    """Returns real counters if there is a port to show them; a UsageError if a package for that is not installed."""
+    if config.metrics_port is None:
+        return Counting()
+    try:
+        return Metrics(config.host, config.metrics_port, shown, is_draining)
+    except ImportError as error:
+        raise UsageError(f"--metrics-port needs a package ({error}): pip install 'vlmdata[service]'") from error
+
+
 class Metrics(Counting):
     """The counters of a server, and the HTTP server that shows them, with the values that the server has anyway."""
 
     def __init__(self, host: str, port: int, shown: Callable[[], list[Shown]], is_draining: Callable[[], bool]):
+        from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
+
+        disable_created_metrics()  # type: ignore[no-untyped-call] # one more line a counter, which nobody reads
         self._place, self._is_draining = (host, port), is_draining
         self.registry = CollectorRegistry()
         self._batches = Counter("vlmdata_batches", "Batches sent.", registry=self.registry)
@@ -106,6 +145,8 @@ class Metrics(Counting):
             writer.transport.abort()
 
     def _answer(self, request: str) -> bytes:
+        from prometheus_client.exposition import choose_encoder
+
         first, *headers = request.split("\r\n")
         path = "".join(first.split(" ")[1:2]).partition("?")[0]
         status, kind, body = "404 Not Found", "text/plain", b""
@@ -132,6 +173,8 @@ class _State:
         self._shown = shown
 
     def collect(self) -> Iterable[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
         for each in self._shown():
             family = CounterMetricFamily if each.counts else GaugeMetricFamily
             yield family(each.name, each.text, value=each.value)

@@ -39,7 +39,7 @@ from vlmdata.service.server.access import RateLimit, TokenCheck, TokenFile, mach
 from vlmdata.service.server.ahead import ReadAhead
 from vlmdata.service.server.answer import SCHEMA, Answer, Answers, FileAnswer, Sent, SharedAnswer
 from vlmdata.service.server.config import ServerConfig
-from vlmdata.service.server.counting import Shown, counting
+from vlmdata.service.server.metrics import Shown, counting
 from vlmdata.service.server.packs import BusyError, FilledPack, Fillers, Packs
 from vlmdata.service.server.plans import PlanBook
 from vlmdata.service.shared_memory import this_place
