@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -18,7 +17,7 @@ from rich.table import Table
 from preprocess.config import EMBEDDED, Overlong, TrainTurns
 from preprocess.run.dataset import PartResult, RunResult
 from vlmdata.cli.console import results
-from vlmdata.format.ledger import Rejection, read_ledger
+from vlmdata.format.ledger import Rejection, first_rejections
 from vlmdata.format.manifest import (
     DROPPED_REASONING,
     LAST_TURNS_WITH_DROPPED_REASONING,
@@ -230,7 +229,8 @@ def report_of(
         shown.append(Reason.UNEXPECTED_ERROR)
     with store.local(INDEX_NAME, *([LEDGER_NAME] if shown else [])) as folder:
         index = pq.read_table(folder / INDEX_NAME, columns=["length", "target_turns"])
-        first = _first_rejections(folder / LEDGER_NAME, set(shown))
+        counts = {reason: manifest.rejects[reason] for reason in shown}
+        first = first_rejections(folder / LEDGER_NAME, counts, 1)
     failed = first.get(Reason.UNEXPECTED_ERROR)
     return Report(
         store=store,
@@ -238,8 +238,8 @@ def report_of(
         lengths=histogram("length", "length (tokens)", "integer", index.column("length").to_numpy()),
         seconds=seconds,
         max_reject_rate=max_reject_rate,
-        examples=tuple(first[reason] for reason in dict.fromkeys(shown[:_EXAMPLES]) if reason in first),
-        failed_row=None if failed is None else failed.row,
+        examples=tuple(each for reason in dict.fromkeys(shown[:_EXAMPLES]) for each in first[reason]),
+        failed_row=failed[0].row if failed else None,
         command=command,
         has_turns=bool(index.column("target_turns").to_numpy().any()),
     )
@@ -263,18 +263,6 @@ def _candidates(totals: Totals) -> str:
 
 def _commonest_first(manifest: Manifest) -> list[tuple[str, int]]:
     return sorted(manifest.rejects.items(), key=lambda reason: (-reason[1], reason[0]))
-
-
-def _first_rejections(ledger: Path, reasons: Collection[str]) -> dict[str, Rejection]:
-    """Returns the first rejection for each reason. Reads only as much of the ledger as needed."""
-    found: dict[str, Rejection] = {}
-    if reasons:
-        for rejection in read_ledger(ledger):
-            if rejection.reason in reasons:
-                found.setdefault(rejection.reason, rejection)
-            if len(found) == len(reasons):
-                break
-    return found
 
 
 def _shown(counts: Mapping[str, int]) -> str:
