@@ -16,7 +16,7 @@ _FLUSH_BYTES = 16 * 1024 * 1024
 class Writing(Protocol):
     """A file that is being written. Its name appears only when the file is complete."""
 
-    closed = False  # some libraries read it
+    closed: bool = False  # some libraries read it
 
     def write(self, data: Buffer) -> int:
         """Appends all bytes. Returns their number.
@@ -30,6 +30,7 @@ class Writing(Protocol):
 
     def flush(self) -> None:
         """Does nothing: written bytes become durable when the file gets its name."""
+        return
 
     def finish(self) -> None:
         """Waits until all bytes are stored and only the name is missing.
