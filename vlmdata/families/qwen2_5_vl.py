@@ -72,6 +72,7 @@ FAMILY = Family(
             max_pixels=602_112,
             max_video_tokens=128_000,
         ),
+        bounds_each_frame=True,
         tokens_per_second=2,
     ),
 )

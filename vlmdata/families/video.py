@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -48,10 +48,12 @@ class VideoRules:
 
     Attributes:
         defaults: The settings that a run begins with.
+        bounds_each_frame: Whether the bounds of pixels are those of a frame, or of all frames together.
         tokens_per_second: Steps of the first axis of positions per second between temporal patches; 0 steps by one.
     """
 
     defaults: VideoSettings
+    bounds_each_frame: bool = False
     tokens_per_second: int = 0
 
     def frame_indices(self, total: int, rate: float, settings: VideoSettings, temporal: int) -> npt.NDArray[np.int64]:
@@ -85,6 +87,41 @@ class VideoRules:
             AspectRatioError: If the aspect ratio is above the family's limit.
         """
         raise NotImplementedError
+
+    def bounded(
+        self,
+        settings: VideoSettings,
+        frames: int,
+        temporal: int,
+        least: int | None = None,
+        most: int | None = None,
+        total: int | None = None,
+    ) -> VideoSettings:
+        """Returns settings with the bounds that the data requests for a video, as the keys of qwen_vl_utils mean them.
+
+        Args:
+            settings: Those of the run.
+            frames: Number of sampled frames.
+            temporal: Frames per patch.
+            least: ``min_pixels`` of the data: smallest area of a frame.
+            most: ``max_pixels``: largest area of a frame, which replaces that of the run.
+            total: ``total_pixels``: largest area of all temporal patches together.
+
+        Raises:
+            VideoFramesError: If the bounds contradict each other.
+        """
+        scale = 1 if self.bounds_each_frame else frames
+        upper = settings.max_pixels if most is None else most * scale
+        upper = upper if total is None else min(upper, total * temporal * scale // frames)
+        lower = settings.min_pixels if least is None else least * scale
+        if lower > upper:
+            if least is not None:
+                raise VideoFramesError(
+                    f"min_pixels {least:,} needs {lower:,} pixels, and max_pixels and total_pixels allow {upper:,} for "
+                    f"{frames} frames"
+                )
+            lower = upper
+        return replace(settings, min_pixels=lower, max_pixels=upper)
 
     def temporal_step(self, seconds_per_patch: float) -> int:
         """Returns the step of the first axis of positions from one temporal patch of a block to the next.

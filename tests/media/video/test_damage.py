@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.media.video.clips import clip, number_of
+from tests.media.video.clips import clip, number_of, picture
 from tests.media.video.test_frames import sampled
 from vlmdata.media.error import MediaError
-from vlmdata.media.video import read_contents
+from vlmdata.media.video import read_contents, sample_video
 from vlmdata.media.video.container import VideoLimits
 from vlmdata.reasons import Reason
 
@@ -28,20 +28,31 @@ def refusal(data: bytes | Path, limits: VideoLimits = VideoLimits()) -> MediaErr
     return caught.value
 
 
+def noisy(codec: str, **options: object) -> bytes:
+    """90 frames of 3 s with noise, so that pixels are most of the file."""
+    random = np.random.default_rng(0)
+    frames = [
+        np.clip(picture(n, 96, 64).astype(int) + random.integers(-60, 60, (64, 96, 3)), 0, 255).astype(np.uint8)
+        for n in range(90)
+    ]
+    return clip(codec, 90, size=(64, 96), frames=frames, **{"options": {"g": "10"}, **options})
+
+
 CUT = {
-    "mkv": clip("libx264", 90, container="matroska", options={"g": "10"}),
-    "webm": clip("libvpx-vp9", 90, options={"g": "10"}),
-    "mp4": clip("libx264", 90, muxer={"movflags": "faststart"}, options={"g": "10"}),
-    "fragmented": clip("libx264", 90, muxer={"movflags": "frag_keyframe+empty_moov"}, options={"g": "10"}),
-    "avi": clip("mpeg4", 90, options={"g": "10"}),
-    "mjpeg": clip("mjpeg", 90),
-    "gif": clip("gif", 90),
-    "hevc": clip("libx265", 90, muxer={"movflags": "faststart"}),
+    "mkv": noisy("libx264", container="matroska"),
+    "webm": noisy("libvpx-vp9"),
+    "mp4": noisy("libx264", muxer={"movflags": "faststart"}),
+    "fragmented": noisy("libx264", muxer={"movflags": "frag_keyframe+empty_moov"}),
+    "avi": noisy("mpeg4", context={"bit_rate": 10**7}),
+    "mjpeg": noisy("mjpeg"),
+    "gif": noisy("gif"),
+    "hevc": noisy("libx265", muxer={"movflags": "faststart"}),
+    "flv": noisy("libx264", container="flv"),
 }
 
 
 @pytest.mark.parametrize("kind", CUT)
-@pytest.mark.parametrize("part", [0.4, 0.8])
+@pytest.mark.parametrize("part", [0.6, 0.8, 0.97])
 def test_an_incomplete_file_is_refused_or_used_up_to_its_end(kind: str, part: float) -> None:
     whole = CUT[kind]
     data = whole[: int(len(whole) * part)]
@@ -49,7 +60,7 @@ def test_an_incomplete_file_is_refused_or_used_up_to_its_end(kind: str, part: fl
     assert error.reason is Reason.DAMAGED_VIDEO
     assert "--damaged-videos keep" in error.message
     kept = read_contents(data, KEEP)
-    assert 90 * part * 0.4 < len(kept) < 90
+    assert 90 * part * 0.3 < len(kept) <= 90
     assert kept.damage
     made, frames = sampled(data, list(range(len(kept))), keep_damaged=True)
     left = len(made.contents)
@@ -65,8 +76,6 @@ def test_a_tail_of_zeros_is_damage(kind: str) -> None:
         sampled(data, [0, 10, 85])
     seen: list[int] = []
 
-    from vlmdata.media.video import sample_video
-
     def begin(contents: object, indices: np.ndarray) -> object:
         seen.clear()
         return lambda place, pixels: seen.append(number_of(pixels))
@@ -78,9 +87,12 @@ def test_a_tail_of_zeros_is_damage(kind: str) -> None:
 
 
 def test_damage_that_no_chosen_frame_needs_is_not_read() -> None:
-    data = bytearray(CUT["mkv"])
-    middle = len(data) // 2
-    data[middle : middle + 40] = bytes(40)
+    data = bytearray(CUT["mp4"])
+    with av.open(BytesIO(data)) as file:
+        packet = [packet for packet in file.demux() if packet.size][45]
+    data[packet.pos + 20 : packet.pos + packet.size] = bytes(packet.size - 20)
+    with pytest.raises(MediaError, match=r"damaged_video: video: frame 4\d does not decode"):
+        sampled(bytes(data), list(range(90)))
     made, frames = sampled(bytes(data), [0, 89])
     assert [number_of(pixels) for pixels in frames] == [0, 89]
     assert made.contents.damage == ""
@@ -90,7 +102,7 @@ def test_a_file_without_its_index_is_refused() -> None:
     data = clip("libx264", 20)
     error = refusal(data[: len(data) // 2], KEEP)
     assert error.reason is Reason.DAMAGED_VIDEO
-    assert "a video of 1," in error.message or "does not open" in error.message
+    assert "bytes that does not open" in error.message
 
 
 def test_a_header_that_overstates_the_frames_is_not_trusted() -> None:
@@ -109,13 +121,13 @@ def test_a_header_that_overstates_the_frames_is_not_trusted() -> None:
 
 def test_a_file_without_frames() -> None:
     file = BytesIO()
-    with av.open(file, "w", format="matroska") as out:
-        stream = out.add_stream("ffv1", rate=30)
-        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+    with av.open(file, "w", format="avi") as out:
+        stream = out.add_stream("mjpeg", rate=30)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuvj420p"
         out.start_encoding()
     error = refusal(file.getvalue())
     assert error.reason is Reason.EMPTY_VIDEO
-    assert error.message.endswith("matroska,webm with ffv1 has no frames")
+    assert error.message.endswith("avi with mjpeg has no frames")
 
 
 def image_file() -> bytes:
@@ -176,3 +188,12 @@ def test_frames_that_change_size_are_refused() -> None:
     parts = [clip("libx264", 5, size=size, container="h264") for size in ((48, 64), (96, 64))]
     with pytest.raises(MediaError, match="its frames change from 64x48 to 64x96 pixels; split the file"):
         sampled(b"".join(parts), [0, 9])
+
+
+@pytest.mark.parametrize("kind", ["mp4", "mkv"])
+def test_a_file_with_a_part_of_its_first_frames_has_none(kind: str) -> None:
+    """The second frame is shown before others that are missing, so not even the first is certain to come next."""
+    with av.open(BytesIO(CUT[kind])) as file:
+        second = [packet for packet in file.demux() if packet.size][1]
+    error = refusal(CUT[kind][: second.pos + 40], KEEP)
+    assert error.reason is Reason.DAMAGED_VIDEO

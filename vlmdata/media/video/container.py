@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from vlmdata.media.error import MediaError
 from vlmdata.media.signatures import VIDEO, recognise
@@ -42,6 +42,11 @@ class VideoLimits:
     keep_damaged: bool = False
 
 
+def file_of(source: VideoSource) -> IO[bytes]:
+    """Opens the bytes of a video. FFmpeg gets no path: it gives names with a colon a meaning of their own."""
+    return io.BytesIO(source) if isinstance(source, bytes) else source.open("rb")
+
+
 @contextmanager
 def opened(source: VideoSource, limits: VideoLimits, what: str) -> Iterator[tuple[InputContainer, VideoStream]]:
     """Opens a file, and yields it with its video stream, ready to decode in one thread.
@@ -57,15 +62,14 @@ def opened(source: VideoSource, limits: VideoLimits, what: str) -> Iterator[tupl
     import av
 
     with ExitStack() as stack:
-        # A Python file also for paths: FFmpeg gives names with a colon a meaning of their own.
-        file = io.BytesIO(source) if isinstance(source, bytes) else stack.enter_context(source.open("rb"))
+        file = stack.enter_context(file_of(source))
         head = file.read(_HEAD_BYTES)
         size = file.seek(0, io.SEEK_END)
         file.seek(0)
         if size == 0:
             raise MediaError(Reason.EMPTY_VIDEO, f"{what}: the file has 0 bytes")
         try:
-            container = stack.enter_context(av.open(file, options={"format_whitelist": _FORMATS}))
+            container = stack.enter_context(av.open(file, "r", options={"format_whitelist": _FORMATS}))
         except (av.FFmpegError, UnicodeDecodeError) as error:
             raise _not_opened(head, size, error, what) from error
         yield container, _video_stream(container, limits, what)

@@ -7,7 +7,7 @@ with its invisible frames), all frames are decoded once to count them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vlmdata.media.error import MediaError
-from vlmdata.media.video.container import VideoLimits, VideoSource, opened, reason_of
+from vlmdata.media.video.complete import incomplete
+from vlmdata.media.video.container import VideoLimits, VideoSource, file_of, opened, reason_of
 from vlmdata.media.video.picture import Pictures, colour_of
 from vlmdata.reasons import Reason
 from vlmdata.wording import counted
@@ -32,7 +33,7 @@ _UNTIMED_FORMATS = frozenset({"avi", "mpeg", "mpegvideo", "h264", "hevc", "vvc",
 _UNTIMED_CODECS = frozenset({"vp8"})
 #: Headers declare the length of these files. A file that ends this much earlier is incomplete.
 _DECLARING_FORMATS = ("mov", "matroska", "flv", "asf")
-_SLACK_SECONDS = 1.0
+_SLACK_SECONDS = 0.5
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +75,9 @@ class VideoContents:
 
     def seconds(self, numbers: npt.NDArray[np.integer] | list[int]) -> npt.NDArray[np.float64]:
         """Returns when frames are shown, in seconds after the first: float64 (n,)."""
-        return (self.times[np.asarray(numbers, np.int64)] - self.times[0]) * float(self.time_base)
+        ticks = self.times[np.asarray(numbers, np.int64)] - self.times[0]
+        seconds: npt.NDArray[np.float64] = ticks * float(self.time_base)
+        return seconds
 
     def shown_at(self, indices: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
         """Returns the frames that are shown at the times ``index / rate``, int64 (n,).
@@ -98,7 +101,7 @@ class VideoContents:
         """
         times, end = self.times[:number], int(self.times[number])
         packets, starts = (None if each is None else each[:number] for each in (self.packets, self.starts))
-        rate = _rate(times, end, self.rate, self.time_base)
+        rate = _rate(times, end, (self.rate,), self.time_base)
         return replace(self, times=times, end=end, rate=rate, packets=packets, starts=starts, damage=damage)
 
 
@@ -116,7 +119,7 @@ def read_contents(source: VideoSource, limits: VideoLimits = VideoLimits(), what
     """
     packets = _read_packets(source, limits, what)
     frames = _decoded(source, limits, what, packets, all=not packets.timed)
-    contents = _by_packets(packets, frames) if packets.timed else _by_decoding(packets, frames)
+    contents = _by_packets(packets, frames, what) if packets.timed else _by_decoding(packets, frames)
     if contents.damage and not limits.keep_damaged:
         raise damaged(contents, len(contents), contents.damage, what)
     return contents
@@ -151,6 +154,7 @@ class _Packets:
         keys: Whether decoding can begin there.
         shown: Whether the frame is to be shown.
         damage: As in :class:`VideoContents`.
+        seen: If the file is damaged, the time up to which no packet is missing; None if that is not known.
         timed: Whether there is one packet for each frame, with the time at which it is shown.
     """
 
@@ -158,12 +162,13 @@ class _Packets:
     codec: str
     time_base: Fraction
     declared_frames: int
-    declared_rate: Fraction | None
+    declared_rates: tuple[Fraction, ...]
     times: list[int | None]
     durations: list[int]
     keys: list[bool]
     shown: list[bool]
     damage: str
+    seen: int | None
 
     @property
     def timed(self) -> bool:
@@ -176,12 +181,11 @@ def _read_packets(source: VideoSource, limits: VideoLimits, what: str) -> _Packe
     import av
 
     times, durations, keys, shown = list[int | None](), list[int](), list[bool](), list[bool]()
-    ends, damage = 0.0, ""
+    decoding, ends, damage = list[int | None](), 0.0, ""
     with opened(source, limits, what) as (container, stream):
         try:
             for packet in container.demux():
-                if packet.dts is not None or packet.pts is not None:
-                    at = packet.pts if packet.pts is not None else packet.dts
+                if (at := packet.dts if packet.pts is None else packet.pts) is not None:
                     ends = max(ends, float((at + (packet.duration or 0)) * packet.time_base))
                 if packet.stream is not stream or not packet.size:
                     continue
@@ -192,22 +196,31 @@ def _read_packets(source: VideoSource, limits: VideoLimits, what: str) -> _Packe
                 durations.append(packet.duration or 0)
                 keys.append(packet.is_keyframe)
                 shown.append(not packet.is_discard)
+                # Packets are in the order of decoding, and no picture is shown before it is decoded.
+                decoding.append(packet.dts)
         except (av.FFmpegError, UnicodeDecodeError) as error:
             damage = f"its packet {len(times)} cannot be read: {reason_of(error)}"
         declared = _declared_end(container)
-        if not damage and declared > ends + _SLACK_SECONDS:
-            damage = f"it ends after {ends:.2f} s, and its header declares {declared:.2f} s"
+        if not damage:
+            with file_of(source) as file:
+                damage = incomplete(file, container.format.name)
+            if not damage and declared > ends + _SLACK_SECONDS:
+                damage = f"it ends after {ends:.2f} s, and its header declares {declared:.2f} s"
+            if damage:  # the last packet may be a part of one
+                for column in (times, decoding, durations, keys, shown):
+                    del column[-1:]
         return _Packets(
             container=container.format.name,
             codec=str(stream.codec_context.codec.canonical_name),
             time_base=_fraction(stream.time_base),
             declared_frames=stream.frames,
-            declared_rate=_fraction(stream.average_rate) if stream.average_rate else None,
+            declared_rates=tuple(_fraction(rate) for rate in (stream.base_rate, stream.average_rate) if rate),
             times=times,
             durations=durations,
             keys=keys,
             shown=shown,
             damage=damage,
+            seen=next((time for time in reversed(decoding) if time is not None), None) if damage else None,
         )
 
 
@@ -260,15 +273,27 @@ def _decoded(source: VideoSource, limits: VideoLimits, what: str, packets: _Pack
     if first is not None:
         return _Decoded(Pictures(what).size(first), (first.height, first.width), colour_of(first), times, damage)
     if damage := damage or packets.damage:
-        raise MediaError(Reason.DAMAGED_VIDEO, f"{what}: {damage}, and no frame before that. Get the file again.")
+        raise _damaged_at_once(damage, what)
     declared = f", although its header declares {packets.declared_frames}" if packets.declared_frames else ""
     raise MediaError(Reason.EMPTY_VIDEO, f"{what}: {packets.container} with {packets.codec} has no frames{declared}")
 
 
-def _by_packets(packets: _Packets, first: _Decoded) -> VideoContents:
-    """Makes the contents of a file whose packets tell the times."""
+def _damaged_at_once(damage: str, what: str) -> MediaError:
+    return MediaError(Reason.DAMAGED_VIDEO, f"{what}: {damage}, and no frame before that. Get the file again.")
+
+
+def _by_packets(packets: _Packets, first: _Decoded, what: str) -> VideoContents:
+    """Makes the contents of a file whose packets tell the times.
+
+    Raises:
+        MediaError: DAMAGED_VIDEO if no frame is certain.
+    """
     all_times = np.array(packets.times, dtype=np.int64)
     shown = np.flatnonzero(packets.shown)
+    if packets.seen is not None:
+        shown = shown[all_times[shown] <= packets.seen]
+    if not len(shown):
+        raise _damaged_at_once(packets.damage, what)
     order = shown[np.argsort(all_times[shown])]
     # A frame is decoded from the last key frame before it in the file that is not shown after it: pictures that
     # follow a key frame but are shown before it need the key frame before.
@@ -280,8 +305,8 @@ def _by_packets(packets: _Packets, first: _Decoded) -> VideoContents:
         while at > 0 and key_times[at] > all_times[packet]:
             at -= 1
         starts[number] = keys[max(at, 0)]
-    durations = np.array(packets.durations, dtype=np.int64)[order]
-    return _contents(packets, first, all_times[order], int(durations[-1]), packets.damage, order, starts)
+    last_duration = packets.durations[order[-1]]
+    return _contents(packets, first, all_times[order], last_duration, packets.damage, order, starts)
 
 
 def _by_decoding(packets: _Packets, frames: _Decoded) -> VideoContents:
@@ -292,7 +317,7 @@ def _by_decoding(packets: _Packets, frames: _Decoded) -> VideoContents:
     times = np.array([-1 if time is None else time for time in frames.times], dtype=np.int64)
     damage = frames.damage or packets.damage
     if None in frames.times or (np.diff(times) <= 0).any():
-        rate = packets.declared_rate or UNKNOWN_RATE
+        rate = next(iter(packets.declared_rates), UNKNOWN_RATE)
         ticks = [round(number / (rate * packets.time_base)) for number in range(len(times) + 1)]
         times = np.array(ticks[:-1], dtype=np.int64)
     return _contents(packets, frames, times, 0, damage, None, None)
@@ -307,12 +332,12 @@ def _contents(
     order: npt.NDArray[np.int64] | None,
     starts: npt.NDArray[np.int64] | None,
 ) -> VideoContents:
-    declared, unit = packets.declared_rate, packets.time_base
+    declared, unit = packets.declared_rates, packets.time_base
     interval = last_duration
     if interval <= 0 and len(times) > 1:
         interval = max(int(np.median(np.diff(times))), 1)
     elif interval <= 0:
-        interval = max(round(1 / ((declared or UNKNOWN_RATE) * unit)), 1)
+        interval = max(round(1 / (next(iter(declared), UNKNOWN_RATE) * unit)), 1)
     end = int(times[-1]) + interval
     return VideoContents(
         times=times,
@@ -331,13 +356,14 @@ def _contents(
     )
 
 
-def _rate(times: npt.NDArray[np.int64], end: int, declared: Fraction | None, unit: Fraction) -> Fraction:
-    """Returns the declared rate if each frame comes when it says, but for rounded times; else the mean rate."""
+def _rate(times: npt.NDArray[np.int64], end: int, declared: Sequence[Fraction], unit: Fraction) -> Fraction:
+    """Returns a declared rate if each frame comes when it says, but for rounded times; else the mean rate."""
     count, begin = len(times), int(times[0])
-    if declared is not None:
-        step = 1 / (declared * unit)
-        if step >= 1 and max(abs(begin + number * step - time) for number, time in enumerate(times.tolist())) <= 1:
-            return declared
+    for rate in declared:
+        step = 1 / (rate * unit)
+        even = begin + np.arange(count) * float(step)
+        if step >= 1 and np.abs(even - times).max() <= 1 and abs(begin + count * float(step) - end) <= 2:
+            return rate
     return count / ((end - begin) * unit)
 
 

@@ -58,7 +58,7 @@ class Pictures:
             dst_color_range=ColorRange.JPEG,
             threads=1,
         )
-        pixels = made.to_ndarray()
+        pixels: npt.NDArray[np.uint8] = made.to_ndarray().astype(np.uint8, copy=False)
         if has_alpha:
             pixels = _on_white(pixels)
         flip_rows, flip_columns, transposed = self._turn(frame)

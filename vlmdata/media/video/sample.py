@@ -42,6 +42,7 @@ def sample_video(
     begin: Callable[[VideoContents, npt.NDArray[np.int64]], Put],
     limits: VideoLimits = VideoLimits(),
     what: str = "video",
+    contents: VideoContents | None = None,
 ) -> SampledVideo:
     """Decodes the frames that a rule chooses.
 
@@ -52,12 +53,13 @@ def sample_video(
             file is kept up to the damage, both are called again for what is left of it.
         limits: What is accepted.
         what: Name of the field for messages, such as ``videos[2]``.
+        contents: The contents of the file, if they are known.
 
     Raises:
         MediaError: As for :func:`~vlmdata.media.video.contents.read_contents`; DAMAGED_VIDEO also if a chosen frame
             does not decode, unless ``keep_damaged``.
     """
-    contents = read_contents(source, limits, what)
+    contents = contents or read_contents(source, limits, what)
     while True:
         indices = np.asarray(choose(contents)).astype(np.int64)
         numbers = contents.shown_at(indices)
