@@ -190,10 +190,9 @@ def test_frames_that_change_size_are_refused() -> None:
         sampled(b"".join(parts), [0, 9])
 
 
-@pytest.mark.parametrize("kind", ["mp4", "mkv"])
-def test_a_file_with_a_part_of_its_first_frames_has_none(kind: str) -> None:
+def test_a_file_with_a_part_of_its_first_frames_has_none() -> None:
     """The second frame is shown before others that are missing, so not even the first is certain to come next."""
-    with av.open(BytesIO(CUT[kind])) as file:
+    with av.open(BytesIO(CUT["mp4"])) as file:
         second = [packet for packet in file.demux() if packet.size][1]
-    error = refusal(CUT[kind][: second.pos + 40], KEEP)
+    error = refusal(CUT["mp4"][: second.pos + 40], KEEP)
     assert error.reason is Reason.DAMAGED_VIDEO
