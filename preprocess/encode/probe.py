@@ -18,7 +18,6 @@ from vlmdata.errors import SourceError
 from vlmdata.format.index_row import IndexRow
 from vlmdata.format.schema import sample_key
 from vlmdata.format.shard import ItemPlace, Placement
-from vlmdata.media.codecs import IMAGE, ItemShape
 from vlmdata.media.image_file import image_file
 from vlmdata.reasons import Reason
 from vlmdata.verify.sample import SampleRules, audit_sample
@@ -53,7 +52,7 @@ def require_usable(tokenizer: ChatTokenizer, config: PreprocessConfig) -> None:
         try:
             sample = encoder.encode(conversation)
         except RowRejected as error:
-            if conversation.images and not _knows_images(encoder, conversation):
+            if conversation.media and not _knows_images(encoder, conversation):
                 continue
             raise SourceError(f"--tokenizer {tokenizer.info.name}: {error.message}. {_REMEDY}") from error
         findings = audit_sample(sample.to_sample(sample_key(0)), _index_row(sample), rules)
@@ -90,7 +89,7 @@ def _knows_images(encoder: Encoder, conversation: Conversation) -> bool:
 
 
 def _index_row(sample: EncodedSample) -> IndexRow:
-    items = tuple(ItemPlace(ItemShape(IMAGE, image.grid), 0, 0, 0, 0) for image in sample.images)
+    items = tuple(ItemPlace(image.shape, 0, 0, 0, 0) for image in sample.images)
     return IndexRow(
         key=sample_key(0),
         source_row=0,

@@ -231,9 +231,6 @@ def test_positions_with_images_and_videos_are_those_of_the_models(
     blocks = Blocks.of(made, shapes, {IMAGE: IMAGE_PAD, VIDEO: VIDEO_PAD}, steps)
     starts = blocks.locate(input_ids)
     assert len(blocks.firsts) == len(shapes)
-    assert all(
-        input_ids[start - 1 : start + 1].tolist() != [pad] * 2 for start, pad in zip(starts, blocks.tokens) if start
-    )
     found = made.position_ids(len(ids), starts, blocks.grids, blocks.steps)
     if not ids:
         return
