@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from preprocess.options import data_option, image_option, run_option, text_option
 from vlmdata.errors import UsageError
@@ -15,7 +15,9 @@ from vlmdata.families import REGISTRY as FAMILIES
 from vlmdata.families.video import VideoSettings
 from vlmdata.media.codecs import MOST_FILE_PIXELS, RAW, ItemCodec, describe_codecs
 from vlmdata.media.codecs import REGISTRY as CODECS
-from vlmdata.media.video.container import VideoLimits
+
+if TYPE_CHECKING:
+    from vlmdata.media.video.container import VideoLimits
 
 #: Name of the tokenizer included in vlmdata: 6,144 ids, which fit no published model.
 EMBEDDED = "embedded"
@@ -153,6 +155,10 @@ class VideoConfig:
 
     def limits(self, max_source_pixels: int) -> VideoLimits:
         """Returns what is accepted of video files."""
+        from vlmdata.media.video.container import (
+            VideoLimits,  # slow to import: the help of the command needs this module
+        )
+
         return VideoLimits(max_source_pixels, self.damaged is DamagedVideos.KEEP)
 
 

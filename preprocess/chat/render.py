@@ -125,7 +125,7 @@ class Renderer:
         for part in document.parts:
             if isinstance(part, ImagePart):
                 made.add_image()
-            else:
+            elif isinstance(part, TextPart):
                 made.add(part.text)
         made.add_token(spell(info.end_of_text))
         text, written = made.text, set(made.spans)

@@ -52,6 +52,4 @@ def item_tokens(parts: Sequence[MediaPart], plans: Plans, config: PreprocessConf
     patches = sum(plans[part].patch_count(family) for part in parts if isinstance(part, VideoPart))
     videos, images = patches // family.patches_per_token, [part for part in parts if isinstance(part, ImagePart)]
     of_images = image_tokens(images, config, more_than - videos)
-    if of_images is not None:
-        return of_images + videos
-    return videos if videos > more_than else None
+    return None if of_images is None else of_images + videos
