@@ -1,0 +1,277 @@
+"""Names the kind of fault behind each difference between a pack and its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+
+from vlmdata.integrations.check.compare import Difference, Tolerance
+from vlmdata.integrations.check.packs import SampleBatch
+from vlmdata.integrations.check.probe import Influence
+from vlmdata.integrations.check.record import CONVOLUTION, Place, is_linear_attention
+
+
+class Kind(StrEnum):
+    """What is wrong."""
+
+    STATE = "state"
+    CONVOLUTION = "convolution"
+    ATTENTION = "attention"
+    POSITION = "position"
+    PIXELS = "pixels"
+    DEEPSTACK = "deepstack"
+    TOKENS = "tokens"
+    LABELS = "labels"
+    MTP = "mtp"
+    STALE = "stale"
+    OTHER = "other"
+
+
+#: Usual cause of each kind, and what to do.
+REMEDIES: Mapping[Kind, str] = {
+    Kind.STATE: "The delta rule starts without cu_seqlens, so the state of a sample runs on into the next. Pass "
+    "batch.cu_seqlens_padded to the kernel, or call it once per sample.",
+    Kind.CONVOLUTION: "The short convolution ignores the borders of samples. Give it seq_idx or cu_seqlens, put "
+    "zeros between samples, or call it once per sample.",
+    Kind.ATTENTION: "Attention sees the whole pack. Pass batch.cu_seqlens_padded to a flash attention, or a "
+    "block-diagonal causal mask to another.",
+    Kind.POSITION: "The rotary positions are not those of the sample alone. Pass batch.position_ids unmodified; they "
+    "start at 0 in each sample.",
+    Kind.PIXELS: "Image tokens hold the features of other pixels. Pass pixel_values and image_grid_thw in the order of "
+    "the batch, and put the features at the image tokens in that order.",
+    Kind.DEEPSTACK: "The deepstack features are added to other rows than their image tokens. Use the mask of the "
+    "image tokens of this pack, and features in the order of the batch.",
+    Kind.TOKENS: "The model embeds other tokens than those of the batch. Pass batch.input_ids unmodified.",
+    Kind.LABELS: "The loss has other targets or weights than the samples. batch.labels is already shifted: compare "
+    "token i's logits with label i, and weigh by batch.loss_weights.",
+    Kind.MTP: "Multi-token prediction reaches over the border of a sample. Shift tokens and labels within each "
+    "sample, and take no loss of its last tokens.",
+    Kind.STALE: "The forward pass used something that an earlier call left behind, such as the lengths of another "
+    "pack. Compute it from the batch of each call.",
+    Kind.OTHER: "A module computes something else in a pack than alone. Look at the code of the named place.",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A fault of the model with packs.
+
+    Attributes:
+        kind: What is wrong.
+        place: The first module or function that is wrong.
+        detail: Which of its tensors, in words.
+        phase: ``forward`` or ``backward``.
+        error: Largest relative error.
+        tolerance: The largest error that would be no fault.
+        places: How many places have a fault of this kind.
+        sample: Key of the sample with the largest error, or "".
+        row: Number of the row in that sample, or -1.
+        unit: What a row is.
+        rows: How many rows are wrong.
+        crosses: Whether values of one sample reach another; None: not known.
+        evidence: How that was found out, in words.
+    """
+
+    kind: Kind
+    place: str
+    detail: str
+    phase: str
+    error: float
+    tolerance: float
+    places: int = 1
+    sample: str = ""
+    row: int = -1
+    unit: str = ""
+    rows: int = 0
+    crosses: bool | None = None
+    evidence: str = ""
+
+    @property
+    def remedy(self) -> str:
+        """Usual cause, and what to do."""
+        return REMEDIES[self.kind]
+
+
+@dataclass(frozen=True, eq=False)
+class Scene:
+    """What is known of a pack when its differences are named.
+
+    Attributes:
+        data: The pack.
+        places: Its places by name.
+        influences: How far samples reach into others, by name of a place.
+    """
+
+    data: SampleBatch
+    places: Mapping[str, Place]
+    influences: Mapping[str, Influence]
+
+
+def owner_of(difference: Difference) -> str:
+    """Name of the place whose code made a wrong tensor: of an input, the caller's."""
+    spot = difference.spot
+    return difference.caller if spot.given else spot.place
+
+
+def kind_of(difference: Difference, scene: Scene, tolerance: Tolerance) -> Kind:
+    """Names the kind of a difference."""
+    spot, unit = difference.spot, difference.unit
+    place = scene.places.get(spot.place)
+    if place is None:  # what the forward pass returned
+        by_path = {"loss": Kind.LABELS, "logits": Kind.OTHER}
+        return by_path.get(spot.path, Kind.MTP)
+    if place.function:
+        return Kind.CONVOLUTION if CONVOLUTION.search(place.function) else Kind.STATE
+    if "mtp" in spot.place:
+        return Kind.MTP
+    for found in (_by_path(spot.path, spot.given, unit), _by_module(place.module, spot.given, spot.place)):
+        if found is not None:
+            return found
+    wrong = (difference.rows > tolerance.of(spot)) & _image_rows(scene.data, unit)
+    if spot.path == "inputs_embeds":
+        return Kind.PIXELS if bool(wrong.any()) else Kind.TOKENS
+    return _by_owner(owner_of(difference), scene, bool(wrong.any()))
+
+
+def _by_path(path: str, given: bool, unit: str) -> Kind | None:
+    if unit == "target":
+        return Kind.LABELS
+    if not given:
+        return None
+    if "deepstack" in path or path == "visual_pos_masks":
+        return Kind.DEEPSTACK
+    if "position_ids" in path or "position_embeddings" in path:
+        return Kind.POSITION
+    return None
+
+
+def _by_module(module: torch.nn.Module, given: bool, name: str) -> Kind | None:
+    kind = type(module).__name__
+    if "Rotary" in kind:
+        return Kind.POSITION
+    if given and name.rpartition(".")[2] in ("visual", "vision_model", "patch_embed"):
+        return Kind.PIXELS
+    if given and isinstance(module, torch.nn.Embedding):
+        return Kind.PIXELS if _is_vision(name) else Kind.TOKENS
+    return None
+
+
+def _by_owner(owner: str, scene: Scene, at_images: bool) -> Kind:
+    """Names the kind of a wrong tensor by the module whose code made it."""
+    place = scene.places.get(owner)
+    if place is None:
+        return Kind.PIXELS if at_images else Kind.OTHER
+    kind = type(place.module).__name__
+    if is_linear_attention(place.module):
+        influence = scene.influences.get(owner)
+        only_near = influence is not None and influence.near and not influence.far
+        return Kind.CONVOLUTION if only_near else Kind.STATE
+    if "Attention" in kind:
+        return Kind.ATTENTION
+    if _is_vision(owner):
+        return Kind.PIXELS
+    if at_images and hasattr(place.module, "layers"):
+        return Kind.DEEPSTACK
+    return Kind.OTHER
+
+
+def _is_vision(name: str) -> bool:
+    return any(part.startswith(("visual", "vision")) for part in name.split("."))
+
+
+def _image_rows(data: SampleBatch, unit: str) -> torch.Tensor:
+    if unit == "token":
+        return data.image_tokens
+    return torch.full((data.totals[unit],), unit in ("patch", "merged", "image"))
+
+
+def probed_places(differences: Sequence[Difference], places: Mapping[str, Place]) -> frozenset[str]:
+    """Places of which to find out how far samples reach into others: where tokens are mixed."""
+    found = set()
+    for difference in differences:
+        name = owner_of(difference)
+        place = places.get(name)
+        if _mixes(place):
+            found.add(name)
+    return frozenset(found)
+
+
+def findings_of(differences: Sequence[Difference], scene: Scene, tolerance: Tolerance) -> list[Finding]:
+    """Groups the differences of a pack by kind, in order of the first of each."""
+    groups: dict[Kind, list[Difference]] = {}
+    for difference in sorted(differences, key=lambda each: each.order):
+        groups.setdefault(kind_of(difference, scene, tolerance), []).append(difference)
+    return [_finding(kind, group, scene, tolerance) for kind, group in groups.items()]
+
+
+def _finding(kind: Kind, group: Sequence[Difference], scene: Scene, tolerance: Tolerance) -> Finding:
+    first = group[0]
+    spot, owner = first.spot, owner_of(first)
+    crosses, evidence = _evidence(first, scene, tolerance)
+    allowed = tolerance.of(spot)
+    return Finding(
+        kind=kind,
+        place=owner or "forward",
+        detail=f"input {spot.path or '0'} of {spot.place}" if spot.given else f"output {spot.path}".strip(),
+        phase="forward",
+        error=first.error,
+        tolerance=allowed,
+        places=len({owner_of(each) for each in group}),
+        sample=scene.data.rows[first.sample].key,
+        row=first.row,
+        unit=first.unit,
+        rows=int((first.rows > allowed).sum()),
+        crosses=crosses,
+        evidence=evidence,
+    )
+
+
+def _evidence(difference: Difference, scene: Scene, tolerance: Tolerance) -> tuple[bool | None, str]:
+    """Whether values of one sample reach another, and how that was found out."""
+    key = scene.data.rows[difference.sample].key
+    influence = scene.influences.get(owner_of(difference))
+    if influence is not None:
+        if not influence.crosses:
+            return False, "noise in one sample changes no other: the values are wrong, but nothing leaks"
+        one, other = influence.pairs[0]
+        which = {(True, False): "the last tokens of ", (False, True): "tokens before the last of "}
+        part = which.get((influence.near, influence.far), "")
+        return True, f"noise in {part}sample {one} changes sample {other}"
+    if difference.source:
+        return True, f"{difference.unit} {difference.row} of sample {key} has the values of sample {difference.source}"
+    last = scene.data.rows[difference.sample].count(difference.unit) - 1
+    if difference.spot.path == "loss" and difference.row == last:
+        return True, f"the last token of sample {key} has a target, which is of the next sample"
+    return None, ""
+
+
+def backward_finding(wrong: Mapping[str, tuple[float, float]], scene: Scene) -> Finding:
+    """Names the first fault of a backward pass whose forward pass is right.
+
+    Args:
+        wrong: Error and tolerance of each parameter with a wrong gradient.
+        scene: The pack. Its places are in the order of the forward pass.
+    """
+    order = {name: number for number, name in enumerate(scene.places)}
+
+    def when(parameter: str) -> int:
+        name = parameter.rpartition(".")[0]
+        while name and name not in order:
+            name = name.rpartition(".")[0]
+        return order.get(name, -1)
+
+    last = max(wrong, key=when)  # the backward pass begins at the end
+    place = last.rpartition(".")[0]
+    owner = place
+    while owner and not _mixes(scene.places.get(owner)):
+        owner = owner.rpartition(".")[0]
+    kind = _by_owner(owner, scene, False) if owner else Kind.OTHER
+    error, allowed = wrong[last]
+    return Finding(kind, owner or place, f"gradient of {last}", "backward", error, allowed, places=len(wrong))
+
+
+def _mixes(place: Place | None) -> bool:
+    return place is not None and (is_linear_attention(place.module) or "Attention" in type(place.module).__name__)
