@@ -50,17 +50,21 @@ def _by_segments(function: Callable[..., Any], lengths: list[int], axis: int) ->
     return call
 
 
-def _linear(model: Any, convolution: bool, rule: bool) -> Forward:
-    """transformers' own code, with its convolution or its delta rule called once per segment, or not."""
+def _linear(model: Any, convolution: bool, rule: bool, heard: bool = True) -> Forward:
+    """transformers' own code, with its convolution or its delta rule called once per segment, or not.
+
+    ``heard``: whether the layers call the functions by the names that a check listens to.
+    """
     module = sys.modules[type(model).__module__]
+    own = {name: getattr(module, name) for name in ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")}
 
     def forward(batch: PackedBatch) -> Any:
         lengths = batch.cu_seqlens_padded.diff().tolist()
         with ExitStack() as stack:
-            for name, axis, right in (("causal_conv1d_fn", 2, convolution), ("torch_chunk_gated_delta_rule", 1, rule)):
-                function = getattr(module, name)
-                if right:
-                    stack.enter_context(mock.patch.object(module, name, _by_segments(function, lengths, axis)))
+            for (name, plain), axis, right in zip(own.items(), (2, 1), (convolution, rule), strict=True):
+                function = getattr(module, name) if heard else plain
+                function = _by_segments(function, lengths, axis) if right else function
+                stack.enter_context(mock.patch.object(module, name, function))
             return {"logits": model(**packed_inputs(batch)).logits}
 
     return forward
@@ -72,6 +76,14 @@ def no_cu_seqlens_in_the_delta_rule(model: Any) -> Forward:
 
 def no_borders_in_the_convolution(model: Any) -> Forward:
     return _linear(model, convolution=False, rule=True)
+
+
+def no_cu_seqlens_in_an_opaque_layer(model: Any) -> Forward:
+    return _linear(model, convolution=True, rule=False, heard=False)
+
+
+def no_borders_in_an_opaque_layer(model: Any) -> Forward:
+    return _linear(model, convolution=False, rule=True, heard=False)
 
 
 def linear_attention_over_the_pack(model: Any) -> Forward:
@@ -122,6 +134,8 @@ def pixels_of_another_sample(model: Any) -> Forward:
     """Patches one image further: the first image has pixels of the last."""
 
     def change(inputs: dict[str, Any], batch: PackedBatch) -> dict[str, Any]:
+        if not len(batch.image_grid_thw):
+            return inputs
         shift = int(batch.image_grid_thw[-1].prod())
         return inputs | {"pixel_values": inputs["pixel_values"].roll(shift, dims=0)}
 

@@ -70,6 +70,7 @@ class Difference:
         unit: What a row is.
         rows: float32 (rows of the unit,), the error of each row of the pack; 0 on padding.
         source: Key of another sample whose values the worst row has, or "".
+        values: Integers of that row in the pack and alone, in words, or "".
     """
 
     spot: Spot
@@ -81,6 +82,7 @@ class Difference:
     unit: str
     rows: torch.Tensor
     source: str = ""
+    values: str = ""
 
 
 class Forced:
@@ -171,12 +173,16 @@ class Forced:
         spans = [each.spans[unit] for each in self.data.rows]
         sample = next((number for number, (begin, end) in enumerate(spans) if begin <= worst < end), 0)
         error = float(rows[worst]) if len(rows) else 0.0
-        source = ""
-        if error > 1e-3:
+        source = values = ""
+        if error > 1e-3 and found.is_floating_point():
             source = self._source(found[worst], wanted, spans, sample)
+        elif error:
+            values = f"{_numbers(found[worst])}, alone {_numbers(wanted[worst])}"
         caller = self._callers[-1] if self._callers else ""
         order = self.differences[spot].order if spot in self.differences else len(self.differences)
-        return Difference(spot, caller, order, error, sample, worst - spans[sample][0], unit, rows.cpu(), source)
+        return Difference(
+            spot, caller, order, error, sample, worst - spans[sample][0], unit, rows.cpu(), source, values
+        )
 
     def _source(self, row: torch.Tensor, wanted: torch.Tensor, spans: Sequence[tuple[int, int]], sample: int) -> str:
         """Key of another sample that has such a row, if its own sample has none."""
@@ -186,6 +192,12 @@ class Forced:
         near = (flat - row).norm(dim=1) <= 1e-3 * row.norm()
         holders = [n for n, (begin, end) in enumerate(spans) if bool(near[begin:end].any())]
         return self.data.rows[holders[0]].key if holders and sample not in holders else ""
+
+
+def _numbers(row: torch.Tensor) -> str:
+    """The first integers of a row, each once if all are equal."""
+    numbers = row.flatten()[:4].tolist()
+    return ", ".join(str(each) for each in (numbers[:1] if len(set(numbers)) == 1 else numbers))
 
 
 def tensors_of_outcome(outcome: Outcome) -> Tensors:
@@ -210,7 +222,7 @@ def stitched(tensor: torch.Tensor, spot: Spot, calls: Sequence[list[Call]], data
     parts: list[torch.Tensor | None] = []
     for each in calls:
         there = [(call.inputs if spot.given else call.outputs).get(spot.path) for call in each]
-        if len(there) > 1 or (there and there[0] is None):
+        if len(there) > 1:
             return None
         parts.append(there[0] if there else None)
     present = [part for part in parts if part is not None]
@@ -298,6 +310,7 @@ class Tolerance:
 
     Attributes:
         local: Of a tensor whose inputs are right, at least.
+        mean: Of a mean loss whose inputs are right, at least: wrong targets change it little.
         whole: Of logits and losses of an unchanged run, at least.
         gradients: Of gradients, at least.
         measured: By spot, for low precision: of a tensor; of a whole output, with ``given``; of a gradient, with the
@@ -305,6 +318,7 @@ class Tolerance:
     """
 
     local: float
+    mean: float
     whole: float
     gradients: float
     measured: Mapping[Spot, float] = field(default_factory=dict)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
 
-from vlmdata.integrations.check.compare import Difference, Tolerance
+from vlmdata.integrations.check.compare import FORWARD, Difference, Spot, Tolerance
 from vlmdata.integrations.check.packs import SampleBatch
 from vlmdata.integrations.check.probe import Influence
 from vlmdata.integrations.check.record import CONVOLUTION, Place, is_linear_attention
@@ -215,7 +215,7 @@ def _finding(kind: Kind, group: Sequence[Difference], scene: Scene, tolerance: T
     return Finding(
         kind=kind,
         place=owner or "forward",
-        detail=f"input {spot.path or '0'} of {spot.place}" if spot.given else f"output {spot.path}".strip(),
+        detail=_words(spot),
         phase="forward",
         error=first.error,
         tolerance=allowed,
@@ -227,6 +227,12 @@ def _finding(kind: Kind, group: Sequence[Difference], scene: Scene, tolerance: T
         crosses=crosses,
         evidence=evidence,
     )
+
+
+def _words(spot: Spot) -> str:
+    if spot.given:
+        return f"argument {spot.path} of {spot.place}"
+    return f"output {spot.path}" if spot.place == FORWARD else "its output"
 
 
 def _evidence(difference: Difference, scene: Scene, tolerance: Tolerance) -> tuple[bool | None, str]:
@@ -242,17 +248,20 @@ def _evidence(difference: Difference, scene: Scene, tolerance: Tolerance) -> tup
         return True, f"noise in {part}sample {one} changes sample {other}"
     if difference.source:
         return True, f"{difference.unit} {difference.row} of sample {key} has the values of sample {difference.source}"
+    if difference.values:
+        return None, f"{difference.unit} {difference.row} of sample {key} has {difference.values}"
     last = scene.data.rows[difference.sample].count(difference.unit) - 1
     if difference.spot.path == "loss" and difference.row == last:
         return True, f"the last token of sample {key} has a target, which is of the next sample"
     return None, ""
 
 
-def backward_finding(wrong: Mapping[str, tuple[float, float]], scene: Scene) -> Finding:
+def backward_finding(wrong: Mapping[str, tuple[float, float]], parameters: Collection[str], scene: Scene) -> Finding:
     """Names the first fault of a backward pass whose forward pass is right.
 
     Args:
         wrong: Error and tolerance of each parameter with a wrong gradient.
+        parameters: All parameters with a gradient. If the last of them is wrong, so is the loss.
         scene: The pack. Its places are in the order of the forward pass.
     """
     order = {name: number for number, name in enumerate(scene.places)}
@@ -264,12 +273,15 @@ def backward_finding(wrong: Mapping[str, tuple[float, float]], scene: Scene) -> 
         return order.get(name, -1)
 
     last = max(wrong, key=when)  # the backward pass begins at the end
+    error, allowed = wrong[last]
     place = last.rpartition(".")[0]
+    if when(last) == max(map(when, parameters)):
+        detail = f"gradient of {last}, the last in the forward pass"
+        return Finding(Kind.LABELS, FORWARD, detail, "backward", error, allowed, places=len(wrong))
     owner = place
     while owner and not _mixes(scene.places.get(owner)):
         owner = owner.rpartition(".")[0]
     kind = _by_owner(owner, scene, False) if owner else Kind.OTHER
-    error, allowed = wrong[last]
     return Finding(kind, owner or place, f"gradient of {last}", "backward", error, allowed, places=len(wrong))
 
 

@@ -59,6 +59,10 @@ class Outcome:
         full = None if self.full is None else self.full.detach()
         return Outcome(*parts, tuple(each.detach() for each in self.mtp), full)
 
+    def averaged(self, batch: PackedBatch) -> Outcome:
+        """The same with the weighted mean loss alone."""
+        return Outcome(Outcome(self.losses, None).objective(batch), None)
+
     def objective(self, batch: PackedBatch) -> torch.Tensor:
         """The weighted mean loss of the batch plus that of each depth: float32 ()."""
         assert batch.loss_weights is not None
