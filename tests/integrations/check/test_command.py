@@ -145,8 +145,8 @@ class TestRefused:
 
     def test_functions(self, own: Path) -> None:
         assert "has no function 'missing'" in self.refused(f"{own}:missing")
-        assert "no such file: nowhere.py" in self.refused("nowhere.py:build")
-        assert "'no_such_module' cannot be imported" in self.refused("no_such_module:build")
+        assert "cannot load nowhere.py:build" in self.refused("nowhere.py:build")
+        assert "cannot load no_such_module:build: No module named" in self.refused("no_such_module:build")
         assert "returned int. Return (model, forward)" in self.refused(f"{own}:nothing")
         assert "neither 'loss' nor 'logits'" in self.refused(f"{own}:silent")
         assert "cannot be computed: ZeroDivisionError: division by zero" in self.refused(f"{own}:failing")

@@ -32,7 +32,7 @@ PLANTED: list[tuple[Callable[[Any], faults.Forward], tuple[str, ...], list[Kind]
     (faults.no_borders_in_an_opaque_layer, ("qwen3_5",), [Kind.CONVOLUTION], True),
     (faults.attention_over_the_pack, tuple(MODELS), [Kind.ATTENTION], True),
     (faults.positions_that_do_not_restart, tuple(MODELS), [Kind.POSITION], None),
-    (faults.pixels_of_another_sample, tuple(MODELS), [Kind.PIXELS], True),
+    (faults.pixels_of_another_sample, tuple(MODELS), [Kind.PIXELS], None),
     (faults.swapped_image_features, tuple(MODELS), [Kind.PIXELS], True),
     (faults.deepstack_rows_misplaced, DEEPSTACK, [Kind.DEEPSTACK], None),
     (faults.labels_shifted_again, tuple(MODELS), [Kind.LABELS], None),
@@ -95,9 +95,8 @@ def test_a_planted_fault_is_named(
         assert crosses is None or finding.crosses is crosses, finding
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_5_moe"])
-def test_bfloat16_is_compared_with_its_own_error(model_type: str, data: Data) -> None:
-    result = checked(model_type, faults.healthy, data, dtype=torch.bfloat16)
+def test_bfloat16_is_compared_with_its_own_error(data: Data) -> None:
+    result = checked("qwen3_5_moe", faults.healthy, data, dtype=torch.bfloat16)
     assert not result.findings, result.findings
     loss = next(each for each in result.comparisons if each.part == "loss")
     assert loss.tolerance > 0.001
@@ -174,7 +173,7 @@ class _Cumulated(torch.nn.Module):
 
     def forward(self, ids: torch.Tensor, bounds: list[int]) -> torch.Tensor:
         pieces = self.embedding(ids[0]).tensor_split(bounds[1:-1])
-        return self.head(torch.cat([each.cumsum(0) / len(each) for each in pieces]))
+        return self.head(torch.cat([each.cumsum(0) / 100 for each in pieces]))
 
 
 @pytest.mark.parametrize(("fault", "kinds"), [("none", []), ("whole", [Kind.OTHER]), ("stale", [Kind.STALE])])

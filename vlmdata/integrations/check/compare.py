@@ -92,6 +92,8 @@ class Forced:
         data: The pack.
         alone: The calls of each of its samples, in pack order.
         probed: Places at which to find out how far tokens of a sample reach into others.
+        ends: Last tokens of a sample that modules of multi-token prediction may compute from anything, because they
+            have no target.
 
     Attributes:
         differences: By spot, in order of computation.
@@ -99,8 +101,10 @@ class Forced:
         places: All places that were called, by name.
     """
 
-    def __init__(self, data: SampleBatch, alone: Sequence[Calls], probed: frozenset[str] = frozenset()):
-        self.data, self._alone, self._probed = data, alone, probed
+    def __init__(
+        self, data: SampleBatch, alone: Sequence[Calls], probed: frozenset[str] = frozenset(), ends: int = 0
+    ):
+        self.data, self._alone, self._probed, self._ends = data, alone, probed, ends
         self.differences: dict[Spot, Difference] = {}
         self.influences: dict[str, Influence] = {}
         self.places: dict[str, Place] = {}
@@ -167,7 +171,8 @@ class Forced:
         return torch.where(mask.view(shape), expected.value.to(tensor.dtype), tensor)
 
     def _difference(self, spot: Spot, found: torch.Tensor, wanted: torch.Tensor, unit: str) -> Difference:
-        mask = _real_rows(self.data, unit, found.device)
+        ends = self._ends if "mtp" in spot.place and unit == "token" else 0
+        mask = _real_rows(self.data, unit, found.device, ends)
         rows = row_errors(found, wanted, mask, whole=spot.place == FORWARD)
         worst = int(rows.argmax()) if len(rows) else 0
         spans = [each.spans[unit] for each in self.data.rows]
@@ -272,12 +277,12 @@ def _joined(
     return whole
 
 
-def _real_rows(data: SampleBatch, unit: str, device: torch.device) -> torch.Tensor:
-    """Bool (rows,), False on padding."""
+def _real_rows(data: SampleBatch, unit: str, device: torch.device, ends: int = 0) -> torch.Tensor:
+    """Returns bool (rows,), False on padding and on the last ``ends`` rows of each sample."""
     mask = torch.zeros(data.totals[unit], dtype=torch.bool)
     for each in data.rows:
         begin, end = each.spans[unit]
-        mask[begin:end] = True
+        mask[begin : max(begin, end - ends)] = True
     return mask.to(device)
 
 

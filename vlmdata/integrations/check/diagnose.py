@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from vlmdata.integrations.check.compare import FORWARD, Difference, Spot, Tolerance
 from vlmdata.integrations.check.packs import SampleBatch
 from vlmdata.integrations.check.probe import Influence
-from vlmdata.integrations.check.record import CONVOLUTION, Place, is_linear_attention
+from vlmdata.integrations.check.record import CONVOLUTION, Place, is_linear_attention, mixes_tokens
 
 
 class Kind(StrEnum):
@@ -124,16 +124,17 @@ def kind_of(difference: Difference, scene: Scene, tolerance: Tolerance) -> Kind:
         by_path = {"loss": Kind.LABELS, "logits": Kind.OTHER}
         return by_path.get(spot.path, Kind.MTP)
     if place.function:
-        return Kind.CONVOLUTION if CONVOLUTION.search(place.function) else Kind.STATE
+        return _by_function(place.function)
     if "mtp" in spot.place:
         return Kind.MTP
     for found in (_by_path(spot.path, spot.given, unit), _by_module(place.module, spot.given, spot.place)):
         if found is not None:
             return found
-    wrong = (difference.rows > tolerance.of(spot)) & _image_rows(scene.data, unit)
+    wrong = difference.rows > tolerance.of(spot)
+    images = wrong & _image_rows(scene.data, unit)
     if spot.path == "inputs_embeds":
-        return Kind.PIXELS if bool(wrong.any()) else Kind.TOKENS
-    return _by_owner(owner_of(difference), scene, bool(wrong.any()))
+        return Kind.PIXELS if bool(images.any()) else Kind.TOKENS
+    return _by_owner(owner_of(difference), scene, bool(images.any()), bool(images.any()) and torch.equal(images, wrong))
 
 
 def _by_path(path: str, given: bool, unit: str) -> Kind | None:
@@ -159,11 +160,11 @@ def _by_module(module: torch.nn.Module, given: bool, name: str) -> Kind | None:
     return None
 
 
-def _by_owner(owner: str, scene: Scene, at_images: bool) -> Kind:
-    """Names the kind of a wrong tensor by the module whose code made it."""
+def _by_owner(owner: str, scene: Scene, at_images: bool, only_images: bool) -> Kind:
+    """Names the kind of a wrong tensor by the module whose code made it, and by whether rows of images are wrong."""
     place = scene.places.get(owner)
     if place is None:
-        return Kind.PIXELS if at_images else Kind.OTHER
+        return Kind.PIXELS if only_images else Kind.OTHER
     kind = type(place.module).__name__
     if is_linear_attention(place.module):
         influence = scene.influences.get(owner)
@@ -189,13 +190,16 @@ def _image_rows(data: SampleBatch, unit: str) -> torch.Tensor:
 
 
 def probed_places(differences: Sequence[Difference], places: Mapping[str, Place]) -> frozenset[str]:
-    """Places of which to find out how far samples reach into others: where tokens are mixed."""
-    found = set()
-    for difference in differences:
+    """Places of which to find out how far samples reach into others: wrong ones that mix tokens, of attention one."""
+    found: dict[str, None] = {}
+    attention = ""
+    for difference in sorted(differences, key=lambda each: each.order):
         name = owner_of(difference)
         place = places.get(name)
-        if _mixes(place):
-            found.add(name)
+        if place is not None and mixes_tokens(place):
+            attention = attention or ("" if is_linear_attention(place.module) else name)
+            if is_linear_attention(place.module) or name == attention:
+                found[name] = None
     return frozenset(found)
 
 
@@ -204,7 +208,27 @@ def findings_of(differences: Sequence[Difference], scene: Scene, tolerance: Tole
     groups: dict[Kind, list[Difference]] = {}
     for difference in sorted(differences, key=lambda each: each.order):
         groups.setdefault(kind_of(difference, scene, tolerance), []).append(difference)
-    return [_finding(kind, group, scene, tolerance) for kind, group in groups.items()]
+    found = [_finding(kind, group, scene, tolerance) for kind, group in groups.items()]
+    return found + [each for each in _reaching(scene) if each.kind not in groups]
+
+
+def _reaching(scene: Scene) -> list[Finding]:
+    """Faults of places through which samples reach others by less than the tolerance."""
+    reaching = {name: each for name, each in scene.influences.items() if each.crosses}
+    found: dict[Kind, Finding] = {}
+    for name in sorted(reaching, key=list(scene.places).index):
+        place, influence = scene.places[name], reaching[name]
+        if not place.function and any(other.startswith(f"{name}.") for other in scene.influences):
+            continue  # one of its functions is the place
+        kind = _by_function(place.function) if place.function else _by_owner(name, scene, False, False)
+        places = found[kind].places + 1 if kind in found else 1
+        first = found.get(kind) or Finding(kind, name, "its output", "forward", influence.largest, 0.0)
+        found[kind] = replace(first, places=places, crosses=True, evidence=first.evidence or _reach_words(influence))
+    return list(found.values())
+
+
+def _by_function(name: str) -> Kind:
+    return Kind.CONVOLUTION if CONVOLUTION.search(name) else Kind.STATE
 
 
 def _finding(kind: Kind, group: Sequence[Difference], scene: Scene, tolerance: Tolerance) -> Finding:
@@ -242,10 +266,7 @@ def _evidence(difference: Difference, scene: Scene, tolerance: Tolerance) -> tup
     if influence is not None:
         if not influence.crosses:
             return False, "noise in one sample changes no other: the values are wrong, but nothing leaks"
-        one, other = influence.pairs[0]
-        which = {(True, False): "the last tokens of ", (False, True): "tokens before the last of "}
-        part = which.get((influence.near, influence.far), "")
-        return True, f"noise in {part}sample {one} changes sample {other}"
+        return True, _reach_words(influence)
     if difference.source:
         return True, f"{difference.unit} {difference.row} of sample {key} has the values of sample {difference.source}"
     if difference.values:
@@ -254,6 +275,12 @@ def _evidence(difference: Difference, scene: Scene, tolerance: Tolerance) -> tup
     if difference.spot.path == "loss" and difference.row == last:
         return True, f"the last token of sample {key} has a target, which is of the next sample"
     return None, ""
+
+
+def _reach_words(influence: Influence) -> str:
+    one, other = influence.pairs[0]
+    part = {(True, False): "the last tokens of "}.get((influence.near, influence.far), "")
+    return f"noise in {part}sample {one} changes sample {other}"
 
 
 def backward_finding(wrong: Mapping[str, tuple[float, float]], parameters: Collection[str], scene: Scene) -> Finding:
@@ -279,11 +306,7 @@ def backward_finding(wrong: Mapping[str, tuple[float, float]], parameters: Colle
         detail = f"gradient of {last}, the last in the forward pass"
         return Finding(Kind.LABELS, FORWARD, detail, "backward", error, allowed, places=len(wrong))
     owner = place
-    while owner and not _mixes(scene.places.get(owner)):
+    while owner and not mixes_tokens(scene.places.get(owner)):
         owner = owner.rpartition(".")[0]
-    kind = _by_owner(owner, scene, False) if owner else Kind.OTHER
+    kind = _by_owner(owner, scene, False, False) if owner else Kind.OTHER
     return Finding(kind, owner or place, f"gradient of {last}", "backward", error, allowed, places=len(wrong))
-
-
-def _mixes(place: Place | None) -> bool:
-    return place is not None and (is_linear_attention(place.module) or "Attention" in type(place.module).__name__)

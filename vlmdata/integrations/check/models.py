@@ -135,8 +135,9 @@ def reduced(config: Any) -> Any:
     """
     values = config.to_dict()
     text, vision = values["text_config"], values["vision_config"]
-    _reduce_text(text, layers=max(4, len(vision.get("deepstack_visual_indexes") or ()) + 1))
-    _reduce_vision(vision)
+    own_head_size = values["model_type"] != "qwen2_5_vl"  # which divides the width by the heads
+    _reduce_text(text, max(4, len(vision.get("deepstack_visual_indexes") or ()) + 1), own_head_size)
+    _reduce_vision(vision, text["hidden_size"])
     for part in (values, text, vision):
         for name in ("dtype", "torch_dtype", "_attn_implementation", "_name_or_path", "transformers_version"):
             part.pop(name, None)
@@ -144,10 +145,13 @@ def reduced(config: Any) -> Any:
     return type(config).from_dict(values)
 
 
-def _reduce_text(text: dict[str, Any], layers: int) -> None:
-    head = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+def _reduce_text(text: dict[str, Any], layers: int, own_head_size: bool) -> None:
+    head = text["hidden_size"] // text["num_attention_heads"]
+    if own_head_size:
+        head = text.get("head_dim") or head
     groups = text["num_attention_heads"] // text["num_key_value_heads"]
-    heads = min(2, text["num_key_value_heads"])
+    heads = min(2, text["num_key_value_heads"]) if own_head_size else 1
+    queries = heads * min(groups, 2)
     kinds = _kinds_of_layers(text)
     distinct = list(dict.fromkeys(kinds))
     chosen = [distinct[number % len(distinct)] for number in range(max(layers, 2 * len(distinct)))]
@@ -158,10 +162,10 @@ def _reduce_text(text: dict[str, Any], layers: int) -> None:
         text["decoder_sparse_step"] = 1
     text |= {
         "num_hidden_layers": len(chosen),
-        "hidden_size": _WIDTH,
+        "hidden_size": _WIDTH if own_head_size else queries * head,
         "head_dim": head,
         "num_key_value_heads": heads,
-        "num_attention_heads": heads * min(groups, 2),
+        "num_attention_heads": queries,
         "intermediate_size": 2 * _WIDTH,
     }
     if "linear_num_key_heads" in text:
@@ -184,7 +188,7 @@ def _kinds_of_layers(text: dict[str, Any]) -> Sequence[tuple[str, bool]]:
     return [(types[n], n in dense or ("mlp_only_layers" in text and (n + 1) % every != 0)) for n in range(count)]
 
 
-def _reduce_vision(vision: dict[str, Any]) -> None:
+def _reduce_vision(vision: dict[str, Any], width: int) -> None:
     deepstack = vision.get("deepstack_visual_indexes")
     depth = max(2, len(deepstack or ()) + 1)
     if deepstack:
@@ -197,5 +201,5 @@ def _reduce_vision(vision: dict[str, Any]) -> None:
         "hidden_size": _WIDTH // 2,
         "intermediate_size": _WIDTH,
         "num_heads": 2,
-        "out_hidden_size": _WIDTH,
+        "out_hidden_size": width,
     }

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from vlmdata.batch import IGNORE_INDEX, PackedBatch
 from vlmdata.errors import UsageError
+from vlmdata.registry import module_named, problem_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +147,13 @@ def builder_of(name: str) -> Callable[[], Checked]:
         UsageError: If there is no such module, file or function, or it returns something else.
     """
     place, _, function = name.rpartition(":")
-    module = _module(place)
+    try:
+        module = module_named(place)
+    except Exception as error:  # the module is the user's: its top level may raise anything
+        raise UsageError(
+            f"check-model: cannot load {name}: {problem_of(error)}. Give MODEL as a folder, a hub id, module:function "
+            "or file.py:function. PYTHONPATH=. finds modules of this folder."
+        ) from error
     found = getattr(module, function, None)
     if not callable(found):
         raise UsageError(f"check-model: {place} has no function {function!r}. Give MODEL as module:function.")
@@ -167,27 +171,3 @@ def builder_of(name: str) -> Callable[[], Checked]:
         return made
 
     return build
-
-
-def _module(place: str) -> Any:
-    """Imports a module by its name or file, with the current folder among the places to look."""
-    sys.path.insert(0, "")
-    try:
-        if not place.endswith(".py"):
-            return importlib.import_module(place)
-        path = Path(place)
-        if not path.is_file():
-            raise UsageError(f"check-model: no such file: {place}")
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-    except ImportError as error:
-        raise UsageError(
-            f"check-model: {place!r} cannot be imported: {error}. Give MODEL as a folder, a hub id, module:function or "
-            "file.py:function."
-        ) from error
-    finally:
-        sys.path.remove("")

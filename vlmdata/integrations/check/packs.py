@@ -59,7 +59,7 @@ class SampleBatch:
 
     @property
     def image_tokens(self) -> torch.Tensor:
-        """Bool (T,), the placeholders of images."""
+        """Returns bool (T,), the placeholders of images."""
         found = torch.zeros(self.batch.total_tokens, dtype=torch.bool)
         factor = self.batch.family.patches_per_token
         for start, grid in zip(self.batch.host.image_starts, self.batch.host.image_grid_thw, strict=True):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vlmdata.integrations.check.packs import SampleBatch
+from vlmdata.integrations.check.packs import Rows, SampleBatch
 from vlmdata.integrations.check.record import Place, Tensors, named_arguments, replaced, tensors_of
 
 #: A change of an output row above this share of its size is an influence. The inputs of a sample change by about 1.
@@ -66,26 +66,34 @@ def probe(
         def noisy(path: str, tensor: torch.Tensor) -> torch.Tensor:
             return _noisy(tensor, into[path], begin, end) if path in into and end > begin else tensor
 
-        again = [replaced(value, noisy, name) for name, value in zip(names, args, strict=True)]
+        given = [replaced(value, noisy, name) for name, value in zip(names, args, strict=True)]
         named = {name: replaced(value, noisy, name) for name, value in kwargs.items()}
-        return {path: each for path, each in tensors_of(compute(*again, **named)).items() if path in out}
+        return {path: each for path, each in tensors_of(compute(*given, **named)).items() if path in out}
 
-    before, reach = outputs(0, 0), _reach(place.module)
+    def change(after: Tensors, rows: Rows) -> float:
+        return max(_change(before[path], after[path], out[path], *rows.spans[unit]) for path in before)
+
+    before, again = outputs(0, 0), outputs(0, 0)
+    others = [each for each in data.rows if each.count(unit)]
+    seen = max(_SEEN, 3 * max(change(again, each) for each in others))
     pairs: dict[tuple[str, str], float] = {}
     reached = set()
     for (begin, end), source in zip(_segments(data, unit), data.rows, strict=True):
-        border = max(begin, end - reach)
-        for first, last, part in ((begin, border, "far"), (border, end, "near")):
-            after = outputs(first, last) if last > first else before
-            for other in data.rows:
-                if other is source or not other.count(unit):
-                    continue
-                change = max(_change(before[path], after[path], out[path], *other.spans[unit]) for path in before)
-                if change > _SEEN:
+        for first, last, part in _parts(begin, end, place.module):
+            after = outputs(first, last)
+            for other in others:
+                if other is not source and (found := change(after, other)) > seen:
                     pair = (source.key, other.key)
-                    pairs[pair] = max(change, pairs.get(pair, 0.0))
+                    pairs[pair] = max(found, pairs.get(pair, 0.0))
                     reached.add(part)
     return Influence(tuple(pairs), max(pairs.values(), default=0.0), "near" in reached, "far" in reached)
+
+
+def _parts(begin: int, end: int, module: torch.nn.Module) -> list[tuple[int, int, str]]:
+    """Parts of a segment that are changed one by one: of a layer with a convolution, what that sees, and the rest."""
+    size = getattr(module, "conv_kernel_size", None)
+    border = max(begin, end - int(size) + 1) if isinstance(size, int) else end
+    return [part for part in ((begin, border, "far"), (border, end, "near")) if part[1] > part[0]]
 
 
 def _segments(data: SampleBatch, unit: str) -> list[tuple[int, int]]:
@@ -102,12 +110,6 @@ def _noisy(tensor: torch.Tensor, axis: int, begin: int, end: int) -> torch.Tenso
     noise = torch.randn(part.shape, generator=generator).to(part.device, part.dtype)
     part.add_(noise * tensor.float().std().to(part.dtype))
     return changed
-
-
-def _reach(module: torch.nn.Module) -> int:
-    """How many tokens back a layer's convolution sees; of a layer without one, any number."""
-    size = getattr(module, "conv_kernel_size", None)
-    return int(size) - 1 if isinstance(size, int) else 3
 
 
 def _change(before: torch.Tensor, after: torch.Tensor, axis: int, begin: int, end: int) -> float:

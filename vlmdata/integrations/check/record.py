@@ -85,6 +85,11 @@ def is_linear_attention(module: torch.nn.Module) -> bool:
     return any("DeltaNet" in each.__name__ for each in type(module).__mro__)
 
 
+def mixes_tokens(place: Place | None) -> bool:
+    """Whether a place is one where tokens reach each other: attention, or a part of linear attention."""
+    return place is not None and (is_linear_attention(place.module) or "Attention" in type(place.module).__name__)
+
+
 class _Caller:
     """Knows which linear-attention layer is being computed, since a function's call does not say."""
 
