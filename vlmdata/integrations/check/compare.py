@@ -101,9 +101,7 @@ class Forced:
         places: All places that were called, by name.
     """
 
-    def __init__(
-        self, data: SampleBatch, alone: Sequence[Calls], probed: frozenset[str] = frozenset(), ends: int = 0
-    ):
+    def __init__(self, data: SampleBatch, alone: Sequence[Calls], probed: frozenset[str] = frozenset(), ends: int = 0):
         self.data, self._alone, self._probed, self._ends = data, alone, probed, ends
         self.differences: dict[Spot, Difference] = {}
         self.influences: dict[str, Influence] = {}

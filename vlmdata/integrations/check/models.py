@@ -118,7 +118,8 @@ def _small(config: Any, attention: str | None) -> Any:
     torch.manual_seed(0)
     small = reduced(config)
     try:
-        model = AutoModelForImageTextToText.from_config(small, attn_implementation=attention)
+        make: Any = AutoModelForImageTextToText.from_config
+        model = make(small, attn_implementation=attention)
     except (ImportError, ValueError) as error:
         raise UsageError(f"check-model: attention {attention!r}: {str(error).strip().splitlines()[0]}") from error
     for module_name, parameter in model.named_parameters():

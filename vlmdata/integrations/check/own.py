@@ -96,8 +96,9 @@ def outcome_of(found: Any, batch: PackedBatch) -> Outcome:
     total = batch.total_tokens
     if isinstance(found, torch.Tensor):
         found = {"loss": found}
-    get = found.get if isinstance(found, Mapping) else lambda name: getattr(found, name, None)
-    loss, logits, mtp = get("loss"), get("logits"), get("mtp_losses")
+    names = ("loss", "logits", "mtp_losses")
+    mapped = isinstance(found, Mapping)
+    loss, logits, mtp = (found.get(name) if mapped else getattr(found, name, None) for name in names)
     if loss is None and logits is None:
         raise UsageError(
             f"check-model: the forward returned {type(found).__name__} with neither 'loss' nor 'logits'. Return one of "
@@ -114,6 +115,7 @@ def outcome_of(found: Any, batch: PackedBatch) -> Outcome:
                 f"of the batch, or of its {len(targets)} targets."
             )
     if loss is None:
+        assert logits is not None
         loss = token_losses(logits, batch)
     return Outcome(
         _per_token(loss, total, "loss") if loss.numel() > 1 or total == 1 else loss.float().reshape(()),
