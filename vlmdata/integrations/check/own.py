@@ -153,8 +153,8 @@ def builder_of(name: str) -> Callable[[], Checked]:
         module = module_named(place)
     except Exception as error:  # the module is the user's: its top level may raise anything
         raise UsageError(
-            f"check-model: cannot load {name}: {problem_of(error, place)}. Give MODEL as a folder, a hub id, module:function "
-            "or file.py:function. PYTHONPATH=. finds modules of this folder."
+            f"check-model: cannot load {name}: {problem_of(error, place)}. Give MODEL as a folder, a hub id, "
+            "module:function or file.py:function. PYTHONPATH=. finds modules of this folder."
         ) from error
     found = getattr(module, function, None)
     if not callable(found):
