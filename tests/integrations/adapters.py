@@ -42,6 +42,7 @@ class Adapter:
 
 ADAPTERS = (
     Adapter("lightning", "lightning.txt"),
+    Adapter("trl", "trl.txt"),
 )
 
 

@@ -66,6 +66,7 @@ FRAMEWORKS = {
     "accelerate": Framework("Accelerate", "accelerate", ("accelerate",), counts_all=False),
     "trainer": Framework("transformers' Trainer", "accelerate", ("transformers.trainer",), state=True),
     "lightning": Framework("Lightning", "lightning", ("lightning.pytorch",), alone=False),
+    "trl": Framework("TRL", "trl", ("trl",), after="trainer", state=True),
 }
 #: Epochs of 3, 4 and 3 steps of 32 random samples.
 SETTINGS: dict[str, Any] = {"capacity": 600, "global_batch": 4, "max_patches": 640}
