@@ -43,6 +43,7 @@ class Adapter:
 ADAPTERS = (
     Adapter("lightning", "lightning.txt"),
     Adapter("trl", "trl.txt"),
+    Adapter("swift", "ms-swift.txt"),
 )
 
 
