@@ -44,6 +44,7 @@ ADAPTERS = (
     Adapter("lightning", "lightning.txt"),
     Adapter("trl", "trl.txt"),
     Adapter("swift", "ms-swift.txt"),
+    Adapter("llamafactory", "llamafactory.txt", overrides=("datasets==4.8.4", "transformers==5.17.0")),
 )
 
 

@@ -68,6 +68,9 @@ FRAMEWORKS = {
     "lightning": Framework("Lightning", "lightning", ("lightning.pytorch",), alone=False),
     "trl": Framework("TRL", "trl", ("trl",), after="trainer", state=True),
     "swift": Framework("ms-swift", "swift", ("swift.trainers",), after="trainer", state=True, saved=True),
+    "llamafactory": Framework(
+        "LLaMA-Factory", "llamafactory", ("llamafactory.train.sft.workflow",), after="trainer", state=True, saved=True
+    ),
 }
 #: Epochs of 3, 4 and 3 steps of 32 random samples.
 SETTINGS: dict[str, Any] = {"capacity": 600, "global_batch": 4, "max_patches": 640}
