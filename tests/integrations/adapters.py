@@ -32,12 +32,14 @@ class Adapter:
         requirements: File in ``requirements/``.
         tests: What pytest runs.
         overrides: Requirements that replace those of the trainer and of vlmdata.
+        bare: Requirements that are installed without what they need themselves.
     """
 
     name: str
     requirements: str
     tests: tuple[str, ...] = ("tests/integrations/test_frameworks.py",)
     overrides: tuple[str, ...] = ()
+    bare: tuple[str, ...] = ()
 
 
 ADAPTERS = (
@@ -45,6 +47,12 @@ ADAPTERS = (
     Adapter("trl", "trl.txt"),
     Adapter("swift", "ms-swift.txt"),
     Adapter("llamafactory", "llamafactory.txt", overrides=("datasets==4.8.4", "transformers==5.17.0")),
+    Adapter(
+        "megatron-bridge",
+        "megatron-bridge.txt",
+        tests=("tests/integrations/test_megatron_bridge.py",),
+        bare=("megatron-bridge==0.6.2",),
+    ),
 )
 
 
@@ -78,7 +86,7 @@ def environment(adapter: Adapter, work: Path, uv: str) -> Path:
     """Returns the Python of the environment, made if its requirements have changed."""
     folder, file = work / adapter.name, HERE / "requirements" / adapter.requirements
     python, stamp = folder / "bin" / "python", folder / "requirements"
-    wanted = file.read_text() + "\n".join(adapter.overrides)
+    wanted = "\n".join((file.read_text(), *adapter.overrides, *adapter.bare))
     if stamp.exists() and stamp.read_text() == wanted:
         return python
     run([uv, "venv", "--quiet", "--clear", "--python", "3.12", str(folder)])
@@ -88,6 +96,8 @@ def environment(adapter: Adapter, work: Path, uv: str) -> Path:
         overrides = ["--overrides", str(folder / "overrides")]
     install = [uv, "pip", "install", "--quiet", "--python", str(python), *overrides]
     run([*install, "-r", str(file), "--editable", str(ROOT), *TESTS])
+    if adapter.bare:
+        run([*install, "--no-deps", *adapter.bare])
     stamp.write_text(wanted)
     return python
 

@@ -76,7 +76,7 @@ class PackedTraining:
         return step_loss(token_losses(model, pack), pack, num_items_in_batch)
 
 
-class LoaderPosition(TrainerCallback):  # type: ignore[misc]
+class LoaderPosition(TrainerCallback):
     """Keeps the loader's position in the trainer's state, which is in each checkpoint, and restores it on a resume."""
 
     def __init__(self, loader: StreamingLoader):
@@ -102,7 +102,7 @@ class LoaderPosition(TrainerCallback):  # type: ignore[misc]
         self.loader.load_state_dict(state.stateful_callbacks[STATE_NAME])
 
 
-def _as_inputs(batch: PackedBatch) -> dict[str, PackedBatch]:
+def _as_inputs(batch: Any) -> dict[str, PackedBatch]:
     return {"pack": batch}
 
 
