@@ -99,7 +99,7 @@ def throughput(data: Path) -> list[tuple[str, str]]:
     lines.append(("two clients over one, both together", f"{together / rates['same machine']:.2f}"))
     for name, each in turns.items():
         client, at_servers = each.cpu_seconds_per_gb
-        lines.append((f"{name}: CPU s a GB, client + server with its worker", f"{client:.2f} + {at_servers:.2f}"))
+        lines.append((f"{name}: CPU s per GB, client + server with its worker", f"{client:.2f} + {at_servers:.2f}"))
     return lines
 
 

@@ -320,7 +320,7 @@ def report(rows: dict[str, Any]) -> str:
     lines = [
         f"# Runs of train.py, {datetime.date.today().isoformat()}",
         "",
-        f"{device_name()}, torch {torch.__version__}, bf16 where nothing else stands; "
+        f"{device_name()}, torch {torch.__version__}, bf16 unless a note says otherwise; "
         "`benchmarks/train_runs.py`. `wait`: the longest wait of any rank for data, as a share of the step. Memory: "
         "the peak of tensors on a GPU; all that is in use there; growth on the host.",
         "",

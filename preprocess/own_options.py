@@ -64,7 +64,7 @@ def make_own(registry: Registry[Any], name: str, given: Mapping[str, Any], parts
     except VlmdataError:
         raise
     except Exception as error:  # the constructor is the user's
-        raise registry.error(f"{where}: its constructor failed: {problem_of(error)}") from error
+        raise registry.error(f"{where}: its constructor failed: {problem_of(error, str(made.__module__))}") from error
 
 
 def constructor_takes(registry: Registry[Any], name: str, parts: Iterable[str]) -> frozenset[str]:

@@ -26,7 +26,7 @@ from preprocess.cli.report import Report, report_of, show
 from preprocess.cli.trace_text import print_trace
 from preprocess.config import EMBEDDED, PreprocessConfig
 from preprocess.encode import Encoder
-from preprocess.engines.base import Engine, load_engine
+from preprocess.engines.base import Engine, errors_named, load_engine
 from preprocess.own_options import constructor_takes
 from preprocess.recipes.base import PARTS, REGISTRY, load_recipe
 from preprocess.recipes.choice import choose_recipe, first_rows, misfit, recipe_for
@@ -70,7 +70,8 @@ def run_command(command: PreprocessCommand) -> int:
     with _counting(talk, "row", "read to divide them") as read:
         workers = command.workers or available_cores()
         outputs = divide(sources, store, holdout=command.holdout, workers=workers, on_rows=read)
-    workers = command.workers or engine.default_workers(command.config)
+    with errors_named(engine):
+        workers = command.workers or engine.default_workers(command.config)
     reports: dict[str | None, Report | PartReport] = {}
     for output in outputs:
         report = reports[output.name] = _make(output, command, engine, workers, part, talk)

@@ -42,7 +42,7 @@ from vlmdata.format.schema import (
 )
 from vlmdata.format.tokenizer_files import hash_tokenizer_files
 from vlmdata.locations import is_url
-from vlmdata.media.codecs import REGISTRY, codec
+from vlmdata.media.codecs import REGISTRY, codec, libraries_of
 from vlmdata.storage import Lock, Store, open_store
 from vlmdata.version import __version__
 from vlmdata.workers import WorkersDied, in_workers
@@ -154,7 +154,7 @@ def _require_change(old: OldDataset, store: Store, pixels: str | None) -> None:
             )
         raise UsageError(f"--pixels {pixels}: it stores the original files, which the dataset does not have. {remedy}")
     else:
-        codec(pixels).libraries()  # raises an error if the codec's package is not installed
+        libraries_of(codec(pixels))  # raises an error if the codec's package is not installed
     local = not (is_url(old.name) or is_url(str(store)))
     if old.name == str(store) or (local and Path(old.name).resolve() == Path(str(store)).resolve()):
         raise UsageError(f"--out {store}: is the dataset to read; give another folder")

@@ -9,7 +9,7 @@ from os import PathLike
 from preprocess.chat.tokenizer import ChatTokenizer, load_tokenizer
 from preprocess.config import PreprocessConfig
 from preprocess.encode.probe import require_usable
-from preprocess.engines.base import Engine, ShardWork, make_shards
+from preprocess.engines.base import Engine, ShardWork, errors_named, make_shards
 from preprocess.engines.local import Local
 from preprocess.recipes.choice import image_root_of
 from preprocess.run.claim import part_claim, whole_claim
@@ -105,7 +105,8 @@ def preprocess_dataset(
     """
     watcher, engine, store = watcher or Watcher(), engine or Local(), _store(out)
     if overwrite or store.size(MANIFEST_NAME) is None:
-        engine.warm_up(workers)
+        with errors_named(engine):
+            engine.warm_up(workers)
     run = _Run.prepared(source, store, config, engine, workers, hash_source)
     _prepare(store)
     with resource_errors(store, "the run failed"), whole_claim(store) as lock, tidied(store, lock):
@@ -153,7 +154,8 @@ def preprocess_part(
     """
     watcher, engine, store = watcher or Watcher(), engine or Local(), _store(out)
     if store.size(MANIFEST_NAME) is None:
-        engine.warm_up(workers)
+        with errors_named(engine):
+            engine.warm_up(workers)
     run = _Run.prepared(source, store, config, engine, workers, hash_source)
     jobs = [job for job in run.jobs if part.has(job.number)]
     nothing_to_do = PartResult(part, (), made=0, kept=len(jobs), finished=True)

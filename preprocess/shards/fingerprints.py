@@ -14,7 +14,7 @@ from preprocess.shards.source_code import recipe_fingerprint, source_fingerprint
 from vlmdata.families import REGISTRY as FAMILIES
 from vlmdata.format.schema import SCHEMA_VERSION
 from vlmdata.format.tokenizer_info import TokenizerInfo, tokenizer_to_json
-from vlmdata.media.codecs import RAW
+from vlmdata.media.codecs import RAW, libraries_of
 from vlmdata.media.codecs import REGISTRY as CODECS
 from vlmdata.media.versions import decoder_versions
 from vlmdata.version import __version__
@@ -58,10 +58,8 @@ def codec_fingerprints(name: str) -> dict[str, Any]:
     if name == RAW:
         return {}
     made = CODECS.find(name)
-    libraries = made.libraries()
-    return ({_CODEC: dict(libraries)} if libraries else {}) | {
-        _CODEC_SOURCE: source_fingerprint(CODECS.target(name), made)
-    }
+    libraries = libraries_of(made)
+    return ({_CODEC: libraries} if libraries else {}) | {_CODEC_SOURCE: source_fingerprint(CODECS.target(name), made)}
 
 
 def run_identity(

@@ -66,15 +66,17 @@ def encode_item(name: str, item: Item, what: str) -> Buffer:
         Unsuitable: If the codec does not store it.
         UsageError: If the codec fails.
     """
+    encoder = codec(name)
     try:
-        stored = codec(name).encode(item)
+        stored = encoder.encode(item)
         memoryview(stored)
     except (MemoryError, VlmdataError, Unsuitable):
         raise
     except Exception as error:  # the codec may be the user's, and every library has its own errors
         _, rows, columns = item.shape.grid
         raise UsageError(
-            f"--pixels {name}: the codec cannot encode {what} ({columns}x{rows} patches): {problem_of(error)}. Correct "
-            "its `encode`, or choose another --pixels. For an item that it does not store, it raises Unsuitable."
+            f"--pixels {name}: the codec cannot encode {what} ({columns}x{rows} patches): "
+            f"{problem_of(error, type(encoder).__module__)}. Correct its `encode`, or choose another --pixels. For an "
+            "item that it does not store, it raises Unsuitable."
         ) from error
     return stored

@@ -121,10 +121,9 @@ class TestSummary:
             if line.startswith("│"):
                 name, value, note = (cell.strip() for cell in line.strip("│").split("│"))
                 cells[name] = (value, note)
-        for name, field in (("samples", "samples"), ("tokens", "tokens"), ("target tokens", "targets")):
-            assert cells[name][0] == f"{totals[field]:,}"
-        for name in ("images", "patches", "bytes", "rows", "rejected"):
-            assert cells[name][0] == f"{totals[name]:,}"
+        fields = {"target tokens": "targets", "images": "items"}
+        for name in ("samples", "tokens", "target tokens", "images", "patches", "bytes", "rows", "rejected"):
+            assert cells[name][0] == f"{totals[fields.get(name, name)]:,}"
         assert cells["malformed_ground_truth"][0] == "2"
         assert cells["not_an_image"][0] == "1"
         assert cells["rejected"][1] == "7.50 % of rows"

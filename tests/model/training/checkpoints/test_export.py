@@ -236,7 +236,7 @@ class TestWhereTheFilesComeFrom:
         other = tmp_path / "other"
         shutil.copytree(chats, other)
         manifest = json.loads((other / "manifest.json").read_text())
-        manifest["tokenizer"]["image"] = 3
+        manifest["tokenizer"]["items"]["image"]["token"] = 3
         (other / "manifest.json").write_text(json.dumps(manifest))
         with pytest.raises(
             WeightsError, match=r"other has 6144 ids and image token 3, the weights have 6144 ids and image"
