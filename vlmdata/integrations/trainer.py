@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback
 
 from vlmdata.batch import PackedBatch
 from vlmdata.errors import UsageError
@@ -45,7 +44,7 @@ class PackedTraining:
         packed(trainer.model, allow_unproven=allow_unproven)
         self.loader = loader
         self.model_accepts_loss_kwargs = True  # compute_loss divides by the weight of the whole step
-        trainer.add_callback(LoaderPosition(loader))
+        trainer.add_callback(_loader_position(loader))
 
     def get_train_dataloader(self) -> DataLoader[PackedBatch]:
         """Returns the packs of this process, without end. The trainer must not shard them."""
@@ -76,30 +75,27 @@ class PackedTraining:
         return step_loss(token_losses(model, pack), pack, num_items_in_batch)
 
 
-class LoaderPosition(TrainerCallback):
-    """Keeps the loader's position in the trainer's state, which is in each checkpoint, and restores it on a resume."""
+def _loader_position(loader: StreamingLoader) -> Any:
+    """Makes a callback that keeps the loader's position in the trainer's state, which is in each checkpoint."""
+    from transformers import TrainerCallback
 
-    def __init__(self, loader: StreamingLoader):
-        self.loader = loader
+    class LoaderPosition(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            """Notes the position between steps, where it is the same on all processes."""
+            state.stateful_callbacks[STATE_NAME] = loader.state_dict()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Notes the position between steps, where it is the same on all processes."""
-        state.stateful_callbacks[STATE_NAME] = self.loader.state_dict()
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            """Continues from the position of the checkpoint, if the run is resumed."""
+            if not state.global_step:
+                return
+            if STATE_NAME not in state.stateful_callbacks:
+                raise UsageError(
+                    f"The checkpoint of step {state.global_step} has no {STATE_NAME!r} in its trainer_state.json: it "
+                    "is of a run without PackedTraining. Start a new run from its weights."
+                )
+            loader.load_state_dict(state.stateful_callbacks[STATE_NAME])
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Continues from the position of the checkpoint, if the run is resumed.
-
-        Raises:
-            UsageError: If the checkpoint has none.
-        """
-        if not state.global_step:
-            return
-        if STATE_NAME not in state.stateful_callbacks:
-            raise UsageError(
-                f"The checkpoint of step {state.global_step} has no {STATE_NAME!r} in its trainer_state.json: it is of "
-                "a run without PackedTraining. Start a new run from its weights."
-            )
-        self.loader.load_state_dict(state.stateful_callbacks[STATE_NAME])
+    return LoaderPosition()
 
 
 def _as_inputs(batch: Any) -> dict[str, PackedBatch]:
