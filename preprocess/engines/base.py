@@ -38,19 +38,13 @@ REGISTRY = Registry[Any](
 
 @dataclass(frozen=True, eq=False)
 class ShardWork:
-    """Everything that a worker needs to make any shard of a run. Small and cheap to pickle.
+    """Everything that a worker needs to make any shard of a run. Small and cheap to pickle."""
 
-    Attributes:
-        source: The rows. A worker that shares memory with others takes a pickled copy, as sources keep files open.
-        config: All options that can change the bytes.
-        store: Destination of shards and their records; every worker must be able to write to it.
-        tokenizer: The tokenizer at the start of the run.
-    """
-
+    #: The rows. A worker that shares memory with others takes a pickled copy, as sources keep files open.
     source: Source
-    config: PreprocessConfig
-    store: Store
-    tokenizer: TokenizerInfo
+    config: PreprocessConfig  # all options that can change the bytes
+    store: Store  # destination of shards and their records; every worker must be able to write to it
+    tokenizer: TokenizerInfo  # the tokenizer at the start of the run
 
     def prepare(self) -> ShardContext:
         """Loads tokenizer and recipe, and limits torch to one thread. Call it once per worker.

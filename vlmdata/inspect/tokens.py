@@ -27,10 +27,6 @@ _STRAY_BYTE = 0xDC00
 class TokenTexts:
     """Decodes token ids with the tokenizer stored in a dataset.
 
-    Args:
-        directory: The dataset's folder.
-        manifest: The dataset's manifest.
-
     Raises:
         DatasetFormatError: If the dataset has no readable tokenizer, or its tokenizer has changed.
     """
@@ -106,21 +102,13 @@ class TokenTexts:
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of a conversation, in tokens.
+    """One turn of a conversation, in tokens."""
 
-    Attributes:
-        role: Role in the header, "assistant" for the assistant's; "" before the first turn.
-        start: Index of the token that begins it.
-        body: First token after the header.
-        stop: One past its last token.
-        targets: Number of targets.
-    """
-
-    role: str
-    start: int
-    body: int
-    stop: int
-    targets: int
+    role: str  # role in the header, "assistant" for the assistant's; "" before the first turn
+    start: int  # index of the token that begins it
+    body: int  # first token after the header
+    stop: int  # one past its last token
+    targets: int  # number of targets
 
 
 def find_turns(
