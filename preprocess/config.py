@@ -12,7 +12,7 @@ from preprocess.options import data_option, image_option, run_option, text_optio
 from vlmdata.errors import UsageError
 from vlmdata.families import DEFAULT_FAMILY, Family
 from vlmdata.families import REGISTRY as FAMILIES
-from vlmdata.media.codecs import MOST_FILE_PIXELS, RAW, ItemCodec, describe_codecs
+from vlmdata.media.codecs import MOST_FILE_PIXELS, RAW, ItemCodec, describe_codecs, libraries_of
 from vlmdata.media.codecs import REGISTRY as CODECS
 
 #: Name of the tokenizer included in vlmdata: 6,144 ids, which fit no published model.
@@ -211,7 +211,7 @@ class PreprocessConfig:
     def __post_init__(self) -> None:
         FAMILIES.find(self.family)  # refuses an unknown name
         store = self.codec
-        store.libraries()  # refuses a codec whose package is not installed
+        libraries_of(store)  # refuses a codec whose package is not installed
         if store.needs_file and self.image.max_source_pixels > MOST_FILE_PIXELS:
             raise ValueError(
                 f"max_source_pixels is {self.image.max_source_pixels}; pixels={self.pixels} stores image files, and "

@@ -26,31 +26,22 @@ _PRIVATE_USE = range(0xE000, 0xF8FF)
 
 @dataclass(frozen=True)
 class Rendered:
-    """The template's output.
+    """The template's output."""
 
-    Attributes:
-        text: The whole conversation as text.
-        reserved_spans: Character spans of the reserved tokens that the template wrote; ordered.
-        plain_spans: Character spans of ``text`` that read as a reserved token but are data; ordered.
-    """
-
-    text: str
+    text: str  # the whole conversation as text
+    #: Character spans of the reserved tokens that the template wrote; ordered.
     reserved_spans: tuple[tuple[int, int], ...]
+    #: Character spans of ``text`` that read as a reserved token but are data; ordered.
     plain_spans: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
 class Renderer:
-    """Renders conversations with one tokenizer.
+    """Renders conversations with one tokenizer."""
 
-    Attributes:
-        tokenizer: Tokenizer with the template and special tokens.
-        special_text: Handling of data with the text of a reserved token.
-        most_tokens: Texts of far more tokens are rejected before they are tokenized whole; None tokenizes all.
-    """
-
-    tokenizer: ChatTokenizer
-    special_text: SpecialText
+    tokenizer: ChatTokenizer  # tokenizer with the template and special tokens
+    special_text: SpecialText  # handling of data with the text of a reserved token
+    #: Texts of far more tokens are rejected before they are tokenized whole; None tokenizes all.
     most_tokens: int | None = None
 
     def render(self, conversation: Conversation) -> Rendered:

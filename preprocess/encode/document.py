@@ -8,14 +8,13 @@ import numpy as np
 import numpy.typing as npt
 
 from preprocess.chat.agreement import require_reserved
-from preprocess.chat.length import require_length
 from preprocess.chat.render import Renderer
 from preprocess.chat.targets import tokenize
+from preprocess.chat.tokenizer import require_length
 from preprocess.config import Overlong, PreprocessConfig
 from preprocess.conversation import Document
 from preprocess.encode.image import encode_images, image_tokens
-from preprocess.encode.sample import EncodedSample, WeightedTokens, finish_sample
-from preprocess.encode.weights import document_weight
+from preprocess.encode.sample import EncodedSample, WeightedTokens, document_weight, finish_sample
 from preprocess.reject import RowRejected
 from vlmdata.families.chat import IMAGE
 from vlmdata.families.positions import locate_images

@@ -1,4 +1,4 @@
-"""A sample as arrays, passed from the encoder to the shard writer."""
+"""A sample as arrays, with the loss weights of its tokens, passed from the encoder to the shard writer."""
 
 from __future__ import annotations
 
@@ -10,37 +10,33 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.config import PreprocessConfig
-from preprocess.conversation import Columns
+from preprocess.config import PreprocessConfig, TrainTurns
+from preprocess.conversation import Columns, Conversation, Document
+from preprocess.reject import RowRejected
 from vlmdata.families.positions import locate_images
 from vlmdata.format.schema import Sample
 from vlmdata.format.tokenizer_info import TokenizerInfo
 from vlmdata.media.codecs import IMAGE, ItemShape
+from vlmdata.reasons import Reason
+
+#: Weights other than 0 are within these bounds. Gradients are multiplied by the weights in the network and divided by
+#: their sum at the end of the step. The bounds leave 30 decimal places on either side in float32 and bfloat16 (1e-38 to
+#: 3e38). Only ratios of weights matter, so this excludes no sensible weights.
+LEAST, MOST = 1e-8, 1e8
 
 
 @dataclass(frozen=True, eq=False)
 class EncodedImage:
-    """An image as stored.
+    """An image as stored."""
 
-    Attributes:
-        patches: uint8 (P, bytes per patch).
-        grid: Patches along t, h, w.
-        size: (height, width) in pixels, as stored.
-        tokens: Number of placeholder tokens.
-        origin: Data of the file: width, height, mode, format, normalisation steps.
-        file: The file.
-        view: Number of the picture among those of its image.
-        whole: Whether it shows all of the image.
-    """
-
-    patches: npt.NDArray[np.uint8]
-    grid: tuple[int, int, int]
-    size: tuple[int, int]
-    tokens: int
-    origin: Mapping[str, Any]
-    file: bytes
-    view: int = 0
-    whole: bool = True
+    patches: npt.NDArray[np.uint8]  # uint8 (P, bytes per patch)
+    grid: tuple[int, int, int]  # patches along t, h, w
+    size: tuple[int, int]  # (height, width) in pixels, as stored
+    tokens: int  # number of placeholder tokens
+    origin: Mapping[str, Any]  # data of the file: width, height, mode, format, normalisation steps
+    file: bytes  # the file
+    view: int = 0  # number of the picture among those of its image
+    whole: bool = True  # whether it shows all of the image
 
 
 #: The pictures of an image, of which each is an item.
@@ -49,41 +45,25 @@ type Views = tuple[EncodedImage, ...]
 
 @dataclass(frozen=True, eq=False)
 class EncodedSample:
-    """A sample ready for the shard writer.
+    """A sample ready for the shard writer."""
 
-    Attributes:
-        length: True length.
-        input_ids: int32 (L,), L a multiple of ``pad_multiple``.
-        loss_mask: uint8 (L,).
-        position_ids: int32 (k, L), k the family's axes of positions.
-        images: Per image, its patches, grid and origin.
-        image_starts: First token of each image.
-        target_turns: Assistant turns that are targets; 0 for a document.
-        truncated: Whether the end was truncated, so that the last answer or the document has no end token.
-        loss_weights: float32 (L,), 0 if ``loss_mask`` is 0; None if all targets weigh 1.
-        turn_weights: Weight of each assistant turn; empty if all turns that ``train_turns`` includes weigh 1.
-        patch_bytes: Bytes per patch.
-        dropped_reasoning: Assistant turns whose reasoning the template left out. Of samples of one turn, that turn.
-        drops_last_reasoning: Whether the last turn is one of them.
-        unlike_inference: Whether a learned turn follows another text than at inference.
-        columns: Facts that the recipe attached.
-    """
-
-    length: int
-    input_ids: npt.NDArray[np.int32]
-    loss_mask: npt.NDArray[np.uint8]
-    position_ids: npt.NDArray[np.int32]
-    images: tuple[EncodedImage, ...]
-    image_starts: tuple[int, ...]
-    target_turns: int
-    truncated: bool
-    loss_weights: npt.NDArray[np.float32] | None
+    length: int  # true length
+    input_ids: npt.NDArray[np.int32]  # int32 (L,), L a multiple of ``pad_multiple``
+    loss_mask: npt.NDArray[np.uint8]  # uint8 (L,)
+    position_ids: npt.NDArray[np.int32]  # int32 (k, L), k the family's axes of positions
+    images: tuple[EncodedImage, ...]  # per image, its patches, grid and origin
+    image_starts: tuple[int, ...]  # first token of each image
+    target_turns: int  # assistant turns that are targets; 0 for a document
+    truncated: bool  # whether the end was truncated, so that the last answer or the document has no end token
+    loss_weights: npt.NDArray[np.float32] | None  # float32 (L,), 0 if ``loss_mask`` is 0; None if all targets weigh 1
+    #: Weight of each assistant turn; empty if all turns that ``train_turns`` includes weigh 1.
     turn_weights: tuple[float, ...]
-    patch_bytes: int
+    patch_bytes: int  # bytes per patch
+    #: Assistant turns whose reasoning the template left out. Of samples of one turn, that turn.
     dropped_reasoning: int = 0
-    drops_last_reasoning: bool = False
-    unlike_inference: bool = False
-    columns: Columns = field(default_factory=dict)
+    drops_last_reasoning: bool = False  # whether the last turn is one of them
+    unlike_inference: bool = False  # whether a learned turn follows another text than at inference
+    columns: Columns = field(default_factory=dict)  # facts that the recipe attached
 
     @property
     def image_grid_thw(self) -> npt.NDArray[np.int32]:
@@ -113,15 +93,10 @@ class EncodedSample:
 
 @dataclass(frozen=True, eq=False)
 class WeightedTokens:
-    """True tokens with their loss weights.
+    """True tokens with their loss weights."""
 
-    Attributes:
-        ids: int64 (L,).
-        weights: float32 (L,), 0 off target.
-    """
-
-    ids: npt.NDArray[np.int64]
-    weights: npt.NDArray[np.float32]
+    ids: npt.NDArray[np.int64]  # int64 (L,)
+    weights: npt.NDArray[np.float32]  # float32 (L,), 0 off target
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -176,3 +151,61 @@ def finish_sample(
         turn_weights=turn_weights,
         patch_bytes=family.patch_bytes,
     )
+
+
+def turn_weights(conversation: Conversation, train_turns: TrainTurns) -> tuple[float, ...]:
+    """Returns the target weight of each assistant turn; 0 if the turn is not learned.
+
+    Returns:
+        One float32 value per assistant turn: weight of the sample x weight of the turn, or 0.
+
+    Raises:
+        RowRejected: NO_TARGETS if no turn is learned; LOSS_WEIGHT if a weight is out of bounds.
+    """
+    answers = conversation.answers
+    factor = float(conversation.loss_weight)
+    weights = []
+    for number, message in enumerate(answers, start=1):
+        chosen = train_turns is TrainTurns.ALL or number == len(answers)
+        own = 1.0 if message.loss_weight is None else float(message.loss_weight)
+        weight = factor * own if chosen else 0.0
+        meant = chosen and factor > 0 and own > 0  # a product may round to 0
+        if meant and not LEAST <= weight <= MOST:
+            raise RowRejected(
+                Reason.LOSS_WEIGHT,
+                f"the loss weight of assistant turn {number} of {len(answers)} is {weight:g} ({factor:g} of the sample "
+                f"x {own:g} of the turn); it must be 0 or from {LEAST:g} to {MOST:g}. Only ratios of weights matter: "
+                "multiply all of them by the same number",
+            )
+        weights.append(float(np.float32(weight)))
+    if not any(weights):
+        raise RowRejected(Reason.NO_TARGETS, _nothing_to_learn(conversation, len(answers), train_turns))
+    return tuple(weights)
+
+
+def document_weight(document: Document) -> float:
+    """Returns the target weight of a document, as a float32 value.
+
+    Raises:
+        RowRejected: NO_TARGETS if the weight is 0; LOSS_WEIGHT if it is out of bounds.
+    """
+    weight = float(document.loss_weight)
+    if weight == 0:
+        raise RowRejected(Reason.NO_TARGETS, "nothing to learn: the loss weight of the document is 0")
+    if not LEAST <= weight <= MOST:
+        raise RowRejected(
+            Reason.LOSS_WEIGHT,
+            f"the loss weight of the document is {weight:g}; it must be 0 or from {LEAST:g} to {MOST:g}. Only ratios "
+            "of weights matter: multiply all of them by the same number",
+        )
+    return float(np.float32(weight))
+
+
+def _nothing_to_learn(conversation: Conversation, answers: int, train_turns: TrainTurns) -> str:
+    if conversation.loss_weight == 0:
+        return "nothing to learn: the loss weight of the sample is 0"
+    if train_turns is TrainTurns.LAST:
+        return "nothing to learn: the loss weight of the last assistant turn is 0, and only that turn is trained"
+    if answers == 1:
+        return "nothing to learn: the loss weight of the only assistant turn is 0"
+    return f"nothing to learn: the loss weights of all {answers} assistant turns are 0"

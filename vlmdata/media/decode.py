@@ -33,21 +33,14 @@ _ALPHA_MODES = frozenset({"RGBA", "LA", "PA", "RGBa", "La"})
 
 @dataclass(frozen=True, eq=False)
 class DecodedImage:
-    """A normalised image.
+    """A normalised image."""
 
-    Attributes:
-        memory: uint8 (H, W, 3 or 4), C-contiguous: RGB, upright, and possibly a fourth byte without meaning; read-only.
-        file_format: Pillow's name of the format, such as ``JPEG``.
-        mode: Pillow's mode of the file's content.
-        file_size: (width, height) as stored in the file, before EXIF orientation.
-        steps: Normalisation steps: any of ``first_frame``, ``exif``, ``alpha``, ``depth``, ``mode``.
-    """
-
+    #: uint8 (H, W, 3 or 4), C-contiguous: RGB, upright, and possibly a fourth byte without meaning; read-only.
     memory: npt.NDArray[np.uint8]
-    file_format: str
-    mode: str
-    file_size: tuple[int, int]
-    steps: tuple[str, ...]
+    file_format: str  # Pillow's name of the format, such as ``JPEG``
+    mode: str  # Pillow's mode of the file's content
+    file_size: tuple[int, int]  # (width, height) as stored in the file, before EXIF orientation
+    steps: tuple[str, ...]  # normalisation steps: any of ``first_frame``, ``exif``, ``alpha``, ``depth``, ``mode``
 
     @property
     def pixels(self) -> npt.NDArray[np.uint8]:
