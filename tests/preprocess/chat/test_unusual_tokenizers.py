@@ -302,7 +302,6 @@ def forgeable(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return variant(tmp_path_factory.mktemp("forgeable"), **request.param)
 
 
-@settings(max_examples=150)
 @given(
     question=st.lists(words, min_size=1, max_size=2), answer=words, system=words, policy=st.sampled_from(SpecialText)
 )
