@@ -19,7 +19,9 @@ def load_profiles() -> None:
     repeatable one draws fewer examples: they are the same each time, and exploring draws as many as there is time for.
     """
     settings.register_profile(REPEATABLE, max_examples=40, deadline=None, derandomize=True, database=None)
-    settings.register_profile(EXPLORE, max_examples=100, deadline=None, derandomize=False, database=None, print_blob=False)
+    settings.register_profile(
+        EXPLORE, max_examples=100, deadline=None, derandomize=False, database=None, print_blob=False
+    )
     settings.load_profile(REPEATABLE)
 
 
