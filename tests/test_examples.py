@@ -21,11 +21,13 @@ SCRIPTS = {
     "receipts": ["--rows", "16", "--steps", "2"],
     "blend": ["--rows", "16"],
     "transformers_packs": ["--rows", "12", "--steps", "2"],
+    "rollouts": ["--rows", "6"],
 }
 EXPECTED = {
     "receipts": "in the trainer",
     "blend": "resumed after 2 packs: the same",
     "transformers_packs": "their losses differ by at most",
+    "rollouts": "came from the service by key, equal to the stored samples",
 }
 
 pytestmark = pytest.mark.slow

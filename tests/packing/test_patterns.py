@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from tests.packing.helpers import best_fit_decreasing
 from vlmdata.packing.bins import one_limit
 from vlmdata.packing.bins.one_limit import learn_preference, pack_sizes
-from vlmdata.packing.patterns.column_generation import bound_of_prices, solve_patterns
+from vlmdata.packing.patterns.column_generation import best_values, bound_of_prices, fillings_with, solve_patterns
 from vlmdata.packing.patterns.histogram import STRATEGIES, pack_histogram
-from vlmdata.packing.patterns.knapsack import best_values, fillings_with
 from vlmdata.packing.patterns.lower_bound import bin_lower_bound
 from vlmdata.packing.patterns.patterns import MAX_SIZES, find_patterns, pack_by_patterns, round_up_sizes
 from vlmdata.packing.patterns.program_bound import program_bound

@@ -22,7 +22,7 @@ from vlmdata import PackedBatch, StreamingLoader
 from vlmdata.errors import ConfigMismatchError, ResourceError, UsageError
 from vlmdata.loader.state import Position
 from vlmdata.service.client import filler
-from vlmdata.service.client.race import Race
+from vlmdata.service.client.filler import Race
 from vlmdata.service.protocol import BatchQuery
 from vlmdata.service.shared_memory import this_place
 

@@ -191,7 +191,7 @@ class TestSummary:
         assert (summary["recipe"], summary["tokenizer"]) == ("cord_v2", "embedded")
         assert (summary["shards"], summary["shards_made"], summary["shards_kept"]) == (3, 0, 3)
         assert sum(summary["lengths"]["counts"]) == 37
-        assert summary["lengths"]["percentiles"]["100"] == max(summary["lengths"]["edges"]) - 1
+        assert summary["lengths"]["percentiles"]["100"] < max(summary["lengths"]["edges"])
         assert summary["seconds"] > 0
         assert tree_bytes(out) == before
 
